@@ -1,0 +1,3 @@
+//! Benchmarks of every operator.
+
+fn main() {}

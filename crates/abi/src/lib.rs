@@ -1,0 +1,19 @@
+//! The contract between host and device: both sides compile this crate, so neither can disagree with the other.
+//!
+//! It holds the architecture floors, the element types, and for each operator its parameter struct (`#[repr(C)]`,
+//! passed to the kernel by value) and the table of its kernel entry points. No dependencies, no unsafe code, no
+//! allocation.
+#![no_std]
+#![forbid(unsafe_code)]
+
+mod arch;
+mod dtype;
+pub mod ops;
+
+pub use arch::Arch;
+pub use dtype::DType;
+
+/// A kernel's parameter struct: `#[repr(C)]`, without padding or pointers, passed by value.
+///
+/// Only the structs of [`ops`] are meant to implement it; their sizes are asserted beside them.
+pub trait Params: core::fmt::Debug + Send + Sync + 'static {}

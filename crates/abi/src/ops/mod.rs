@@ -1,0 +1,29 @@
+//! One module per operator: its parameter structs and its table of kernel entry points.
+//!
+//! A table is written once, as a macro that hands its rows to another: here they become the list that the host chooses
+//! from, in `gpu` the entry points themselves. An entry is named `<op>_<dtype>__<tile>__<floor>`.
+
+pub mod attention;
+pub mod copy;
+pub mod embedding;
+pub mod glu;
+pub mod matmul;
+pub mod matmul_i8;
+pub mod rmsnorm;
+pub mod rope;
+pub mod sampling;
+pub mod transpose;
+
+/// Every operator family: a feature of the `gpu` crate, and an image of its own per floor.
+pub const FAMILIES: &[&str] = &[
+    "attention",
+    "copy",
+    "embedding",
+    "glu",
+    "matmul",
+    "matmul_i8",
+    "rmsnorm",
+    "rope",
+    "sampling",
+    "transpose",
+];

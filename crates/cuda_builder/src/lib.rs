@@ -1,0 +1,244 @@
+//! Builds a device crate to PTX from a build script, with the API of Rust-CUDA's `cuda_builder`.
+//!
+//! ```no_run
+//! use cuda_builder::{CudaBuilder, NvvmArch};
+//!
+//! # fn main() -> Result<(), cuda_builder::BuildError> {
+//! CudaBuilder::new("gpu").arch(NvvmArch::Compute61).copy_to("gpu.ptx").build()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Rust-CUDA compiles through NVVM with a compiler of 2021; this one drives rustc's own `nvptx64-nvidia-cuda` target.
+//! A few flags are not a matter of taste:
+//! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
+//!   of a divergent branch.
+//! - `-unroll-threshold`: arrays of accumulators stay in registers only if the loops over them unroll completely.
+//! - `lto = "fat"`, `-Zno-link`, `--emit=asm`: one PTX module holds the crate and what it uses of `core`, without the
+//!   bitcode linker, which rustup does not ship with a stable toolchain.
+//!
+//! The crate is built with `cargo rustc` in a target directory per architecture, so `core` is compiled once per
+//! architecture, not once per image, and an image whose sources did not change is not compiled again.
+
+mod ptx;
+mod toolchain;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub use toolchain::{DeviceToolchain, Rejection, ToolchainError};
+
+/// What the PTX is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NvvmArch {
+    /// Pascal, compute capability 6.1, and everything later.
+    Compute61,
+    /// Ampere, compute capability 8.0, and everything later.
+    Compute80,
+    /// Hopper, compute capability 9.0 with its `a` features, and only that.
+    Compute90a,
+}
+
+impl NvvmArch {
+    /// `target-cpu` of the nvptx64 target.
+    pub const fn target_cpu(self) -> &'static str {
+        match self {
+            NvvmArch::Compute61 => "sm_61",
+            NvvmArch::Compute80 => "sm_80",
+            NvvmArch::Compute90a => "sm_90a",
+        }
+    }
+
+    /// The PTX version that is asked for: the lowest that has the instructions of the floor, since a driver refuses
+    /// PTX newer than itself. 6.3 runs on drivers from branch 410 on, 7.4 from 470, 8.0 from 525.
+    const fn ptx_feature(self) -> &'static str {
+        match self {
+            NvvmArch::Compute61 => "+ptx63",
+            NvvmArch::Compute80 => "+ptx74",
+            NvvmArch::Compute90a => "+ptx80",
+        }
+    }
+}
+
+/// Why a build gave no PTX.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// No compiler that can build device code.
+    #[error(transparent)]
+    Toolchain(#[from] ToolchainError),
+    /// The compiler could not be started.
+    #[error("cannot run {command}")]
+    Spawn {
+        /// The program.
+        command: String,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The device crate does not compile; the compiler's messages are on standard error.
+    #[error("{crate_path} does not compile for {arch} (the compiler's messages are above)")]
+    Compile {
+        /// The device crate.
+        crate_path: String,
+        /// The architecture.
+        arch: &'static str,
+    },
+    /// A file could not be read or written.
+    #[error("{path}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The PTX is not what this crate expects of the compiler.
+    #[error("{path}: {reason}")]
+    Ptx {
+        /// The PTX file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// Builds one PTX image of a device crate.
+#[derive(Clone, Debug)]
+pub struct CudaBuilder {
+    crate_path: PathBuf,
+    arch: NvvmArch,
+    features: Option<Vec<String>>,
+    unroll_threshold: u32,
+    copy_to: Option<PathBuf>,
+}
+
+impl CudaBuilder {
+    /// A builder for the crate at `crate_path`, relative to the manifest of the package whose build script this is.
+    pub fn new(crate_path: impl AsRef<Path>) -> Self {
+        let manifest = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default();
+        CudaBuilder {
+            crate_path: Path::new(&manifest).join(crate_path),
+            arch: NvvmArch::Compute61,
+            features: None,
+            unroll_threshold: 4000,
+            copy_to: None,
+        }
+    }
+
+    /// What the PTX is built for; [`NvvmArch::Compute61`] if not set.
+    pub fn arch(mut self, arch: NvvmArch) -> Self {
+        self.arch = arch;
+        self
+    }
+
+    /// Builds with just these cargo features of the crate, without its default ones: how one crate gives many images.
+    pub fn features<S: Into<String>>(mut self, features: impl IntoIterator<Item = S>) -> Self {
+        self.features = Some(features.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// LLVM's loop unrolling threshold; 4000 if not set.
+    pub fn unroll_threshold(mut self, threshold: u32) -> Self {
+        self.unroll_threshold = threshold;
+        self
+    }
+
+    /// Where the finished PTX is put.
+    pub fn copy_to(mut self, path: impl AsRef<Path>) -> Self {
+        self.copy_to = Some(path.as_ref().to_path_buf());
+        self
+    }
+
+    /// Builds, and returns the path of the PTX.
+    ///
+    /// Prints nothing for cargo: which files should rerun the build script is its author's to say, once for all images.
+    pub fn build(&self) -> Result<PathBuf, BuildError> {
+        let toolchain = DeviceToolchain::find()?;
+        let arch = self.arch.target_cpu();
+        let target_dir = target_dir().join(arch);
+        let image = self.features.as_ref().map_or("default".into(), |features| features.join("+"));
+        let raw = target_dir.join(format!("{image}.raw.ptx"));
+        let path = self.copy_to.clone().unwrap_or_else(|| target_dir.join(format!("{image}.ptx")));
+        create_dir(&target_dir)?;
+
+        let mut cargo = Command::new(&toolchain.cargo);
+        remove_outer_settings(&mut cargo);
+        cargo
+            .env("RUSTC", &toolchain.rustc)
+            // The nvptx64 target, `-Z` flags and device intrinsics are unstable; the compiler is a stable one.
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("RUSTFLAGS", self.rustflags())
+            .env("CARGO_PROFILE_RELEASE_LTO", "fat")
+            .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")
+            .env("CARGO_PROFILE_RELEASE_PANIC", "abort")
+            .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "3")
+            .env("CARGO_PROFILE_RELEASE_DEBUG", "false")
+            .env("CARGO_PROFILE_RELEASE_STRIP", "none")
+            .current_dir(&self.crate_path)
+            .args(["rustc", "--release", "--lib", "--crate-type", "cdylib"])
+            .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "--quiet"])
+            .arg("--target-dir")
+            .arg(&target_dir);
+        if let Some(features) = &self.features {
+            cargo.args(["--no-default-features", "--features", &features.join(",")]);
+        }
+        let mut emit = OsString::from("--emit=asm=");
+        emit.push(&raw);
+        // Code is generated in this last step, for all crates at once: the flag need not be known to the others.
+        cargo
+            .arg("--")
+            .arg(emit)
+            .arg("-Zno-link")
+            .arg(format!("-Cllvm-args=-unroll-threshold={}", self.unroll_threshold));
+
+        let command = toolchain.cargo.display().to_string();
+        let output = cargo.output().map_err(|source| BuildError::Spawn { command, source })?;
+        if !output.status.success() {
+            eprintln!("{}", String::from_utf8_lossy(&output.stderr));
+            return Err(BuildError::Compile { crate_path: self.crate_path.display().to_string(), arch });
+        }
+
+        let text =
+            std::fs::read_to_string(&raw).map_err(|source| BuildError::Io { path: raw.clone(), source })?;
+        let text = ptx::finish(&text).map_err(|reason| BuildError::Ptx { path: raw, reason })?;
+        std::fs::write(&path, text).map_err(|source| BuildError::Io { path: path.clone(), source })?;
+        Ok(path)
+    }
+
+    fn rustflags(&self) -> String {
+        let (cpu, ptx) = (self.arch.target_cpu(), self.arch.ptx_feature());
+        format!("-C target-cpu={cpu} -C target-feature={ptx} -Zmir-enable-passes=-JumpThreading")
+    }
+}
+
+/// `target/cuda_builder`, shared by all profiles of the outer build. A build script's OUT_DIR is
+/// `<target>/<profile>/build/<package>/out`.
+fn target_dir() -> PathBuf {
+    let out_dir = std::env::var_os("OUT_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+    let target = out_dir.ancestors().nth(4).unwrap_or(&out_dir);
+    target.join("cuda_builder")
+}
+
+fn create_dir(path: &Path) -> Result<(), BuildError> {
+    std::fs::create_dir_all(path).map_err(|source| BuildError::Io { path: path.into(), source })
+}
+
+/// The outer cargo tells its build scripts about its own compiler, flags and profile, for another target than ours.
+fn remove_outer_settings(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        let ours = ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_TERM_COLOR"].contains(&&*text)
+            || text.starts_with("CARGO_REGISTRIES_")
+            || text.starts_with("CARGO_HTTP_");
+        let outer = text.starts_with("CARGO") || text.starts_with("RUST") || text.starts_with("CLIPPY");
+        if outer && !ours {
+            command.env_remove(&name);
+        }
+    }
+    // rustup's own variables are paths, not settings of a build.
+    for name in ["RUSTUP_HOME"] {
+        if let Some(value) = std::env::var_os(name) {
+            command.env(name, value);
+        }
+    }
+}

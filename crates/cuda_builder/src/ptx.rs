@@ -1,0 +1,66 @@
+//! What the compiler cannot say, put into the finished PTX.
+
+/// Turns the comments that `#[kernel]` leaves into directives of their entries.
+///
+/// A comment is `//cuda_std.kernel <entry> <directives>`; the directives go between the entry's parameter list and its
+/// body. A comment without an entry is an error: the kernel was renamed on its way or optimised away.
+pub(crate) fn finish(ptx: &str) -> Result<String, String> {
+    let mut pending = Vec::new();
+    for line in ptx.lines() {
+        if let Some(rest) = line.trim().strip_prefix("//cuda_std.kernel ") {
+            let (entry, directives) =
+                rest.split_once(' ').ok_or_else(|| format!("no directives in `{line}`"))?;
+            pending.push((entry, directives.trim()));
+        }
+    }
+    let mut out = String::with_capacity(ptx.len());
+    let mut current: Option<usize> = None;
+    let mut placed = vec![false; pending.len()];
+    for line in ptx.lines() {
+        let text = line.trim();
+        if text.starts_with("//cuda_std.kernel ") {
+            continue;
+        }
+        if let Some(rest) = text.strip_prefix(".visible .entry ") {
+            let name = rest.split(['(', ' ']).next().unwrap_or(rest);
+            current = pending.iter().position(|&(entry, _)| entry == name);
+        }
+        if text == "{"
+            && let Some(index) = current.take()
+        {
+            for directive in pending[index].1.split(" .") {
+                let dot = if directive.starts_with('.') { "" } else { "." };
+                out.push_str(dot);
+                out.push_str(directive);
+                out.push('\n');
+            }
+            placed[index] = true;
+        }
+        out.push_str(line);
+        out.push('\n');
+    }
+    match placed.iter().position(|&done| !done) {
+        Some(index) => Err(format!("there is no entry {} for its launch bounds", pending[index].0)),
+        None => Ok(out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::finish;
+
+    #[test]
+    fn directives_go_before_the_body() {
+        let ptx = "//cuda_std.kernel k .maxntid 256, 1, 1 .minnctapersm 2\n.visible .entry j(\n)\n{\n}\n\
+                   .visible .entry k(\n\t.param .u64 k_param_0\n)\n{\n\tret;\n}\n";
+        let expected = ".visible .entry j(\n)\n{\n}\n.visible .entry k(\n\t.param .u64 k_param_0\n)\n\
+                        .maxntid 256, 1, 1\n.minnctapersm 2\n{\n\tret;\n}\n";
+        assert_eq!(finish(ptx).as_deref(), Ok(expected));
+    }
+
+    #[test]
+    fn a_lost_kernel_is_an_error() {
+        let error = finish("//cuda_std.kernel gone .maxntid 32, 1, 1\n").unwrap_err();
+        assert_eq!(error, "there is no entry gone for its launch bounds");
+    }
+}

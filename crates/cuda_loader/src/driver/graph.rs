@@ -1,0 +1,91 @@
+//! Capture of a stream into a graph, and its replay.
+
+use std::ffi::c_int;
+
+use cust::sys::{CUgraph, CUgraphExec, CUstream};
+
+use super::ffi;
+use crate::error::{DriverError, check};
+
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: what other threads do meanwhile neither is recorded nor spoils the capture.
+const THREAD_LOCAL: c_int = 1;
+
+/// From here on, what this thread queues on the stream is recorded and not run.
+///
+/// End the capture also after a failed launch; until then the stream stays in it.
+///
+/// # Safety
+/// `stream` is live. `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` for the legacy default stream.
+pub unsafe fn stream_begin_capture(stream: CUstream) -> Result<(), DriverError> {
+    // SAFETY: `stream` is live — the caller.
+    check(unsafe { ffi::cuStreamBeginCapture_v2(stream, THREAD_LOCAL) })
+}
+
+/// Ends a capture on the thread that began it.
+///
+/// # Safety
+/// `stream` is live. The graph must be dropped before the stream's context is destroyed.
+pub unsafe fn stream_end_capture(stream: CUstream) -> Result<Graph, DriverError> {
+    let mut raw: CUgraph = std::ptr::null_mut();
+    // SAFETY: `stream` is live — the caller; `raw` is writable — a local.
+    check(unsafe { ffi::cuStreamEndCapture(stream, &mut raw) })?;
+    Ok(Graph { raw })
+}
+
+/// A recorded sequence of work. Not usable from two threads at once, as the driver does not lock it.
+#[derive(Debug)]
+pub struct Graph {
+    raw: CUgraph,
+}
+
+// SAFETY: a graph is bound to no thread — the driver asks only that its use be serialised, and `Graph` is not `Sync`.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Makes the graph ready to launch; it may then be dropped.
+    ///
+    /// # Safety
+    /// The result must be dropped before the context of the captured stream is destroyed, and the modules whose kernels
+    /// were captured stay loaded as long.
+    pub unsafe fn instantiate(&self) -> Result<GraphExec, DriverError> {
+        let mut raw: CUgraphExec = std::ptr::null_mut();
+        // SAFETY: `self.raw` is live — owned by `self`; `raw` is writable — a local.
+        check(unsafe { ffi::cuGraphInstantiateWithFlags(&mut raw, self.raw, 0) })?;
+        Ok(GraphExec { raw })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: `self.raw` is live and used no more — owned by `self`, its context kept by whoever ended the capture.
+        unsafe { ffi::cuGraphDestroy(self.raw) };
+    }
+}
+
+/// A graph that can be launched any number of times. Not usable from two threads at once.
+#[derive(Debug)]
+pub struct GraphExec {
+    raw: CUgraphExec,
+}
+
+// SAFETY: as for `Graph`.
+unsafe impl Send for GraphExec {}
+
+impl GraphExec {
+    /// Queues the whole graph on a stream.
+    ///
+    /// # Safety
+    /// `stream` is live. Every address that the captured work uses is still valid for it, until the stream has passed it.
+    pub unsafe fn launch(&self, stream: CUstream) -> Result<(), DriverError> {
+        // SAFETY: `self.raw` is live — owned by `self`; `stream` and the addresses — the caller.
+        check(unsafe { ffi::cuGraphLaunch(self.raw, stream) })
+    }
+}
+
+impl Drop for GraphExec {
+    fn drop(&mut self) {
+        // SAFETY: `self.raw` is live and used no more — owned by `self`, its context kept by whoever instantiated it; a
+        // launch in flight completes first.
+        unsafe { ffi::cuGraphExecDestroy(self.raw) };
+    }
+}

@@ -1,0 +1,82 @@
+//! Copies and fills in stream order, on raw addresses. Pageable host memory works, but the call then waits for the copy.
+
+use std::ffi::c_void;
+
+use cust::sys::{CUdeviceptr, CUstream};
+
+use super::ffi;
+use crate::error::{DriverError, check};
+
+/// Copies from the host to the device.
+///
+/// # Safety
+/// `stream` is live. Until the stream has passed the copy, `source` is readable and not written, and `target` is
+/// writable and not used by other work, both for `bytes`.
+pub unsafe fn memcpy_htod_async(
+    target: CUdeviceptr,
+    source: *const c_void,
+    bytes: usize,
+    stream: CUstream,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemcpyHtoDAsync_v2(target, source, bytes, stream) })
+}
+
+/// Copies from the device to the host.
+///
+/// # Safety
+/// `stream` is live. Until the stream has passed the copy, `source` is readable and not written by other work, and
+/// `target` is writable and neither read nor written, both for `bytes`.
+pub unsafe fn memcpy_dtoh_async(
+    target: *mut c_void,
+    source: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemcpyDtoHAsync_v2(target, source, bytes, stream) })
+}
+
+/// Copies on the device.
+///
+/// # Safety
+/// `stream` is live. Until the stream has passed the copy, `source` is readable, `target` is writable, neither is written
+/// by other work, and they do not overlap, for `bytes`.
+pub unsafe fn memcpy_dtod_async(
+    target: CUdeviceptr,
+    source: CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemcpyDtoDAsync_v2(target, source, bytes, stream) })
+}
+
+/// Sets `count` bytes on the device.
+///
+/// # Safety
+/// `stream` is live. Until the stream has passed the fill, `target` is writable and not used by other work.
+pub unsafe fn memset_d8_async(
+    target: CUdeviceptr,
+    value: u8,
+    count: usize,
+    stream: CUstream,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemsetD8Async(target, value, count, stream) })
+}
+
+/// Sets `count` 32-bit words on the device; `target` must be a multiple of 4, else `CUDA_ERROR_INVALID_VALUE`.
+///
+/// # Safety
+/// `stream` is live. Until the stream has passed the fill, `target` is writable for `4 * count` bytes and not used by
+/// other work.
+pub unsafe fn memset_d32_async(
+    target: CUdeviceptr,
+    value: u32,
+    count: usize,
+    stream: CUstream,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemsetD32Async(target, value, count, stream) })
+}

@@ -1,0 +1,305 @@
+//! The driver's functions by link name, each a jump through a slot of its own.
+//!
+//! A jump keeps the caller's registers and stack as they are, so no signature has to be repeated here.
+
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::error::{NOT_FOUND, NOT_INITIALIZED, error_name, error_string};
+use crate::load::{first_init, first_version};
+
+/// What every slot but four holds until a driver is loaded. It takes no arguments, so any call may end here.
+extern "C" fn not_loaded() -> u32 {
+    NOT_INITIALIZED
+}
+
+/// What the slot of a symbol that the loaded driver lacks holds.
+extern "C" fn missing() -> u32 {
+    NOT_FOUND
+}
+
+/// One function: its link name and where its jump goes.
+struct Entry {
+    name: &'static CStr,
+    slot: &'static AtomicPtr<c_void>,
+}
+
+/// Fills the table: what `address` does not find will answer `CUDA_ERROR_NOT_FOUND`.
+///
+/// # Safety
+/// `address` returns only the driver's function of that name, and the driver stays loaded for the life of the process.
+pub(crate) unsafe fn fill(address: impl Fn(&CStr) -> Option<*mut c_void>) {
+    for entry in TABLE {
+        let target = address(entry.name).unwrap_or(missing as *mut c_void);
+        entry.slot.store(target, Ordering::Release);
+    }
+}
+
+/// Defines one driver function. Hidden, so that it is not exported from the finished binary: it would otherwise take the
+/// place of the driver's own function inside the driver, and in other libraries of the process.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+macro_rules! thunk {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub(super) unsafe extern "C" fn $name() -> u32 {
+            core::arch::naked_asm!(
+                concat!(".hidden ", stringify!($name)),
+                "jmp qword ptr [rip + {slot}]",
+                slot = sym super::slot::$name,
+            )
+        }
+    };
+}
+
+#[cfg(all(target_os = "linux", target_arch = "aarch64"))]
+macro_rules! thunk {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        #[unsafe(naked)]
+        pub(super) unsafe extern "C" fn $name() -> u32 {
+            // x16 is the register that a call may change on its way to the callee.
+            core::arch::naked_asm!(
+                concat!(".hidden ", stringify!($name)),
+                "adrp x16, {slot}",
+                "ldr x16, [x16, :lo12:{slot}]",
+                "br x16",
+                slot = sym super::slot::$name,
+            )
+        }
+    };
+}
+
+/// Elsewhere no driver is ever loaded, so the answer is always the same.
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+macro_rules! thunk {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(super) unsafe extern "C" fn $name() -> u32 {
+            crate::error::NOT_INITIALIZED
+        }
+    };
+}
+
+macro_rules! driver_symbols {
+    (
+        bindings { $($bound:ident)* }
+        newer { $($newer:ident)* }
+        works_unloaded { $($early:ident: $stand_in:path,)* }
+    ) => {
+        #[allow(non_upper_case_globals)]
+        mod slot {
+            use super::*;
+            $(pub(super) static $bound: AtomicPtr<c_void> = AtomicPtr::new(not_loaded as *mut c_void);)*
+            $(pub(super) static $newer: AtomicPtr<c_void> = AtomicPtr::new(not_loaded as *mut c_void);)*
+            $(pub(super) static $early: AtomicPtr<c_void> = AtomicPtr::new($stand_in as *mut c_void);)*
+        }
+
+        #[allow(non_snake_case)]
+        mod thunk {
+            $(thunk!($bound);)*
+            $(thunk!($newer);)*
+            $(thunk!($early);)*
+        }
+
+        /// `cuInit` comes last: whoever gets through it finds the rest filled.
+        static TABLE: &[Entry] = &[
+            $(Entry { name: name(concat!(stringify!($bound), "\0")), slot: &slot::$bound },)*
+            $(Entry { name: name(concat!(stringify!($newer), "\0")), slot: &slot::$newer },)*
+            $(Entry { name: name(concat!(stringify!($early), "\0")), slot: &slot::$early },)*
+        ];
+
+        /// Name, address in this crate, and the address to which `cust_raw`'s declaration was linked.
+        #[cfg(test)]
+        fn bound() -> Vec<(&'static str, Thunk, usize)> {
+            vec![
+                $((stringify!($bound), thunk::$bound as Thunk, cust::sys::$bound as *const () as usize),)*
+                $((stringify!($early), thunk::$early as Thunk, cust::sys::$early as *const () as usize),)*
+            ]
+        }
+
+        /// Those that `cust_raw` does not declare.
+        #[cfg(test)]
+        fn newer() -> Vec<Thunk> {
+            vec![$(thunk::$newer,)*]
+        }
+
+        /// Those with an answer of their own before a driver is loaded.
+        #[cfg(test)]
+        const WORKS_UNLOADED: &[&str] = &[$(stringify!($early),)*];
+    };
+}
+
+const fn name(with_nul: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
+        Ok(name) => name,
+        Err(_) => panic!("a symbol name has exactly one nul, at its end"),
+    }
+}
+
+driver_symbols! {
+    // The link names that cust_raw 0.11.3 declares.
+    bindings {
+        cuArray3DCreate_v2 cuArray3DGetDescriptor_v2 cuArrayCreate_v2 cuArrayDestroy cuArrayGetDescriptor_v2
+        cuArrayGetPlane cuArrayGetSparseProperties cuCtxAttach cuCtxCreate_v2 cuCtxCreate_v3 cuCtxDestroy_v2
+        cuCtxDetach cuCtxDisablePeerAccess cuCtxEnablePeerAccess cuCtxGetApiVersion cuCtxGetCacheConfig
+        cuCtxGetCurrent cuCtxGetDevice cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetLimit
+        cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange cuCtxPopCurrent_v2 cuCtxPushCurrent_v2
+        cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetCurrent cuCtxSetLimit cuCtxSetSharedMemConfig
+        cuCtxSynchronize cuDestroyExternalMemory cuDestroyExternalSemaphore cuDeviceCanAccessPeer
+        cuDeviceComputeCapability cuDeviceGet cuDeviceGetAttribute cuDeviceGetByPCIBusId cuDeviceGetCount
+        cuDeviceGetDefaultMemPool cuDeviceGetExecAffinitySupport cuDeviceGetGraphMemAttribute cuDeviceGetLuid
+        cuDeviceGetMemPool cuDeviceGetName cuDeviceGetNvSciSyncAttributes cuDeviceGetP2PAttribute
+        cuDeviceGetPCIBusId cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth cuDeviceGetUuid
+        cuDeviceGetUuid_v2 cuDeviceGraphMemTrim cuDevicePrimaryCtxGetState cuDevicePrimaryCtxRelease_v2
+        cuDevicePrimaryCtxReset_v2 cuDevicePrimaryCtxRetain cuDevicePrimaryCtxSetFlags_v2
+        cuDeviceSetGraphMemAttribute cuDeviceSetMemPool cuDeviceTotalMem_v2 cuEventCreate cuEventDestroy_v2
+        cuEventElapsedTime cuEventQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize
+        cuExternalMemoryGetMappedBuffer cuExternalMemoryGetMappedMipmappedArray cuFlushGPUDirectRDMAWrites
+        cuFuncGetAttribute cuFuncGetModule cuFuncSetAttribute cuFuncSetBlockShape cuFuncSetCacheConfig
+        cuFuncSetSharedMemConfig cuFuncSetSharedSize cuGetExportTable cuGetProcAddress
+        cuGraphAddChildGraphNode cuGraphAddDependencies cuGraphAddEmptyNode cuGraphAddEventRecordNode
+        cuGraphAddEventWaitNode cuGraphAddExternalSemaphoresSignalNode cuGraphAddExternalSemaphoresWaitNode
+        cuGraphAddHostNode cuGraphAddKernelNode cuGraphAddMemAllocNode cuGraphAddMemFreeNode
+        cuGraphAddMemcpyNode cuGraphAddMemsetNode cuGraphChildGraphNodeGetGraph cuGraphClone cuGraphCreate
+        cuGraphDebugDotPrint cuGraphDestroy cuGraphDestroyNode cuGraphEventRecordNodeGetEvent
+        cuGraphEventRecordNodeSetEvent cuGraphEventWaitNodeGetEvent cuGraphEventWaitNodeSetEvent
+        cuGraphExecChildGraphNodeSetParams cuGraphExecDestroy cuGraphExecEventRecordNodeSetEvent
+        cuGraphExecEventWaitNodeSetEvent cuGraphExecExternalSemaphoresSignalNodeSetParams
+        cuGraphExecExternalSemaphoresWaitNodeSetParams cuGraphExecHostNodeSetParams
+        cuGraphExecKernelNodeSetParams cuGraphExecMemcpyNodeSetParams cuGraphExecMemsetNodeSetParams
+        cuGraphExecUpdate cuGraphExternalSemaphoresSignalNodeGetParams
+        cuGraphExternalSemaphoresSignalNodeSetParams cuGraphExternalSemaphoresWaitNodeGetParams
+        cuGraphExternalSemaphoresWaitNodeSetParams cuGraphGetEdges cuGraphGetNodes cuGraphGetRootNodes
+        cuGraphHostNodeGetParams cuGraphHostNodeSetParams cuGraphInstantiateWithFlags cuGraphInstantiate_v2
+        cuGraphKernelNodeCopyAttributes cuGraphKernelNodeGetAttribute cuGraphKernelNodeGetParams
+        cuGraphKernelNodeSetAttribute cuGraphKernelNodeSetParams cuGraphLaunch cuGraphMemAllocNodeGetParams
+        cuGraphMemFreeNodeGetParams cuGraphMemcpyNodeGetParams cuGraphMemcpyNodeSetParams
+        cuGraphMemsetNodeGetParams cuGraphMemsetNodeSetParams cuGraphNodeFindInClone
+        cuGraphNodeGetDependencies cuGraphNodeGetDependentNodes cuGraphNodeGetType cuGraphReleaseUserObject
+        cuGraphRemoveDependencies cuGraphRetainUserObject cuGraphUpload cuGraphicsMapResources
+        cuGraphicsResourceGetMappedMipmappedArray cuGraphicsResourceGetMappedPointer_v2
+        cuGraphicsResourceSetMapFlags_v2 cuGraphicsSubResourceGetMappedArray cuGraphicsUnmapResources
+        cuGraphicsUnregisterResource cuImportExternalMemory cuImportExternalSemaphore cuIpcCloseMemHandle
+        cuIpcGetEventHandle cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle_v2 cuLaunch
+        cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice cuLaunchGrid cuLaunchGridAsync
+        cuLaunchHostFunc cuLaunchKernel cuLinkAddData_v2 cuLinkAddFile_v2 cuLinkComplete cuLinkCreate_v2
+        cuLinkDestroy cuMemAddressFree cuMemAddressReserve cuMemAdvise cuMemAllocAsync
+        cuMemAllocFromPoolAsync cuMemAllocHost_v2 cuMemAllocManaged cuMemAllocPitch_v2 cuMemAlloc_v2
+        cuMemCreate cuMemExportToShareableHandle cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetAccess
+        cuMemGetAddressRange_v2 cuMemGetAllocationGranularity cuMemGetAllocationPropertiesFromHandle
+        cuMemGetInfo_v2 cuMemHostAlloc cuMemHostGetDevicePointer_v2 cuMemHostGetFlags cuMemHostRegister_v2
+        cuMemHostUnregister cuMemImportFromShareableHandle cuMemMap cuMemMapArrayAsync cuMemPoolCreate
+        cuMemPoolDestroy cuMemPoolExportPointer cuMemPoolExportToShareableHandle cuMemPoolGetAccess
+        cuMemPoolGetAttribute cuMemPoolImportFromShareableHandle cuMemPoolImportPointer cuMemPoolSetAccess
+        cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemRangeGetAttribute
+        cuMemRangeGetAttributes cuMemRelease cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuMemcpy
+        cuMemcpy2DAsync_v2 cuMemcpy2DUnaligned_v2 cuMemcpy2D_v2 cuMemcpy3DAsync_v2 cuMemcpy3DPeer
+        cuMemcpy3DPeerAsync cuMemcpy3D_v2 cuMemcpyAsync cuMemcpyAtoA_v2 cuMemcpyAtoD_v2 cuMemcpyAtoHAsync_v2
+        cuMemcpyAtoH_v2 cuMemcpyDtoA_v2 cuMemcpyDtoDAsync_v2 cuMemcpyDtoD_v2 cuMemcpyDtoHAsync_v2
+        cuMemcpyDtoH_v2 cuMemcpyHtoAAsync_v2 cuMemcpyHtoA_v2 cuMemcpyHtoDAsync_v2 cuMemcpyHtoD_v2
+        cuMemcpyPeer cuMemcpyPeerAsync cuMemsetD16Async cuMemsetD16_v2 cuMemsetD2D16Async cuMemsetD2D16_v2
+        cuMemsetD2D32Async cuMemsetD2D32_v2 cuMemsetD2D8Async cuMemsetD2D8_v2 cuMemsetD32Async cuMemsetD32_v2
+        cuMemsetD8Async cuMemsetD8_v2 cuMipmappedArrayCreate cuMipmappedArrayDestroy cuMipmappedArrayGetLevel
+        cuMipmappedArrayGetSparseProperties cuModuleGetFunction cuModuleGetGlobal_v2 cuModuleGetSurfRef
+        cuModuleGetTexRef cuModuleLoad cuModuleLoadData cuModuleLoadDataEx cuModuleLoadFatBinary
+        cuModuleUnload cuOccupancyAvailableDynamicSMemPerBlock cuOccupancyMaxActiveBlocksPerMultiprocessor
+        cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags cuOccupancyMaxPotentialBlockSize
+        cuOccupancyMaxPotentialBlockSizeWithFlags cuParamSetSize cuParamSetTexRef cuParamSetf cuParamSeti
+        cuParamSetv cuPointerGetAttribute cuPointerGetAttributes cuPointerSetAttribute cuProfilerInitialize
+        cuProfilerStart cuProfilerStop cuSignalExternalSemaphoresAsync cuStreamAddCallback
+        cuStreamAttachMemAsync cuStreamBatchMemOp cuStreamBeginCapture_v2 cuStreamCopyAttributes
+        cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamEndCapture cuStreamGetAttribute
+        cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v2 cuStreamGetCtx cuStreamGetFlags cuStreamGetPriority
+        cuStreamIsCapturing cuStreamQuery cuStreamSetAttribute cuStreamSynchronize
+        cuStreamUpdateCaptureDependencies cuStreamWaitEvent cuStreamWaitValue32 cuStreamWaitValue64
+        cuStreamWriteValue32 cuStreamWriteValue64 cuSurfObjectCreate cuSurfObjectDestroy
+        cuSurfObjectGetResourceDesc cuSurfRefGetArray cuSurfRefSetArray cuTexObjectCreate cuTexObjectDestroy
+        cuTexObjectGetResourceDesc cuTexObjectGetResourceViewDesc cuTexObjectGetTextureDesc cuTexRefCreate
+        cuTexRefDestroy cuTexRefGetAddressMode cuTexRefGetAddress_v2 cuTexRefGetArray cuTexRefGetBorderColor
+        cuTexRefGetFilterMode cuTexRefGetFlags cuTexRefGetFormat cuTexRefGetMaxAnisotropy
+        cuTexRefGetMipmapFilterMode cuTexRefGetMipmapLevelBias cuTexRefGetMipmapLevelClamp
+        cuTexRefGetMipmappedArray cuTexRefSetAddress2D_v3 cuTexRefSetAddressMode cuTexRefSetAddress_v2
+        cuTexRefSetArray cuTexRefSetBorderColor cuTexRefSetFilterMode cuTexRefSetFlags cuTexRefSetFormat
+        cuTexRefSetMaxAnisotropy cuTexRefSetMipmapFilterMode cuTexRefSetMipmapLevelBias
+        cuTexRefSetMipmapLevelClamp cuTexRefSetMipmappedArray cuThreadExchangeStreamCaptureMode
+        cuUserObjectCreate cuUserObjectRelease cuUserObjectRetain cuWaitExternalSemaphoresAsync
+    }
+    // Called by crate::driver; newer than cust_raw's bindings.
+    newer {
+        cuLaunchKernelEx cuTensorMapEncodeTiled
+    }
+    works_unloaded {
+        cuGetErrorName: error_name,
+        cuGetErrorString: error_string,
+        cuDriverGetVersion: first_version,
+        cuInit: first_init,
+    }
+}
+
+#[cfg(test)]
+type Thunk = unsafe extern "C" fn() -> u32;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    #[test]
+    fn cust_is_linked_to_our_definitions() {
+        for (name, thunk, linked) in bound() {
+            assert_eq!(thunk as usize, linked, "{name} of cust_raw is not ours");
+        }
+    }
+
+    #[test]
+    fn every_function_answers_not_initialized_before_load() {
+        let bound = bound().into_iter().filter(|row| !WORKS_UNLOADED.contains(&row.0)).map(|row| row.1);
+        for thunk in bound.chain(newer()) {
+            // SAFETY: no driver is loaded, so this ends in `not_loaded` — no test of this binary calls `load`.
+            assert_eq!(unsafe { thunk() }, NOT_INITIALIZED);
+        }
+    }
+
+    #[test]
+    fn functions_have_addresses_and_slots_of_their_own() {
+        let thunks: BTreeSet<usize> = bound()
+            .iter()
+            .map(|row| row.1 as usize)
+            .chain(newer().iter().map(|thunk| *thunk as usize))
+            .collect();
+        let slots: BTreeSet<usize> = TABLE.iter().map(|entry| entry.slot as *const _ as usize).collect();
+        assert_eq!(thunks.len(), TABLE.len());
+        assert_eq!(slots.len(), TABLE.len());
+        assert!(!thunks.contains(&0));
+    }
+
+    #[test]
+    fn the_table_has_every_function_that_cust_raw_declares() {
+        let Some(bindings) = cust_raw_bindings() else {
+            eprintln!("skipped: the source of cust_raw is not in cargo's registry folder on this machine");
+            return;
+        };
+        let declared: BTreeSet<&str> = bindings
+            .lines()
+            .filter_map(|line| line.trim().strip_prefix("pub fn "))
+            .filter_map(|rest| rest.split('(').next())
+            .collect();
+        let ours: BTreeSet<&str> = bound().iter().map(|row| row.0).collect();
+        assert!(declared.len() > 300, "the bindings were not understood: {} functions", declared.len());
+        assert_eq!(declared, ours);
+    }
+
+    /// The bindings of the version that the lock file names.
+    fn cust_raw_bindings() -> Option<String> {
+        let lock = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock")).ok()?;
+        let version = lock.split_once("name = \"cust_raw\"\nversion = \"")?.1.split('"').next()?;
+        let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+        let home = home.or_else(|| Some(std::env::home_dir()?.join(".cargo")))?;
+        let mut registries = std::fs::read_dir(home.join("registry/src")).ok()?.flatten();
+        let file = format!("cust_raw-{version}/src/cuda.rs");
+        registries.find_map(|registry| std::fs::read_to_string(registry.path().join(&file)).ok())
+    }
+}

@@ -1,0 +1,101 @@
+//! Loads and stores of global memory.
+//!
+//! [`load`] and [`store`] are plain accesses, which the compiler may combine; pass pointers that are kernel parameters
+//! of their own, since from those it knows the address space (`ld.global`), while a pointer inside a struct gives the
+//! slower generic forms. The others are 16-byte accesses with an explicit cache policy, four 32-bit registers each.
+
+/// A plain load.
+///
+/// # Safety
+/// - *aligned(`size_of::<T>()`)* and *in-bounds(the buffer of `pointer`)*.
+/// - *initialised*: by an earlier kernel or copy, or by this thread.
+#[inline(always)]
+pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { *pointer }
+}
+
+/// A plain store.
+///
+/// # Safety
+/// - *aligned(`size_of::<T>()`)* and *in-bounds(the buffer of `pointer`)*.
+/// - *exclusive*: no other thread touches it during this kernel.
+#[inline(always)]
+pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
+    // SAFETY: the caller's promise.
+    unsafe { *pointer = value }
+}
+
+macro_rules! load_16 {
+    ($(#[$doc:meta])* $name:ident, $ptx:literal) => {
+        $(#[$doc])*
+        ///
+        #[doc = concat!("`", $ptx, " {r0, r1, r2, r3}, [pointer];`")]
+        ///
+        /// # Safety
+        /// - *aligned(16)* and *in-bounds(the buffer of `pointer`)*.
+        /// - *initialised*: by an earlier kernel or copy; for the `nc` forms nothing writes it while this kernel runs.
+        #[inline(always)]
+        pub unsafe fn $name<T: Copy>(pointer: *const T) -> [u32; 4] {
+            device!({
+                let (a, b, c, d): (u32, u32, u32, u32);
+                // SAFETY: the caller's promise. Only read: no clobber beyond that.
+                unsafe {
+                    core::arch::asm!(concat!($ptx, " {{{}, {}, {}, {}}}, [{}];"), out(reg32) a, out(reg32) b,
+                        out(reg32) c, out(reg32) d, in(reg64) pointer, options(nostack, readonly));
+                }
+                [a, b, c, d]
+            } else {
+                // SAFETY: the caller's promise.
+                unsafe { *pointer.cast::<[u32; 4]>() }
+            })
+        }
+    };
+}
+
+load_16!(
+    /// 16 bytes, cached as usual: data that other blocks read too.
+    load_x4, "ld.global.v4.b32");
+load_16!(
+    /// 16 bytes through the read-only path: weights and tables that many blocks read.
+    load_nc_x4, "ld.global.nc.v4.b32");
+load_16!(
+    /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
+    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    load_stream_x4, "ld.global.nc.L1::no_allocate.v4.b32");
+load_16!(
+    /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
+    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_80")))]
+    load_stream_x4, "ld.global.nc.v4.b32");
+
+macro_rules! store_16 {
+    ($(#[$doc:meta])* $name:ident, $ptx:literal) => {
+        $(#[$doc])*
+        ///
+        #[doc = concat!("`", $ptx, " [pointer], {r0, r1, r2, r3};`")]
+        ///
+        /// # Safety
+        /// - *aligned(16)* and *in-bounds(the buffer of `pointer`)*.
+        /// - *exclusive*: no other thread touches it during this kernel.
+        #[inline(always)]
+        pub unsafe fn $name<T: Copy>(pointer: *mut T, value: [u32; 4]) {
+            device!({
+                // SAFETY: the caller's promise.
+                unsafe {
+                    core::arch::asm!(concat!($ptx, " [{}], {{{}, {}, {}, {}}};"), in(reg64) pointer, in(reg32) value[0],
+                        in(reg32) value[1], in(reg32) value[2], in(reg32) value[3], options(nostack));
+                }
+            } else {
+                // SAFETY: the caller's promise.
+                unsafe { *pointer.cast::<[u32; 4]>() = value }
+            })
+        }
+    };
+}
+
+store_16!(
+    /// 16 bytes, cached as usual: a result that the next kernel reads soon.
+    store_x4, "st.global.v4.b32");
+store_16!(
+    /// 16 bytes that are written once and not read soon: evicted first.
+    store_stream_x4, "st.global.cs.v4.b32");

@@ -1,0 +1,168 @@
+//! The block's dynamic shared memory, addressed by byte offsets from its start.
+//!
+//! Offsets are u32 shared-space addresses: `ld.shared` and `st.shared` with 32-bit arithmetic, where a generic pointer
+//! would cost 64-bit arithmetic and slower instructions. The block is aligned to 1024 bytes, which is what the widest
+//! TMA swizzle asks for.
+
+#[cfg(target_arch = "nvptx64")]
+core::arch::global_asm!(".extern .shared .align 1024 .b8 dyn_smem[];");
+
+/// Shared-space address of the first byte of the dynamic shared memory.
+#[inline(always)]
+pub fn base() -> u32 {
+    device!({
+        let address: u32;
+        // SAFETY: takes the address of a symbol, which every kernel has.
+        unsafe { core::arch::asm!("mov.u32 {}, dyn_smem;", out(reg32) address, options(pure, nomem, nostack)) };
+        address
+    } else {
+        crate::needs_gpu("mov.u32 %r, dyn_smem")
+    })
+}
+
+macro_rules! shared_access {
+    ($load:ident, $store:ident, $type:ty, $width:literal, $suffix:literal) => {
+        #[doc = concat!("`ld.shared", $suffix, "`: one ", stringify!($type), " at shared address `address`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("- *aligned(", $width, ")* and *in-bounds(dynamic shared memory)*.")]
+        /// - *initialised*: by a write and a barrier before.
+        #[inline(always)]
+        pub unsafe fn $load(address: u32) -> $type {
+            device!({
+                let value: $type;
+                // SAFETY: the caller's promise. Reads memory, so neither pure nor nomem: it keeps its order.
+                unsafe {
+                    core::arch::asm!(concat!("ld.shared", $suffix, " {}, [{}];"), out(reg32) value, in(reg32) address,
+                        options(nostack, readonly));
+                }
+                value
+            } else {
+                let _ = address;
+                crate::needs_gpu(concat!("ld.shared", $suffix))
+            })
+        }
+
+        #[doc = concat!("`st.shared", $suffix, "`: one ", stringify!($type), " to shared address `address`.")]
+        ///
+        /// # Safety
+        #[doc = concat!("- *aligned(", $width, ")* and *in-bounds(dynamic shared memory)*.")]
+        /// - *exclusive*: no other thread touches it until the next barrier.
+        #[inline(always)]
+        pub unsafe fn $store(address: u32, value: $type) {
+            device!({
+                // SAFETY: the caller's promise.
+                unsafe {
+                    core::arch::asm!(concat!("st.shared", $suffix, " [{}], {};"), in(reg32) address, in(reg32) value,
+                        options(nostack));
+                }
+            } else {
+                let _ = (address, value);
+                crate::needs_gpu(concat!("st.shared", $suffix))
+            })
+        }
+    };
+}
+
+shared_access!(load_f32, store_f32, f32, 4, ".f32");
+shared_access!(load_u32, store_u32, u32, 4, ".b32");
+
+/// `ld.shared.v4.f32`: four f32 from a 16-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+/// - *initialised*: by a write and a barrier before.
+#[inline(always)]
+pub unsafe fn load_f32x4(address: u32) -> [f32; 4] {
+    device!({
+        let (a, b, c, d): (f32, f32, f32, f32);
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("ld.shared.v4.f32 {{{}, {}, {}, {}}}, [{}];", out(reg32) a, out(reg32) b, out(reg32) c,
+                out(reg32) d, in(reg32) address, options(nostack, readonly));
+        }
+        [a, b, c, d]
+    } else {
+        let _ = address;
+        crate::needs_gpu("ld.shared.v4.f32")
+    })
+}
+
+/// `st.shared.v4.f32`: four f32 to a 16-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+/// - *exclusive*: no other thread touches it until the next barrier.
+#[inline(always)]
+pub unsafe fn store_f32x4(address: u32, value: [f32; 4]) {
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("st.shared.v4.f32 [{}], {{{}, {}, {}, {}}};", in(reg32) address, in(reg32) value[0],
+                in(reg32) value[1], in(reg32) value[2], in(reg32) value[3], options(nostack));
+        }
+    } else {
+        let _ = (address, value);
+        crate::needs_gpu("st.shared.v4.f32")
+    })
+}
+
+/// `ld.shared.v4.b32`: 16 bytes from a 16-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+/// - *initialised*: by a write and a barrier before.
+#[inline(always)]
+pub unsafe fn load_u32x4(address: u32) -> [u32; 4] {
+    // SAFETY: the same contract; the bits are the same.
+    unsafe { load_f32x4(address) }.map(f32::to_bits)
+}
+
+/// `st.shared.v4.b32`: 16 bytes to a 16-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+/// - *exclusive*: no other thread touches it until the next barrier.
+#[inline(always)]
+pub unsafe fn store_u32x4(address: u32, value: [u32; 4]) {
+    // SAFETY: the same contract; the bits are the same.
+    unsafe { store_f32x4(address, value.map(f32::from_bits)) }
+}
+
+/// `ld.shared.b16`: 16 bits from a 2-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(2)* and *in-bounds(dynamic shared memory)*.
+/// - *initialised*: by a write and a barrier before.
+#[inline(always)]
+pub unsafe fn load_u16(address: u32) -> u16 {
+    device!({
+        let value: u16;
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("ld.shared.b16 {}, [{}];", out(reg16) value, in(reg32) address, options(nostack, readonly));
+        }
+        value
+    } else {
+        let _ = address;
+        crate::needs_gpu("ld.shared.b16")
+    })
+}
+
+/// `st.shared.b16`: 16 bits to a 2-byte aligned shared address.
+///
+/// # Safety
+/// - *aligned(2)* and *in-bounds(dynamic shared memory)*.
+/// - *exclusive*: no other thread touches it until the next barrier.
+#[inline(always)]
+pub unsafe fn store_u16(address: u32, value: u16) {
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("st.shared.b16 [{}], {};", in(reg32) address, in(reg16) value, options(nostack));
+        }
+    } else {
+        let _ = (address, value);
+        crate::needs_gpu("st.shared.b16")
+    })
+}

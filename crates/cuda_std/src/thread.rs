@@ -1,0 +1,89 @@
+//! Where a thread is, and the barrier of its block.
+
+macro_rules! special_register {
+    ($(#[$doc:meta])* $name:ident, $intrinsic:ident, $register:literal) => {
+        $(#[$doc])*
+        #[inline(always)]
+        pub fn $name() -> u32 {
+            device!({
+                // SAFETY: reading a special register has no precondition.
+                unsafe { core::arch::nvptx::$intrinsic() as u32 }
+            } else {
+                crate::needs_gpu($register)
+            })
+        }
+    };
+}
+
+special_register!(
+    /// `%tid.x`: index of the thread in its block.
+    thread_idx_x, _thread_idx_x, "%tid.x");
+special_register!(
+    /// `%tid.y`.
+    thread_idx_y, _thread_idx_y, "%tid.y");
+special_register!(
+    /// `%tid.z`.
+    thread_idx_z, _thread_idx_z, "%tid.z");
+special_register!(
+    /// `%ctaid.x`: index of the block in the grid.
+    block_idx_x, _block_idx_x, "%ctaid.x");
+special_register!(
+    /// `%ctaid.y`.
+    block_idx_y, _block_idx_y, "%ctaid.y");
+special_register!(
+    /// `%ctaid.z`.
+    block_idx_z, _block_idx_z, "%ctaid.z");
+special_register!(
+    /// `%ntid.x`: threads in a block.
+    block_dim_x, _block_dim_x, "%ntid.x");
+special_register!(
+    /// `%ntid.y`.
+    block_dim_y, _block_dim_y, "%ntid.y");
+special_register!(
+    /// `%ntid.z`.
+    block_dim_z, _block_dim_z, "%ntid.z");
+special_register!(
+    /// `%nctaid.x`: blocks in the grid.
+    grid_dim_x, _grid_dim_x, "%nctaid.x");
+special_register!(
+    /// `%nctaid.y`.
+    grid_dim_y, _grid_dim_y, "%nctaid.y");
+special_register!(
+    /// `%nctaid.z`.
+    grid_dim_z, _grid_dim_z, "%nctaid.z");
+
+/// The thread's lane in its warp, for blocks of one dimension.
+#[inline(always)]
+pub fn lane() -> u32 {
+    thread_idx_x() & 31
+}
+
+/// The thread's warp in its block, for blocks of one dimension.
+#[inline(always)]
+pub fn warp_idx() -> u32 {
+    thread_idx_x() >> 5
+}
+
+#[cfg(target_arch = "nvptx64")]
+#[allow(improper_ctypes)]
+unsafe extern "unadjusted" {
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
+    fn barrier_all(id: i32);
+}
+
+/// `bar.sync 0;` Waits for all threads of the block; their earlier writes to shared and global memory are then visible
+/// to the whole block.
+///
+/// An LLVM intrinsic, since those are marked convergent and `asm!` is not: LLVM would clone it into divergent branches.
+///
+/// # Safety
+/// - *converged*: every thread of the block that has not returned executes this same barrier.
+#[inline(always)]
+pub unsafe fn sync_threads() {
+    device!({
+        // SAFETY: barrier 0 exists in every block; convergence is the caller's promise.
+        unsafe { barrier_all(0) }
+    } else {
+        crate::needs_gpu("bar.sync")
+    })
+}

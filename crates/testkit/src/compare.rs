@@ -1,0 +1,691 @@
+//! Equalities and error bounds, with messages that say where and by how much.
+//!
+//! # The bound
+//!
+//! The specification of an operator is its formula in f64 ([`check_within_naive`]'s `reference`). The yardstick is the
+//! same formula as plain loops with every stored value rounded to the storage type and f32 accumulation (`naive`). A
+//! result passes if it errs at most twice as much as the yardstick, plus 2 ulps of the storage type.
+//!
+//! One element's naive error is no measure: in a sum it may be zero by luck. So errors are compared among elements of
+//! like magnitude. With `m[i]` the magnitude that [`Scale`] gives element `i`, never below the smallest normal number:
+//!
+//! ```text
+//! e[i]     = |naive[i] − reference[i]| / m[i]
+//! E[i]     = m[i] · max( e[j] for all j whose m[j] is in the binade of m[i] or a neighbouring one )
+//! bound[i] = 2 · E[i] + 2 · ulp(reference[i])
+//! ```
+//!
+//! Where fewer than [`SAMPLE`] elements are of like magnitude, their largest error may be small by luck still, so the
+//! maximum then includes `2⁻²⁴ · √roundings`, the error to be expected of that many f32 roundings with random signs
+//! (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). In f16 and bf16 it is far below
+//! an ulp.
+//!
+//! From [`RMS_FROM`] elements on, the root mean square over all elements is bounded too, which catches a result that is
+//! a little wrong everywhere:
+//!
+//! ```text
+//! rms(|got − reference| / m) ≤ 2 · rms(e) + ½ · rms(ulp(reference) / m)
+//! ```
+//!
+//! Relative to `m` every element has the same weight, so one huge value does not hide the others.
+//!
+//! Special values:
+//! - Where the reference is NaN or infinite the result must be NaN or that infinity.
+//! - Where the reference is finite, an infinity of its sign passes if `|reference| + bound` rounds to infinity in the
+//!   storage type, and a NaN or infinity passes if the naive result overflowed to just that on the way.
+//! - In f32 and bf16 a zero passes for a subnormal (`|reference| − bound` below the smallest normal number), since
+//!   kernels may be built to flush. f16 subnormals are normal numbers in f32 arithmetic and are never flushed.
+
+use crate::element::{Element, show};
+use crate::round::{encode, exponent_of, min_normal, round_to, ulp};
+use abi::DType;
+use std::fmt;
+
+/// Number of elements of like magnitude from which their largest naive error is taken as it is.
+pub const SAMPLE: usize = 64;
+
+/// Number of elements from which the root mean square is checked: below, one element decides it.
+pub const RMS_FROM: usize = 256;
+
+/// The magnitude relative to which the error of an element is measured.
+#[derive(Clone, Copy, Debug)]
+pub enum Scale<'a> {
+    /// The reference value itself: operators without cancellation, mostly elementwise ones. Not for sums, whose error does
+    /// not shrink with the result.
+    Element,
+    /// The larger of the reference value and the root mean square of its row of this length: sums over inputs of about
+    /// equal size, where a small result is the difference of large terms. A row of a few elements may be small as a
+    /// whole by cancellation and then fails now and then in f32: where rows can be that short, use [`Scale::Given`].
+    Rows(usize),
+    /// The formula with all terms taken absolute, as Σ|a·b| for Σa·b: the sharpest choice for sums. Never less than the
+    /// reference value; a non-finite entry counts as 0.
+    Given(&'a [f64]),
+}
+
+/// How far a result may be from the reference; the module's text has the formula.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance<'a> {
+    /// The type in which the result is stored.
+    pub dtype: DType,
+    /// What errors are relative to.
+    pub scale: Scale<'a>,
+    /// f32 roundings in the longest chain of the formula: terms of a sum, steps of an elementwise expression.
+    pub roundings: usize,
+    /// Multiple of the naive error. Other than 2 is an exception to be explained where it stands.
+    pub factor: f64,
+    /// Multiple of the ulp. Other than 2 is an exception to be explained where it stands.
+    pub ulps: f64,
+}
+
+impl<'a> Tolerance<'a> {
+    /// The project's bound: twice the naive error and 2 ulps.
+    pub fn new(dtype: DType, scale: Scale<'a>, roundings: usize) -> Self {
+        Tolerance { dtype, scale, roundings, factor: 2.0, ulps: 2.0 }
+    }
+}
+
+/// How close a passing result came.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Agreement {
+    /// Largest error as a fraction of its bound; 0 when there are no elements.
+    pub worst_ratio: f64,
+    /// The element with that error.
+    pub worst_index: usize,
+    /// Root mean square of the scaled errors as a fraction of its bound; 0 below [`RMS_FROM`] elements.
+    pub rms_ratio: f64,
+}
+
+/// One element that failed.
+#[derive(Clone, Copy, Debug)]
+pub struct Failure {
+    /// Its index.
+    pub index: usize,
+    /// The result.
+    pub got: f64,
+    /// The reference.
+    pub expected: f64,
+    /// The naive result.
+    pub naive: f64,
+    /// |got − expected|.
+    pub error: f64,
+    /// The bound.
+    pub allowed: f64,
+    dtype: DType,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bits = |value: f64| -> String {
+            let bytes = encode(self.dtype, &[value]);
+            let digits = |byte: &u8| format!("{byte:02x}");
+            if cfg!(target_endian = "little") {
+                bytes.iter().rev().map(digits).collect()
+            } else {
+                bytes.iter().map(digits).collect()
+            }
+        };
+        write!(
+            f,
+            "[{}]: got {:e} (0x{}), expected {:e} (0x{}), naive {:e}, error {:.3e}, allowed {:.3e}",
+            self.index,
+            self.got,
+            bits(self.got),
+            self.expected,
+            bits(self.expected),
+            self.naive,
+            self.error,
+            self.allowed
+        )
+    }
+}
+
+/// Why two arrays do not agree.
+#[derive(Debug, thiserror::Error)]
+pub enum Mismatch {
+    /// The arrays have different lengths, or do not fit the scale.
+    #[error("{what}: {got} elements, expected {expected}")]
+    Length {
+        /// Which array.
+        what: &'static str,
+        /// Its length.
+        got: usize,
+        /// The length that fits.
+        expected: usize,
+    },
+    /// Elements differ in their bits.
+    #[error("{count} of {total} elements differ; first at [{index}]: got {got}, expected {expected}")]
+    Bits {
+        /// How many differ.
+        count: usize,
+        /// How many there are.
+        total: usize,
+        /// The first that differs.
+        index: usize,
+        /// Its value and bits.
+        got: String,
+        /// The expected value and bits.
+        expected: String,
+    },
+    /// Elements are out of bound.
+    #[error("{count} of {total} elements out of bound; worst {worst}; first {first}")]
+    OutOfBound {
+        /// How many are.
+        count: usize,
+        /// How many there are.
+        total: usize,
+        /// The one with the largest ratio of error to bound.
+        worst: Box<Failure>,
+        /// The one with the smallest index.
+        first: Box<Failure>,
+    },
+    /// Every element is in bound but all together err too much.
+    #[error("root mean square of the scaled error is {got:.3e}, allowed {allowed:.3e} (naive {naive:.3e})")]
+    Rms {
+        /// Of the result.
+        got: f64,
+        /// The bound.
+        allowed: f64,
+        /// Of the naive result.
+        naive: f64,
+    },
+}
+
+/// Checks that two arrays have the same bits; any NaN equals any NaN.
+pub fn check_bits_eq<T: Element>(got: &[T], want: &[T]) -> Result<(), Mismatch> {
+    same_length("got", got.len(), want.len())?;
+    let differs = |i: &usize| got[*i].bits() != want[*i].bits() && !(got[*i].is_nan() && want[*i].is_nan());
+    let mut differing = (0..want.len()).filter(differs);
+    match differing.next() {
+        None => Ok(()),
+        Some(index) => Err(Mismatch::Bits {
+            count: 1 + differing.count(),
+            total: want.len(),
+            index,
+            got: show(got[index]),
+            expected: show(want[index]),
+        }),
+    }
+}
+
+/// [`check_bits_eq`] as an assertion: for copies, gathers and integer results.
+#[track_caller]
+pub fn assert_bits_eq<T: Element>(got: &[T], want: &[T]) {
+    if let Err(mismatch) = check_bits_eq(got, want) {
+        panic!("{mismatch}");
+    }
+}
+
+fn same_length(what: &'static str, got: usize, expected: usize) -> Result<(), Mismatch> {
+    if got == expected { Ok(()) } else { Err(Mismatch::Length { what, got, expected }) }
+}
+
+/// The magnitudes `m` of the module's text.
+fn magnitudes(reference: &[f64], tolerance: &Tolerance) -> Result<Vec<f64>, Mismatch> {
+    let least = min_normal(tolerance.dtype);
+    let finite = |value: f64| if value.is_finite() { value.abs() } else { 0.0 };
+    let own = |value: &f64| finite(*value).max(least);
+    Ok(match tolerance.scale {
+        Scale::Element => reference.iter().map(own).collect(),
+        Scale::Given(terms) => {
+            same_length("scale", terms.len(), reference.len())?;
+            reference.iter().zip(terms).map(|(value, &term)| own(value).max(finite(term))).collect()
+        }
+        Scale::Rows(len) => {
+            if len == 0 || !reference.len().is_multiple_of(len) {
+                let expected = reference.len().next_multiple_of(len.max(1));
+                return Err(Mismatch::Length {
+                    what: "reference in whole rows",
+                    got: reference.len(),
+                    expected,
+                });
+            }
+            let row_scale = |row: &[f64]| {
+                let squares: f64 = row.iter().map(|&value| finite(value).powi(2)).sum();
+                (squares / len as f64).sqrt()
+            };
+            reference
+                .chunks(len)
+                .flat_map(|row| {
+                    let scale = row_scale(row);
+                    row.iter().map(move |value| own(value).max(scale))
+                })
+                .collect()
+        }
+    })
+}
+
+/// Checks a result against the f64 reference, with the error of the naive formula as yardstick.
+///
+/// All values are exact f64 copies of what is stored: see the module's text for what is compared.
+///
+/// # Errors
+/// [`Mismatch::Length`] when the arrays do not fit each other, [`Mismatch::OutOfBound`] or [`Mismatch::Rms`] when the
+/// result is worse than allowed.
+pub fn check_within_naive(
+    got: &[f64],
+    reference: &[f64],
+    naive: &[f64],
+    tolerance: &Tolerance,
+) -> Result<Agreement, Mismatch> {
+    same_length("got", got.len(), reference.len())?;
+    same_length("naive", naive.len(), reference.len())?;
+    let &Tolerance { dtype, roundings, factor, ulps, .. } = tolerance;
+    let magnitude = magnitudes(reference, tolerance)?;
+    let chance = 2f64.powi(-24) * (roundings as f64).sqrt();
+
+    // Largest scaled naive error per binade; exponents of finite f64 run from −1023 to 1023, one spare on either side.
+    let bin = |m: f64| (exponent_of(m) + 1024) as usize;
+    let mut largest = vec![(0usize, 0f64); 2049];
+    for ((&reference, &naive), &m) in reference.iter().zip(naive).zip(&magnitude) {
+        if reference.is_finite() && naive.is_finite() {
+            let (count, error) = &mut largest[bin(m)];
+            *count += 1;
+            *error = error.max((naive - reference).abs() / m);
+        }
+    }
+
+    let mut agreement = Agreement { worst_ratio: 0.0, worst_index: 0, rms_ratio: 0.0 };
+    let mut failures = 0;
+    let mut first = None;
+    let mut worst: Option<(f64, Failure)> = None;
+    let (mut count, mut sum_got, mut sum_naive, mut sum_ulp) = (0, 0.0, 0.0, 0.0);
+    for (index, &m) in magnitude.iter().enumerate() {
+        let (got, expected, naive) = (got[index], reference[index], naive[index]);
+        let alike = &largest[bin(m) - 1..=bin(m) + 1];
+        let sample: usize = alike.iter().map(|(count, _)| count).sum();
+        let least = if sample < SAMPLE { chance } else { 0.0 };
+        let naive_error = alike.iter().fold(least, |most, (_, error)| most.max(*error));
+        let allowed = factor * naive_error * m + ulps * ulp(dtype, expected);
+        let error = if same_kind(got, expected) { 0.0 } else { (got - expected).abs() };
+        let passes = if !expected.is_finite() {
+            same_kind(got, expected)
+        } else if !got.is_finite() {
+            let overflows = got.is_infinite()
+                && got.is_sign_positive() == expected.is_sign_positive()
+                && round_to(dtype, expected.abs() + allowed).is_infinite();
+            overflows || same_kind(got, naive)
+        } else if may_flush(dtype) && got == 0.0 && expected.abs() - allowed < min_normal(dtype) {
+            true
+        } else {
+            let ratio = error / allowed;
+            if ratio > agreement.worst_ratio {
+                agreement.worst_ratio = ratio;
+                agreement.worst_index = index;
+            }
+            if naive.is_finite() {
+                count += 1;
+                sum_got += (error / m).powi(2);
+                sum_naive += ((naive - expected).abs() / m).powi(2);
+                sum_ulp += (ulp(dtype, expected) / m).powi(2);
+            }
+            error <= allowed
+        };
+        if !passes {
+            let failure = Failure { index, got, expected, naive, error, allowed, dtype };
+            // Of the wrong kind: worse than any finite error.
+            let ratio = if got.is_finite() && expected.is_finite() { error / allowed } else { f64::INFINITY };
+            failures += 1;
+            first.get_or_insert(failure);
+            if worst.as_ref().is_none_or(|(most, _)| ratio > *most) {
+                worst = Some((ratio, failure));
+            }
+        }
+    }
+    if let (Some(first), Some((_, worst))) = (first, worst) {
+        let (worst, first) = (Box::new(worst), Box::new(first));
+        return Err(Mismatch::OutOfBound { count: failures, total: reference.len(), worst, first });
+    }
+    if count >= RMS_FROM {
+        let rms = |sum: f64| (sum / count as f64).sqrt();
+        let allowed = factor * rms(sum_naive) + ulps / 4.0 * rms(sum_ulp);
+        if rms(sum_got) > allowed {
+            return Err(Mismatch::Rms { got: rms(sum_got), allowed, naive: rms(sum_naive) });
+        }
+        agreement.rms_ratio = rms(sum_got) / allowed;
+    }
+    Ok(agreement)
+}
+
+/// [`check_within_naive`] as an assertion.
+#[track_caller]
+pub fn assert_within_naive(
+    got: &[f64],
+    reference: &[f64],
+    naive: &[f64],
+    tolerance: &Tolerance,
+) -> Agreement {
+    match check_within_naive(got, reference, naive, tolerance) {
+        Ok(agreement) => agreement,
+        Err(mismatch) => panic!("{} with {:?}: {mismatch}", tolerance.dtype, Rule(tolerance)),
+    }
+}
+
+/// A tolerance without the array of its scale.
+struct Rule<'a>(&'a Tolerance<'a>);
+
+impl fmt::Debug for Rule<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tolerance { scale, roundings, factor, ulps, .. } = self.0;
+        let scale = match scale {
+            Scale::Element => "element".to_owned(),
+            Scale::Rows(len) => format!("rows of {len}"),
+            Scale::Given(_) => "given".to_owned(),
+        };
+        write!(f, "{factor} × naive error + {ulps} ulps, scale {scale}, {roundings} roundings")
+    }
+}
+
+/// Equal values, or both NaN.
+fn same_kind(a: f64, b: f64) -> bool {
+    a == b || (a.is_nan() && b.is_nan())
+}
+
+fn may_flush(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16)
+}
+
+/// ‖got − want‖₂ / ‖want‖₂.
+///
+/// Equal infinities count as equal and are left out of the norm. The result is infinite, so that no limit accepts it, for
+/// arrays of different lengths, for a NaN anywhere, for an infinity on one side only, and where `want` is all zero and
+/// `got` is not.
+pub fn relative_l2<T: Copy + Into<f64>, U: Copy + Into<f64>>(got: &[T], want: &[U]) -> f64 {
+    if got.len() != want.len() {
+        return f64::INFINITY;
+    }
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (&got, &want) in got.iter().zip(want) {
+        let (got, want): (f64, f64) = (got.into(), want.into());
+        if got == want && want.is_infinite() {
+            continue;
+        }
+        difference += (got - want).powi(2);
+        norm += want.powi(2);
+    }
+    if difference == 0.0 {
+        return 0.0;
+    }
+    let ratio = (difference / norm).sqrt();
+    if ratio.is_nan() || norm.is_infinite() { f64::INFINITY } else { ratio }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::round::round_all;
+    use crate::strategies::Rng;
+    use half::{bf16, f16};
+
+    /// Sums of products of normal values: reference, naive, and Σ|a·b|.
+    struct Dots {
+        reference: Vec<f64>,
+        naive: Vec<f64>,
+        terms: Vec<f64>,
+        /// Another order of summation, as a kernel has.
+        blocked: Vec<f64>,
+    }
+
+    fn dots(dtype: DType, count: usize, len: usize, seed: u64) -> Dots {
+        let mut rng = Rng::new(seed);
+        let mut out = Dots { reference: vec![], naive: vec![], terms: vec![], blocked: vec![] };
+        for _ in 0..count {
+            let mut draw = || (0..len).map(|_| round_to(dtype, rng.normal())).collect::<Vec<f64>>();
+            let (a, b) = (draw(), draw());
+            let products = || a.iter().zip(&b).map(|(a, b)| a * b);
+            out.reference.push(products().sum());
+            out.terms.push(products().map(f64::abs).sum());
+            let naive = products().fold(0f32, |sum, product| sum + product as f32);
+            out.naive.push(round_to(dtype, naive.into()));
+            let mut lanes = [0f32; 8];
+            for (i, (a, b)) in a.iter().zip(&b).enumerate() {
+                lanes[i % 8] = (*a as f32).mul_add(*b as f32, lanes[i % 8]);
+            }
+            out.blocked.push(round_to(dtype, lanes.iter().sum::<f32>().into()));
+        }
+        out
+    }
+
+    fn scales<'a>(dots: &'a Dots) -> [Scale<'a>; 2] {
+        [Scale::Rows(dots.reference.len()), Scale::Given(&dots.terms)]
+    }
+
+    /// `naive` with its error, or that of a rounding where there is none, made `times` as large.
+    fn worsened(dtype: DType, reference: &[f64], naive: &[f64], times: f64) -> Vec<f64> {
+        let rms = |values: &mut dyn Iterator<Item = f64>| {
+            let (count, sum) = values.fold((0, 0.0), |(count, sum), value| (count + 1, sum + value * value));
+            (sum / f64::from(count)).sqrt()
+        };
+        let relative =
+            rms(&mut reference.iter().zip(naive).map(|(r, n)| n - r)) / rms(&mut reference.iter().copied());
+        let mut rng = Rng::new(99);
+        reference
+            .iter()
+            .map(|r| round_to(dtype, r + times * relative * r.abs().max(0.1) * rng.normal()))
+            .collect()
+    }
+
+    #[test]
+    fn naive_and_other_orders_pass_and_eight_times_the_error_does_not() {
+        for dtype in DType::FLOATS {
+            for (count, len) in [(1, 1), (1, 4096), (3, 257), (512, 1), (512, 64), (512, 2048)] {
+                for seed in 0..8 {
+                    let dots = dots(dtype, count, len, seed);
+                    for scale in scales(&dots) {
+                        let tolerance = Tolerance::new(dtype, scale, len);
+                        for good in [&dots.naive, &dots.blocked, &round_all(dtype, &dots.reference)] {
+                            let result = check_within_naive(good, &dots.reference, &dots.naive, &tolerance);
+                            assert!(
+                                result.is_ok(),
+                                "{dtype} {count}x{len} {scale:?}: {}",
+                                result.unwrap_err()
+                            );
+                        }
+                        if count >= RMS_FROM {
+                            let bad = worsened(dtype, &dots.reference, &dots.naive, 8.0);
+                            let result = check_within_naive(&bad, &dots.reference, &dots.naive, &tolerance);
+                            assert!(result.is_err(), "{dtype} {count}x{len} seed {seed}: {result:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_wrong_element_is_caught_and_located() {
+        for dtype in DType::FLOATS {
+            let dots = dots(dtype, 300, 100, 5);
+            for scale in scales(&dots) {
+                let mut got = dots.blocked.clone();
+                got[123] += 0.5;
+                let tolerance = Tolerance::new(dtype, scale, 100);
+                match check_within_naive(&got, &dots.reference, &dots.naive, &tolerance) {
+                    Err(Mismatch::OutOfBound { count: 1, total: 300, worst, first }) => {
+                        assert_eq!((worst.index, first.index), (123, 123));
+                        assert!(worst.error > worst.allowed);
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    }
+
+    /// x · sigmoid(x), which loses all relative accuracy in its tail when done naively.
+    fn silu(values: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let reference = values.iter().map(|x| x / (1.0 + (-x).exp())).collect();
+        let naive = values.iter().map(|&x| f64::from(x as f32 / (1.0 + (-x as f32).exp()))).collect();
+        (reference, naive)
+    }
+
+    #[test]
+    fn a_bad_tail_loosens_only_the_tail() {
+        let mut rng = Rng::new(1);
+        for dtype in DType::FLOATS {
+            let mut inputs: Vec<f64> = (0..1000).map(|_| round_to(dtype, rng.normal())).collect();
+            inputs.extend([-87.5, -88.5, -89.0, -90.0, -100.0].map(|x| round_to(dtype, x)));
+            let (reference, naive) = silu(&inputs);
+            let naive = round_all(dtype, &naive);
+            let tolerance = Tolerance::new(dtype, Scale::Element, 4);
+            assert_within_naive(&naive, &reference, &naive, &tolerance);
+            for i in 0..1000 {
+                let mut got = naive.clone();
+                got[i] = reference[i] + 8.0 * ulp(dtype, reference[i]);
+                assert!(check_within_naive(&got, &reference, &naive, &tolerance).is_err(), "{dtype} [{i}]");
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_of_few_ulps_everywhere_is_caught_by_the_mean() {
+        for dtype in DType::FLOATS {
+            let mut rng = Rng::new(2);
+            let reference: Vec<f64> = (0..1000).map(|_| 1.0 + rng.uniform()).collect();
+            let naive = round_all(dtype, &reference);
+            let got: Vec<f64> = reference.iter().map(|value| value + 1.9 * ulp(dtype, *value)).collect();
+            let tolerance = Tolerance::new(dtype, Scale::Element, 1);
+            let mismatch = check_within_naive(&got, &reference, &naive, &tolerance).unwrap_err();
+            assert!(matches!(mismatch, Mismatch::Rms { .. }), "{mismatch}");
+            assert!(
+                mismatch.to_string().starts_with("root mean square of the scaled error is "),
+                "{mismatch}"
+            );
+            let few = RMS_FROM - 1;
+            assert!(check_within_naive(&got[..few], &reference[..few], &naive[..few], &tolerance).is_ok());
+        }
+    }
+
+    #[test]
+    fn special_values() {
+        let (inf, nan) = (f64::INFINITY, f64::NAN);
+        let max = f64::from(f32::MAX);
+        let least = f64::from(f32::MIN_POSITIVE);
+        // dtype, got, reference, naive, passes
+        let cases = [
+            (DType::F32, nan, nan, nan, true),
+            (DType::F32, 0.0, nan, nan, false),
+            (DType::F32, inf, inf, inf, true),
+            (DType::F32, -inf, inf, inf, false),
+            (DType::F32, max, inf, inf, false),
+            (DType::F32, nan, inf, inf, false),
+            (DType::F32, nan, 1.0, 1.0, false),
+            (DType::F32, inf, 1.0, 1.0, false),
+            // Beyond the largest finite number, and around it.
+            (DType::F32, inf, 1e39, inf, true),
+            (DType::F32, -inf, 1e39, inf, false),
+            (DType::F32, max, 1e39, inf, false),
+            (DType::F32, inf, max, max, true),
+            (DType::F32, inf, max * 0.99, max * 0.99, false),
+            (DType::F16, inf, 65504.0, 65504.0, true),
+            (DType::F16, inf, 60000.0, 60000.0, false),
+            // The naive formula overflowed on the way.
+            (DType::F32, nan, 1e20, nan, true),
+            (DType::F32, 1e20, 1e20, nan, true),
+            (DType::F32, 2e20, 1e20, nan, false),
+            // Flushed subnormals.
+            (DType::F32, 0.0, least / 2.0, least / 2.0, true),
+            (DType::F32, least / 2.0, least / 2.0, least / 2.0, true),
+            (DType::F32, -0.0, -least / 2.0, -least / 2.0, true),
+            (DType::F32, 0.0, least * 4.0, least * 4.0, false),
+            (DType::F32, least, least / 2.0, least / 2.0, false),
+            (DType::BF16, 0.0, least / 2.0, least / 2.0, true),
+            (DType::F16, 0.0, 1e-5, round_to(DType::F16, 1e-5), false),
+            // Signs of zero are equal.
+            (DType::F32, -0.0, 0.0, 0.0, true),
+            (DType::F32, least, 0.0, 0.0, false),
+        ];
+        for (dtype, got, reference, naive, passes) in cases {
+            let tolerance = Tolerance::new(dtype, Scale::Element, 1);
+            let result = check_within_naive(&[got], &[reference], &[naive], &tolerance);
+            assert_eq!(result.is_ok(), passes, "{dtype} {got:e} for {reference:e}: {result:?}");
+        }
+    }
+
+    #[test]
+    fn infinite_values_leave_the_others_bounded() {
+        let reference = [1.0, f64::INFINITY, f64::NAN, 1.0];
+        let tolerance = Tolerance::new(DType::F32, Scale::Rows(4), 1);
+        assert_within_naive(&reference, &reference, &reference, &tolerance);
+        let got = [1.0, f64::INFINITY, f64::NAN, 1.01];
+        let mismatch = check_within_naive(&got, &reference, &reference, &tolerance).unwrap_err();
+        assert!(matches!(mismatch, Mismatch::OutOfBound { count: 1, .. }), "{mismatch}");
+    }
+
+    #[test]
+    fn messages() {
+        let tolerance = Tolerance::new(DType::BF16, Scale::Element, 1);
+        let mismatch = check_within_naive(&[1.0, 3.0], &[1.0, 2.0], &[1.0, 2.0], &tolerance).unwrap_err();
+        let element =
+            "[1]: got 3e0 (0x4040), expected 2e0 (0x4000), naive 2e0, error 1.000e0, allowed 3.125e-2";
+        assert_eq!(
+            mismatch.to_string(),
+            format!("1 of 2 elements out of bound; worst {element}; first {element}")
+        );
+        let short = check_within_naive(&[1.0], &[1.0, 2.0], &[1.0, 2.0], &tolerance).unwrap_err();
+        assert_eq!(short.to_string(), "got: 1 elements, expected 2");
+        let naive = check_within_naive(&[1.0], &[1.0], &[], &tolerance).unwrap_err();
+        assert_eq!(naive.to_string(), "naive: 0 elements, expected 1");
+        let rows = Tolerance::new(DType::F32, Scale::Rows(2), 1);
+        let rows = check_within_naive(&[1.0; 3], &[1.0; 3], &[1.0; 3], &rows).unwrap_err();
+        assert_eq!(rows.to_string(), "reference in whole rows: 3 elements, expected 4");
+        let given = Tolerance::new(DType::F32, Scale::Given(&[]), 1);
+        let given = check_within_naive(&[1.0], &[1.0], &[1.0], &given).unwrap_err();
+        assert_eq!(given.to_string(), "scale: 0 elements, expected 1");
+    }
+
+    #[test]
+    #[should_panic(
+        expected = "f32 with 2 × naive error + 2 ulps, scale rows of 1, 1 roundings: 1 of 1 elements"
+    )]
+    fn assertion_names_the_rule() {
+        assert_within_naive(&[1.5], &[1.0], &[1.0], &Tolerance::new(DType::F32, Scale::Rows(1), 1));
+    }
+
+    #[test]
+    fn empty_arrays_agree() {
+        for scale in [Scale::Element, Scale::Rows(7), Scale::Given(&[])] {
+            assert_within_naive(&[], &[], &[], &Tolerance::new(DType::F16, scale, 1));
+        }
+    }
+
+    #[test]
+    fn bits() {
+        assert_bits_eq(&[f32::NAN, 0.0], &[f32::from_bits(0xffc0_0001), 0.0]);
+        assert_bits_eq(&[f16::NAN], &[f16::from_bits(0x7e01)]);
+        assert_bits_eq::<u32>(&[], &[]);
+        let mismatch = check_bits_eq(&[1.0f32, 0.0, 2.0], &[1.0, -0.0, 3.0]).unwrap_err();
+        assert_eq!(
+            mismatch.to_string(),
+            "2 of 3 elements differ; first at [1]: got 0.0 (0x00000000), expected -0.0 (0x80000000)"
+        );
+        assert!(check_bits_eq(&[bf16::NAN], &[bf16::ONE]).is_err());
+        assert_eq!(check_bits_eq(&[1i8], &[]).unwrap_err().to_string(), "got: 1 elements, expected 0");
+    }
+
+    #[test]
+    #[should_panic(expected = "1 of 1 elements differ")]
+    fn bits_assertion() {
+        assert_bits_eq(&[1u8], &[2]);
+    }
+
+    #[test]
+    fn relative_l2_never_accepts_a_nan() {
+        assert_eq!(relative_l2(&[3.0f32, 4.0], &[3.0f64, 4.0]), 0.0);
+        assert_eq!(relative_l2(&[0.0f32, 5.0], &[0.0f32, 4.0]), 0.25);
+        assert_eq!(relative_l2(&[0.0f32], &[0.0f32]), 0.0);
+        assert_eq!(relative_l2::<f32, f32>(&[], &[]), 0.0);
+        let inf = f32::INFINITY;
+        assert_eq!(relative_l2(&[inf, 1.0], &[inf, 1.0]), 0.0);
+        assert_eq!(relative_l2(&[1.0f32], &[0.0f32]), f64::INFINITY);
+        for (got, want) in [
+            (vec![f32::NAN, 1.0], vec![1.0, 1.0]),
+            (vec![1.0, 1.0], vec![f32::NAN, 1.0]),
+            (vec![f32::NAN], vec![f32::NAN]),
+            (vec![1.0, inf], vec![1.0, 2.0]),
+            (vec![1.0, 2.0], vec![1.0, inf]),
+            (vec![-inf], vec![inf]),
+            (vec![1.0], vec![]),
+        ] {
+            assert_eq!(relative_l2(&got, &want), f64::INFINITY, "{got:?} {want:?}");
+        }
+    }
+}

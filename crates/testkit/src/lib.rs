@@ -1,0 +1,25 @@
+//! What the tests, benchmarks and examples of all operators share, and nothing that knows an operator.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`compare`] | bit equality, the error bound against the f64 reference, relative L2 error |
+//! | [`round`] | rounding f64 to a storage type, ulps, bytes of a storage type |
+//! | [`buffer`] | buffers with guard bands and poison |
+//! | [`strategies`] | proptest strategies for dimensions, strides and values; the seeded generator |
+//! | [`gpu`] | what to do without a GPU, number of cases, where regression seeds are kept |
+//! | [`ptx`] | reading PTX text, running `ptxas` |
+//! | [`golden`] | reference arrays from safetensors files |
+//!
+//! It does not depend on `host`, so `host`'s own unit tests can use it.
+#![forbid(unsafe_code)]
+
+pub mod buffer;
+pub mod compare;
+mod element;
+pub mod golden;
+pub mod gpu;
+pub mod ptx;
+pub mod round;
+pub mod strategies;
+
+pub use element::Element;

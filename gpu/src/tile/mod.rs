@@ -1,0 +1,3 @@
+//! Parts that kernels share.
+
+pub mod reduce;

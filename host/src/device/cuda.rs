@@ -1,0 +1,450 @@
+//! CUDA behind [`crate::device`]: context, streams, memory, modules. All driver handles of the crate live here.
+//!
+//! `cust` has contexts, devices and allocation; streams, events, copies, modules and launches go through
+//! `cuda_loader::driver`, which says why.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Arc, Mutex};
+
+use abi::Arch;
+use cuda_loader::driver::{self, FuncAttribute};
+use cust::context::CurrentContext;
+use cust::device::DeviceAttribute;
+use cust::error::CudaError;
+use cust::sys::{CUevent, CUfunction, CUmodule, CUstream};
+
+use crate::device::{HardwareProfile, Place, TensorCores};
+use crate::error::{DriverError, Error};
+use crate::images::{Image, NeededDriver};
+use crate::launch::{Entry, Resources};
+use crate::memory::Backing;
+
+impl From<cuda_loader::DriverError> for DriverError {
+    fn from(error: cuda_loader::DriverError) -> Self {
+        DriverError { code: error.code, name: error.name, description: error.description }
+    }
+}
+
+/// An [`Error::Driver`] of this call.
+fn failed(call: &'static str) -> impl Fn(cuda_loader::DriverError) -> Error {
+    move |source| Error::Driver { call, source: source.into() }
+}
+
+/// The same for an error of `cust`.
+fn cust_failed(call: &'static str) -> impl Fn(CudaError) -> Error {
+    move |error| Error::Driver { call, source: cuda_loader::DriverError::from_code(error as u32).into() }
+}
+
+/// Loads and initialises the driver, and counts its devices.
+pub(crate) fn device_count() -> Result<usize, Error> {
+    cuda_loader::load().map_err(|error| Error::NoDriver { reason: error.to_string() })?;
+    cuda_loader::init()
+        .map_err(|error| Error::NoDriver { reason: format!("the driver does not start: {error}") })?;
+    Ok(cuda_loader::device_count().map_err(failed("cuDeviceGetCount"))? as usize)
+}
+
+/// A device's primary context.
+#[derive(Debug)]
+pub(crate) struct Context {
+    context: cust::context::Context,
+    profile: HardwareProfile,
+}
+
+impl Context {
+    pub(crate) fn open(ordinal: usize) -> Result<Self, Error> {
+        let count = device_count()?;
+        if ordinal >= count {
+            return Err(Error::NoDevice { ordinal, count });
+        }
+        let device = cust::device::Device::get_device(ordinal as u32).map_err(cust_failed("cuDeviceGet"))?;
+        let profile = profile(device, ordinal as u32)?;
+        let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
+        Ok(Context { context, profile })
+    }
+
+    pub(crate) fn profile(&self) -> &HardwareProfile {
+        &self.profile
+    }
+
+    /// Makes this context the calling thread's: every driver call below wants that first.
+    fn enter(&self) -> Result<(), Error> {
+        CurrentContext::set_current(&self.context).map_err(cust_failed("cuCtxSetCurrent"))
+    }
+}
+
+fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile, Error> {
+    let get = |attribute| device.get_attribute(attribute).map_err(cust_failed("cuDeviceGetAttribute"));
+    let (major, minor) = (
+        get(DeviceAttribute::ComputeCapabilityMajor)? as u32,
+        get(DeviceAttribute::ComputeCapabilityMinor)? as u32,
+    );
+    let smem_per_block =
+        driver::device_attribute(device.as_raw(), driver::DeviceAttribute::MaxSharedMemoryPerBlockOptin)
+            .map_err(failed("cuDeviceGetAttribute"))?;
+    // Kilohertz, two transfers per clock, bits.
+    let clock = f64::from(get(DeviceAttribute::MemoryClockRate)?) * 1e3;
+    let memory_bandwidth = 2.0 * clock * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?) / 8.0;
+    Ok(HardwareProfile {
+        name: device.name().map_err(cust_failed("cuDeviceGetName"))?,
+        place: Place::Cuda(ordinal),
+        compute_capability: Some((major, minor)),
+        tensor_cores: TensorCores::of(major, minor),
+        num_sms: get(DeviceAttribute::MultiprocessorCount)? as u32,
+        memory_bytes: device.total_memory().map_err(cust_failed("cuDeviceTotalMem"))?,
+        l2_bytes: get(DeviceAttribute::L2CacheSize)? as usize,
+        smem_per_block_bytes: smem_per_block as u32,
+        smem_per_sm_bytes: get(DeviceAttribute::MaxSharedMemoryPerMultiprocessor)? as u32,
+        registers_per_sm: get(DeviceAttribute::MaxRegistersPerMultiprocessor)? as u32,
+        threads_per_sm: get(DeviceAttribute::MaxThreadsPerMultiprocessor)? as u32,
+        memory_bandwidth,
+        driver: Some(cuda_loader::driver_version().map_err(failed("cuDriverGetVersion"))?),
+    })
+}
+
+/// A CUDA stream, and the event by which other streams wait for it.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    stream: CUstream,
+    event: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: stream and event handles may be used from any thread whose current context is theirs — the driver's own rule;
+// every method enters the context first.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver serialises calls on one stream.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self, Error> {
+        context.enter()?;
+        let stream = driver::stream_create().map_err(failed("cuStreamCreate"))?;
+        match driver::event_create(driver::Timing::Disabled) {
+            Ok(event) => Ok(Stream { stream, event, context }),
+            Err(error) => {
+                // SAFETY: just made, and not used.
+                let _ = unsafe { driver::stream_destroy(stream) };
+                Err(failed("cuEventCreate")(error))
+            }
+        }
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
+    }
+
+    pub(crate) fn wait_for(&self, other: &Stream) -> Result<(), Error> {
+        self.context.enter()?;
+        // Recording anew replaces what the event stood for; waits that are already enqueued keep their meaning.
+        // SAFETY: all three are live while `self` and `other` are.
+        unsafe {
+            driver::event_record(other.event, other.stream).map_err(failed("cuEventRecord"))?;
+            driver::stream_wait_event(self.stream, other.event).map_err(failed("cuStreamWaitEvent"))
+        }
+    }
+
+    pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
+        self.context.enter()?;
+        // From pageable memory the driver copies before it returns, so `data` may go.
+        // SAFETY: the stream is live; Tensor allocated `data.len()` bytes at `address`.
+        unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
+            .map_err(failed("cuMemcpyHtoDAsync"))
+    }
+
+    pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; the view spans `data.len()` bytes at `address`; the copy is waited for below.
+        unsafe { driver::memcpy_dtoh_async(data.as_mut_ptr().cast(), address, data.len(), self.stream) }
+            .map_err(failed("cuMemcpyDtoHAsync"))?;
+        self.synchronize()
+    }
+
+    pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; Tensor allocated `bytes` bytes at `address`.
+        unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.map_err(failed("cuMemsetD8Async"))
+    }
+
+    /// The raw handle, for the launch.
+    ///
+    /// # Safety
+    /// The kernel behind `entry` takes these parameters and is sound with their values.
+    pub(crate) unsafe fn launch(
+        &self,
+        entry: &EntryHandle,
+        grid: [u32; 3],
+        block: [u32; 3],
+        smem_bytes: u32,
+        params: &mut [*mut c_void],
+    ) -> Result<(), LaunchFailure> {
+        self.context.enter().map_err(LaunchFailure::Other)?;
+        // SAFETY: function and stream are live, since their owners are; parameters — the caller.
+        unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
+            .map_err(|error| LaunchFailure::Launch(error.into()))
+    }
+
+    /// Records everything that is enqueued until [`Self::end_capture`] instead of running it.
+    pub(crate) fn begin_capture(&self) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_begin_capture(self.stream) }.map_err(failed("cuStreamBeginCapture"))
+    }
+
+    pub(crate) fn end_capture(self: &Arc<Self>) -> Result<Graph, Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is; the recorded work's addresses are the caller's contract, at the launch.
+        let exec = unsafe {
+            let graph = driver::stream_end_capture(self.stream).map_err(failed("cuStreamEndCapture"))?;
+            graph.instantiate().map_err(failed("cuGraphInstantiate"))?
+        };
+        Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
+    }
+
+    /// A marker in the stream with a time.
+    pub(crate) fn record(&self) -> Result<Event, Error> {
+        self.context.enter()?;
+        let event = driver::event_create(driver::Timing::Enabled).map_err(failed("cuEventCreate"))?;
+        let event = Event { event, context: self.context.clone() };
+        // SAFETY: both are live.
+        unsafe { driver::event_record(event.event, self.stream) }.map_err(failed("cuEventRecord"))?;
+        Ok(event)
+    }
+
+    /// Enqueues a recorded graph.
+    ///
+    /// # Safety
+    /// The memory that the recorded work uses is still allocated for it.
+    pub(crate) unsafe fn launch_graph(&self, graph: &Graph) -> Result<(), Error> {
+        self.context.enter()?;
+        let exec = graph.exec.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // SAFETY: live while `graph` and `self` are; memory — the caller.
+        unsafe { exec.launch(self.stream) }.map_err(failed("cuGraphLaunch"))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // Work that is still enqueued runs on: the driver destroys the stream after it.
+        if self.context.enter().is_ok() {
+            // SAFETY: both were made in `new` and end here.
+            let _ = unsafe { (driver::event_destroy(self.event), driver::stream_destroy(self.stream)) };
+        }
+    }
+}
+
+/// A point in a stream, with its time.
+#[derive(Debug)]
+pub(crate) struct Event {
+    event: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for Stream.
+unsafe impl Send for Event {}
+// SAFETY: as for Stream.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// Milliseconds from `earlier` to this one, after waiting for this one.
+    pub(crate) fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
+        self.context.enter()?;
+        // SAFETY: both are live.
+        unsafe {
+            driver::event_synchronize(self.event).map_err(failed("cuEventSynchronize"))?;
+            driver::event_elapsed_ms(earlier.event, self.event).map_err(failed("cuEventElapsedTime"))
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: made in `record`, and ends here.
+            let _ = unsafe { driver::event_destroy(self.event) };
+        }
+    }
+}
+
+/// Recorded work, ready to be launched again and again.
+#[derive(Debug)]
+pub(crate) struct Graph {
+    exec: Mutex<driver::GraphExec>,
+    context: Arc<Context>,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // The executable graph is destroyed with the field, in this context.
+        let _ = self.context.enter();
+    }
+}
+
+/// Why a launch did not happen.
+pub(crate) enum LaunchFailure {
+    Launch(DriverError),
+    Other(Error),
+}
+
+/// A kernel's function, which its module keeps alive.
+#[derive(Clone, Debug)]
+pub(crate) struct EntryHandle {
+    function: CUfunction,
+    context: Arc<Context>,
+    _module: Arc<Module>,
+}
+
+// SAFETY: function handles may be used from any thread whose current context is theirs — the driver's own rule.
+unsafe impl Send for EntryHandle {}
+// SAFETY: as above.
+unsafe impl Sync for EntryHandle {}
+
+impl EntryHandle {
+    /// Blocks of `threads` threads that fit on a multiprocessor at a time.
+    pub(crate) fn blocks_per_sm(&self, threads: u32, smem_bytes: u32) -> Result<u32, Error> {
+        self.context.enter()?;
+        // SAFETY: the module keeps the function alive.
+        unsafe { driver::occupancy_max_active_blocks(self.function, threads, smem_bytes as usize) }
+            .map_err(failed("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
+    }
+}
+
+#[derive(Debug)]
+struct Module {
+    module: CUmodule,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for EntryHandle.
+unsafe impl Send for Module {}
+// SAFETY: as for EntryHandle.
+unsafe impl Sync for Module {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc.
+            let _ = unsafe { driver::module_unload(self.module) };
+        }
+    }
+}
+
+/// The images of a build, loaded when an operator first wants one.
+pub(crate) struct Modules {
+    context: Arc<Context>,
+    images: &'static [Image],
+    loaded: Mutex<HashMap<(&'static str, Arch), Arc<Module>>>,
+}
+
+impl Modules {
+    pub(crate) fn new(context: Arc<Context>, images: &'static [Image]) -> Self {
+        Modules { context, images, loaded: Mutex::default() }
+    }
+
+    pub(crate) fn entry(
+        &self,
+        family: &'static str,
+        arch: Arch,
+        name: &'static str,
+        smem_bytes: u32,
+    ) -> Result<Entry, Error> {
+        let module = self.module(family, arch)?;
+        let c_name =
+            CString::new(name).map_err(|_| Error::invalid(family, "entry", "a name without NUL", name))?;
+        // SAFETY: the module is live; `module` did enter the context.
+        let function = unsafe { driver::module_get_function(module.module, &c_name) }.map_err(|source| {
+            Error::Image { family, arch, log: format!("it has no entry {name}"), source: source.into() }
+        })?;
+        // SAFETY: the module keeps the function alive.
+        let get = |attribute| {
+            unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
+        };
+        let static_smem = get(FuncAttribute::StaticSharedBytes)? as u32;
+        // Up to 48 KiB, static and dynamic together, need no permission.
+        if smem_bytes + static_smem > 48 << 10 {
+            // SAFETY: as above.
+            unsafe { driver::set_max_dynamic_shared(function, smem_bytes) }
+                .map_err(failed("cuFuncSetAttribute"))?;
+        }
+        let resources = Resources {
+            registers: get(FuncAttribute::NumRegs)? as u32,
+            local_bytes: get(FuncAttribute::LocalBytes)? as u32,
+            max_threads: get(FuncAttribute::MaxThreadsPerBlock)? as u32,
+            smem_bytes: smem_bytes + static_smem,
+        };
+        let handle = EntryHandle { function, context: self.context.clone(), _module: module };
+        Ok(Entry::new(name, resources, smem_bytes, handle))
+    }
+
+    fn module(&self, family: &'static str, arch: Arch) -> Result<Arc<Module>, Error> {
+        self.context.enter()?;
+        let mut loaded = self.loaded.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(module) = loaded.get(&(family, arch)) {
+            return Ok(module.clone());
+        }
+        let Some(image) = self.images.iter().find(|image| (image.family, image.arch) == (family, arch))
+        else {
+            let held: Vec<String> =
+                self.images.iter().map(|image| format!("{} {}", image.family, image.arch)).collect();
+            return Err(Error::MissingImage { family, arch, available: held.join(", ") });
+        };
+        let found = self.context.profile.driver.unwrap_or((0, 0));
+        if let (Some((ptx_major, ptx_minor)), Some(NeededDriver { cuda, branch })) =
+            (image.ptx_version(), image.needed_driver())
+            && found < cuda
+        {
+            let ((needed_major, needed_minor), (found_major, found_minor)) = (cuda, found);
+            #[rustfmt::skip]
+            return Err(Error::DriverTooOld {
+                family, arch, ptx_major, ptx_minor, needed_major, needed_minor, branch, found_major, found_minor,
+            });
+        }
+        let ptx = CString::new(image.ptx)
+            .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
+        let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {
+            family,
+            arch,
+            log: error.log,
+            source: error.source.into(),
+        })?;
+        let module = Arc::new(Module { module, context: self.context.clone() });
+        loaded.insert((family, arch), module.clone());
+        Ok(module)
+    }
+}
+
+/// The card's memory behind the pool.
+#[derive(Debug)]
+pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
+
+impl Backing for DeviceMemory {
+    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
+        self.0.enter()?;
+        // SAFETY: freed in `release`; contents are the tensors' business.
+        match unsafe { cust::memory::cuda_malloc::<u8>(bytes) } {
+            Ok(pointer) => Ok(Some(pointer.as_raw())),
+            Err(CudaError::OutOfMemory) => Ok(None),
+            Err(error) => Err(cust_failed("cuMemAlloc")(error)),
+        }
+    }
+
+    unsafe fn release(&self, address: u64, _bytes: usize) {
+        if self.0.enter().is_ok() {
+            // SAFETY: from `allocate`, given back once — the caller.
+            let _ = unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
+        }
+    }
+
+    fn synchronize(&self) -> Result<(), Error> {
+        self.0.enter()?;
+        CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))
+    }
+
+    fn report(&self) -> (usize, usize, String) {
+        let entered = self.0.enter().is_ok();
+        let (free, total) = if entered { cust::memory::mem_get_info().unwrap_or((0, 0)) } else { (0, 0) };
+        (free, total, self.0.profile.name.clone())
+    }
+}

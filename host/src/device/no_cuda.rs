@@ -1,0 +1,162 @@
+//! What stands in for CUDA in a build without it: types that have no values, so nothing of them can run.
+
+use std::convert::Infallible;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use abi::Arch;
+
+use crate::device::HardwareProfile;
+use crate::error::{DriverError, Error};
+use crate::images::Image;
+use crate::launch::Entry;
+use crate::memory::Backing;
+
+fn no_driver() -> Error {
+    Error::NoDriver { reason: "this build has no CUDA backend (cargo feature `cuda`)".into() }
+}
+
+pub(crate) fn device_count() -> Result<usize, Error> {
+    Err(no_driver())
+}
+
+#[derive(Debug)]
+pub(crate) struct Context(Infallible);
+
+impl Context {
+    pub(crate) fn open(_ordinal: usize) -> Result<Self, Error> {
+        Err(no_driver())
+    }
+
+    pub(crate) fn profile(&self) -> &HardwareProfile {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Stream(Infallible);
+
+impl Stream {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self, Error> {
+        match context.0 {}
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait_for(&self, _other: &Stream) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn upload(&self, _address: u64, _data: &[u8]) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn download(&self, _address: u64, _data: &mut [u8]) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn fill_zero(&self, _address: u64, _bytes: usize) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub(crate) unsafe fn launch(
+        &self,
+        _entry: &EntryHandle,
+        _grid: [u32; 3],
+        _block: [u32; 3],
+        _smem_bytes: u32,
+        _params: &mut [*mut c_void],
+    ) -> Result<(), LaunchFailure> {
+        match self.0 {}
+    }
+
+    pub(crate) fn begin_capture(&self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn end_capture(self: &Arc<Self>) -> Result<Graph, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn record(&self) -> Result<Event, Error> {
+        match self.0 {}
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub(crate) unsafe fn launch_graph(&self, _graph: &Graph) -> Result<(), Error> {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Event(Infallible);
+
+impl Event {
+    pub(crate) fn elapsed_ms(&self, _earlier: &Event) -> Result<f32, Error> {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Graph(#[expect(dead_code, reason = "has no values")] Infallible);
+
+#[derive(Debug)]
+pub(crate) enum LaunchFailure {
+    #[expect(dead_code, reason = "nothing is launched")]
+    Launch(DriverError),
+    #[expect(dead_code, reason = "nothing is launched")]
+    Other(Error),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct EntryHandle(Infallible);
+
+impl EntryHandle {
+    pub(crate) fn blocks_per_sm(&self, _threads: u32, _smem_bytes: u32) -> Result<u32, Error> {
+        match self.0 {}
+    }
+}
+
+pub(crate) struct Modules(Infallible);
+
+impl Modules {
+    pub(crate) fn new(context: Arc<Context>, _images: &'static [Image]) -> Self {
+        match context.0 {}
+    }
+
+    pub(crate) fn entry(
+        &self,
+        _family: &'static str,
+        _arch: Arch,
+        _name: &'static str,
+        _smem_bytes: u32,
+    ) -> Result<Entry, Error> {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
+
+impl Backing for DeviceMemory {
+    fn allocate(&self, _bytes: usize) -> Result<Option<u64>, Error> {
+        match self.0.0 {}
+    }
+
+    unsafe fn release(&self, _address: u64, _bytes: usize) {
+        match self.0.0 {}
+    }
+
+    fn synchronize(&self) -> Result<(), Error> {
+        match self.0.0 {}
+    }
+
+    fn report(&self) -> (usize, usize, String) {
+        match self.0.0 {}
+    }
+}

@@ -1,0 +1,177 @@
+//! The one error type of the library.
+
+use abi::Arch;
+
+/// What can go wrong, with the facts in fields.
+///
+/// Three families, to be treated differently by a caller: *unsupported* (this device or type cannot do it: take another
+/// path), *invalid* (the caller's mistake), and *driver* (CUDA said no; the driver's own words are in `source`).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument does not fit the operator or the plan.
+    #[error("{op}: {argument}: expected {expected}, got {got}")]
+    Invalid {
+        /// The operator or function.
+        op: &'static str,
+        /// The argument's name.
+        argument: &'static str,
+        /// What would have been accepted.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// The device has no kernel for this problem.
+    #[error("{op}: not supported on {device}: {reason}")]
+    Unsupported {
+        /// The operator.
+        op: &'static str,
+        /// The device's name and floor.
+        device: String,
+        /// Why not.
+        reason: String,
+    },
+    /// There is no CUDA driver on this machine, or this build has no CUDA backend.
+    #[error("no CUDA driver: {reason}")]
+    NoDriver {
+        /// What was tried and what the system said.
+        reason: String,
+    },
+    /// The driver is there but reports no usable card, or not the one asked for.
+    #[error("no CUDA device {ordinal}: the driver reports {count} device(s)")]
+    NoDevice {
+        /// The ordinal that was asked for.
+        ordinal: usize,
+        /// How many devices the driver reports.
+        count: usize,
+    },
+    /// The card is older than every image, or cannot run the floor that was asked for.
+    #[error("{name} has compute capability {major}.{minor}: {reason}")]
+    UnsupportedCapability {
+        /// The card's name.
+        name: String,
+        /// Major number of its compute capability.
+        major: u32,
+        /// Minor number of its compute capability.
+        minor: u32,
+        /// What it cannot run.
+        reason: String,
+    },
+    /// The driver is too old for the PTX version of an image.
+    #[error(
+        "image {family} for {arch} is PTX {ptx_major}.{ptx_minor}, which needs a CUDA {needed_major}.{needed_minor} \
+         driver (branch {branch} or later); the installed driver supports CUDA {found_major}.{found_minor}"
+    )]
+    DriverTooOld {
+        /// The operator family of the image.
+        family: &'static str,
+        /// The floor of the image.
+        arch: Arch,
+        /// Major number of the PTX version.
+        ptx_major: u32,
+        /// Minor number of the PTX version.
+        ptx_minor: u32,
+        /// Major number of the first CUDA version that takes it.
+        needed_major: u32,
+        /// Minor number of the first CUDA version that takes it.
+        needed_minor: u32,
+        /// The first driver branch of that CUDA version.
+        branch: u32,
+        /// Major number of the CUDA version that the driver supports.
+        found_major: u32,
+        /// Minor number of the CUDA version that the driver supports.
+        found_minor: u32,
+    },
+    /// This build holds no image for the operator and floor.
+    #[error("no image of {family} for {arch} in this build; it holds: {available}")]
+    MissingImage {
+        /// The operator family.
+        family: &'static str,
+        /// The floor.
+        arch: Arch,
+        /// The images that are there.
+        available: String,
+    },
+    /// The driver refused an image.
+    #[error("the driver refused the image {family} for {arch}: {log}")]
+    Image {
+        /// The operator family of the image.
+        family: &'static str,
+        /// The floor of the image.
+        arch: Arch,
+        /// The driver's own assembler log.
+        log: String,
+        /// The driver's error.
+        source: DriverError,
+    },
+    /// A kernel launch failed.
+    #[error(
+        "launch of {entry} with grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory failed"
+    )]
+    Launch {
+        /// The kernel's entry name.
+        entry: &'static str,
+        /// Blocks in x, y, z.
+        grid: [u32; 3],
+        /// Threads of a block in x, y, z.
+        block: [u32; 3],
+        /// Dynamic shared memory per block.
+        smem_bytes: u32,
+        /// The driver's error.
+        source: DriverError,
+    },
+    /// Any other driver call failed.
+    #[error("{call} failed")]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// The driver's error.
+        source: DriverError,
+    },
+    /// The device has not enough memory.
+    #[error(
+        "out of memory on {device}: {requested} bytes requested; this pool has {in_use} in use of {reserved} reserved; \
+         the device has {free} free of {total}"
+    )]
+    OutOfMemory {
+        /// The device's name.
+        device: String,
+        /// Size of the request.
+        requested: usize,
+        /// Bytes of the pool that live tensors hold.
+        in_use: usize,
+        /// Bytes that the pool has taken from the device.
+        reserved: usize,
+        /// Free bytes as the device reports them.
+        free: usize,
+        /// Bytes of the device altogether.
+        total: usize,
+    },
+    /// A model's files are wrong: see [`crate::models::ModelError`].
+    #[error(transparent)]
+    Model(#[from] crate::models::ModelError),
+}
+
+/// A CUDA driver error: its number, its name and its description, as the driver gives them.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{name} ({code}): {description}")]
+pub struct DriverError {
+    /// The `CUresult`.
+    pub code: u32,
+    /// For example `CUDA_ERROR_INVALID_PTX`.
+    pub name: String,
+    /// The driver's sentence about it.
+    pub description: String,
+}
+
+impl Error {
+    /// A caller's mistake in `argument` of `op`.
+    pub(crate) fn invalid(
+        op: &'static str,
+        argument: &'static str,
+        expected: impl Into<String>,
+        got: impl Into<String>,
+    ) -> Self {
+        Error::Invalid { op, argument, expected: expected.into(), got: got.into() }
+    }
+}

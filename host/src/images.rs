@@ -1,0 +1,87 @@
+//! The PTX images that a build embeds.
+
+use abi::Arch;
+
+/// The PTX of one operator family for one architecture floor.
+#[derive(Clone, Copy)]
+pub struct Image {
+    /// The operator family, which is the name of the operator's modules.
+    pub family: &'static str,
+    /// The floor that it was compiled for.
+    pub arch: Arch,
+    /// The PTX text.
+    pub ptx: &'static str,
+}
+
+impl std::fmt::Debug for Image {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Image({} {}, {} bytes)", self.family, self.arch, self.ptx.len())
+    }
+}
+
+impl Image {
+    /// The PTX version, from the `.version` line.
+    pub fn ptx_version(&self) -> Option<(u32, u32)> {
+        let line = self.ptx.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
+        let (major, minor) = line.trim().split_once('.')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    }
+
+    /// The first CUDA version whose driver takes this PTX version, and that driver's branch.
+    ///
+    /// Source: the release notes table of the PTX ISA manual, and the CUDA release notes' driver table.
+    pub fn needed_driver(&self) -> Option<NeededDriver> {
+        const TABLE: &[((u32, u32), (u32, u32), u32)] = &[
+            ((6, 3), (10, 0), 410),
+            ((6, 4), (10, 1), 418),
+            ((6, 5), (10, 2), 440),
+            ((7, 0), (11, 0), 450),
+            ((7, 1), (11, 1), 455),
+            ((7, 2), (11, 2), 460),
+            ((7, 3), (11, 3), 465),
+            ((7, 4), (11, 4), 470),
+            ((7, 5), (11, 5), 495),
+            ((7, 6), (11, 6), 510),
+            ((7, 7), (11, 7), 515),
+            ((7, 8), (11, 8), 520),
+            ((8, 0), (12, 0), 525),
+            ((8, 1), (12, 1), 530),
+            ((8, 2), (12, 2), 535),
+            ((8, 3), (12, 3), 545),
+            ((8, 4), (12, 4), 550),
+            ((8, 5), (12, 5), 555),
+            ((8, 6), (12, 7), 565),
+            ((8, 7), (12, 8), 570),
+        ];
+        let version = self.ptx_version()?;
+        let row = TABLE.iter().find(|(ptx, ..)| *ptx >= version)?;
+        Some(NeededDriver { cuda: row.1, branch: row.2 })
+    }
+}
+
+/// A driver that takes an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NeededDriver {
+    /// The CUDA version that it supports at least: major, minor.
+    pub cuda: (u32, u32),
+    /// The first driver branch of that version.
+    pub branch: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Image, NeededDriver};
+    use abi::Arch;
+
+    #[test]
+    fn needed_driver_of_the_three_floors() {
+        let needed = |ptx| Image { family: "f", arch: Arch::Sm61, ptx }.needed_driver();
+        assert_eq!(
+            needed("//\n.version 6.3\n.target sm_61\n"),
+            Some(NeededDriver { cuda: (10, 0), branch: 410 })
+        );
+        assert_eq!(needed(".version 7.4\n"), Some(NeededDriver { cuda: (11, 4), branch: 470 }));
+        assert_eq!(needed(".version 8.0\n"), Some(NeededDriver { cuda: (12, 0), branch: 525 }));
+        assert_eq!(needed("no version"), None);
+    }
+}

@@ -1,0 +1,111 @@
+//! What all plans have in common.
+
+use std::fmt;
+
+use crate::device::{Device, HardwareProfile};
+use crate::error::Error;
+use crate::launch::{Entry, Resources};
+use crate::stream::Stream;
+
+/// A planned operator: what was chosen, ready to run.
+///
+/// Modules hold their operators as plans and reports are made over all of them, hence the trait; `forward` is the
+/// operator's own `run`.
+pub trait Kernel {
+    /// The tensors that a run takes.
+    type Args<'a>;
+
+    /// The operator's name.
+    fn op(&self) -> &'static str;
+
+    /// Runs once: checks the arguments, and enqueues the work. Allocates nothing.
+    fn forward(&self, stream: &Stream, args: Self::Args<'_>) -> Result<(), Error>;
+
+    /// What was chosen and why, and what it should take.
+    fn optimization_report(&self) -> OptimizationReport;
+}
+
+/// What a plan chose, why, and what a run of the planned size should take.
+#[derive(Clone, Debug)]
+pub struct OptimizationReport {
+    /// The operator.
+    pub op: &'static str,
+    /// The planned problem.
+    pub problem: String,
+    /// The device.
+    pub device: String,
+    /// The kernel's entry name; `cpu` on the CPU.
+    pub variant: &'static str,
+    /// Why this one.
+    pub why: String,
+    /// How the work is cut up.
+    pub tile: String,
+    /// Threads of a block.
+    pub threads: u32,
+    /// What the kernel takes of a multiprocessor; none on the CPU.
+    pub resources: Option<Resources>,
+    /// Resident threads over the most that a multiprocessor holds; none on the CPU.
+    pub occupancy: Option<f64>,
+    /// Fewest bytes that a run must move: every input read once, every output written once.
+    pub bytes: u64,
+    /// Floating-point (or integer multiply-add) operations of a run.
+    pub flops: u64,
+    /// Microseconds for `bytes` at the device's peak memory bandwidth; none where that is unknown.
+    pub memory_floor_us: Option<f64>,
+}
+
+/// The parts of a report that each operator knows itself.
+pub(crate) struct Work {
+    pub(crate) problem: String,
+    pub(crate) why: String,
+    pub(crate) tile: String,
+    pub(crate) threads: u32,
+    pub(crate) bytes: u64,
+    pub(crate) flops: u64,
+}
+
+impl OptimizationReport {
+    pub(crate) fn new(op: &'static str, device: &Device, entry: Option<&Entry>, work: Work) -> Self {
+        let HardwareProfile { threads_per_sm, memory_bandwidth, .. } = *device.profile();
+        let occupancy = entry
+            .and_then(|entry| entry.blocks_per_sm(work.threads).ok())
+            .map(|blocks| f64::from(blocks * work.threads) / f64::from(threads_per_sm));
+        OptimizationReport {
+            op,
+            problem: work.problem,
+            device: device.describe(),
+            variant: entry.map_or("cpu", Entry::name),
+            why: work.why,
+            tile: work.tile,
+            threads: work.threads,
+            resources: entry.map(Entry::resources),
+            occupancy,
+            bytes: work.bytes,
+            flops: work.flops,
+            memory_floor_us: (memory_bandwidth > 0.0).then(|| work.bytes as f64 / memory_bandwidth * 1e6),
+        }
+    }
+}
+
+impl fmt::Display for OptimizationReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} of {} on {}", self.op, self.problem, self.device)?;
+        writeln!(f, "  variant    {} ({})", self.variant, self.why)?;
+        writeln!(f, "  tile       {}", self.tile)?;
+        if let Some(Resources { registers, local_bytes, smem_bytes, .. }) = self.resources {
+            writeln!(
+                f,
+                "  resources  {} threads, {registers} registers, {smem_bytes} B shared, {local_bytes} B local",
+                self.threads
+            )?;
+        }
+        if let Some(occupancy) = self.occupancy {
+            writeln!(f, "  occupancy  {:.0} %", occupancy * 100.0)?;
+        }
+        write!(f, "  work       {} B, {} FLOP", self.bytes, self.flops)?;
+        if let Some(floor) = self.memory_floor_us {
+            write!(f, "; {floor:.2} µs at peak bandwidth")?;
+        }
+        Ok(())
+    }
+}

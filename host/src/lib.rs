@@ -1,0 +1,25 @@
+//! The host side of warpforge: devices, tensors, operators, models. The `warpforge` crate re-exports all of it and adds
+//! the device images; use that one.
+//!
+//! A call goes through these, each of which looks down only: [`models`] → [`ops`] → `launch` → [`device`].
+
+pub mod device;
+mod error;
+mod images;
+mod kernel;
+mod launch;
+mod memory;
+pub mod models;
+pub mod ops;
+mod stream;
+mod tensor;
+
+pub use abi::{Arch, DType};
+pub use device::{Device, HardwareProfile, OptLevel, Place};
+pub use error::{DriverError, Error};
+pub use images::{Image, NeededDriver};
+pub use kernel::{Kernel, OptimizationReport};
+pub use launch::Resources;
+pub use memory::{Pool, PoolStats};
+pub use stream::{Event, Graph, Stream};
+pub use tensor::{Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};

@@ -1,0 +1,824 @@
+//! The tensors of a safetensors checkpoint, memory-mapped and validated when it is opened.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Component, Path, PathBuf};
+
+use abi::DType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use memmap2::Mmap;
+use rayon::prelude::*;
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
+
+use super::config::read_json;
+use super::{ModelError, TensorProblem};
+
+const _: () =
+    assert!(cfg!(target_endian = "little"), "tensor bytes are little-endian and are not swapped here");
+
+/// Bytes of the header's length, in front of the header.
+const PREFIX_BYTES: usize = size_of::<u64>();
+/// The format's limit on the header.
+const MAX_HEADER_BYTES: usize = 100_000_000;
+/// Elements that one task converts: large enough to hide the cost of a task.
+const TASK_ELEMS: usize = 1 << 16;
+/// Elements that are converted at a time, through the stack.
+const BLOCK_ELEMS: usize = 1024;
+
+/// The element types that can be read, and their spelling in the file format.
+const DTYPES: [(Dtype, DType); 6] = [
+    (Dtype::F32, DType::F32),
+    (Dtype::F16, DType::F16),
+    (Dtype::BF16, DType::BF16),
+    (Dtype::I8, DType::I8),
+    (Dtype::I32, DType::I32),
+    (Dtype::U32, DType::U32),
+];
+const READABLE: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
+
+/// The tensors of one checkpoint.
+///
+/// The files are memory-mapped, so opening reads only their headers and the system may drop pages again after use. They
+/// must not be truncated or written to while this value lives: an access behind a new end of file kills the process, and
+/// changed bytes change the tensors.
+#[derive(Debug)]
+pub struct Weights {
+    dir: PathBuf,
+    files: Vec<Mmap>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    /// Index into `Weights::files`.
+    file: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Within the file. In bounds: established by `read_header`.
+    bytes: Range<usize>,
+}
+
+/// One tensor as it lies in the file: row-major, little-endian.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct TensorData<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions, outermost first; none for a scalar.
+    pub shape: &'a [usize],
+    /// Its elements, possibly not aligned for the type.
+    pub bytes: &'a [u8],
+}
+
+/// Collects the tensors that a model needs, to report everything that is wrong at once and before anything is loaded.
+#[derive(Debug)]
+pub struct Requirements<'a> {
+    weights: &'a Weights,
+    problems: Vec<TensorProblem>,
+}
+
+impl Weights {
+    /// Opens the checkpoint in `dir`: `model.safetensors`, or else the shards that `model.safetensors.index.json` names.
+    ///
+    /// Headers, offsets and file lengths are validated here; tensor values are not looked at. In a sharded checkpoint
+    /// only the tensors that the index lists exist.
+    ///
+    /// # Errors
+    /// [`ModelError::Missing`], [`ModelError::NoWeights`] and [`ModelError::Unreadable`] for absent files;
+    /// [`ModelError::Safetensors`] for truncated or malformed ones; [`ModelError::Json`] and [`ModelError::Field`] for a
+    /// bad index; [`ModelError::MissingShard`] and [`ModelError::NotInShard`] where the index and the files disagree.
+    pub fn open(dir: &Path) -> Result<Weights, ModelError> {
+        let exists = |path: &Path| path.try_exists().map_err(|source| ModelError::io(path, source));
+        if !exists(dir)? {
+            return Err(ModelError::Missing { path: dir.into() });
+        }
+        let single = dir.join("model.safetensors");
+        if exists(&single)? {
+            let (file, tensors) = map(&single, 0)?;
+            return Ok(Weights { dir: dir.into(), files: vec![file], tensors });
+        }
+        let index = dir.join("model.safetensors.index.json");
+        if exists(&index)? {
+            Weights::open_sharded(dir, &index)
+        } else {
+            Err(ModelError::NoWeights { dir: dir.into() })
+        }
+    }
+
+    fn open_sharded(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
+        let mut files = Vec::new();
+        let mut tensors = BTreeMap::new();
+        for (shard, names) in read_index(index)? {
+            let path = dir.join(shard);
+            let (file, mut held) = map(&path, files.len()).map_err(|error| match error {
+                ModelError::Missing { path } => ModelError::MissingShard { path, tensor: names[0].clone() },
+                other => other,
+            })?;
+            let (found, absent): (Vec<_>, Vec<_>) =
+                names.into_iter().partition(|name| held.contains_key(name));
+            if !absent.is_empty() {
+                return Err(ModelError::NotInShard { path, tensors: absent });
+            }
+            files.push(file);
+            tensors.extend(found.into_iter().filter_map(|name| held.remove_entry(&name)));
+        }
+        Ok(Weights { dir: dir.into(), files, tensors })
+    }
+
+    /// The names of all tensors, in order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Size of all tensors as stored, in bytes.
+    pub fn total_bytes(&self) -> usize {
+        self.tensors.values().map(|entry| entry.bytes.len()).sum()
+    }
+
+    /// The tensor `name`.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensors`] if it is missing or its element type has no [`DType`].
+    pub fn get(&self, name: &str) -> Result<TensorData<'_>, ModelError> {
+        let Some((name, entry)) = self.tensors.get_key_value(name) else {
+            return Err(self.unusable(vec![TensorProblem::Missing { name: name.into(), expected: None }]));
+        };
+        match entry.readable() {
+            Some(dtype) => Ok(TensorData {
+                name,
+                dtype,
+                shape: &entry.shape,
+                bytes: &self.files[entry.file][entry.bytes.clone()],
+            }),
+            None => Err(self.unusable(vec![entry.dtype_problem(name, &READABLE)])),
+        }
+    }
+
+    /// Starts a list of required tensors.
+    pub fn require(&self) -> Requirements<'_> {
+        Requirements { weights: self, problems: Vec::new() }
+    }
+
+    fn unusable(&self, problems: Vec<TensorProblem>) -> ModelError {
+        ModelError::Tensors { dir: self.dir.clone(), problems }
+    }
+}
+
+impl Entry {
+    fn readable(&self) -> Option<DType> {
+        DTYPES.iter().find(|(stored, _)| *stored == self.dtype).map(|(_, dtype)| *dtype)
+    }
+
+    fn dtype_problem(&self, name: &str, supported: &'static [DType]) -> TensorProblem {
+        TensorProblem::Dtype { name: name.into(), got: self.dtype.to_string(), supported }
+    }
+}
+
+impl Requirements<'_> {
+    /// Requires the tensor `name` with this shape and one of the types [`DType::FLOATS`].
+    pub fn tensor(&mut self, name: impl Into<String>, shape: &[usize]) -> &mut Self {
+        let name = name.into();
+        match self.weights.tensors.get(&name) {
+            None => self.problems.push(TensorProblem::Missing { name, expected: Some(shape.into()) }),
+            Some(entry) if entry.shape != shape => self.problems.push(TensorProblem::Shape {
+                name,
+                expected: shape.into(),
+                got: entry.shape.clone(),
+            }),
+            Some(entry) if !entry.readable().is_some_and(DType::is_float) => {
+                self.problems.push(entry.dtype_problem(&name, &DType::FLOATS));
+            }
+            Some(_) => {}
+        }
+        self
+    }
+
+    /// Ends the list.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensors`] with every required tensor that is missing or does not fit.
+    pub fn finish(self) -> Result<(), ModelError> {
+        if self.problems.is_empty() { Ok(()) } else { Err(self.weights.unusable(self.problems)) }
+    }
+}
+
+impl<'a> TensorData<'a> {
+    /// The elements as f32. Exact: f32 holds every f16 and bf16 value.
+    ///
+    /// # Errors
+    /// [`ModelError::Conversion`] for an integer tensor.
+    pub fn to_f32(&self) -> Result<Vec<f32>, ModelError> {
+        self.check_conversion(DType::F32)?;
+        let mut out = vec![0.0; self.bytes.len() / self.dtype.bytes()];
+        out.par_chunks_mut(TASK_ELEMS)
+            .zip(self.bytes.par_chunks(TASK_ELEMS * self.dtype.bytes()))
+            .for_each(|(out, bytes)| decode(self.dtype, bytes, out));
+        Ok(out)
+    }
+
+    /// The elements as `dtype`, little-endian. Borrows if that is the stored type; otherwise rounds to nearest, ties to
+    /// even, and overflows to infinity.
+    ///
+    /// # Errors
+    /// [`ModelError::Conversion`] unless the types are equal or both among [`DType::FLOATS`].
+    pub fn convert(&self, dtype: DType) -> Result<Cow<'a, [u8]>, ModelError> {
+        if dtype == self.dtype {
+            return Ok(Cow::Borrowed(self.bytes));
+        }
+        self.check_conversion(dtype)?;
+        let mut out = vec![0; self.bytes.len() / self.dtype.bytes() * dtype.bytes()];
+        out.par_chunks_mut(TASK_ELEMS * dtype.bytes())
+            .zip(self.bytes.par_chunks(TASK_ELEMS * self.dtype.bytes()))
+            .for_each(|(out, bytes)| transcode(self.dtype, bytes, dtype, out));
+        Ok(Cow::Owned(out))
+    }
+
+    fn check_conversion(&self, to: DType) -> Result<(), ModelError> {
+        if self.dtype.is_float() && to.is_float() {
+            Ok(())
+        } else {
+            Err(ModelError::Conversion { name: self.name.into(), from: self.dtype, to })
+        }
+    }
+}
+
+impl std::fmt::Debug for TensorData<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let TensorData { name, dtype, shape, bytes } = self;
+        write!(f, "TensorData({name}: {dtype} {shape:?}, {} bytes)", bytes.len())
+    }
+}
+
+/// Maps a file and reads its header; the entries say that it is file number `file`.
+fn map(path: &Path, file: usize) -> Result<(Mmap, BTreeMap<String, Entry>), ModelError> {
+    let handle = File::open(path).map_err(|source| ModelError::io(path, source))?;
+    // SAFETY: the file is not truncated or written to while it is mapped — required of the caller by the documentation
+    // of `Weights`; a file system cannot promise it.
+    let bytes = unsafe { Mmap::map(&handle) }.map_err(|source| ModelError::io(path, source))?;
+    let entries =
+        read_header(&bytes, file).map_err(|reason| ModelError::Safetensors { path: path.into(), reason })?;
+    Ok((bytes, entries))
+}
+
+/// The entries of a safetensors file, every byte range within `bytes`.
+///
+/// The `safetensors` crate checks that the ranges follow each other without gaps and fit shapes and types. The length of
+/// the file is compared here, with checked additions: a crafted header can make the crate's own sum wrap around.
+fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, String> {
+    let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX_BYTES>() else {
+        return Err(format!("{} bytes are too few for the header's length", bytes.len()));
+    };
+    let header_bytes = usize::try_from(u64::from_le_bytes(*prefix)).unwrap_or(usize::MAX);
+    if header_bytes > MAX_HEADER_BYTES {
+        return Err(format!("the header claims {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}"));
+    }
+    let Some((header, data)) = rest.split_at_checked(header_bytes) else {
+        return Err(format!("truncated: the header claims {header_bytes} bytes, {} follow", rest.len()));
+    };
+    let metadata: Metadata =
+        serde_json::from_slice(header).map_err(|error| format!("malformed header: {error}"))?;
+    if metadata.data_len() != data.len() {
+        let kind =
+            if metadata.data_len() > data.len() { "truncated" } else { "bytes behind the last tensor" };
+        return Err(format!(
+            "{kind}: the header describes {} bytes of tensors, {} follow it",
+            metadata.data_len(),
+            data.len()
+        ));
+    }
+    let start = PREFIX_BYTES + header_bytes;
+    let entry = |(name, info): (String, &safetensors::tensor::TensorInfo)| {
+        let (from, to) = info.data_offsets;
+        (name, Entry { file, dtype: info.dtype, shape: info.shape.clone(), bytes: start + from..start + to })
+    };
+    Ok(metadata.tensors().into_iter().map(entry).collect())
+}
+
+/// The tensors of each shard, both in order of their names.
+fn read_index(path: &Path) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+    let field = |field: String, expected: &str, got: Option<&serde_json::Value>| ModelError::Field {
+        path: path.into(),
+        field,
+        expected: expected.into(),
+        got: got.map_or("nothing".into(), |value| value.to_string()),
+    };
+    let index = read_json(path)?;
+    let map = index.get("weight_map");
+    let Some(map) = map.and_then(|map| map.as_object()) else {
+        return Err(field("weight_map".into(), "an object", map));
+    };
+    let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (tensor, shard) in map {
+        // A shard is a plain file beside the index: no path may lead out of the directory.
+        let Some(name) = shard.as_str().filter(|name| is_file_name(name)) else {
+            return Err(field(
+                format!("weight_map.{tensor}"),
+                "the name of a file in the same directory",
+                Some(shard),
+            ));
+        };
+        shards.entry(name.into()).or_default().push(tensor.clone());
+    }
+    shards.values_mut().for_each(|tensors| tensors.sort());
+    Ok(shards)
+}
+
+fn is_file_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
+}
+
+/// Converts elements of a floating-point type to f32.
+fn decode(from: DType, bytes: &[u8], out: &mut [f32]) {
+    match from {
+        DType::F16 => decode_half::<f16>(bytes, out),
+        DType::BF16 => decode_half::<bf16>(bytes, out),
+        _ => bytemuck::cast_slice_mut(out).copy_from_slice(bytes),
+    }
+}
+
+/// Converts f32 to elements of a floating-point type.
+fn encode(values: &[f32], to: DType, out: &mut [u8]) {
+    match to {
+        DType::F16 => encode_half::<f16>(values, out),
+        DType::BF16 => encode_half::<bf16>(values, out),
+        _ => out.copy_from_slice(bytemuck::cast_slice(values)),
+    }
+}
+
+fn transcode(from: DType, bytes: &[u8], to: DType, out: &mut [u8]) {
+    let mut block = [0.0; BLOCK_ELEMS];
+    for (bytes, out) in bytes.chunks(BLOCK_ELEMS * from.bytes()).zip(out.chunks_mut(BLOCK_ELEMS * to.bytes()))
+    {
+        let values = &mut block[..bytes.len() / from.bytes()];
+        decode(from, bytes, values);
+        encode(values, to, out);
+    }
+}
+
+/// Goes through an aligned block, because the bytes in a file need not be aligned.
+fn decode_half<T: bytemuck::Pod>(bytes: &[u8], out: &mut [f32])
+where
+    [T]: HalfFloatSliceExt,
+{
+    let mut block = [T::zeroed(); BLOCK_ELEMS];
+    for (bytes, out) in bytes.chunks(BLOCK_ELEMS * size_of::<T>()).zip(out.chunks_mut(BLOCK_ELEMS)) {
+        let halves = &mut block[..out.len()];
+        bytemuck::cast_slice_mut(halves).copy_from_slice(bytes);
+        halves.convert_to_f32_slice(out);
+    }
+}
+
+fn encode_half<T: bytemuck::Pod>(values: &[f32], out: &mut [u8])
+where
+    [T]: HalfFloatSliceExt,
+{
+    let mut block = [T::zeroed(); BLOCK_ELEMS];
+    for (values, out) in values.chunks(BLOCK_ELEMS).zip(out.chunks_mut(BLOCK_ELEMS * size_of::<T>())) {
+        let halves = &mut block[..values.len()];
+        halves.convert_from_f32_slice(values);
+        out.copy_from_slice(bytemuck::cast_slice(halves));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+    use safetensors::serialize_to_file;
+    use safetensors::tensor::TensorView;
+    use tempfile::TempDir;
+
+    use super::*;
+
+    /// A tensor to write.
+    #[derive(Clone, Debug)]
+    struct Stored {
+        name: String,
+        dtype: Dtype,
+        shape: Vec<usize>,
+        bytes: Vec<u8>,
+    }
+
+    impl Stored {
+        fn zeros(name: &str, dtype: Dtype, shape: &[usize]) -> Stored {
+            let bytes = vec![0; shape.iter().product::<usize>() * dtype.bitsize() / 8];
+            Stored { name: name.into(), dtype, shape: shape.into(), bytes }
+        }
+    }
+
+    fn write(path: &Path, tensors: &[Stored]) {
+        let views = tensors.iter().map(|tensor| {
+            (&tensor.name, TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes).unwrap())
+        });
+        serialize_to_file(views, None, path).unwrap();
+    }
+
+    /// Writes tensor `i` to shard `i % shards`, and the index.
+    fn write_sharded(dir: &Path, tensors: &[Stored], shards: usize) {
+        let file = |shard: usize| format!("model-{:05}-of-{shards:05}.safetensors", shard + 1);
+        for shard in 0..shards {
+            let part: Vec<Stored> = tensors.iter().skip(shard).step_by(shards).cloned().collect();
+            write(&dir.join(file(shard)), &part);
+        }
+        let map: serde_json::Map<_, _> =
+            tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), file(i % shards).into())).collect();
+        let index = serde_json::json!({ "metadata": { "total_size": 0 }, "weight_map": map });
+        fs::write(dir.join("model.safetensors.index.json"), index.to_string()).unwrap();
+    }
+
+    fn dir_with(tensors: &[Stored]) -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        write(&dir.path().join("model.safetensors"), tensors);
+        dir
+    }
+
+    fn dir_with_bytes(bytes: &[u8]) -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        dir
+    }
+
+    fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
+        [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+    }
+
+    /// The message of opening `dir`, without the directory's name.
+    fn message(dir: &TempDir) -> String {
+        let prefix = format!("{}/", dir.path().display());
+        Weights::open(dir.path()).unwrap_err().to_string().replace(&prefix, "")
+    }
+
+    fn tensor(dtype: DType, bytes: &[u8]) -> TensorData<'_> {
+        TensorData { name: "w", dtype, shape: &[], bytes }
+    }
+
+    #[test]
+    fn missing_directory_and_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let absent = dir.path().join("absent");
+        let text = Weights::open(&absent).unwrap_err().to_string();
+        assert_eq!(text, format!("{} does not exist", absent.display()));
+
+        let text = Weights::open(dir.path()).unwrap_err().to_string();
+        assert_eq!(
+            text,
+            format!(
+                "no weights in {}: neither model.safetensors nor model.safetensors.index.json",
+                dir.path().display()
+            )
+        );
+
+        fs::create_dir(dir.path().join("model.safetensors")).unwrap();
+        assert_eq!(message(&dir), "cannot read model.safetensors");
+    }
+
+    #[test]
+    fn truncated_and_malformed_files() {
+        let whole = dir_with(&[Stored::zeros("a", Dtype::F32, &[2, 3])]);
+        let bytes = fs::read(whole.path().join("model.safetensors")).unwrap();
+        let reason = |bytes: &[u8]| {
+            let text = message(&dir_with_bytes(bytes));
+            text.strip_prefix("model.safetensors is not a valid safetensors file: ").unwrap().to_owned()
+        };
+        let header_bytes = bytes.len() - 8 - 24;
+
+        assert_eq!(reason(&[]), "0 bytes are too few for the header's length");
+        assert_eq!(reason(&bytes[..7]), "7 bytes are too few for the header's length");
+        assert_eq!(
+            reason(&bytes[..20]),
+            format!("truncated: the header claims {header_bytes} bytes, 12 follow")
+        );
+        assert_eq!(
+            reason(&bytes[..bytes.len() - 1]),
+            "truncated: the header describes 24 bytes of tensors, 23 follow it"
+        );
+        assert_eq!(
+            reason(&[&bytes[..], &[0; 4]].concat()),
+            "bytes behind the last tensor: the header describes 24 bytes of tensors, 28 follow it"
+        );
+        assert_eq!(
+            reason(&u64::MAX.to_le_bytes()),
+            "the header claims 18446744073709551615 bytes; the limit is 100000000"
+        );
+        assert_eq!(
+            reason(&with_header("{\"a\"", &[])),
+            "malformed header: EOF while parsing an object at line 1 column 4"
+        );
+        assert!(reason(&with_header("\u{7f}", &[])).starts_with("malformed header: "));
+        let entry = |shape: &str, offsets: &str| {
+            format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
+        };
+        assert_eq!(
+            reason(&with_header(&entry("[2]", "[0,4]"), &[0; 4])),
+            "malformed header: invalid shape, data type, or offset for tensor"
+        );
+        assert_eq!(
+            reason(&with_header(&entry("[1]", "[4,8]"), &[0; 8])),
+            "malformed header: invalid offset for tensor `a`"
+        );
+        assert_eq!(
+            reason(&with_header(&entry("[4294967296, 4294967296]", "[0,8]"), &[0; 8])),
+            "malformed header: overflow computing buffer size from shape and/or element type"
+        );
+    }
+
+    /// Eight tensors of almost 2^61 bytes: header length plus data length wraps around to the file's real length.
+    #[test]
+    fn lengths_that_wrap_around() {
+        let each = (1usize << 61) - 1;
+        let entry = |i: usize, from: usize, to: usize| {
+            format!(r#""{i}":{{"dtype":"U8","shape":[{}],"data_offsets":[{from},{to}]}}"#, to - from)
+        };
+        let mut entries: Vec<String> = (0..8).map(|i| entry(i, i * each, (i + 1) * each)).collect();
+        entries.push(entry(8, 8 * each, usize::MAX));
+        let header = format!("{{{}}}", entries.join(","));
+        let dir = dir_with_bytes(&with_header(&header, &[0; 7]));
+        assert_eq!(
+            message(&dir),
+            "model.safetensors is not a valid safetensors file: truncated: the header describes 18446744073709551615 \
+             bytes of tensors, 7 follow it"
+        );
+    }
+
+    #[test]
+    fn bad_indices() {
+        let dir = tempfile::tempdir().unwrap();
+        let index = |text: &str| fs::write(dir.path().join("model.safetensors.index.json"), text).unwrap();
+        index("{\"weight_map\": {");
+        assert_eq!(
+            message(&dir),
+            "model.safetensors.index.json:1:16: not valid JSON: EOF while parsing an object"
+        );
+        index("{}");
+        assert_eq!(
+            message(&dir),
+            "model.safetensors.index.json: weight_map: expected an object, got nothing"
+        );
+        for path in ["\"../other.safetensors\"", "\"/etc/passwd\"", "\"sub/a\"", "\"\"", "\"a/\"", "7"] {
+            index(&format!("{{\"weight_map\": {{\"a\": {path}}}}}"));
+            assert_eq!(
+                message(&dir),
+                format!(
+                    "model.safetensors.index.json: weight_map.a: expected the name of a file in the same directory, \
+                     got {path}"
+                )
+            );
+        }
+        index(r#"{"weight_map": {"b": "s2", "z": "s1", "a": "s2"}}"#);
+        write(&dir.path().join("s1"), &[Stored::zeros("z", Dtype::F32, &[1])]);
+        assert_eq!(message(&dir), "shard s2 does not exist; the index places tensor a in it");
+        write(&dir.path().join("s2"), &[Stored::zeros("c", Dtype::F32, &[1])]);
+        assert_eq!(message(&dir), "shard s2 does not hold what the index places in it: a, b");
+    }
+
+    #[test]
+    fn tensors_that_the_index_omits_do_not_exist() {
+        let dir = tempfile::tempdir().unwrap();
+        let tensors = ["a", "b"].map(|name| Stored::zeros(name, Dtype::F16, &[4]));
+        write(&dir.path().join("s"), &tensors);
+        fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map": {"b": "s"}}"#).unwrap();
+        let weights = Weights::open(dir.path()).unwrap();
+        assert_eq!((weights.names().collect::<Vec<_>>(), weights.total_bytes()), (vec!["b"], 8));
+    }
+
+    #[test]
+    fn requirements_report_everything() {
+        let dir = dir_with(&[
+            Stored::zeros("norm.weight", Dtype::BF16, &[64]),
+            Stored::zeros("embed.weight", Dtype::F32, &[8, 64]),
+            Stored::zeros("scales", Dtype::F8_E4M3, &[8]),
+            Stored::zeros("ids", Dtype::I32, &[8]),
+        ]);
+        let weights = Weights::open(dir.path()).unwrap();
+
+        let mut need = weights.require();
+        need.tensor("norm.weight", &[64]).tensor(String::from("embed.weight"), &[8, 64]);
+        need.finish().unwrap();
+
+        let mut need = weights.require();
+        need.tensor("norm.weight", &[128])
+            .tensor("layers.0.q_proj.weight", &[16, 64])
+            .tensor("embed.weight", &[8, 64])
+            .tensor("layers.1.q_proj.weight", &[16, 64])
+            .tensor("scales", &[8])
+            .tensor("ids", &[8])
+            .tensor("embed.weight", &[512]);
+        assert_eq!(
+            need.finish().unwrap_err().to_string(),
+            format!(
+                "{}: unusable tensors (6):\n  norm.weight: expected shape [128], got [64]\n  \
+                 layers.0.q_proj.weight: missing, expected shape [16, 64]\n  \
+                 layers.1.q_proj.weight: missing, expected shape [16, 64]\n  \
+                 scales: type F8_E4M3 is not supported; supported: f32, f16, bf16\n  \
+                 ids: type I32 is not supported; supported: f32, f16, bf16\n  \
+                 embed.weight: expected shape [512], got [8, 64]",
+                dir.path().display()
+            )
+        );
+    }
+
+    #[test]
+    fn get_and_conversion_errors() {
+        let dir =
+            dir_with(&[Stored::zeros("q", Dtype::F8_E4M3, &[8]), Stored::zeros("ids", Dtype::I32, &[2])]);
+        let weights = Weights::open(dir.path()).unwrap();
+        assert!(weights.contains("q") && !weights.contains("x"));
+        let text = |name: &str| weights.get(name).unwrap_err().to_string();
+        let prefix = format!("{}: unusable tensors (1):\n  ", dir.path().display());
+        assert_eq!(text("x"), format!("{prefix}x: missing"));
+        assert_eq!(
+            text("q"),
+            format!("{prefix}q: type F8_E4M3 is not supported; supported: f32, f16, bf16, i8, i32, u32")
+        );
+        let ids = weights.get("ids").unwrap();
+        assert!(matches!(ids.convert(DType::I32).unwrap(), Cow::Borrowed([0, 0, 0, 0, 0, 0, 0, 0])));
+        let expected = "no conversion from i32 to f32; only f32, f16 and bf16 convert into each other";
+        assert_eq!(ids.to_f32().unwrap_err().to_string(), format!("tensor ids: {expected}"));
+        assert!(matches!(ids.convert(DType::BF16), Err(ModelError::Conversion { to: DType::BF16, .. })));
+        let float = tensor(DType::F32, &[]);
+        assert!(matches!(float.convert(DType::U32), Err(ModelError::Conversion { from: DType::F32, .. })));
+    }
+
+    #[test]
+    fn golden_checkpoint() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3");
+        let weights = Weights::open(&dir).unwrap();
+        let mut need = weights.require();
+        need.tensor("model.embed_tokens.weight", &[384, 128])
+            .tensor("model.layers.2.self_attn.q_proj.weight", &[256, 128])
+            .tensor("model.layers.2.self_attn.k_norm.weight", &[64])
+            .tensor("model.norm.weight", &[128]);
+        need.finish().unwrap();
+        assert!(!weights.contains("lm_head.weight"));
+        assert!(weights.get("model.norm.weight").unwrap().to_f32().unwrap().iter().all(|x| x.is_finite()));
+    }
+
+    #[test]
+    fn scalars_and_empty_tensors() {
+        let dir =
+            dir_with(&[Stored::zeros("empty", Dtype::BF16, &[0, 4]), Stored::zeros("one", Dtype::F32, &[])]);
+        let weights = Weights::open(dir.path()).unwrap();
+        let empty = weights.get("empty").unwrap();
+        assert_eq!((empty.shape, empty.to_f32().unwrap()), (&[0, 4][..], vec![]));
+        assert_eq!(empty.convert(DType::F16).unwrap().len(), 0);
+        let one = weights.get("one").unwrap();
+        assert_eq!((one.shape, one.to_f32().unwrap()), (&[][..], vec![0.0]));
+    }
+
+    #[test]
+    fn rounding_is_to_nearest_even() {
+        let bf16_of = |bits: u32| {
+            let bytes = bits.to_le_bytes();
+            u16::from_le_bytes(
+                tensor(DType::F32, &bytes).convert(DType::BF16).unwrap()[..].try_into().unwrap(),
+            )
+        };
+        assert_eq!(bf16_of(0x3f80_8000), 0x3f80, "a tie goes to the even neighbour below");
+        assert_eq!(bf16_of(0x3f81_8000), 0x3f82, "a tie goes to the even neighbour above");
+        assert_eq!(bf16_of(0x3f80_8001), 0x3f81);
+        assert_eq!(bf16_of(f32::MAX.to_bits()), 0x7f80, "overflow is infinity");
+        let halves = [0x7f7f_u16, 0x0001].map(u16::to_le_bytes).concat();
+        let converted = tensor(DType::BF16, &halves).convert(DType::F16).unwrap();
+        assert_eq!(converted[..], [0x7c00_u16, 0].map(u16::to_le_bytes).concat());
+    }
+
+    /// Every f16 and bf16 value, through all conversions, against the scalar conversions of `half`.
+    #[test]
+    fn all_halves_convert_as_half_does() {
+        let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let floats = |dtype| tensor(dtype, &bytes).to_f32().unwrap();
+        let halves = |from, to| {
+            let converted = tensor(from, &bytes).convert(to).unwrap();
+            converted.chunks(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect::<Vec<_>>()
+        };
+        let (f16s, bf16s) = (floats(DType::F16), floats(DType::BF16));
+        let (to_bf16, to_f16) = (halves(DType::F16, DType::BF16), halves(DType::BF16, DType::F16));
+        for bits in 0..=u16::MAX {
+            let (i, as_f16, as_bf16) = (bits as usize, f16::from_bits(bits), bf16::from_bits(bits));
+            assert!(same(f16s[i], as_f16.to_f32()), "{bits:#x}");
+            assert!(same(bf16s[i], as_bf16.to_f32()), "{bits:#x}");
+            let expected = bf16::from_f32(as_f16.to_f32()).to_f32();
+            assert!(same(bf16::from_bits(to_bf16[i]).to_f32(), expected), "{bits:#x}");
+            let expected = f16::from_f32(as_bf16.to_f32()).to_f32();
+            assert!(same(f16::from_bits(to_f16[i]).to_f32(), expected), "{bits:#x}");
+        }
+    }
+
+    /// Equal bits, or both NaN: instructions differ in what they keep of a NaN.
+    fn same(a: f32, b: f32) -> bool {
+        a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+    }
+
+    /// Up to eight tensors of any type, with random bytes and up to three dimensions, zeros included.
+    fn tensors() -> impl Strategy<Value = Vec<Stored>> {
+        let types: Vec<Dtype> =
+            DTYPES.iter().map(|(stored, _)| *stored).chain([Dtype::I64, Dtype::BOOL]).collect();
+        let one = (prop::sample::select(types), prop::collection::vec(0usize..7, 0..4)).prop_flat_map(
+            |(dtype, shape)| {
+                let len = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+                prop::collection::vec(any::<u8>(), len).prop_map(move |bytes| (dtype, shape.clone(), bytes))
+            },
+        );
+        prop::collection::vec(one, 1..9).prop_map(|tensors| {
+            let name = |i| format!("layer.{i}.weight");
+            let stored = |(i, (dtype, shape, bytes))| Stored { name: name(i), dtype, shape, bytes };
+            tensors.into_iter().enumerate().map(stored).collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn written_tensors_read_back(tensors in tensors(), shards in 1usize..4) {
+            let single = dir_with(&tensors);
+            let sharded = tempfile::tempdir().unwrap();
+            write_sharded(sharded.path(), &tensors, shards.min(tensors.len()));
+            for dir in [single, sharded] {
+                let weights = Weights::open(dir.path()).unwrap();
+                prop_assert_eq!(weights.names().count(), tensors.len());
+                prop_assert_eq!(weights.total_bytes(), tensors.iter().map(|t| t.bytes.len()).sum::<usize>());
+                for stored in &tensors {
+                    let dtype = DTYPES.iter().find(|(file, _)| *file == stored.dtype);
+                    let Some((_, dtype)) = dtype else {
+                        let refused = matches!(weights.get(&stored.name), Err(ModelError::Tensors { .. }));
+                        prop_assert!(refused);
+                        continue;
+                    };
+                    let read = weights.get(&stored.name).unwrap();
+                    prop_assert_eq!(read.name, &stored.name);
+                    prop_assert_eq!((read.dtype, read.shape, read.bytes), (*dtype, &stored.shape[..], &stored.bytes[..]));
+                    let borrows = matches!(read.convert(*dtype).unwrap(), Cow::Borrowed(_));
+                    prop_assert!(borrows);
+                }
+            }
+        }
+
+        #[test]
+        fn any_prefix_and_any_flipped_byte_is_an_error_or_sound(
+            tensors in tensors(), cut in any::<prop::sample::Index>(), flip in any::<u8>(),
+        ) {
+            let dir = dir_with(&tensors);
+            let mut bytes = fs::read(dir.path().join("model.safetensors")).unwrap();
+            let at = cut.index(bytes.len());
+            let cut_dir = dir_with_bytes(&bytes[..at]);
+            let refused = matches!(Weights::open(cut_dir.path()), Err(ModelError::Safetensors { .. }));
+            prop_assert!(refused);
+            bytes[at] ^= flip;
+            let flipped = dir_with_bytes(&bytes);
+            if let Ok(weights) = Weights::open(flipped.path()) {
+                for name in weights.names() {
+                    let _ = weights.get(name);
+                }
+            }
+        }
+
+        #[test]
+        fn floats_convert_as_half_does(values in prop::collection::vec(any::<u32>(), 1..3000), offset in 0usize..4) {
+            // Shifted, to lose the alignment.
+            let mut bytes = vec![0; offset];
+            bytes.extend(values.iter().flat_map(|bits| bits.to_le_bytes()));
+            let source = tensor(DType::F32, &bytes[offset..]);
+            let as_f16 = source.convert(DType::F16).unwrap();
+            let as_bf16 = source.convert(DType::BF16).unwrap();
+            let back = tensor(DType::BF16, &as_bf16).convert(DType::F32).unwrap();
+            prop_assert_eq!(tensor(DType::F32, &back).to_f32().unwrap().len(), values.len());
+            for (i, (value, read)) in values.iter().zip(source.to_f32().unwrap()).enumerate() {
+                let value = f32::from_bits(*value);
+                prop_assert_eq!(value.to_bits(), read.to_bits());
+                let half = |bytes: &[u8]| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]);
+                prop_assert!(same(f16::from_bits(half(&as_f16)).to_f32(), f16::from_f32(value).to_f32()));
+                let expected = bf16::from_f32(value).to_f32();
+                prop_assert!(same(bf16::from_bits(half(&as_bf16)).to_f32(), expected));
+                let round_trip = f32::from_le_bytes(back[4 * i..4 * i + 4].try_into().unwrap());
+                prop_assert!(same(round_trip, expected));
+            }
+        }
+    }
+
+    /// Larger than a task, with an odd tail: the pieces land where they belong.
+    #[test]
+    fn large_tensors_convert_in_pieces() {
+        let count = 3 * TASK_ELEMS + BLOCK_ELEMS + 7;
+        let bytes: Vec<u8> = (0..count).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let halves = tensor(DType::F32, &bytes).convert(DType::BF16).unwrap();
+        let floats = tensor(DType::BF16, &halves).to_f32().unwrap();
+        assert_eq!(floats.len(), count);
+        for (i, value) in floats.iter().enumerate() {
+            assert_eq!(*value, bf16::from_f32(i as f32).to_f32());
+        }
+    }
+}

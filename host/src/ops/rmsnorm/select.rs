@@ -1,0 +1,115 @@
+//! Which kernel an RMSNorm takes.
+
+use abi::ops::rmsnorm::{RmsNormTile, RmsNormVariant, SCALAR_TILE_THREADS, VARIANTS, WARP_TILE_THREADS};
+
+use super::{OP, RmsNormProblem};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// Shared memory of the block tiles: one f32 per warp.
+pub(super) const SMEM_BYTES: u32 = 128;
+
+/// A kernel and how it is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RmsNormChoice {
+    /// The kernel.
+    pub variant: &'static RmsNormVariant,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Why this one.
+    pub why: String,
+}
+
+impl RmsNormChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(variant: &'static RmsNormVariant, problem: &RmsNormProblem) -> Result<Self, Error> {
+        let chunks = chunks(problem);
+        let fits = variant.dtype == problem.dtype
+            && match (variant.tile.max_chunks(), chunks) {
+                (None, _) => true,
+                (Some(max), Some(chunks)) => chunks <= max,
+                (Some(_), None) => false,
+            };
+        if !fits {
+            let expected =
+                format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.tile.max_chunks());
+            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
+        }
+        let threads = match (variant.tile, chunks) {
+            (RmsNormTile::Lanes { .. }, _) => WARP_TILE_THREADS,
+            (RmsNormTile::Block { chunks: each }, Some(chunks)) => chunks.div_ceil(each).next_multiple_of(32),
+            (RmsNormTile::Block { .. }, None) | (RmsNormTile::Scalar, _) => SCALAR_TILE_THREADS,
+        };
+        Ok(RmsNormChoice { variant, threads, why: "asked for".into() })
+    }
+
+    pub(super) fn smem_bytes(&self) -> u32 {
+        SMEM_BYTES
+    }
+
+    /// Blocks for this many rows.
+    pub(super) fn blocks(&self, rows: u32) -> u32 {
+        match self.variant.tile {
+            RmsNormTile::Lanes { lanes, .. } => rows.div_ceil(self.threads / lanes),
+            RmsNormTile::Block { .. } | RmsNormTile::Scalar => rows,
+        }
+    }
+}
+
+/// The row's length in pieces of 16 bytes, if it is whole pieces.
+fn chunks(problem: &RmsNormProblem) -> Option<u32> {
+    let bytes = problem.cols * problem.dtype.bytes();
+    (bytes % 16 == 0).then_some((bytes / 16) as u32)
+}
+
+/// The first kernel of the table that holds the row. Depends on the row's length and type only, so that a row's result
+/// does not depend on how many rows there are.
+pub fn select(_limits: &DeviceLimits, problem: &RmsNormProblem) -> Result<RmsNormChoice, Error> {
+    let chunks = chunks(problem);
+    let holds = |variant: &&RmsNormVariant| {
+        variant.dtype == problem.dtype
+            && match (variant.tile.max_chunks(), chunks) {
+                (None, _) => true,
+                (Some(max), Some(chunks)) => chunks <= max,
+                (Some(_), None) => false,
+            }
+    };
+    let Some(variant) = VARIANTS.iter().find(holds) else {
+        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
+    };
+    let why = match (variant.tile, chunks) {
+        (RmsNormTile::Scalar, None) => "the row is not whole pieces of 16 bytes".into(),
+        (RmsNormTile::Scalar, Some(_)) => "the row is longer than a block's registers".into(),
+        (_, chunks) => format!("the smallest tile that holds {} pieces of 16 bytes", chunks.unwrap_or(0)),
+    };
+    Ok(RmsNormChoice { why, ..RmsNormChoice::forced(variant, problem)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::super::NormWeight;
+    use super::*;
+
+    #[test]
+    fn choice_by_row_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            (DType::BF16, 64, "rmsnorm_bf16__lanes8__sm61", 256),
+            (DType::BF16, 128, "rmsnorm_bf16__lanes16__sm61", 256),
+            (DType::BF16, 129, "rmsnorm_bf16__scalar__sm61", 256),
+            (DType::F32, 128, "rmsnorm_f32__lanes32__sm61", 256),
+            (DType::BF16, 1024, "rmsnorm_bf16__lanes32x4__sm61", 256),
+            (DType::BF16, 2560, "rmsnorm_bf16__block2__sm61", 160),
+            (DType::F16, 4096, "rmsnorm_f16__block2__sm61", 256),
+            (DType::BF16, 65536, "rmsnorm_bf16__block8__sm61", 1024),
+            (DType::BF16, 65544, "rmsnorm_bf16__scalar__sm61", 256),
+        ];
+        for (dtype, cols, entry, threads) in table {
+            let problem = RmsNormProblem { rows: 7, cols, dtype, eps: 1e-6, weight: NormWeight::Plain };
+            let choice = select(&limits, &problem).unwrap();
+            assert_eq!((choice.variant.entry, choice.threads), (entry, threads), "{dtype} {cols}");
+        }
+    }
+}

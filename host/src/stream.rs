@@ -1,0 +1,187 @@
+//! Streams: queues of work on a device.
+
+use std::sync::Arc;
+
+use crate::device::{Device, cuda};
+use crate::error::Error;
+
+/// A queue of work on a device, which runs in order. Cheap to clone; clones are the same stream.
+///
+/// On the CPU work is done at once, so a stream has nothing to wait for.
+#[derive(Clone, Debug)]
+pub struct Stream {
+    device: Device,
+    queue: Queue,
+}
+
+/// The stream itself, without the device that it belongs to.
+#[derive(Clone, Debug)]
+pub(crate) enum Queue {
+    Cpu,
+    Cuda(Arc<cuda::Stream>),
+}
+
+impl PartialEq for Queue {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Queue::Cpu, Queue::Cpu) => true,
+            (Queue::Cuda(a), Queue::Cuda(b)) => Arc::ptr_eq(a, b),
+            _ => false,
+        }
+    }
+}
+
+impl Queue {
+    /// Makes later work of this queue wait for the work that `other` has now.
+    pub(crate) fn wait_for(&self, other: &Queue) -> Result<(), Error> {
+        match (self, other) {
+            (Queue::Cuda(a), Queue::Cuda(b)) if !Arc::ptr_eq(a, b) => a.wait_for(b),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Stream {
+    pub(crate) fn new(device: Device, queue: Queue) -> Self {
+        Stream { device, queue }
+    }
+
+    /// The device whose work this is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Waits until all work so far is done, and reports errors of that work.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        match &self.queue {
+            Queue::Cpu => Ok(()),
+            Queue::Cuda(stream) => stream.synchronize(),
+        }
+    }
+
+    /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller.
+    pub fn wait_for(&self, other: &Stream) -> Result<(), Error> {
+        self.queue.wait_for(&other.queue)
+    }
+
+    /// Copies host bytes to `address`, in order; the bytes may be dropped or changed at once.
+    pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        match &self.queue {
+            Queue::Cpu => {
+                // SAFETY: Tensor allocated `data.len()` bytes there and holds them alone.
+                unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), address as *mut u8, data.len()) };
+                Ok(())
+            }
+            Queue::Cuda(stream) => stream.upload(address, data),
+        }
+    }
+
+    /// Copies bytes at `address` to the host, after all work so far.
+    pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
+        if data.is_empty() {
+            return Ok(());
+        }
+        match &self.queue {
+            Queue::Cpu => {
+                // SAFETY: a contiguous view of `data.len()` bytes there, checked in TensorView::to_vec.
+                unsafe { std::ptr::copy_nonoverlapping(address as *const u8, data.as_mut_ptr(), data.len()) };
+                Ok(())
+            }
+            Queue::Cuda(stream) => stream.download(address, data),
+        }
+    }
+
+    /// Sets bytes to zero, in order.
+    pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        match &self.queue {
+            Queue::Cpu => {
+                // SAFETY: Tensor allocated `bytes` bytes there and holds them alone.
+                unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };
+                Ok(())
+            }
+            Queue::Cuda(stream) => stream.fill_zero(address, bytes),
+        }
+    }
+}
+
+impl Stream {
+    /// A marker of this point of the stream.
+    pub fn record(&self) -> Result<Event, Error> {
+        match &self.queue {
+            Queue::Cpu => Ok(Event(EventKind::Cpu(std::time::Instant::now()))),
+            Queue::Cuda(stream) => Ok(Event(EventKind::Cuda(stream.record()?))),
+        }
+    }
+
+    /// Records the work that `enqueue` puts into this stream, instead of running it, to be launched as a whole.
+    ///
+    /// The operators' `run` can be recorded; allocations, uploads and downloads cannot. CUDA only.
+    pub fn capture(&self, enqueue: impl FnOnce(&Stream) -> Result<(), Error>) -> Result<Graph, Error> {
+        let Queue::Cuda(stream) = &self.queue else {
+            let (device, reason) = (self.device.describe(), "only CUDA streams can be recorded".into());
+            return Err(Error::Unsupported { op: "Stream::capture", device, reason });
+        };
+        stream.begin_capture()?;
+        // The recording must end, also after a failure.
+        let enqueued = enqueue(self);
+        let graph = stream.end_capture();
+        enqueued?;
+        Ok(Graph(graph?))
+    }
+}
+
+/// A point in a stream, with its time.
+#[derive(Debug)]
+pub struct Event(EventKind);
+
+#[derive(Debug)]
+enum EventKind {
+    Cpu(std::time::Instant),
+    Cuda(cuda::Event),
+}
+
+impl Event {
+    /// Milliseconds that the device took from `earlier` to this point; waits until it is reached.
+    pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
+        match (&self.0, &earlier.0) {
+            (EventKind::Cpu(end), EventKind::Cpu(start)) => {
+                Ok(end.duration_since(*start).as_secs_f32() * 1e3)
+            }
+            (EventKind::Cuda(end), EventKind::Cuda(start)) => end.elapsed_ms(start),
+            _ => Err(Error::invalid(
+                "Event::elapsed_ms",
+                "earlier",
+                "an event of the same device",
+                "another's",
+            )),
+        }
+    }
+}
+
+/// Recorded work of a CUDA stream.
+#[derive(Debug)]
+pub struct Graph(cuda::Graph);
+
+impl Graph {
+    /// Enqueues the recorded work in `stream`.
+    ///
+    /// # Safety
+    /// The tensors that the work was recorded with are still there; it reads and writes them by address.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
+        match &stream.queue {
+            // SAFETY: the caller's promise.
+            Queue::Cuda(queue) => unsafe { queue.launch_graph(&self.0) },
+            Queue::Cpu => Err(Error::invalid("Graph::launch", "stream", "a CUDA stream", "the CPU's")),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+use std::ops::Deref;
+use std::str::FromStr;
+
+use host::{Arch, Error, OptLevel};
+
+use crate::IMAGES;
+
+/// A device that runs this build's images: the constructors are here, everything else is [`host::Device`], to which it
+/// dereferences.
+///
+/// A type of its own because the images belong to this crate and the device to `host`, which knows no images.
+#[derive(Clone, Debug)]
+pub struct Device(host::Device);
+
+impl Device {
+    /// The first CUDA device if there is a driver and a card that some image runs on, else the CPU.
+    pub fn best() -> Self {
+        Self::cuda(0).unwrap_or_else(|_| Self::cpu())
+    }
+
+    /// The CPU.
+    pub fn cpu() -> Self {
+        Device(host::Device::cpu())
+    }
+
+    /// The CUDA device of this ordinal.
+    pub fn cuda(ordinal: usize) -> Result<Self, Error> {
+        host::Device::cuda(ordinal, IMAGES).map(Device)
+    }
+
+    /// The same device, running the images of another floor.
+    pub fn with_arch(&self, arch: Arch) -> Result<Self, Error> {
+        self.0.with_arch(arch).map(Device)
+    }
+
+    /// The same device, with another bound on the kernels that plans choose.
+    pub fn with_level(&self, level: OptLevel) -> Self {
+        Device(self.0.with_level(level))
+    }
+}
+
+impl Deref for Device {
+    type Target = host::Device;
+    fn deref(&self) -> &host::Device {
+        &self.0
+    }
+}
+
+/// What a user may ask for: `auto`, `cpu`, `cuda` or `cuda:N`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// [`Device::best`].
+    #[default]
+    Auto,
+    /// [`Device::cpu`].
+    Cpu,
+    /// [`Device::cuda`] of this ordinal.
+    Cuda(usize),
+}
+
+impl DeviceChoice {
+    /// The device.
+    pub fn open(self) -> Result<Device, Error> {
+        match self {
+            DeviceChoice::Auto => Ok(Device::best()),
+            DeviceChoice::Cpu => Ok(Device::cpu()),
+            DeviceChoice::Cuda(ordinal) => Device::cuda(ordinal),
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unknown = || format!("unknown device {text:?}: expected auto, cpu, cuda or cuda:N");
+        match text.split_once(':') {
+            None => match text {
+                "auto" => Ok(DeviceChoice::Auto),
+                "cpu" => Ok(DeviceChoice::Cpu),
+                "cuda" => Ok(DeviceChoice::Cuda(0)),
+                _ => Err(unknown()),
+            },
+            Some(("cuda", ordinal)) => ordinal.parse().map(DeviceChoice::Cuda).map_err(|_| unknown()),
+            Some(_) => Err(unknown()),
+        }
+    }
+}

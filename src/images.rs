@@ -1,0 +1,12 @@
+use host::Image;
+
+#[cfg(feature = "cuda")]
+use host::Arch;
+
+/// The device images of this build: one per operator family and architecture floor; none without the feature `cuda`.
+#[cfg(feature = "cuda")]
+pub static IMAGES: &[Image] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// The device images of this build: one per operator family and architecture floor; none without the feature `cuda`.
+#[cfg(not(feature = "cuda"))]
+pub static IMAGES: &[Image] = &[];

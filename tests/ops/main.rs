@@ -1,0 +1,14 @@
+//! Properties of every operator against its f64 reference, on the CPU backend and on every kernel that the card can run.
+
+mod harness;
+
+mod attention;
+mod copy;
+mod embedding;
+mod glu;
+mod matmul;
+mod matmul_i8;
+mod rmsnorm;
+mod rope;
+mod sampling;
+mod transpose;

@@ -1,0 +1,214 @@
+//! RMSNorm against its reference.
+
+use abi::ops::rmsnorm::{RmsNormVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
+use warpforge::ops::rmsnorm::reference;
+use warpforge::ops::rmsnorm::{NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    layout: Layout,
+    residual: Residual,
+    weight: NormWeight,
+    eps: f32,
+    kind: Values,
+    seed: u64,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let sizes = (floats(), dims(&[8, 32], 70), dims_from(1, &[64, 128, 1024, 4096], 5000));
+    let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
+    let kinds = (
+        prop_oneof![Just(Residual::None), Just(Residual::Add)],
+        prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
+        prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
+        finite_values(),
+        any::<u64>(),
+    );
+    (sizes, layout, kinds).prop_map(
+        |((dtype, rows, cols), (padding, offset), (residual, weight, eps, kind, seed))| {
+            let layout = Layout { padding, offset };
+            Case { dtype, rows, cols, layout, residual, weight, eps, kind, seed }
+        },
+    )
+}
+
+/// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
+fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -> Result<(), TestCaseError> {
+    let Case { dtype, rows, cols, layout, residual, weight: kind, eps, .. } = *case;
+    let stream = device.stream().map_err(fail)?;
+    let problem = RmsNormProblem { rows, cols, dtype, eps, weight: kind };
+    let plan = match variant {
+        None => RmsNorm::plan(device, problem),
+        Some(variant) => RmsNorm::plan_with(device, problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+
+    let x = values(case.kind, dtype, rows * cols, case.seed);
+    let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
+    let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 2));
+    let x_rows = Rows::input(&stream, dtype, &x, cols, layout).map_err(fail)?;
+    let weight_tensor = Rows::input(&stream, dtype, &weight, cols, Layout::default()).map_err(fail)?;
+    let mut sum = added
+        .as_ref()
+        .map(|added| Rows::input(&stream, dtype, added, cols, layout))
+        .transpose()
+        .map_err(fail)?;
+    let mut out = Rows::output(&stream, dtype, rows, cols, layout).map_err(fail)?;
+    let weight_view = weight_tensor.view().reshape(&[cols]).map_err(fail)?;
+    let residual_view = sum.as_mut().map(|sum| sum.view_mut());
+    let args =
+        RmsNormArgs { x: x_rows.view(), residual: residual_view, weight: weight_view, out: out.view_mut() };
+    plan.run(&stream, args).map_err(fail)?;
+
+    let offset = if kind == NormWeight::ZeroCentred { 1.0 } else { 0.0 };
+    let eps = f64::from(eps);
+    let (want, want_sum) = reference::rmsnorm::<f64>(&x, added.as_deref(), &weight, cols, eps, offset, |v| v);
+    let (naive, naive_sum) =
+        reference::rmsnorm::<f32>(&x, added.as_deref(), &weight, cols, eps, offset, store(dtype));
+    let what = plan.report().variant;
+    // A gain of weight + 1 cancels where the weight is near −1: the error then scales with the row, not the element.
+    let tolerance = Tolerance::new(dtype, Scale::Rows(cols), cols + 8);
+    check(what, &out.read(&stream)?, &want, &naive, &tolerance)?;
+    if let Some(sum) = sum {
+        check(what, &sum.read(&stream)?, &want_sum, &naive_sum, &Tolerance::new(dtype, Scale::Element, 1))?;
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned(case in case()) {
+        for device in devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant(case in case()) {
+        for device in cards() {
+            for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.dtype) {
+                let Case { rows, cols, dtype, eps, weight, .. } = case;
+                let problem = RmsNormProblem { rows, cols, dtype, eps, weight };
+                if RmsNorm::plan_with(device, problem, variant).is_ok() {
+                    run(device, &case, Some(variant))?;
+                }
+            }
+        }
+    }
+
+    /// A row gives the same bits alone and among others.
+    #[test]
+    fn rows_are_independent(dtype in floats(), rows in 2usize..40, cols in dims_from(1, &[128, 1024], 3000), seed: u64) {
+        for device in devices() {
+            let stream = device.stream().map_err(fail)?;
+            let data = values(Values::Normal, dtype, rows * cols, seed);
+            let weight = values(Values::Normal, dtype, cols, seed ^ 1);
+            let run = |rows: usize, data: &[f64]| -> Result<Vec<f64>, TestCaseError> {
+                let problem = RmsNormProblem { rows, cols, dtype, eps: 1e-6, weight: NormWeight::Plain };
+                let plan = RmsNorm::plan(device, problem).map_err(fail)?;
+                let x = Rows::input(&stream, dtype, data, cols, Layout::default()).map_err(fail)?;
+                let weight = Rows::input(&stream, dtype, &weight, cols, Layout::default()).map_err(fail)?;
+                let mut out = Rows::output(&stream, dtype, rows, cols, Layout::default()).map_err(fail)?;
+                let weight = weight.view().reshape(&[cols]).map_err(fail)?;
+                let args = RmsNormArgs { x: x.view(), residual: None, weight, out: out.view_mut() };
+                plan.run(&stream, args).map_err(fail)?;
+                out.read(&stream)
+            };
+            let together = run(rows, &data)?;
+            let row = seed as usize % rows;
+            let alone = run(1, &data[row * cols..][..cols])?;
+            prop_assert_eq!(&together[row * cols..][..cols], &alone[..], "{:?}", device);
+        }
+    }
+}
+
+/// Heads of one token inside a wider row, as the q and k parts of a joint projection.
+#[test]
+fn per_head() -> Result<(), Box<dyn std::error::Error>> {
+    let (tokens, heads, cols, width) = (3, 4, 128, 1024);
+    for device in devices() {
+        let stream = device.stream()?;
+        let data = values(Values::Normal, DType::BF16, tokens * width, 5);
+        let weight = values(Values::Normal, DType::BF16, cols, 6);
+        let x = Rows::input(&stream, DType::BF16, &data, width, Layout::default())?;
+        let weight_rows = Rows::input(&stream, DType::BF16, &weight, cols, Layout::default())?;
+        let mut out = Tensor::zeros(&stream, &[tokens, heads, cols], DType::BF16)?;
+        let problem = RmsNormProblem {
+            rows: tokens * heads,
+            cols,
+            dtype: DType::BF16,
+            eps: 1e-6,
+            weight: NormWeight::Plain,
+        };
+        let part = x.view().slice(1, 256..256 + heads * cols)?.reshape(&[tokens, heads, cols])?;
+        let args = RmsNormArgs {
+            x: part,
+            residual: None,
+            weight: weight_rows.view().reshape(&[cols])?,
+            out: out.view_mut(),
+        };
+        RmsNorm::plan(device, problem)?.run(&stream, args)?;
+        let got: Vec<f64> = out.to_f32_vec(&stream)?.into_iter().map(f64::from).collect();
+        let rows: Vec<f64> =
+            data.chunks(width).flat_map(|token| &token[256..256 + heads * cols]).copied().collect();
+        let (want, _) = reference::rmsnorm::<f64>(&rows, None, &weight, cols, 1e-6, 0.0, |v| v);
+        let (naive, _) = reference::rmsnorm::<f32>(&rows, None, &weight, cols, 1e-6, 0.0, store(DType::BF16));
+        let tolerance = Tolerance::new(DType::BF16, Scale::Rows(cols), cols + 8);
+        testkit::compare::assert_within_naive(&got, &want, &naive, &tolerance);
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem =
+            RmsNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
+        let plan = RmsNorm::plan(device, problem)?;
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message = |x: &Tensor, weight: &Tensor, out: &mut Tensor| {
+            let args =
+                RmsNormArgs { x: x.view(), residual: None, weight: weight.view(), out: out.view_mut() };
+            plan.run(&stream, args).unwrap_err().to_string()
+        };
+        let (x, weight) = (tensor(&[4, 64], DType::F32)?, tensor(&[64], DType::F32)?);
+        let mut out = tensor(&[4, 64], DType::F32)?;
+        assert_eq!(
+            message(&tensor(&[4, 65], DType::F32)?, &weight, &mut out),
+            "rmsnorm: x: expected shape [any, 64], got [4, 65]"
+        );
+        assert_eq!(
+            message(&x, &tensor(&[64], DType::BF16)?, &mut out),
+            "rmsnorm: weight: expected f32, got bf16"
+        );
+        assert_eq!(
+            message(&tensor(&[5, 64], DType::F32)?, &weight, &mut tensor(&[5, 64], DType::F32)?),
+            "rmsnorm: x: expected at most 4 rows, as planned, got 5"
+        );
+        assert_eq!(
+            message(&x, &weight, &mut tensor(&[3, 64], DType::F32)?),
+            "rmsnorm: out: expected shape [4, 64], got [3, 64]"
+        );
+        let int = RmsNormProblem { dtype: DType::I8, ..problem };
+        assert_eq!(
+            RmsNorm::supports(device, &int).unwrap_err().to_string(),
+            "rmsnorm: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+    }
+    Ok(())
+}

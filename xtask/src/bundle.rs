@@ -1,0 +1,172 @@
+//! `cargo xtask gpu-bundle`: programs for a GPU machine that has no Rust.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+use crate::process::{cargo, output};
+
+/// The script that runs the bundle. It comes with the repository's checkout, whose data the programs read.
+const RUN: &str = include_str!("bundle_run.sh");
+/// The kinds of targets that are bundled, in cargo's words. Each gets a folder of its name.
+const KINDS: [&str; 3] = ["test", "bench", "example"];
+/// Machines that take a working tree per run limit its size; the rest of it needs room too.
+const LIMIT_BYTES: u64 = 36_000_000;
+
+/// Builds the root package's tests, benchmarks and examples in release and lays them out in `folder`.
+pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
+    crate::setup::device_toolchain()?;
+    let folder = root.join(folder);
+    let messages = output(&mut cargo(
+        root,
+        &[
+            "build",
+            "--release",
+            "--package",
+            "warpforge",
+            "--tests",
+            "--benches",
+            "--examples",
+            "--message-format=json-render-diagnostics",
+        ],
+    ))?;
+    let programs: Vec<Program> = messages
+        .lines()
+        .filter_map(Program::parse)
+        .filter(|program| KINDS.contains(&&*program.kind))
+        .collect();
+    if !programs.iter().any(|program| program.kind == "test") {
+        return Err(Error::NothingBuilt { kind: "test" });
+    }
+
+    for kind in KINDS {
+        let kind = folder.join(kind);
+        if kind.exists() {
+            at(&kind, fs::remove_dir_all)?;
+        }
+        at(&kind, fs::create_dir_all)?;
+    }
+    let mut total = write_script(&folder.join("run"))?;
+    println!("{:>11} run", total);
+    for program in &programs {
+        let file = folder.join(&program.kind).join(&program.name);
+        let bytes = at(&file, |file| fs::copy(&program.executable, file))?;
+        println!("{bytes:>11} {}/{}", program.kind, program.name);
+        total += bytes;
+    }
+    println!("{total:>11} bytes in {}", folder.display());
+    if total > LIMIT_BYTES {
+        return Err(Error::BundleTooLarge { folder, bytes: total, limit: LIMIT_BYTES });
+    }
+    Ok(())
+}
+
+fn write_script(file: &Path) -> Result<u64, Error> {
+    use std::os::unix::fs::PermissionsExt;
+    at(file, |file| fs::write(file, RUN))?;
+    at(file, |file| fs::set_permissions(file, fs::Permissions::from_mode(0o755)))?;
+    Ok(RUN.len() as u64)
+}
+
+fn at<'a, T>(path: &'a Path, work: impl FnOnce(&'a Path) -> std::io::Result<T>) -> Result<T, Error> {
+    work(path).map_err(|source| Error::File { path: path.to_path_buf(), source })
+}
+
+/// A program that cargo has built.
+#[derive(Debug, PartialEq, Eq)]
+struct Program {
+    /// Cargo's kind of the target: `test`, `bench`, `example`, `bin`, `lib`.
+    kind: String,
+    /// The target's name.
+    name: String,
+    executable: PathBuf,
+}
+
+impl Program {
+    /// Reads one line of cargo's JSON messages; `None` for every line that is not about a program.
+    fn parse(line: &str) -> Option<Self> {
+        if !line.starts_with(r#"{"reason":"compiler-artifact""#) {
+            return None;
+        }
+        let target = after(line, r#""target":{"#)?;
+        Some(Self {
+            kind: string(after(target, r#""kind":["#)?)?,
+            name: string(after(target, r#""name":"#)?)?,
+            executable: string(after(line, r#""executable":"#)?)?.into(),
+        })
+    }
+}
+
+/// The text that follows a key. Quotes inside JSON strings are escaped, so a quoted key is never found in one.
+fn after<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    text.split_once(key).map(|(_, rest)| rest)
+}
+
+/// The JSON string that `text` begins with; `None` for anything else, `null` for one.
+fn string(text: &str) -> Option<String> {
+    let mut chars = text.strip_prefix('"')?.chars();
+    let mut value = String::new();
+    loop {
+        match chars.next()? {
+            '"' => return Some(value),
+            '\\' => match chars.next()? {
+                'n' => value.push('\n'),
+                't' => value.push('\t'),
+                'r' => value.push('\r'),
+                'b' => value.push('\u{8}'),
+                'f' => value.push('\u{c}'),
+                // Cargo escapes only control characters this way; a surrogate is no path of ours.
+                'u' => {
+                    let digits: String = chars.by_ref().take(4).collect();
+                    value.push(char::from_u32(u32::from_str_radix(&digits, 16).ok()?)?);
+                }
+                plain @ ('"' | '\\' | '/') => value.push(plain),
+                _ => return None,
+            },
+            plain => value.push(plain),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ARTIFACT: &str = r#"{"reason":"compiler-artifact","package_id":"path+file:///w/warpforge#0.1.0","manifest_path":"/w/Cargo.toml","target":{"kind":["KIND"],"crate_types":["bin"],"name":"ops","src_path":"/w/tests/ops/main.rs","edition":"2024","doc":false,"doctest":false,"test":true},"profile":{"opt_level":"3","debuginfo":0,"test":true},"features":["cuda"],"filenames":["/w/t/ops-1"],"executable":EXECUTABLE,"fresh":false}"#;
+
+    fn artifact(kind: &str, executable: &str) -> Option<Program> {
+        Program::parse(&ARTIFACT.replace("KIND", kind).replace("EXECUTABLE", executable))
+    }
+
+    #[test]
+    fn programs_are_read_from_cargos_messages() {
+        for kind in KINDS {
+            let program = artifact(kind, r#""/w/t/ops-1""#).unwrap();
+            assert_eq!(
+                program,
+                Program { kind: kind.into(), name: "ops".into(), executable: "/w/t/ops-1".into() }
+            );
+        }
+    }
+
+    #[test]
+    fn escapes_in_paths_are_undone() {
+        let program = artifact("test", r#""/a \"b\" \\c\u0041/\u00e9ü\t""#).unwrap();
+        assert_eq!(program.executable, PathBuf::from("/a \"b\" \\cA/éü\t"));
+    }
+
+    #[test]
+    fn other_lines_are_no_programs() {
+        assert_eq!(artifact("lib", "null"), None);
+        assert_eq!(string(r#""/cut short"#), None);
+        assert_eq!(string(r#""\u12"#), None);
+        assert_eq!(artifact("test", r#""\x""#), None);
+        assert_eq!(artifact("test", r#""\ud800""#), None);
+        for line in ["", "running 3 tests", r#"{"reason":"build-finished","success":true}"#] {
+            assert_eq!(Program::parse(line), None, "{line}");
+        }
+        // A key in a string has escaped quotes.
+        let message = r#"{"reason":"compiler-message","message":"\"target\":{\"kind\":[\"test\"]} \"executable\":\"/x\""}"#;
+        assert_eq!(Program::parse(message), None);
+    }
+}

@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Runs the programs that `cargo xtask gpu-bundle` has built, on a machine with a GPU and without Rust.
+set -uo pipefail
+
+bundle="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+unavailable=77 # exit status: this machine cannot do it, which says nothing about the programs
+
+usage() {
+    cat <<'TEXT'
+Usage, from the root of the repository (the programs read its files):
+  run test [ARGS]          every test; one that finds no GPU fails. ARGS go to the test programs (a filter, --nocapture)
+  run sanitize [ARGS]      the GPU tests under compute-sanitizer, with few property cases. ARGS go to the test program
+  run bench [ARGS]         every benchmark
+  run example NAME [ARGS]  one example
+  run all OUTDIR           tests, sanitizer, benchmarks, demo: one log each in OUTDIR, then a table
+
+Environment
+  WARPFORGE_CASES           property cases per test (sanitize: 2 unless set)
+  WARPFORGE_SANITIZERS      compute-sanitizer's tools (memcheck racecheck; also synccheck, initcheck)
+  WARPFORGE_STEP_LIMIT      longest time of a step of `all`, in seconds (0, none)
+TEXT
+}
+
+fail() {
+    echo "run: $*" >&2
+    exit 2
+}
+
+# each KIND COMMAND...: runs COMMAND with each program of the kind as its last word; fails if one fails or none is there.
+each() {
+    local kind="$1" program status=0 count=0
+    shift
+    for program in "$bundle/$kind"/*; do
+        [[ -f "$program" ]] || continue
+        count=$((count + 1))
+        echo "=== $kind/$(basename "$program")"
+        "$@" "$program" || status=$?
+    done
+    ((count > 0)) || fail "there is no $kind in $bundle"
+    return "$status"
+}
+
+find_sanitizer() {
+    local place
+    for place in "$(command -v compute-sanitizer)" /usr/local/cuda/bin/compute-sanitizer \
+        /usr/local/cuda/compute-sanitizer/compute-sanitizer; do
+        if [[ -x "$place" ]]; then
+            echo "$place"
+            return
+        fi
+    done
+    return 1
+}
+
+args=()
+plain() { "$1" ${args[@]+"${args[@]}"}; }
+
+# checked SANITIZER TOOL LOG: the GPU tests under one tool.
+checked() {
+    "$1" --tool "$2" --error-exitcode 86 "$bundle/test/ops" --test-threads=1 ${args[@]+"${args[@]}"} 2>&1 | tee "$3"
+    local status="${PIPESTATUS[0]}"
+    if grep -qi 'device not supported' "$3"; then
+        echo "run: compute-sanitizer does not support this device or its virtual machine" >&2
+        return "$unavailable"
+    fi
+    if ((status == 0)) && ! grep -q '[1-9][0-9]* passed' "$3"; then
+        echo "run: no test ran under $2" >&2
+        return 1
+    fi
+    return "$status"
+}
+
+sanitize() {
+    local sanitizer tool log status=0 one
+    sanitizer="$(find_sanitizer)" || {
+        echo "run: compute-sanitizer is not installed" >&2
+        return "$unavailable"
+    }
+    export WARPFORGE_CASES="${WARPFORGE_CASES:-2}"
+    log="$(mktemp)"
+    for tool in ${WARPFORGE_SANITIZERS:-memcheck racecheck}; do
+        echo "=== compute-sanitizer $tool"
+        one=0
+        checked "$sanitizer" "$tool" "$log" || one=$?
+        # A finding outweighs a tool that is not supported.
+        if ((one != 0 && (status == 0 || status == unavailable))); then status="$one"; fi
+    done
+    rm -f "$log"
+    return "$status"
+}
+
+all() {
+    local out="$1" step log status verdict failed=0 start table=""
+    mkdir -p "$out" || fail "cannot make $out"
+    for step in "test" "sanitize" "bench" "example generate"; do
+        case "$step" in
+            example*) log="$out/demo.log" ;;
+            *) log="$out/$step.log" ;;
+        esac
+        start="$SECONDS"
+        echo "=== $step: $log"
+        status=0
+        # shellcheck disable=SC2086 # a step is a command line
+        timeout --kill-after=10 "${WARPFORGE_STEP_LIMIT:-0}" bash "$bundle/run" $step >"$log" 2>&1 || status=$?
+        case "$status" in
+            0) verdict=passed ;;
+            "$unavailable") verdict=unavailable ;;
+            124 | 137) verdict="TIMED OUT" ;;
+            *) verdict=FAILED ;;
+        esac
+        if [[ "$verdict" != passed && "$verdict" != unavailable ]]; then
+            failed=1
+            tail -n 25 "$log"
+        fi
+        table+="$(printf '%-18s %-12s status %-4s %5d s' "$step" "$verdict" "$status" $((SECONDS - start)))"$'\n'
+    done
+    printf '=== summary\n%s' "$table" | tee "$out/summary.txt"
+    return "$failed"
+}
+
+mode="${1:-help}"
+shift || true
+case "$mode" in
+    help | --help | -h)
+        usage
+        exit 0
+        ;;
+    test | sanitize | bench | example | all) ;;
+    *)
+        usage >&2
+        exit 2
+        ;;
+esac
+[[ -f Cargo.toml && -d tests ]] || fail "start this from the root of the repository"
+export CARGO_MANIFEST_DIR="$PWD"
+
+case "$mode" in
+    test)
+        export REQUIRE_GPU=1
+        args=("$@")
+        each test plain
+        ;;
+    sanitize)
+        export REQUIRE_GPU=1
+        args=("$@")
+        sanitize
+        ;;
+    bench)
+        args=("$@")
+        each bench plain
+        ;;
+    example)
+        (($# > 0)) || fail "which example? There are: $(ls "$bundle/example")"
+        name="$1"
+        shift
+        [[ -f "$bundle/example/$name" ]] || fail "no example $name; there are: $(ls "$bundle/example" | tr '\n' ' ')"
+        exec "$bundle/example/$name" "$@"
+        ;;
+    all)
+        (($# == 1)) || fail "all OUTDIR"
+        all "$1"
+        ;;
+esac

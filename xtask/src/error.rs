@@ -1,0 +1,71 @@
+//! What can stop a recipe.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+
+use cuda_builder::ToolchainError;
+
+/// Why a recipe stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The command line is not one of the recipes.
+    #[error("`{0}` is not a recipe; `cargo xtask help` lists them")]
+    Usage(String),
+    /// A program could not be started.
+    #[error("cannot start `{command}`: {source}")]
+    Start {
+        /// The whole command line.
+        command: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A program ended with an error.
+    #[error("failed: {command}\n  ({status})")]
+    Failed {
+        /// The whole command line.
+        command: String,
+        /// How it ended.
+        status: ExitStatus,
+    },
+    /// A file or folder could not be read or written.
+    #[error("{}: {source}", path.display())]
+    File {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is no compiler for the device code, and none could be installed.
+    #[error("{0}")]
+    Toolchain(#[from] ToolchainError),
+    /// [`Error::Toolchain`] in the demo, which has another way.
+    #[error("{0}\nWithout the CUDA backend: cargo xtask demo --cpu-only")]
+    DemoToolchain(ToolchainError),
+    /// There is no ptxas, and none could be installed.
+    #[error(
+        "ptxas is missing: {reason}\n\
+         Put one on the path (it comes with every CUDA toolkit) or name it in WARPFORGE_PTXAS.\n\
+         Without the CUDA backend: cargo xtask test --no-cuda"
+    )]
+    Ptxas {
+        /// What went wrong.
+        reason: String,
+    },
+    /// Cargo built no program of a kind that the bundle cannot do without.
+    #[error("cargo built no {kind}: there is nothing to bundle")]
+    NothingBuilt {
+        /// The kind of target, in cargo's words.
+        kind: &'static str,
+    },
+    /// The bundle is too large to be carried.
+    #[error("{} is {bytes} bytes; {limit} are allowed", folder.display())]
+    BundleTooLarge {
+        /// The bundle.
+        folder: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The largest size allowed.
+        limit: u64,
+    },
+}

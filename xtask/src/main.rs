@@ -1,0 +1,91 @@
+//! `cargo xtask <command>`: the project's recipes, for people and for CI.
+
+mod bundle;
+mod demo;
+mod error;
+mod process;
+mod setup;
+mod test;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::{env, io};
+
+use error::Error;
+
+const HELP: &str = "\
+cargo xtask <command>
+
+  setup                      get what is missing: a compiler for the device code, and ptxas for the PTX tests
+  demo [--cpu-only] [ARGS]   build, then generate text with the example `generate` (ARGS go to it)
+                             --cpu-only: without the CUDA backend, for which no device toolchain is needed
+  test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
+                             --no-cuda: all of it without the CUDA backend
+  gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
+                             GPU machine that has no Rust; FOLDER/run says how
+  help                       this text
+
+Environment
+  WARPFORGE_DEVICE_TOOLCHAIN  a folder with bin/rustc and bin/cargo (1.95 or 1.96, with library source) for device code
+  WARPFORGE_PTXAS             the ptxas to use in the PTX tests
+";
+
+fn main() -> ExitCode {
+    match env::args_os().skip(1).map(text).collect::<Result<Vec<_>, _>>().and_then(|args| dispatch(&args)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(args: &[String]) -> Result<(), Error> {
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match args.as_slice() {
+        ["setup"] => setup::run(&root()?),
+        ["demo", rest @ ..] => demo::run(&root()?, rest),
+        ["test"] => test::run(&root()?, test::Backend::Cuda),
+        ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),
+        ["gpu-bundle"] => bundle::run(&root()?, "bundle"),
+        ["gpu-bundle", "--out", folder] => bundle::run(&root()?, folder),
+        [] | ["help" | "--help" | "-h"] => {
+            print!("{HELP}");
+            Ok(())
+        }
+        _ => Err(Error::Usage(args.join(" "))),
+    }
+}
+
+fn text(arg: OsString) -> Result<String, Error> {
+    arg.into_string().map_err(|arg| Error::Usage(arg.to_string_lossy().into_owned()))
+}
+
+/// The repository's root: the parent of this package.
+fn root() -> Result<PathBuf, Error> {
+    let package = env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    let root = package.join("..");
+    root.canonicalize().map_err(|source: io::Error| Error::File { path: root, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_words_are_refused_with_the_words() {
+        for words in [&["tset"][..], &["test", "--nocuda"], &["setup", "all"], &["gpu-bundle", "--out"]] {
+            let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();
+            let message = dispatch(&words).unwrap_err().to_string();
+            assert!(message.contains(&format!("`{}`", words.join(" "))), "{message}");
+            assert!(message.contains("cargo xtask help"), "{message}");
+        }
+    }
+
+    #[test]
+    fn the_root_holds_the_workspace() {
+        assert!(root().unwrap().join("rust-toolchain.toml").is_file());
+    }
+}

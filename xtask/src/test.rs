@@ -1,0 +1,145 @@
+//! `cargo xtask test`: every check that needs no GPU, in the order in which they fail soonest.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+use crate::process::{cargo, probe, run as run_command};
+use crate::setup;
+
+/// What is built and tested.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// The default features: device images and the CUDA backend.
+    Cuda,
+    /// No default features; needs neither a device toolchain nor ptxas.
+    CpuOnly,
+}
+
+/// Runs every check and stops at the first that fails.
+pub fn run(root: &Path, backend: Backend) -> Result<(), Error> {
+    let mut report = Report::default();
+    let result = steps(root, backend, &mut report);
+    report.print(result.is_ok());
+    result
+}
+
+fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error> {
+    let features: &[&str] = match backend {
+        Backend::Cuda => &[],
+        Backend::CpuOnly => &["--no-default-features"],
+    };
+    let workspace =
+        |args: &[&str], rest: &[&str]| cargo(root, &[args, &["--workspace"], features, rest].concat());
+
+    let mut ptxas: Option<PathBuf> = None;
+    if backend == Backend::Cuda {
+        report.step("setup", || {
+            setup::device_toolchain()?;
+            ptxas = Some(setup::ptxas(root)?);
+            Ok(())
+        })?;
+    }
+    report.component(root, "format", "fmt", cargo(root, &["fmt", "--all", "--check"]))?;
+    report.component(
+        root,
+        "clippy",
+        "clippy",
+        workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]),
+    )?;
+    let mut tests = workspace(&["test"], &[]);
+    if let Some(ptxas) = ptxas {
+        tests.env("WARPFORGE_PTXAS", ptxas);
+    }
+    report.step("tests", || run_command(&mut tests))?;
+    let mut doc = workspace(&["doc"], &["--no-deps"]);
+    report.step("documentation", || run_command(doc.env("RUSTDOCFLAGS", "-D warnings")))?;
+    if backend == Backend::Cuda {
+        let mut check =
+            cargo(root, &["check", "--package", "warpforge", "--no-default-features", "--all-targets"]);
+        report.step("build without CUDA", || run_command(&mut check))?;
+    }
+    Ok(())
+}
+
+/// What has been done so far, and how long it took.
+#[derive(Default)]
+struct Report(Vec<(&'static str, Outcome)>);
+
+enum Outcome {
+    Passed(Duration),
+    Failed(Duration),
+    Skipped(String),
+}
+
+impl Report {
+    fn step(&mut self, title: &'static str, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        println!("\n=== {title}");
+        let start = Instant::now();
+        let result = work();
+        let time = start.elapsed();
+        println!("--- {title}: {:.1} s", time.as_secs_f64());
+        self.0.push((title, if result.is_ok() { Outcome::Passed(time) } else { Outcome::Failed(time) }));
+        result
+    }
+
+    /// A step that needs a component of the toolchain, which a minimal installation may lack.
+    fn component(
+        &mut self,
+        root: &Path,
+        title: &'static str,
+        subcommand: &str,
+        mut command: Command,
+    ) -> Result<(), Error> {
+        match probe(&mut cargo(root, &[subcommand, "--version"])) {
+            Ok(_) => self.step(title, || run_command(&mut command)),
+            Err(reason) => {
+                println!("\n=== {title}: skipped, because cargo {subcommand} does not run ({reason})");
+                self.0.push((title, Outcome::Skipped(reason)));
+                Ok(())
+            }
+        }
+    }
+
+    fn print(&self, is_ok: bool) {
+        println!("\n=== summary");
+        for (title, outcome) in &self.0 {
+            match outcome {
+                Outcome::Passed(time) => println!("{title:<20} passed  {:7.1} s", time.as_secs_f64()),
+                Outcome::Failed(time) => println!("{title:<20} FAILED  {:7.1} s", time.as_secs_f64()),
+                Outcome::Skipped(reason) => println!("{title:<20} skipped ({reason})"),
+            }
+        }
+        let skipped = self.0.iter().filter(|(_, outcome)| matches!(outcome, Outcome::Skipped(_))).count();
+        match (is_ok, skipped) {
+            (false, _) => println!("stopped at the first failure"),
+            (true, 0) => println!("all checks passed"),
+            (true, _) => println!("all other checks passed; {skipped} skipped"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failing_step_is_returned_and_recorded() {
+        let mut report = Report::default();
+        report.step("first", || Ok(())).unwrap();
+        let message =
+            report.step("second", || run_command(&mut Command::new("false"))).unwrap_err().to_string();
+        assert!(message.contains("false"), "{message}");
+        assert!(matches!(report.0[..], [("first", Outcome::Passed(_)), ("second", Outcome::Failed(_))]));
+    }
+
+    #[test]
+    fn a_missing_component_is_skipped_with_its_reason() {
+        let mut report = Report::default();
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        report.component(root, "title", "no-such-subcommand", Command::new("false")).unwrap();
+        let [("title", Outcome::Skipped(reason))] = &report.0[..] else { panic!("not skipped") };
+        assert!(reason.contains("no-such-subcommand"), "{reason}");
+    }
+}
