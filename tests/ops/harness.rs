@@ -95,7 +95,7 @@ impl Rows {
     ) -> Result<Self, Error> {
         let stride = cols + layout.padding;
         let (tensor, payload) = with_type!(dtype, T => {
-            let values: Vec<T> = bytemuck::pod_collect_to_vec(&testkit::round::encode(dtype, values));
+            let values: Vec<T> = bytemuck::allocation::pod_collect_to_vec(&testkit::round::encode(dtype, values));
             upload(stream, &Guarded::strided(&values, cols.max(1), stride.max(1), layout.offset))?
         });
         Ok(Rows { tensor, payload, rows: values.len() / cols.max(1), cols, stride, is_output: false })
