@@ -1,3 +1,14 @@
-//! Benchmarks of every operator.
+//! Times every operator at the shapes of `host/src/ops/<op>/cases.rs`: see CONTRIBUTING, "Benchmarks".
 
-fn main() {}
+mod harness;
+
+mod rmsnorm;
+
+use clap::Parser;
+use harness::{Bencher, Options};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut bencher = Bencher::new(Options::parse())?;
+    rmsnorm::bench(&mut bencher)?;
+    bencher.finish()
+}

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::device::{Device, cuda};
 use crate::error::Error;
+use crate::tensor::{TensorView, TensorViewMut};
 
 /// A queue of work on a device, which runs in order. Cheap to clone; clones are the same stream.
 ///
@@ -95,6 +96,30 @@ impl Stream {
                 Ok(())
             }
             Queue::Cuda(stream) => stream.download(address, data),
+        }
+    }
+
+    /// Copies a contiguous tensor to another of the same size and type by the driver's own copy; strides and casts are
+    /// the operator [`crate::ops::copy`]'s.
+    pub fn copy(&self, from: TensorView<'_>, to: TensorViewMut<'_>) -> Result<(), Error> {
+        const OP: &str = "Stream::copy";
+        let shape: Vec<Option<usize>> = from.shape().iter().copied().map(Some).collect();
+        from.expect(OP, "from", &self.device, from.dtype(), &shape)?;
+        to.expect(OP, "to", &self.device, from.dtype(), &shape)?;
+        for (argument, contiguous) in [("from", from.is_contiguous()), ("to", to.is_contiguous())] {
+            if !contiguous {
+                return Err(Error::invalid(OP, argument, "a contiguous view", "gaps between the elements"));
+            }
+        }
+        let bytes = from.len() * from.dtype().bytes();
+        match &self.queue {
+            _ if bytes == 0 => Ok(()),
+            Queue::Cpu => {
+                // SAFETY: both views are contiguous and of `bytes` bytes; views made by from_raw may overlap.
+                unsafe { std::ptr::copy(from.address() as *const u8, to.address() as *mut u8, bytes) };
+                Ok(())
+            }
+            Queue::Cuda(stream) => stream.copy(from.address(), to.address(), bytes),
         }
     }
 

@@ -162,6 +162,13 @@ impl Stream {
         self.synchronize()
     }
 
+    pub(crate) fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; Stream::copy found both views to span `bytes` bytes on this device.
+        unsafe { driver::memcpy_dtod_async(to, from, bytes, self.stream) }
+            .map_err(failed("cuMemcpyDtoDAsync"))
+    }
+
     pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
         self.context.enter()?;
         // SAFETY: the stream is live; Tensor allocated `bytes` bytes at `address`.

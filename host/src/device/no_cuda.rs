@@ -57,6 +57,10 @@ impl Stream {
         match self.0 {}
     }
 
+    pub(crate) fn copy(&self, _from: u64, _to: u64, _bytes: usize) -> Result<(), Error> {
+        match self.0 {}
+    }
+
     pub(crate) fn fill_zero(&self, _address: u64, _bytes: usize) -> Result<(), Error> {
         match self.0 {}
     }

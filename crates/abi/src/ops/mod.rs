@@ -27,3 +27,10 @@ pub const FAMILIES: &[&str] = &[
     "sampling",
     "transpose",
 ];
+
+/// The names of a family's kernels; none for an unknown family.
+pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
+    let lists: &[(&str, &'static [&'static str])] = &[("rmsnorm", rmsnorm::ENTRIES)];
+    let list = lists.iter().find(|(name, _)| *name == family).map_or(&[][..], |(_, list)| *list);
+    list.iter().copied()
+}

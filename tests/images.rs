@@ -1,0 +1,69 @@
+//! The embedded PTX images: they assemble, nothing spills, and they hold the kernels of the tables and no others.
+#![cfg(feature = "cuda")]
+
+use std::collections::BTreeSet;
+
+use testkit::ptx::{assemble, count_instructions, entries, find_ptxas};
+use warpforge::{Arch, IMAGES};
+
+#[test]
+fn one_image_per_family_and_floor() {
+    for arch in Arch::ALL {
+        let families: Vec<&str> =
+            IMAGES.iter().filter(|image| image.arch == arch).map(|image| image.family).collect();
+        assert_eq!(families, abi::ops::FAMILIES, "{arch}");
+    }
+}
+
+/// Table and image agree both ways: no kernel is missing, none is an orphan.
+#[test]
+fn entry_points_match_the_tables() {
+    for image in IMAGES {
+        let in_image: BTreeSet<String> =
+            entries(image.ptx).expect("PTX").into_iter().map(|entry| entry.name).collect();
+        let in_table: BTreeSet<String> = abi::ops::entries(image.family)
+            .filter(|entry| floor_of(entry) <= image.arch)
+            .map(str::to_string)
+            .collect();
+        assert_eq!(in_image, in_table, "{image:?}");
+    }
+}
+
+/// The floor at the end of an entry's name: `..__sm61`.
+fn floor_of(entry: &str) -> Arch {
+    match entry.rsplit("__").next() {
+        Some("sm61") => Arch::Sm61,
+        Some("sm80") => Arch::Sm80,
+        Some("sm90a") => Arch::Sm90a,
+        _ => panic!("{entry} does not end in its floor"),
+    }
+}
+
+/// Registers alone: a call is a panic path or a function that was not inlined.
+#[test]
+fn no_local_memory_no_calls() {
+    for image in IMAGES {
+        for entry in entries(image.ptx).expect("PTX") {
+            for forbidden in [".local", "call"] {
+                let found = count_instructions(&entry.body, forbidden);
+                assert_eq!(found, 0, "{image:?}: {} holds {forbidden}", entry.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn images_assemble_without_spills() {
+    let Some(ptxas) = find_ptxas() else {
+        testkit::gpu::skip_optional("there is no ptxas: `cargo xtask test` gets one");
+        return;
+    };
+    for image in IMAGES {
+        let kernels =
+            assemble(&ptxas, image.ptx, image.arch).unwrap_or_else(|error| panic!("{image:?}: {error}"));
+        for kernel in kernels {
+            let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
+            assert_eq!(spills, (0, 0, 0), "{image:?}: {}: stack, spill stores, spill loads", kernel.name);
+        }
+    }
+}
