@@ -2,6 +2,7 @@
 
 mod harness;
 
+mod kv_append;
 mod rmsnorm;
 
 use clap::Parser;
@@ -9,6 +10,7 @@ use harness::{Bencher, Options};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut bencher = Bencher::new(Options::parse())?;
+    kv_append::bench(&mut bencher)?;
     rmsnorm::bench(&mut bencher)?;
     bencher.finish()
 }

@@ -6,6 +6,7 @@ mod attention;
 mod copy;
 mod embedding;
 mod glu;
+mod kv_append;
 mod matmul;
 mod matmul_i8;
 mod rmsnorm;

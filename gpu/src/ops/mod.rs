@@ -8,6 +8,8 @@ pub mod copy;
 pub mod embedding;
 #[cfg(feature = "glu")]
 pub mod glu;
+#[cfg(feature = "kv_append")]
+pub mod kv_append;
 #[cfg(feature = "matmul")]
 pub mod matmul;
 #[cfg(feature = "matmul_i8")]

@@ -9,6 +9,7 @@ pub mod attention;
 pub mod copy;
 pub mod embedding;
 pub mod glu;
+pub mod kv_append;
 pub mod matmul;
 pub mod matmul_i8;
 pub mod rmsnorm;

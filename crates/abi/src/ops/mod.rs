@@ -7,6 +7,7 @@ pub mod attention;
 pub mod copy;
 pub mod embedding;
 pub mod glu;
+pub mod kv_append;
 pub mod matmul;
 pub mod matmul_i8;
 pub mod rmsnorm;
@@ -20,6 +21,7 @@ pub const FAMILIES: &[&str] = &[
     "copy",
     "embedding",
     "glu",
+    "kv_append",
     "matmul",
     "matmul_i8",
     "rmsnorm",
@@ -30,7 +32,8 @@ pub const FAMILIES: &[&str] = &[
 
 /// The names of a family's kernels; none for an unknown family.
 pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
-    let lists: &[(&str, &'static [&'static str])] = &[("rmsnorm", rmsnorm::ENTRIES)];
+    let lists: &[(&str, &'static [&'static str])] =
+        &[("kv_append", kv_append::ENTRIES), ("rmsnorm", rmsnorm::ENTRIES)];
     let list = lists.iter().find(|(name, _)| *name == family).map_or(&[][..], |(_, list)| *list);
     list.iter().copied()
 }

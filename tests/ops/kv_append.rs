@@ -1,0 +1,146 @@
+//! The cache append against its reference.
+
+use abi::ops::kv_append::{KvAppendVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::strategies::{Rng, Values, dims, dims_from, stride_padding};
+use warpforge::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem, reference};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{Layout, Rows, cards, devices, fail, floats, values};
+
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+    num_slots: usize,
+    from: Layout,
+    to: Layout,
+    seed: u64,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let sizes = (floats(), dims(&[1, 16], 40), 1usize..5, dims_from(1, &[64, 128], 160), 0usize..90);
+    let layout = || (stride_padding(), 0usize..9).prop_map(|(padding, offset)| Layout { padding, offset });
+    (sizes, layout(), layout(), any::<u64>()).prop_map(
+        |((dtype, tokens, heads, head_dim, num_slots), from, to, seed)| Case {
+            dtype,
+            tokens,
+            heads,
+            head_dim,
+            num_slots,
+            from,
+            to,
+            seed,
+        },
+    )
+}
+
+/// Distinct slots in a random order, some of them beyond the cache.
+fn slots(case: &Case) -> Vec<u32> {
+    let mut slots: Vec<u32> = (0..(case.num_slots.max(case.tokens) + 3) as u32).collect();
+    let mut rng = Rng::new(case.seed);
+    for i in (1..slots.len()).rev() {
+        slots.swap(i, rng.below(i + 1));
+    }
+    slots.truncate(case.tokens);
+    slots
+}
+
+fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) -> Result<(), TestCaseError> {
+    let Case { dtype, tokens, heads, head_dim, num_slots, from, to, seed } = *case;
+    let width = heads * head_dim;
+    let stream = device.stream().map_err(fail)?;
+    let problem = KvAppendProblem { tokens, heads, head_dim, dtype };
+    let plan = match variant {
+        None => KvAppend::plan(device, problem),
+        Some(variant) => KvAppend::plan_with(device, problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+    let slots = slots(case);
+    let slots_tensor = Tensor::from_slice(&stream, &[tokens], &slots).map_err(fail)?;
+    let rows = |seed, count: usize, layout| {
+        let data = values(Values::Normal, dtype, count * width, seed);
+        Rows::input(&stream, dtype, &data, width, layout).map(|rows| (data, rows)).map_err(fail)
+    };
+    let ((k, k_rows), (v, v_rows)) = (rows(seed, tokens, from)?, rows(seed ^ 1, tokens, from)?);
+    let ((mut k_want, mut k_cache), (mut v_want, mut v_cache)) =
+        (rows(seed ^ 2, num_slots, to)?, rows(seed ^ 3, num_slots, to)?);
+    let args = KvAppendArgs {
+        k: k_rows.view().reshape(&[tokens, heads, head_dim]).map_err(fail)?,
+        v: v_rows.view().reshape(&[tokens, heads, head_dim]).map_err(fail)?,
+        slots: slots_tensor.view(),
+        k_cache: k_cache.view_mut().reshape(&[num_slots, heads, head_dim]).map_err(fail)?,
+        v_cache: v_cache.view_mut().reshape(&[num_slots, heads, head_dim]).map_err(fail)?,
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    reference::kv_append(&k, &slots, &mut k_want, width);
+    reference::kv_append(&v, &slots, &mut v_want, width);
+    prop_assert_eq!(k_cache.read(&stream)?, k_want, "k, {}", plan.report().variant);
+    prop_assert_eq!(v_cache.read(&stream)?, v_want, "v, {}", plan.report().variant);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned(case in case()) {
+        for device in devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant(case in case()) {
+        for device in cards() {
+            for variant in VARIANTS {
+                let Case { tokens, heads, head_dim, dtype, .. } = case;
+                if KvAppend::plan_with(device, KvAppendProblem { tokens, heads, head_dim, dtype }, variant).is_ok() {
+                    run(device, &case, Some(variant))?;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem = KvAppendProblem { tokens: 2, heads: 2, head_dim: 8, dtype: DType::F32 };
+        let plan = KvAppend::plan(device, problem)?;
+        let message = |tokens: usize, num_slots: [usize; 2], slots: DType| -> Result<String, Error> {
+            let zeros = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+            let (k, slots) = (zeros(&[tokens, 2, 8], DType::F32)?, zeros(&[tokens], slots)?);
+            let mut k_cache = zeros(&[num_slots[0], 2, 8], DType::F32)?;
+            let mut v_cache = zeros(&[num_slots[1], 2, 8], DType::F32)?;
+            let args = KvAppendArgs {
+                k: k.view(),
+                v: k.view(),
+                slots: slots.view(),
+                k_cache: k_cache.view_mut(),
+                v_cache: v_cache.view_mut(),
+            };
+            Ok(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        assert_eq!(
+            message(3, [4, 4], DType::U32)?,
+            "kv_append: k: expected at most 2 tokens, as planned, got 3"
+        );
+        assert_eq!(
+            message(2, [4, 5], DType::U32)?,
+            "kv_append: v_cache: expected shape [4, 2, 8], got [5, 2, 8]"
+        );
+        assert_eq!(message(2, [4, 4], DType::I32)?, "kv_append: slots: expected u32, got i32");
+        let none = KvAppendProblem { heads: 0, ..problem };
+        assert_eq!(
+            KvAppend::supports(device, &none).unwrap_err().to_string(),
+            "kv_append: problem: expected at least one head of at least one element, got 0 heads of 8"
+        );
+    }
+    Ok(())
+}
