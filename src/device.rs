@@ -1,7 +1,7 @@
 use std::ops::Deref;
 use std::str::FromStr;
 
-use host::{Arch, Error, OptLevel};
+use host::{Arch, Error, Image, OptLevel};
 
 use crate::IMAGES;
 
@@ -26,6 +26,11 @@ impl Device {
     /// The CUDA device of this ordinal.
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {
         host::Device::cuda(ordinal, IMAGES).map(Device)
+    }
+
+    /// The CUDA device of this ordinal, running other images than this build's: for kernels of one's own.
+    pub fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
+        host::Device::cuda(ordinal, images).map(Device)
     }
 
     /// The same device, running the images of another floor.

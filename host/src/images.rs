@@ -2,6 +2,8 @@
 
 use abi::Arch;
 
+use crate::error::Error;
+
 /// The PTX of one operator family for one architecture floor.
 #[derive(Clone, Copy)]
 pub struct Image {
@@ -57,6 +59,25 @@ impl Image {
         let row = TABLE.iter().find(|(ptx, ..)| *ptx >= version)?;
         Some(NeededDriver { cuda: row.1, branch: row.2 })
     }
+
+    /// An error if a driver that supports CUDA `found` (major, minor) is too old for the PTX version.
+    pub(crate) fn check_driver(&self, found: (u32, u32)) -> Result<(), Error> {
+        let (Some(version), Some(needed)) = (self.ptx_version(), self.needed_driver()) else { return Ok(()) };
+        if found >= needed.cuda {
+            return Ok(());
+        }
+        Err(Error::DriverTooOld {
+            family: self.family,
+            arch: self.arch,
+            ptx_major: version.0,
+            ptx_minor: version.1,
+            needed_major: needed.cuda.0,
+            needed_minor: needed.cuda.1,
+            branch: needed.branch,
+            found_major: found.0,
+            found_minor: found.1,
+        })
+    }
 }
 
 /// A driver that takes an image.
@@ -83,5 +104,17 @@ mod tests {
         assert_eq!(needed(".version 7.4\n"), Some(NeededDriver { cuda: (11, 4), branch: 470 }));
         assert_eq!(needed(".version 8.0\n"), Some(NeededDriver { cuda: (12, 0), branch: 525 }));
         assert_eq!(needed("no version"), None);
+    }
+
+    #[test]
+    fn an_old_driver_is_told_which_one_is_needed() {
+        let image = Image { family: "rmsnorm", arch: Arch::Sm90a, ptx: ".version 8.0\n" };
+        assert!(image.check_driver((12, 0)).is_ok());
+        assert!(image.check_driver((13, 0)).is_ok());
+        assert_eq!(
+            image.check_driver((11, 8)).unwrap_err().to_string(),
+            "image rmsnorm for sm_90a is PTX 8.0, which needs a CUDA 12.0 driver (branch 525 or later); the installed \
+             driver supports CUDA 11.8"
+        );
     }
 }

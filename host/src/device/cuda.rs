@@ -16,7 +16,7 @@ use cust::sys::{CUevent, CUfunction, CUmodule, CUstream};
 
 use crate::device::{HardwareProfile, Place, TensorCores};
 use crate::error::{DriverError, Error};
-use crate::images::{Image, NeededDriver};
+use crate::images::Image;
 use crate::launch::{Entry, Resources};
 use crate::memory::Backing;
 
@@ -397,17 +397,7 @@ impl Modules {
                 self.images.iter().map(|image| format!("{} {}", image.family, image.arch)).collect();
             return Err(Error::MissingImage { family, arch, available: held.join(", ") });
         };
-        let found = self.context.profile.driver.unwrap_or((0, 0));
-        if let (Some((ptx_major, ptx_minor)), Some(NeededDriver { cuda, branch })) =
-            (image.ptx_version(), image.needed_driver())
-            && found < cuda
-        {
-            let ((needed_major, needed_minor), (found_major, found_minor)) = (cuda, found);
-            #[rustfmt::skip]
-            return Err(Error::DriverTooOld {
-                family, arch, ptx_major, ptx_minor, needed_major, needed_minor, branch, found_major, found_minor,
-            });
-        }
+        image.check_driver(self.context.profile.driver.unwrap_or((0, 0)))?;
         let ptx = CString::new(image.ptx)
             .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
         let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {

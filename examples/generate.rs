@@ -1,0 +1,223 @@
+//! Writes text with a model: `cargo run --release --example generate`.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+use safetensors::tensor::{Dtype, TensorView};
+use tokenizers::Tokenizer;
+use warpforge::models::{Logits, Model, ModelConfig, Sampler, SessionOptions};
+use warpforge::ops::sampling::Sampling;
+use warpforge::{DType, DeviceChoice, OptLevel};
+
+/// Writes text with a model of the Qwen3 family, on the best device there is.
+#[derive(Parser)]
+struct Options {
+    /// Folder with config.json, the safetensors and tokenizer.json.
+    #[arg(long, default_value = "assets/demo-model")]
+    model: PathBuf,
+    /// Text to continue.
+    #[arg(long, default_value = "The borrow checker", conflicts_with = "ids")]
+    prompt: String,
+    /// Token ids to continue, instead of text.
+    #[arg(long, value_delimiter = ',')]
+    ids: Option<Vec<u32>>,
+    /// Most tokens to write.
+    #[arg(long, default_value_t = 96)]
+    max_new_tokens: usize,
+    /// auto, cpu, cuda or cuda:N.
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
+    #[arg(long, value_parser = parse_dtype)]
+    dtype: Option<DType>,
+    /// Divides the logits; 0 takes the most likely token each time.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Draws from this many most likely tokens; 0 from all.
+    #[arg(long, default_value_t = 0)]
+    top_k: u32,
+    /// Draws from the most likely tokens that together have this probability.
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f32,
+    /// Seed of the random draws.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// How much of the hardware to use: basic, medium or high.
+    #[arg(long, default_value = "high")]
+    level: OptLevel,
+    /// Print one JSON line with the new ids instead of text.
+    #[arg(long)]
+    print_ids: bool,
+    /// Write the prompt's logits to this file: tensor `logits`, f32, [tokens, vocab].
+    #[arg(long)]
+    dump_logits: Option<PathBuf>,
+    /// Say which kernel each operator takes, and why.
+    #[arg(long)]
+    report: bool,
+}
+
+fn parse_dtype(text: &str) -> Result<DType, String> {
+    let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
+    known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
+}
+
+fn main() {
+    if let Err(error) = run(&Options::parse()) {
+        eprint!("generate: {error}");
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            eprint!(": {error}");
+            cause = error.source();
+        }
+        eprintln!();
+        std::process::exit(1);
+    }
+}
+
+fn run(options: &Options) -> Result<(), Box<dyn Error>> {
+    let device = options.device.open()?.with_level(options.level);
+    let config = ModelConfig::from_dir(&options.model)?;
+    let checkpoint_dtype = config.dtype.unwrap_or(DType::BF16);
+    let dtype = options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
+    eprintln!("device: {}; weights in {dtype}", device.describe());
+
+    let tokenizer = load_tokenizer(&options.model, options.ids.is_some())?;
+    let prompt = match (&options.ids, &tokenizer) {
+        (Some(ids), _) => ids.clone(),
+        (None, Some(tokenizer)) => tokenizer.encode(options.prompt.as_str(), true).map_err(text_error)?.get_ids().to_vec(),
+        (None, None) => return Err("--prompt needs a tokenizer.json; use --ids without one".into()),
+    };
+
+    let started = Instant::now();
+    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
+    let model = Model::load(&device, &options.model, dtype, &mut |progress| {
+        bar.set_length(progress.total_bytes);
+        bar.set_position(progress.loaded_bytes);
+    })?;
+    bar.finish_and_clear();
+    eprintln!("loaded in {:.2} s", started.elapsed().as_secs_f64());
+
+    let capacity = prompt.len() + options.max_new_tokens;
+    let logits = if options.dump_logits.is_some() { Logits::All } else { Logits::Last };
+    let mut session = model.session(SessionOptions { batch: 1, capacity, chunk: 512, logits })?;
+    if options.report {
+        for (phase, reports) in session.optimization_reports() {
+            for report in reports {
+                eprintln!("{phase}: {report}");
+            }
+        }
+    }
+
+    // The prompt.
+    let stream = session.stream().clone();
+    let mut dumped: Vec<f32> = Vec::new();
+    let started = Instant::now();
+    session.prefill_with(0, &prompt, &mut |_, _| Ok(()), &mut |_, rows| {
+        if options.dump_logits.is_some() {
+            dumped.extend(rows.to_vec::<f32>(&stream)?);
+        }
+        Ok(())
+    })?;
+    stream.synchronize()?;
+    let prefill_time = started.elapsed();
+    if let Some(path) = &options.dump_logits {
+        write_logits(path, &dumped, prompt.len())?;
+    }
+
+    // The continuation.
+    let sampling = if options.temperature > 0.0 {
+        let (temperature, top_p, seed) = (options.temperature, options.top_p, options.seed);
+        Sampling::Random { temperature, top_k: (options.top_k > 0).then_some(options.top_k), top_p, seed }
+    } else {
+        Sampling::Greedy
+    };
+    let mut sampler = Sampler::new(&session, sampling)?;
+    let mut text = StreamedText::new(tokenizer.as_ref());
+    let mut new_ids = Vec::new();
+    let started = Instant::now();
+    while new_ids.len() < options.max_new_tokens {
+        let id = sampler.sample(&session)?[0];
+        new_ids.push(id);
+        if config.eos_token_ids.contains(&id) {
+            break;
+        }
+        if !options.print_ids {
+            text.push(id)?;
+        }
+        if new_ids.len() < options.max_new_tokens {
+            session.decode(&[id])?;
+        }
+    }
+    stream.synchronize()?;
+    let decode_time = started.elapsed();
+    if options.print_ids {
+        println!("{}", serde_json::to_string(&new_ids)?);
+    } else {
+        println!();
+    }
+    print_speed(prompt.len(), prefill_time, new_ids.len(), decode_time);
+    Ok(())
+}
+
+/// Prints text as soon as it is whole characters: a token may end in the middle of one.
+struct StreamedText<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    ids: Vec<u32>,
+    printed: usize,
+}
+
+impl<'a> StreamedText<'a> {
+    fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
+        StreamedText { tokenizer, ids: Vec::new(), printed: 0 }
+    }
+
+    fn push(&mut self, id: u32) -> Result<(), Box<dyn Error>> {
+        self.ids.push(id);
+        let mut out = std::io::stdout();
+        let Some(tokenizer) = self.tokenizer else {
+            write!(out, "{id} ")?;
+            return Ok(out.flush()?);
+        };
+        let text = tokenizer.decode(&self.ids, true).map_err(text_error)?;
+        if !text.ends_with('\u{fffd}') && text.is_char_boundary(self.printed) {
+            out.write_all(&text.as_bytes()[self.printed..])?;
+            self.printed = text.len();
+        }
+        Ok(out.flush()?)
+    }
+}
+
+fn load_tokenizer(model: &Path, is_optional: bool) -> Result<Option<Tokenizer>, Box<dyn Error>> {
+    let path = model.join("tokenizer.json");
+    if is_optional && !path.exists() {
+        return Ok(None);
+    }
+    Tokenizer::from_file(&path).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
+}
+
+fn text_error(error: tokenizers::Error) -> Box<dyn Error> {
+    format!("tokenizer: {error}").into()
+}
+
+fn write_logits(path: &Path, logits: &[f32], tokens: usize) -> Result<(), Box<dyn Error>> {
+    let shape = vec![tokens, logits.len() / tokens.max(1)];
+    let view = TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(logits))?;
+    safetensors::serialize_to_file(HashMap::from([("logits", view)]), None, path)?;
+    Ok(())
+}
+
+fn print_speed(prompt: usize, prefill: Duration, new: usize, decode: Duration) {
+    let rate = |tokens: usize, time: Duration| tokens as f64 / time.as_secs_f64();
+    eprintln!(
+        "prompt: {prompt} tokens in {:.1} ms ({:.0} tokens/s); continuation: {new} tokens in {:.1} ms ({:.0} tokens/s)",
+        prefill.as_secs_f64() * 1e3,
+        rate(prompt, prefill),
+        decode.as_secs_f64() * 1e3,
+        rate(new, decode)
+    );
+}

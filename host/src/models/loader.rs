@@ -1,0 +1,159 @@
+//! Where modules get their weights from.
+
+use abi::DType;
+
+use super::{Requirements, Weights};
+use crate::error::Error;
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+
+/// How far loading is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of the checkpoint that are on the device.
+    pub loaded_bytes: u64,
+    /// Bytes that the model takes from the checkpoint.
+    pub total_bytes: u64,
+}
+
+/// Hands out weight tensors: first it only notes what is asked for, so that everything that is missing is reported at
+/// once and before anything is loaded; then it loads.
+pub(super) struct Loader<'a> {
+    stream: &'a Stream,
+    dtype: DType,
+    source: Source<'a>,
+    loaded_bytes: u64,
+    total_bytes: u64,
+    progress: &'a mut dyn FnMut(LoadProgress),
+}
+
+enum Source<'a> {
+    /// Notes requirements, and hands out empty tensors.
+    Check(Requirements<'a>),
+    Checkpoint(&'a Weights),
+    /// A block of random elements, which all tensors are made of.
+    Random { block: Tensor, start: usize },
+}
+
+/// Elements of the random block: a prime, so that rows do not repeat in step with their length.
+const RANDOM_BLOCK: usize = 1_048_573;
+
+impl<'a> Loader<'a> {
+    /// Runs `build` twice on a checkpoint: to check that all its tensors are there, and to load them.
+    pub(super) fn from_checkpoint<T>(
+        weights: &'a Weights,
+        stream: &'a Stream,
+        dtype: DType,
+        progress: &'a mut dyn FnMut(LoadProgress),
+        build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let source = Source::Check(weights.require());
+        let mut checker = Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
+        build(&mut checker)?;
+        let total_bytes = checker.total_bytes;
+        if let Source::Check(requirements) = checker.source {
+            requirements.finish()?;
+        }
+        build(&mut Loader { stream, dtype, source: Source::Checkpoint(weights), loaded_bytes: 0, total_bytes, progress })
+    }
+
+    /// Random weights: normal with a standard deviation of 0.02, gains around 1. For tests and measurements.
+    pub(super) fn random<T>(
+        seed: u64,
+        stream: &'a Stream,
+        dtype: DType,
+        build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let mut state = seed;
+        let mut uniform = move || {
+            // An LCG is enough here; its upper bits are the good ones (Knuth's MMIX constants).
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 40) as f32 / (1u64 << 24) as f32
+        };
+        // The sum of four uniform numbers is close enough to normal; its variance is 1/3.
+        let values = (0..RANDOM_BLOCK).map(|_| {
+            let sum: f32 = (0..4).map(|_| uniform() - 0.5).sum();
+            sum * 3f32.sqrt() * 0.02
+        });
+        let values: Vec<f32> = values.collect();
+        let block = Tensor::from_bytes(stream, &[RANDOM_BLOCK], dtype, &encode(&values, dtype))?;
+        let source = Source::Random { block, start: 0 };
+        build(&mut Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} })
+    }
+
+    /// A matrix `[rows, cols]`.
+    pub(super) fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Tensor, Error> {
+        self.stacked(&[(name.into(), rows)], cols)
+    }
+
+    /// Matrices of the same width above each other: their names and rows.
+    pub(super) fn stacked(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Tensor, Error> {
+        let shapes: Vec<(&str, Vec<usize>)> =
+            parts.iter().map(|(name, rows)| (name.as_str(), vec![*rows, cols])).collect();
+        let rows = parts.iter().map(|(_, rows)| rows).sum();
+        self.load(&shapes, &[rows, cols])
+    }
+
+    /// Vectors one after another: their names and lengths.
+    pub(super) fn vectors(&mut self, parts: &[(String, usize)]) -> Result<Tensor, Error> {
+        let shapes: Vec<(&str, Vec<usize>)> =
+            parts.iter().map(|(name, len)| (name.as_str(), vec![*len])).collect();
+        self.load(&shapes, &[parts.iter().map(|(_, len)| len).sum()])
+    }
+
+    /// The gains of a norm.
+    pub(super) fn gain(&mut self, name: &str, len: usize) -> Result<Tensor, Error> {
+        if let Source::Random { .. } = self.source {
+            return Tensor::from_bytes(self.stream, &[len], self.dtype, &encode(&vec![1.0; len], self.dtype));
+        }
+        self.vectors(&[(name.into(), len)])
+    }
+
+    fn load(&mut self, parts: &[(&str, Vec<usize>)], shape: &[usize]) -> Result<Tensor, Error> {
+        let (stream, dtype) = (self.stream, self.dtype);
+        match &mut self.source {
+            Source::Check(requirements) => {
+                for (name, shape) in parts {
+                    requirements.tensor(*name, shape);
+                    self.total_bytes += (shape.iter().product::<usize>() * dtype.bytes()) as u64;
+                }
+                Tensor::empty(stream, &[0], dtype)
+            }
+            Source::Checkpoint(weights) => {
+                let tensor = Tensor::empty(stream, shape, dtype)?;
+                let mut address = tensor.view().address();
+                for (name, _) in parts {
+                    let bytes = weights.get(name)?.convert(dtype)?;
+                    stream.upload(address, &bytes)?;
+                    address += bytes.len() as u64;
+                    self.loaded_bytes += bytes.len() as u64;
+                    let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
+                    (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+                }
+                Ok(tensor)
+            }
+            Source::Random { block, start } => {
+                let mut tensor = Tensor::empty(stream, shape, dtype)?;
+                let len = tensor.len();
+                let mut done = 0;
+                while done < len {
+                    let part = (RANDOM_BLOCK - *start).min(len - done);
+                    let target = tensor.view_mut().reshape(&[len])?.slice(0, done..done + part)?;
+                    stream.copy(block.view().slice(0, *start..*start + part)?, target)?;
+                    done += part;
+                    *start = (*start + part) % RANDOM_BLOCK;
+                }
+                Ok(tensor)
+            }
+        }
+    }
+}
+
+/// Values in their storage type.
+fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F16 => values.iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect(),
+        DType::BF16 => values.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|&v| v.to_le_bytes()).collect(),
+    }
+}

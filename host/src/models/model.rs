@@ -1,0 +1,79 @@
+//! A model: its configuration and its weights on a device.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use abi::DType;
+
+use super::loader::{LoadProgress, Loader};
+use super::modules::Decoder;
+use super::{ModelConfig, Session, SessionOptions, Weights};
+use crate::device::Device;
+use crate::error::Error;
+
+/// A model on a device. Cheap to clone; the weights are shared and never written.
+#[derive(Clone, Debug)]
+pub struct Model {
+    device: Device,
+    config: Arc<ModelConfig>,
+    decoder: Arc<Decoder>,
+    dtype: DType,
+}
+
+impl Model {
+    /// Loads `config.json` and the safetensors of `dir`, with the weights converted to `dtype`.
+    ///
+    /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::models::ModelError`] for what is wrong
+    /// with the files, all missing tensors at once; [`Error::OutOfMemory`].
+    pub fn load(
+        device: &Device,
+        dir: &Path,
+        dtype: DType,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, Error> {
+        let config = ModelConfig::from_dir(dir)?;
+        let weights = Weights::open(dir)?;
+        let stream = device.stream()?;
+        let build = |loader: &mut Loader<'_>| Decoder::new(&config.decoder, loader);
+        let decoder = Loader::from_checkpoint(&weights, &stream, dtype, progress, build)?;
+        stream.synchronize()?;
+        Self::new(device, config, decoder, dtype)
+    }
+
+    /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
+    pub fn random(device: &Device, config: ModelConfig, dtype: DType, seed: u64) -> Result<Self, Error> {
+        let stream = device.stream()?;
+        let decoder = Loader::random(seed, &stream, dtype, |loader| Decoder::new(&config.decoder, loader))?;
+        stream.synchronize()?;
+        Self::new(device, config, decoder, dtype)
+    }
+
+    fn new(device: &Device, config: ModelConfig, decoder: Decoder, dtype: DType) -> Result<Self, Error> {
+        Ok(Model { device: device.clone(), config: Arc::new(config), decoder: Arc::new(decoder), dtype })
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Its weights.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// Type of weights and activations.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// A session: caches and buffers for a batch of sequences, and the planned operators.
+    pub fn session(&self, options: SessionOptions) -> Result<Session, Error> {
+        Session::new(self.clone(), options)
+    }
+}

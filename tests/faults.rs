@@ -1,0 +1,121 @@
+//! What does not fit this machine is an error with a reason: never a panic, never an abort.
+
+use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormProblem};
+use warpforge::{Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Stream, Tensor};
+
+const PROBLEM: RmsNormProblem =
+    RmsNormProblem { rows: 1, cols: 64, dtype: DType::BF16, eps: 1e-6, weight: NormWeight::Plain };
+
+#[test]
+fn devices_that_are_not_there() {
+    match Device::cuda_count() {
+        Ok(count) => {
+            let error = Device::cuda(count).unwrap_err().to_string();
+            assert_eq!(error, format!("no CUDA device {count}: the driver reports {count} device(s)"));
+        }
+        Err(error) => {
+            assert!(error.to_string().starts_with("no CUDA driver: "), "{error}");
+            assert!(matches!(Device::cuda(0), Err(Error::NoDriver { .. })));
+            assert!(Device::best().limits().is_none(), "without a driver the best device is the CPU");
+            assert_eq!(HardwareProfile::detect(), *Device::cpu().profile());
+        }
+    }
+}
+
+/// The card, or nothing after saying so.
+fn card(images: &'static [Image]) -> Option<Result<Device, Error>> {
+    match Device::cuda_count() {
+        Ok(count) if count > 0 => Some(Device::cuda_with_images(0, images)),
+        other => {
+            testkit::gpu::skip(&format!("needs a card: {other:?}"));
+            None
+        }
+    }
+}
+
+#[test]
+fn an_image_that_the_driver_refuses() {
+    static BROKEN: &[Image] = &[Image {
+        family: "rmsnorm",
+        arch: Arch::Sm61,
+        ptx: ".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { no_such_instruction; ret; }\n",
+    }];
+    let Some(device) = card(BROKEN) else { return };
+    let error = RmsNorm::plan(&device.unwrap(), PROBLEM).unwrap_err();
+    let message = error.to_string();
+    assert!(message.starts_with("the driver refused the image rmsnorm for sm_61: "), "{message}");
+    assert!(message.contains("no_such_instruction"), "the assembler's own words are missing: {message}");
+    assert!(matches!(error, Error::Image { source, .. } if source.name == "CUDA_ERROR_INVALID_PTX"));
+}
+
+#[test]
+fn an_image_that_is_not_in_the_build() {
+    static OTHER: &[Image] = &[Image { family: "rope", arch: Arch::Sm61, ptx: "" }];
+    let Some(device) = card(OTHER) else { return };
+    assert_eq!(
+        RmsNorm::plan(&device.unwrap(), PROBLEM).unwrap_err().to_string(),
+        "no image of rmsnorm for sm_61 in this build; it holds: rope sm_61"
+    );
+}
+
+#[test]
+fn a_build_without_any_image_for_the_card() {
+    let Some(device) = card(&[]) else { return };
+    let message = device.unwrap_err().to_string();
+    assert!(message.ends_with("this build has images for nothing"), "{message}");
+}
+
+#[test]
+fn a_floor_that_the_card_cannot_run() {
+    let Some(device) = card(warpforge::IMAGES) else { return };
+    let device = device.unwrap();
+    let profile = device.profile();
+    let (major, minor) = profile.compute_capability.unwrap();
+    for arch in Arch::ALL {
+        let forced = device.with_arch(arch);
+        assert_eq!(forced.is_ok(), arch.runs_on(major, minor), "{arch}");
+        if let Err(error) = forced {
+            let expected =
+                format!("{} has compute capability {major}.{minor}: it cannot run {arch} code", profile.name);
+            assert_eq!(error.to_string(), expected);
+        }
+    }
+}
+
+/// A device's tensors on another device's plan or stream.
+#[test]
+fn devices_that_do_not_match() -> Result<(), Error> {
+    let Some(device) = card(warpforge::IMAGES) else { return Ok(()) };
+    let (card, cpu) = (device?, Device::cpu());
+    let (on_card, on_cpu): (Stream, Stream) = (card.stream()?, cpu.stream()?);
+    let tensor = Tensor::zeros(&on_card, &[4], DType::F32)?;
+    assert_eq!(
+        tensor.to_vec::<f32>(&on_cpu).unwrap_err().to_string(),
+        "TensorView::to_vec: stream: expected cuda:0, got the CPU"
+    );
+    Ok(())
+}
+
+#[test]
+fn more_memory_than_there_is() {
+    let mut devices = vec![Device::cpu()];
+    devices.extend(Device::cuda(0));
+    for device in devices {
+        let stream = device.stream().unwrap();
+        let before = device.pool().stats();
+        let error = Tensor::empty(&stream, &[1 << 44], DType::F32).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == 1 << 46), "{error}");
+        assert_eq!(device.pool().stats().in_use_bytes, before.in_use_bytes);
+        let error = Tensor::empty(&stream, &[usize::MAX, 2], DType::F32).unwrap_err().to_string();
+        assert!(error.starts_with("Tensor::empty: shape: expected a size that fits the address space"), "{error}");
+    }
+}
+
+#[test]
+fn levels_bound_the_floor() {
+    let Ok(card) = Device::cuda(0) else { return };
+    for (level, floor) in [(OptLevel::Basic, Arch::Sm61), (OptLevel::Medium, Arch::Sm80), (OptLevel::High, Arch::Sm90a)] {
+        let limits = card.with_level(level).limits().unwrap();
+        assert!(limits.floor <= floor, "{level:?}: {limits:?}");
+    }
+}
