@@ -9,9 +9,11 @@
 mod arch;
 mod dtype;
 pub mod ops;
+mod row_tiles;
 
 pub use arch::Arch;
 pub use dtype::DType;
+pub use row_tiles::RowTiles;
 
 /// A kernel's parameter struct: `#[repr(C)]`, without padding or pointers, passed by value.
 ///

@@ -29,6 +29,9 @@ unary!(
     /// 2^x, error 2 ulp, subnormal results flushed to zero.
     ex2, "ex2.approx.ftz.f32", |x| (x as f64).exp2() as f32);
 unary!(
+    /// 2^x, error 2 ulp, subnormal results kept.
+    ex2_subnormal, "ex2.approx.f32", |x| (x as f64).exp2() as f32);
+unary!(
     /// log2(x), absolute error 2^-22 for x in (0.5, 2), relative 2^-22 elsewhere.
     lg2, "lg2.approx.ftz.f32", |x| (x as f64).log2() as f32);
 unary!(

@@ -1,3 +1,4 @@
 //! Parts that kernels share.
 
+pub mod activation;
 pub mod reduce;

@@ -35,3 +35,12 @@ pub(crate) fn check_size(
         Err(Error::invalid(op, argument, format!("{what} below 2^31"), value.to_string()))
     }
 }
+
+/// The blocks of a one-dimensional grid: a card takes fewer than 2^31.
+pub(crate) fn check_blocks(op: &'static str, argument: &'static str, blocks: u64) -> Result<u32, Error> {
+    if blocks < 1 << 31 {
+        Ok(blocks as u32)
+    } else {
+        Err(Error::invalid(op, argument, "a tensor that takes fewer than 2^31 blocks", blocks.to_string()))
+    }
+}

@@ -1,0 +1,66 @@
+//! Gated linear unit activation on the CPU: rows in parallel.
+
+use abi::DType;
+use abi::ops::glu::Activation;
+use half::{bf16, f16};
+
+use super::GluArgs;
+use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::tensor::FloatElement;
+
+pub(super) fn run(dtype: DType, activation: Activation, args: &mut GluArgs<'_>) {
+    match dtype {
+        DType::F16 => of_type::<f16>(activation, args),
+        DType::BF16 => of_type::<bf16>(activation, args),
+        _ => of_type::<f32>(activation, args),
+    }
+}
+
+fn of_type<T: FloatElement>(activation: Activation, args: &mut GluArgs<'_>) {
+    match activation {
+        Activation::Silu => rows::<T>(args, |x| times_sigmoid(x, x)),
+        Activation::GeluTanh => rows::<T>(args, gelu_tanh),
+        Activation::GeluErf => rows::<T>(args, gelu_erf),
+    }
+}
+
+fn rows<T: FloatElement>(args: &mut GluArgs<'_>, act: impl Fn(f32) -> f32 + Sync + Send) {
+    let [rows, cols] = *args.out.shape() else { return };
+    let (gate_stride, up_stride, out_stride) =
+        (args.gate.strides()[0], args.up.strides()[0], args.out.strides()[0]);
+    if args.out.is_empty() {
+        return;
+    }
+    let (gate, up) = (args.gate.host_slice::<T>(), args.up.host_slice::<T>());
+    let out = SharedSlice::new(args.out.host_slice_mut::<T>());
+    for_rows(rows, rows * cols, |row| {
+        let (gate, up) = (&gate[row * gate_stride..][..cols], &up[row * up_stride..][..cols]);
+        // SAFETY: the rows of a view that is written do not overlap.
+        let out = unsafe { out.part(row * out_stride, cols) };
+        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+            *out = T::from_f32(act(gate.to_f32()) * up.to_f32());
+        }
+    });
+}
+
+/// x · sigmoid(z), for z of the sign of x; −0 for −inf.
+fn times_sigmoid(x: f32, z: f32) -> f32 {
+    if x == f32::NEG_INFINITY {
+        return -0.0;
+    }
+    let power = (-z.abs()).exp();
+    (if z < 0.0 { x * power } else { x }) / (1.0 + power)
+}
+
+/// (1 + tanh(z/2)) / 2 is sigmoid(z).
+fn gelu_tanh(x: f32) -> f32 {
+    const LINEAR: f32 = 1.595_769_1; // 2 √(2/π)
+    times_sigmoid(x, LINEAR * (x + 0.044_715 * x * x * x))
+}
+
+fn gelu_erf(x: f32) -> f32 {
+    if x == f32::NEG_INFINITY {
+        return -0.0;
+    }
+    0.5 * x * libm::erfcf(-x * std::f32::consts::FRAC_1_SQRT_2)
+}

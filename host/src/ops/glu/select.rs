@@ -1,0 +1,76 @@
+//! Which kernel a gated linear unit takes.
+
+use abi::ops::glu::{GluTile, GluVariant, VARIANTS};
+
+use super::{GluProblem, OP};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// A kernel and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GluChoice {
+    /// The kernel.
+    pub variant: &'static GluVariant,
+    /// Why this one.
+    pub why: &'static str,
+}
+
+impl GluChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(variant: &'static GluVariant, problem: &GluProblem) -> Result<Self, Error> {
+        let whole = variant.tile == GluTile::Scalar || is_whole_pieces(problem);
+        if variant.dtype == problem.dtype && variant.activation == problem.activation && whole {
+            return Ok(GluChoice { variant, why: "asked for" });
+        }
+        let pieces = if variant.tile == GluTile::Pieces { ", rows of whole pieces of 16 bytes" } else { "" };
+        let expected = format!("{} {}{pieces}", variant.dtype, variant.activation.name());
+        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+    }
+}
+
+fn is_whole_pieces(problem: &GluProblem) -> bool {
+    (problem.cols * problem.dtype.bytes()).is_multiple_of(16)
+}
+
+/// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
+pub fn select(_limits: &DeviceLimits, problem: &GluProblem) -> Result<GluChoice, Error> {
+    let (tile, why) = if is_whole_pieces(problem) {
+        (GluTile::Pieces, "rows are whole pieces of 16 bytes")
+    } else {
+        (GluTile::Scalar, "rows are not whole pieces of 16 bytes")
+    };
+    Ok(GluChoice { variant: variant(problem, tile)?, why })
+}
+
+/// The kernel of a tile.
+pub(super) fn variant(problem: &GluProblem, tile: GluTile) -> Result<&'static GluVariant, Error> {
+    let fits = |variant: &&GluVariant| {
+        (variant.dtype, variant.activation, variant.tile) == (problem.dtype, problem.activation, tile)
+    };
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
+    VARIANTS.iter().find(fits).ok_or_else(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::super::Activation;
+    use super::*;
+
+    #[test]
+    fn choice_by_row_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            (DType::BF16, 9728, Activation::Silu, "glu_bf16_silu__pieces__sm61"),
+            (DType::BF16, 9729, Activation::Silu, "glu_bf16_silu__scalar__sm61"),
+            (DType::BF16, 4, Activation::GeluErf, "glu_bf16_gelu_erf__scalar__sm61"),
+            (DType::F32, 4, Activation::GeluErf, "glu_f32_gelu_erf__pieces__sm61"),
+            (DType::F16, 64, Activation::GeluTanh, "glu_f16_gelu_tanh__pieces__sm61"),
+        ];
+        for (dtype, cols, activation, entry) in table {
+            let problem = GluProblem { rows: 7, cols, dtype, activation };
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
+        }
+    }
+}
