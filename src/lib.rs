@@ -14,3 +14,8 @@ pub use host::{
     NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Resources, Stream, Tensor,
     TensorView, TensorViewMut, models, ops,
 };
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,6 +6,7 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use abi::DType;
+use abi::ops::glu::Activation;
 use serde_json::{Map, Value};
 
 use super::ModelError;
@@ -69,17 +70,6 @@ pub struct DecoderConfig {
     pub max_position_embeddings: usize,
     /// Rotary position embedding.
     pub rope: RopeConfig,
-}
-
-/// An MLP's activation function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// `x · sigmoid(x)`.
-    Silu,
-    /// GELU in its tanh approximation.
-    GeluTanh,
-    /// GELU by the error function.
-    Gelu,
 }
 
 /// Rotary position embedding.
@@ -295,7 +285,7 @@ impl Activation {
         match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or("silu") {
             "silu" | "swish" => Ok(Activation::Silu),
             "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
-            "gelu" => Ok(Activation::Gelu),
+            "gelu" => Ok(Activation::GeluErf),
             other => Err(fields.unsupported("hidden_act", other.into(), SUPPORTED)),
         }
     }
@@ -725,7 +715,7 @@ mod tests {
         let activation =
             |name: &str| qwen3(&format!(r#""hidden_act": "{name}""#)).unwrap().decoder.activation;
         assert_eq!(activation("swish"), Activation::Silu);
-        assert_eq!(activation("gelu"), Activation::Gelu);
+        assert_eq!(activation("gelu"), Activation::GeluErf);
         assert_eq!(activation("gelu_pytorch_tanh"), Activation::GeluTanh);
         assert_eq!(
             message(r#""hidden_act": "relu2""#),

@@ -13,7 +13,7 @@ mod sampler;
 mod session;
 mod weights;
 
-pub use config::{Activation, Architecture, DecoderConfig, ModelConfig, RopeConfig, RopeKind, YarnRope};
+pub use config::{Architecture, DecoderConfig, ModelConfig, RopeConfig, RopeKind, YarnRope};
 pub use error::{ModelError, TensorProblem};
 pub use loader::LoadProgress;
 pub use model::Model;

@@ -1,6 +1,8 @@
 //! The parts of a decoder: weights, made by factories from the configuration. What runs them is in `plans` and `session`.
 
-use super::config::{Activation, DecoderConfig};
+use abi::ops::glu::Activation;
+
+use super::config::DecoderConfig;
 use super::loader::Loader;
 use crate::error::Error;
 use crate::tensor::Tensor;
