@@ -9,6 +9,7 @@
 mod arch;
 mod dtype;
 pub mod ops;
+pub mod philox;
 
 pub use arch::Arch;
 pub use dtype::DType;

@@ -1,3 +1,4 @@
 //! Parts that kernels share.
 
 pub mod reduce;
+pub mod scan;
