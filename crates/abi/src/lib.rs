@@ -9,6 +9,7 @@
 mod arch;
 mod dtype;
 pub mod ops;
+pub mod philox;
 mod row_tiles;
 
 pub use arch::Arch;

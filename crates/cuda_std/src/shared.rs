@@ -166,3 +166,26 @@ pub unsafe fn store_u16(address: u32, value: u16) {
         crate::needs_gpu("st.shared.b16")
     })
 }
+
+/// `atom.shared.add.u32 d, [address], value;`: adds to one u32 at `address`, wrapping; returns the old value.
+///
+/// Relaxed: barriers order it with other accesses.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(dynamic shared memory)*.
+/// - *initialised*: by a write and a barrier before; other threads access it only by atomics until the next barrier.
+#[inline(always)]
+pub unsafe fn add_u32(address: u32, value: u32) -> u32 {
+    device!({
+        let old: u32;
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("atom.shared.add.u32 {}, [{}], {};", out(reg32) old, in(reg32) address, in(reg32) value,
+                options(nostack));
+        }
+        old
+    } else {
+        let _ = (address, value);
+        crate::needs_gpu("atom.shared.add.u32")
+    })
+}

@@ -87,3 +87,18 @@ pub unsafe fn sync_threads() {
         crate::needs_gpu("bar.sync")
     })
 }
+
+/// The same value, of which the compiler knows nothing any more. `mov.u32 d, a;`
+///
+/// It starts the counter of a loop with barriers and large bodies: LLVM unrolls loops whose number of rounds it knows.
+#[inline(always)]
+pub fn opaque(value: u32) -> u32 {
+    device!({
+        let same: u32;
+        // SAFETY: register arithmetic.
+        unsafe { core::arch::asm!("mov.u32 {}, {};", out(reg32) same, in(reg32) value, options(pure, nomem, nostack)) };
+        same
+    } else {
+        core::hint::black_box(value)
+    })
+}

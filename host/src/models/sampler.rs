@@ -4,23 +4,23 @@ use abi::DType;
 
 use super::Session;
 use crate::error::Error;
-use crate::ops::sampling::{Sample, SampleArgs, SampleProblem, Sampling};
+use crate::ops::sampling::{self, Sampling, SamplingArgs, SamplingProblem};
 use crate::tensor::Tensor;
 
 /// Draws the next token of every sequence of a session, each time with a new random number.
 #[derive(Debug)]
 pub struct Sampler {
-    plan: Sample,
+    plan: sampling::Sampler,
     ids: Tensor,
     step: u64,
 }
 
 impl Sampler {
     /// A sampler for sessions of this one's model and batch size.
-    pub fn new(session: &Session, sampling: Sampling) -> Result<Self, Error> {
+    pub fn new(session: &Session, method: Sampling) -> Result<Self, Error> {
         let (rows, vocab) = (session.options().batch, session.model().config().decoder.vocab_size);
-        let problem = SampleProblem { rows, vocab, dtype: DType::F32, sampling };
-        let plan = Sample::plan(session.model().device(), problem)?;
+        let problem = SamplingProblem { rows, vocab, dtype: DType::F32, method };
+        let plan = sampling::Sampler::plan(session.model().device(), problem)?;
         Ok(Sampler { plan, ids: Tensor::empty(session.stream(), &[rows], DType::U32)?, step: 0 })
     }
 
@@ -28,8 +28,8 @@ impl Sampler {
     pub fn sample(&mut self, session: &Session) -> Result<Vec<u32>, Error> {
         let (stream, logits) = (session.stream(), session.logits()?);
         let rows = logits.shape()[0];
-        let out = self.ids.view_mut().slice(0, 0..rows)?;
-        self.plan.run(stream, SampleArgs { logits, step: self.step, out })?;
+        let ids = self.ids.view_mut().slice(0, 0..rows)?;
+        self.plan.run(stream, SamplingArgs { logits, ids, step: self.step })?;
         self.step += 1;
         self.ids.view().slice(0, 0..rows)?.to_vec(stream)
     }

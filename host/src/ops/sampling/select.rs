@@ -1,0 +1,105 @@
+//! Which kernel sampling takes.
+
+use abi::ops::sampling::{SamplingAccess, SamplingMethod, SamplingVariant, VARIANTS, smem};
+
+use super::{OP, SamplingProblem};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// A kernel and how it is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingChoice {
+    /// The kernel.
+    pub variant: &'static SamplingVariant,
+    /// Why this one.
+    pub why: String,
+}
+
+impl SamplingChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(variant: &'static SamplingVariant, problem: &SamplingProblem) -> Result<Self, Error> {
+        if !fits(variant, problem) {
+            let SamplingVariant { dtype, method, access, .. } = variant;
+            let expected = format!("a {method:?} problem of {dtype} that {access:?} access can read");
+            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
+        }
+        Ok(SamplingChoice { variant, why: "asked for".into() })
+    }
+
+    /// The kernel that any alignment will do for.
+    pub(super) fn by_element(problem: &SamplingProblem) -> Result<Self, Error> {
+        first(problem, |variant| variant.access == SamplingAccess::Scalar)
+    }
+
+    pub(super) fn smem_bytes(&self) -> u32 {
+        match self.variant.method {
+            SamplingMethod::Greedy => smem::GREEDY_BYTES,
+            SamplingMethod::Random => smem::RANDOM_BYTES,
+        }
+    }
+}
+
+fn fits(variant: &SamplingVariant, problem: &SamplingProblem) -> bool {
+    let is_whole = (problem.vocab * problem.dtype.bytes()).is_multiple_of(16);
+    variant.dtype == problem.dtype
+        && variant.method == problem.method.method()
+        && (variant.access == SamplingAccess::Scalar || is_whole)
+}
+
+/// The first kernel of the table that fits and that `wanted` takes.
+fn first(
+    problem: &SamplingProblem,
+    wanted: impl Fn(&SamplingVariant) -> bool,
+) -> Result<SamplingChoice, Error> {
+    let Some(variant) = VARIANTS.iter().find(|variant| fits(variant, problem) && wanted(variant)) else {
+        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
+    };
+    let why = match variant.access {
+        SamplingAccess::Vector => "the row is whole pieces of 16 bytes",
+        SamplingAccess::Scalar => "the row is not whole pieces of 16 bytes",
+    };
+    Ok(SamplingChoice { variant, why: why.into() })
+}
+
+/// Pieces of 16 bytes if the row is whole ones, else elements.
+pub fn select(_limits: &DeviceLimits, problem: &SamplingProblem) -> Result<SamplingChoice, Error> {
+    first(problem, |_| true)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::super::Sampling;
+    use super::*;
+
+    const RANDOM: Sampling = Sampling::Random { temperature: 1.0, top_k: None, top_p: 1.0, seed: 0 };
+
+    #[test]
+    fn choice_by_method_and_row_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            (DType::BF16, 151_936, Sampling::Greedy, "sampling_greedy_bf16__vector__sm61", 256),
+            (DType::BF16, 50257, Sampling::Greedy, "sampling_greedy_bf16__scalar__sm61", 256),
+            (DType::F32, 4, RANDOM, "sampling_random_f32__vector__sm61", 16672),
+            (DType::F16, 4, RANDOM, "sampling_random_f16__scalar__sm61", 16672),
+        ];
+        for (dtype, vocab, method, entry, smem_bytes) in table {
+            let problem = SamplingProblem { rows: 3, vocab, dtype, method };
+            let choice = select(&limits, &problem).unwrap();
+            assert_eq!((choice.variant.entry, choice.smem_bytes()), (entry, smem_bytes), "{dtype} {vocab}");
+            let fallback = SamplingChoice::by_element(&problem).unwrap();
+            assert_eq!(fallback.variant.access, SamplingAccess::Scalar);
+            assert_eq!(fallback.smem_bytes(), smem_bytes);
+        }
+    }
+
+    #[test]
+    fn a_kernel_of_another_method_is_refused() {
+        let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F32, method: RANDOM };
+        assert_eq!(
+            SamplingChoice::forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
+            format!("sampling: variant: expected a Greedy problem of f32 that Vector access can read, got {problem:?}")
+        );
+    }
+}
