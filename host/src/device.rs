@@ -137,10 +137,7 @@ impl TensorCores {
 impl HardwareProfile {
     /// The profile of the first CUDA device if there is one, else of the CPU. Needs no images.
     pub fn detect() -> Self {
-        match cuda::Context::open(0) {
-            Ok(context) => context.profile().clone(),
-            Err(_) => Self::cpu(),
-        }
+        cuda::detect(0).unwrap_or_else(|_| Self::cpu())
     }
 
     fn cpu() -> Self {

@@ -53,11 +53,7 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn open(ordinal: usize) -> Result<Self, Error> {
-        let count = device_count()?;
-        if ordinal >= count {
-            return Err(Error::NoDevice { ordinal, count });
-        }
-        let device = cust::device::Device::get_device(ordinal as u32).map_err(cust_failed("cuDeviceGet"))?;
+        let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
         let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
         Ok(Context { context, profile })
@@ -71,6 +67,19 @@ impl Context {
     fn enter(&self) -> Result<(), Error> {
         CurrentContext::set_current(&self.context).map_err(cust_failed("cuCtxSetCurrent"))
     }
+}
+
+/// What the device of this ordinal is; takes no context, and so no memory of it.
+pub(crate) fn detect(ordinal: usize) -> Result<HardwareProfile, Error> {
+    profile(find(ordinal)?, ordinal as u32)
+}
+
+fn find(ordinal: usize) -> Result<cust::device::Device, Error> {
+    let count = device_count()?;
+    if ordinal >= count {
+        return Err(Error::NoDevice { ordinal, count });
+    }
+    cust::device::Device::get_device(ordinal as u32).map_err(cust_failed("cuDeviceGet"))
 }
 
 fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile, Error> {

@@ -20,6 +20,10 @@ pub(crate) fn device_count() -> Result<usize, Error> {
     Err(no_driver())
 }
 
+pub(crate) fn detect(_ordinal: usize) -> Result<HardwareProfile, Error> {
+    Err(no_driver())
+}
+
 #[derive(Debug)]
 pub(crate) struct Context(Infallible);
 
