@@ -1,1 +1,314 @@
-//! Placeholder of rope.
+//! Rotary position embedding against its reference.
+
+use abi::ops::rope::{RopeVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Values, dims, finite_values};
+use warpforge::ops::rope::reference::{self, RopeShape};
+use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
+use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
+
+use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+
+/// Positions of the tables in the property tests.
+const MAX_POSITION: usize = 97;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    InPlace,
+    Apart,
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: RopeProblem,
+    /// Elements before and after the heads in a token's row, as in a joint projection.
+    x_margin: (usize, usize),
+    out_margin: (usize, usize),
+    offset: usize,
+    place: Place,
+    attention_factor: f64,
+    kind: Values,
+    seed: u64,
+}
+
+fn style() -> impl Strategy<Value = RopeStyle> {
+    proptest::sample::select(&RopeStyle::ALL[..])
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    // Sizes of models, sizes that fit no piece of 16 bytes, and any.
+    let head = prop_oneof![
+        3 => proptest::sample::select(vec![(128usize, 128usize), (64, 64), (256, 64), (16, 16), (32, 16), (8, 8)]),
+        2 => (1usize..40, 0usize..20).prop_map(|(pairs, rest)| (2 * pairs + rest, 2 * pairs)),
+    ];
+    let problem = (floats(), dims(&[8, 16], 40), dims(&[4, 8], 18), head, style()).prop_map(
+        |(dtype, tokens, heads, (head_dim, rotary_dim), style)| RopeProblem {
+            tokens,
+            heads,
+            head_dim,
+            rotary_dim,
+            style,
+            dtype,
+        },
+    );
+    let margin = || {
+        let aligned = || (0usize..3).prop_map(|pieces| 8 * pieces);
+        prop_oneof![4 => (aligned(), aligned()), 1 => (0usize..9, 0usize..9)]
+    };
+    let layout = (margin(), margin(), prop_oneof![6 => Just(0usize), 1 => 1usize..9]);
+    let rest = (
+        prop_oneof![Just(Place::InPlace), Just(Place::Apart)],
+        prop_oneof![3 => Just(1.0), 1 => Just(1.138_629_436)],
+        finite_values(),
+        any::<u64>(),
+    );
+    (problem, layout, rest).prop_map(
+        |(problem, (x_margin, out_margin, offset), (place, attention_factor, kind, seed))| {
+            let x_margin = if place == Place::InPlace { out_margin } else { x_margin };
+            Case { problem, x_margin, out_margin, offset, place, attention_factor, kind, seed }
+        },
+    )
+}
+
+fn inv_freq(rotary_dim: usize) -> Vec<f64> {
+    (0..rotary_dim / 2).map(|i| 1e4f64.powf(-2.0 * i as f64 / rotary_dim as f64)).collect()
+}
+
+/// Some positions out of order, repeated, and one beyond the tables now and then.
+fn positions(tokens: usize, seed: u64) -> Vec<u32> {
+    let mut rng = testkit::strategies::Rng::new(seed);
+    (0..tokens).map(|_| rng.below(MAX_POSITION + 2) as u32).collect()
+}
+
+fn shape_of(problem: &RopeProblem) -> RopeShape {
+    let RopeProblem { heads, head_dim, rotary_dim, style, .. } = *problem;
+    RopeShape { heads, head_dim, rotary_dim, style }
+}
+
+fn wide(stream: &Stream, table: &Tensor) -> Result<Vec<f64>, Error> {
+    Ok(table.to_vec::<f32>(stream)?.into_iter().map(f64::from).collect())
+}
+
+/// The heads inside rows of a wider tensor.
+fn heads<'a>(
+    rows: TensorView<'a>,
+    problem: &RopeProblem,
+    margin: (usize, usize),
+) -> Result<TensorView<'a>, Error> {
+    let len = problem.heads * problem.head_dim;
+    rows.slice(1, margin.0..margin.0 + len)?.reshape(&[rows.shape()[0], problem.heads, problem.head_dim])
+}
+
+fn run(device: &Device, case: &Case, variant: Option<&'static RopeVariant>) -> Result<(), TestCaseError> {
+    let problem = case.problem;
+    let RopeProblem { tokens, heads: num_heads, head_dim, rotary_dim, dtype, .. } = problem;
+    let stream = device.stream().map_err(fail)?;
+    let plan = match variant {
+        None => Rope::plan(device, problem),
+        Some(variant) => Rope::plan_with(device, problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+    let len = num_heads * head_dim;
+    let widths = [case.x_margin, case.out_margin].map(|margin| margin.0 + len + margin.1);
+    if widths.contains(&0) {
+        // Rows cannot tell how many empty rows there are.
+        return Ok(());
+    }
+    let layout = Layout { padding: 0, offset: case.offset };
+    let x_wide = values(case.kind, dtype, tokens * widths[0], case.seed);
+    let before = values(Values::Normal, dtype, tokens * widths[1], case.seed ^ 3);
+    let x: Vec<f64> =
+        x_wide.chunks(widths[0]).flat_map(|row| &row[case.x_margin.0..][..len]).copied().collect();
+    let position_list = positions(tokens, case.seed ^ 1);
+
+    let tables =
+        RopeTables::new(&stream, &inv_freq(rotary_dim), case.attention_factor, MAX_POSITION).map_err(fail)?;
+    let position_tensor = Tensor::from_slice(&stream, &[tokens], &position_list).map_err(fail)?;
+    let x_rows = Rows::input(&stream, dtype, &x_wide, widths[0], layout).map_err(fail)?;
+    let out_values = if case.place == Place::InPlace { &x_wide } else { &before };
+    let mut out_rows = Rows::input(&stream, dtype, out_values, widths[1], layout).map_err(fail)?;
+    let out = out_rows.view_mut().slice(1, case.out_margin.0..case.out_margin.0 + len).map_err(fail)?;
+    let out = out.reshape(&[tokens, num_heads, head_dim]).map_err(fail)?;
+    let input = match case.place {
+        Place::InPlace => RopeInput::InPlace,
+        Place::Apart => RopeInput::From(heads(x_rows.view(), &problem, case.x_margin).map_err(fail)?),
+    };
+    plan.run(&stream, RopeArgs { x: input, positions: position_tensor.view(), tables: &tables, out })
+        .map_err(fail)?;
+
+    let got_wide = out_rows.read(&stream)?;
+    let (cos, sin) = (wide(&stream, tables.cos()).map_err(fail)?, wide(&stream, tables.sin()).map_err(fail)?);
+    let shape = shape_of(&problem);
+    let (want, terms) = reference::rope::<f64>(&x, &position_list, (&cos, &sin), shape, |v| v);
+    let (naive, _) = reference::rope::<f32>(&x, &position_list, (&cos, &sin), shape, store(dtype));
+    let mut got = Vec::new();
+    for (row, before) in std::iter::zip(got_wide.chunks(widths[1]), out_values.chunks(widths[1])) {
+        let (start, end) = (case.out_margin.0, case.out_margin.0 + len);
+        prop_assert_eq!(&row[..start], &before[..start], "before the heads");
+        prop_assert_eq!(&row[end..], &before[end..], "after the heads");
+        got.extend_from_slice(&row[start..end]);
+    }
+    let what = plan.report().variant;
+    for (i, (got, x)) in std::iter::zip(&got, &x).enumerate() {
+        if i % head_dim >= rotary_dim {
+            prop_assert_eq!(got.to_bits(), x.to_bits(), "{}: element {} beyond the rotated part", what, i);
+        }
+    }
+    check(what, &got, &want, &naive, &Tolerance::new(dtype, Scale::Given(&terms), 3))
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned(case in case()) {
+        for device in devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant(case in case()) {
+        let RopeProblem { dtype, style, .. } = case.problem;
+        for device in cards() {
+            for variant in VARIANTS.iter().filter(|v| v.dtype == dtype && v.style == style) {
+                if Rope::plan_with(device, case.problem, variant).is_ok() {
+                    run(device, &case, Some(variant))?;
+                }
+            }
+        }
+    }
+
+    /// A token gives the same bits alone and among others.
+    #[test]
+    fn tokens_are_independent(dtype in floats(), style in style(), tokens in 2usize..30, heads in 1usize..10, seed: u64) {
+        let (head_dim, len) = (32, heads * 32);
+        for device in devices() {
+            let stream = device.stream().map_err(fail)?;
+            let tables = RopeTables::new(&stream, &inv_freq(head_dim), 1.0, MAX_POSITION).map_err(fail)?;
+            let data = values(Values::Normal, dtype, tokens * len, seed);
+            let at = positions(tokens, seed);
+            let run = |data: &[f64], at: &[u32]| -> Result<Vec<f64>, TestCaseError> {
+                let tokens = at.len();
+                let problem = RopeProblem { tokens, heads, head_dim, rotary_dim: head_dim, style, dtype };
+                let mut rows = Rows::input(&stream, dtype, data, len, Layout::default()).map_err(fail)?;
+                let positions = Tensor::from_slice(&stream, &[tokens], at).map_err(fail)?;
+                let out = rows.view_mut().reshape(&[tokens, heads, head_dim]).map_err(fail)?;
+                let args = RopeArgs { x: RopeInput::InPlace, positions: positions.view(), tables: &tables, out };
+                Rope::plan(device, problem).map_err(fail)?.run(&stream, args).map_err(fail)?;
+                rows.read(&stream)
+            };
+            let together = run(&data, &at)?;
+            let token = seed as usize % tokens;
+            let alone = run(&data[token * len..][..len], &at[token..][..1])?;
+            prop_assert_eq!(&together[token * len..][..len], &alone[..], "{:?}", device);
+        }
+    }
+}
+
+/// cos and sin are the f64 values rounded once, at every position.
+#[test]
+fn tables() -> Result<(), TestCaseError> {
+    for device in devices() {
+        let stream = device.stream()?;
+        for (freqs, factor, max_position) in
+            [(inv_freq(64), 1.0, 1), (inv_freq(2), 1.25, 1000), (inv_freq(34), 1.138, 300)]
+        {
+            let tables = RopeTables::new(&stream, &freqs, factor, max_position)?;
+            assert_eq!((tables.max_position(), tables.pairs()), (max_position, freqs.len()));
+            let (cos, sin) = reference::tables(&freqs, factor, max_position);
+            let f32s = |values: &[f64]| values.iter().map(|&v| v as f32).collect::<Vec<f32>>();
+            testkit::compare::assert_bits_eq(&tables.cos().to_vec::<f32>(&stream)?, &f32s(&cos));
+            testkit::compare::assert_bits_eq(&tables.sin().to_vec::<f32>(&stream)?, &f32s(&sin));
+            let angles: Vec<f64> =
+                (0..max_position).flat_map(|p| freqs.iter().map(move |freq| p as f64 * freq)).collect();
+            let given = RopeTables::from_angles(&stream, &angles, freqs.len(), factor)?;
+            testkit::compare::assert_bits_eq(&given.cos().to_vec::<f32>(&stream)?, &f32s(&cos));
+            testkit::compare::assert_bits_eq(&given.sin().to_vec::<f32>(&stream)?, &f32s(&sin));
+        }
+    }
+    Ok(())
+}
+
+/// The last position of a long context, 262143 radians at the highest frequency, against a reduction by 2π in two parts.
+#[test]
+fn long_context() -> Result<(), Error> {
+    let stream = Device::cpu().stream()?;
+    let tables = RopeTables::new(&stream, &inv_freq(128), 1.0, 262_144)?;
+    let last = tables.cos().view().slice(0, 262_143..262_144)?.reshape(&[64])?.to_vec::<f32>(&stream)?;
+    let turns = (262_143.0 / std::f64::consts::TAU).floor();
+    let angle = (-turns).mul_add(std::f64::consts::TAU, 262_143.0) - turns * 2.449_293_598_294_706_4e-16;
+    assert!((f64::from(last[0]) - angle.cos()).abs() < 1e-7, "{} {}", last[0], angle.cos());
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem = RopeProblem {
+            tokens: 4,
+            heads: 2,
+            head_dim: 64,
+            rotary_dim: 32,
+            style: RopeStyle::HalfSplit,
+            dtype: DType::F32,
+        };
+        let plan = Rope::plan(device, problem)?;
+        let tables = RopeTables::new(&stream, &inv_freq(32), 1.0, 8)?;
+        let message = |x: Option<&[usize]>, positions: usize, tables: &RopeTables, out: &[usize]| {
+            let x = x.map(|shape| Tensor::zeros(&stream, shape, DType::F32)).transpose()?;
+            let positions = Tensor::zeros(&stream, &[positions], DType::U32)?;
+            let mut out = Tensor::zeros(&stream, out, DType::F32)?;
+            let args = RopeArgs {
+                x: x.as_ref().map_or(RopeInput::InPlace, |x| RopeInput::From(x.view())),
+                positions: positions.view(),
+                tables,
+                out: out.view_mut(),
+            };
+            Ok::<String, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        assert_eq!(
+            message(None, 4, &tables, &[4, 2, 65])?,
+            "rope: out: expected shape [any, 2, 64], got [4, 2, 65]"
+        );
+        assert_eq!(
+            message(None, 5, &tables, &[5, 2, 64])?,
+            "rope: out: expected at most 4 tokens, as planned, got 5"
+        );
+        assert_eq!(message(None, 3, &tables, &[4, 2, 64])?, "rope: positions: expected shape [4], got [3]");
+        assert_eq!(
+            message(Some(&[3, 2, 64]), 4, &tables, &[4, 2, 64])?,
+            "rope: x: expected shape [4, 2, 64], got [3, 2, 64]"
+        );
+        let narrow = RopeTables::new(&stream, &inv_freq(30), 1.0, 8)?;
+        assert_eq!(
+            message(None, 4, &narrow, &[4, 2, 64])?,
+            "rope: tables: expected shape [any, 16], got [8, 15]"
+        );
+        let problem_error = |problem: RopeProblem| Rope::supports(device, &problem).unwrap_err().to_string();
+        for rotary_dim in [0, 33, 66] {
+            assert_eq!(
+                problem_error(RopeProblem { rotary_dim, ..problem }),
+                format!("rope: problem: expected an even rotary_dim from 2 to head_dim 64, got {rotary_dim}")
+            );
+        }
+        assert_eq!(
+            problem_error(RopeProblem { dtype: DType::I32, ..problem }),
+            "rope: problem: expected dtype f32, f16 or bf16, got i32"
+        );
+        assert_eq!(
+            RopeTables::new(&stream, &inv_freq(32), 1.0, 0).unwrap_err().to_string(),
+            "rope: tables: expected at least one position and one pair, got 0 positions of 16 pairs"
+        );
+        assert_eq!(
+            RopeTables::from_angles(&stream, &[0.0; 7], 2, 1.0).unwrap_err().to_string(),
+            "rope: angles: expected a multiple of 2 angles, at least 1, got 7"
+        );
+    }
+    Ok(())
+}

@@ -9,17 +9,16 @@ use cuda_std::math;
 /// log2(e) = LOG2_E + LOG2_E_LOW.
 const LOG2_E_LOW: f32 = 1.925_963e-8;
 
-/// e^−(high + low) for high ≥ 0 and |low| an ulp of it at most: error 2^−22, whatever the size of the argument.
+/// e^−x for x ≥ 0: error 2^−22, whatever the size of x. A NaN gives 0.
 ///
-/// The product with log2(e) is kept in two parts: rounded to one, its error would grow with the argument. A NaN gives 0.
+/// The product with log2(e) is kept in two parts: rounded to one, its error would grow with x.
 #[inline(always)]
-fn exp_neg(high: f32, low: f32) -> f32 {
+fn exp_neg(x: f32) -> f32 {
     // e^−150 is 0 already; an infinity would make a NaN below.
-    let high = math::min(high, 150.0);
-    let whole = -high * math::LOG2_E;
-    let rest = math::fma(-high, math::LOG2_E, -whole);
-    let rest = math::fma(-high, LOG2_E_LOW, rest);
-    let rest = math::fma(-low, math::LOG2_E, rest);
+    let x = math::min(x, 150.0);
+    let whole = -x * math::LOG2_E;
+    let rest = math::fma(-x, math::LOG2_E, -whole);
+    let rest = math::fma(-x, LOG2_E_LOW, rest);
     let power = math::ex2_subnormal(whole);
     // 2^rest = 1 + rest · ln 2, since rest is below 2^−16.
     math::fma(power, rest * core::f32::consts::LN_2, power)
@@ -28,7 +27,7 @@ fn exp_neg(high: f32, low: f32) -> f32 {
 /// x · sigmoid(z), for z of the sign of x.
 #[inline(always)]
 fn times_sigmoid(x: f32, z: f32) -> f32 {
-    let power = exp_neg(math::abs(z), 0.0);
+    let power = exp_neg(math::abs(z));
     // sigmoid(z) is 1 / (1 + e^−|z|) for z ≥ 0, and e^−|z| times that below.
     let numerator = if z < 0.0 { x * power } else { x };
     limit(x, numerator * math::rcp(1.0 + power))
@@ -89,7 +88,9 @@ pub fn gelu_erf(x: f32) -> f32 {
     let size = math::min(math::abs(x), 20.0);
     let square = size * size;
     let near = math::fma(x, polynomial(&NEAR, square), 0.5);
-    let power = exp_neg(0.5 * square, 0.5 * math::fma(size, size, -square));
+    // e^−(x²/2), with what rounding took from the square.
+    let power = exp_neg(0.5 * square);
+    let power = math::fma(power, -0.5 * math::fma(size, size, -square), power);
     let inverse = math::rcp(math::fma(size, core::f32::consts::FRAC_1_SQRT_2, K));
     let scaled = polynomial(&FAR, math::fma(-2.0 * K, inverse, 1.0));
     // erfc(a) / 2, which is Φ(−|x|).
