@@ -260,7 +260,10 @@ mod tests {
             let (whole, part) = (weight(exponent, 0.0, 1.0), weight(exponent - 0.0625, 0.0, 1.0));
             // 2^(−1/16), from the root of the root of the root of the root of a half.
             let ratio = part as f64 / whole as f64;
-            assert!((ratio - 0.957_603_280_698_573_6).abs() < 1e-6 + 4.0 / whole as f64, "{exponent}: {ratio}");
+            assert!(
+                (ratio - 0.957_603_280_698_573_6).abs() < 1e-6 + 4.0 / whole as f64,
+                "{exponent}: {ratio}"
+            );
             exponent -= 0.0625;
         }
     }

@@ -31,9 +31,7 @@ use abi::ops::sampling::{
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, shared, thread};
 
-use crate::tile::scan::{
-    block_max_u64, block_scan_u64, load_u64, shuffle_idx_u64, store_u64, warp_scan_u64,
-};
+use crate::tile::scan::{block_max_u64, block_scan_u64, load_u64, shuffle_idx_u64, store_u64, warp_scan_u64};
 
 /// Calls `visit(index, logit)` for this thread's share of `start..end`: pieces of `PIECE` elements (1, or as many as 16
 /// bytes hold), `member` of `members` in turn.
@@ -265,8 +263,8 @@ unsafe fn find<T: Element, const PIECE: u32>(
                 (shuffle_idx_u64(above_before, 0), shuffle_idx_u64(ties_before, 0));
             let (above_after, ties_after) =
                 (shuffle_idx_u64(above_after, 31), shuffle_idx_u64(ties_after, 31));
-            let is_here = kept.sum(above_before, ties_before) <= target
-                && target < kept.sum(above_after, ties_after);
+            let is_here =
+                kept.sum(above_before, ties_before) <= target && target < kept.sum(above_after, ties_after);
             if is_here && lane == 0 {
                 shared::store_u32(base + smem::FOUND, from);
                 shared::store_u32(base + smem::FOUND + 4, to - from);
@@ -371,9 +369,7 @@ unsafe fn random<T: Element, const PIECE: u32>(logits: *const T, ids: *mut u32, 
 }
 
 macro_rules! piece {
-    (Vector, $type:ident) => {
-        { <$type as Element>::PER_16_BYTES as u32 }
-    };
+    (Vector, $type:ident) => {{ <$type as Element>::PER_16_BYTES as u32 }};
     (Scalar, $type:ident) => {
         1
     };

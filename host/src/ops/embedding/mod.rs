@@ -115,7 +115,11 @@ impl Embedding {
         Self::new(device, problem, choice)
     }
 
-    fn new(device: &Device, problem: EmbeddingProblem, choice: Option<EmbeddingChoice>) -> Result<Self, Error> {
+    fn new(
+        device: &Device,
+        problem: EmbeddingProblem,
+        choice: Option<EmbeddingChoice>,
+    ) -> Result<Self, Error> {
         let backend = match choice {
             None => Backend::Cpu,
             Some(choice) => {
@@ -138,7 +142,8 @@ impl Embedding {
                 let aligned = table.is_aligned_16() && out.is_aligned_16();
                 let (choice, entry) = if aligned { (choice, entry) } else { (&unaligned.0, &unaligned.1) };
                 let element_bytes = self.problem.dtype.bytes();
-                let units = |elements: u32| (elements as usize * element_bytes / choice.variant.unit_bytes) as u32;
+                let units =
+                    |elements: u32| (elements as usize * element_bytes / choice.variant.unit_bytes) as u32;
                 let dims = EmbeddingDims {
                     cols: units(self.problem.cols as u32),
                     vocab: self.problem.vocab as u32,

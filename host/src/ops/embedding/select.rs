@@ -19,7 +19,10 @@ pub struct EmbeddingChoice {
 
 impl EmbeddingChoice {
     /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static EmbeddingVariant, problem: &EmbeddingProblem) -> Result<Self, Error> {
+    pub(super) fn forced(
+        variant: &'static EmbeddingVariant,
+        problem: &EmbeddingProblem,
+    ) -> Result<Self, Error> {
         if !fits(variant, problem) {
             let expected = format!("one element or rows of whole units of {} bytes", variant.unit_bytes);
             return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
@@ -31,7 +34,8 @@ impl EmbeddingChoice {
 
     /// The kernel that any alignment will do for.
     pub(super) fn by_element(problem: &EmbeddingProblem) -> Result<Self, Error> {
-        let Some(variant) = VARIANTS.iter().find(|variant| variant.unit_bytes == problem.dtype.bytes()) else {
+        let Some(variant) = VARIANTS.iter().find(|variant| variant.unit_bytes == problem.dtype.bytes())
+        else {
             return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
         };
         Self::forced(variant, problem)
@@ -84,10 +88,13 @@ mod tests {
     #[test]
     fn a_kernel_of_another_width_is_refused() {
         let problem = EmbeddingProblem { tokens: 3, vocab: 100, cols: 9, dtype: DType::F16 };
-        let refused = |index: usize| EmbeddingChoice::forced(&VARIANTS[index], &problem).unwrap_err().to_string();
+        let refused =
+            |index: usize| EmbeddingChoice::forced(&VARIANTS[index], &problem).unwrap_err().to_string();
         assert_eq!(
             refused(0),
-            format!("embedding: variant: expected one element or rows of whole units of 16 bytes, got {problem:?}")
+            format!(
+                "embedding: variant: expected one element or rows of whole units of 16 bytes, got {problem:?}"
+            )
         );
         assert!(refused(1).contains("units of 4 bytes"));
         assert!(EmbeddingChoice::forced(&VARIANTS[2], &problem).is_ok());

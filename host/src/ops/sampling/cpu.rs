@@ -63,12 +63,8 @@ fn random<T: FloatElement>(logits: &[T], dims: &RandomDims, row: u32) -> u32 {
         let (key, above) = threshold(logits, target, |_| 1);
         (kept_key, num_ties) = (key, target - above);
     }
-    let above: u64 = logits
-        .iter()
-        .map(|value| value.to_f32())
-        .filter(|&value| key(value) > kept_key)
-        .map(weight_of)
-        .sum();
+    let above: u64 =
+        logits.iter().map(|value| value.to_f32()).filter(|&value| key(value) > kept_key).map(weight_of).sum();
     let mut total = above + num_ties * weight_of(logit(kept_key));
     if dims.top_p_q32 < TOP_P_ONE {
         let target = nucleus(total, dims.top_p_q32);

@@ -32,7 +32,8 @@ pub enum Sampling {
     Greedy,
     /// By its probability.
     Random {
-        /// What logits are divided by; finite and above 0. Small values approach [`Sampling::Greedy`].
+        /// What logits are divided by; above 0 and neither infinite nor subnormal. Small values approach
+        /// [`Sampling::Greedy`].
         temperature: f32,
         /// Only the so many largest logits; none, 0 or the vocabulary's size: all.
         top_k: Option<u32>,
@@ -233,8 +234,8 @@ impl Sampler {
                 vocab,
                 logits_stride,
                 top_k: top_k.filter(|&k| k > 0).map_or(vocab, |k| k.min(vocab)),
-                // Finite, so that the maximum's exponent stays 0 where the temperature is tiny.
-                scale: (std::f64::consts::LOG2_E / f64::from(temperature)).min(f64::from(f32::MAX)) as f32,
+                // Finite, as the temperature is not subnormal.
+                scale: (std::f64::consts::LOG2_E / f64::from(temperature)) as f32,
             }),
         })
     }
@@ -256,7 +257,12 @@ impl Sampler {
             }
             Backend::Cuda { choice, entry, .. } => {
                 let tile = format!("a row per block, {:?}", choice.variant.access);
-                OptimizationReport::new(OP, &self.device, Some(entry), work(choice.why.clone(), tile, THREADS))
+                OptimizationReport::new(
+                    OP,
+                    &self.device,
+                    Some(entry),
+                    work(choice.why.clone(), tile, THREADS),
+                )
             }
         }
     }
@@ -289,7 +295,12 @@ fn check_problem(problem: &SamplingProblem) -> Result<(), Error> {
     }
     if let Sampling::Random { temperature, top_p, .. } = problem.method {
         if !(temperature > 0.0 && temperature.is_finite()) {
-            return Err(Error::invalid(OP, "temperature", "a finite number above 0", temperature.to_string()));
+            return Err(Error::invalid(
+                OP,
+                "temperature",
+                "a finite number above 0",
+                temperature.to_string(),
+            ));
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
             return Err(Error::invalid(OP, "top_p", "a number above 0 and at most 1", top_p.to_string()));

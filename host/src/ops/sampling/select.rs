@@ -17,7 +17,10 @@ pub struct SamplingChoice {
 
 impl SamplingChoice {
     /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static SamplingVariant, problem: &SamplingProblem) -> Result<Self, Error> {
+    pub(super) fn forced(
+        variant: &'static SamplingVariant,
+        problem: &SamplingProblem,
+    ) -> Result<Self, Error> {
         if !fits(variant, problem) {
             let SamplingVariant { dtype, method, access, .. } = variant;
             let expected = format!("a {method:?} problem of {dtype} that {access:?} access can read");
@@ -99,7 +102,9 @@ mod tests {
         let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F32, method: RANDOM };
         assert_eq!(
             SamplingChoice::forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
-            format!("sampling: variant: expected a Greedy problem of f32 that Vector access can read, got {problem:?}")
+            format!(
+                "sampling: variant: expected a Greedy problem of f32 that Vector access can read, got {problem:?}"
+            )
         );
     }
 }
