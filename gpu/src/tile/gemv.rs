@@ -86,17 +86,37 @@ fn multiply_pieces<T: Operand, const ROWS: usize, const COLS: usize, const SUMS:
 ) {
     let mut w = 0;
     while w < T::WORDS {
+        let (mut x_words, mut y_words) = ([0; ROWS], [0; COLS]);
         let mut i = 0;
         while i < ROWS {
-            let mut j = 0;
-            while j < COLS {
-                let sum = &mut sums[i * COLS + j];
-                *sum = T::multiply_add(T::word(x[i], w), T::word(y[j], w), *sum);
-                j += 1;
-            }
+            x_words[i] = T::word(x[i], w);
             i += 1;
         }
+        let mut j = 0;
+        while j < COLS {
+            y_words[j] = T::word(y[j], w);
+            j += 1;
+        }
+        multiply_words::<T, ROWS, COLS, SUMS>(&x_words, &y_words, sums);
         w += 1;
+    }
+}
+
+/// Adds the product of one word of each row of a with one of each row of b.
+#[inline(always)]
+fn multiply_words<T: Operand, const ROWS: usize, const COLS: usize, const SUMS: usize>(
+    x: &[u32; ROWS],
+    y: &[u32; COLS],
+    sums: &mut [T::Sum; SUMS],
+) {
+    let mut i = 0;
+    while i < ROWS {
+        let mut j = 0;
+        while j < COLS {
+            sums[i * COLS + j] = T::multiply_add(x[i], y[j], sums[i * COLS + j]);
+            j += 1;
+        }
+        i += 1;
     }
 }
 
@@ -125,15 +145,7 @@ unsafe fn add_element<T: Operand, const ROWS: usize, const COLS: usize, const SU
             j += 1;
         }
     }
-    let mut i = 0;
-    while i < ROWS {
-        let mut j = 0;
-        while j < COLS {
-            sums[i * COLS + j] = T::multiply_add(x[i], y[j], sums[i * COLS + j]);
-            j += 1;
-        }
-        i += 1;
-    }
+    multiply_words::<T, ROWS, COLS, SUMS>(&x, &y, sums);
 }
 
 /// Sums over the lanes of the warp: lane l gets that of `sums[l · SUMS / 32]`.
