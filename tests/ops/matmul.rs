@@ -1,1 +1,402 @@
-//! Placeholder of matmul.
+//! The matrix product against its reference.
+
+use abi::ops::matmul::{MatmulVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
+use warpforge::ops::matmul::reference;
+use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: MatmulProblem,
+    a_layout: Layout,
+    b_layout: Layout,
+    out_layout: Layout,
+    kind: Values,
+    seed: u64,
+}
+
+fn layout() -> impl Strategy<Value = Layout> {
+    let offset = prop_oneof![3 => Just(0usize), 1 => 1usize..9];
+    (stride_padding(), offset).prop_map(|(padding, offset)| Layout { padding, offset })
+}
+
+fn bias() -> impl Strategy<Value = Bias> {
+    prop_oneof![Just(Bias::None), Just(Bias::PerColumn)]
+}
+
+/// The type of the operands, and of out.
+fn types() -> impl Strategy<Value = (DType, DType)> {
+    (floats(), any::<bool>()).prop_map(|(dtype, wide)| (dtype, if wide { DType::F32 } else { dtype }))
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let m = prop_oneof![2 => dims(&[2, 4, 8], 17), 1 => dims(&[64], 140)];
+    let n = dims_from(1, &[8, 64], 140);
+    let k = prop_oneof![3 => dims_from(1, &[8, 16, 32], 130), 1 => dims_from(1, &[128, 512], 1100)];
+    ((types(), m, n, k, bias()), (layout(), layout(), layout()), finite_values(), any::<u64>()).prop_map(
+        |(((dtype, out_dtype), m, n, k, bias), (a_layout, b_layout, out_layout), kind, seed)| {
+            let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias };
+            Case { problem, a_layout, b_layout, out_layout, kind, seed }
+        },
+    )
+}
+
+/// Inputs as exact f64: a, b and the bias if there is one.
+fn inputs(case: &Case) -> (Vec<f64>, Vec<f64>, Option<Vec<f64>>) {
+    let MatmulProblem { m, n, k, dtype, bias, .. } = case.problem;
+    let a = values(case.kind, dtype, m * k, case.seed);
+    let b = values(case.kind, dtype, n * k, case.seed ^ 1);
+    let bias = (bias == Bias::PerColumn).then(|| values(case.kind, dtype, n, case.seed ^ 2));
+    (a, b, bias)
+}
+
+/// The product by a plan, which is also given the name for messages.
+fn product(
+    device: &Device,
+    plan: &Matmul,
+    case: &Case,
+    (a, b, bias): (&[f64], &[f64], Option<&[f64]>),
+) -> Result<Vec<f64>, TestCaseError> {
+    let MatmulProblem { m, n, k, dtype, out_dtype, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let a = Rows::input(&stream, dtype, a, k, case.a_layout).map_err(fail)?;
+    let b = Rows::input(&stream, dtype, b, k, case.b_layout).map_err(fail)?;
+    let bias = bias.map(|bias| Rows::input(&stream, dtype, bias, n, Layout::default())).transpose();
+    let bias = bias.map_err(fail)?;
+    let bias = bias.as_ref().map(|bias| bias.view().reshape(&[n])).transpose().map_err(fail)?;
+    let mut out = Rows::output(&stream, out_dtype, m, n, case.out_layout).map_err(fail)?;
+    let args = MatmulArgs { a: a.view(), b: b.view(), bias, out: out.view_mut() };
+    plan.run(&stream, args).map_err(fail)?;
+    out.read(&stream)
+}
+
+/// The specification, the naive computation, and the sum of the terms' absolute values.
+struct Expected {
+    want: Vec<f64>,
+    naive: Vec<f64>,
+    terms: Vec<f64>,
+}
+
+impl Expected {
+    fn of(problem: &MatmulProblem, (a, b, bias): (&[f64], &[f64], Option<&[f64]>)) -> Self {
+        let &MatmulProblem { m, n, k, out_dtype, .. } = problem;
+        let sizes = [m, n, k];
+        let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
+        let bias_terms = bias.map(absolute);
+        Expected {
+            want: reference::matmul::<f64>(a, b, bias, sizes, |v| v),
+            naive: reference::matmul::<f32>(a, b, bias, sizes, store(out_dtype)),
+            terms: reference::matmul::<f64>(&absolute(a), &absolute(b), bias_terms.as_deref(), sizes, |v| v),
+        }
+    }
+
+    fn check(&self, what: &str, got: &[f64], problem: &MatmulProblem) -> Result<(), TestCaseError> {
+        let tolerance = Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + 1);
+        check(what, got, &self.want, &self.naive, &tolerance)
+    }
+}
+
+fn plan(
+    device: &Device,
+    problem: MatmulProblem,
+    variant: Option<&'static MatmulVariant>,
+) -> Result<Matmul, TestCaseError> {
+    let plan = match variant {
+        None => Matmul::plan(device, problem),
+        Some(variant) => Matmul::plan_with(device, problem, variant),
+    };
+    plan.map_err(fail)
+}
+
+/// Kernels of the operand and out types.
+fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static MatmulVariant> {
+    let types = (problem.dtype, problem.out_dtype);
+    VARIANTS.iter().filter(move |variant| (variant.dtype, variant.out_dtype) == types)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned(case in case()) {
+        let (a, b, bias) = inputs(&case);
+        let inputs = (&a[..], &b[..], bias.as_deref());
+        let expected = Expected::of(&case.problem, inputs);
+        for device in devices() {
+            let plan = plan(device, case.problem, None)?;
+            let got = product(device, &plan, &case, inputs)?;
+            expected.check(plan.report().variant, &got, &case.problem)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant(case in case()) {
+        let (a, b, bias) = inputs(&case);
+        let inputs = (&a[..], &b[..], bias.as_deref());
+        let expected = cards().next().map(|_| Expected::of(&case.problem, inputs));
+        for device in cards() {
+            let limits = device.limits().map(|limits| limits.floor);
+            for variant in variants(&case.problem).filter(|variant| Some(variant.floor) <= limits) {
+                let plan = plan(device, case.problem, Some(variant))?;
+                let got = product(device, &plan, &case, inputs)?;
+                if let Some(expected) = &expected {
+                    expected.check(variant.entry, &got, &case.problem)?;
+                }
+            }
+        }
+    }
+
+    /// A row gives the same bits alone and among others, wherever it lies in memory: among the products of few rows.
+    #[test]
+    fn few_rows_are_independent(
+        (dtype, out_dtype) in types(),
+        m in 2usize..9,
+        n in dims_from(1, &[8, 64], 100),
+        k in dims_from(1, &[128, 1024], 5000),
+        bias in bias(),
+        moved in layout(),
+        seed: u64,
+    ) {
+        let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias };
+        let place = Layout::default();
+        let case =
+            Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed };
+        let (a, b, bias) = inputs(&case);
+        for device in devices() {
+            let plan = plan(device, problem, None)?;
+            let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
+            let row = seed as usize % m;
+            let one = Case {
+                problem: MatmulProblem { m: 1, ..problem },
+                a_layout: moved,
+                b_layout: moved,
+                ..case.clone()
+            };
+            let alone = product(device, &plan, &one, (&a[row * k..][..k], &b, bias.as_deref()))?;
+            prop_assert_eq!(&together[row * n..][..n], &alone[..], "{:?}", device);
+        }
+    }
+
+    /// The same among the products of more rows, on a card: the tiles' sums run in the order of k.
+    #[test]
+    fn many_rows_are_independent(
+        (dtype, out_dtype) in types(),
+        m in 18usize..300,
+        n in dims_from(1, &[64, 128], 300),
+        k in dims_from(1, &[8, 16, 32], 200),
+        seed: u64,
+    ) {
+        let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias: Bias::None };
+        let place = Layout::default();
+        let case =
+            Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed };
+        if cards().next().is_some() {
+            let (a, b, _) = inputs(&case);
+            for device in cards() {
+                let tiles = variants(&problem).filter(|variant| variant.entry.contains("__m"));
+                let mut all = Vec::new();
+                for variant in tiles.filter(|variant| variant.floor == warpforge::Arch::Sm61) {
+                    let plan = plan(device, problem, Some(variant))?;
+                    let part = 17 + seed as usize % (m - 17);
+                    let fewer = Case { problem: MatmulProblem { m: part, ..problem }, ..case.clone() };
+                    let rows = &a[(m - part) * k..];
+                    let together = product(device, &plan, &case, (&a, &b, None))?;
+                    let apart = product(device, &plan, &fewer, (rows, &b, None))?;
+                    prop_assert_eq!(&together[(m - part) * n..], &apart[..], "{}", variant.entry);
+                    all.push(together);
+                }
+                prop_assert!(all.windows(2).all(|pair| pair[0] == pair[1]));
+            }
+        }
+    }
+}
+
+/// Sizes of zero: nothing to do, or an empty sum.
+#[test]
+fn empty() -> Result<(), TestCaseError> {
+    for device in devices() {
+        let stream = device.stream().map_err(fail)?;
+        for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0], [0, 70, 0], [3, 0, 0]] {
+            for bias in [Bias::None, Bias::PerColumn] {
+                let dtype = DType::BF16;
+                let problem = MatmulProblem { m, n, k, dtype, out_dtype: DType::F32, bias };
+                let plan = plan(device, problem, None)?;
+                let a = Tensor::zeros(&stream, &[m, k], dtype).map_err(fail)?;
+                let b = Tensor::zeros(&stream, &[n, k], dtype).map_err(fail)?;
+                let no_bias = Tensor::zeros(&stream, &[0], dtype).map_err(fail)?;
+                let added = values(Values::Normal, dtype, n, 3);
+                let added_rows = Rows::input(&stream, dtype, &added, n, Layout::default()).map_err(fail)?;
+                let view = match bias {
+                    Bias::None => None,
+                    // A view of no columns has no row to be reshaped.
+                    Bias::PerColumn if n == 0 => Some(no_bias.view()),
+                    Bias::PerColumn => Some(added_rows.view().reshape(&[n]).map_err(fail)?),
+                };
+                let mut out = Rows::output(&stream, DType::F32, m, n, Layout::default()).map_err(fail)?;
+                let args = MatmulArgs { a: a.view(), b: b.view(), bias: view, out: out.view_mut() };
+                plan.run(&stream, args).map_err(fail)?;
+                let want: Vec<f64> = match bias {
+                    Bias::None => vec![0.0; m * n],
+                    Bias::PerColumn => added.repeat(m),
+                };
+                assert_eq!(out.read(&stream)?, want, "{m} {n} {k} {bias:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// NaN and infinities stay in their rows and columns.
+#[test]
+fn special_values() -> Result<(), TestCaseError> {
+    for device in devices() {
+        for (m, n, k) in [(1, 9, 40), (7, 33, 257), (70, 66, 50)] {
+            for dtype in DType::FLOATS {
+                let problem = MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+                let place = Layout::default();
+                let kind = Values::Normal;
+                let case =
+                    Case { problem, a_layout: place, b_layout: place, out_layout: place, kind, seed: 4 };
+                let (mut a, mut b, _) = inputs(&case);
+                a[(m - 1) * k + k - 1] = f64::NAN;
+                b[3 * k + 5] = f64::INFINITY;
+                let plan = plan(device, problem, None)?;
+                let got = product(device, &plan, &case, (&a, &b, None))?;
+                for (index, value) in got.iter().enumerate() {
+                    let (row, col) = (index / n, index % n);
+                    if row == m - 1 {
+                        assert!(value.is_nan(), "{dtype} [{row}, {col}] = {value}");
+                    } else if col == 3 {
+                        assert_eq!(*value, f64::INFINITY * a[row * k + 5], "{dtype} [{row}, {col}]");
+                    } else {
+                        assert!(value.is_finite(), "{dtype} [{row}, {col}] = {value}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns.
+#[test]
+fn long_k() -> Result<(), TestCaseError> {
+    for device in devices() {
+        for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
+            let dtype = DType::BF16;
+            let problem = MatmulProblem { m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
+            let place = Layout::default();
+            let kind = Values::Normal;
+            let case = Case { problem, a_layout: place, b_layout: place, out_layout: place, kind, seed: 9 };
+            let (a, b, bias) = inputs(&case);
+            let inputs = (&a[..], &b[..], bias.as_deref());
+            let plan = plan(device, problem, None)?;
+            let got = product(device, &plan, &case, inputs)?;
+            Expected::of(&problem, inputs).check(plan.report().variant, &got, &problem)?;
+        }
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    let dtype = DType::BF16;
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem = MatmulProblem { m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias: Bias::None };
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message = |bias, a: &Tensor, b: &Tensor, added: Option<&Tensor>, out: &mut Tensor| {
+            let plan = Matmul::plan(device, MatmulProblem { bias, ..problem })?;
+            let bias = added.map(Tensor::view);
+            let args = MatmulArgs { a: a.view(), b: b.view(), bias, out: out.view_mut() };
+            Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        let (a, b) = (tensor(&[4, 8], dtype)?, tensor(&[6, 8], dtype)?);
+        let (added, mut out) = (tensor(&[6], dtype)?, tensor(&[4, 6], dtype)?);
+        let none = Bias::None;
+        assert_eq!(
+            message(none, &tensor(&[4, 7], dtype)?, &b, None, &mut out)?,
+            "matmul: a: expected shape [any, 8], got [4, 7]"
+        );
+        assert_eq!(
+            message(none, &tensor(&[5, 8], dtype)?, &b, None, &mut tensor(&[5, 6], dtype)?)?,
+            "matmul: a: expected at most 4 rows, as planned, got 5"
+        );
+        assert_eq!(
+            message(none, &a, &tensor(&[8, 6], dtype)?, None, &mut out)?,
+            "matmul: b: expected shape [6, 8], got [8, 6]"
+        );
+        assert_eq!(
+            message(none, &a, &tensor(&[6, 8], DType::F16)?, None, &mut out)?,
+            "matmul: b: expected bf16, got f16"
+        );
+        assert_eq!(
+            message(none, &a, &b, None, &mut tensor(&[4, 6], DType::F32)?)?,
+            "matmul: out: expected bf16, got f32"
+        );
+        assert_eq!(
+            message(none, &a, &b, Some(&added), &mut out)?,
+            "matmul: bias: expected none, as planned, got a tensor"
+        );
+        assert_eq!(
+            message(Bias::PerColumn, &a, &b, None, &mut out)?,
+            "matmul: bias: expected a tensor, as planned, got none"
+        );
+        assert_eq!(
+            message(Bias::PerColumn, &a, &b, Some(&tensor(&[7], dtype)?), &mut out)?,
+            "matmul: bias: expected shape [6], got [7]"
+        );
+        let plan = Matmul::plan(device, problem)?;
+        let transposed = tensor(&[8, 4], dtype)?;
+        // SAFETY: 4 × 8 elements of the tensor, which lives longer.
+        let columns = unsafe {
+            warpforge::TensorView::from_raw(device, transposed.view().address(), &[4, 8], &[1, 4], dtype)?
+        };
+        let args = MatmulArgs { a: columns, b: b.view(), bias: None, out: out.view_mut() };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "matmul: a: expected stride 1 in the last dimension, got 4"
+        );
+        // SAFETY: inside the tensor, which lives longer and is not used otherwise.
+        let overlapping = unsafe {
+            warpforge::TensorViewMut::from_raw(device, out.view().address(), &[4, 6], &[3, 1], dtype)?
+        };
+        let args = MatmulArgs { a: a.view(), b: b.view(), bias: None, out: overlapping };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "matmul: out: expected rows that do not overlap: a stride of at least 6, got 3"
+        );
+        let unsupported =
+            |problem: MatmulProblem| Matmul::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            unsupported(MatmulProblem { dtype: DType::I8, ..problem }),
+            "matmul: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            unsupported(MatmulProblem { out_dtype: DType::F16, ..problem }),
+            "matmul: problem: expected out_dtype bf16 or f32, got f16"
+        );
+        assert_eq!(
+            unsupported(MatmulProblem { k: 1 << 31, ..problem }),
+            "matmul: problem: expected k below 2^31, got 2147483648"
+        );
+        if device.limits().is_some() {
+            let other =
+                VARIANTS.iter().find(|variant| variant.dtype == DType::F32).expect("a kernel for f32");
+            let message = Matmul::plan_with(device, problem, other).unwrap_err().to_string();
+            assert!(
+                message.starts_with("matmul: variant: expected f32 to f32 on sm_61, got bf16 to bf16 on "),
+                "{message}"
+            );
+        }
+    }
+    Ok(())
+}

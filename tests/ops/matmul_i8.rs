@@ -1,1 +1,348 @@
-//! Placeholder of matmul_i8.
+//! The int8 product and the quantisation against their references, bit for bit.
+
+use abi::ops::matmul_i8::{MatmulI8Variant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::check_bits_eq;
+use testkit::strategies::{Values, any_values, dims, dims_from, stride_padding};
+use warpforge::ops::matmul::Bias;
+use warpforge::ops::matmul_i8::reference;
+use warpforge::ops::matmul_i8::{
+    MAX_K, MatmulI8, MatmulI8Args, MatmulI8Problem, QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem,
+};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{Layout, Rows, cards, devices, fail, floats, store, values};
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: MatmulI8Problem,
+    a_layout: Layout,
+    b_layout: Layout,
+    out_layout: Layout,
+    kind: Values,
+    seed: u64,
+}
+
+fn layout() -> impl Strategy<Value = Layout> {
+    let offset = prop_oneof![3 => Just(0usize), 1 => 1usize..17];
+    let padding = prop_oneof![3 => stride_padding(), 1 => Just(16usize)];
+    (padding, offset).prop_map(|(padding, offset)| Layout { padding, offset })
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let m = prop_oneof![2 => dims(&[2, 4, 8], 17), 1 => dims(&[64], 140)];
+    let n = dims_from(1, &[8, 64], 140);
+    let k = prop_oneof![3 => dims_from(1, &[16, 32, 64], 200), 1 => dims_from(1, &[256, 512], 2300)];
+    let bias = prop_oneof![Just(Bias::None), Just(Bias::PerColumn)];
+    let kinds = prop_oneof![Just(Values::Normal), Just(Values::Huge), Just(Values::Mixed)];
+    ((floats(), m, n, k, bias), (layout(), layout(), layout()), kinds, any::<u64>()).prop_map(
+        |((out_dtype, m, n, k, bias), (a_layout, b_layout, out_layout), kind, seed)| {
+            let problem = MatmulI8Problem { m, n, k, out_dtype, bias };
+            Case { problem, a_layout, b_layout, out_layout, kind, seed }
+        },
+    )
+}
+
+struct Inputs {
+    qa: Vec<f64>,
+    qb: Vec<f64>,
+    a_scale: Vec<f64>,
+    b_scale: Vec<f64>,
+    bias: Option<Vec<f64>>,
+}
+
+impl Inputs {
+    fn of(case: &Case) -> Self {
+        let MatmulI8Problem { m, n, k, out_dtype, bias } = case.problem;
+        let (kind, seed) = (case.kind, case.seed);
+        let mut qa = values(kind, DType::I8, m * k, seed);
+        // The one value without a counterpart.
+        if let Some(last) = qa.last_mut() {
+            *last = -128.0;
+        }
+        Inputs {
+            qa,
+            qb: values(kind, DType::I8, n * k, seed ^ 1),
+            a_scale: values(Values::Normal, DType::F32, m, seed ^ 2),
+            b_scale: values(Values::Mixed, DType::F32, n, seed ^ 3),
+            bias: (bias == Bias::PerColumn).then(|| values(Values::Normal, out_dtype, n, seed ^ 4)),
+        }
+    }
+
+    fn expected(&self, case: &Case) -> Vec<f64> {
+        let MatmulI8Problem { k, out_dtype, .. } = case.problem;
+        let int8 = |values: &[f64]| values.iter().map(|&value| value as i8).collect::<Vec<i8>>();
+        let (qa, qb) = (int8(&self.qa), int8(&self.qb));
+        let store = store(out_dtype);
+        reference::matmul_i8::<f32>(&qa, &qb, &self.a_scale, &self.b_scale, self.bias.as_deref(), k, store)
+    }
+}
+
+/// The product by a plan.
+fn product(
+    device: &Device,
+    plan: &MatmulI8,
+    case: &Case,
+    inputs: &Inputs,
+) -> Result<Vec<f64>, TestCaseError> {
+    let MatmulI8Problem { m, n, k, out_dtype, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let input = |dtype, values: &[f64], cols, layout| Rows::input(&stream, dtype, values, cols, layout);
+    let qa = input(DType::I8, &inputs.qa, k, case.a_layout).map_err(fail)?;
+    let qb = input(DType::I8, &inputs.qb, k, case.b_layout).map_err(fail)?;
+    let place = Layout::default();
+    // One row each, so that the guard bands lie around it.
+    let a_scale = input(DType::F32, &inputs.a_scale, m, place).map_err(fail)?;
+    let b_scale = input(DType::F32, &inputs.b_scale, n, place).map_err(fail)?;
+    let bias = inputs.bias.as_ref().map(|bias| input(out_dtype, bias, n, place)).transpose().map_err(fail)?;
+    let bias = bias.as_ref().map(|bias| bias.view().reshape(&[n])).transpose().map_err(fail)?;
+    let mut out = Rows::output(&stream, out_dtype, m, n, case.out_layout).map_err(fail)?;
+    let args = MatmulI8Args {
+        qa: qa.view(),
+        qb: qb.view(),
+        a_scale: a_scale.view().reshape(&[m]).map_err(fail)?,
+        b_scale: b_scale.view().reshape(&[n]).map_err(fail)?,
+        bias,
+        out: out.view_mut(),
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    out.read(&stream)
+}
+
+/// Checks bits: exact f64 copies of the stored values have the same bits if those have.
+fn check(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
+    check_bits_eq(got, want).map_err(|mismatch| TestCaseError::fail(format!("{what}: {mismatch}")))
+}
+
+/// Kernels of the out type that the device can run.
+fn variants(device: &Device, out_dtype: DType) -> impl Iterator<Item = &'static MatmulI8Variant> {
+    let floor = device.limits().map(|limits| limits.floor);
+    VARIANTS.iter().filter(move |variant| variant.out_dtype == out_dtype && Some(variant.floor) <= floor)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned(case in case()) {
+        let inputs = Inputs::of(&case);
+        let want = inputs.expected(&case);
+        for device in devices() {
+            let plan = MatmulI8::plan(device, case.problem).map_err(fail)?;
+            check(plan.report().variant, &product(device, &plan, &case, &inputs)?, &want)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant(case in case()) {
+        let inputs = Inputs::of(&case);
+        let want = cards().next().map(|_| inputs.expected(&case)).unwrap_or_default();
+        for device in cards() {
+            for variant in variants(device, case.problem.out_dtype) {
+                let plan = MatmulI8::plan_with(device, case.problem, variant).map_err(fail)?;
+                check(variant.entry, &product(device, &plan, &case, &inputs)?, &want)?;
+            }
+        }
+    }
+
+    /// Quantised rows, on every device.
+    #[test]
+    fn quantized(
+        dtype in floats(),
+        rows in dims(&[4], 20),
+        cols in prop_oneof![dims_from(1, &[8, 64], 200), dims_from(1, &[1024], 4200)],
+        x_layout in layout(),
+        q_layout in layout(),
+        kind in any_values(),
+        seed: u64,
+    ) {
+        let x = values(kind, dtype, rows * cols, seed);
+        let (want, want_scale) = reference::quantize_rows::<f32>(&x, cols);
+        let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+        for device in devices() {
+            let stream = device.stream().map_err(fail)?;
+            let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype }).map_err(fail)?;
+            let x = Rows::input(&stream, dtype, &x, cols, x_layout).map_err(fail)?;
+            let mut q = Rows::output(&stream, DType::I8, rows, cols, q_layout).map_err(fail)?;
+            let mut scale = Rows::output(&stream, DType::F32, 1, rows, Layout::default()).map_err(fail)?;
+            let scale_view = scale.view_mut().reshape(&[rows]).map_err(fail)?;
+            plan.run(&stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale_view }).map_err(fail)?;
+            check("scale", &scale.read(&stream)?, &want_scale)?;
+            check("q", &q.read(&stream)?, &want)?;
+        }
+    }
+}
+
+/// What the documentation says of zeros, ties, tiny rows, infinities and NaN.
+#[test]
+fn quantization_of_special_rows() -> Result<(), Error> {
+    let least = f32::from_bits(1);
+    let table: [([f32; 5], f32, [i8; 5]); 7] = [
+        ([127.0, 0.5, 1.5, -2.5, -127.0], 1.0, [127, 0, 2, -2, -127]),
+        ([-254.0, 1.0, 3.0, 253.0, 0.0], 2.0, [-127, 0, 2, 126, 0]),
+        ([0.0, -0.0, 0.0, 0.0, 0.0], 0.0, [0; 5]),
+        ([least, -least, 0.0, least, 0.0], 0.0, [0; 5]),
+        ([f32::INFINITY, 1.0, -1.0, 0.0, 2.0], f32::INFINITY, [0; 5]),
+        ([1.0, f32::NAN, 2.0, 3.0, f32::INFINITY], f32::NAN, [0; 5]),
+        ([f32::MAX, -f32::MAX, 0.0, 1.0, 2.0], f32::MAX / 127.0, [127, -127, 0, 0, 0]),
+    ];
+    for device in devices() {
+        let stream = device.stream()?;
+        let x: Vec<f32> = table.iter().flat_map(|(row, ..)| *row).collect();
+        let rows = table.len();
+        let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols: 5, dtype: DType::F32 })?;
+        let x = Tensor::from_slice(&stream, &[rows, 5], &x)?;
+        let mut q = Tensor::zeros(&stream, &[rows, 5], DType::I8)?;
+        let mut scale = Tensor::zeros(&stream, &[rows], DType::F32)?;
+        plan.run(&stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale.view_mut() })?;
+        let (q, scale) = (q.to_vec::<i8>(&stream)?, scale.to_vec::<f32>(&stream)?);
+        for (row, (_, want_scale, want)) in table.iter().enumerate() {
+            assert_eq!(q[row * 5..][..5], *want, "row {row}");
+            let same = scale[row] == *want_scale || (scale[row].is_nan() && want_scale.is_nan());
+            assert!(same, "row {row}: {} for {want_scale}", scale[row]);
+        }
+    }
+    Ok(())
+}
+
+/// The longest k with the largest products of either sign fits the sum.
+#[test]
+fn longest_k() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        for m in [1, 4, 20] {
+            let (n, k) = (2, MAX_K);
+            let problem = MatmulI8Problem { m, n, k, out_dtype: DType::F32, bias: Bias::None };
+            let qa = Tensor::from_slice(&stream, &[m, k], &vec![-128i8; m * k])?;
+            let qb = [vec![-128i8; k], vec![127i8; k]].concat();
+            let qb = Tensor::from_slice(&stream, &[n, k], &qb)?;
+            let ones = Tensor::from_slice(&stream, &[m.max(n)], &vec![1f32; m.max(n)])?;
+            let mut out = Tensor::zeros(&stream, &[m, n], DType::F32)?;
+            let args = MatmulI8Args {
+                qa: qa.view(),
+                qb: qb.view(),
+                a_scale: ones.view().slice(0, 0..m)?,
+                b_scale: ones.view().slice(0, 0..n)?,
+                bias: None,
+                out: out.view_mut(),
+            };
+            MatmulI8::plan(device, problem)?.run(&stream, args)?;
+            let want = [(16384 * k) as f32, (-16256 * k as i64) as f32].repeat(m);
+            assert_eq!(out.to_vec::<f32>(&stream)?, want, "{m} rows on {device:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Sizes of zero: nothing to do, or an empty sum.
+#[test]
+fn empty() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0]] {
+            let dtype = DType::F16;
+            let problem = MatmulI8Problem { m, n, k, out_dtype: dtype, bias: Bias::PerColumn };
+            let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+            let (qa, qb) = (tensor(&[m, k], DType::I8)?, tensor(&[n, k], DType::I8)?);
+            let (a_scale, b_scale) = (tensor(&[m], DType::F32)?, tensor(&[n], DType::F32)?);
+            let bias = Tensor::from_slice(&stream, &[n], &vec![half::f16::from_f32(1.5); n])?;
+            let mut out = tensor(&[m, n], dtype)?;
+            let args = MatmulI8Args {
+                qa: qa.view(),
+                qb: qb.view(),
+                a_scale: a_scale.view(),
+                b_scale: b_scale.view(),
+                bias: Some(bias.view()),
+                out: out.view_mut(),
+            };
+            MatmulI8::plan(device, problem)?.run(&stream, args)?;
+            assert_eq!(out.to_f32_vec(&stream)?, vec![1.5; m * n], "{m} {n} {k}");
+        }
+        for [rows, cols] in [[0, 4], [4, 0], [0, 0]] {
+            let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype: DType::BF16 })?;
+            let x = Tensor::zeros(&stream, &[rows, cols], DType::BF16)?;
+            let mut q = Tensor::zeros(&stream, &[rows, cols], DType::I8)?;
+            let mut scale = Tensor::from_slice(&stream, &[rows], &vec![7f32; rows])?;
+            plan.run(&stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale.view_mut() })?;
+            assert_eq!(scale.to_vec::<f32>(&stream)?, vec![0.0; rows]);
+        }
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem = MatmulI8Problem { m: 4, n: 6, k: 8, out_dtype: DType::F32, bias: Bias::None };
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let plan = MatmulI8::plan(device, problem)?;
+        let message = |qa: &Tensor, qb: &Tensor, a_scale: &Tensor, b_scale: &Tensor, out: &mut Tensor| {
+            let args = MatmulI8Args {
+                qa: qa.view(),
+                qb: qb.view(),
+                a_scale: a_scale.view(),
+                b_scale: b_scale.view(),
+                bias: None,
+                out: out.view_mut(),
+            };
+            plan.run(&stream, args).unwrap_err().to_string()
+        };
+        let (qa, qb) = (tensor(&[4, 8], DType::I8)?, tensor(&[6, 8], DType::I8)?);
+        let (a_scale, b_scale) = (tensor(&[4], DType::F32)?, tensor(&[6], DType::F32)?);
+        let mut out = tensor(&[4, 6], DType::F32)?;
+        assert_eq!(
+            message(&tensor(&[4, 8], DType::BF16)?, &qb, &a_scale, &b_scale, &mut out),
+            "matmul_i8: qa: expected i8, got bf16"
+        );
+        assert_eq!(
+            message(&tensor(&[5, 8], DType::I8)?, &qb, &a_scale, &b_scale, &mut out),
+            "matmul_i8: qa: expected at most 4 rows, as planned, got 5"
+        );
+        assert_eq!(
+            message(&qa, &tensor(&[6, 9], DType::I8)?, &a_scale, &b_scale, &mut out),
+            "matmul_i8: qb: expected shape [6, 8], got [6, 9]"
+        );
+        assert_eq!(
+            message(&qa, &qb, &b_scale, &b_scale, &mut out),
+            "matmul_i8: a_scale: expected shape [4], got [6]"
+        );
+        assert_eq!(
+            message(&qa, &qb, &a_scale, &tensor(&[6], DType::F16)?, &mut out),
+            "matmul_i8: b_scale: expected f32, got f16"
+        );
+        assert_eq!(
+            message(&qa, &qb, &a_scale, &b_scale, &mut tensor(&[4, 7], DType::F32)?),
+            "matmul_i8: out: expected shape [4, 6], got [4, 7]"
+        );
+        let unsupported =
+            |problem: MatmulI8Problem| MatmulI8::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            unsupported(MatmulI8Problem { k: MAX_K + 1, ..problem }),
+            "matmul_i8: problem: expected k of at most 131071, so that no sum overflows, got 131072"
+        );
+        assert_eq!(
+            unsupported(MatmulI8Problem { out_dtype: DType::I32, ..problem }),
+            "matmul_i8: problem: expected out_dtype f32, f16 or bf16, got i32"
+        );
+        let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows: 4, cols: 8, dtype: DType::F32 })?;
+        let x = tensor(&[4, 8], DType::F32)?;
+        let mut q = tensor(&[4, 9], DType::I8)?;
+        let mut scale = tensor(&[4], DType::F32)?;
+        let args = QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale.view_mut() };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "quantize_rows: q: expected shape [4, 8], got [4, 9]"
+        );
+        assert_eq!(
+            QuantizeRows::supports(device, &QuantizeRowsProblem { rows: 1, cols: 1, dtype: DType::I8 })
+                .unwrap_err()
+                .to_string(),
+            "quantize_rows: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+    }
+    Ok(())
+}

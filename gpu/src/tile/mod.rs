@@ -1,5 +1,8 @@
 //! Parts that kernels share.
 
 pub mod activation;
+pub mod gemv;
+pub mod operand;
 pub mod reduce;
 pub mod scan;
+pub mod simt;

@@ -1,1 +1,168 @@
-//! Placeholder of matmul.
+//! Matrix product with a transposed right operand: parameters and entry points.
+
+use crate::{Arch, DType};
+
+/// Sizes and strides of one launch, in elements. The int8 product takes the same.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatmulDims {
+    /// Rows of a and out.
+    pub m: u32,
+    /// Rows of b, columns of out.
+    pub n: u32,
+    /// Columns of a and b.
+    pub k: u32,
+    /// From one row of a to the next.
+    pub a_stride: u32,
+    /// From one row of b to the next.
+    pub b_stride: u32,
+    /// From one row of out to the next.
+    pub out_stride: u32,
+    /// What may be moved in pieces: [`A_IN_PIECES`], [`B_IN_PIECES`], [`OUT_IN_QUADS`].
+    pub access: u32,
+    /// Binary logarithm of the number of warps that share a column's k in the `Gemv` tiles, at most 3.
+    pub split_log2: u32,
+}
+
+const _: () = assert!(size_of::<MatmulDims>() == 32);
+impl crate::Params for MatmulDims {}
+
+/// In [`MatmulDims::access`]: address and stride of a are multiples of 16 bytes.
+pub const A_IN_PIECES: u32 = 1;
+/// In [`MatmulDims::access`]: address and stride of b are multiples of 16 bytes.
+pub const B_IN_PIECES: u32 = 2;
+/// In [`MatmulDims::access`]: address and stride of out are multiples of 4 elements.
+pub const OUT_IN_QUADS: u32 = 4;
+
+/// How the product is cut up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatmulTile {
+    /// A block of [`THREADS`] threads makes a tile of `bm` rows and columns, `bk` of k at a time. Each thread moves one
+    /// piece of 16 bytes of either operand per step, which ties the three: `bm = bn`, and `bk` elements are
+    /// `THREADS / bm` pieces.
+    Simt {
+        /// Rows of the tile.
+        bm: u32,
+        /// Columns of the tile.
+        bn: u32,
+        /// Elements of k per step.
+        bk: u32,
+    },
+    /// For few rows: a warp, or several that share k, makes `rows` rows of `cols` columns.
+    Gemv {
+        /// Rows of a that are held against each piece of b.
+        rows: u32,
+        /// Columns of a warp.
+        cols: u32,
+        /// Pieces of each row of b that a lane has in flight.
+        unroll: u32,
+    },
+}
+
+/// Threads of every block.
+pub const THREADS: u32 = 256;
+/// Warps of every block.
+pub const WARPS: u32 = THREADS / 32;
+
+impl MatmulTile {
+    /// Dynamic shared memory in bytes. A `Simt` tile holds 32-bit words: an f32 for a float, four int8.
+    pub const fn smem_bytes(self, dtype: DType) -> u32 {
+        match self {
+            MatmulTile::Simt { bm, bn, bk } => {
+                let words = if matches!(dtype, DType::I8) { bk / 4 } else { bk };
+                2 * (bm + bn) * words * 4
+            }
+            MatmulTile::Gemv { rows, cols, .. } => WARPS * rows * cols * 4,
+        }
+    }
+
+    /// Blocks of a launch; `split_log2` counts for the `Gemv` tiles only.
+    pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
+        let (rows, cols) = match self {
+            MatmulTile::Simt { bm, bn, .. } => (bm, bn),
+            MatmulTile::Gemv { rows, cols, .. } => (rows, cols * (WARPS >> split_log2)),
+        };
+        m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
+    }
+}
+
+/// One kernel of the operator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatmulVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of a, b and bias.
+    pub dtype: DType,
+    /// Type of out.
+    pub out_dtype: DType,
+    /// How the product is cut up.
+    pub tile: MatmulTile,
+    /// What it needs at least.
+    pub floor: Arch,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! matmul_table {
+    ($callback:path) => {
+        $callback! {
+            matmul_f32__gemv1__sm61 => f32, f32, F32, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            matmul_f32__gemv2__sm61 => f32, f32, F32, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            matmul_f32__gemv4__sm61 => f32, f32, F32, F32, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            matmul_f32__gemv8__sm61 => f32, f32, F32, F32, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            matmul_f32__m64n64k16__sm61 => f32, f32, F32, F32, Sm61, Simt { bm: 64, bn: 64, bk: 16 };
+            matmul_f32__m128n128k8__sm61 => f32, f32, F32, F32, Sm61, Simt { bm: 128, bn: 128, bk: 8 };
+            matmul_f16__gemv1__sm61 => f16, f16, F16, F16, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            matmul_f16__gemv2__sm61 => f16, f16, F16, F16, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            matmul_f16__gemv4__sm61 => f16, f16, F16, F16, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            matmul_f16__gemv8__sm61 => f16, f16, F16, F16, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            matmul_f16__m64n64k32__sm61 => f16, f16, F16, F16, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            matmul_f16__m128n128k16__sm61 => f16, f16, F16, F16, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+            matmul_f16_f32__gemv1__sm61 => f16, f32, F16, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            matmul_f16_f32__gemv2__sm61 => f16, f32, F16, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            matmul_f16_f32__gemv4__sm61 => f16, f32, F16, F32, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            matmul_f16_f32__gemv8__sm61 => f16, f32, F16, F32, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            matmul_f16_f32__m64n64k32__sm61 => f16, f32, F16, F32, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            matmul_f16_f32__m128n128k16__sm61 => f16, f32, F16, F32, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+            matmul_bf16__gemv1__sm61 => bf16, bf16, BF16, BF16, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            matmul_bf16__gemv2__sm61 => bf16, bf16, BF16, BF16, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            matmul_bf16__gemv4__sm61 => bf16, bf16, BF16, BF16, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            matmul_bf16__gemv8__sm61 => bf16, bf16, BF16, BF16, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            matmul_bf16__m64n64k32__sm61 => bf16, bf16, BF16, BF16, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            matmul_bf16__m128n128k16__sm61 => bf16, bf16, BF16, BF16, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+            matmul_bf16_f32__gemv1__sm61 => bf16, f32, BF16, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            matmul_bf16_f32__gemv2__sm61 => bf16, f32, BF16, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            matmul_bf16_f32__gemv4__sm61 => bf16, f32, BF16, F32, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            matmul_bf16_f32__gemv8__sm61 => bf16, f32, BF16, F32, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            matmul_bf16_f32__m64n64k32__sm61 => bf16, f32, BF16, F32, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            matmul_bf16_f32__m128n128k16__sm61 => bf16, f32, BF16, F32, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+        }
+    };
+}
+
+macro_rules! variants {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        /// Every kernel of the operator.
+        pub const VARIANTS: &[MatmulVariant] = &[$(MatmulVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            out_dtype: DType::$out_dtype,
+            tile: MatmulTile::$tile { $($field: $value),* },
+            floor: Arch::$floor,
+        }),*];
+    };
+}
+matmul_table!(variants);
+
+const _: () = {
+    let mut i = 0;
+    while i < VARIANTS.len() {
+        let MatmulVariant { dtype, tile, .. } = VARIANTS[i];
+        assert!(tile.smem_bytes(dtype) <= 48 << 10);
+        if let MatmulTile::Simt { bm, bn, bk } = tile {
+            assert!(bm == bn && bk * dtype.bytes() as u32 == THREADS / bm * 16);
+        }
+        i += 1;
+    }
+};

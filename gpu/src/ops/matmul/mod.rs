@@ -1,1 +1,103 @@
-//! Placeholder of matmul.
+//! Matrix product with a transposed right operand: `out = a · bᵀ + bias`.
+//!
+//! | kernels | for | work split |
+//! |---|---|---|
+//! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
+//! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
+//!
+//! Both multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
+//! sums are f32, and out is rounded once, after the bias.
+
+use abi::ops::matmul::MatmulDims;
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel};
+
+use crate::tile::operand::Operand;
+use crate::tile::{gemv, simt};
+
+/// One tile of the product.
+///
+/// # Safety
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `Matmul::run`.
+#[inline(always)]
+unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(
+    a: *const T,
+    b: *const T,
+    bias: *const T,
+    out: *mut O,
+    dims: &MatmulDims,
+) where
+    T: Operand<Sum = f32> + Element,
+    O: Element,
+{
+    let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
+    // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
+    unsafe {
+        let sums = simt::multiply::<T, EDGE, PER>(a, b, dims, tile_m, tile_n);
+        simt::for_quads::<f32, EDGE, PER>(&sums, dims, tile_m, tile_n, |row, col, mut values| {
+            if !bias.is_null() {
+                let bias = simt::load_quad(bias, col, dims.n);
+                let mut i = 0;
+                while i < 4 {
+                    values[i] += bias[i];
+                    i += 1;
+                }
+            }
+            simt::store_quad(out, row, col, values, dims);
+        });
+    }
+}
+
+/// Some columns of the product for up to `ROWS` rows.
+///
+/// # Safety
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `Matmul::run`.
+#[inline(always)]
+unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize, const UNROLL: usize>(
+    a: *const T,
+    b: *const T,
+    bias: *const T,
+    out: *mut O,
+    dims: &MatmulDims,
+) where
+    T: Operand<Sum = f32> + Element,
+    O: Element,
+{
+    // SAFETY: the caller's promise; every element of out is finished once.
+    unsafe {
+        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(a, b, dims, |row, col, mut value| {
+            if !bias.is_null() {
+                value += global::load(bias.add(col as usize)).to_f32();
+            }
+            let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+            global::store(to, O::from_f32(value));
+        });
+    }
+}
+
+macro_rules! body {
+    (Simt, $type:ident, $out:ident, $args:tt, $bm:literal, $bn:literal, $bk:literal) => {
+        // SAFETY: blocks of 256 threads, a block per tile, shared memory for both buffers — Matmul::run.
+        unsafe { tile::<$type, $out, $bm, { $bm / 16 }> $args }
+    };
+    (Gemv, $type:ident, $out:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
+        // SAFETY: blocks of 256 threads, a block per rows and columns — Matmul::run.
+        unsafe { few_rows::<$type, $out, $rows, $cols, { $rows * $cols }, $unroll> $args }
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+        /// Entry point; see the module and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 2)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
+            body!($tile, $type, $out, (a, b, bias, out, &dims), $($value),*)
+        }
+    )*};
+}
+abi::matmul_table!(entries);

@@ -1,1 +1,336 @@
-//! Placeholder of matmul.
+//! Matrix product: `abi::ops::matmul` has the kernel table, `gpu/src/ops/matmul` the kernels, `tests/ops/matmul.rs` the
+//! properties, `benches/ops/matmul.rs` the bench.
+
+mod cases;
+mod cpu;
+pub mod reference;
+pub(crate) mod select;
+
+use abi::DType;
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulVariant, OUT_IN_QUADS, THREADS};
+
+use crate::device::Device;
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::launch::{Entry, Param};
+use crate::ops::check_size;
+use crate::stream::Stream;
+use crate::tensor::{TensorView, TensorViewMut};
+
+pub use cases::{CASES, MatmulCase};
+pub use select::{MatmulChoice, select};
+
+const OP: &str = "matmul";
+
+/// What is added to a product.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Bias {
+    /// Nothing.
+    #[default]
+    None,
+    /// A value for each column of out, the same for all rows.
+    PerColumn,
+}
+
+/// What is to be multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatmulProblem {
+    /// Most rows of a in a run.
+    pub m: usize,
+    /// Rows of b.
+    pub n: usize,
+    /// Columns of a and b.
+    pub k: usize,
+    /// Type of a, b and bias.
+    pub dtype: DType,
+    /// Type of out: that of the operands, or f32.
+    pub out_dtype: DType,
+    /// What is added.
+    pub bias: Bias,
+}
+
+/// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
+#[derive(Debug)]
+pub struct MatmulArgs<'a> {
+    /// `[m, k]`.
+    pub a: TensorView<'a>,
+    /// `[n, k]`: a weight as checkpoints store it, out features × in features.
+    pub b: TensorView<'a>,
+    /// `[n]`, there if it was planned.
+    pub bias: Option<TensorView<'a>>,
+    /// `[m, n]`.
+    pub out: TensorViewMut<'a>,
+}
+
+/// Matrix product with a transposed right operand, a linear layer: `out[i, j] = Σ_l a[i, l] · b[j, l] + bias[j]`.
+///
+/// An empty sum (k = 0) is 0.
+///
+/// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
+/// once.
+/// **Determinism**: bitwise the same from run to run. On a card, up to 16 rows go one way and more another; among the
+/// products of either kind a row's result depends on that row alone, not on the others or their number, nor on strides
+/// and alignment. Between the two kinds the order of the sum differs. On the CPU that holds for up to 8 rows.
+/// **Aliasing**: out may not overlap the other tensors.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors.
+///
+/// ```no_run
+/// # use host::{Device, DType, Tensor, ops::matmul::*};
+/// # fn main() -> Result<(), host::Error> {
+/// let device = Device::cpu();
+/// let stream = device.stream()?;
+/// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
+/// let problem = MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+/// let matmul = Matmul::plan(&device, problem)?;
+/// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
+/// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
+/// let mut out = Tensor::empty(&stream, &[m, n], dtype)?;
+/// matmul.run(&stream, MatmulArgs { a: a.view(), b: b.view(), bias: None, out: out.view_mut() })?;
+/// println!("{}", matmul.report());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Matmul {
+    device: Device,
+    problem: MatmulProblem,
+    backend: Backend,
+}
+
+#[derive(Debug)]
+enum Backend {
+    Cpu,
+    /// Kernels for every number of rows up to the planned one, fewest first.
+    Cuda(Vec<(MatmulChoice, Entry)>),
+}
+
+impl Matmul {
+    /// Whether `device` can do it.
+    pub fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
+        check_problem(problem)?;
+        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    }
+
+    /// Checks the problem, chooses kernels and loads them.
+    pub fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let choices = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
+        Self::new(device, problem, choices)
+    }
+
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+    pub fn plan_with(
+        device: &Device,
+        problem: MatmulProblem,
+        variant: &'static MatmulVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let choice =
+            device.limits().map(|limits| MatmulChoice::forced(&limits, variant, &problem)).transpose()?;
+        Self::new(device, problem, choice.map(|choice| vec![choice]))
+    }
+
+    fn new(
+        device: &Device,
+        problem: MatmulProblem,
+        choices: Option<Vec<MatmulChoice>>,
+    ) -> Result<Self, Error> {
+        let load = |choice: MatmulChoice| {
+            let smem_bytes = choice.variant.tile.smem_bytes(problem.dtype);
+            let entry = device.entry(OP, choice.variant.entry, smem_bytes)?;
+            Ok((choice, entry))
+        };
+        let backend = match choices {
+            None => Backend::Cpu,
+            Some(choices) => Backend::Cuda(choices.into_iter().map(load).collect::<Result<_, Error>>()?),
+        };
+        Ok(Matmul { device: device.clone(), problem, backend })
+    }
+
+    /// Runs once. See [`Matmul`].
+    pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
+        let MatmulProblem { m, n, k, dtype, out_dtype, bias } = self.problem;
+        let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype, bias, bias_dtype: dtype };
+        let mut dims =
+            shapes.check(OP, &self.device, ["a", "b"], &args.a, &args.b, args.bias.as_ref(), &args.out)?;
+        match &self.backend {
+            Backend::Cpu => {
+                cpu::run(dtype, out_dtype, &dims, &mut args);
+                Ok(())
+            }
+            Backend::Cuda(kernels) => {
+                let rows = dims.m as usize;
+                let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
+                    return Err(Error::invalid(
+                        OP,
+                        "a",
+                        format!("at most {m} rows, as planned"),
+                        rows.to_string(),
+                    ));
+                };
+                dims.split_log2 = choice.split_log2;
+                let grid = choice.variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
+                let MatmulArgs { a, b, bias, out } = &args;
+                let mut params =
+                    [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), (&dims).into()];
+                // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
+                // the grid covers the product exactly, which `select` found to fit; shared memory is the tile's.
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+            }
+        }
+    }
+
+    /// What was chosen, and what a run of the planned size should take.
+    pub fn report(&self) -> OptimizationReport {
+        let MatmulProblem { m, n, k, dtype, out_dtype, bias } = self.problem;
+        let operands = m * k + n * k + if bias == Bias::PerColumn { n } else { 0 };
+        let work = |why, tile, threads| Work {
+            problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ {dtype} to {out_dtype}"),
+            why,
+            tile,
+            threads,
+            bytes: (operands * dtype.bytes() + m * n * out_dtype.bytes()) as u64,
+            flops: 2 * (m * n * k) as u64,
+        };
+        match &self.backend {
+            Backend::Cuda(kernels) if let Some((choice, entry)) = kernels.last() => {
+                let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), THREADS);
+                OptimizationReport::new(OP, &self.device, Some(entry), work)
+            }
+            _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "panels".into(), 1)),
+        }
+    }
+}
+
+impl Kernel for Matmul {
+    type Args<'a> = MatmulArgs<'a>;
+
+    fn op(&self) -> &'static str {
+        OP
+    }
+
+    fn forward(&self, stream: &Stream, args: MatmulArgs<'_>) -> Result<(), Error> {
+        self.run(stream, args)
+    }
+
+    fn optimization_report(&self) -> OptimizationReport {
+        self.report()
+    }
+}
+
+/// The address of an optional input: null if there is none.
+pub(crate) fn optional<'a>(view: Option<&TensorView<'_>>) -> Param<'a> {
+    Param::Address(view.map_or(0, TensorView::address))
+}
+
+/// Whether rows begin at multiples of `elements` elements.
+macro_rules! rows_aligned {
+    ($view:expr, $elements:expr) => {{
+        let (view, elements) = ($view, $elements);
+        view.address() % (elements * view.dtype().bytes()) as u64 == 0
+            && (view.shape()[0] <= 1 || view.strides()[0] % elements == 0)
+    }};
+}
+pub(crate) use rows_aligned;
+
+/// From one row to the next; 0 where that is no way from one element to another.
+pub(crate) fn row_stride(
+    op: &'static str,
+    argument: &'static str,
+    shape: &[usize],
+    strides: &[usize],
+) -> Result<u32, Error> {
+    if shape[0] <= 1 || shape[1] == 0 { Ok(0) } else { check_size(op, argument, "stride", strides[0]) }
+}
+
+/// What the tensors of a product must look like: the part that floats and int8 have in common.
+pub(crate) struct Shapes {
+    /// Most rows, and n and k.
+    pub(crate) sizes: [usize; 3],
+    pub(crate) dtype: DType,
+    pub(crate) out_dtype: DType,
+    pub(crate) bias: Bias,
+    pub(crate) bias_dtype: DType,
+}
+
+impl Shapes {
+    /// Checks the tensors; sizes and strides of the launch, whose split is left at 0.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn check(
+        &self,
+        op: &'static str,
+        device: &Device,
+        [a_name, b_name]: [&'static str; 2],
+        a: &TensorView<'_>,
+        b: &TensorView<'_>,
+        bias: Option<&TensorView<'_>>,
+        out: &TensorViewMut<'_>,
+    ) -> Result<MatmulDims, Error> {
+        let [max_rows, n, k] = self.sizes;
+        a.expect(op, a_name, device, self.dtype, &[None, Some(k)])?;
+        let m = a.shape()[0];
+        if m > max_rows {
+            return Err(Error::invalid(
+                op,
+                a_name,
+                format!("at most {max_rows} rows, as planned"),
+                m.to_string(),
+            ));
+        }
+        b.expect(op, b_name, device, self.dtype, &[Some(n), Some(k)])?;
+        out.expect(op, "out", device, self.out_dtype, &[Some(m), Some(n)])?;
+        a.expect_inner_contiguous(op, a_name)?;
+        b.expect_inner_contiguous(op, b_name)?;
+        out.expect_inner_contiguous(op, "out")?;
+        match (self.bias, bias) {
+            (Bias::None, None) => {}
+            (Bias::PerColumn, Some(bias)) => {
+                bias.expect(op, "bias", device, self.bias_dtype, &[Some(n)])?;
+                bias.expect_inner_contiguous(op, "bias")?;
+            }
+            (Bias::None, Some(_)) => return Err(Error::invalid(op, "bias", "none, as planned", "a tensor")),
+            (Bias::PerColumn, None) => {
+                return Err(Error::invalid(op, "bias", "a tensor, as planned", "none"));
+            }
+        }
+        let out_stride = row_stride(op, "out", out.shape(), out.strides())?;
+        if m > 1 && (out_stride as usize) < n {
+            let expected = format!("rows that do not overlap: a stride of at least {n}");
+            return Err(Error::invalid(op, "out", expected, out_stride.to_string()));
+        }
+        let per_piece = 16 / self.dtype.bytes();
+        let mut access = 0;
+        for (flag, is_set) in [
+            (A_IN_PIECES, rows_aligned!(a, per_piece)),
+            (B_IN_PIECES, rows_aligned!(b, per_piece)),
+            (OUT_IN_QUADS, rows_aligned!(out, 4)),
+        ] {
+            access |= if is_set { flag } else { 0 };
+        }
+        Ok(MatmulDims {
+            m: check_size(op, a_name, "rows", m)?,
+            n: n as u32,
+            k: k as u32,
+            a_stride: row_stride(op, a_name, a.shape(), a.strides())?,
+            b_stride: row_stride(op, b_name, b.shape(), b.strides())?,
+            out_stride,
+            access,
+            split_log2: 0,
+        })
+    }
+}
+
+fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
+    let MatmulProblem { m, n, k, dtype, out_dtype, .. } = *problem;
+    for (name, size) in [("m", m), ("n", n), ("k", k)] {
+        check_size(OP, "problem", name, size)?;
+    }
+    if !dtype.is_float() {
+        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+    }
+    if out_dtype != dtype && out_dtype != DType::F32 {
+        return Err(Error::invalid(OP, "problem", format!("out_dtype {dtype} or f32"), out_dtype.name()));
+    }
+    Ok(())
+}

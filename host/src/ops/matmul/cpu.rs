@@ -1,0 +1,189 @@
+//! The matrix product on the CPU.
+//!
+//! Few rows: dot products, parallel over columns, since reading b is what takes the time. More rows: tiles, parallel over
+//! them, whose panels are widened to f32 and multiplied by the `gemm` crate. Either needs a few panels of scratch per
+//! thread, allocated when a thread first computes.
+
+use std::cell::RefCell;
+
+use abi::DType;
+use abi::ops::matmul::MatmulDims;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::MatmulArgs;
+use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::tensor::FloatElement;
+
+/// Up to so many rows are done by dot products.
+const DOT_MAX_ROWS: usize = 8;
+/// Columns that a thread takes at a time, by dot products.
+const DOT_COLS: usize = 32;
+/// Rows and columns of a tile, and elements of k of a panel.
+const TILE_ROWS: usize = 64;
+const TILE_COLS: usize = 128;
+const PANEL: usize = 512;
+
+thread_local! {
+    /// A panel of a, one of b, and a tile of sums.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `body` with this thread's scratch.
+fn with_scratch(body: impl FnOnce(&mut [f32], &mut [f32], &mut [f32])) {
+    SCRATCH.with_borrow_mut(|scratch| {
+        scratch.resize(TILE_ROWS * PANEL + TILE_COLS * PANEL + TILE_ROWS * TILE_COLS, 0.0);
+        let (a, rest) = scratch.split_at_mut(TILE_ROWS * PANEL);
+        let (b, sums) = rest.split_at_mut(TILE_COLS * PANEL);
+        body(a, b, sums);
+    });
+}
+
+pub(super) fn run(dtype: DType, out_dtype: DType, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+    match (dtype, out_dtype) {
+        (DType::F16, DType::F16) => product::<f16, f16>(dims, args),
+        (DType::F16, _) => product::<f16, f32>(dims, args),
+        (DType::BF16, DType::BF16) => product::<bf16, bf16>(dims, args),
+        (DType::BF16, _) => product::<bf16, f32>(dims, args),
+        _ => product::<f32, f32>(dims, args),
+    }
+}
+
+fn product<T: FloatElement, O: FloatElement>(dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+    let (a, b) = (args.a.host_slice::<T>(), args.b.host_slice::<T>());
+    let bias = args.bias.as_ref().map(|bias| bias.host_slice::<T>());
+    let out = SharedSlice::new(args.out.host_slice_mut::<O>());
+    let store = |row: usize, col: usize, sums: &[f32]| {
+        // SAFETY: rows do not overlap (Matmul::run), and each stretch of a row is stored once.
+        let out = unsafe { out.part(row * dims.out_stride as usize + col, sums.len()) };
+        for (i, (out, &sum)) in std::iter::zip(out, sums).enumerate() {
+            *out = O::from_f32(bias.map_or(sum, |bias| sum + bias[col + i].to_f32()));
+        }
+    };
+    if dims.m as usize <= DOT_MAX_ROWS {
+        dots(a, b, dims, store);
+    } else {
+        tiles(a, b, dims, store);
+    }
+}
+
+/// `values` in f32.
+fn widen<T: FloatElement>(values: &[T], out: &mut [f32]) {
+    match T::DTYPE {
+        DType::F16 => bytemuck::cast_slice::<T, f16>(values).convert_to_f32_slice(out),
+        DType::BF16 => {
+            // Bit by bit: half's own conversion branches on NaN, which keeps the loop from being vectorised.
+            for (out, value) in std::iter::zip(out, bytemuck::cast_slice::<T, u16>(values)) {
+                *out = f32::from_bits(u32::from(*value) << 16);
+            }
+        }
+        _ => out.copy_from_slice(bytemuck::cast_slice(values)),
+    }
+}
+
+fn dot(x: &[f32], y: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut lanes = [0.0; LANES];
+    let (x, y) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
+    let rest = std::iter::zip(x.remainder(), y.remainder()).map(|(x, y)| x * y).sum::<f32>();
+    for (x, y) in std::iter::zip(x, y) {
+        for i in 0..LANES {
+            lanes[i] += x[i] * y[i];
+        }
+    }
+    lanes.iter().sum::<f32>() + rest
+}
+
+/// Calls `store(row, first column, sums)` for the columns of every row, in stretches.
+fn dots<T: FloatElement>(
+    a: &[T],
+    b: &[T],
+    dims: &MatmulDims,
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+) {
+    let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
+    for_rows(n.div_ceil(DOT_COLS), n * k, |block| {
+        let first = block * DOT_COLS;
+        let cols = DOT_COLS.min(n - first);
+        with_scratch(|a_panel, b_row, sums| {
+            sums[..m * DOT_COLS].fill(0.0);
+            for start in (0..k).step_by(PANEL) {
+                let len = PANEL.min(k - start);
+                for row in 0..m {
+                    widen(
+                        &a[row * dims.a_stride as usize + start..][..len],
+                        &mut a_panel[row * PANEL..][..len],
+                    );
+                }
+                for col in 0..cols {
+                    widen(&b[(first + col) * dims.b_stride as usize + start..][..len], &mut b_row[..len]);
+                    for row in 0..m {
+                        sums[row * DOT_COLS + col] += dot(&a_panel[row * PANEL..][..len], &b_row[..len]);
+                    }
+                }
+            }
+            for row in 0..m {
+                store(row, first, &sums[row * DOT_COLS..][..cols]);
+            }
+        });
+    });
+}
+
+/// As [`dots`].
+fn tiles<T: FloatElement>(
+    a: &[T],
+    b: &[T],
+    dims: &MatmulDims,
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+) {
+    let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
+    let tile_rows = m.div_ceil(TILE_ROWS);
+    for_rows(tile_rows * n.div_ceil(TILE_COLS), m * n * k.max(1), |tile| {
+        let (first_row, first_col) = (tile % tile_rows * TILE_ROWS, tile / tile_rows * TILE_COLS);
+        let (rows, cols) = (TILE_ROWS.min(m - first_row), TILE_COLS.min(n - first_col));
+        with_scratch(|a_panel, b_panel, sums| {
+            sums.fill(0.0);
+            for start in (0..k).step_by(PANEL) {
+                let len = PANEL.min(k - start);
+                for row in 0..rows {
+                    let from = &a[(first_row + row) * dims.a_stride as usize + start..][..len];
+                    widen(from, &mut a_panel[row * PANEL..][..len]);
+                }
+                for col in 0..cols {
+                    let from = &b[(first_col + col) * dims.b_stride as usize + start..][..len];
+                    widen(from, &mut b_panel[col * PANEL..][..len]);
+                }
+                let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());
+                let (tile_stride, panel_stride) = (TILE_COLS as isize, PANEL as isize);
+                // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that
+                // nothing else points into — the sizes of `with_scratch`.
+                unsafe {
+                    gemm::gemm(
+                        rows,
+                        cols,
+                        len,
+                        sums,
+                        1,
+                        tile_stride,
+                        true,
+                        a,
+                        1,
+                        panel_stride,
+                        b,
+                        panel_stride,
+                        1,
+                        1.0f32,
+                        1.0f32,
+                        false,
+                        false,
+                        false,
+                        gemm::Parallelism::None,
+                    );
+                }
+            }
+            for row in 0..rows {
+                store(first_row + row, first_col, &sums[row * TILE_COLS..][..cols]);
+            }
+        });
+    });
+}

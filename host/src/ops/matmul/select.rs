@@ -1,0 +1,233 @@
+//! Which kernels a matrix product takes.
+
+use abi::DType;
+use abi::ops::matmul::{MatmulTile, MatmulVariant, VARIANTS, WARPS};
+
+use super::{MatmulProblem, OP};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// Up to so many rows the kernels for few rows are faster: they do only the rows' work, where the smallest tile always
+/// does that of 64 rows, at the price of reading b again for every 8.
+const GEMV_MAX_ROWS: usize = 16;
+
+/// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy.
+const GEMV_WARPS_PER_SM: usize = 64;
+
+/// A kernel and how it is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MatmulChoice {
+    /// The kernel.
+    pub variant: &'static MatmulVariant,
+    /// For up to so many rows.
+    pub max_rows: usize,
+    /// Binary logarithm of the warps that share a column's k.
+    pub split_log2: u32,
+    /// Why this one.
+    pub why: String,
+}
+
+/// A tile for up to `max_rows` rows.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Rung {
+    pub(crate) max_rows: usize,
+    /// Rows of the tile, and whether it is one of few rows.
+    pub(crate) tile: Wanted,
+    pub(crate) why: String,
+}
+
+/// The tiles that products choose from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// For few rows.
+    Gemv(u32),
+    /// Square, of this edge.
+    Simt(u32),
+}
+
+impl Wanted {
+    pub(crate) fn is(self, tile: MatmulTile) -> bool {
+        match (self, tile) {
+            (Wanted::Gemv(wanted), MatmulTile::Gemv { rows, .. }) => wanted == rows,
+            (Wanted::Simt(wanted), MatmulTile::Simt { bm, .. }) => wanted == bm,
+            _ => false,
+        }
+    }
+}
+
+/// The tiles for every number of rows up to `m`, fewest rows first.
+pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
+    let num_sms = limits.num_sms.max(1) as usize;
+    // From so many tile rows on the large tile gives every multiprocessor a block.
+    let tile_rows = num_sms.div_ceil(n.div_ceil(128).max(1));
+    let small = (tile_rows - 1) * 128;
+    let rungs = [
+        (1, Wanted::Gemv(1)),
+        (2, Wanted::Gemv(2)),
+        (4, Wanted::Gemv(4)),
+        (GEMV_MAX_ROWS, Wanted::Gemv(8)),
+        (small.max(64), Wanted::Simt(64)),
+        (usize::MAX, Wanted::Simt(128)),
+    ];
+    let mut ladder = Vec::new();
+    for (max_rows, tile) in rungs {
+        let why = match tile {
+            Wanted::Gemv(rows) => format!("up to {max_rows} rows, {rows} against each piece of b"),
+            Wanted::Simt(64) => format!("larger tiles leave some of {num_sms} multiprocessors without work"),
+            Wanted::Simt(_) => format!("{num_sms} multiprocessors have a tile each"),
+        };
+        ladder.push(Rung { max_rows, tile, why });
+        if m <= max_rows {
+            break;
+        }
+    }
+    ladder
+}
+
+/// Binary logarithm of the warps that share a column's k: enough warps for the memory, but four pieces for every lane.
+///
+/// It decides the order of a sum, so it depends on n, k, type and device only, not on the number of rows.
+pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType) -> u32 {
+    let pieces = k / (16 / dtype.bytes());
+    let wanted = GEMV_WARPS_PER_SM * limits.num_sms.max(1) as usize;
+    let mut split = 0;
+    while 1 << (split + 1) <= WARPS && (n << split) < wanted && pieces >= 4 * 32 << (split + 1) {
+        split += 1;
+    }
+    split
+}
+
+/// Whether the blocks of a launch can be counted by a grid.
+pub(crate) fn check_blocks(
+    op: &'static str,
+    tile: MatmulTile,
+    split_log2: u32,
+    m: usize,
+    n: usize,
+) -> Result<(), Error> {
+    let blocks = tile.blocks(m as u32, n as u32, split_log2);
+    if blocks <= i32::MAX as u64 {
+        Ok(())
+    } else {
+        Err(Error::invalid(op, "problem", "at most 2^31 - 1 blocks", format!("{m} × {n} in {blocks} blocks")))
+    }
+}
+
+impl MatmulChoice {
+    /// This kernel for any number of rows, if it can do the problem.
+    pub(super) fn forced(
+        limits: &DeviceLimits,
+        variant: &'static MatmulVariant,
+        problem: &MatmulProblem,
+    ) -> Result<Self, Error> {
+        let MatmulProblem { m, n, k, dtype, out_dtype, .. } = *problem;
+        if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || variant.floor > limits.floor {
+            let expected = format!("{} to {} on {}", variant.dtype, variant.out_dtype, variant.floor);
+            let got = format!("{dtype} to {out_dtype} on {}", limits.floor);
+            return Err(Error::invalid(OP, "variant", expected, got));
+        }
+        let split_log2 = split_log2(limits, n, k, dtype);
+        check_blocks(OP, variant.tile, split_log2, m, n)?;
+        Ok(MatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
+    }
+}
+
+/// The kernels for every number of rows up to the problem's, fewest rows first: a run takes the first that is for its
+/// rows.
+pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<MatmulChoice>, Error> {
+    let MatmulProblem { m, n, dtype, out_dtype, .. } = *problem;
+    let mut choices = Vec::new();
+    for Rung { max_rows, tile, why } in ladder(limits, m, n) {
+        let fits = |variant: &&MatmulVariant| {
+            (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
+                && variant.floor <= limits.floor
+                && tile.is(variant.tile)
+        };
+        let Some(variant) = VARIANTS.iter().find(fits) else {
+            let expected = "dtype f32, f16 or bf16, and out_dtype the same or f32";
+            return Err(Error::invalid(OP, "problem", expected, format!("{dtype} to {out_dtype}")));
+        };
+        let largest = MatmulProblem { m: m.min(max_rows), ..*problem };
+        choices.push(MatmulChoice { max_rows, why, ..MatmulChoice::forced(limits, variant, &largest)? });
+    }
+    Ok(choices)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::Arch;
+
+    use super::super::Bias;
+    use super::*;
+
+    const H200: DeviceLimits =
+        DeviceLimits { floor: Arch::Sm61, num_sms: 132, smem_per_block_bytes: 48 << 10 };
+
+    #[test]
+    fn choice_by_rows() {
+        let small = DeviceLimits { num_sms: 20, ..H200 };
+        let table = [
+            (H200, 1, 4096, DType::BF16, "matmul_bf16__gemv1__sm61"),
+            (H200, 2, 4096, DType::F32, "matmul_f32__gemv2__sm61"),
+            (H200, 3, 4096, DType::F16, "matmul_f16__gemv4__sm61"),
+            (H200, 5, 4096, DType::BF16, "matmul_bf16__gemv8__sm61"),
+            (H200, 16, 4096, DType::BF16, "matmul_bf16__gemv8__sm61"),
+            (H200, 17, 4096, DType::BF16, "matmul_bf16__m64n64k32__sm61"),
+            (H200, 512, 4096, DType::BF16, "matmul_bf16__m64n64k32__sm61"),
+            (H200, 513, 4096, DType::BF16, "matmul_bf16__m128n128k16__sm61"),
+            (H200, 65, 151_936, DType::F32, "matmul_f32__m128n128k8__sm61"),
+            (small, 65, 4096, DType::F32, "matmul_f32__m128n128k8__sm61"),
+            (H200, 0, 0, DType::F32, "matmul_f32__gemv1__sm61"),
+        ];
+        for (limits, m, n, dtype, entry) in table {
+            let problem = MatmulProblem { m, n, k: 1024, dtype, out_dtype: dtype, bias: Bias::None };
+            let choices = select(&limits, &problem).unwrap();
+            assert_eq!(choices.last().unwrap().variant.entry, entry, "{m} × {n} {dtype}");
+            assert!(choices.is_sorted_by(|a, b| a.max_rows < b.max_rows));
+            assert!(choices.last().unwrap().max_rows >= m);
+        }
+    }
+
+    #[test]
+    fn every_type_has_every_tile() {
+        for dtype in DType::FLOATS {
+            for out_dtype in [dtype, DType::F32] {
+                let problem = MatmulProblem { m: 9999, n: 512, k: 64, dtype, out_dtype, bias: Bias::None };
+                let choices = select(&H200, &problem).unwrap();
+                assert_eq!(choices.len(), 6);
+                assert!(choices.iter().all(|choice| choice.variant.out_dtype == out_dtype));
+            }
+        }
+    }
+
+    #[test]
+    fn few_columns_split_k() {
+        let table = [
+            (1024, 2048, DType::BF16, 1),
+            (1024, 3072, DType::BF16, 1),
+            (1024, 1024, DType::BF16, 0),
+            (2560, 9728, DType::BF16, 2),
+            (151_936, 9728, DType::BF16, 0),
+            (256, 65536, DType::F32, 3),
+            (1024, 4096, DType::I8, 1),
+        ];
+        for (n, k, dtype, split) in table {
+            assert_eq!(split_log2(&H200, n, k, dtype), split, "{n} {k} {dtype}");
+        }
+    }
+
+    #[test]
+    fn more_blocks_than_a_grid_has() {
+        let most = (1 << 31) - 1;
+        let problem = MatmulProblem {
+            m: most,
+            n: most,
+            k: 1,
+            dtype: DType::F32,
+            out_dtype: DType::F32,
+            bias: Bias::None,
+        };
+        let message = select(&H200, &problem).unwrap_err().to_string();
+        assert!(message.starts_with("matmul: problem: expected at most 2^31 - 1 blocks, got "), "{message}");
+    }
+}
