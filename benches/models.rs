@@ -79,7 +79,8 @@ fn time(
         0.0 => "unknown".into(),
         bandwidth => format!("{:.2} ms", bytes as f64 / bandwidth * 1e3),
     };
-    let prompt: Vec<u32> = (0..options.prompt as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect();
+    let prompt: Vec<u32> =
+        (0..options.prompt as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect();
     for &batch in &options.batch {
         let capacity = options.prompt + options.tokens;
         let mut session = model.session(SessionOptions { batch, capacity, ..SessionOptions::default() })?;
@@ -121,7 +122,10 @@ fn time(
         );
     }
     let stats = device.pool().stats();
-    println!("{name}: {:.2} GiB of device memory at the peak", stats.peak_in_use_bytes as f64 / f64::from(1 << 30));
+    println!(
+        "{name}: {:.2} GiB of device memory at the peak",
+        stats.peak_in_use_bytes as f64 / f64::from(1 << 30)
+    );
     Ok(())
 }
 

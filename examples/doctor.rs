@@ -92,7 +92,9 @@ fn self_test(
     let mut session = model.session(SessionOptions { capacity: 256, ..SessionOptions::default() })?;
     let mut num_tokens = 0;
     for case in expected.as_array().ok_or("expected.json is not a list")? {
-        let ids = |field: &str| -> Result<Vec<u32>, serde_json::Error> { serde_json::from_value(case[field].clone()) };
+        let ids = |field: &str| -> Result<Vec<u32>, serde_json::Error> {
+            serde_json::from_value(case[field].clone())
+        };
         let (prompt, greedy) = (ids("ids")?, ids("greedy")?);
         let got = continue_greedily(&mut session, &prompt, greedy.len())?;
         if got != greedy {

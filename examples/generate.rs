@@ -83,18 +83,22 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let device = options.device.open()?.with_level(options.level);
     let config = ModelConfig::from_dir(&options.model)?;
     let checkpoint_dtype = config.dtype.unwrap_or(DType::BF16);
-    let dtype = options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
+    let dtype =
+        options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
     eprintln!("device: {}; weights in {dtype}", device.describe());
 
     let tokenizer = load_tokenizer(&options.model, options.ids.is_some())?;
     let prompt = match (&options.ids, &tokenizer) {
         (Some(ids), _) => ids.clone(),
-        (None, Some(tokenizer)) => tokenizer.encode(options.prompt.as_str(), true).map_err(text_error)?.get_ids().to_vec(),
+        (None, Some(tokenizer)) => {
+            tokenizer.encode(options.prompt.as_str(), true).map_err(text_error)?.get_ids().to_vec()
+        }
         (None, None) => return Err("--prompt needs a tokenizer.json; use --ids without one".into()),
     };
 
     let started = Instant::now();
-    let bar = ProgressBar::new(0).with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
+    let bar = ProgressBar::new(0)
+        .with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
     let model = Model::load(&device, &options.model, dtype, &mut |progress| {
         bar.set_length(progress.total_bytes);
         bar.set_position(progress.loaded_bytes);

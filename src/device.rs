@@ -33,6 +33,11 @@ impl Device {
         host::Device::cuda(ordinal, images).map(Device)
     }
 
+    /// How many CUDA devices the driver reports.
+    pub fn cuda_count() -> Result<usize, Error> {
+        host::Device::cuda_count()
+    }
+
     /// The same device, running the images of another floor.
     pub fn with_arch(&self, arch: Arch) -> Result<Self, Error> {
         self.0.with_arch(arch).map(Device)

@@ -107,14 +107,19 @@ fn more_memory_than_there_is() {
         assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == 1 << 46), "{error}");
         assert_eq!(device.pool().stats().in_use_bytes, before.in_use_bytes);
         let error = Tensor::empty(&stream, &[usize::MAX, 2], DType::F32).unwrap_err().to_string();
-        assert!(error.starts_with("Tensor::empty: shape: expected a size that fits the address space"), "{error}");
+        assert!(
+            error.starts_with("Tensor::empty: shape: expected a size that fits the address space"),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn levels_bound_the_floor() {
     let Ok(card) = Device::cuda(0) else { return };
-    for (level, floor) in [(OptLevel::Basic, Arch::Sm61), (OptLevel::Medium, Arch::Sm80), (OptLevel::High, Arch::Sm90a)] {
+    for (level, floor) in
+        [(OptLevel::Basic, Arch::Sm61), (OptLevel::Medium, Arch::Sm80), (OptLevel::High, Arch::Sm90a)]
+    {
         let limits = card.with_level(level).limits().unwrap();
         assert!(limits.floor <= floor, "{level:?}: {limits:?}");
     }

@@ -55,7 +55,12 @@ impl Case {
     }
 }
 
-fn session(device: &Device, folder: &Path, dtype: DType, options: SessionOptions) -> Result<Session, warpforge::Error> {
+fn session(
+    device: &Device,
+    folder: &Path,
+    dtype: DType,
+    options: SessionOptions,
+) -> Result<Session, warpforge::Error> {
     Model::load(device, folder, dtype, &mut |_| {})?.session(options)
 }
 
@@ -100,7 +105,11 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
         // In order, so that the first message names the layer before which something went wrong.
         for (layer, hidden) in hidden.iter().enumerate() {
             let error = relative_l2(hidden, case.sequence(&format!("hidden.{layer}"), index));
-            assert!(error <= 1e-4, "{}, {device:?}, sequence {index}: input of layer {layer}: {error:.2e}", case.name);
+            assert!(
+                error <= 1e-4,
+                "{}, {device:?}, sequence {index}: input of layer {layer}: {error:.2e}",
+                case.name
+            );
         }
         let error = relative_l2(&logits, case.sequence("logits", index));
         assert!(error <= 1e-4, "{}, {device:?}, sequence {index}: logits: {error:.2e}", case.name);
@@ -143,7 +152,8 @@ fn golden_bf16() -> Outcome {
     for device in devices {
         for name in ["qwen3", "qwen3_sliding"] {
             let case = Case::load(name)?;
-            let options = SessionOptions { capacity: 80, chunk: 64, logits: Logits::All, ..SessionOptions::default() };
+            let options =
+                SessionOptions { capacity: 80, chunk: 64, logits: Logits::All, ..SessionOptions::default() };
             let mut session = session(&device, &case.folder, DType::BF16, options)?;
             let stream = session.stream().clone();
             let (mut got, mut want, mut yardstick) = (Vec::new(), Vec::new(), Vec::new());
@@ -194,10 +204,8 @@ fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
         let model = Model::load(&device, &folder, DType::F32, &mut |_| {})?;
         let options = SessionOptions { capacity: 64, ..SessionOptions::default() };
         let mut alone = model.session(options)?;
-        let want: Vec<Vec<u32>> = prompts
-            .iter()
-            .map(|prompt| greedy(&mut alone, prompt, 20))
-            .collect::<Result<_, _>>()?;
+        let want: Vec<Vec<u32>> =
+            prompts.iter().map(|prompt| greedy(&mut alone, prompt, 20)).collect::<Result<_, _>>()?;
         let mut together = model.session(SessionOptions { batch: prompts.len(), ..options })?;
         let mut sampler = Sampler::new(&together, Sampling::Greedy)?;
         let mut got: Vec<Vec<u32>> = Vec::new();
@@ -225,10 +233,7 @@ fn bad_calls() -> Outcome {
     let mut session = session(&Device::cpu(), &folder, DType::F32, options)?;
     session.prefill(0, &[1, 2, 3])?;
     let mut message = |sequence, ids: &[u32]| session.prefill(sequence, ids).unwrap_err().to_string();
-    assert_eq!(
-        message(0, &[1, 384]),
-        "Session: ids: expected token ids below 384, got 384 at index 1"
-    );
+    assert_eq!(message(0, &[1, 384]), "Session: ids: expected token ids below 384, got 384 at index 1");
     assert_eq!(
         message(0, &[1; 6]),
         "Session: ids: expected at most 5 more tokens (the cache holds 3 of 8), got 6"
@@ -256,7 +261,8 @@ fn bad_checkpoints() -> Outcome {
     let golden = golden::folder("qwen3");
     let folder = tempfile::tempdir()?;
     let load = || {
-        let model = Model::load(&Device::cpu(), folder.path(), DType::F32, &mut |_| panic!("nothing is loaded"));
+        let model =
+            Model::load(&Device::cpu(), folder.path(), DType::F32, &mut |_| panic!("nothing is loaded"));
         let error = model.map(|_| ()).unwrap_err();
         error.to_string()
     };
@@ -270,8 +276,10 @@ fn bad_checkpoints() -> Outcome {
 
     // Without three of its tensors.
     let all = safetensors::SafeTensors::deserialize(&bytes)?;
-    let removed = ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.q_norm.weight"];
-    let kept: Vec<_> = all.tensors().into_iter().filter(|(name, _)| !removed.contains(&name.as_str())).collect();
+    let removed =
+        ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.q_norm.weight"];
+    let kept: Vec<_> =
+        all.tensors().into_iter().filter(|(name, _)| !removed.contains(&name.as_str())).collect();
     safetensors::serialize_to_file(kept, None, &folder.path().join("model.safetensors"))?;
     let message = load();
     for name in removed {

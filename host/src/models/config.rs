@@ -213,7 +213,7 @@ impl DecoderConfig {
             heads_q,
             heads_kv,
             head_dim: fields.size("head_dim", 128)?,
-            activation: Activation::read(fields)?,
+            activation: read_activation(fields)?,
             rms_norm_eps: eps.unwrap_or(1e-6) as f32,
             attention_bias: fields.flag("attention_bias")?.unwrap_or(false),
             tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
@@ -279,15 +279,13 @@ fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>
     types.iter().enumerate().map(layer_window).collect()
 }
 
-impl Activation {
-    fn read(fields: &Fields) -> Result<Activation, ModelError> {
-        const SUPPORTED: &[&str] = &["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new"];
-        match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or("silu") {
-            "silu" | "swish" => Ok(Activation::Silu),
-            "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
-            "gelu" => Ok(Activation::GeluErf),
-            other => Err(fields.unsupported("hidden_act", other.into(), SUPPORTED)),
-        }
+fn read_activation(fields: &Fields) -> Result<Activation, ModelError> {
+    const SUPPORTED: &[&str] = &["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new"];
+    match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or("silu") {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
+        "gelu" => Ok(Activation::GeluErf),
+        other => Err(fields.unsupported("hidden_act", other.into(), SUPPORTED)),
     }
 }
 

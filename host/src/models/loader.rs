@@ -32,7 +32,10 @@ enum Source<'a> {
     Check(Requirements<'a>),
     Checkpoint(&'a Weights),
     /// A block of random elements, which all tensors are made of.
-    Random { block: Tensor, start: usize },
+    Random {
+        block: Tensor,
+        start: usize,
+    },
 }
 
 /// Elements of the random block: a prime, so that rows do not repeat in step with their length.
@@ -48,13 +51,21 @@ impl<'a> Loader<'a> {
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let source = Source::Check(weights.require());
-        let mut checker = Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
+        let mut checker =
+            Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
         build(&mut checker)?;
         let total_bytes = checker.total_bytes;
         if let Source::Check(requirements) = checker.source {
             requirements.finish()?;
         }
-        build(&mut Loader { stream, dtype, source: Source::Checkpoint(weights), loaded_bytes: 0, total_bytes, progress })
+        build(&mut Loader {
+            stream,
+            dtype,
+            source: Source::Checkpoint(weights),
+            loaded_bytes: 0,
+            total_bytes,
+            progress,
+        })
     }
 
     /// Random weights: normal with a standard deviation of 0.02, gains around 1. For tests and measurements.

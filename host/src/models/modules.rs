@@ -111,7 +111,8 @@ impl DecoderLayer {
         Ok(DecoderLayer {
             input_norm: loader.gain(&format!("{prefix}.input_layernorm.weight"), hidden_size)?,
             attention: Attention::new(config, loader, &format!("{prefix}.self_attn"), window)?,
-            post_attention_norm: loader.gain(&format!("{prefix}.post_attention_layernorm.weight"), hidden_size)?,
+            post_attention_norm: loader
+                .gain(&format!("{prefix}.post_attention_layernorm.weight"), hidden_size)?,
             mlp: Mlp::new(config, loader, &format!("{prefix}.mlp"))?,
         })
     }
@@ -134,8 +135,9 @@ impl Decoder {
     pub(super) fn new(config: &DecoderConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
         let &DecoderConfig { vocab_size, hidden_size, num_layers, tie_word_embeddings, .. } = config;
         let embedding = loader.matrix("model.embed_tokens.weight", vocab_size, hidden_size)?;
-        let layers =
-            (0..num_layers).map(|index| DecoderLayer::new(config, loader, index)).collect::<Result<_, _>>()?;
+        let layers = (0..num_layers)
+            .map(|index| DecoderLayer::new(config, loader, index))
+            .collect::<Result<_, _>>()?;
         let norm = loader.gain("model.norm.weight", hidden_size)?;
         let head = if tie_word_embeddings {
             None

@@ -52,12 +52,16 @@ impl Plans {
         let config: &DecoderConfig = &model.config().decoder;
         let PhaseSizes { batch, seq, capacity, logit_rows } = sizes;
         let tokens = batch * seq;
-        let &DecoderConfig { hidden_size, intermediate_size, heads_q, heads_kv, head_dim, vocab_size, .. } = config;
+        let &DecoderConfig {
+            hidden_size, intermediate_size, heads_q, heads_kv, head_dim, vocab_size, ..
+        } = config;
         let norm = |rows, cols| {
             let (eps, weight) = (config.rms_norm_eps, NormWeight::Plain);
             RmsNorm::plan(device, RmsNormProblem { rows, cols, dtype, eps, weight })
         };
-        let matmul = |m, n, k, out_dtype, bias| Matmul::plan(device, MatmulProblem { m, n, k, dtype, out_dtype, bias });
+        let matmul = |m, n, k, out_dtype, bias| {
+            Matmul::plan(device, MatmulProblem { m, n, k, dtype, out_dtype, bias })
+        };
         let bias = if config.attention_bias { Bias::PerColumn } else { Bias::None };
         let rope = |heads| {
             let (rotary_dim, style) = (config.rope.rotary_dim(head_dim), RopeStyle::HalfSplit);
@@ -84,7 +88,10 @@ impl Plans {
         let q_cols = heads_q * head_dim;
         let qkv_cols = (heads_q + 2 * heads_kv) * head_dim;
         Ok(Plans {
-            embedding: Embedding::plan(device, EmbeddingProblem { tokens, vocab: vocab_size, cols: hidden_size, dtype })?,
+            embedding: Embedding::plan(
+                device,
+                EmbeddingProblem { tokens, vocab: vocab_size, cols: hidden_size, dtype },
+            )?,
             norm: norm(tokens, hidden_size)?,
             qkv: matmul(tokens, qkv_cols, hidden_size, dtype, bias)?,
             q_norm: norm(tokens * heads_q, head_dim)?,

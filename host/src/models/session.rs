@@ -151,13 +151,16 @@ impl Session {
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
         let config = &model.config().decoder;
-        let &DecoderConfig { hidden_size, intermediate_size, heads_q, heads_kv, head_dim, vocab_size, .. } = config;
+        let &DecoderConfig {
+            hidden_size, intermediate_size, heads_q, heads_kv, head_dim, vocab_size, ..
+        } = config;
         let stream = model.device().stream()?;
         let prefill_rows = match logits {
             Logits::Last => 1,
             Logits::All => chunk,
         };
-        let prefill = Plans::new(&model, PhaseSizes { batch: 1, seq: chunk, capacity, logit_rows: prefill_rows })?;
+        let prefill =
+            Plans::new(&model, PhaseSizes { batch: 1, seq: chunk, capacity, logit_rows: prefill_rows })?;
         let decode = Plans::new(&model, PhaseSizes { batch, seq: 1, capacity, logit_rows: batch })?;
         let (tokens, dtype) = (chunk.max(batch), model.dtype());
         let empty = |shape: &[usize], dtype| Tensor::empty(&stream, shape, dtype);
@@ -185,7 +188,19 @@ impl Session {
         let decode_graph =
             if model.device().limits().is_some() { DecodeGraph::NotRun } else { DecodeGraph::Never };
         let lens = vec![0; batch];
-        Ok(Session { model, options, stream, prefill, decode, decode_graph, ropes, caches, buffers, lens, logit_rows: 0..0 })
+        Ok(Session {
+            model,
+            options,
+            stream,
+            prefill,
+            decode,
+            decode_graph,
+            ropes,
+            caches,
+            buffers,
+            lens,
+            logit_rows: 0..0,
+        })
     }
 
     /// Its model.
@@ -312,7 +327,8 @@ impl Session {
             logit_rows: LogitRows::From(0),
         };
         let (model, ropes, caches, buffers) = (&self.model, &self.ropes, &mut self.caches, &mut self.buffers);
-        let mut run = |stream: &Stream| forward(model, stream, ropes, caches, buffers, &pass, &mut |_, _| Ok(()));
+        let mut run =
+            |stream: &Stream| forward(model, stream, ropes, caches, buffers, &pass, &mut |_, _| Ok(()));
         match &self.decode_graph {
             DecodeGraph::Never => run(&self.stream)?,
             DecodeGraph::NotRun => {
@@ -358,7 +374,8 @@ impl Session {
         if tokens <= capacity.saturating_sub(len) {
             return Ok(());
         }
-        let expected = format!("at most {} more tokens (the cache holds {len} of {capacity})", capacity - len);
+        let expected =
+            format!("at most {} more tokens (the cache holds {len} of {capacity})", capacity - len);
         Err(Error::invalid(OP, "ids", expected, tokens.to_string()))
     }
 
@@ -398,7 +415,8 @@ fn forward(
 ) -> Result<(), Error> {
     let decoder = model.decoder();
     let tokens = pass.batch * pass.seq;
-    let Buffers { inputs, residual, normed, qkv, q, k, attended, projected, gate_up, activated, logits } = buffers;
+    let Buffers { inputs, residual, normed, qkv, q, k, attended, projected, gate_up, activated, logits } =
+        buffers;
     let input = |row: usize, len: usize| -> Result<TensorView<'_>, Error> {
         inputs.view().slice(0, row..row + 1)?.slice(1, 0..len)?.reshape(&[len])
     };
@@ -508,7 +526,8 @@ impl Step<'_> {
             let heads = range.len() / head_dim;
             joint.slice(1, range)?.reshape(&[tokens, heads, head_dim])
         };
-        let (q, k, v) = (heads(0..k_start)?, heads(k_start..v_start)?, heads(v_start..v_start + heads_kv * head_dim)?);
+        let (q, k, v) =
+            (heads(0..k_start)?, heads(k_start..v_start)?, heads(v_start..v_start + heads_kv * head_dim)?);
         let norms = [
             (&plans.q_norm, &plans.q_rope, q, &attention.q_norm, &mut self.q),
             (&plans.k_norm, &plans.k_rope, k, &attention.k_norm, &mut self.k),
@@ -538,13 +557,10 @@ impl Step<'_> {
             Visible::Uniform(keys) => keys,
             Visible::PerSequence => cache.k.shape()[1],
         };
-        let keys = |cache: &'_ Tensor| -> Result<TensorView<'_>, Error> {
-            cache.view().slice(0, sequences.clone())?.slice(1, 0..visible)
-        };
         let args = AttentionArgs {
             q: self.q.as_view().reshape(&[batch, seq, heads_q, head_dim])?,
-            k: keys(&cache.k)?,
-            v: keys(&cache.v)?,
+            k: cache.k.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
+            v: cache.v.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
             kv_lens: self.kv_lens,
             out: self.attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
             lse: None,

@@ -77,9 +77,6 @@ macro_rules! variants {
             dtype: DType::$dtype,
             tile: KvAppendTile::$tile,
         }),*];
-
-        /// The names of all kernels.
-        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 kv_append_table!(variants);

@@ -32,8 +32,22 @@ pub const FAMILIES: &[&str] = &[
 
 /// The names of a family's kernels; none for an unknown family.
 pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
-    let lists: &[(&str, &'static [&'static str])] =
-        &[("kv_append", kv_append::ENTRIES), ("rmsnorm", rmsnorm::ENTRIES)];
-    let list = lists.iter().find(|(name, _)| *name == family).map_or(&[][..], |(_, list)| *list);
-    list.iter().copied()
+    macro_rules! named {
+        ($($module:ident::$list:ident),*) => {
+            core::iter::empty()$(.chain($module::$list.iter().map(|variant| (stringify!($module), variant.entry))))*
+        };
+    }
+    let all = named!(
+        attention::VARIANTS,
+        embedding::VARIANTS,
+        glu::VARIANTS,
+        kv_append::VARIANTS,
+        matmul::VARIANTS,
+        matmul_i8::VARIANTS,
+        matmul_i8::QUANTIZE_VARIANTS,
+        rmsnorm::VARIANTS,
+        rope::VARIANTS,
+        sampling::VARIANTS
+    );
+    all.filter(move |(name, _)| *name == family).map(|(_, entry)| entry)
 }

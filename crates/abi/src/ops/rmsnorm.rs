@@ -122,9 +122,6 @@ macro_rules! variants {
             dtype: DType::$dtype,
             tile: RmsNormTile::$tile { $($field: $value),* },
         }),*];
-
-        /// The names of all kernels.
-        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 rmsnorm_table!(variants);
