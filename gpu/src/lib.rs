@@ -3,7 +3,7 @@
 //! One module per operator under [`ops`], each behind the feature of its name, since each becomes an image of its own;
 //! their common parts are under [`tile`]. The same source compiles for the host.
 #![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx))]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
 pub mod ops;
 pub mod tile;
