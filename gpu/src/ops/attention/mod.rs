@@ -120,7 +120,7 @@ macro_rules! entry {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 128, min_blocks = 4)]
+        #[kernel(max_threads = 128, min_blocks = 3)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             q: *const $type,
