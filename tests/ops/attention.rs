@@ -1,1 +1,693 @@
-//! Placeholder of attention.
+//! Attention against its reference.
+
+use abi::ops::attention::{AttentionVariant, VARIANTS};
+use proptest::prelude::*;
+use proptest::sample::select;
+use testkit::compare::{SAMPLE, Scale, Tolerance};
+use testkit::round::round_to;
+use testkit::strategies::{Values, dims, finite_values, stride_padding};
+use warpforge::ops::attention::reference::{Sequence, attention, magnitudes};
+use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    seq_q: usize,
+    /// Keys of each sequence.
+    lens: Vec<usize>,
+    /// Keys that the views have room for.
+    capacity: usize,
+    /// Query heads, and heads of k and v.
+    heads: (usize, usize),
+    head_dim: usize,
+    mask: Mask,
+    window: Option<usize>,
+    scale: Option<f32>,
+    /// What q is multiplied by, besides: how large the scores are.
+    gain: f64,
+    /// Of v.
+    kind: Values,
+    q_layout: Layout,
+    kv_layout: Layout,
+    seed: u64,
+}
+
+impl Case {
+    fn problem(&self) -> AttentionProblem {
+        let Case { dtype, seq_q, capacity, heads, head_dim, mask, window, scale, .. } = *self;
+        let (heads_q, heads_kv) = heads;
+        let batch = self.lens.len();
+        AttentionProblem {
+            batch,
+            seq_q,
+            seq_kv: capacity,
+            heads_q,
+            heads_kv,
+            head_dim,
+            dtype,
+            scale,
+            mask,
+            window,
+        }
+    }
+
+    fn sequence(&self, len: usize) -> Sequence {
+        let Case { seq_q, heads: (heads_q, heads_kv), head_dim, mask, window, .. } = *self;
+        let scale = f64::from(self.problem().scale());
+        Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, mask, window }
+    }
+
+    /// q, k and v; beyond the keys of a sequence k and v are NaN.
+    fn data(&self) -> [Vec<f64>; 3] {
+        let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = *self;
+        let batch = self.lens.len();
+        let mut q = values(Values::Normal, dtype, batch * seq_q * heads_q * head_dim, self.seed);
+        q.iter_mut().for_each(|q| *q = round_to(dtype, *q * self.gain));
+        let mut k = values(Values::Normal, dtype, batch * capacity * heads_kv * head_dim, self.seed ^ 1);
+        let mut v = values(self.kind, dtype, k.len(), self.seed ^ 2);
+        for (sequence, &len) in self.lens.iter().enumerate() {
+            let unused = (sequence * capacity + len) * heads_kv * head_dim
+                ..(sequence + 1) * capacity * heads_kv * head_dim;
+            k[unused.clone()].fill(f64::NAN);
+            v[unused].fill(f64::NAN);
+        }
+        [q, k, v]
+    }
+}
+
+const HEADS: [(usize, usize); 8] = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (5, 1), (8, 1), (18, 2)];
+const HEAD_DIMS: [usize; 10] = [64, 128, 32, 40, 72, 80, 96, 136, 200, 256];
+
+/// Cases of up to this many products of a query and a key element.
+const MAX_PRODUCTS: usize = 600_000;
+
+fn case(
+    seq_q: impl Strategy<Value = usize>,
+    seq_kv: impl Strategy<Value = usize>,
+) -> impl Strategy<Value = Case> {
+    let sizes = (floats(), 0usize..4, seq_q, seq_kv, select(&HEADS[..]), select(&HEAD_DIMS[..]));
+    let masks = (
+        select(&[Mask::None, Mask::Causal][..]),
+        prop_oneof![2 => Just(None), 1 => (1usize..80).prop_map(Some), 1 => Just(Some(1 << 40))],
+        prop_oneof![3 => Just(None), 1 => Just(Some(0.25f32)), 1 => Just(Some(-0.125)), 1 => Just(Some(0.0))],
+    );
+    let layout = || (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
+    let kinds = (select(&[1.0, 0.25, 16.0][..]), finite_values(), layout(), layout(), any::<u64>());
+    (sizes, masks, kinds).prop_map(
+        |(sizes, (mask, window, scale), (gain, kind, q_layout, kv_layout, seed))| {
+            let (dtype, mut batch, mut seq_q, mut capacity, heads, head_dim) = sizes;
+            let row = heads.0 * head_dim;
+            capacity = capacity.min(MAX_PRODUCTS / row);
+            seq_q = seq_q.min(MAX_PRODUCTS / row / capacity.max(1));
+            batch = batch.min(MAX_PRODUCTS / row / (capacity * seq_q).max(1));
+            // The first sequence is as long as there is room, unless none is.
+            let mut lens: Vec<usize> =
+                (0..batch).map(|i| (seed >> (8 * i)) as usize % (capacity + 1)).collect();
+            if let (Some(len), true) = (lens.first_mut(), seed % 8 != 0) {
+                *len = capacity;
+            }
+            // Weights below 2^-126 may be flushed: a value of 2^60 must not make them count.
+            let kind = if gain == 1.0 && scale.is_none() { kind } else { Values::Normal };
+            let layout = |(padding, offset)| Layout { padding, offset };
+            let (q_layout, kv_layout) = (layout(q_layout), layout(kv_layout));
+            Case {
+                dtype,
+                seq_q,
+                lens,
+                capacity,
+                heads,
+                head_dim,
+                mask,
+                window,
+                scale,
+                gain,
+                kind,
+                q_layout,
+                kv_layout,
+                seed,
+            }
+        },
+    )
+}
+
+fn prefill_case() -> impl Strategy<Value = Case> {
+    case(dims(&[16, 32, 64], 140), dims(&[16, 32, 64], 200))
+}
+
+fn decode_case() -> impl Strategy<Value = Case> {
+    case(1usize..6, dims(&[64, 256], 1100))
+}
+
+/// out and log-sum-exp of all sequences.
+type Results = (Vec<f64>, Vec<f64>);
+
+/// Runs on a device, with the kernels that `plan` chooses or with a given one.
+fn compute(
+    device: &Device,
+    case: &Case,
+    [q, k, v]: &[Vec<f64>; 3],
+    variant: Option<&'static AttentionVariant>,
+) -> Result<Results, TestCaseError> {
+    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, q_layout, kv_layout, .. } =
+        *case;
+    let batch = case.lens.len();
+    let stream = device.stream().map_err(fail)?;
+    let plan = match variant {
+        None => Attention::plan(device, case.problem()),
+        Some(variant) => Attention::plan_with(device, case.problem(), variant),
+    };
+    let plan = plan.map_err(fail)?;
+    let rows = |values, layout| Rows::input(&stream, dtype, values, head_dim, layout).map_err(fail);
+    let (q_rows, k_rows, v_rows) = (rows(q, q_layout)?, rows(k, kv_layout)?, rows(v, kv_layout)?);
+    let mut out = Rows::output(&stream, dtype, batch * seq_q * heads_q, head_dim, q_layout).map_err(fail)?;
+    let mut lse =
+        Rows::output(&stream, DType::F32, batch * heads_q, seq_q, Layout::default()).map_err(fail)?;
+    // More than there is room for means all.
+    let lens = case.lens.iter().map(|&len| if len == capacity { u32::MAX } else { len as u32 });
+    let lens: Vec<u32> = lens.collect();
+    let kv_lens = Tensor::from_slice(&stream, &[batch], &lens).map_err(fail)?;
+    let all = case.lens.iter().all(|&len| len == capacity);
+    let kv_shape = [batch, capacity, heads_kv, head_dim];
+    let q_shape = [batch, seq_q, heads_q, head_dim];
+    let args = AttentionArgs {
+        q: q_rows.view().reshape(&q_shape).map_err(fail)?,
+        k: k_rows.view().reshape(&kv_shape).map_err(fail)?,
+        v: v_rows.view().reshape(&kv_shape).map_err(fail)?,
+        kv_lens: (!all || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
+        out: out.view_mut().reshape(&q_shape).map_err(fail)?,
+        lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    let lse = if seq_q == 0 { Vec::new() } else { lse.read(&stream)? };
+    Ok((out.read(&stream)?, lse))
+}
+
+/// Reference, naive result and magnitudes of a case.
+struct Expected {
+    reference: Results,
+    naive: Results,
+    magnitudes: Results,
+    /// Pairs of a query and a key that it sees.
+    weights: usize,
+}
+
+fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
+    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = *case;
+    let empty = || (Vec::new(), Vec::new());
+    let mut expected = Expected { reference: empty(), naive: empty(), magnitudes: empty(), weights: 0 };
+    for (index, &len) in case.lens.iter().enumerate() {
+        let sequence = case.sequence(len);
+        let part = |data: &[f64], row: usize, rows: usize| data[index * row..][..rows].to_vec();
+        let (q_row, kv_row) = (seq_q * heads_q * head_dim, capacity * heads_kv * head_dim);
+        let q = part(q, q_row, q_row);
+        let (k, v) = (part(k, kv_row, len * heads_kv * head_dim), part(v, kv_row, len * heads_kv * head_dim));
+        let mut append = |to: fn(&mut Expected) -> &mut Results, (out, lse): Results| {
+            let (to_out, to_lse) = to(&mut expected);
+            to_out.extend(out);
+            to_lse.extend(lse);
+        };
+        append(|e| &mut e.reference, attention::<f64>(&sequence, &q, &k, &v, |value| value));
+        append(|e| &mut e.naive, attention::<f32>(&sequence, &q, &k, &v, store(dtype)));
+        append(|e| &mut e.magnitudes, magnitudes(&sequence, &q, &k, &v));
+        let pairs = (0..seq_q).map(|query| (0..len).filter(|&key| sequence.sees(query, key)).count());
+        expected.weights += heads_q * pairs.sum::<usize>();
+    }
+    expected
+}
+
+fn verify(what: &str, case: &Case, (out, lse): &Results, expected: &Expected) -> Result<(), TestCaseError> {
+    let Expected { reference, naive, magnitudes, weights } = expected;
+    let roundings = case.head_dim + case.capacity;
+    // All columns of a row share its weights' errors. Where there are few weights, the naive ones may all be right by
+    // luck, and the hardware's exponential is within 2 ulp where the naive one is within 1.
+    let factor = if *weights < SAMPLE { 8.0 } else { 2.0 };
+    let tolerance =
+        Tolerance { factor, ..Tolerance::new(case.dtype, Scale::Given(&magnitudes.0), roundings) };
+    check(what, out, &reference.0, &naive.0, &tolerance)?;
+    // Near a sum of 1 the hardware's logarithm has an absolute error of 2^-22, four times the naive one's.
+    let scale = Scale::Given(&magnitudes.1);
+    let tolerance = Tolerance { factor: 8.0, ..Tolerance::new(DType::F32, scale, roundings) };
+    check(&format!("{what}, lse"), lse, &reference.1, &naive.1, &tolerance)
+}
+
+fn planned(case: &Case) -> Result<(), TestCaseError> {
+    let data = case.data();
+    let expected = expect(case, &data);
+    for device in devices() {
+        let results = compute(device, case, &data, None)?;
+        verify(&format!("{device:?}"), case, &results, &expected)?;
+    }
+    Ok(())
+}
+
+fn every_variant(case: &Case) -> Result<(), TestCaseError> {
+    let mut expected = None;
+    for device in cards() {
+        for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.dtype) {
+            if Attention::plan_with(device, case.problem(), variant).is_ok() {
+                let data = case.data();
+                let results = compute(device, case, &data, Some(variant))?;
+                let expected = expected.get_or_insert_with(|| expect(case, &data));
+                verify(&format!("{} on {device:?}", variant.entry), case, &results, expected)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The same bits; any NaN equals any NaN.
+fn same_bits(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
+    testkit::compare::check_bits_eq(got, want).map_err(|mismatch| fail(format!("{what}: {mismatch}")))
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned_prefill(case in prefill_case()) {
+        planned(&case)?;
+    }
+
+    /// The same for few queries and long caches.
+    #[test]
+    fn planned_decode(case in decode_case()) {
+        planned(&case)?;
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant_prefill(case in prefill_case()) {
+        every_variant(&case)?;
+    }
+
+    /// The same for few queries and long caches.
+    #[test]
+    fn every_variant_decode(case in decode_case()) {
+        every_variant(&case)?;
+    }
+
+    /// A sequence gives the same bits alone, in views with less room and without `kv_lens`.
+    #[test]
+    fn sequences_are_independent(
+        case in prop_oneof![case(1usize..80, dims(&[64], 150)), case(1usize..5, dims(&[256], 700))]
+    ) {
+        // Another alignment may take other kernels.
+        let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), ..case };
+        let Case { seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = case;
+        let data = case.data();
+        for device in devices() {
+            let (out, lse) = compute(device, &case, &data, None)?;
+            for (index, &len) in case.lens.iter().enumerate() {
+                let alone = Case { lens: vec![len], capacity: len, seed: 1, ..case.clone() };
+                let part = |data: &[f64], row: usize, len: usize| data[index * row..][..len].to_vec();
+                let (q_row, kv_row, row) = (seq_q * heads_q * head_dim, capacity * heads_kv * head_dim, heads_kv * head_dim);
+                let data = [part(&data[0], q_row, q_row), part(&data[1], kv_row, len * row), part(&data[2], kv_row, len * row)];
+                let (out_alone, lse_alone) = compute(device, &alone, &data, None)?;
+                same_bits(&format!("{device:?}, out"), &out[index * q_row..][..q_row], &out_alone)?;
+                let lse_row = heads_q * seq_q;
+                same_bits(&format!("{device:?}, lse"), &lse[index * lse_row..][..lse_row], &lse_alone)?;
+            }
+        }
+    }
+
+    /// Queries give the same bits together and one by one where the same kernels do both.
+    #[test]
+    fn queries_are_independent(case in case(2usize..5, dims(&[256], 700))) {
+        let layout = Layout::default();
+        let case = Case { q_layout: layout, kv_layout: layout, mask: Mask::Causal, ..case };
+        let Case { seq_q, capacity, heads: (heads_q, _), head_dim, .. } = case;
+        prop_assume!(case.lens.iter().all(|&len| len >= seq_q));
+        let [q, k, v] = case.data();
+        for device in devices() {
+            let (out, _) = compute(device, &case, &[q.clone(), k.clone(), v.clone()], None)?;
+            for query in 0..seq_q {
+                // The keys up to the query's own place.
+                let lens: Vec<usize> = case.lens.iter().map(|len| len + query + 1 - seq_q).collect();
+                let one = Case { seq_q: 1, lens, capacity, ..case.clone() };
+                let row = heads_q * head_dim;
+                let rows = |data: &[f64]| -> Vec<f64> {
+                    data.chunks(seq_q * row).flat_map(|rows| &rows[query * row..][..row]).copied().collect()
+                };
+                let (alone, _) = compute(device, &one, &[rows(&q), k.clone(), v.clone()], None)?;
+                same_bits(&format!("{device:?}, query {query}"), &rows(&out), &alone)?;
+            }
+        }
+    }
+}
+
+/// A case of one sequence without masks, to be changed.
+fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim: usize) -> Case {
+    let layout = Layout::default();
+    Case {
+        dtype,
+        seq_q,
+        lens: vec![len],
+        capacity: len,
+        heads,
+        head_dim,
+        mask: Mask::None,
+        window: None,
+        scale: None,
+        gain: 1.0,
+        kind: Values::Normal,
+        q_layout: layout,
+        kv_layout: layout,
+        seed: 7,
+    }
+}
+
+type TestResult = Result<(), TestCaseError>;
+
+/// Rows that see no key: more queries than keys under a causal mask, no keys at all, lengths of 0.
+#[test]
+fn rows_without_keys() -> TestResult {
+    for dtype in DType::FLOATS {
+        for (seq_q, lens, capacity) in [
+            (70, vec![3, 0, 10], 10),
+            (3, vec![2, 0, 300], 300),
+            (5, vec![0], 0),
+            (1, vec![0, 0], 0),
+            (0, vec![4], 4),
+        ] {
+            let case = Case { lens, capacity, mask: Mask::Causal, ..plain(dtype, seq_q, 0, (4, 2), 64) };
+            let data = case.data();
+            let expected = expect(&case, &data);
+            for device in devices() {
+                let (out, lse) = compute(device, &case, &data, None)?;
+                verify(&format!("{device:?}"), &case, &(out.clone(), lse.clone()), &expected)?;
+                for (sequence, &len) in case.lens.iter().enumerate() {
+                    for query in 0..seq_q.saturating_sub(len) {
+                        let row = (sequence * seq_q + query) * 4 * 64;
+                        assert!(out[row..][..4 * 64].iter().all(|&value| value == 0.0), "{device:?}");
+                        for head in 0..4 {
+                            assert_eq!(
+                                lse[(sequence * 4 + head) * seq_q + query],
+                                f64::NEG_INFINITY,
+                                "{device:?}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Scores of ±1e30: equal ones share the weight equally, a larger one takes it all. No sentinel hides among them.
+#[test]
+fn huge_scores() -> TestResult {
+    let (heads, head_dim, len) = ((2, 1), 64, 300);
+    for dtype in [DType::F32, DType::BF16] {
+        for (seq_q, sign, best) in
+            [(1, -1.0, None), (70, -1.0, None), (1, 1.0, None), (1, -1.0, Some(280)), (9, -1.0, Some(5))]
+        {
+            let case = Case { scale: Some(1.0), ..plain(dtype, seq_q, len, heads, head_dim) };
+            let [mut q, mut k, v] = case.data();
+            let huge = round_to(dtype, 1e15);
+            for row in q.chunks_mut(head_dim) {
+                row.fill(0.0);
+                row[0] = huge;
+            }
+            for row in k.chunks_mut(head_dim) {
+                row.fill(0.0);
+                row[0] = sign * huge;
+            }
+            if let Some(best) = best {
+                k[best * head_dim] = 0.0;
+            }
+            for device in devices() {
+                let data = [q.clone(), k.clone(), v.clone()];
+                let (out, lse) = compute(device, &case, &data, None)?;
+                for (index, row) in out.chunks(head_dim).enumerate() {
+                    for (col, &got) in row.iter().enumerate() {
+                        let (want, tolerance) = match best {
+                            Some(best) => (v[best * head_dim + col], 0.0),
+                            None => {
+                                let mean: f64 =
+                                    v.iter().skip(col).step_by(head_dim).sum::<f64>() / len as f64;
+                                (mean, if dtype == DType::F32 { 1e-6 } else { 2e-3 })
+                            }
+                        };
+                        assert!(
+                            (got - want).abs() <= tolerance,
+                            "{device:?} row {index} col {col}: {got} {want}"
+                        );
+                    }
+                }
+                let want = if best.is_some() { 0.0 } else { sign * huge * huge };
+                assert!(
+                    lse.iter().all(|lse| (lse - want).abs() <= 1e-6 * want.abs()),
+                    "{device:?}: {lse:?}, {want}"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A NaN stays in the rows (of v: and the column) that it enters, under a causal mask; all other bits are as without it.
+#[test]
+fn nan_stays_where_it_is() -> TestResult {
+    for dtype in DType::FLOATS {
+        for (seq_q, len) in [(70, 90), (3, 300), (4, 256)] {
+            let (heads_q, heads_kv, head_dim) = (4, 2, 64);
+            let case = Case { mask: Mask::Causal, ..plain(dtype, seq_q, len, (heads_q, heads_kv), head_dim) };
+            let clean = case.data();
+            // The key at the place of the query before the last; in the second head.
+            let (query, key) = (seq_q - 2, len - 2);
+            let kv_element = (key * heads_kv + 1) * head_dim + 9;
+            for device in devices() {
+                let (want, _) = compute(device, &case, &clean, None)?;
+                for tensor in 0..3 {
+                    let mut data = clean.clone();
+                    let element = if tensor == 0 { (query * heads_q + 3) * head_dim + 5 } else { kv_element };
+                    data[tensor][element] = f64::NAN;
+                    let (got, _) = compute(device, &case, &data, None)?;
+                    for (index, (got, want)) in std::iter::zip(&got, &want).enumerate() {
+                        let (row, head, col) =
+                            (index / head_dim / heads_q, index / head_dim % heads_q, index % head_dim);
+                        let hit = match tensor {
+                            0 => row == query && head == 3,
+                            1 => row >= query && head >= 2,
+                            _ => row >= query && head >= 2 && col == 9,
+                        };
+                        let what =
+                            format!("{device:?} {dtype} {seq_q} tensor {tensor} [{row}, {head}, {col}]");
+                        if hit {
+                            assert!(got.is_nan(), "{what}: {got}");
+                        } else {
+                            assert_eq!(got.to_bits(), want.to_bits(), "{what}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A prompt in pieces, then token by token, into a cache: each within the bound of the whole.
+#[test]
+fn chunks_then_decode() -> TestResult {
+    let (heads, head_dim, total, capacity) = ((8, 2), 128, 300, 320);
+    for dtype in DType::FLOATS {
+        let whole = Case { mask: Mask::Causal, ..plain(dtype, total, total, heads, head_dim) };
+        let data = whole.data();
+        let expected = expect(&whole, &data);
+        let row = heads.0 * head_dim;
+        let cached = |values: &[f64]| {
+            let mut cache = values.to_vec();
+            cache.resize(capacity * heads.1 * head_dim, f64::NAN);
+            cache
+        };
+        let (k, v) = (cached(&data[1]), cached(&data[2]));
+        for device in devices() {
+            let stream = device.stream()?;
+            let tensor = |values: &[f64]| Rows::input(&stream, dtype, values, head_dim, Layout::default());
+            let (q, k, v) = (tensor(&data[0])?, tensor(&k)?, tensor(&v)?);
+            let mut out = Rows::output(&stream, dtype, total * heads.0, head_dim, Layout::default())?;
+            let problem = AttentionProblem { seq_kv: capacity, ..whole.problem() };
+            let plan = Attention::plan(device, problem)?;
+            let ends = [130, 131, 200, 296, 297, 298, 300];
+            let mut start = 0;
+            for end in ends {
+                let cache = [1, capacity, heads.1, head_dim];
+                let args = AttentionArgs {
+                    q: q.view().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
+                    k: k.view().reshape(&cache)?.slice(1, 0..end)?,
+                    v: v.view().reshape(&cache)?.slice(1, 0..end)?,
+                    kv_lens: None,
+                    out: out.view_mut().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
+                    lse: None,
+                };
+                plan.run(&stream, args)?;
+                start = end;
+            }
+            let got = out.read(&stream)?;
+            assert_eq!(got.len(), total * row);
+            let tolerance = Tolerance::new(dtype, Scale::Given(&expected.magnitudes.0), head_dim + total);
+            check(&format!("{device:?}"), &got, &expected.reference.0, &expected.naive.0, &tolerance)?;
+        }
+    }
+    Ok(())
+}
+
+/// q, k and v as parts of a joint projection.
+#[test]
+fn joint_projection() -> TestResult {
+    let (tokens, (heads_q, heads_kv), head_dim) = (40, (4, 2), 96);
+    let width = (heads_q + 2 * heads_kv) * head_dim;
+    let dtype = DType::BF16;
+    let case = Case { mask: Mask::Causal, ..plain(dtype, tokens, tokens, (heads_q, heads_kv), head_dim) };
+    let joint = values(Values::Normal, dtype, tokens * width, 11);
+    let part = |start: usize, heads: usize| -> Vec<f64> {
+        joint.chunks(width).flat_map(|row| &row[start * head_dim..][..heads * head_dim]).copied().collect()
+    };
+    let data = [part(0, heads_q), part(heads_q, heads_kv), part(heads_q + heads_kv, heads_kv)];
+    let expected = expect(&case, &data);
+    for device in devices() {
+        let stream = device.stream()?;
+        let rows = Rows::input(&stream, dtype, &joint, width, Layout::default())?;
+        let view = |start: usize, heads: usize| {
+            let part = rows.view().slice(1, start * head_dim..(start + heads) * head_dim)?;
+            part.reshape(&[1, tokens, heads, head_dim])
+        };
+        let mut out = Tensor::zeros(&stream, &[1, tokens, heads_q, head_dim], dtype)?;
+        let args = AttentionArgs {
+            q: view(0, heads_q)?,
+            k: view(heads_q, heads_kv)?,
+            v: view(heads_q + heads_kv, heads_kv)?,
+            kv_lens: None,
+            out: out.view_mut(),
+            lse: None,
+        };
+        Attention::plan(device, case.problem())?.run(&stream, args)?;
+        let got: Vec<f64> = out.to_f32_vec(&stream)?.into_iter().map(f64::from).collect();
+        let tolerance = Tolerance::new(dtype, Scale::Given(&expected.magnitudes.0), head_dim + tokens);
+        check(&format!("{device:?}"), &got, &expected.reference.0, &expected.naive.0, &tolerance)?;
+    }
+    Ok(())
+}
+
+/// Runs of one plan in turns in two streams, whose workspace is the same.
+#[test]
+fn two_streams() -> TestResult {
+    let case = plain(DType::BF16, 1, 2000, (8, 2), 64);
+    let [q, k, v] = case.data();
+    for device in devices() {
+        let (want, _) = compute(device, &case, &[q.clone(), k.clone(), v.clone()], None)?;
+        let plan = Attention::plan(device, case.problem())?;
+        let streams = [device.stream()?, device.stream()?];
+        let tensor = |values: &[f64], shape: &[usize]| -> Result<Tensor, Error> {
+            let values = testkit::round::encode(DType::BF16, values);
+            Tensor::from_bytes(&streams[0], shape, DType::BF16, &values)
+        };
+        let (q, k, v) =
+            (tensor(&q, &[1, 1, 8, 64])?, tensor(&k, &[1, 2000, 2, 64])?, tensor(&v, &[1, 2000, 2, 64])?);
+        streams[0].synchronize()?;
+        let mut outs = Vec::new();
+        for turn in 0..20 {
+            let stream = &streams[turn % 2];
+            let mut out = Tensor::empty(stream, &[1, 1, 8, 64], DType::BF16)?;
+            let (q, k, v) = (q.view(), k.view(), v.view());
+            plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: out.view_mut(), lse: None })?;
+            outs.push((turn, out));
+        }
+        for (turn, out) in &outs {
+            let got: Vec<f64> = out.to_f32_vec(&streams[turn % 2])?.into_iter().map(f64::from).collect();
+            assert_eq!(got, want, "{device:?} turn {turn}");
+        }
+        streams[1].synchronize()?;
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in devices() {
+        let stream = device.stream()?;
+        let problem = plain(DType::F32, 4, 8, (4, 2), 64).problem();
+        let plan = Attention::plan(device, problem)?;
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message = |q: &Tensor, k: &Tensor, v: &Tensor, kv_lens: Option<&Tensor>, out: &mut Tensor| {
+            let (q, k, v, kv_lens) = (q.view(), k.view(), v.view(), kv_lens.map(Tensor::view));
+            plan.run(&stream, AttentionArgs { q, k, v, kv_lens, out: out.view_mut(), lse: None })
+                .unwrap_err()
+                .to_string()
+        };
+        let (q, kv) = (tensor(&[1, 4, 4, 64], DType::F32)?, tensor(&[1, 8, 2, 64], DType::F32)?);
+        let mut out = tensor(&[1, 4, 4, 64], DType::F32)?;
+        assert_eq!(
+            message(&tensor(&[1, 4, 3, 64], DType::F32)?, &kv, &kv, None, &mut out),
+            "attention: q: expected shape [any, any, 4, 64], got [1, 4, 3, 64]"
+        );
+        assert_eq!(
+            message(&q, &tensor(&[1, 8, 2, 64], DType::BF16)?, &kv, None, &mut out),
+            "attention: k: expected f32, got bf16"
+        );
+        assert_eq!(
+            message(&q, &kv, &tensor(&[1, 7, 2, 64], DType::F32)?, None, &mut out),
+            "attention: v: expected shape [1, 8, 2, 64], got [1, 7, 2, 64]"
+        );
+        assert_eq!(
+            message(&q, &kv, &kv, Some(&tensor(&[2], DType::U32)?), &mut out),
+            "attention: kv_lens: expected shape [1], got [2]"
+        );
+        assert_eq!(
+            message(&q, &kv, &kv, Some(&tensor(&[1], DType::I32)?), &mut out),
+            "attention: kv_lens: expected u32, got i32"
+        );
+        assert_eq!(
+            message(&q, &kv, &kv, None, &mut tensor(&[1, 4, 4, 32], DType::F32)?),
+            "attention: out: expected shape [1, 4, 4, 64], got [1, 4, 4, 32]"
+        );
+        let long = tensor(&[1, 9, 2, 64], DType::F32)?;
+        assert_eq!(
+            message(&q, &long, &long, None, &mut out),
+            "attention: k: expected at most 8 keys, as planned, got 9"
+        );
+        let mut lse = tensor(&[1, 4, 5], DType::F32)?;
+        let args = AttentionArgs {
+            q: q.view(),
+            k: kv.view(),
+            v: kv.view(),
+            kv_lens: None,
+            out: out.view_mut(),
+            lse: Some(lse.view_mut()),
+        };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "attention: lse: expected shape [1, 4, 4], got [1, 4, 5]"
+        );
+        let unsupported = [
+            (
+                AttentionProblem { heads_kv: 3, ..problem },
+                "heads_q a multiple of heads_kv, both at least 1, got 4 and 3",
+            ),
+            (
+                AttentionProblem { heads_kv: 0, ..problem },
+                "heads_q a multiple of heads_kv, both at least 1, got 4 and 0",
+            ),
+            (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 32 to 256, got 68"),
+            (
+                AttentionProblem { head_dim: 264, ..problem },
+                "head_dim a multiple of 8 from 32 to 256, got 264",
+            ),
+            (AttentionProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
+            (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),
+            (AttentionProblem { scale: Some(f32::NAN), ..problem }, "a finite scale, got NaN"),
+            (AttentionProblem { seq_kv: 1 << 30, ..problem }, "seq_kv below 2^30, got 1073741824"),
+        ];
+        for (problem, message) in unsupported {
+            let error = Attention::supports(device, &problem).unwrap_err().to_string();
+            assert_eq!(error, format!("attention: problem: expected {message}"));
+        }
+    }
+    Ok(())
+}

@@ -1,1 +1,236 @@
-//! Placeholder of attention.
+//! Attention: parameters and entry points.
+
+use crate::DType;
+
+/// Sizes and strides of one launch; strides in elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDims {
+    /// Sequences.
+    pub batch: u32,
+    /// Queries of a sequence.
+    pub seq_q: u32,
+    /// Keys of a sequence that there is room for; `kv_lens` may give fewer.
+    pub seq_kv: u32,
+    /// Query heads.
+    pub heads_q: u32,
+    /// Key and value heads.
+    pub heads_kv: u32,
+    /// Query heads of one key head.
+    pub group: u32,
+    /// Elements of a head: a multiple of 8.
+    pub head_dim: u32,
+    /// 1 if a query sees no keys after its own place, else 0.
+    pub causal: u32,
+    /// A query sees this many keys up to its own place; at most `seq_kv`, which is no bound at all.
+    pub window: u32,
+    /// 1 if all rows of q, k, v and out can be accessed in pieces of 16 bytes, else 0.
+    pub vector: u32,
+    /// Tiles of query rows: of one head (prefill), or of the heads that share a key head (decode).
+    pub tiles: u32,
+    /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has.
+    pub splits: u32,
+    /// From one sequence to the next, in q.
+    pub q_batch_stride: u32,
+    /// From one query to the next.
+    pub q_token_stride: u32,
+    /// From one head to the next.
+    pub q_head_stride: u32,
+    /// The same for k.
+    pub k_batch_stride: u32,
+    /// The same for k.
+    pub k_token_stride: u32,
+    /// The same for k.
+    pub k_head_stride: u32,
+    /// The same for v.
+    pub v_batch_stride: u32,
+    /// The same for v.
+    pub v_token_stride: u32,
+    /// The same for v.
+    pub v_head_stride: u32,
+    /// The same for out.
+    pub out_batch_stride: u32,
+    /// The same for out.
+    pub out_token_stride: u32,
+    /// The same for out.
+    pub out_head_stride: u32,
+    /// The same for the log-sum-exp.
+    pub lse_batch_stride: u32,
+    /// The same for the log-sum-exp, whose queries are next to each other.
+    pub lse_head_stride: u32,
+    /// What q is multiplied by: the softmax scale times log2(e), so that the kernels' exponentials are powers of two.
+    pub scale_log2: f32,
+}
+
+const _: () = assert!(size_of::<AttentionDims>() == 108);
+impl crate::Params for AttentionDims {}
+
+/// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
+pub const SPLIT_KEYS: u32 = 256;
+/// Threads of a block of the prefill and decode kernels.
+pub const THREADS: u32 = 128;
+/// Threads of a block of the merge kernels.
+pub const MERGE_THREADS: u32 = 256;
+/// The largest `head_dim`.
+pub const MAX_HEAD_DIM: u32 = 256;
+/// Rows of a thread of the prefill kernels.
+pub const PREFILL_THREAD_ROWS: u32 = 4;
+
+/// How the work is cut up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionTile {
+    /// A block does a tile of queries of one head against all of its keys.
+    Prefill {
+        /// Largest `head_dim`; the rest of a shorter head is zeros.
+        dim: u32,
+        /// Keys of a tile.
+        keys: u32,
+        /// Lanes that share a row of scores.
+        lanes: u32,
+    },
+    /// A block does rows of all the heads that share a key head, against [`SPLIT_KEYS`] keys, and leaves an unfinished
+    /// result for the merge.
+    Decode {
+        /// Largest `head_dim`.
+        dim: u32,
+        /// Rows of a block: pairs of a query and a head.
+        rows: u32,
+    },
+    /// A block merges the splits of one row.
+    Merge {},
+}
+
+impl AttentionTile {
+    /// The largest `head_dim`.
+    pub const fn max_head_dim(self) -> u32 {
+        match self {
+            AttentionTile::Prefill { dim, .. } | AttentionTile::Decode { dim, .. } => dim,
+            AttentionTile::Merge {} => MAX_HEAD_DIM,
+        }
+    }
+
+    /// Rows of a block: queries of a head (prefill), pairs of query and head (decode).
+    pub const fn rows(self) -> u32 {
+        match self {
+            AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
+            AttentionTile::Decode { rows, .. } => rows,
+            AttentionTile::Merge {} => 1,
+        }
+    }
+
+    /// Threads of a block.
+    pub const fn threads(self) -> u32 {
+        match self {
+            AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => THREADS,
+            AttentionTile::Merge {} => MERGE_THREADS,
+        }
+    }
+
+    /// Shared memory of a block in bytes.
+    ///
+    /// Prefill: the tile of q, then one of k or v, as f32. Decode: the weights of the split, which the four warps' partial
+    /// results take the place of, then two f32 per warp and row. Merge: one row per warp.
+    pub const fn smem_bytes(self) -> u32 {
+        match self {
+            AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
+            AttentionTile::Decode { dim, rows } => {
+                decode_results_bytes(dim, rows) + 2 * (THREADS / 32) * rows * 4
+            }
+            AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM * 4,
+        }
+    }
+}
+
+/// Shared memory of the decode kernels before the two f32 per warp and row.
+pub const fn decode_results_bytes(dim: u32, rows: u32) -> u32 {
+    let (weights, results) = (SPLIT_KEYS * rows * 4, THREADS / 32 * rows * dim * 4);
+    if weights > results { weights } else { results }
+}
+
+/// One kernel of the operator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of q, k, v and out.
+    pub dtype: DType,
+    /// How the work is cut up.
+    pub tile: AttentionTile,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! attention_table {
+    ($callback:path) => {
+        $callback! {
+            attention_f32__prefill_d64__sm61 => f32, F32, Prefill { dim: 64, keys: 64, lanes: 8 };
+            attention_f32__prefill_d128__sm61 => f32, F32, Prefill { dim: 128, keys: 32, lanes: 8 };
+            attention_f32__prefill_d256__sm61 => f32, F32, Prefill { dim: 256, keys: 16, lanes: 16 };
+            attention_f32__decode_d64_r1__sm61 => f32, F32, Decode { dim: 64, rows: 1 };
+            attention_f32__decode_d64_r2__sm61 => f32, F32, Decode { dim: 64, rows: 2 };
+            attention_f32__decode_d64_r4__sm61 => f32, F32, Decode { dim: 64, rows: 4 };
+            attention_f32__decode_d64_r8__sm61 => f32, F32, Decode { dim: 64, rows: 8 };
+            attention_f32__decode_d128_r1__sm61 => f32, F32, Decode { dim: 128, rows: 1 };
+            attention_f32__decode_d128_r2__sm61 => f32, F32, Decode { dim: 128, rows: 2 };
+            attention_f32__decode_d128_r4__sm61 => f32, F32, Decode { dim: 128, rows: 4 };
+            attention_f32__decode_d128_r8__sm61 => f32, F32, Decode { dim: 128, rows: 8 };
+            attention_f32__decode_d256_r1__sm61 => f32, F32, Decode { dim: 256, rows: 1 };
+            attention_f32__decode_d256_r2__sm61 => f32, F32, Decode { dim: 256, rows: 2 };
+            attention_f32__decode_d256_r4__sm61 => f32, F32, Decode { dim: 256, rows: 4 };
+            attention_f32__decode_d256_r8__sm61 => f32, F32, Decode { dim: 256, rows: 8 };
+            attention_f32__merge__sm61 => f32, F32, Merge {};
+            attention_f16__prefill_d64__sm61 => f16, F16, Prefill { dim: 64, keys: 64, lanes: 8 };
+            attention_f16__prefill_d128__sm61 => f16, F16, Prefill { dim: 128, keys: 32, lanes: 8 };
+            attention_f16__prefill_d256__sm61 => f16, F16, Prefill { dim: 256, keys: 16, lanes: 16 };
+            attention_f16__decode_d64_r1__sm61 => f16, F16, Decode { dim: 64, rows: 1 };
+            attention_f16__decode_d64_r2__sm61 => f16, F16, Decode { dim: 64, rows: 2 };
+            attention_f16__decode_d64_r4__sm61 => f16, F16, Decode { dim: 64, rows: 4 };
+            attention_f16__decode_d64_r8__sm61 => f16, F16, Decode { dim: 64, rows: 8 };
+            attention_f16__decode_d128_r1__sm61 => f16, F16, Decode { dim: 128, rows: 1 };
+            attention_f16__decode_d128_r2__sm61 => f16, F16, Decode { dim: 128, rows: 2 };
+            attention_f16__decode_d128_r4__sm61 => f16, F16, Decode { dim: 128, rows: 4 };
+            attention_f16__decode_d128_r8__sm61 => f16, F16, Decode { dim: 128, rows: 8 };
+            attention_f16__decode_d256_r1__sm61 => f16, F16, Decode { dim: 256, rows: 1 };
+            attention_f16__decode_d256_r2__sm61 => f16, F16, Decode { dim: 256, rows: 2 };
+            attention_f16__decode_d256_r4__sm61 => f16, F16, Decode { dim: 256, rows: 4 };
+            attention_f16__decode_d256_r8__sm61 => f16, F16, Decode { dim: 256, rows: 8 };
+            attention_f16__merge__sm61 => f16, F16, Merge {};
+            attention_bf16__prefill_d64__sm61 => bf16, BF16, Prefill { dim: 64, keys: 64, lanes: 8 };
+            attention_bf16__prefill_d128__sm61 => bf16, BF16, Prefill { dim: 128, keys: 32, lanes: 8 };
+            attention_bf16__prefill_d256__sm61 => bf16, BF16, Prefill { dim: 256, keys: 16, lanes: 16 };
+            attention_bf16__decode_d64_r1__sm61 => bf16, BF16, Decode { dim: 64, rows: 1 };
+            attention_bf16__decode_d64_r2__sm61 => bf16, BF16, Decode { dim: 64, rows: 2 };
+            attention_bf16__decode_d64_r4__sm61 => bf16, BF16, Decode { dim: 64, rows: 4 };
+            attention_bf16__decode_d64_r8__sm61 => bf16, BF16, Decode { dim: 64, rows: 8 };
+            attention_bf16__decode_d128_r1__sm61 => bf16, BF16, Decode { dim: 128, rows: 1 };
+            attention_bf16__decode_d128_r2__sm61 => bf16, BF16, Decode { dim: 128, rows: 2 };
+            attention_bf16__decode_d128_r4__sm61 => bf16, BF16, Decode { dim: 128, rows: 4 };
+            attention_bf16__decode_d128_r8__sm61 => bf16, BF16, Decode { dim: 128, rows: 8 };
+            attention_bf16__decode_d256_r1__sm61 => bf16, BF16, Decode { dim: 256, rows: 1 };
+            attention_bf16__decode_d256_r2__sm61 => bf16, BF16, Decode { dim: 256, rows: 2 };
+            attention_bf16__decode_d256_r4__sm61 => bf16, BF16, Decode { dim: 256, rows: 4 };
+            attention_bf16__decode_d256_r8__sm61 => bf16, BF16, Decode { dim: 256, rows: 8 };
+            attention_bf16__merge__sm61 => bf16, BF16, Merge {};
+        }
+    };
+}
+
+macro_rules! variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        /// Every kernel of the operator.
+        pub const VARIANTS: &[AttentionVariant] = &[$(AttentionVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            tile: AttentionTile::$tile { $($field: $value),* },
+        }),*];
+    };
+}
+attention_table!(variants);
+
+const _: () = {
+    let mut i = 0;
+    while i < VARIANTS.len() {
+        assert!(VARIANTS[i].tile.smem_bytes() <= 48 << 10, "the floor has 48 KiB of shared memory");
+        i += 1;
+    }
+};

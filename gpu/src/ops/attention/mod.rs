@@ -1,1 +1,164 @@
-//! Placeholder of attention.
+//! Attention: `softmax(scale · q·kᵀ + mask) · v`, the scores never stored.
+//!
+//! Two ways to do it, and a finish for the second:
+//! - [`prefill`]: a block holds a tile of queries and walks over their keys (online softmax).
+//! - [`decode`]: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
+//!   unfinished result; [`merge`] puts a row's results together.
+//!
+//! What all share: q is multiplied by `scale · log2(e)` when it is read, so that `exp` of a difference of scores is `ex2`
+//! of the difference itself. The difference is taken before anything else, since a product folded into one
+//! multiply-add, `s·c − m·c`, would not cancel for scores of 1e30. A row that has seen no key yet has the maximum −∞,
+//! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted.
+//!
+//! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
+//! into it.
+
+mod decode;
+mod merge;
+mod prefill;
+
+use abi::ops::attention::AttentionDims;
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel};
+
+/// Keys that a query may see, `lo..hi`.
+#[derive(Clone, Copy)]
+struct Visible {
+    lo: i32,
+    hi: i32,
+}
+
+impl Visible {
+    /// The same as `visible` of the host; sizes below 2^30 keep every sum inside i32.
+    #[inline(always)]
+    fn new(dims: &AttentionDims, len: i32, query: i32) -> Self {
+        // One past the key at the query's own place: the last query sees the last key.
+        let own = query + 1 + len - dims.seq_q as i32;
+        let hi = if dims.causal != 0 { own.min(len).max(0) } else { len };
+        Visible { lo: (own - dims.window as i32).max(0), hi }
+    }
+
+    #[inline(always)]
+    fn has(self, key: i32) -> bool {
+        key >= self.lo && key < self.hi
+    }
+}
+
+/// Keys of a sequence: what `kv_lens` says, at most `seq_kv`.
+///
+/// # Safety
+/// - `kv_lens` is null or has an element for every sequence — checked in `Attention::run`.
+#[inline(always)]
+unsafe fn sequence_len(kv_lens: *const u32, dims: &AttentionDims, batch: u32) -> i32 {
+    if kv_lens.is_null() {
+        return dims.seq_kv as i32;
+    }
+    // SAFETY: batch is below the number of sequences, which the grid covers — Attention::run.
+    unsafe { global::load(kv_lens.add(batch as usize)) }.min(dims.seq_kv) as i32
+}
+
+/// 16 bytes of a row: in one access, or element by element where the rows are not aligned.
+///
+/// # Safety
+/// - *in-bounds*; *aligned(16)* if `dims.vector` — checked in `Attention::run`.
+#[inline(always)]
+unsafe fn load_piece<T: Element>(pointer: *const T, dims: &AttentionDims) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if dims.vector != 0 {
+            global::load_nc_x4(pointer)
+        } else {
+            let mut values = [0.0; 8];
+            let mut j = 0;
+            while j < T::PER_16_BYTES {
+                values[j] = global::load(pointer.add(j)).to_f32();
+                j += 1;
+            }
+            T::pack(&values)
+        }
+    }
+}
+
+/// The start of a row: `batch`, `token` and `head` with their strides.
+#[inline(always)]
+fn offset(
+    batch: u32,
+    batch_stride: u32,
+    token: u32,
+    token_stride: u32,
+    head: u32,
+    head_stride: u32,
+) -> usize {
+    batch as usize * batch_stride as usize
+        + token as usize * token_stride as usize
+        + head as usize * head_stride as usize
+}
+
+macro_rules! entry {
+    ($entry:ident, $type:ident, Prefill, $dim:literal, $keys:literal, $lanes:literal) => {
+        /// Entry point; see [`prefill`] and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = 2)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, kv_lens, out, lse, &dims) }
+        }
+    };
+    ($entry:ident, $type:ident, Decode, $dim:literal, $rows:literal) => {
+        /// Entry point; see [`decode`] and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = 3)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { decode::split::<$type, $dim, $rows>(q, k, v, kv_lens, partial, stats, &dims) }
+        }
+    };
+    ($entry:ident, $type:ident, Merge $(,)?) => {
+        /// Entry point; see [`merge`] and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 256)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            partial: *const f32,
+            stats: *const f32,
+            kv_lens: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe { merge::row::<$type>(partial, stats, kv_lens, out, lse, &dims) }
+        }
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, $tile, $($value),*);)*
+    };
+}
+abi::attention_table!(entries);

@@ -1,1 +1,517 @@
-//! Placeholder of attention.
+//! Attention: `abi::ops::attention` has the kernel table, `gpu/src/ops/attention` the kernels, `tests/ops/attention.rs` the
+//! properties, `benches/ops/attention.rs` the bench.
+
+mod cases;
+mod cpu;
+pub mod reference;
+mod select;
+mod workspace;
+
+use abi::DType;
+use abi::ops::attention::{AttentionDims, AttentionTile, AttentionVariant, SPLIT_KEYS};
+
+use crate::device::Device;
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::launch::{Entry, Param};
+use crate::ops::check_size;
+use crate::stream::Stream;
+use crate::tensor::{TensorView, TensorViewMut};
+use workspace::Workspace;
+
+pub use cases::{AttentionCase, CASES};
+pub use select::{AttentionChoice, MAX_DECODE_QUERIES, select};
+
+const OP: &str = "attention";
+
+/// Which keys a query sees.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Mask {
+    /// All.
+    #[default]
+    None,
+    /// Those up to its own place. The last query's place is that of the last key (bottom-right alignment): query i of
+    /// `seq_q` sees key j of `len` if `j ≤ i + len − seq_q`.
+    Causal,
+}
+
+/// What is to be attended to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionProblem {
+    /// Most sequences of a run.
+    pub batch: usize,
+    /// Most queries of a sequence.
+    pub seq_q: usize,
+    /// Most keys of a sequence.
+    pub seq_kv: usize,
+    /// Query heads; a multiple of `heads_kv`.
+    pub heads_q: usize,
+    /// Key and value heads: query head h uses number `h / (heads_q / heads_kv)`.
+    pub heads_kv: usize,
+    /// Elements of a head: a multiple of 8 from 32 to 256.
+    pub head_dim: usize,
+    /// Type of q, k, v and out.
+    pub dtype: DType,
+    /// What q·kᵀ is multiplied by before the softmax; `head_dim`^−½ if none.
+    pub scale: Option<f32>,
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// A sliding window: of those a query sees only the last W, that is `j > i + len − seq_q − W`.
+    pub window: Option<usize>,
+}
+
+impl AttentionProblem {
+    /// What q·kᵀ is multiplied by.
+    pub fn scale(&self) -> f32 {
+        self.scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
+    }
+}
+
+/// The tensors of a run. Any strides, but 1 in the last dimension.
+#[derive(Debug)]
+pub struct AttentionArgs<'a> {
+    /// `[batch, seq_q, heads_q, head_dim]`.
+    pub q: TensorView<'a>,
+    /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use.
+    pub k: TensorView<'a>,
+    /// The same.
+    pub v: TensorView<'a>,
+    /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
+    /// `seq_kv` is taken as `seq_kv`. Keys beyond are never read.
+    pub kv_lens: Option<TensorView<'a>>,
+    /// `[batch, seq_q, heads_q, head_dim]`.
+    pub out: TensorViewMut<'a>,
+    /// `[batch, heads_q, seq_q]` f32, if there: the natural logarithm of the sum of the exponentials of a row's scores.
+    pub lse: Option<TensorViewMut<'a>>,
+}
+
+/// Softmax attention with grouped heads, causal and sliding-window masks, and sequences of different lengths.
+///
+/// `out = softmax(scale · q·kᵀ + mask) · v`, in memory linear in the number of keys: the scores are never stored.
+///
+/// **Empty rows**: a row that sees no key gives zeros, and −∞ as log-sum-exp.
+/// **Arithmetic**: f32 throughout; out is rounded once. Scores of any finite size; −∞ weighs nothing. A NaN in q, in a
+/// visible key or value, or a score of +∞ gives NaN in the rows that it enters (of a value: in its column) and nowhere
+/// else.
+/// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other
+/// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries take
+/// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
+/// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many.
+/// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
+/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
+/// **Aliasing**: out and lse may not overlap the other tensors.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors, for `head_dim` up to 64, 128 and 256.
+/// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
+/// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023).
+///
+/// ```no_run
+/// # use host::{Device, DType, Tensor, ops::attention::*};
+/// # fn main() -> Result<(), host::Error> {
+/// let device = Device::cpu();
+/// let stream = device.stream()?;
+/// let problem = AttentionProblem {
+///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, dtype: DType::BF16,
+///     scale: None, mask: Mask::Causal, window: None,
+/// };
+/// let attention = Attention::plan(&device, problem)?;
+/// let q = Tensor::zeros(&stream, &[1, 512, 32, 128], DType::BF16)?;
+/// let cache = Tensor::zeros(&stream, &[2, 4096, 8, 128], DType::BF16)?;
+/// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
+/// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
+/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out: out.view_mut(), lse: None };
+/// attention.run(&stream, args)?;
+/// println!("{}", attention.report());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Attention {
+    device: Device,
+    problem: AttentionProblem,
+    backend: Backend,
+}
+
+#[derive(Debug)]
+enum Backend {
+    Cpu,
+    Cuda {
+        /// The choice for the most queries, or the caller's.
+        choice: AttentionChoice,
+        origin: Origin,
+        /// Every kernel that a run may take.
+        kernels: Vec<Loaded>,
+        /// What the decode kernels need besides, if there are any.
+        splits: Option<Splits>,
+    },
+}
+
+/// Who chose the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    /// `select`, anew for each run's number of queries.
+    Selected,
+    /// The caller, for all runs.
+    Forced,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    variant: &'static AttentionVariant,
+    entry: Entry,
+}
+
+impl Loaded {
+    fn new(device: &Device, variant: &'static AttentionVariant) -> Result<Self, Error> {
+        let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
+        Ok(Loaded { variant, entry })
+    }
+}
+
+#[derive(Debug)]
+struct Splits {
+    merge: Loaded,
+    workspace: Workspace,
+}
+
+impl Attention {
+    /// Whether `device` can do it.
+    pub fn supports(device: &Device, problem: &AttentionProblem) -> Result<(), Error> {
+        check_problem(problem)?;
+        device.limits().map_or(Ok(()), |limits| select(&limits, problem, problem.seq_q).map(|_| ()))
+    }
+
+    /// Checks the problem, chooses the kernels, loads them, and allocates the workspace.
+    pub fn plan(device: &Device, problem: AttentionProblem) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let Some(limits) = device.limits() else {
+            return Ok(Attention { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        let choice = select(&limits, &problem, problem.seq_q)?;
+        let mut variants = vec![choice.variant];
+        for seq_q in 1..=problem.seq_q.min(MAX_DECODE_QUERIES) {
+            let variant = select(&limits, &problem, seq_q)?.variant;
+            if !variants.contains(&variant) {
+                variants.push(variant);
+            }
+        }
+        Self::new(device, problem, choice, Origin::Selected, &variants)
+    }
+
+    /// Plans with a kernel of the caller's choice for all runs; an error if it cannot do the problem.
+    pub fn plan_with(
+        device: &Device,
+        problem: AttentionProblem,
+        variant: &'static AttentionVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        if device.limits().is_none() {
+            return Ok(Attention { device: device.clone(), problem, backend: Backend::Cpu });
+        }
+        let choice = AttentionChoice::forced(variant, &problem)?;
+        Self::new(device, problem, choice, Origin::Forced, &[variant])
+    }
+
+    fn new(
+        device: &Device,
+        problem: AttentionProblem,
+        choice: AttentionChoice,
+        origin: Origin,
+        variants: &[&'static AttentionVariant],
+    ) -> Result<Self, Error> {
+        let unaligned = select::unaligned(&problem)?;
+        let fallback = (!variants.contains(&unaligned)).then_some(unaligned);
+        let kernels = variants.iter().copied().chain(fallback).map(|variant| Loaded::new(device, variant));
+        let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
+        let decodes = variants.iter().any(|variant| matches!(variant.tile, AttentionTile::Decode { .. }));
+        let splits = match select::merge(problem.dtype) {
+            Some(merge) if decodes => {
+                let seq_q = match origin {
+                    Origin::Selected => problem.seq_q.min(MAX_DECODE_QUERIES),
+                    Origin::Forced => problem.seq_q,
+                };
+                let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
+                let rows = [problem.batch, problem.heads_q, seq_q, num_splits];
+                let workspace = Workspace::new(device, rows, problem.head_dim)?;
+                Some(Splits { merge: Loaded::new(device, merge)?, workspace })
+            }
+            _ => None,
+        };
+        let backend = Backend::Cuda { choice, origin, kernels, splits };
+        Ok(Attention { device: device.clone(), problem, backend })
+    }
+
+    /// Runs once. See [`Attention`].
+    pub fn run(&self, stream: &Stream, mut args: AttentionArgs<'_>) -> Result<(), Error> {
+        let mut dims = self.check(&args)?;
+        if dims.batch == 0 || dims.seq_q == 0 {
+            return Ok(());
+        }
+        match &self.backend {
+            Backend::Cpu => cpu::run(self.problem.dtype, &dims, self.problem.scale(), &mut args),
+            Backend::Cuda { choice, origin, kernels, splits } => {
+                let variant = match (origin, self.device.limits()) {
+                    (Origin::Selected, Some(limits)) => {
+                        select(&limits, &self.problem, dims.seq_q as usize)?.variant
+                    }
+                    _ => choice.variant,
+                };
+                // The decode kernels access memory in pieces of 16 bytes only.
+                let variant = match variant.tile {
+                    AttentionTile::Decode { .. } if dims.vector == 0 => select::unaligned(&self.problem)?,
+                    _ => variant,
+                };
+                // `new` loaded all that `select` can return.
+                let Some(kernel) = kernels.iter().find(|kernel| kernel.variant == variant) else {
+                    return Err(Error::invalid(
+                        OP,
+                        "q",
+                        "a planned number of queries",
+                        dims.seq_q.to_string(),
+                    ));
+                };
+                match (variant.tile, splits) {
+                    (AttentionTile::Decode { rows, .. }, Some(splits)) => {
+                        dims.tiles = (dims.seq_q * dims.group).div_ceil(rows);
+                        decode(stream, kernel, splits, &args, &dims)
+                    }
+                    _ => {
+                        dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
+                        prefill(stream, kernel, &args, &dims)
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
+        let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+        let AttentionProblem { heads_q, heads_kv, head_dim, dtype, .. } = self.problem;
+        let device = &self.device;
+        q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
+        let (batch, seq_q) = (q.shape()[0], q.shape()[1]);
+        k.expect(OP, "k", device, dtype, &[Some(batch), None, Some(heads_kv), Some(head_dim)])?;
+        let seq_kv = k.shape()[1];
+        v.expect(OP, "v", device, dtype, &[Some(batch), Some(seq_kv), Some(heads_kv), Some(head_dim)])?;
+        out.expect(OP, "out", device, dtype, &[Some(batch), Some(seq_q), Some(heads_q), Some(head_dim)])?;
+        for (argument, view) in [("q", q), ("k", k), ("v", v)] {
+            view.expect_inner_contiguous(OP, argument)?;
+        }
+        out.expect_inner_contiguous(OP, "out")?;
+        if let Some(kv_lens) = kv_lens {
+            kv_lens.expect(OP, "kv_lens", device, DType::U32, &[Some(batch)])?;
+            kv_lens.expect_inner_contiguous(OP, "kv_lens")?;
+        }
+        if let Some(lse) = lse {
+            lse.expect(OP, "lse", device, DType::F32, &[Some(batch), Some(heads_q), Some(seq_q)])?;
+            lse.expect_inner_contiguous(OP, "lse")?;
+        }
+        let planned = [
+            ("q", "sequences", batch, self.problem.batch),
+            ("q", "queries", seq_q, self.problem.seq_q),
+            ("k", "keys", seq_kv, self.problem.seq_kv),
+        ];
+        for (argument, what, got, most) in planned {
+            if got > most {
+                return Err(Error::invalid(
+                    OP,
+                    argument,
+                    format!("at most {most} {what}, as planned"),
+                    got.to_string(),
+                ));
+            }
+        }
+        let strides = |argument, strides: &[usize]| -> Result<[u32; 3], Error> {
+            let stride = |axis: usize| check_size(OP, argument, "stride", strides[axis]);
+            Ok([stride(0)?, stride(1)?, stride(2)?])
+        };
+        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.strides())?;
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.strides())?;
+        let [out_batch_stride, out_token_stride, out_head_stride] = strides("out", out.strides())?;
+        let [lse_batch_stride, lse_head_stride, _] = match lse {
+            Some(lse) => strides("lse", lse.strides())?,
+            None => [0; 3],
+        };
+        let vector = q.is_aligned_16() && k.is_aligned_16() && v.is_aligned_16() && out.is_aligned_16();
+        Ok(AttentionDims {
+            batch: batch as u32,
+            seq_q: seq_q as u32,
+            seq_kv: seq_kv as u32,
+            heads_q: heads_q as u32,
+            heads_kv: heads_kv as u32,
+            group: (heads_q / heads_kv) as u32,
+            head_dim: head_dim as u32,
+            causal: u32::from(self.problem.mask == Mask::Causal),
+            window: self.problem.window.unwrap_or(seq_kv).min(seq_kv) as u32,
+            vector: u32::from(vector),
+            tiles: 0,
+            splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
+            q_batch_stride,
+            q_token_stride,
+            q_head_stride,
+            k_batch_stride,
+            k_token_stride,
+            k_head_stride,
+            v_batch_stride,
+            v_token_stride,
+            v_head_stride,
+            out_batch_stride,
+            out_token_stride,
+            out_head_stride,
+            lse_batch_stride,
+            lse_head_stride,
+            scale_log2: self.problem.scale() * std::f32::consts::LOG2_E,
+        })
+    }
+
+    /// What was chosen, and what a run of the planned size should take.
+    pub fn report(&self) -> OptimizationReport {
+        let AttentionProblem {
+            batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, dtype, mask, window, ..
+        } = self.problem;
+        // Pairs of a query and a key that it sees.
+        let window = window.unwrap_or(seq_kv).min(seq_kv);
+        let pairs: usize = (0..seq_q)
+            .map(|query| {
+                let own = (query + 1 + seq_kv).saturating_sub(seq_q);
+                let hi = if mask == Mask::Causal { own } else { seq_kv };
+                hi - own.saturating_sub(window).min(hi)
+            })
+            .sum();
+        let elements = batch * head_dim * 2 * (seq_q * heads_q + seq_kv * heads_kv);
+        let work = |why, tile, threads| Work {
+            problem: format!(
+                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]"
+            ),
+            why,
+            tile,
+            threads,
+            bytes: (elements * dtype.bytes()) as u64,
+            flops: (4 * batch * heads_q * head_dim * pairs) as u64,
+        };
+        match &self.backend {
+            Backend::Cpu => {
+                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "tiles".into(), 1))
+            }
+            Backend::Cuda { choice, kernels, .. } => {
+                let tile = choice.variant.tile;
+                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
+                let kernel = kernels.iter().find(|kernel| kernel.variant == choice.variant);
+                OptimizationReport::new(OP, &self.device, kernel.map(|kernel| &kernel.entry), work)
+            }
+        }
+    }
+}
+
+fn prefill(
+    stream: &Stream,
+    kernel: &Loaded,
+    args: &AttentionArgs<'_>,
+    dims: &AttentionDims,
+) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+    let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+    let mut params = [
+        (*q).into(),
+        (*k).into(),
+        (*v).into(),
+        kv_lens.map_or(Param::Address(0), Param::from),
+        out.into(),
+        Param::optional(lse.as_ref()),
+        dims.into(),
+    ];
+    // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
+    // grid covers exactly the tiles of all heads and sequences.
+    unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &mut params) }
+}
+
+fn decode(
+    stream: &Stream,
+    kernel: &Loaded,
+    splits: &Splits,
+    args: &AttentionArgs<'_>,
+    dims: &AttentionDims,
+) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+    let Splits { merge, workspace } = splits;
+    let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
+    let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
+    let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
+    let (partial, stats) = (workspace.partial.view(), workspace.stats.view());
+    let mut params =
+        [(*q).into(), (*k).into(), (*v).into(), kv_lens(), partial.into(), stats.into(), dims.into()];
+    let mut merge_params =
+        [partial.into(), stats.into(), kv_lens(), out.into(), Param::optional(lse.as_ref()), dims.into()];
+    let _alone = workspace.enter(stream)?;
+    // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
+    // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
+    unsafe {
+        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &mut params)?;
+        let threads = merge.variant.tile.threads();
+        merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &mut merge_params)
+    }
+}
+
+/// Blocks altogether.
+fn blocks(factors: &[u32]) -> Result<u32, Error> {
+    let blocks = factors.iter().try_fold(1usize, |blocks, &factor| blocks.checked_mul(factor as usize));
+    check_size(OP, "problem", "number of blocks", blocks.unwrap_or(usize::MAX))
+}
+
+/// Keys that `query` sees, the first and one past the last, in a sequence of `len`; the same as the kernels' `Visible`.
+fn visible(dims: &AttentionDims, len: u32, query: u32) -> (usize, usize) {
+    let own = i64::from(query) + 1 + i64::from(len) - i64::from(dims.seq_q);
+    let hi = if dims.causal != 0 { own.max(0) } else { i64::from(len) };
+    let lo = (own - i64::from(dims.window)).max(0);
+    (lo as usize, hi as usize)
+}
+
+impl Kernel for Attention {
+    type Args<'a> = AttentionArgs<'a>;
+
+    fn op(&self) -> &'static str {
+        OP
+    }
+
+    fn forward(&self, stream: &Stream, args: AttentionArgs<'_>) -> Result<(), Error> {
+        self.run(stream, args)
+    }
+
+    fn optimization_report(&self) -> OptimizationReport {
+        self.report()
+    }
+}
+
+fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
+    let AttentionProblem { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, dtype, .. } = *problem;
+    let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
+    for (what, size) in [("batch", batch), ("heads_q", heads_q)] {
+        check_size(OP, "problem", what, size)?;
+    }
+    // The kernels add and subtract the two and the window in i32.
+    for (name, size) in [("seq_q", seq_q), ("seq_kv", seq_kv)] {
+        if size >= 1 << 30 {
+            return invalid(&format!("{name} below 2^30"), size.to_string());
+        }
+    }
+    if heads_kv == 0 || heads_q == 0 || !heads_q.is_multiple_of(heads_kv) {
+        return invalid(
+            "heads_q a multiple of heads_kv, both at least 1",
+            format!("{heads_q} and {heads_kv}"),
+        );
+    }
+    if !(32..=256).contains(&head_dim) || !head_dim.is_multiple_of(8) {
+        return invalid("head_dim a multiple of 8 from 32 to 256", head_dim.to_string());
+    }
+    if !dtype.is_float() {
+        return invalid("dtype f32, f16 or bf16", dtype.name().into());
+    }
+    if !problem.scale().is_finite() {
+        return invalid("a finite scale", problem.scale().to_string());
+    }
+    if problem.window == Some(0) {
+        return invalid("a window of at least 1 key", "0".into());
+    }
+    Ok(())
+}

@@ -1,0 +1,454 @@
+//! Few queries against a long cache: 256 keys per block, every element of k and v read from memory once.
+//!
+//! Work split: the rows of a block are pairs of a query and a head, of the heads that share a key head. `LANES` lanes
+//! take a key, 16 bytes (or twice 16) of its row each, which they multiply with all the rows' q, held in registers.
+//!
+//! ```text
+//! grid     splits (fastest) × tiles of rows × key heads × sequences
+//! key      i·STEP + u·GROUPS + group                  group = thread / LANES, u < 4 or 8: loads in flight per thread
+//! shared   | weights [256 keys][ROWS], later results [4 warps][ROWS][DIM] | maxima [4][ROWS] | sums [4][ROWS] |
+//!
+//! s = q·kᵀ      a dot product per key and row, summed over the lanes
+//! p = 2^(s − m), m the split's own maximum; l = Σp       // the first v are on their way
+//! o = p·v       per group; then over the groups of a warp (shuffles) and the warps (shared)
+//! ```
+//!
+//! Rows that cannot be accessed in pieces of 16 bytes are for the prefill kernels.
+//!
+//! The sum over the lanes halves the rows while it halves the lanes: at each step a lane gives away one half of its rows
+//! and keeps the other, so 8 rows cost 7 shuffles and those for the lanes that are left, instead of 8 times all.
+//!
+//! All sums are made in an order that does not depend on ROWS, so a row has the same bits in every kernel of its type and
+//! DIM. Splits and the groups' keys are counted from the sequence's first key, so neither does the order depend on the
+//! other sequences or on the room in the cache.
+
+use abi::ops::attention::{AttentionDims, SPLIT_KEYS, THREADS, decode_results_bytes};
+use cuda_std::cvt::Element;
+use cuda_std::{global, math, shared, thread, warp};
+
+use super::{Visible, offset, sequence_len};
+
+/// Most pieces of 16 bytes that a thread has in flight.
+const MAX_PIECES: usize = 8;
+const WARPS: u32 = THREADS / 32;
+/// Keys that a warp turns into weights.
+const WARP_KEYS: u32 = SPLIT_KEYS / WARPS;
+
+/// How a key's row is spread over lanes.
+#[derive(Clone, Copy)]
+struct Spread {
+    /// Lanes of a key.
+    lanes: u32,
+    /// Pieces of 16 bytes of a lane, `lanes` pieces apart.
+    chunks: usize,
+    /// Keys of the block at a time.
+    groups: u32,
+    /// Keys of a thread at a time.
+    unroll: usize,
+    /// Keys of the block per iteration.
+    step: u32,
+}
+
+impl Spread {
+    #[inline(always)]
+    const fn new(dim: usize, per_16: usize, rows: usize) -> Self {
+        let pieces = (dim / per_16) as u32;
+        let lanes = if pieces < 32 { pieces } else { 32 };
+        let chunks = (pieces / lanes) as usize;
+        // Eight rows of q and of results leave registers for four pieces; more blocks at a time make up for it.
+        let in_flight = if rows > 4 { MAX_PIECES / 2 } else { MAX_PIECES };
+        let (groups, unroll) = (THREADS / lanes, in_flight / chunks);
+        Spread { lanes, chunks, groups, unroll, step: groups * unroll as u32 }
+    }
+}
+
+/// Sums each row's values over the lanes of a key; the lane gets the sum of one row, `lane / (lanes / ROWS)`.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn sum_rows<const ROWS: usize>(mut values: [f32; ROWS], lanes: u32) -> f32 {
+    let mut stage = 0;
+    while stage < 5 {
+        let mask = lanes >> (stage + 1);
+        let half = ROWS >> (stage + 1);
+        if mask != 0 {
+            let upper = thread::lane() & mask != 0;
+            let mut row = 0;
+            while row < ROWS.div_ceil(2) {
+                if row < half {
+                    let (low, high) = (values[row], values[row + half]);
+                    let (keep, give) = if upper { (high, low) } else { (low, high) };
+                    // SAFETY: the whole warp takes part — the caller.
+                    values[row] = keep + unsafe { warp::shuffle_xor_f32(warp::FULL_MASK, give, mask) };
+                } else if row == 0 {
+                    // SAFETY: the whole warp takes part — the caller.
+                    values[0] += unsafe { warp::shuffle_xor_f32(warp::FULL_MASK, values[0], mask) };
+                }
+                row += 1;
+            }
+        }
+        stage += 1;
+    }
+    values[0]
+}
+
+/// The whole block. See the module.
+///
+/// # Safety
+/// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*,
+///   the rows of the tensors *aligned(16)* — checked in `Attention::run`.
+#[inline(always)]
+pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    kv_lens: *const u32,
+    partial: *mut f32,
+    stats: *mut f32,
+    dims: &AttentionDims,
+) {
+    let spread = Spread::new(DIM, T::PER_16_BYTES, ROWS);
+    let thread = thread::thread_idx_x();
+    let (member, group) = (thread % spread.lanes, thread / spread.lanes);
+    let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
+
+    // Sizes are at least 1 where there is a block at all; `max` tells the compiler.
+    let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
+    let heads_per_key = dims.group.max(1);
+    let index = thread::block_idx_x();
+    let (split, rest) = (index % splits, index / splits);
+    let (tile, rest) = (rest % tiles, rest / tiles);
+    let (head_kv, batch) = (rest % heads_kv, rest / heads_kv);
+    let first_row = tile * ROWS as u32;
+    let end_row = (first_row + ROWS as u32).min(dims.seq_q * heads_per_key);
+    // Row r of the block is query `r / heads_per_key` of head `r % heads_per_key`.
+    let place = |row: u32| (row / heads_per_key, head_kv * heads_per_key + row % heads_per_key);
+
+    // SAFETY: keys inside `any` are below the sequence's length, rows below `end_row` inside q and the workspace —
+    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block.
+    unsafe {
+        let len = sequence_len(kv_lens, dims, batch);
+        let first_key = (split * SPLIT_KEYS) as i32;
+        let top = Visible::new(dims, len, place(first_row).0 as i32);
+        let bottom = Visible::new(dims, len, place(end_row - 1).0 as i32);
+        // Keys of this split that some row sees, and keys that all rows see.
+        let any = Visible { lo: top.lo.max(first_key), hi: bottom.hi.min(first_key + SPLIT_KEYS as i32) };
+        let all = Visible { lo: bottom.lo, hi: top.hi };
+        if any.lo >= any.hi {
+            return;
+        }
+        let (start, end) =
+            ((any.lo - first_key) as u32 / spread.step, ((any.hi - first_key) as u32).div_ceil(spread.step));
+        let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
+        let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
+        let element = |chunk: usize| (member + chunk as u32 * spread.lanes) * T::PER_16_BYTES as u32;
+        let key_of = |iteration: u32, u: usize| iteration * spread.step + u as u32 * spread.groups + group;
+        // This thread's pieces of one iteration; zeros where there is no key.
+        let fetch = |rows: *const T, stride: u32, iteration: u32| {
+            let mut held = [[0u32; 4]; MAX_PIECES];
+            let mut u = 0;
+            while u < spread.unroll {
+                let key = first_key + key_of(iteration, u) as i32;
+                let mut chunk = 0;
+                while chunk < spread.chunks {
+                    if any.has(key) && element(chunk) < dims.head_dim {
+                        let at = key as usize * stride as usize + element(chunk) as usize;
+                        held[u * spread.chunks + chunk] = global::load_stream_x4(rows.add(at));
+                    }
+                    chunk += 1;
+                }
+                u += 1;
+            }
+            held
+        };
+        let weights = shared::base();
+        let maxima = weights + decode_results_bytes(DIM as u32, ROWS as u32);
+        let sums = maxima + WARPS * ROWS as u32 * 4;
+
+        let mut held = fetch(k, dims.k_token_stride, start);
+        let mut queries = [[0.0f32; 8]; ROWS];
+        let mut row = 0;
+        while row < ROWS {
+            if first_row + (row as u32) < end_row {
+                let (query, head) = place(first_row + row as u32);
+                let at =
+                    offset(batch, dims.q_batch_stride, query, dims.q_token_stride, head, dims.q_head_stride);
+                let mut chunk = 0;
+                while chunk < spread.chunks {
+                    if element(chunk) < dims.head_dim {
+                        let mut values = [0.0; 8];
+                        T::unpack(global::load_nc_x4(q.add(at + element(chunk) as usize)), &mut values);
+                        let mut j = 0;
+                        while j < T::PER_16_BYTES {
+                            queries[row][chunk * T::PER_16_BYTES + j] = values[j] * dims.scale_log2;
+                            j += 1;
+                        }
+                    }
+                    chunk += 1;
+                }
+            }
+            row += 1;
+        }
+
+        // Scores.
+        let lanes_per_row = spread.lanes / ROWS as u32;
+        let mut iteration = start;
+        while iteration < end {
+            let mut u = 0;
+            while u < spread.unroll {
+                let mut dots = [0.0f32; ROWS];
+                let mut chunk = 0;
+                while chunk < spread.chunks {
+                    let mut values = [0.0; 8];
+                    T::unpack(held[u * spread.chunks + chunk], &mut values);
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        let mut row = 0;
+                        while row < ROWS {
+                            dots[row] =
+                                math::fma(queries[row][chunk * T::PER_16_BYTES + j], values[j], dots[row]);
+                            row += 1;
+                        }
+                        j += 1;
+                    }
+                    chunk += 1;
+                }
+                let score = sum_rows(dots, spread.lanes);
+                if member % lanes_per_row == 0 {
+                    let row = member / lanes_per_row;
+                    shared::store_f32(weights + (key_of(iteration, u) * ROWS as u32 + row) * 4, score);
+                }
+                u += 1;
+            }
+            iteration += 1;
+            if iteration < end {
+                held = fetch(k, dims.k_token_stride, iteration);
+            }
+        }
+        held = fetch(v, dims.v_token_stride, start);
+        thread::sync_threads();
+
+        // Weights: a warp does 64 keys, a lane every (32 / ROWS)-th key of one row.
+        let per_lane = 2 * ROWS;
+        let lane_row = lane % ROWS as u32;
+        let own = if first_row + lane_row < end_row {
+            Visible::new(dims, len, place(first_row + lane_row).0 as i32)
+        } else {
+            Visible { lo: 0, hi: 0 }
+        };
+        let address = |i: usize| weights + (warp_idx * WARP_KEYS * ROWS as u32 + i as u32 * 32 + lane) * 4;
+        let visible = |i: usize| {
+            let key = warp_idx * WARP_KEYS + (i as u32 * 32 + lane) / ROWS as u32;
+            own.has(first_key + key as i32) && key < SPLIT_KEYS
+        };
+        let mut p = [f32::NEG_INFINITY; 16];
+        let mut largest = f32::NEG_INFINITY;
+        let mut i = 0;
+        while i < per_lane {
+            if visible(i) {
+                p[i] = shared::load_f32(address(i));
+            }
+            largest = math::max(largest, p[i]);
+            i += 1;
+        }
+        let mut mask = 16;
+        while mask >= ROWS as u32 {
+            largest = math::max(largest, warp::shuffle_xor_f32(warp::FULL_MASK, largest, mask));
+            mask /= 2;
+        }
+        if lane < ROWS as u32 {
+            shared::store_f32(maxima + (warp_idx * ROWS as u32 + lane) * 4, largest);
+        }
+        thread::sync_threads();
+        let of_warp = |base: u32, i: u32| shared::load_f32(base + (i * ROWS as u32 + lane_row) * 4);
+        let m = math::max(
+            math::max(of_warp(maxima, 0), of_warp(maxima, 1)),
+            math::max(of_warp(maxima, 2), of_warp(maxima, 3)),
+        );
+        let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
+        let mut i = 0;
+        while i < per_lane {
+            p[i] = math::ex2(p[i] - base);
+            shared::store_f32(address(i), if visible(i) { p[i] } else { -1.0 });
+            i += 1;
+        }
+        // Halves first, then quarters, …: with the shuffles one tree over the warp's keys, whatever ROWS is.
+        let mut stage = 1;
+        while stage < 5 {
+            let half = per_lane >> stage;
+            let mut i = 0;
+            while i < 8 {
+                if i < half {
+                    p[i] += p[i + half];
+                }
+                i += 1;
+            }
+            stage += 1;
+        }
+        let mut sum = p[0];
+        let mut mask = 16;
+        while mask >= ROWS as u32 {
+            sum += warp::shuffle_xor_f32(warp::FULL_MASK, sum, mask);
+            mask /= 2;
+        }
+        if lane < ROWS as u32 {
+            shared::store_f32(sums + (warp_idx * ROWS as u32 + lane) * 4, sum);
+        }
+        thread::sync_threads();
+
+        // Where a row's results go: [row][split].
+        let slot = |row: u32| {
+            let (query, head) = place(row);
+            ((batch * dims.heads_q + head) as usize * dims.seq_q as usize + query as usize)
+                * dims.splits as usize
+                + split as usize
+        };
+        if thread < ROWS as u32 && first_row + thread < end_row {
+            let sum = (of_warp(sums, 0) + of_warp(sums, 1)) + (of_warp(sums, 2) + of_warp(sums, 3));
+            let stats = stats.add(2 * slot(first_row + thread));
+            global::store(stats, m);
+            global::store(stats.add(1), sum);
+        }
+
+        // Values.
+        let mut result = [[0.0f32; 8]; ROWS];
+        let mut iteration = start;
+        while iteration < end {
+            let key = first_key + (iteration * spread.step) as i32;
+            if key >= all.lo && key + spread.step as i32 <= all.hi {
+                add_values::<T, DIM, ROWS, false>(&mut result, weights, &held, key_of(iteration, 0));
+            } else {
+                add_values::<T, DIM, ROWS, true>(&mut result, weights, &held, key_of(iteration, 0));
+            }
+            iteration += 1;
+            if iteration < end {
+                held = fetch(v, dims.v_token_stride, iteration);
+            }
+        }
+        let mut row = 0;
+        while row < ROWS {
+            let mut j = 0;
+            while j < spread.chunks * T::PER_16_BYTES {
+                let mut stage = 0;
+                while stage < 5 {
+                    let mask = spread.lanes << stage;
+                    if mask < 32 {
+                        result[row][j] += warp::shuffle_xor_f32(warp::FULL_MASK, result[row][j], mask);
+                    }
+                    stage += 1;
+                }
+                j += 1;
+            }
+            row += 1;
+        }
+        // The weights have been used: their place is free.
+        thread::sync_threads();
+        if lane < spread.lanes {
+            let mut row = 0;
+            while row < ROWS {
+                let mut chunk = 0;
+                while chunk < spread.chunks {
+                    let at =
+                        weights + ((warp_idx * ROWS as u32 + row as u32) * DIM as u32 + element(chunk)) * 4;
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        let values = &result[row];
+                        let i = chunk * T::PER_16_BYTES + j;
+                        shared::store_f32x4(
+                            at + j as u32 * 4,
+                            [values[i], values[i + 1], values[i + 2], values[i + 3]],
+                        );
+                        j += 4;
+                    }
+                    chunk += 1;
+                }
+                row += 1;
+            }
+        }
+        thread::sync_threads();
+        let quads = DIM as u32 / 4;
+        let mut i = thread;
+        while i < ROWS as u32 * quads {
+            let (row, col) = (i / quads, i % quads * 4);
+            if first_row + row < end_row && col < dims.head_dim {
+                let of_warp =
+                    |w: u32| shared::load_f32x4(weights + ((w * ROWS as u32 + row) * DIM as u32 + col) * 4);
+                let (a, b, c, d) = (of_warp(0), of_warp(1), of_warp(2), of_warp(3));
+                let total = |j: usize| ((a[j] + b[j]) + (c[j] + d[j])).to_bits();
+                let at = slot(first_row + row) * dims.head_dim as usize + col as usize;
+                global::store_x4(partial.add(at), [total(0), total(1), total(2), total(3)]);
+            }
+            i += THREADS;
+        }
+    }
+}
+
+/// `result += p · v` over the thread's keys of an iteration, from `first` on; with `MASKED` without the weights that are
+/// marked as masked.
+///
+/// # Safety
+/// - *initialised*: a barrier since the weights were written.
+#[inline(always)]
+unsafe fn add_values<T: Element, const DIM: usize, const ROWS: usize, const MASKED: bool>(
+    result: &mut [[f32; 8]; ROWS],
+    weights: u32,
+    held: &[[u32; 4]; MAX_PIECES],
+    first: u32,
+) {
+    let spread = Spread::new(DIM, T::PER_16_BYTES, ROWS);
+    let mut u = 0;
+    while u < spread.unroll {
+        // SAFETY: a key of the split; the caller's promise.
+        let p =
+            unsafe { load_weights::<ROWS>(weights + (first + u as u32 * spread.groups) * (ROWS as u32 * 4)) };
+        let mut chunk = 0;
+        while chunk < spread.chunks {
+            let mut values = [0.0; 8];
+            T::unpack(held[u * spread.chunks + chunk], &mut values);
+            let mut row = 0;
+            while row < ROWS {
+                if !MASKED || !(p[row] < 0.0) {
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        let sum = &mut result[row][chunk * T::PER_16_BYTES + j];
+                        *sum = math::fma(p[row], values[j], *sum);
+                        j += 1;
+                    }
+                }
+                row += 1;
+            }
+            chunk += 1;
+        }
+        u += 1;
+    }
+}
+
+/// The weights of one key.
+///
+/// # Safety
+/// - *initialised*: a barrier since they were written; `address` is *aligned(16)* from 4 rows on.
+#[inline(always)]
+unsafe fn load_weights<const ROWS: usize>(address: u32) -> [f32; ROWS] {
+    let mut p = [0.0; ROWS];
+    let mut row = 0;
+    while row < ROWS {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if ROWS >= 4 {
+                let four = shared::load_f32x4(address + row as u32 * 4);
+                let mut j = 0;
+                while j < 4 {
+                    // `%`: the compiler sees fewer rows here too.
+                    p[(row + j) % ROWS] = four[j];
+                    j += 1;
+                }
+                row += 4;
+            } else {
+                p[row] = shared::load_f32(address + row as u32 * 4);
+                row += 1;
+            }
+        }
+    }
+    p
+}

@@ -1,0 +1,422 @@
+//! A tile of queries of one head against all of their keys.
+//!
+//! Work split: 128 threads; `LANES` neighbouring lanes share four rows of scores and of the result, so a row's maximum and
+//! sum are shuffles, and so is the way of a weight to the lanes that multiply it by a value: weights need no shared
+//! memory. Blocks are numbered from the last tile of queries, which under a causal mask has the most to do.
+//!
+//! ```text
+//! shared, f32   | q: 4·128/LANES rows of DIM | k, then v: KEYS rows of DIM |      48 KiB at DIM 128 and 256
+//! a row         16-byte pieces; piece c of row r lies at c ^ (r mod 8): lanes read 8 rows, or 8 pieces, without conflict
+//! thread        rows  y, y + Y, y + 2Y, y + 3Y       y = thread / LANES, Y = 128 / LANES
+//! (x, y)        keys  x, x + LANES, …                x = thread mod LANES
+//!               cols  4x .. 4x+4, then 4·LANES further on, …
+//!
+//! for each tile of keys:
+//!     s = q·kᵀ                    // v is on its way into registers
+//!     m' = max(m, max s); p = 2^(s − m'); l = l·2^(m − m') + Σp; o = o·2^(m − m')
+//!     o += p·v                    // the next k is on its way
+//! out = o / l
+//! ```
+//!
+//! Tiles of keys start at multiples of KEYS, those without a visible key are skipped, and those that every row sees
+//! whole take a path without masks. A tile of which a row sees nothing leaves that row's bits as they were, so a row's
+//! result does not depend on the other rows of its block.
+
+use abi::ops::attention::{AttentionDims, PREFILL_THREAD_ROWS, THREADS};
+use cuda_std::cvt::Element;
+use cuda_std::{global, math, shared, thread, warp};
+
+use super::{Visible, load_piece, offset, sequence_len};
+
+/// Rows of a thread.
+const ROWS: usize = PREFILL_THREAD_ROWS as usize;
+/// Most keys of a thread in one tile.
+const MAX_COLS: usize = 8;
+/// Most result columns of a thread.
+const MAX_OUT: usize = 16;
+/// Most 16-byte pieces of a thread in one tile of k or v: 4096 elements over 128 threads.
+const MAX_PIECES: usize = 8;
+
+/// What a thread knows of its rows.
+struct State {
+    /// Scores, then weights; −1 for a weight that is masked.
+    s: [[f32; MAX_COLS]; ROWS],
+    o: [[f32; MAX_OUT]; ROWS],
+    /// Largest score so far, times log2(e).
+    m: [f32; ROWS],
+    /// This thread's part of the sum of weights.
+    l: [f32; ROWS],
+}
+
+/// Where a piece of a tile lies in shared memory.
+#[inline(always)]
+fn piece_address<const DIM: usize>(base: u32, row: u32, piece: u32) -> u32 {
+    base + row * (DIM as u32 * 4) + ((piece ^ (row & 7)) << 4)
+}
+
+/// This thread's pieces of the rows `first..` of a tile of k or v, zeros from row `limit` on and beyond `head_dim`.
+///
+/// # Safety
+/// - Rows below `limit` are *in-bounds* — checked in `Attention::run`.
+#[inline(always)]
+unsafe fn fetch<T: Element, const DIM: usize, const KEYS: usize>(
+    rows: *const T,
+    token_stride: u32,
+    first: i32,
+    limit: i32,
+    dims: &AttentionDims,
+) -> [[u32; 4]; MAX_PIECES] {
+    let per_row = (DIM / T::PER_16_BYTES) as u32;
+    let mut held = [[0; 4]; MAX_PIECES];
+    let mut i = 0;
+    while i < KEYS * DIM / T::PER_16_BYTES / THREADS as usize {
+        let piece = thread::thread_idx_x() + i as u32 * THREADS;
+        let (row, col) = (first + (piece / per_row) as i32, piece % per_row * T::PER_16_BYTES as u32);
+        if row < limit && col < dims.head_dim {
+            // SAFETY: the row is below the limit, the column inside the head.
+            held[i] =
+                unsafe { load_piece(rows.add(row as usize * token_stride as usize + col as usize), dims) };
+        }
+        i += 1;
+    }
+    held
+}
+
+/// Writes this thread's pieces of a tile to shared memory as f32.
+///
+/// # Safety
+/// - *exclusive*: nobody reads the tile until the next barrier.
+#[inline(always)]
+unsafe fn put<T: Element, const DIM: usize, const KEYS: usize>(base: u32, held: &[[u32; 4]; MAX_PIECES]) {
+    let per_row = (DIM / T::PER_16_BYTES) as u32;
+    let mut i = 0;
+    while i < KEYS * DIM / T::PER_16_BYTES / THREADS as usize {
+        let piece = thread::thread_idx_x() + i as u32 * THREADS;
+        let mut values = [0.0; 8];
+        T::unpack(held[i], &mut values);
+        // SAFETY: the caller's promise; row and column lie inside the tile.
+        unsafe { put_piece::<T, DIM>(base, piece / per_row, piece % per_row, &values) };
+        i += 1;
+    }
+}
+
+/// Writes the values of a 16-byte piece of global memory to shared memory as f32.
+///
+/// # Safety
+/// - *exclusive* and *in-bounds*, as for `put`.
+#[inline(always)]
+unsafe fn put_piece<T: Element, const DIM: usize>(base: u32, row: u32, piece: u32, values: &[f32; 8]) {
+    let first = piece * (T::PER_16_BYTES as u32 / 4);
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store_f32x4(
+            piece_address::<DIM>(base, row, first),
+            [values[0], values[1], values[2], values[3]],
+        );
+        if T::PER_16_BYTES == 8 {
+            let upper = [values[4], values[5], values[6], values[7]];
+            shared::store_f32x4(piece_address::<DIM>(base, row, first + 1), upper);
+        }
+    }
+}
+
+/// The whole block. See the module.
+///
+/// # Safety
+/// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds* — checked in `Attention::run`.
+#[inline(always)]
+pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const LANES: u32>(
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    kv_lens: *const u32,
+    out: *mut T,
+    lse: *mut f32,
+    dims: &AttentionDims,
+) {
+    let groups = THREADS / LANES;
+    let num_rows = groups * ROWS as u32;
+    let (x, y) = (thread::thread_idx_x() % LANES, thread::thread_idx_x() / LANES);
+
+    // Sizes are at least 1 where there is a block at all; `max` tells the compiler.
+    let (heads, batches) = (dims.heads_q.max(1), dims.batch.max(1));
+    let index = thread::block_idx_x();
+    let (head, rest) = (index % heads, index / heads);
+    let (batch, tile) = (rest % batches, dims.tiles - 1 - rest / batches);
+    let head_kv = head / dims.group.max(1);
+    let first_query = tile * num_rows;
+    let end_query = (first_query + num_rows).min(dims.seq_q);
+
+    // SAFETY: a row index below the limits given to `fetch`, and queries below `end_query`, are inside their tensors —
+    // Attention::run. Every barrier is reached by all threads: what the branches around them depend on is the same in
+    // the whole block. Shared memory is written between the barriers that end the old reads and start the new ones.
+    unsafe {
+        let len = sequence_len(kv_lens, dims, batch);
+        let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
+        let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
+        let (q_base, kv_base) = (shared::base(), shared::base() + num_rows * (DIM as u32 * 4));
+
+        // Keys that some row sees, and keys that all rows see.
+        let first_row = Visible::new(dims, len, first_query as i32);
+        let last_row = Visible::new(dims, len, end_query as i32 - 1);
+        let any = Visible { lo: first_row.lo, hi: last_row.hi };
+        let all = Visible { lo: last_row.lo, hi: first_row.hi };
+
+        let keys = KEYS as i32;
+        let mut key = any.lo / keys * keys;
+        let mut held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, key, any.hi, dims);
+
+        let per_row = (DIM / T::PER_16_BYTES) as u32;
+        let mut piece = thread::thread_idx_x();
+        while piece < num_rows * per_row {
+            let (row, col) = (piece / per_row, piece % per_row);
+            let (query, element) = (first_query + row, col * T::PER_16_BYTES as u32);
+            let mut values = [0.0; 8];
+            if query < end_query && element < dims.head_dim {
+                let at =
+                    offset(batch, dims.q_batch_stride, query, dims.q_token_stride, head, dims.q_head_stride);
+                T::unpack(load_piece(q.add(at + element as usize), dims), &mut values);
+            }
+            let mut j = 0;
+            while j < T::PER_16_BYTES {
+                values[j] *= dims.scale_log2;
+                j += 1;
+            }
+            put_piece::<T, DIM>(q_base, row, col, &values);
+            piece += THREADS;
+        }
+        // The result takes q's place at the end, also where there is no key at all.
+        thread::sync_threads();
+
+        let mut state = State {
+            s: [[0.0; MAX_COLS]; ROWS],
+            o: [[0.0; MAX_OUT]; ROWS],
+            m: [f32::NEG_INFINITY; ROWS],
+            l: [0.0; ROWS],
+        };
+        while key < any.hi {
+            put::<T, DIM, KEYS>(kv_base, &held);
+            thread::sync_threads();
+            held = fetch::<T, DIM, KEYS>(v, dims.v_token_stride, key, any.hi, dims);
+            scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
+            let whole = key >= all.lo && key + keys <= all.hi;
+            if whole {
+                softmax::<DIM, KEYS, LANES>(&mut state, |_, _| true);
+            } else {
+                softmax::<DIM, KEYS, LANES>(&mut state, |row, col| {
+                    let query = first_query + y + row as u32 * groups;
+                    Visible::new(dims, len, query as i32).has(key + (col as u32 * LANES + x) as i32)
+                });
+            }
+            thread::sync_threads();
+            put::<T, DIM, KEYS>(kv_base, &held);
+            thread::sync_threads();
+            held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, key + keys, any.hi, dims);
+            if whole {
+                accumulate::<DIM, KEYS, LANES, false>(&mut state, kv_base, x, (any.hi - key) as u32);
+            } else {
+                accumulate::<DIM, KEYS, LANES, true>(&mut state, kv_base, x, (any.hi - key) as u32);
+            }
+            thread::sync_threads();
+            key += keys;
+        }
+
+        let mut row = 0;
+        while row < ROWS {
+            let sum = warp::sum_f32::<LANES>(state.l[row]);
+            let scale = math::rcp(sum);
+            let own = y + row as u32 * groups;
+            let mut piece = 0;
+            while piece < DIM / LANES as usize / 4 {
+                let finish = |j: usize| if sum == 0.0 { 0.0 } else { state.o[row][4 * piece + j] * scale };
+                let address = piece_address::<DIM>(q_base, own, x + piece as u32 * LANES);
+                shared::store_f32x4(address, [finish(0), finish(1), finish(2), finish(3)]);
+                piece += 1;
+            }
+            let query = first_query + own;
+            if !lse.is_null() && x == 0 && query < end_query {
+                let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
+                global::store(lse.add(at), super::merge::log_sum_exp(state.m[row], sum));
+            }
+            row += 1;
+        }
+        thread::sync_threads();
+        let mut piece = thread::thread_idx_x();
+        while piece < num_rows * per_row {
+            let (row, col) = (piece / per_row, piece % per_row);
+            let (query, element) = (first_query + row, col * T::PER_16_BYTES as u32);
+            if query < end_query && element < dims.head_dim {
+                let first = col * (T::PER_16_BYTES as u32 / 4);
+                let lower = shared::load_f32x4(piece_address::<DIM>(q_base, row, first));
+                let upper = if T::PER_16_BYTES == 8 {
+                    shared::load_f32x4(piece_address::<DIM>(q_base, row, first + 1))
+                } else {
+                    [0.0; 4]
+                };
+                let values = [lower[0], lower[1], lower[2], lower[3], upper[0], upper[1], upper[2], upper[3]];
+                let at = offset(
+                    batch,
+                    dims.out_batch_stride,
+                    query,
+                    dims.out_token_stride,
+                    head,
+                    dims.out_head_stride,
+                );
+                let out = out.add(at + element as usize);
+                if dims.vector != 0 {
+                    global::store_x4(out, T::pack(&values));
+                } else {
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        global::store(out.add(j), T::from_f32(values[j]));
+                        j += 1;
+                    }
+                }
+            }
+            piece += THREADS;
+        }
+    }
+}
+
+/// `s = q·kᵀ`, four elements of the head at a time.
+///
+/// # Safety
+/// - Both tiles are complete: a barrier since they were written.
+#[inline(always)]
+unsafe fn scores<const DIM: usize, const KEYS: usize, const LANES: u32>(
+    state: &mut State,
+    q_base: u32,
+    k_base: u32,
+    x: u32,
+    y: u32,
+    num_pieces: u32,
+) {
+    let cols = KEYS / LANES as usize;
+    let s = &mut state.s;
+    *s = [[0.0; MAX_COLS]; ROWS];
+    let mut piece = 0;
+    while piece < num_pieces {
+        // A thread's rows differ by multiples of 8: one place in the row for all of them.
+        let q_row = piece_address::<DIM>(q_base, y, piece);
+        let k_row = piece_address::<DIM>(k_base, x, piece);
+        let mut q = [[0.0; 4]; ROWS];
+        let mut row = 0;
+        while row < ROWS {
+            // SAFETY: inside the tile, which the caller says is complete.
+            q[row] = unsafe { shared::load_f32x4(q_row + row as u32 * (THREADS / LANES * DIM as u32 * 4)) };
+            row += 1;
+        }
+        let mut col = 0;
+        while col < cols {
+            // SAFETY: as above.
+            let k = unsafe { shared::load_f32x4(k_row + col as u32 * (LANES * DIM as u32 * 4)) };
+            let mut row = 0;
+            while row < ROWS {
+                let mut j = 0;
+                while j < 4 {
+                    s[row][col] = math::fma(q[row][j], k[j], s[row][col]);
+                    j += 1;
+                }
+                row += 1;
+            }
+            col += 1;
+        }
+        piece += 1;
+    }
+}
+
+/// Turns the scores into weights, and brings maximum, sum and result up to date. `visible(row, col)` is the mask.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn softmax<const DIM: usize, const KEYS: usize, const LANES: u32>(
+    state: &mut State,
+    visible: impl Fn(usize, usize) -> bool,
+) {
+    let cols = KEYS / LANES as usize;
+    let mut row = 0;
+    while row < ROWS {
+        let mut largest = f32::NEG_INFINITY;
+        let mut col = 0;
+        while col < cols {
+            if !visible(row, col) {
+                state.s[row][col] = f32::NEG_INFINITY;
+            }
+            largest = math::max(largest, state.s[row][col]);
+            col += 1;
+        }
+        // SAFETY: the whole warp takes part — the caller.
+        let m = math::max(state.m[row], unsafe { warp::max_f32::<LANES>(largest) });
+        let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
+        let decay = math::ex2(state.m[row] - base);
+        state.m[row] = m;
+        let mut sum = 0.0;
+        let mut col = 0;
+        while col < cols {
+            let p = math::ex2(state.s[row][col] - base);
+            sum += p;
+            state.s[row][col] = if visible(row, col) { p } else { -1.0 };
+            col += 1;
+        }
+        state.l[row] = math::fma(state.l[row], decay, sum);
+        let mut col = 0;
+        while col < DIM / LANES as usize {
+            state.o[row][col] *= decay;
+            col += 1;
+        }
+        row += 1;
+    }
+}
+
+/// `o += p·v` over the first `num_keys` keys of the tile.
+///
+/// # Safety
+/// - *converged*: the whole warp; the tile is complete.
+#[inline(always)]
+unsafe fn accumulate<const DIM: usize, const KEYS: usize, const LANES: u32, const MASKED: bool>(
+    state: &mut State,
+    v_base: u32,
+    x: u32,
+    num_keys: u32,
+) {
+    let group = thread::lane() & !(LANES - 1);
+    // The lane whose weights are used; a bound that is not constant also keeps the loop rolled, which is long enough.
+    let lanes = num_keys.min(LANES);
+    let mut lane = 0;
+    while lane < lanes {
+        // The keys of one lane differ by multiples of 8: one place in the row for all of them.
+        let v_row = piece_address::<DIM>(v_base, lane, x);
+        let mut col = 0;
+        while col < KEYS / LANES as usize {
+            let mut p = [0.0; ROWS];
+            let mut row = 0;
+            while row < ROWS {
+                // SAFETY: the whole warp takes part — the caller.
+                p[row] = unsafe { warp::shuffle_idx_f32(warp::FULL_MASK, state.s[row][col], group | lane) };
+                row += 1;
+            }
+            let mut piece = 0;
+            while piece < DIM / LANES as usize / 4 {
+                let at = v_row + (col as u32 * LANES * DIM as u32 * 4 + piece as u32 * LANES * 16);
+                // SAFETY: inside the tile, which the caller says is complete.
+                let v = unsafe { shared::load_f32x4(at) };
+                let mut row = 0;
+                while row < ROWS {
+                    if !MASKED || !(p[row] < 0.0) {
+                        let mut j = 0;
+                        while j < 4 {
+                            let o = &mut state.o[row][4 * piece + j];
+                            *o = math::fma(p[row], v[j], *o);
+                            j += 1;
+                        }
+                    }
+                    row += 1;
+                }
+                piece += 1;
+            }
+            col += 1;
+        }
+        lane += 1;
+    }
+}

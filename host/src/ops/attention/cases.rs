@@ -1,0 +1,74 @@
+//! Shapes that occur, for tests and benches.
+
+use super::Mask;
+
+/// One shape.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCase {
+    /// Model and phase.
+    pub name: &'static str,
+    /// Sequences.
+    pub batch: usize,
+    /// Queries of a sequence.
+    pub seq_q: usize,
+    /// Keys of a sequence.
+    pub seq_kv: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Which keys a query sees.
+    pub mask: Mask,
+}
+
+const fn prefill(
+    name: &'static str,
+    batch: usize,
+    heads: (usize, usize),
+    seq: usize,
+    head_dim: usize,
+    mask: Mask,
+) -> AttentionCase {
+    AttentionCase {
+        name,
+        batch,
+        seq_q: seq,
+        seq_kv: seq,
+        heads_q: heads.0,
+        heads_kv: heads.1,
+        head_dim,
+        mask,
+    }
+}
+
+const fn decode(
+    name: &'static str,
+    batch: usize,
+    heads: (usize, usize),
+    seq_kv: usize,
+    head_dim: usize,
+) -> AttentionCase {
+    let (heads_q, heads_kv) = heads;
+    AttentionCase { name, batch, seq_q: 1, seq_kv, heads_q, heads_kv, head_dim, mask: Mask::Causal }
+}
+
+/// The shapes.
+pub const CASES: &[AttentionCase] = &[
+    prefill("anchor B16 H32 S512 D64", 16, (32, 32), 512, 64, Mask::None),
+    prefill("anchor B4 H32 S4096 D128", 4, (32, 32), 4096, 128, Mask::None),
+    prefill("anchor B4 H32 S4096 D128 causal", 4, (32, 32), 4096, 128, Mask::Causal),
+    prefill("anchor B1 H32/8 S16384 D128 causal", 1, (32, 8), 16384, 128, Mask::Causal),
+    prefill("anchor B2 H32 S4096 D64 causal", 2, (32, 32), 4096, 64, Mask::Causal),
+    prefill("anchor B2 H16 S8192 D256 causal", 2, (16, 16), 8192, 256, Mask::Causal),
+    prefill("anchor B16 H16 S1024 D128 causal", 16, (16, 16), 1024, 128, Mask::Causal),
+    prefill("anchor B1 H32/8 S2048 D128 causal", 1, (32, 8), 2048, 128, Mask::Causal),
+    decode("anchor decode B64 H32/8 kv4096 D128", 64, (32, 8), 4096, 128),
+    decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
+    decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
+    decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),
+    prefill("qwen3-0.6b prefill 2048", 1, (16, 8), 2048, 128, Mask::Causal),
+    decode("qwen3-0.6b decode kv1024", 1, (16, 8), 1024, 128),
+    decode("qwen3-next decode kv4096", 1, (16, 2), 4096, 256),
+];

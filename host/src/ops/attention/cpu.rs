@@ -1,0 +1,152 @@
+//! Attention on the CPU: online softmax over tiles of keys, tiles of queries in parallel.
+
+use abi::DType;
+use abi::ops::attention::AttentionDims;
+use half::{bf16, f16};
+
+use super::{AttentionArgs, visible};
+use crate::error::Error;
+use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::tensor::FloatElement;
+
+/// Queries of a tile.
+const QUERIES: usize = 16;
+/// Keys of a tile; tiles start at multiples of it, so that the order of a row's sums depends on the row alone.
+const KEYS: usize = 64;
+/// Sums that a dot product is made of, for the vector units.
+const LANES: usize = 8;
+
+pub(super) fn run(
+    dtype: DType,
+    dims: &AttentionDims,
+    scale: f32,
+    args: &mut AttentionArgs<'_>,
+) -> Result<(), Error> {
+    match dtype {
+        DType::F16 => tiles::<f16>(dims, scale, args),
+        DType::BF16 => tiles::<bf16>(dims, scale, args),
+        _ => tiles::<f32>(dims, scale, args),
+    }
+    Ok(())
+}
+
+/// The state of one row: `sum` and `out` are relative to e^`max`.
+struct Row {
+    max: f32,
+    sum: f32,
+    out: Vec<f32>,
+}
+
+fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut AttentionArgs<'_>) {
+    let (seq_q, head_dim) = (dims.seq_q as usize, dims.head_dim as usize);
+    let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
+    let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
+    let kv_lens = args.kv_lens.as_ref().map(|kv_lens| kv_lens.host_slice::<u32>());
+    let out = SharedSlice::new(args.out.host_slice_mut::<T>());
+    let lse = args.lse.as_mut().map(|lse| SharedSlice::new(lse.host_slice_mut::<f32>()));
+    let place = |index: usize, stride: u32| index * stride as usize;
+    let query_tiles = seq_q.div_ceil(QUERIES);
+
+    // A task is a tile of queries of all the heads that share a key head: k and v are converted once for them.
+    let num_tasks = dims.batch as usize * heads_kv * query_tiles;
+    let num_products = num_tasks * QUERIES.min(seq_q) * group * dims.seq_kv as usize * head_dim;
+    for_rows(num_tasks, num_products, |task| {
+        let (tile, rest) = (task % query_tiles, task / query_tiles);
+        let (head_kv, batch) = (rest % heads_kv, rest / heads_kv);
+        let queries = tile * QUERIES..((tile + 1) * QUERIES).min(seq_q);
+        let len = kv_lens.map_or(dims.seq_kv, |kv_lens| kv_lens[batch].min(dims.seq_kv));
+        let (any_lo, _) = visible(dims, len, queries.start as u32);
+        let (_, any_hi) = visible(dims, len, queries.end as u32 - 1);
+
+        // Rows in the order (query, head).
+        let pairs = || {
+            queries.clone().flat_map(|query| (head_kv * group..).take(group).map(move |head| (query, head)))
+        };
+        let scaled: Vec<f32> = pairs()
+            .flat_map(|(query, head)| {
+                let start = place(batch, dims.q_batch_stride)
+                    + place(query, dims.q_token_stride)
+                    + place(head, dims.q_head_stride);
+                q[start..][..head_dim].iter().map(|value| value.to_f32() * scale)
+            })
+            .collect();
+        let new_row = |_| Row { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim] };
+        let mut rows: Vec<Row> = pairs().map(new_row).collect();
+        let (mut keys, mut values) = (vec![0.0; KEYS * head_dim], vec![0.0; KEYS * head_dim]);
+        let mut weights = [0.0; KEYS];
+        for first in (any_lo / KEYS * KEYS..any_hi).step_by(KEYS) {
+            let span = first.max(any_lo)..(first + KEYS).min(any_hi);
+            for key in span {
+                let at = (key - first) * head_dim..(key - first + 1) * head_dim;
+                let k_row = place(batch, dims.k_batch_stride)
+                    + place(key, dims.k_token_stride)
+                    + place(head_kv, dims.k_head_stride);
+                let v_row = place(batch, dims.v_batch_stride)
+                    + place(key, dims.v_token_stride)
+                    + place(head_kv, dims.v_head_stride);
+                widen(&k[k_row..][..head_dim], &mut keys[at.clone()]);
+                widen(&v[v_row..][..head_dim], &mut values[at]);
+            }
+            for (index, (row, (query, _))) in std::iter::zip(&mut rows, pairs()).enumerate() {
+                let (lo, hi) = visible(dims, len, query as u32);
+                let span = lo.max(first)..hi.min(first + KEYS);
+                if span.is_empty() {
+                    continue;
+                }
+                let span = span.start - first..span.end - first;
+                let query = &scaled[index * head_dim..][..head_dim];
+                let mut max = row.max;
+                for key in span.clone() {
+                    weights[key] = dot(query, &keys[key * head_dim..][..head_dim]);
+                    max = max.max(weights[key]);
+                }
+                let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+                let decay = (row.max - base).exp();
+                row.max = max;
+                row.sum *= decay;
+                row.out.iter_mut().for_each(|out| *out *= decay);
+                for key in span {
+                    let weight = (weights[key] - base).exp();
+                    row.sum += weight;
+                    for (out, value) in std::iter::zip(&mut row.out, &values[key * head_dim..][..head_dim]) {
+                        *out += weight * value;
+                    }
+                }
+            }
+        }
+
+        for (row, (query, head)) in std::iter::zip(&rows, pairs()) {
+            let start = place(batch, dims.out_batch_stride)
+                + place(query, dims.out_token_stride)
+                + place(head, dims.out_head_stride);
+            // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements).
+            let out = unsafe { out.part(start, head_dim) };
+            let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
+            for (out, value) in std::iter::zip(out, &row.out) {
+                *out = T::from_f32(if empty { 0.0 } else { value * inverse });
+            }
+            if let Some(lse) = &lse {
+                let start = place(batch, dims.lse_batch_stride) + place(head, dims.lse_head_stride) + query;
+                // SAFETY: as for out.
+                let lse = unsafe { lse.part(start, 1) };
+                lse[0] = if empty { f32::NEG_INFINITY } else { row.max + row.sum.ln() };
+            }
+        }
+    });
+}
+
+fn widen<T: FloatElement>(from: &[T], to: &mut [f32]) {
+    for (to, from) in std::iter::zip(to, from) {
+        *to = from.to_f32();
+    }
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0; LANES];
+    for (a, b) in std::iter::zip(a.chunks_exact(LANES), b.chunks_exact(LANES)) {
+        for lane in 0..LANES {
+            sums[lane] += a[lane] * b[lane];
+        }
+    }
+    sums.iter().sum()
+}

@@ -1,0 +1,119 @@
+//! Attention as plain loops: the specification.
+
+use crate::ops::reference::Real;
+
+/// Sizes and mask of one sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequence {
+    /// Queries.
+    pub seq_q: usize,
+    /// Keys, all of which are in use.
+    pub len: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// What the scores are multiplied by.
+    pub scale: f64,
+    /// Which keys a query sees.
+    pub mask: super::Mask,
+    /// How many of them, the last ones.
+    pub window: Option<usize>,
+}
+
+impl Sequence {
+    /// Whether `query` sees `key`.
+    pub fn sees(&self, query: usize, key: usize) -> bool {
+        let (query, key) = (query as i64 + self.len as i64 - self.seq_q as i64, key as i64);
+        (self.mask == super::Mask::None || key <= query)
+            && self.window.is_none_or(|window| key > query - window as i64)
+    }
+}
+
+/// Attention of one sequence, `q` `[seq_q, heads_q, head_dim]`, `k` and `v` `[len, heads_kv, head_dim]`. Returns out, shaped
+/// like q, and the log-sum-exp of the scores, `[heads_q, seq_q]`.
+///
+/// The softmax in two passes: maximum, then sums. `store` is the rounding of a value that is stored: the identity for
+/// the specification.
+pub fn attention<A: Real>(
+    sequence: &Sequence,
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    store: impl Fn(A) -> A,
+) -> (Vec<f64>, Vec<f64>) {
+    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, .. } = *sequence;
+    let group = heads_q / heads_kv;
+    let mut out = vec![0.0; seq_q * heads_q * head_dim];
+    let mut lse = vec![f64::NEG_INFINITY; heads_q * seq_q];
+    for head in 0..heads_q {
+        let kv_row = |key: usize| (key * heads_kv + head / group) * head_dim;
+        for query in 0..seq_q {
+            let start = (query * heads_q + head) * head_dim;
+            let row = &q[start..][..head_dim];
+            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
+            let dot = |key: usize| -> A {
+                std::iter::zip(row, &k[kv_row(key)..][..head_dim])
+                    .map(|(&a, &b)| A::real(a) * A::real(b))
+                    .sum()
+            };
+            let scores: Vec<A> = keys.iter().map(|&key| dot(key) * A::real(scale)).collect();
+            // Not −∞ where every score is: −∞ − −∞ has no value.
+            let max = scores.iter().copied().fold(A::neg_infinity(), A::max);
+            let base = if max == A::neg_infinity() { A::zero() } else { max };
+            let weights: Vec<A> = scores.iter().map(|&score| (score - base).exp()).collect();
+            let sum: A = weights.iter().copied().sum();
+            if sum == A::zero() {
+                continue;
+            }
+            lse[head * seq_q + query] = (max + sum.ln()).to_real();
+            for (col, out) in out[start..][..head_dim].iter_mut().enumerate() {
+                let terms = std::iter::zip(&weights, &keys);
+                let total: A = terms.map(|(&weight, &key)| weight * A::real(v[kv_row(key) + col])).sum();
+                *out = store(total / sum).to_real();
+            }
+        }
+    }
+    (out, lse)
+}
+
+/// What the errors of [`attention`] are relative to: out and log-sum-exp with every term taken absolute.
+///
+/// A score errs in proportion to `a = scale · Σ|q·k|`, and a weight relatively by as much as its score does absolutely. So
+/// out errs in proportion to `Σ p·|v|·(1 + a) + Σ p·a · Σ p·|v|`, and the log-sum-exp to `1 + |lse| + Σ p·a`.
+pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, .. } = *sequence;
+    let group = heads_q / heads_kv;
+    let mut out = vec![0.0; seq_q * heads_q * head_dim];
+    let mut lse = vec![0.0; heads_q * seq_q];
+    for head in 0..heads_q {
+        let kv_row = |key: usize| (key * heads_kv + head / group) * head_dim;
+        for query in 0..seq_q {
+            let start = (query * heads_q + head) * head_dim;
+            let row = &q[start..][..head_dim];
+            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
+            let dots = |absolute: fn(f64) -> f64| -> Vec<f64> {
+                let dot = |&key: &usize| -> f64 {
+                    std::iter::zip(row, &k[kv_row(key)..][..head_dim])
+                        .map(|(a, b)| absolute(a * b * scale))
+                        .sum()
+                };
+                keys.iter().map(dot).collect()
+            };
+            let (scores, terms) = (dots(|term| term), dots(f64::abs));
+            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+            let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp() / sum).collect();
+            let condition: f64 = std::iter::zip(&weights, &terms).map(|(p, a)| p * a).sum();
+            lse[head * seq_q + query] = 1.0 + (max + sum.ln()).abs() + condition;
+            for (col, out) in out[start..][..head_dim].iter_mut().enumerate() {
+                for (i, &key) in keys.iter().enumerate() {
+                    *out += weights[i] * v[kv_row(key) + col].abs() * (1.0 + terms[i] + condition);
+                }
+            }
+        }
+    }
+    (out, lse)
+}
