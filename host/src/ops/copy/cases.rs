@@ -1,0 +1,45 @@
+//! Shapes that occur, for tests and benches.
+
+use abi::DType;
+
+/// One shape.
+#[derive(Clone, Copy, Debug)]
+pub struct CopyCase {
+    /// Model and phase.
+    pub name: &'static str,
+    /// Sizes.
+    pub shape: [usize; 3],
+    /// Elements from one index of the first dimension to the next, in src and in dst.
+    pub strides: [usize; 2],
+    /// Type of src.
+    pub src: DType,
+    /// Type of dst.
+    pub dst: DType,
+}
+
+const fn contiguous(name: &'static str, rows: usize, cols: usize, src: DType, dst: DType) -> CopyCase {
+    CopyCase { name, shape: [rows, 1, cols], strides: [cols, cols], src, dst }
+}
+
+/// The shapes.
+pub const CASES: &[CopyCase] = &[
+    contiguous("32768x9728 bf16", 32768, 9728, DType::BF16, DType::BF16),
+    contiguous("32768x9728 bf16 to f32", 32768, 9728, DType::BF16, DType::F32),
+    contiguous("32768x9728 f32 to bf16", 32768, 9728, DType::F32, DType::BF16),
+    contiguous("logits 32x151936 bf16 to f32", 32, 151_936, DType::BF16, DType::F32),
+    // The v part of a joint projection of 32 + 8 + 8 heads to a cache of 8 heads.
+    CopyCase {
+        name: "qwen3-4b v to cache prefill 2048",
+        shape: [2048, 8, 128],
+        strides: [48 * 128, 8 * 128],
+        src: DType::BF16,
+        dst: DType::BF16,
+    },
+    CopyCase {
+        name: "qwen3-4b v to cache decode 1",
+        shape: [1, 8, 128],
+        strides: [48 * 128, 8 * 128],
+        src: DType::BF16,
+        dst: DType::BF16,
+    },
+];
