@@ -55,8 +55,8 @@ macro_rules! variants {
         pub const VARIANTS: &[EmbeddingVariant] =
             &[$(EmbeddingVariant { entry: stringify!($entry), unit_bytes: $bytes }),*];
 
-        /// The names of the kernels.
-        pub(super) const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
+        /// The names of all kernels.
+        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 embedding_table!(variants);

@@ -220,8 +220,8 @@ macro_rules! variants {
             access: SamplingAccess::$access,
         }),*];
 
-        /// The names of the kernels.
-        pub(super) const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
+        /// The names of all kernels.
+        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 sampling_table!(variants);
