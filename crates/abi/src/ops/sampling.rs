@@ -100,7 +100,7 @@ const EXP2: [f32; 7] = [
     1.540_353e-4,
     1.333_355_8e-3,
     9.618_129e-3,
-    5.550_410_9e-2,
+    5.550_411e-2,
     0.240_226_5,
     core::f32::consts::LN_2,
 ];
@@ -219,6 +219,9 @@ macro_rules! variants {
             method: SamplingMethod::$method,
             access: SamplingAccess::$access,
         }),*];
+
+        /// The names of all kernels.
+        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 sampling_table!(variants);

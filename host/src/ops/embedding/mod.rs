@@ -82,11 +82,12 @@ pub struct Embedding {
 #[derive(Debug)]
 enum Backend {
     Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to its unit.
+    /// The chosen kernel, and the one for tensors that are not aligned to its unit, with its threads.
     Cuda {
         choice: EmbeddingChoice,
         entry: Entry,
-        unaligned: (EmbeddingChoice, Entry),
+        unaligned: Entry,
+        unaligned_threads: u32,
     },
 }
 
@@ -125,8 +126,8 @@ impl Embedding {
             Some(choice) => {
                 let entry = device.entry(OP, choice.variant.entry, 0)?;
                 let fallback = EmbeddingChoice::by_element(&problem)?;
-                let fallback_entry = device.entry(OP, fallback.variant.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned: (fallback, fallback_entry) }
+                let unaligned = device.entry(OP, fallback.variant.entry, 0)?;
+                Backend::Cuda { choice, entry, unaligned, unaligned_threads: fallback.threads }
             }
         };
         Ok(Embedding { device: device.clone(), problem, backend })
@@ -137,13 +138,16 @@ impl Embedding {
         let tokens = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => cpu::run(self.problem.dtype, &mut args),
-            Backend::Cuda { choice, entry, unaligned } => {
+            Backend::Cuda { choice, entry, unaligned, unaligned_threads } => {
                 let EmbeddingArgs { table, ids, out } = &args;
                 let aligned = table.is_aligned_16() && out.is_aligned_16();
-                let (choice, entry) = if aligned { (choice, entry) } else { (&unaligned.0, &unaligned.1) };
                 let element_bytes = self.problem.dtype.bytes();
-                let units =
-                    |elements: u32| (elements as usize * element_bytes / choice.variant.unit_bytes) as u32;
+                let (entry, threads, unit_bytes) = if aligned {
+                    (entry, choice.threads, choice.variant.unit_bytes)
+                } else {
+                    (unaligned, *unaligned_threads, element_bytes)
+                };
+                let units = |elements: u32| (elements as usize * element_bytes / unit_bytes) as u32;
                 let dims = EmbeddingDims {
                     cols: units(self.problem.cols as u32),
                     vocab: self.problem.vocab as u32,
@@ -153,7 +157,7 @@ impl Embedding {
                 let mut params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what is moved in units
                 // of 16 bytes; the grid is one block per id.
-                unsafe { entry.launch(stream, [tokens, 1, 1], [choice.threads, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [tokens, 1, 1], [threads, 1, 1], &mut params) }
             }
         }
     }

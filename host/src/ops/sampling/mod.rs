@@ -294,11 +294,11 @@ fn check_problem(problem: &SamplingProblem) -> Result<(), Error> {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
     }
     if let Sampling::Random { temperature, top_p, .. } = problem.method {
-        if !(temperature > 0.0 && temperature.is_finite()) {
+        if !(temperature > 0.0 && temperature.is_normal()) {
             return Err(Error::invalid(
                 OP,
                 "temperature",
-                "a finite number above 0",
+                "a normal number above 0",
                 temperature.to_string(),
             ));
         }
