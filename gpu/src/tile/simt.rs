@@ -41,7 +41,7 @@ pub fn tile_of_block<const EDGE: u32>(dims: &MatmulDims) -> (u32, u32) {
     let block = thread::block_idx_x();
     let (band, within) = (block / (BAND * tiles_n), block % (BAND * tiles_n));
     let first = band * BAND;
-    let height = (tiles_m - first).min(BAND).max(1);
+    let height = (tiles_m - first).clamp(1, BAND);
     (first + within % height, within / height)
 }
 

@@ -91,7 +91,7 @@ pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType
     let pieces = k / (16 / dtype.bytes());
     let wanted = GEMV_WARPS_PER_SM * limits.num_sms.max(1) as usize;
     let mut split = 0;
-    while 1 << (split + 1) <= WARPS && (n << split) < wanted && pieces >= 4 * 32 << (split + 1) {
+    while 1 << (split + 1) <= WARPS && (n << split) < wanted && pieces >= 128 << (split + 1) {
         split += 1;
     }
     split
