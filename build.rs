@@ -57,7 +57,7 @@ mod images {
                 let path = out_dir.join(file_name(family, arch));
                 let _ = writeln!(
                     list,
-                    "    Image {{ family: {family:?}, arch: Arch::{arch:?}, ptx: include_str!({path:?}) }},"
+                    "    Image {{ family: {family:?}, arch: Arch::{arch:?}, ptx: Ptx::Deflated(include_bytes!({path:?})) }},"
                 );
             }
         }
@@ -74,13 +74,16 @@ mod images {
         };
         for family in FAMILIES {
             let image = out_dir.join(file_name(family, arch));
-            CudaBuilder::new("gpu").arch(nvvm).features([*family]).copy_to(image).build()?;
+            let ptx = CudaBuilder::new("gpu").arch(nvvm).features([*family]).build()?;
+            let text = std::fs::read(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
+            let deflated = miniz_oxide::deflate::compress_to_vec(&text, 9);
+            std::fs::write(&image, deflated).map_err(|source| BuildError::Io { path: image, source })?;
         }
         Ok(())
     }
 
     fn file_name(family: &str, arch: Arch) -> String {
-        format!("{family}.{arch}.ptx")
+        format!("{family}.{arch}.ptx.deflate")
     }
 
     fn wanted(arch: Arch) -> bool {

@@ -42,7 +42,7 @@ fn print_images() {
             println!("  {arch}: none");
             continue;
         };
-        let bytes: usize = images.iter().map(|image| image.ptx.len()).sum();
+        let bytes: usize = images.iter().filter_map(|image| image.text().ok()).map(|text| text.len()).sum();
         let needed = first.needed_driver().map_or("unknown".into(), |needed| {
             format!("driver {} or later (CUDA {}.{})", needed.branch, needed.cuda.0, needed.cuda.1)
         });

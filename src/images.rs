@@ -1,7 +1,7 @@
 use host::Image;
 
 #[cfg(feature = "cuda")]
-use host::Arch;
+use host::{Arch, Ptx};
 
 /// The device images of this build: one per operator family and architecture floor; none without the feature `cuda`.
 #[cfg(feature = "cuda")]

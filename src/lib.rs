@@ -11,7 +11,7 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, DType, Dims, DriverError, Element, Error, Event, Graph, HardwareProfile, Image, Kernel, MAX_RANK,
-    NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Resources, Stream, Tensor,
+    NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, Resources, Stream, Tensor,
     TensorView, TensorViewMut, models, ops,
 };
 

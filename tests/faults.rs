@@ -1,7 +1,7 @@
 //! What does not fit this machine is an error with a reason: never a panic, never an abort.
 
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormProblem};
-use warpforge::{Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Stream, Tensor};
+use warpforge::{Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Ptx, Stream, Tensor};
 
 const PROBLEM: RmsNormProblem =
     RmsNormProblem { rows: 1, cols: 64, dtype: DType::BF16, eps: 1e-6, weight: NormWeight::Plain };
@@ -38,7 +38,9 @@ fn an_image_that_the_driver_refuses() {
     static BROKEN: &[Image] = &[Image {
         family: "rmsnorm",
         arch: Arch::Sm61,
-        ptx: ".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { no_such_instruction; ret; }\n",
+        ptx: Ptx::Text(
+            ".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { no_such_instruction; ret; }\n",
+        ),
     }];
     let Some(device) = card(BROKEN) else { return };
     let error = RmsNorm::plan(&device.unwrap(), PROBLEM).unwrap_err();
@@ -50,7 +52,7 @@ fn an_image_that_the_driver_refuses() {
 
 #[test]
 fn an_image_that_is_not_in_the_build() {
-    static OTHER: &[Image] = &[Image { family: "rope", arch: Arch::Sm61, ptx: "" }];
+    static OTHER: &[Image] = &[Image { family: "rope", arch: Arch::Sm61, ptx: Ptx::Text("") }];
     let Some(device) = card(OTHER) else { return };
     assert_eq!(
         RmsNorm::plan(&device.unwrap(), PROBLEM).unwrap_err().to_string(),

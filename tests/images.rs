@@ -19,8 +19,11 @@ fn one_image_per_family_and_floor() {
 #[test]
 fn entry_points_match_the_tables() {
     for image in IMAGES {
-        let in_image: BTreeSet<String> =
-            entries(image.ptx).expect("PTX").into_iter().map(|entry| entry.name).collect();
+        let in_image: BTreeSet<String> = entries(&image.text().expect("a sound image"))
+            .expect("PTX")
+            .into_iter()
+            .map(|entry| entry.name)
+            .collect();
         let in_table: BTreeSet<String> = abi::ops::entries(image.family)
             .filter(|entry| floor_of(entry) <= image.arch)
             .map(str::to_string)
@@ -43,7 +46,7 @@ fn floor_of(entry: &str) -> Arch {
 #[test]
 fn no_local_memory_no_calls() {
     for image in IMAGES {
-        for entry in entries(image.ptx).expect("PTX") {
+        for entry in entries(&image.text().expect("a sound image")).expect("PTX") {
             for forbidden in [".local", "call"] {
                 let found = count_instructions(&entry.body, forbidden);
                 assert_eq!(found, 0, "{image:?}: {} holds {forbidden}", entry.name);
@@ -59,8 +62,8 @@ fn images_assemble_without_spills() {
         return;
     };
     for image in IMAGES {
-        let kernels =
-            assemble(&ptxas, image.ptx, image.arch).unwrap_or_else(|error| panic!("{image:?}: {error}"));
+        let kernels = assemble(&ptxas, &image.text().expect("a sound image"), image.arch)
+            .unwrap_or_else(|error| panic!("{image:?}: {error}"));
         for kernel in kernels {
             let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
             assert_eq!(spills, (0, 0, 0), "{image:?}: {}: stack, spill stores, spill loads", kernel.name);

@@ -29,16 +29,17 @@ pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
         let run = |stream: &Stream, (ids, out): &mut (Tensor, Tensor)| {
             plan.run(stream, EmbeddingArgs { table: table.view(), ids: ids.view(), out: out.view_mut() })
         };
-        let verify = |stream: &Stream, (ids, out): &(Tensor, Tensor)| -> Result<(), Box<dyn std::error::Error>> {
-            let ids: Vec<u32> = ids.to_vec(stream)?;
-            for (token, &id) in ids.iter().enumerate().take(16) {
-                let row = |tensor: &Tensor, row: usize| {
-                    tensor.view().slice(0, row..row + 1)?.to_vec::<half::bf16>(stream)
-                };
-                check_bits_eq(&row(out, token)?, &row(&table, id as usize)?)?;
-            }
-            Ok(())
-        };
+        let verify =
+            |stream: &Stream, (ids, out): &(Tensor, Tensor)| -> Result<(), Box<dyn std::error::Error>> {
+                let ids: Vec<u32> = ids.to_vec(stream)?;
+                for (token, &id) in ids.iter().enumerate().take(16) {
+                    let row = |tensor: &Tensor, row: usize| {
+                        tensor.view().slice(0, row..row + 1)?.to_vec::<half::bf16>(stream)
+                    };
+                    check_bits_eq(&row(out, token)?, &row(&table, id as usize)?)?;
+                }
+                Ok(())
+            };
         bencher.bench(Case { name, report: plan.report(), bytes, flops: 0 }, &mut sets, run, verify)?;
     }
     Ok(())

@@ -23,20 +23,21 @@ pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
             plan.run(stream, SamplingArgs { logits: logits.view(), ids: ids.view_mut(), step: 7 })
         };
         // The CPU backend chooses the same tokens.
-        let verify = |stream: &Stream, (logits, ids): &(Tensor, Tensor)| -> Result<(), Box<dyn std::error::Error>> {
-            let cpu = Device::cpu();
-            let host = cpu.stream()?;
-            let data = match dtype {
-                DType::F32 => bytemuck::pod_collect_to_vec(&logits.to_vec::<f32>(stream)?),
-                _ => bytemuck::pod_collect_to_vec(&logits.to_vec::<half::bf16>(stream)?),
+        let verify =
+            |stream: &Stream, (logits, ids): &(Tensor, Tensor)| -> Result<(), Box<dyn std::error::Error>> {
+                let cpu = Device::cpu();
+                let host = cpu.stream()?;
+                let data = match dtype {
+                    DType::F32 => bytemuck::pod_collect_to_vec(&logits.to_vec::<f32>(stream)?),
+                    _ => bytemuck::pod_collect_to_vec(&logits.to_vec::<half::bf16>(stream)?),
+                };
+                let logits = Tensor::from_bytes(&host, &[rows, vocab], dtype, &data)?;
+                let mut want = Tensor::zeros(&host, &[rows], DType::U32)?;
+                let args = SamplingArgs { logits: logits.view(), ids: want.view_mut(), step: 7 };
+                Sampler::plan(&cpu, problem)?.run(&host, args)?;
+                let (got, want): (Vec<u32>, Vec<u32>) = (ids.to_vec(stream)?, want.to_vec(&host)?);
+                if got == want { Ok(()) } else { Err(format!("tokens {got:?}, on the CPU {want:?}").into()) }
             };
-            let logits = Tensor::from_bytes(&host, &[rows, vocab], dtype, &data)?;
-            let mut want = Tensor::zeros(&host, &[rows], DType::U32)?;
-            let args = SamplingArgs { logits: logits.view(), ids: want.view_mut(), step: 7 };
-            Sampler::plan(&cpu, problem)?.run(&host, args)?;
-            let (got, want): (Vec<u32>, Vec<u32>) = (ids.to_vec(stream)?, want.to_vec(&host)?);
-            if got == want { Ok(()) } else { Err(format!("tokens {got:?}, on the CPU {want:?}").into()) }
-        };
         let flops = (rows * vocab) as u64;
         bencher.bench(Case { name, report: plan.report(), bytes, flops }, &mut sets, run, verify)?;
     }

@@ -1,5 +1,7 @@
 //! The PTX images that a build embeds.
 
+use std::borrow::Cow;
+
 use abi::Arch;
 
 use crate::error::Error;
@@ -11,20 +13,43 @@ pub struct Image {
     pub family: &'static str,
     /// The floor that it was compiled for.
     pub arch: Arch,
-    /// The PTX text.
-    pub ptx: &'static str,
+    /// The PTX.
+    pub ptx: Ptx,
+}
+
+/// PTX as a build embeds it.
+#[derive(Clone, Copy)]
+pub enum Ptx {
+    /// As text.
+    Text(&'static str),
+    /// As text in a raw DEFLATE stream (RFC 1951): a twentieth of the size.
+    Deflated(&'static [u8]),
 }
 
 impl std::fmt::Debug for Image {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Image({} {}, {} bytes)", self.family, self.arch, self.ptx.len())
+        write!(f, "Image({} {})", self.family, self.arch)
     }
 }
 
 impl Image {
+    /// The PTX text. **Errors**: [`Error::Invalid`] if it was deflated and is damaged.
+    pub fn text(&self) -> Result<Cow<'static, str>, Error> {
+        let damaged = |reason: String| Error::invalid("Image::text", "ptx", "deflated PTX text", reason);
+        match self.ptx {
+            Ptx::Text(text) => Ok(text.into()),
+            Ptx::Deflated(bytes) => {
+                let text = miniz_oxide::inflate::decompress_to_vec(bytes)
+                    .map_err(|error| damaged(error.to_string()))?;
+                String::from_utf8(text).map(Cow::Owned).map_err(|error| damaged(error.to_string()))
+            }
+        }
+    }
+
     /// The PTX version, from the `.version` line.
     pub fn ptx_version(&self) -> Option<(u32, u32)> {
-        let line = self.ptx.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
+        let text = self.text().ok()?;
+        let line = text.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
         let (major, minor) = line.trim().split_once('.')?;
         Some((major.parse().ok()?, minor.parse().ok()?))
     }
@@ -91,12 +116,12 @@ pub struct NeededDriver {
 
 #[cfg(test)]
 mod tests {
-    use super::{Image, NeededDriver};
+    use super::{Image, NeededDriver, Ptx};
     use abi::Arch;
 
     #[test]
     fn needed_driver_of_the_three_floors() {
-        let needed = |ptx| Image { family: "f", arch: Arch::Sm61, ptx }.needed_driver();
+        let needed = |ptx| Image { family: "f", arch: Arch::Sm61, ptx: Ptx::Text(ptx) }.needed_driver();
         assert_eq!(
             needed("//\n.version 6.3\n.target sm_61\n"),
             Some(NeededDriver { cuda: (10, 0), branch: 410 })
@@ -108,7 +133,7 @@ mod tests {
 
     #[test]
     fn an_old_driver_is_told_which_one_is_needed() {
-        let image = Image { family: "rmsnorm", arch: Arch::Sm90a, ptx: ".version 8.0\n" };
+        let image = Image { family: "rmsnorm", arch: Arch::Sm90a, ptx: Ptx::Text(".version 8.0\n") };
         assert!(image.check_driver((12, 0)).is_ok());
         assert!(image.check_driver((13, 0)).is_ok());
         assert_eq!(
@@ -116,5 +141,12 @@ mod tests {
             "image rmsnorm for sm_90a is PTX 8.0, which needs a CUDA 12.0 driver (branch 525 or later); the installed \
              driver supports CUDA 11.8"
         );
+    }
+
+    #[test]
+    fn a_damaged_image_is_an_error() {
+        let image = Image { family: "f", arch: Arch::Sm61, ptx: Ptx::Deflated(&[0xff, 1, 2]) };
+        let message = image.text().unwrap_err().to_string();
+        assert!(message.starts_with("Image::text: ptx: expected deflated PTX text, got "), "{message}");
     }
 }

@@ -17,7 +17,7 @@ mod tensor;
 pub use abi::{Arch, DType};
 pub use device::{Device, HardwareProfile, OptLevel, Place};
 pub use error::{DriverError, Error};
-pub use images::{Image, NeededDriver};
+pub use images::{Image, NeededDriver, Ptx};
 pub use kernel::{Kernel, OptimizationReport};
 pub use launch::Resources;
 pub use memory::{Pool, PoolStats};

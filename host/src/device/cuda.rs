@@ -407,7 +407,7 @@ impl Modules {
             return Err(Error::MissingImage { family, arch, available: held.join(", ") });
         };
         image.check_driver(self.context.profile.driver.unwrap_or((0, 0)))?;
-        let ptx = CString::new(image.ptx)
+        let ptx = CString::new(image.text()?.into_owned())
             .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
         let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {
             family,

@@ -54,9 +54,6 @@ macro_rules! variants {
         /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[EmbeddingVariant] =
             &[$(EmbeddingVariant { entry: stringify!($entry), unit_bytes: $bytes }),*];
-
-        /// The names of all kernels.
-        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 embedding_table!(variants);

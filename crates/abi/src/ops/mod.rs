@@ -39,6 +39,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
     }
     let all = named!(
         attention::VARIANTS,
+        copy::VARIANTS,
         embedding::VARIANTS,
         glu::VARIANTS,
         kv_append::VARIANTS,

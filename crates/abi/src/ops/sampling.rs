@@ -219,9 +219,6 @@ macro_rules! variants {
             method: SamplingMethod::$method,
             access: SamplingAccess::$access,
         }),*];
-
-        /// The names of all kernels.
-        pub const ENTRIES: &[&str] = &[$(stringify!($entry)),*];
     };
 }
 sampling_table!(variants);
