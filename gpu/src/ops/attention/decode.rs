@@ -408,7 +408,8 @@ unsafe fn add_values<T: Element, const DIM: usize, const ROWS: usize, const MASK
             T::unpack(held[u * spread.chunks + chunk], &mut values);
             let mut row = 0;
             while row < ROWS {
-                if !MASKED || !(p[row] < 0.0) {
+                let masked = MASKED && p[row] < 0.0;
+                if !masked {
                     let mut j = 0;
                     while j < T::PER_16_BYTES {
                         let sum = &mut result[row][chunk * T::PER_16_BYTES + j];

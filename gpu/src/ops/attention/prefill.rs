@@ -403,7 +403,8 @@ unsafe fn accumulate<const DIM: usize, const KEYS: usize, const LANES: u32, cons
                 let v = unsafe { shared::load_f32x4(at) };
                 let mut row = 0;
                 while row < ROWS {
-                    if !MASKED || !(p[row] < 0.0) {
+                    let masked = MASKED && p[row] < 0.0;
+                    if !masked {
                         let mut j = 0;
                         while j < 4 {
                             let o = &mut state.o[row][4 * piece + j];

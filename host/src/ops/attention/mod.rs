@@ -142,7 +142,7 @@ enum Backend {
         /// Every kernel that a run may take.
         kernels: Vec<Loaded>,
         /// What the decode kernels need besides, if there are any.
-        splits: Option<Splits>,
+        splits: Option<Box<Splits>>,
     },
 }
 
@@ -233,7 +233,7 @@ impl Attention {
                 let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
                 let rows = [problem.batch, problem.heads_q, seq_q, num_splits];
                 let workspace = Workspace::new(device, rows, problem.head_dim)?;
-                Some(Splits { merge: Loaded::new(device, merge)?, workspace })
+                Some(Box::new(Splits { merge: Loaded::new(device, merge)?, workspace }))
             }
             _ => None,
         };
