@@ -14,8 +14,9 @@
 //! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
 //!   of a divergent branch.
 //! - `-unroll-threshold`: arrays of accumulators stay in registers only if the loops over them unroll completely.
-//! - `lto = "fat"`, `-Zno-link`, `--emit=asm`: one PTX module holds the crate and what it uses of `core`, without the
-//!   bitcode linker, which rustup does not ship with a stable toolchain.
+//! - `lto = "fat"`, `--emit=asm`: one PTX module holds the crate and what it uses of `core`.
+//! - `staticlib`, not `cdylib`: rustc writes it without a linker (rustup ships no bitcode linker with a stable
+//!   toolchain), and with `-Zno-link` in place of one cargo misses the library and compiles every image every time.
 //!
 //! The crate is built with `cargo rustc` in a target directory per architecture, so `core` is compiled once per
 //! architecture, not once per image, and an image whose sources did not change is not compiled again.
@@ -190,7 +191,7 @@ impl CudaBuilder {
             .env("CARGO_PROFILE_RELEASE_DEBUG", "false")
             .env("CARGO_PROFILE_RELEASE_STRIP", "none")
             .current_dir(&crate_path)
-            .args(["rustc", "--release", "--lib", "--crate-type", "cdylib"])
+            .args(["rustc", "--release", "--lib", "--crate-type", "staticlib"])
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "--quiet"])
             .arg("--target-dir")
             .arg(&target_dir);
@@ -200,11 +201,7 @@ impl CudaBuilder {
         let mut emit = OsString::from("--emit=asm=");
         emit.push(&raw);
         // Code is generated in this last step, for all crates at once: the flag need not be known to the others.
-        cargo
-            .arg("--")
-            .arg(emit)
-            .arg("-Zno-link")
-            .arg(format!("-Cllvm-args=-unroll-threshold={}", self.unroll_threshold));
+        cargo.arg("--").arg(emit).arg(format!("-Cllvm-args=-unroll-threshold={}", self.unroll_threshold));
 
         let command = toolchain.cargo.display().to_string();
         let output = cargo.output().map_err(|source| BuildError::Spawn { command, source })?;
