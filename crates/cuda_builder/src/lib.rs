@@ -14,8 +14,9 @@
 //! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
 //!   of a divergent branch.
 //! - `-unroll-threshold`: arrays of accumulators stay in registers only if the loops over them unroll completely.
-//! - `lto = "fat"`, `-Zno-link`, `--emit=asm`: one PTX module holds the crate and what it uses of `core`, without the
-//!   bitcode linker, which rustup does not ship with a stable toolchain.
+//! - `lto = "fat"`, `--emit=asm`: one PTX module holds the crate and what it uses of `core`.
+//! - `staticlib`, not `cdylib`: rustc writes it without a linker (rustup ships no bitcode linker with a stable
+//!   toolchain), and with `-Zno-link` in place of one cargo misses the library and compiles every image every time.
 //!
 //! The crate is built with `cargo rustc` in a target directory per architecture, so `core` is compiled once per
 //! architecture, not once per image, and an image whose sources did not change is not compiled again.
@@ -24,6 +25,7 @@ mod ptx;
 mod toolchain;
 
 use std::ffi::OsString;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -109,6 +111,7 @@ pub struct CudaBuilder {
     arch: NvvmArch,
     features: Option<Vec<String>>,
     unroll_threshold: u32,
+    target_dir: Option<PathBuf>,
     copy_to: Option<PathBuf>,
 }
 
@@ -121,6 +124,7 @@ impl CudaBuilder {
             arch: NvvmArch::Compute61,
             features: None,
             unroll_threshold: 4000,
+            target_dir: None,
             copy_to: None,
         }
     }
@@ -143,7 +147,14 @@ impl CudaBuilder {
         self
     }
 
-    /// Where the finished PTX is put.
+    /// Where cargo keeps what it compiles, in a folder per architecture; if not set, `cuda_builder` in the target
+    /// directory of the build whose script this is. Crates that share it share the compiled `core`.
+    pub fn target_dir(mut self, path: impl AsRef<Path>) -> Self {
+        self.target_dir = Some(path.as_ref().to_path_buf());
+        self
+    }
+
+    /// Where the finished PTX is put; if not set, beside the compiler's own in the target directory.
     pub fn copy_to(mut self, path: impl AsRef<Path>) -> Self {
         self.copy_to = Some(path.as_ref().to_path_buf());
         self
@@ -155,14 +166,19 @@ impl CudaBuilder {
     pub fn build(&self) -> Result<PathBuf, BuildError> {
         let toolchain = DeviceToolchain::find()?;
         let arch = self.arch.target_cpu();
-        let target_dir = target_dir().join(arch);
+        let target_dir = self.target_dir.clone().unwrap_or_else(default_target_dir).join(arch);
+        let crate_path = self
+            .crate_path
+            .canonicalize()
+            .map_err(|source| BuildError::Io { path: self.crate_path.clone(), source })?;
         let image = self.features.as_ref().map_or("default".into(), |features| features.join("+"));
+        let image = format!("{}.{image}", crate_id(&crate_path));
         let raw = target_dir.join(format!("{image}.raw.ptx"));
         let path = self.copy_to.clone().unwrap_or_else(|| target_dir.join(format!("{image}.ptx")));
         create_dir(&target_dir)?;
 
         let mut cargo = Command::new(&toolchain.cargo);
-        remove_outer_settings(&mut cargo);
+        remove_outer_settings(&mut cargo, std::env::vars_os().map(|(name, _)| name));
         cargo
             .env("RUSTC", &toolchain.rustc)
             // The nvptx64 target, `-Z` flags and device intrinsics are unstable; the compiler is a stable one.
@@ -174,8 +190,8 @@ impl CudaBuilder {
             .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "3")
             .env("CARGO_PROFILE_RELEASE_DEBUG", "false")
             .env("CARGO_PROFILE_RELEASE_STRIP", "none")
-            .current_dir(&self.crate_path)
-            .args(["rustc", "--release", "--lib", "--crate-type", "cdylib"])
+            .current_dir(&crate_path)
+            .args(["rustc", "--release", "--lib", "--crate-type", "staticlib"])
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "--quiet"])
             .arg("--target-dir")
             .arg(&target_dir);
@@ -185,11 +201,7 @@ impl CudaBuilder {
         let mut emit = OsString::from("--emit=asm=");
         emit.push(&raw);
         // Code is generated in this last step, for all crates at once: the flag need not be known to the others.
-        cargo
-            .arg("--")
-            .arg(emit)
-            .arg("-Zno-link")
-            .arg(format!("-Cllvm-args=-unroll-threshold={}", self.unroll_threshold));
+        cargo.arg("--").arg(emit).arg(format!("-Cllvm-args=-unroll-threshold={}", self.unroll_threshold));
 
         let command = toolchain.cargo.display().to_string();
         let output = cargo.output().map_err(|source| BuildError::Spawn { command, source })?;
@@ -213,32 +225,109 @@ impl CudaBuilder {
 
 /// `target/cuda_builder`, shared by all profiles of the outer build. A build script's OUT_DIR is
 /// `<target>/<profile>/build/<package>/out`.
-fn target_dir() -> PathBuf {
+fn default_target_dir() -> PathBuf {
     let out_dir = std::env::var_os("OUT_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
     let target = out_dir.ancestors().nth(4).unwrap_or(&out_dir);
     target.join("cuda_builder")
+}
+
+/// A name for a crate's files in a target directory that other crates use too: features of two crates may have the same
+/// name, and cargo, which does not know of these files, would call one's image fresh when the other has replaced it.
+fn crate_id(crate_path: &Path) -> String {
+    let mut hasher = DefaultHasher::new();
+    crate_path.hash(&mut hasher);
+    let name = crate_path.file_name().unwrap_or_default().to_string_lossy();
+    format!("{name}-{:016x}", hasher.finish())
 }
 
 fn create_dir(path: &Path) -> Result<(), BuildError> {
     std::fs::create_dir_all(path).map_err(|source| BuildError::Io { path: path.into(), source })
 }
 
-/// The outer cargo tells its build scripts about its own compiler, flags and profile, for another target than ours.
-fn remove_outer_settings(command: &mut Command) {
-    for (name, _) in std::env::vars_os() {
+/// Of the environment variables `names`, keeps from `command` what the outer cargo tells its build scripts and its user
+/// told it about compiler, flags, profile and folders: all that is for another target than ours. Where the toolchains,
+/// registries and network are stays.
+fn remove_outer_settings(command: &mut Command, names: impl Iterator<Item = OsString>) {
+    for name in names {
         let text = name.to_string_lossy();
-        let ours = ["CARGO_HOME", "CARGO_NET_OFFLINE", "CARGO_TERM_COLOR"].contains(&&*text)
-            || text.starts_with("CARGO_REGISTRIES_")
-            || text.starts_with("CARGO_HTTP_");
-        let outer = text.starts_with("CARGO") || text.starts_with("RUST") || text.starts_with("CLIPPY");
+        let ours = ["CARGO_HOME", "RUSTUP_HOME", "CARGO_TERM_COLOR"].contains(&&*text)
+            || ["CARGO_REGISTRIES_", "CARGO_HTTP_", "CARGO_NET_"]
+                .iter()
+                .any(|prefix| text.starts_with(prefix));
+        let outer = ["CARGO", "RUST", "CLIPPY"].iter().any(|prefix| text.starts_with(prefix));
         if outer && !ours {
             command.env_remove(&name);
         }
     }
-    // rustup's own variables are paths, not settings of a build.
-    for name in ["RUSTUP_HOME"] {
-        if let Some(value) = std::env::var_os(name) {
-            command.env(name, value);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_the_outer_build_are_removed_and_no_others() {
+        let outer = [
+            "CARGO",
+            "CARGO_BUILD_JOBS",
+            "CARGO_BUILD_RUSTFLAGS",
+            "CARGO_BUILD_TARGET",
+            "CARGO_BUILD_TARGET_DIR",
+            "CARGO_CFG_TARGET_ARCH",
+            "CARGO_ENCODED_RUSTFLAGS",
+            "CARGO_INCREMENTAL",
+            "CARGO_MAKEFLAGS",
+            "CARGO_MANIFEST_DIR",
+            "CARGO_PROFILE_RELEASE_LTO",
+            "CARGO_TARGET_DIR",
+            "CARGO_TARGET_NVPTX64_NVIDIA_CUDA_RUSTFLAGS",
+            "CARGO_UNSTABLE_BUILD_STD",
+            "CLIPPY_ARGS",
+            "CLIPPY_CONF_DIR",
+            "RUSTC",
+            "RUSTC_BOOTSTRAP",
+            "RUSTC_LINKER",
+            "RUSTC_WORKSPACE_WRAPPER",
+            "RUSTC_WRAPPER",
+            "RUSTDOCFLAGS",
+            "RUSTFLAGS",
+            "RUSTUP_TOOLCHAIN",
+        ];
+        let kept = [
+            "PATH",
+            "HOME",
+            "LD_LIBRARY_PATH",
+            "CARGO_HOME",
+            "RUSTUP_HOME",
+            "CARGO_NET_OFFLINE",
+            "CARGO_NET_GIT_FETCH_WITH_CLI",
+            "CARGO_HTTP_PROXY",
+            "CARGO_REGISTRIES_MINE_TOKEN",
+            "CARGO_TERM_COLOR",
+            "MAKEFLAGS",
+        ];
+        let mut command = Command::new("cargo");
+        remove_outer_settings(&mut command, outer.iter().chain(&kept).map(OsString::from));
+        let removed: Vec<_> = command.get_envs().collect();
+        let expected: Vec<_> = outer.iter().map(|name| (name.as_ref(), None)).collect();
+        assert_eq!(removed, expected);
+    }
+
+    #[test]
+    fn crates_of_one_name_have_files_of_their_own() {
+        let ids = ["/one/gpu", "/two/gpu"].map(|path| crate_id(Path::new(path)));
+        assert_ne!(ids[0], ids[1]);
+        assert!(ids.iter().all(|id| id.starts_with("gpu-")), "{ids:?}");
+        assert_eq!(crate_id(Path::new("/one/gpu")), ids[0]);
+    }
+
+    #[test]
+    fn a_missing_crate_is_named() {
+        let Err(error) = CudaBuilder::new("/no/such/crate").build() else { panic!("built") };
+        match error {
+            BuildError::Io { path, .. } => assert_eq!(path, Path::new("/no/such/crate")),
+            BuildError::Toolchain(_) => {}
+            other => panic!("{other:?}"),
         }
     }
 }

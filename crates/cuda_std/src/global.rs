@@ -99,3 +99,55 @@ store_16!(
 store_16!(
     /// 16 bytes that are written once and not read soon: evicted first.
     store_stream_x4, "st.global.cs.v4.b32");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(C, align(16))]
+    struct Aligned<T>([T; 24]);
+
+    #[test]
+    fn plain_accesses_of_every_width() {
+        fn check<T: Copy + PartialEq + core::fmt::Debug>(values: [T; 3], new: T) {
+            let mut memory = values;
+            // SAFETY: the three elements of an array.
+            unsafe {
+                assert_eq!([0, 1, 2].map(|i| load(memory.as_ptr().add(i))), values);
+                store(memory.as_mut_ptr().add(1), new);
+            }
+            assert_eq!(memory, [values[0], new, values[2]]);
+        }
+        check([1u8, 2, 3], 9);
+        check([1i8, -2, 3], -9);
+        check([1u16, 2, 3], 9);
+        check([1u32, 2, 3], 9);
+        check([1u64, 2, 3], 9);
+        check([1.5f32, -0.0, f32::INFINITY], 9.0);
+        check([half::bf16::ONE, half::bf16::ZERO, half::bf16::MAX], half::bf16::NEG_ONE);
+    }
+
+    /// Words in memory order, and not a byte beyond the 16.
+    #[test]
+    fn sixteen_bytes_in_memory_order() {
+        let mut bytes = Aligned(core::array::from_fn(|i| i as u16 * 0x101 + 0x8000));
+        let before = bytes.0;
+        let words: [u32; 4] =
+            core::array::from_fn(|i| u32::from(before[8 + 2 * i]) | u32::from(before[9 + 2 * i]) << 16);
+        // SAFETY: elements 8..16 of the 24, aligned by their type.
+        unsafe {
+            let source = bytes.0.as_ptr().add(8);
+            assert_eq!(load_x4(source), words);
+            assert_eq!(load_nc_x4(source), words);
+            assert_eq!(load_stream_x4(source), words);
+            for put in [store_x4::<u16>, store_stream_x4::<u16>] {
+                put(bytes.0.as_mut_ptr().add(8), words.map(|word| !word));
+                assert_eq!(bytes.0[..8], before[..8]);
+                assert_eq!(bytes.0[16..], before[16..]);
+                assert!(bytes.0[8..16].iter().zip(&before[8..16]).all(|(new, old)| *new == !old));
+                put(bytes.0.as_mut_ptr().add(8), words);
+                assert_eq!(bytes.0, before);
+            }
+        }
+    }
+}

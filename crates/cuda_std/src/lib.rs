@@ -52,3 +52,51 @@ pub use cuda_std_macros::kernel;
 fn needs_gpu(instruction: &str) -> ! {
     panic!("cuda_std: `{instruction}` needs the other threads of its warp or block, and this host has none")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::catch_unwind;
+    use std::string::String;
+
+    /// What only a warp or a block can do stops here, and says which instruction it was.
+    #[test]
+    fn without_a_warp_the_host_says_so() {
+        macro_rules! calls {
+            ($($instruction:literal: $call:expr,)*) => {
+                // SAFETY: on the host they end before they do anything.
+                [$(($instruction, (|| { let _ = unsafe { $call }; }) as fn())),*]
+            };
+        }
+        #[allow(unused_unsafe)]
+        let calls = calls![
+            "%tid.x": thread::thread_idx_x(),
+            "%nctaid.z": thread::grid_dim_z(),
+            "bar.sync": thread::sync_threads(),
+            "shfl.sync.bfly": warp::sum_f32::<32>(1.0),
+            "shfl.sync.idx": warp::shuffle_idx(warp::FULL_MASK, 0, 0),
+            "shfl.sync.up": warp::shuffle_up_f32(warp::FULL_MASK, 0.0, 1),
+            "shfl.sync.down": warp::shuffle_down(warp::FULL_MASK, 0, 1),
+            "vote.sync.ballot": warp::ballot(warp::FULL_MASK, true),
+            "vote.sync.any": warp::any(warp::FULL_MASK, true),
+            "vote.sync.all": warp::all(warp::FULL_MASK, true),
+            "bar.warp.sync": warp::sync_warp(warp::FULL_MASK),
+            "mov.u32 %r, dyn_smem": shared::base(),
+            "ld.shared.f32": shared::load_f32(0),
+            "st.shared.v4.b32": shared::store_u32x4(0, [0; 4]),
+            "atom.shared.add.u32": shared::add_u32(0, 1),
+            "vprintf": debug::printf(c"", &()),
+        ];
+        for (instruction, call) in calls {
+            let panic = catch_unwind(call).expect_err(instruction);
+            let message = panic.downcast_ref::<String>().expect("a message");
+            let expected = std::format!(
+                "cuda_std: `{instruction}` needs the other threads of its warp or block, and this host has none"
+            );
+            assert_eq!(*message, expected);
+        }
+        let panic = catch_unwind(|| debug::trap()).expect_err("trap");
+        assert_eq!(panic.downcast_ref(), Some(&"cuda_std: trap"));
+        assert_eq!(thread::opaque(7), 7);
+    }
+}

@@ -67,67 +67,53 @@ macro_rules! shared_access {
 shared_access!(load_f32, store_f32, f32, 4, ".f32");
 shared_access!(load_u32, store_u32, u32, 4, ".b32");
 
-/// `ld.shared.v4.f32`: four f32 from a 16-byte aligned shared address.
-///
-/// # Safety
-/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
-/// - *initialised*: by a write and a barrier before.
-#[inline(always)]
-pub unsafe fn load_f32x4(address: u32) -> [f32; 4] {
-    device!({
-        let (a, b, c, d): (f32, f32, f32, f32);
-        // SAFETY: the caller's promise.
-        unsafe {
-            core::arch::asm!("ld.shared.v4.f32 {{{}, {}, {}, {}}}, [{}];", out(reg32) a, out(reg32) b, out(reg32) c,
-                out(reg32) d, in(reg32) address, options(nostack, readonly));
+macro_rules! shared_access_x4 {
+    ($load:ident, $store:ident, $type:ty, $suffix:literal) => {
+        #[doc = concat!("`ld.shared.v4", $suffix, "`: four ", stringify!($type), " from a 16-byte aligned shared address.")]
+        ///
+        /// # Safety
+        /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+        /// - *initialised*: by a write and a barrier before.
+        #[inline(always)]
+        pub unsafe fn $load(address: u32) -> [$type; 4] {
+            device!({
+                let (a, b, c, d): ($type, $type, $type, $type);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    core::arch::asm!(concat!("ld.shared.v4", $suffix, " {{{}, {}, {}, {}}}, [{}];"), out(reg32) a,
+                        out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(nostack, readonly));
+                }
+                [a, b, c, d]
+            } else {
+                let _ = address;
+                crate::needs_gpu(concat!("ld.shared.v4", $suffix))
+            })
         }
-        [a, b, c, d]
-    } else {
-        let _ = address;
-        crate::needs_gpu("ld.shared.v4.f32")
-    })
-}
 
-/// `st.shared.v4.f32`: four f32 to a 16-byte aligned shared address.
-///
-/// # Safety
-/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
-/// - *exclusive*: no other thread touches it until the next barrier.
-#[inline(always)]
-pub unsafe fn store_f32x4(address: u32, value: [f32; 4]) {
-    device!({
-        // SAFETY: the caller's promise.
-        unsafe {
-            core::arch::asm!("st.shared.v4.f32 [{}], {{{}, {}, {}, {}}};", in(reg32) address, in(reg32) value[0],
-                in(reg32) value[1], in(reg32) value[2], in(reg32) value[3], options(nostack));
+        #[doc = concat!("`st.shared.v4", $suffix, "`: four ", stringify!($type), " to a 16-byte aligned shared address.")]
+        ///
+        /// # Safety
+        /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+        /// - *exclusive*: no other thread touches it until the next barrier.
+        #[inline(always)]
+        pub unsafe fn $store(address: u32, value: [$type; 4]) {
+            device!({
+                // SAFETY: the caller's promise.
+                unsafe {
+                    core::arch::asm!(concat!("st.shared.v4", $suffix, " [{}], {{{}, {}, {}, {}}};"), in(reg32) address,
+                        in(reg32) value[0], in(reg32) value[1], in(reg32) value[2], in(reg32) value[3],
+                        options(nostack));
+                }
+            } else {
+                let _ = (address, value);
+                crate::needs_gpu(concat!("st.shared.v4", $suffix))
+            })
         }
-    } else {
-        let _ = (address, value);
-        crate::needs_gpu("st.shared.v4.f32")
-    })
+    };
 }
 
-/// `ld.shared.v4.b32`: 16 bytes from a 16-byte aligned shared address.
-///
-/// # Safety
-/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
-/// - *initialised*: by a write and a barrier before.
-#[inline(always)]
-pub unsafe fn load_u32x4(address: u32) -> [u32; 4] {
-    // SAFETY: the same contract; the bits are the same.
-    unsafe { load_f32x4(address) }.map(f32::to_bits)
-}
-
-/// `st.shared.v4.b32`: 16 bytes to a 16-byte aligned shared address.
-///
-/// # Safety
-/// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
-/// - *exclusive*: no other thread touches it until the next barrier.
-#[inline(always)]
-pub unsafe fn store_u32x4(address: u32, value: [u32; 4]) {
-    // SAFETY: the same contract; the bits are the same.
-    unsafe { store_f32x4(address, value.map(f32::from_bits)) }
-}
+shared_access_x4!(load_f32x4, store_f32x4, f32, ".f32");
+shared_access_x4!(load_u32x4, store_u32x4, u32, ".b32");
 
 /// `ld.shared.b16`: 16 bits from a 2-byte aligned shared address.
 ///

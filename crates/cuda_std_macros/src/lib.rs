@@ -1,10 +1,10 @@
 //! The `#[kernel]` attribute of `cuda_std`.
 
-use proc_macro::TokenStream;
+use proc_macro2::TokenStream;
 use quote::quote;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
-use syn::{Ident, ItemFn, LitInt, Token, parse_macro_input, spanned::Spanned};
+use syn::{Ident, ItemFn, LitInt, ReturnType, Token, spanned::Spanned};
 
 /// Launch bounds, as `#[kernel(max_threads = 256, min_blocks = 2)]` gives them.
 #[derive(Default)]
@@ -29,7 +29,9 @@ impl Parse for Bounds {
                     return Err(syn::Error::new(key.span(), message));
                 }
             };
-            *slot = Some(value);
+            if slot.replace(value).is_some() {
+                return Err(syn::Error::new(key.span(), format!("bound `{key}` is given twice")));
+            }
         }
         Ok(bounds)
     }
@@ -42,9 +44,13 @@ struct Pair {
 
 impl Parse for Pair {
     fn parse(input: ParseStream) -> syn::Result<Self> {
-        let key = input.parse()?;
+        let key: Ident = input.parse()?;
         input.parse::<Token![=]>()?;
-        Ok(Pair { key, value: input.parse::<LitInt>()?.base10_parse()? })
+        let literal = input.parse::<LitInt>()?;
+        match literal.base10_parse()? {
+            0 => Err(syn::Error::new(literal.span(), format!("bound `{key}` is at least 1"))),
+            value => Ok(Pair { key, value }),
+        }
     }
 }
 
@@ -54,18 +60,28 @@ impl Parse for Pair {
 /// rustc cannot emit these directives, so the attribute leaves a comment in the PTX, which `cuda_builder` turns into
 /// the directives of the entry.
 #[proc_macro_attribute]
-pub fn kernel(bounds: TokenStream, item: TokenStream) -> TokenStream {
-    let bounds = parse_macro_input!(bounds as Bounds);
-    let function = parse_macro_input!(item as ItemFn);
-    if function.sig.unsafety.is_none() || function.sig.abi.is_some() {
+pub fn kernel(bounds: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    expand(bounds.into(), item.into()).unwrap_or_else(|error| error.to_compile_error()).into()
+}
+
+fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
+    let bounds: Bounds = syn::parse2(bounds)?;
+    let ItemFn { attrs, vis, sig, block } = syn::parse2(item)?;
+    let qualified = sig.abi.is_some() || sig.asyncness.is_some() || sig.constness.is_some();
+    if sig.unsafety.is_none() || qualified {
         let message = "a kernel is declared `pub unsafe fn`, without an ABI of its own";
-        return syn::Error::new(function.sig.span(), message).to_compile_error().into();
+        return Err(syn::Error::new(sig.span(), message));
     }
-    let ItemFn { attrs, vis, sig, block } = function;
+    if let ReturnType::Type(_, output) = &sig.output {
+        return Err(syn::Error::new(
+            output.span(),
+            "a kernel returns nothing: it writes through its pointers",
+        ));
+    }
     let syn::Signature { ident, inputs, generics, .. } = &sig;
     if !generics.params.is_empty() {
         let message = "a kernel is an entry point and cannot be generic: call a generic body from it";
-        return syn::Error::new(generics.span(), message).to_compile_error().into();
+        return Err(syn::Error::new(generics.span(), message));
     }
     let directives = [
         bounds.max_threads.map(|n| format!(".maxntid {n}, 1, 1")),
@@ -75,9 +91,15 @@ pub fn kernel(bounds: TokenStream, item: TokenStream) -> TokenStream {
     let directives: Vec<String> = directives.into_iter().flatten().collect();
     let marker = (!directives.is_empty()).then(|| {
         let text = format!("//cuda_std.kernel {ident} {}", directives.join(" "));
-        quote! { #[cfg(target_arch = "nvptx64")] ::core::arch::global_asm!(#text); }
+        // Where the kernel is configured out, its marker must be too.
+        let conditions = attrs.iter().filter(|attr| attr.path().is_ident("cfg"));
+        quote! {
+            #(#conditions)*
+            #[cfg(target_arch = "nvptx64")]
+            ::core::arch::global_asm!(#text);
+        }
     });
-    quote! {
+    Ok(quote! {
         #marker
         #(#attrs)*
         #[cfg(target_arch = "nvptx64")]
@@ -88,6 +110,91 @@ pub fn kernel(bounds: TokenStream, item: TokenStream) -> TokenStream {
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::too_many_arguments)]
         #vis unsafe fn #ident(#inputs) #block
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(bounds: &str, item: &str) -> String {
+        let [bounds, item] = [bounds, item].map(|text| text.parse().expect("tokens"));
+        expand(bounds, item).expect_err("an error").to_string()
     }
-    .into()
+
+    /// Spaces aside, which a token stream prints as it likes.
+    fn expansion(bounds: &str, item: &str) -> String {
+        let [bounds, item] = [bounds, item].map(|text| text.parse().expect("tokens"));
+        let text = expand(bounds, item).expect("an expansion").to_string();
+        text.split_whitespace().collect()
+    }
+
+    #[test]
+    fn what_is_not_a_kernel() {
+        let declared = "a kernel is declared `pub unsafe fn`, without an ABI of its own";
+        let generic = "a kernel is an entry point and cannot be generic: call a generic body from it";
+        let returns = "a kernel returns nothing: it writes through its pointers";
+        for (item, expected) in [
+            ("pub fn k() {}", declared),
+            ("pub unsafe extern \"C\" fn k() {}", declared),
+            ("pub unsafe extern \"ptx-kernel\" fn k() {}", declared),
+            ("pub async unsafe fn k() {}", declared),
+            ("pub const unsafe fn k() {}", declared),
+            ("pub unsafe fn k<T>(x: T) {}", generic),
+            ("pub unsafe fn k<const N: usize>() {}", generic),
+            ("pub unsafe fn k<'a>(x: &'a u32) {}", generic),
+            ("pub unsafe fn k() -> u32 { 1 }", returns),
+            ("pub struct K;", "expected `fn`"),
+        ] {
+            assert_eq!(message("", item), expected, "{item}");
+        }
+    }
+
+    #[test]
+    fn bounds_that_are_not_understood() {
+        for (bounds, expected) in [
+            (
+                "max_thread = 256",
+                "unknown bound `max_thread`: expected max_threads, min_blocks or max_registers",
+            ),
+            ("max_threads = 32, max_threads = 64", "bound `max_threads` is given twice"),
+            ("max_registers = 0", "bound `max_registers` is at least 1"),
+            ("max_threads = -1", "invalid digit found in string"),
+            ("max_threads = \"256\"", "expected integer literal"),
+            ("max_threads = N", "expected integer literal"),
+            ("max_threads = 4294967296", "number too large to fit in target type"),
+            ("max_threads", "expected `=`"),
+            ("256", "expected identifier"),
+            ("max_threads = 256 min_blocks = 2", "expected `,`"),
+        ] {
+            assert_eq!(message(bounds, "pub unsafe fn k() {}"), expected, "{bounds}");
+        }
+    }
+
+    #[test]
+    fn bounds_become_one_comment_in_a_fixed_order() {
+        let text =
+            expansion("min_blocks = 2, max_registers = 64, max_threads = 1_024,", "pub unsafe fn k() {}");
+        assert!(text.contains("\"//cuda_std.kernelk.maxntid1024,1,1.minnctapersm2.maxnreg64\""), "{text}");
+        assert_eq!(text.matches("global_asm!").count(), 1, "{text}");
+        assert!(!expansion("", "pub unsafe fn k() {}").contains("global_asm"));
+    }
+
+    #[test]
+    fn an_entry_on_the_device_and_a_function_on_the_host() {
+        let text =
+            expansion("", "/** Text. */ pub(crate) unsafe fn k(out: *mut f32, n: u32) { body(out, n) }");
+        let device = "#[cfg(target_arch=\"nvptx64\")]#[unsafe(no_mangle)]\
+                      pub(crate)unsafeextern\"ptx-kernel\"fnk(out:*mutf32,n:u32){body(out,n)}";
+        let host = "pub(crate)unsafefnk(out:*mutf32,n:u32){body(out,n)}";
+        assert!(text.contains(device) && text.ends_with(host), "{text}");
+        assert_eq!(text.matches("Text.").count(), 2, "{text}");
+    }
+
+    #[test]
+    fn a_kernel_configured_out_leaves_no_comment() {
+        let text = expansion("max_threads = 32", "#[cfg(feature = \"x\")] #[doc(hidden)] unsafe fn k() {}");
+        let marker = "#[cfg(feature=\"x\")]#[cfg(target_arch=\"nvptx64\")]::core::arch::global_asm!(";
+        assert!(text.starts_with(marker), "{text}");
+    }
 }
