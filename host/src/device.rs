@@ -337,15 +337,14 @@ impl Backing for HostMemory {
         Ok((!pointer.is_null()).then_some(pointer as u64))
     }
 
-    unsafe fn release(&self, address: u64, bytes: usize) {
-        if let Ok(layout) = Layout::from_size_align(bytes, Self::ALIGN) {
-            // SAFETY: allocated with this layout above; the caller gives it back once.
-            unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+        for &(address, bytes) in blocks {
+            if let Ok(layout) = Layout::from_size_align(bytes, Self::ALIGN) {
+                // SAFETY: allocated with this layout above; the caller gives it back once.
+                unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+            }
         }
-    }
-
-    fn synchronize(&self) -> Result<(), Error> {
-        Ok(())
+        Ok(true)
     }
 
     fn report(&self) -> (usize, usize, String) {

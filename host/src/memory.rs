@@ -21,15 +21,12 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
 
-    /// Gives memory back.
+    /// Waits for all work of the device, then gives blocks back: address and size each. False, with nothing done, if a
+    /// graph is being recorded: the device cannot be waited for then.
     ///
     /// # Safety
-    /// `address` came from `allocate` with the same size, is given back once, and nothing uses it any more: also no work
-    /// that is still enqueued.
-    unsafe fn release(&self, address: u64, bytes: usize);
-
-    /// Waits for all work of the device.
-    fn synchronize(&self) -> Result<(), Error>;
+    /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
 
     /// Free and total bytes, and the device's name.
     fn report(&self) -> (usize, usize, String);
@@ -184,39 +181,48 @@ impl Pool {
 
     /// Gives free blocks back, those that were freed first, until `class` more bytes do not exceed the peak.
     fn make_room(&self, state: &mut State, class: usize) -> Result<(), Error> {
-        let PoolStats { in_use_bytes, peak_in_use_bytes, .. } = state.stats;
+        let PoolStats { in_use_bytes, peak_in_use_bytes, reserved_bytes, .. } = state.stats;
         let limit = peak_in_use_bytes.max(in_use_bytes + class);
-        if state.stats.reserved_bytes + class <= limit {
-            return Ok(());
-        }
-        self.backing.synchronize()?;
-        while state.stats.reserved_bytes + class > limit
+        let surplus = (reserved_bytes + class).saturating_sub(limit);
+        let (mut oldest, mut bytes) = (Vec::new(), 0);
+        while bytes < surplus
             && let Some((class, block)) = state.take_oldest()
         {
-            // SAFETY: a free block has no user, and the device has just finished all its work.
-            unsafe { self.backing.release(block.address, class) };
-            state.stats.reserved_bytes -= class;
+            bytes += class;
+            oldest.push((class, block));
         }
-        Ok(())
+        self.release(state, oldest).map(|_| ())
     }
 
-    /// Gives all free blocks back to the device, after waiting for its work. Returns how many bytes that were.
+    /// Gives all free blocks back to the device, after waiting for its work. Returns how many bytes that were: none while
+    /// a graph is being recorded.
     pub fn trim(&self) -> Result<usize, Error> {
         self.trim_locked(&mut self.lock())
     }
 
     fn trim_locked(&self, state: &mut State) -> Result<usize, Error> {
-        self.backing.synchronize()?;
-        let mut released = 0;
-        for (class, blocks) in state.free.drain() {
-            for block in blocks {
-                // SAFETY: a free block has no user, and the device has just finished all its work.
-                unsafe { self.backing.release(block.address, class) };
-                released += class;
-            }
+        let free = state.free.drain().flat_map(|(class, blocks)| blocks.into_iter().map(move |block| (class, block)));
+        let free = free.collect();
+        self.release(state, free)
+    }
+
+    /// Gives these free blocks back; they stay free if that fails.
+    fn release(&self, state: &mut State, blocks: Vec<(usize, FreeBlock)>) -> Result<usize, Error> {
+        if blocks.is_empty() {
+            return Ok(0);
         }
-        state.stats.reserved_bytes -= released;
-        Ok(released)
+        let places: Vec<(u64, usize)> = blocks.iter().map(|(class, block)| (block.address, *class)).collect();
+        // SAFETY: free blocks of this pool, taken off its lists: nobody has their addresses.
+        let released = unsafe { self.backing.release(&places) };
+        if let Ok(true) = released {
+            let bytes = places.iter().map(|(_, class)| class).sum();
+            state.stats.reserved_bytes -= bytes;
+            return Ok(bytes);
+        }
+        for (class, block) in blocks {
+            state.free.entry(class).or_default().push(block);
+        }
+        released.map(|_| 0)
     }
 
     fn out_of_memory(&self, state: &State, requested: usize) -> Error {
@@ -308,13 +314,12 @@ mod tests {
             Ok(Some(address))
         }
 
-        unsafe fn release(&self, address: u64, bytes: usize) {
-            assert_eq!(self.held.lock().unwrap().remove(&address), Some(bytes), "release of {address}");
-        }
-
-        fn synchronize(&self) -> Result<(), Error> {
+        unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
             self.num_synchronized.fetch_add(1, Ordering::Relaxed);
-            Ok(())
+            for &(address, bytes) in blocks {
+                assert_eq!(self.held.lock().unwrap().remove(&address), Some(bytes), "release of {address}");
+            }
+            Ok(true)
         }
 
         fn report(&self) -> (usize, usize, String) {

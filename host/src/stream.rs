@@ -156,12 +156,7 @@ impl Stream {
             let (device, reason) = (self.device.describe(), "only CUDA streams can be recorded".into());
             return Err(Error::Unsupported { op: "Stream::capture", device, reason });
         };
-        stream.begin_capture()?;
-        // The recording must end, also after a failure.
-        let enqueued = enqueue(self);
-        let graph = stream.end_capture();
-        enqueued?;
-        Ok(Graph(graph?))
+        stream.capture(|| enqueue(self)).map(Graph)
     }
 }
 

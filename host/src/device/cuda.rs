@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use abi::Arch;
 use cuda_loader::driver::{self, FuncAttribute};
@@ -49,6 +49,9 @@ pub(crate) fn device_count() -> Result<usize, Error> {
 pub(crate) struct Context {
     context: cust::context::Context,
     profile: HardwareProfile,
+    /// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone
+    /// waits for the whole context meanwhile.
+    recording: RwLock<()>,
 }
 
 impl Context {
@@ -56,7 +59,7 @@ impl Context {
         let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
         let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
-        Ok(Context { context, profile })
+        Ok(Context { context, profile, recording: RwLock::default() })
     }
 
     pub(crate) fn profile(&self) -> &HardwareProfile {
@@ -202,20 +205,21 @@ impl Stream {
             .map_err(|error| LaunchFailure::Launch(error.into()))
     }
 
-    /// Records everything that is enqueued until [`Self::end_capture`] instead of running it.
-    pub(crate) fn begin_capture(&self) -> Result<(), Error> {
+    /// Records what `enqueue` enqueues instead of running it.
+    pub(crate) fn capture(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
+        let _recording = self.context.recording.read().unwrap_or_else(PoisonError::into_inner);
         self.context.enter()?;
         // SAFETY: live while `self` is.
-        unsafe { driver::stream_begin_capture(self.stream) }.map_err(failed("cuStreamBeginCapture"))
-    }
-
-    pub(crate) fn end_capture(self: &Arc<Self>) -> Result<Graph, Error> {
+        unsafe { driver::stream_begin_capture(self.stream) }.map_err(failed("cuStreamBeginCapture"))?;
+        // The recording must end, also after a failure.
+        let enqueued = enqueue();
         self.context.enter()?;
-        // SAFETY: live while `self` is; the recorded work's addresses are the caller's contract, at the launch.
-        let exec = unsafe {
-            let graph = driver::stream_end_capture(self.stream).map_err(failed("cuStreamEndCapture"))?;
-            graph.instantiate().map_err(failed("cuGraphInstantiate"))?
-        };
+        // SAFETY: live while `self` is.
+        let graph = unsafe { driver::stream_end_capture(self.stream) };
+        enqueued?;
+        let graph = graph.map_err(failed("cuStreamEndCapture"))?;
+        // SAFETY: the recorded work's addresses are the caller's contract, at the launch.
+        let exec = unsafe { graph.instantiate() }.map_err(failed("cuGraphInstantiate"))?;
         Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
     }
 
@@ -436,16 +440,15 @@ impl Backing for DeviceMemory {
         }
     }
 
-    unsafe fn release(&self, address: u64, _bytes: usize) {
-        if self.0.enter().is_ok() {
-            // SAFETY: from `allocate`, given back once — the caller.
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+        let Ok(_no_recording) = self.0.recording.try_write() else { return Ok(false) };
+        self.0.enter()?;
+        CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))?;
+        for &(address, _) in blocks {
+            // SAFETY: from `allocate`, given back once — the caller; the device has just finished all its work.
             let _ = unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
         }
-    }
-
-    fn synchronize(&self) -> Result<(), Error> {
-        self.0.enter()?;
-        CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))
+        Ok(true)
     }
 
     fn report(&self) -> (usize, usize, String) {

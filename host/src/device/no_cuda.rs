@@ -82,11 +82,7 @@ impl Stream {
         match self.0 {}
     }
 
-    pub(crate) fn begin_capture(&self) -> Result<(), Error> {
-        match self.0 {}
-    }
-
-    pub(crate) fn end_capture(self: &Arc<Self>) -> Result<Graph, Error> {
+    pub(crate) fn capture(&self, _enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
         match self.0 {}
     }
 
@@ -156,11 +152,7 @@ impl Backing for DeviceMemory {
         match self.0.0 {}
     }
 
-    unsafe fn release(&self, _address: u64, _bytes: usize) {
-        match self.0.0 {}
-    }
-
-    fn synchronize(&self) -> Result<(), Error> {
+    unsafe fn release(&self, _blocks: &[(u64, usize)]) -> Result<bool, Error> {
         match self.0.0 {}
     }
 

@@ -9,6 +9,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::{Visible, offset, sequence_len};
+use crate::tile::exp2::exp2;
 
 const WARPS: u32 = MERGE_THREADS / 32;
 /// Splits whose loads are in flight at a time.
@@ -57,7 +58,7 @@ pub(super) unsafe fn row<T: Element>(
         }
         let m = warp::max_f32::<32>(largest);
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
-        let weight = |split: u32| math::ex2(global::load(stats.add(2 * split as usize)) - base);
+        let weight = |split: u32| exp2::<T>(global::load(stats.add(2 * split as usize)) - base);
         let mut sum = 0.0;
         let mut split = first + lane;
         while split < end {

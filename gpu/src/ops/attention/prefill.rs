@@ -27,6 +27,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::{Visible, load_piece, offset, sequence_len};
+use crate::tile::exp2::exp2;
 
 /// Rows of a thread.
 const ROWS: usize = PREFILL_THREAD_ROWS as usize;
@@ -201,9 +202,9 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
             let whole = key >= all.lo && key + keys <= all.hi;
             if whole {
-                softmax::<DIM, KEYS, LANES>(&mut state, |_, _| true);
+                softmax::<T, DIM, KEYS, LANES>(&mut state, |_, _| true);
             } else {
-                softmax::<DIM, KEYS, LANES>(&mut state, |row, col| {
+                softmax::<T, DIM, KEYS, LANES>(&mut state, |row, col| {
                     let query = first_query + y + row as u32 * groups;
                     Visible::new(dims, len, query as i32).has(key + (col as u32 * LANES + x) as i32)
                 });
@@ -330,7 +331,7 @@ unsafe fn scores<const DIM: usize, const KEYS: usize, const LANES: u32>(
 /// # Safety
 /// - *converged*: the whole warp.
 #[inline(always)]
-unsafe fn softmax<const DIM: usize, const KEYS: usize, const LANES: u32>(
+unsafe fn softmax<T: Element, const DIM: usize, const KEYS: usize, const LANES: u32>(
     state: &mut State,
     visible: impl Fn(usize, usize) -> bool,
 ) {
@@ -349,12 +350,12 @@ unsafe fn softmax<const DIM: usize, const KEYS: usize, const LANES: u32>(
         // SAFETY: the whole warp takes part — the caller.
         let m = math::max(state.m[row], unsafe { warp::max_f32::<LANES>(largest) });
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
-        let decay = math::ex2(state.m[row] - base);
+        let decay = exp2::<T>(state.m[row] - base);
         state.m[row] = m;
         let mut sum = 0.0;
         let mut col = 0;
         while col < cols {
-            let p = math::ex2(state.s[row][col] - base);
+            let p = exp2::<T>(state.s[row][col] - base);
             sum += p;
             state.s[row][col] = if visible(row, col) { p } else { -1.0 };
             col += 1;
