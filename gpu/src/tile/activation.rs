@@ -51,7 +51,7 @@ pub fn silu(x: f32) -> f32 {
 /// (1 + tanh(z/2)) / 2 is sigmoid(z): no tanh, and nothing cancels.
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
-    const LINEAR: f32 = 1.595_769_1; // 2 √(2/π)
+    const LINEAR: f32 = 1.595_769; // 2 √(2/π)
     const CUBIC: f32 = 0.071_354_814; // 0.044715 · 2 √(2/π)
     times_sigmoid(x, x * math::fma(CUBIC, x * x, LINEAR))
 }
@@ -82,7 +82,7 @@ pub fn gelu_erf(x: f32) -> f32 {
         0.009_718_27,
         -0.001_777_196,
         -0.000_231_694_21,
-        0.000_232_713_81,
+        0.000_232_713_8,
     ];
     // Beyond, Φ is 0 or 1.
     let size = math::min(math::abs(x), 20.0);

@@ -16,7 +16,7 @@
 //! x and out may be the same memory: a thread reads all that it will write before it writes, and nobody else reads it.
 //! x is therefore not read through the read-only path.
 
-use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims};
+use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims, RopeStyle};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread};
 
@@ -255,8 +255,7 @@ unsafe fn interleaved_pieces<T: Element>(
     }
 }
 
-/// One pair or one copied element per thread: the fallback for any size, stride and alignment. The elements of pair p
-/// are `p · step` and `p · step + distance`.
+/// One pair or one copied element per thread: the fallback for any size, stride and alignment.
 ///
 /// # Safety
 /// - Pointers and strides are *in-bounds* — checked in `Rope::run`. x is out or does not overlap it.
@@ -268,8 +267,7 @@ unsafe fn by_pair<T: Element>(
     sin: *const f32,
     out: *mut T,
     dims: &RopeDims,
-    step: usize,
-    distance: usize,
+    style: RopeStyle,
 ) {
     // SAFETY: the caller's promise; head < heads, since there are as many groups, and unit < units.
     unsafe {
@@ -284,7 +282,10 @@ unsafe fn by_pair<T: Element>(
             global::store(out.add(col), global::load(x.add(col)));
             return;
         }
-        let (first, second) = (unit * step, unit * step + distance);
+        let (first, second) = match style {
+            RopeStyle::HalfSplit => (unit, unit + (dims.rotary_dim / 2) as usize),
+            RopeStyle::Interleaved => (2 * unit, 2 * unit + 1),
+        };
         let (a, b) = (global::load(x.add(first)).to_f32(), global::load(x.add(second)).to_f32());
         let (cos, sin) =
             (global::load(cos.add(place.table + unit)), global::load(sin.add(place.table + unit)));
@@ -302,10 +303,10 @@ macro_rules! body {
         interleaved_pieces($x, $p, $c, $s, $o, &$dims)
     };
     (HalfSplit, Scalar, $x:ident, $p:ident, $c:ident, $s:ident, $o:ident, $dims:ident) => {
-        by_pair($x, $p, $c, $s, $o, &$dims, 1, ($dims.rotary_dim / 2) as usize)
+        by_pair($x, $p, $c, $s, $o, &$dims, RopeStyle::HalfSplit)
     };
     (Interleaved, Scalar, $x:ident, $p:ident, $c:ident, $s:ident, $o:ident, $dims:ident) => {
-        by_pair($x, $p, $c, $s, $o, &$dims, 2, 1)
+        by_pair($x, $p, $c, $s, $o, &$dims, RopeStyle::Interleaved)
     };
 }
 

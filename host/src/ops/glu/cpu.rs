@@ -54,7 +54,7 @@ fn times_sigmoid(x: f32, z: f32) -> f32 {
 
 /// (1 + tanh(z/2)) / 2 is sigmoid(z).
 fn gelu_tanh(x: f32) -> f32 {
-    const LINEAR: f32 = 1.595_769_1; // 2 √(2/π)
+    const LINEAR: f32 = 1.595_769; // 2 √(2/π)
     times_sigmoid(x, LINEAR * (x + 0.044_715 * x * x * x))
 }
 
