@@ -33,8 +33,8 @@ fn every_operator_has_its_five_places() {
         ("crates/abi/src/ops", &["mod"][..]),
         ("gpu/src/ops", &["mod"]),
         ("host/src/ops", &["mod", "parallel", "reference"]),
-        ("tests/ops", &["harness", "main"]),
-        ("benches/ops", &["harness", "main"]),
+        ("tests/ops", &["faults", "harness", "main"]),
+        ("benches/ops", &["harness", "main", "models"]),
     ] {
         let found: Vec<String> =
             names(folder).into_iter().filter(|name| !others.contains(&name.as_str())).collect();

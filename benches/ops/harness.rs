@@ -131,27 +131,47 @@ impl Bencher {
             self.num_failed += 1;
             return Ok(());
         }
-        let Timing { median, spread } = self.time(sets, &run)?;
+        let timing = self.time(sets, &run)?;
+        self.print(&name, bytes, flops, timing, Some(&report))
+    }
+
+    /// Prints a case that was timed elsewhere: microseconds of each run.
+    pub fn record(
+        &mut self,
+        name: &str,
+        bytes: u64,
+        flops: u64,
+        samples: Vec<f64>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        self.print(name, bytes, flops, Timing::of(samples), None)
+    }
+
+    fn print(
+        &mut self,
+        name: &str,
+        bytes: u64,
+        flops: u64,
+        timing: Timing,
+        report: Option<&OptimizationReport>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let Timing { median, spread } = timing;
         let (rate, flop_rate) = (bytes as f64 / median * 1e-3, flops as f64 / median * 1e-6);
         let share = rate / self.copy_rate;
+        let variant = report.map_or("", |report| report.variant);
         println!(
-            "{name:<52} {median:>10.2} {spread:>8.2} {rate:>8.0} {flop_rate:>8.2} {:>5.0}%  {}",
-            share * 100.0,
-            report.variant
+            "{name:<52} {median:>10.2} {spread:>8.2} {rate:>8.0} {flop_rate:>8.2} {:>5.0}%  {variant}",
+            share * 100.0
         );
         if let Some(json) = &mut self.json {
-            let resources = report.resources;
-            writeln!(
-                json,
-                "{}",
-                serde_json::json!({
-                    "case": name, "device": report.device, "variant": report.variant, "us": median, "spread_us": spread,
-                    "bytes": bytes, "flops": flops, "gb_per_s": rate, "tflop_per_s": flop_rate,
-                    "share_of_copy": share, "copy_gb_per_s": self.copy_rate,
-                    "registers": resources.map(|r| r.registers), "smem_bytes": resources.map(|r| r.smem_bytes),
-                    "occupancy": report.occupancy,
-                })
-            )?;
+            let resources = report.and_then(|report| report.resources);
+            let line = serde_json::json!({
+                "case": name, "device": self.device.describe(), "variant": variant, "us": median, "spread_us": spread,
+                "bytes": bytes, "flops": flops, "gb_per_s": rate, "tflop_per_s": flop_rate,
+                "share_of_copy": share, "copy_gb_per_s": self.copy_rate,
+                "registers": resources.map(|r| r.registers), "smem_bytes": resources.map(|r| r.smem_bytes),
+                "occupancy": report.and_then(|report| report.occupancy),
+            });
+            writeln!(json, "{line}")?;
         }
         Ok(())
     }

@@ -2,23 +2,35 @@
 
 mod harness;
 
+mod attention;
+mod copy;
 mod embedding;
+mod glu;
 mod kv_append;
 mod matmul;
 mod matmul_i8;
+mod models;
 mod rmsnorm;
+mod rope;
 mod sampling;
+mod transpose;
 
 use clap::Parser;
 use harness::{Bencher, Options};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut bencher = Bencher::new(Options::parse())?;
+    attention::bench(&mut bencher)?;
+    copy::bench(&mut bencher)?;
     embedding::bench(&mut bencher)?;
+    glu::bench(&mut bencher)?;
     kv_append::bench(&mut bencher)?;
     matmul::bench(&mut bencher)?;
     matmul_i8::bench(&mut bencher)?;
     rmsnorm::bench(&mut bencher)?;
+    rope::bench(&mut bencher)?;
     sampling::bench(&mut bencher)?;
+    transpose::bench(&mut bencher)?;
+    models::bench(&mut bencher)?;
     bencher.finish()
 }

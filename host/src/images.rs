@@ -58,31 +58,34 @@ impl Image {
     ///
     /// Source: the release notes table of the PTX ISA manual, and the CUDA release notes' driver table.
     pub fn needed_driver(&self) -> Option<NeededDriver> {
-        const TABLE: &[((u32, u32), (u32, u32), u32)] = &[
-            ((6, 3), (10, 0), 410),
-            ((6, 4), (10, 1), 418),
-            ((6, 5), (10, 2), 440),
-            ((7, 0), (11, 0), 450),
-            ((7, 1), (11, 1), 455),
-            ((7, 2), (11, 2), 460),
-            ((7, 3), (11, 3), 465),
-            ((7, 4), (11, 4), 470),
-            ((7, 5), (11, 5), 495),
-            ((7, 6), (11, 6), 510),
-            ((7, 7), (11, 7), 515),
-            ((7, 8), (11, 8), 520),
-            ((8, 0), (12, 0), 525),
-            ((8, 1), (12, 1), 530),
-            ((8, 2), (12, 2), 535),
-            ((8, 3), (12, 3), 545),
-            ((8, 4), (12, 4), 550),
-            ((8, 5), (12, 5), 555),
-            ((8, 6), (12, 7), 565),
-            ((8, 7), (12, 8), 570),
+        /// PTX version, and the first driver that takes it.
+        const TABLE: &[([u32; 2], NeededDriver)] = &[
+            ([6, 3], driver(10, 0, 410)),
+            ([6, 4], driver(10, 1, 418)),
+            ([6, 5], driver(10, 2, 440)),
+            ([7, 0], driver(11, 0, 450)),
+            ([7, 1], driver(11, 1, 455)),
+            ([7, 2], driver(11, 2, 460)),
+            ([7, 3], driver(11, 3, 465)),
+            ([7, 4], driver(11, 4, 470)),
+            ([7, 5], driver(11, 5, 495)),
+            ([7, 6], driver(11, 6, 510)),
+            ([7, 7], driver(11, 7, 515)),
+            ([7, 8], driver(11, 8, 520)),
+            ([8, 0], driver(12, 0, 525)),
+            ([8, 1], driver(12, 1, 530)),
+            ([8, 2], driver(12, 2, 535)),
+            ([8, 3], driver(12, 3, 545)),
+            ([8, 4], driver(12, 4, 550)),
+            ([8, 5], driver(12, 5, 555)),
+            ([8, 6], driver(12, 7, 565)),
+            ([8, 7], driver(12, 8, 570)),
         ];
+        const fn driver(major: u32, minor: u32, branch: u32) -> NeededDriver {
+            NeededDriver { cuda: (major, minor), branch }
+        }
         let version = self.ptx_version()?;
-        let row = TABLE.iter().find(|(ptx, ..)| *ptx >= version)?;
-        Some(NeededDriver { cuda: row.1, branch: row.2 })
+        TABLE.iter().find(|(ptx, _)| *ptx >= [version.0, version.1]).map(|&(_, driver)| driver)
     }
 
     /// An error if a driver that supports CUDA `found` (major, minor) is too old for the PTX version.

@@ -201,7 +201,10 @@ impl Pool {
     }
 
     fn trim_locked(&self, state: &mut State) -> Result<usize, Error> {
-        let free = state.free.drain().flat_map(|(class, blocks)| blocks.into_iter().map(move |block| (class, block)));
+        let free = state
+            .free
+            .drain()
+            .flat_map(|(class, blocks)| blocks.into_iter().map(move |block| (class, block)));
         let free = free.collect();
         self.release(state, free)
     }

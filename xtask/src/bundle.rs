@@ -10,8 +10,8 @@ use crate::process::{cargo, output};
 const RUN: &str = include_str!("bundle_run.sh");
 /// The kinds of targets that are bundled, in cargo's words. Each gets a folder of its name.
 const KINDS: [&str; 3] = ["test", "bench", "example"];
-/// Tests of `cuda_loader` for machines without a driver.
-const NEED_NO_DRIVER: [&str; 2] = ["no_driver", "fake_driver"];
+/// Tests that have nothing to do with a card: of the tree and the PTX, and of `cuda_loader` on machines without a driver.
+const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
@@ -37,7 +37,7 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     let programs: Vec<Program> = messages
         .lines()
         .filter_map(Program::parse)
-        .filter(|program| KINDS.contains(&&*program.kind) && !NEED_NO_DRIVER.contains(&&*program.name))
+        .filter(|program| KINDS.contains(&&*program.kind) && !NEED_NO_CARD.contains(&&*program.name))
         .collect();
     if !programs.iter().any(|program| program.kind == "test") {
         return Err(Error::NothingBuilt { kind: "test" });

@@ -26,7 +26,7 @@ pub fn exp2<T: Element>(x: f32) -> f32 {
     sum = math::fma(sum, fraction, 1.540_353e-4);
     sum = math::fma(sum, fraction, 1.333_355_8e-3);
     sum = math::fma(sum, fraction, 9.618_129e-3);
-    sum = math::fma(sum, fraction, 5.550_410_9e-2);
+    sum = math::fma(sum, fraction, 5.550_411e-2);
     sum = math::fma(sum, fraction, 0.240_226_5);
     sum = math::fma(sum, fraction, core::f32::consts::LN_2);
     sum = math::fma(sum, fraction, 1.0);

@@ -377,8 +377,8 @@ impl Modules {
         let function = unsafe { driver::module_get_function(module.module, &c_name) }.map_err(|source| {
             Error::Image { family, arch, log: format!("it has no entry {name}"), source: source.into() }
         })?;
-        // SAFETY: the module keeps the function alive.
         let get = |attribute| {
+            // SAFETY: the module keeps the function alive.
             unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
         };
         let static_smem = get(FuncAttribute::StaticSharedBytes)? as u32;

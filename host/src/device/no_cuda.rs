@@ -107,7 +107,7 @@ impl Event {
 }
 
 #[derive(Debug)]
-pub(crate) struct Graph(#[expect(dead_code, reason = "has no values")] Infallible);
+pub(crate) struct Graph(#[allow(dead_code)] Infallible);
 
 #[derive(Debug)]
 pub(crate) enum LaunchFailure {

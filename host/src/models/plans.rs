@@ -1,6 +1,6 @@
 //! The operators of a decoder, planned for one phase.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Model;
 use super::config::DecoderConfig;
@@ -67,10 +67,11 @@ impl Plans {
             let (rotary_dim, style) = (config.rope.rotary_dim(head_dim), RopeStyle::HalfSplit);
             Rope::plan(device, RopeProblem { tokens, heads, head_dim, rotary_dim, dtype, style })
         };
-        let mut attention = BTreeMap::new();
-        for &window in &config.layer_windows {
-            if !attention.contains_key(&window) {
-                let problem = AttentionProblem {
+        let attention = |window| {
+            let (mask, scale) = (Mask::Causal, None);
+            Attention::plan(
+                device,
+                AttentionProblem {
                     batch,
                     seq_q: seq,
                     seq_kv: capacity,
@@ -78,13 +79,15 @@ impl Plans {
                     heads_kv,
                     head_dim,
                     dtype,
-                    scale: None,
-                    mask: Mask::Causal,
+                    scale,
+                    mask,
                     window,
-                };
-                attention.insert(window, Attention::plan(device, problem)?);
-            }
-        }
+                },
+            )
+        };
+        let windows: BTreeSet<Option<usize>> = config.layer_windows.iter().copied().collect();
+        let attention =
+            windows.into_iter().map(|window| Ok((window, attention(window)?))).collect::<Result<_, Error>>()?;
         let q_cols = heads_q * head_dim;
         let qkv_cols = (heads_q + 2 * heads_kv) * head_dim;
         Ok(Plans {

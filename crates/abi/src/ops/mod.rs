@@ -48,7 +48,8 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         matmul_i8::QUANTIZE_VARIANTS,
         rmsnorm::VARIANTS,
         rope::VARIANTS,
-        sampling::VARIANTS
+        sampling::VARIANTS,
+        transpose::VARIANTS
     );
     all.filter(move |(name, _)| *name == family).map(|(_, entry)| entry)
 }

@@ -43,7 +43,14 @@ impl Row {
     }
 }
 
-/// One row in `CHUNKS` pieces per thread; this thread is `member` of `members`. `sum` reduces over the members.
+/// A thread's part of the work: it is `member` of the `members` that hold `row`.
+struct Share {
+    row: u32,
+    member: u32,
+    members: u32,
+}
+
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members.
 ///
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
@@ -56,11 +63,10 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
     weight: *const T,
     out: *mut T,
     dims: &RmsNormDims,
-    row: u32,
-    member: u32,
-    members: u32,
+    share: Share,
     sum: impl Fn(f32) -> f32,
 ) {
+    let Share { row, member, members } = share;
     let at = Row::new(row, dims);
     let num_chunks = if row < dims.rows { dims.cols / T::PER_16_BYTES as u32 } else { 0 };
     let mut held = [[0u32; 4]; CHUNKS];
@@ -191,21 +197,18 @@ macro_rules! body {
     (Lanes, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident, $lanes:literal, $chunks:literal) => {{
         let group = thread::thread_idx_x() / $lanes;
         let row = thread::block_idx_x() * (thread::block_dim_x() / $lanes) + group;
-        let member = thread::thread_idx_x() % $lanes;
+        let share = Share { row, member: thread::thread_idx_x() % $lanes, members: $lanes };
         // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`.
         unsafe {
-            rows_in_registers::<$type, $chunks>($x, $r, $w, $o, &$dims, row, member, $lanes, |v| {
-                warp::sum_f32::<$lanes>(v)
-            })
+            rows_in_registers::<$type, $chunks>($x, $r, $w, $o, &$dims, share, |v| warp::sum_f32::<$lanes>(v))
         }
     }};
     (Block, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident, $chunks:literal) => {{
-        let (row, member) = (thread::block_idx_x(), thread::thread_idx_x());
+        let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
+        let share = Share { row, member, members };
         // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run.
         unsafe {
-            rows_in_registers::<$type, $chunks>(
-                $x, $r, $w, $o, &$dims, row, member, thread::block_dim_x(), |v| block_sum_f32(v),
-            )
+            rows_in_registers::<$type, $chunks>($x, $r, $w, $o, &$dims, share, |v| block_sum_f32(v))
         }
     }};
     (Scalar, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident $(,)?) => {{

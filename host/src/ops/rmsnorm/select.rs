@@ -59,7 +59,7 @@ impl RmsNormChoice {
 /// The row's length in pieces of 16 bytes, if it is whole pieces.
 fn chunks(problem: &RmsNormProblem) -> Option<u32> {
     let bytes = problem.cols * problem.dtype.bytes();
-    (bytes % 16 == 0).then_some((bytes / 16) as u32)
+    bytes.is_multiple_of(16).then_some((bytes / 16) as u32)
 }
 
 /// The first kernel of the table that holds the row. Depends on the row's length and type only, so that a row's result
