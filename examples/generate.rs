@@ -91,7 +91,9 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let prompt = match (&options.ids, &tokenizer) {
         (Some(ids), _) => ids.clone(),
         (None, Some(tokenizer)) => {
-            tokenizer.encode(options.prompt.as_str(), true).map_err(text_error)?.get_ids().to_vec()
+            let first = config.bos_token_id.filter(|_| adds_bos(&options.model));
+            let text = tokenizer.encode(options.prompt.as_str(), true).map_err(text_error)?;
+            first.into_iter().chain(text.get_ids().iter().copied()).collect()
         }
         (None, None) => return Err("--prompt needs a tokenizer.json; use --ids without one".into()),
     };
@@ -202,6 +204,14 @@ fn load_tokenizer(model: &Path, is_optional: bool) -> Result<Option<Tokenizer>, 
         return Ok(None);
     }
     Tokenizer::from_file(&path).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
+}
+
+/// Whether a prompt starts with the model's first token: what `add_bos_token` of tokenizer_config.json says (Qwen3: no). A
+/// checkpoint without that file, as the demo model, wants it if its configuration names one.
+fn adds_bos(model: &Path) -> bool {
+    let Ok(text) = std::fs::read(model.join("tokenizer_config.json")) else { return true };
+    let config: Option<serde_json::Value> = serde_json::from_slice(&text).ok();
+    config.is_some_and(|config| config["add_bos_token"] == true)
 }
 
 fn text_error(error: tokenizers::Error) -> Box<dyn Error> {

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::error::Error;
-use crate::process::{cargo, output};
+use crate::process::{cargo, output, run as run_command};
 
 /// The script that runs the bundle. It comes with the repository's checkout, whose data the programs read.
 const RUN: &str = include_str!("bundle_run.sh");
@@ -15,7 +16,8 @@ const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
-/// Builds the root package's tests, benchmarks and examples, and the loader's tests, in release and lays them out in `folder`.
+/// Builds the root package's tests, benchmarks and examples, and the loader's tests, in release and packs them into
+/// `folder`. Each program holds the same device images, which xz stores once.
 pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     crate::setup::device_toolchain()?;
     let folder = root.join(folder);
@@ -43,24 +45,31 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
         return Err(Error::NothingBuilt { kind: "test" });
     }
 
-    for kind in KINDS {
-        let kind = folder.join(kind);
-        if kind.exists() {
-            at(&kind, fs::remove_dir_all)?;
-        }
-        at(&kind, fs::create_dir_all)?;
+    let staged = root.join("target/xtask/bundle");
+    if staged.exists() {
+        at(&staged, fs::remove_dir_all)?;
     }
-    let mut total = write_script(&folder.join("run"))?;
-    println!("{:>11} run", total);
+    for kind in KINDS {
+        at(&staged.join(kind), fs::create_dir_all)?;
+    }
     for program in &programs {
-        let file = folder.join(&program.kind).join(&program.name);
+        let file = staged.join(&program.kind).join(&program.name);
         let bytes = at(&file, |file| fs::copy(&program.executable, file))?;
         println!("{bytes:>11} {}/{}", program.kind, program.name);
-        total += bytes;
     }
-    println!("{total:>11} bytes in {}", folder.display());
-    if total > LIMIT_BYTES {
-        return Err(Error::BundleTooLarge { folder, bytes: total, limit: LIMIT_BYTES });
+
+    if folder.exists() {
+        at(&folder, fs::remove_dir_all)?;
+    }
+    at(&folder, fs::create_dir_all)?;
+    let archive = folder.join("programs.tar.xz");
+    let mut tar = Command::new("tar");
+    tar.env("XZ_OPT", "-6 --threads=1").arg("--create").arg("--xz").arg("--file").arg(&archive);
+    run_command(tar.arg("--directory").arg(&staged).args(KINDS))?;
+    let bytes = write_script(&folder.join("run"))? + at(&archive, fs::metadata)?.len();
+    println!("{bytes:>11} packed, in {}", folder.display());
+    if bytes > LIMIT_BYTES {
+        return Err(Error::BundleTooLarge { folder, bytes, limit: LIMIT_BYTES });
     }
     Ok(())
 }

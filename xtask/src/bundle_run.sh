@@ -2,7 +2,10 @@
 # Runs the programs that `cargo xtask gpu-bundle` has built, on a machine with a GPU and without Rust.
 set -uo pipefail
 
-bundle="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+folder="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+archive="$folder/programs.tar.xz"
+# Where the programs are unpacked, once for each archive.
+bundle="${TMPDIR:-/tmp}/warpforge-bundle-$(cksum <"$archive" | tr ' ' '-')"
 unavailable=77 # exit status: this machine cannot do it, which says nothing about the programs
 
 usage() {
@@ -101,7 +104,7 @@ all() {
         echo "=== $step: $log"
         status=0
         # shellcheck disable=SC2086 # a step is a command line
-        timeout --kill-after=10 "${WARPFORGE_STEP_LIMIT:-0}" bash "$bundle/run" $step >"$log" 2>&1 || status=$?
+        timeout --kill-after=10 "${WARPFORGE_STEP_LIMIT:-0}" bash "$folder/run" $step >"$log" 2>&1 || status=$?
         case "$status" in
             0) verdict=passed ;;
             "$unavailable") verdict=unavailable ;;
@@ -131,6 +134,13 @@ case "$mode" in
         exit 2
         ;;
 esac
+if [[ ! -d "$bundle" ]]; then
+    rm -rf "$bundle.part" && mkdir -p "$bundle.part"
+    tar --extract --xz --file "$archive" --directory "$bundle.part" 2>/dev/null ||
+        python3 -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2])' "$archive" "$bundle.part" ||
+        fail "cannot unpack $archive: neither tar with xz nor python3 could"
+    mv "$bundle.part" "$bundle"
+fi
 [[ -f Cargo.toml && -d tests ]] || fail "start this from the root of the repository"
 export CARGO_MANIFEST_DIR="$PWD"
 

@@ -86,8 +86,10 @@ impl Plans {
             )
         };
         let windows: BTreeSet<Option<usize>> = config.layer_windows.iter().copied().collect();
-        let attention =
-            windows.into_iter().map(|window| Ok((window, attention(window)?))).collect::<Result<_, Error>>()?;
+        let attention = windows
+            .into_iter()
+            .map(|window| Ok((window, attention(window)?)))
+            .collect::<Result<_, Error>>()?;
         let q_cols = heads_q * head_dim;
         let qkv_cols = (heads_q + 2 * heads_kv) * head_dim;
         Ok(Plans {
