@@ -325,23 +325,37 @@ struct HostMemory;
 impl HostMemory {
     /// Cache lines and vector registers divide it; the same as the pool promises on a card.
     const ALIGN: usize = 256;
+
+    /// What is asked of the system for a block: at its alignment, since only there it hands out fresh zeroed pages without
+    /// touching them, and with room to align the block and to remember where the allocation starts.
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes.checked_add(Self::ALIGN + size_of::<usize>())?, align_of::<usize>())
+            .ok()
+    }
 }
 
 impl Backing for HostMemory {
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
-        let Ok(layout) = Layout::from_size_align(bytes, Self::ALIGN) else { return Ok(None) };
+        let Some(layout) = Self::layout(bytes) else { return Ok(None) };
         // Zeroed, since a slice of uninitialised memory would be undefined behaviour; the system's fresh pages are zero
         // anyway.
         // SAFETY: the pool asks for at least one byte.
-        let pointer = unsafe { std::alloc::alloc_zeroed(layout) };
-        Ok((!pointer.is_null()).then_some(pointer as u64))
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        if start.is_null() {
+            return Ok(None);
+        }
+        let block = (start as usize + size_of::<usize>()).next_multiple_of(Self::ALIGN);
+        // SAFETY: in front of the block there is room for one usize, aligned as ALIGN is a multiple of its size.
+        unsafe { (block as *mut usize).sub(1).write(start as usize) };
+        Ok(Some(block as u64))
     }
 
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
         for &(address, bytes) in blocks {
-            if let Ok(layout) = Layout::from_size_align(bytes, Self::ALIGN) {
-                // SAFETY: allocated with this layout above; the caller gives it back once.
-                unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+            if let Some(layout) = Self::layout(bytes) {
+                // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the caller
+                // gives it back once.
+                unsafe { std::alloc::dealloc((address as *const usize).sub(1).read() as *mut u8, layout) };
             }
         }
         Ok(true)

@@ -44,14 +44,15 @@ pub(crate) fn device_count() -> Result<usize, Error> {
     Ok(cuda_loader::device_count().map_err(failed("cuDeviceGetCount"))? as usize)
 }
 
+/// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone waits for
+/// the whole context meanwhile; and all devices of an ordinal share its primary context.
+static RECORDING: RwLock<()> = RwLock::new(());
+
 /// A device's primary context.
 #[derive(Debug)]
 pub(crate) struct Context {
     context: cust::context::Context,
     profile: HardwareProfile,
-    /// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone
-    /// waits for the whole context meanwhile.
-    recording: RwLock<()>,
 }
 
 impl Context {
@@ -59,7 +60,7 @@ impl Context {
         let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
         let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
-        Ok(Context { context, profile, recording: RwLock::default() })
+        Ok(Context { context, profile })
     }
 
     pub(crate) fn profile(&self) -> &HardwareProfile {
@@ -207,7 +208,7 @@ impl Stream {
 
     /// Records what `enqueue` enqueues instead of running it.
     pub(crate) fn capture(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
-        let _recording = self.context.recording.read().unwrap_or_else(PoisonError::into_inner);
+        let _recording = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
         self.context.enter()?;
         // SAFETY: live while `self` is.
         unsafe { driver::stream_begin_capture(self.stream) }.map_err(failed("cuStreamBeginCapture"))?;
@@ -441,7 +442,7 @@ impl Backing for DeviceMemory {
     }
 
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
-        let Ok(_no_recording) = self.0.recording.try_write() else { return Ok(false) };
+        let Ok(_no_recording) = RECORDING.try_write() else { return Ok(false) };
         self.0.enter()?;
         CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))?;
         for &(address, _) in blocks {

@@ -58,8 +58,9 @@ pub struct AttentionDims {
     pub lse_batch_stride: u32,
     /// The same for the log-sum-exp, whose queries are next to each other.
     pub lse_head_stride: u32,
-    /// What q is multiplied by: the softmax scale times log2(e), so that the kernels' exponentials are powers of two.
-    pub scale_log2: f32,
+    /// What q is multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their kernels' exponentials
+    /// are powers of two.
+    pub scale: f32,
 }
 
 const _: () = assert!(size_of::<AttentionDims>() == 108);

@@ -27,7 +27,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::{Visible, offset, sequence_len};
-use crate::tile::exp2::exp2;
+use crate::tile::softmax::weight;
 
 /// Most pieces of 16 bytes that a thread has in flight.
 const MAX_PIECES: usize = 8;
@@ -182,7 +182,7 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
                         T::unpack(global::load_nc_x4(q.add(at + element(chunk) as usize)), &mut values);
                         let mut j = 0;
                         while j < T::PER_16_BYTES {
-                            queries[row][chunk * T::PER_16_BYTES + j] = values[j] * dims.scale_log2;
+                            queries[row][chunk * T::PER_16_BYTES + j] = values[j] * dims.scale;
                             j += 1;
                         }
                     }
@@ -270,7 +270,7 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
         let mut i = 0;
         while i < per_lane {
-            p[i] = exp2::<T>(p[i] - base);
+            p[i] = weight::<T>(p[i] - base);
             shared::store_f32(address(i), if visible(i) { p[i] } else { -1.0 });
             i += 1;
         }

@@ -9,17 +9,11 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::{Visible, offset, sequence_len};
-use crate::tile::exp2::exp2;
+use crate::tile::softmax::{self, log_sum_exp};
 
 const WARPS: u32 = MERGE_THREADS / 32;
 /// Splits whose loads are in flight at a time.
 const UNROLL: usize = 4;
-
-/// ln Σexp of scores whose maximum is `m`/log2(e) and whose weights sum to `sum`; −∞ of no scores.
-#[inline(always)]
-pub(super) fn log_sum_exp(m: f32, sum: f32) -> f32 {
-    if sum == 0.0 { f32::NEG_INFINITY } else { (m + math::lg2(sum)) * core::f32::consts::LN_2 }
-}
 
 /// The whole block. See the module.
 ///
@@ -58,7 +52,7 @@ pub(super) unsafe fn row<T: Element>(
         }
         let m = warp::max_f32::<32>(largest);
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
-        let weight = |split: u32| exp2::<T>(global::load(stats.add(2 * split as usize)) - base);
+        let weight = |split: u32| softmax::weight::<T>(global::load(stats.add(2 * split as usize)) - base);
         let mut sum = 0.0;
         let mut split = first + lane;
         while split < end {
@@ -119,7 +113,7 @@ pub(super) unsafe fn row<T: Element>(
         }
         if col == 0 && !lse.is_null() {
             let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
-            global::store(lse.add(at), log_sum_exp(m, sum));
+            global::store(lse.add(at), log_sum_exp::<T>(m, sum));
         }
     }
 }

@@ -5,8 +5,8 @@
 //! - [`decode`]: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
 //!   unfinished result; [`merge`] puts a row's results together.
 //!
-//! What all share: q is multiplied by `scale · log2(e)` when it is read, so that `exp` of a difference of scores is `ex2`
-//! of the difference itself. The difference is taken before anything else, since a product folded into one
+//! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
+//! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
 //! multiply-add, `s·c − m·c`, would not cancel for scores of 1e30. A row that has seen no key yet has the maximum −∞,
 //! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted.
 //!

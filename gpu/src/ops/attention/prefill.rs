@@ -27,7 +27,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::{Visible, load_piece, offset, sequence_len};
-use crate::tile::exp2::exp2;
+use crate::tile::softmax::{log_sum_exp, weight};
 
 /// Rows of a thread.
 const ROWS: usize = PREFILL_THREAD_ROWS as usize;
@@ -43,7 +43,7 @@ struct State {
     /// Scores, then weights; −1 for a weight that is masked.
     s: [[f32; MAX_COLS]; ROWS],
     o: [[f32; MAX_OUT]; ROWS],
-    /// Largest score so far, times log2(e).
+    /// Largest score so far.
     m: [f32; ROWS],
     /// This thread's part of the sum of weights.
     l: [f32; ROWS],
@@ -180,7 +180,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             }
             let mut j = 0;
             while j < T::PER_16_BYTES {
-                values[j] *= dims.scale_log2;
+                values[j] *= dims.scale;
                 j += 1;
             }
             put_piece::<T, DIM>(q_base, row, col, &values);
@@ -237,7 +237,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             let query = first_query + own;
             if !lse.is_null() && x == 0 && query < end_query {
                 let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
-                global::store(lse.add(at), super::merge::log_sum_exp(state.m[row], sum));
+                global::store(lse.add(at), log_sum_exp::<T>(state.m[row], sum));
             }
             row += 1;
         }
@@ -350,12 +350,12 @@ unsafe fn softmax<T: Element, const DIM: usize, const KEYS: usize, const LANES: 
         // SAFETY: the whole warp takes part — the caller.
         let m = math::max(state.m[row], unsafe { warp::max_f32::<LANES>(largest) });
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
-        let decay = exp2::<T>(state.m[row] - base);
+        let decay = weight::<T>(state.m[row] - base);
         state.m[row] = m;
         let mut sum = 0.0;
         let mut col = 0;
         while col < cols {
-            let p = exp2::<T>(state.s[row][col] - base);
+            let p = weight::<T>(state.s[row][col] - base);
             sum += p;
             state.s[row][col] = if visible(row, col) { p } else { -1.0 };
             col += 1;

@@ -361,7 +361,10 @@ impl Attention {
             out_head_stride,
             lse_batch_stride,
             lse_head_stride,
-            scale_log2: self.problem.scale() * std::f32::consts::LOG2_E,
+            scale: match self.problem.dtype {
+                DType::F32 => self.problem.scale(),
+                _ => self.problem.scale() * std::f32::consts::LOG2_E,
+            },
         })
     }
 

@@ -1,0 +1,87 @@
+//! The exponential of a softmax, as exact as the storage type deserves.
+//!
+//! For the 16-bit types scores come multiplied by log2(e) and the exponential is the hardware's 2^x. That is not enough for
+//! f32: the rounded factor shifts all weights the same way, and the approximation alone is several times an f32
+//! softmax's rounding error. There scores are natural and e^x is computed to the last bit or so.
+
+use cuda_std::cvt::Element;
+use cuda_std::math;
+
+/// Only f32 has four elements in 16 bytes.
+const fn is_f32<T: Element>() -> bool {
+    T::PER_16_BYTES == 4
+}
+
+/// The weight of a score that is `x` ≤ 0 (or NaN) away from the largest: e^x for f32, within 1.5 ulp; 2^x otherwise, within
+/// 2 ulp of f32.
+#[inline(always)]
+pub fn weight<T: Element>(x: f32) -> f32 {
+    if !is_f32::<T>() {
+        return math::ex2(x);
+    }
+    // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product with
+    // `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Below −104 the result is zero anyway.
+    const ROUND: f32 = 12_582_912.0;
+    const LN_2_HIGH: f32 = 0.693_145_75;
+    const LN_2_LOW: f32 = 1.428_606_8e-6;
+    let scaled = x * math::LOG2_E;
+    let (whole, rest) = if x < -104.0 {
+        (scaled, 0.0)
+    } else {
+        let whole = (scaled + ROUND) - ROUND;
+        (whole, math::fma(whole, -LN_2_LOW, math::fma(whole, -LN_2_HIGH, x)))
+    };
+    // The Taylor polynomial of e^rest, whose remainder is below 2^-27, times a power of two that `ex2` has exactly.
+    let mut sum = 1.0 / 5040.0;
+    sum = math::fma(sum, rest, 1.0 / 720.0);
+    sum = math::fma(sum, rest, 1.0 / 120.0);
+    sum = math::fma(sum, rest, 1.0 / 24.0);
+    sum = math::fma(sum, rest, 1.0 / 6.0);
+    sum = math::fma(sum, rest, 0.5);
+    sum = math::fma(sum, rest, 1.0);
+    sum = math::fma(sum, rest, 1.0);
+    sum * math::ex2(whole)
+}
+
+/// ln Σexp of natural scores, from the largest score and the sum of the weights; −∞ of no scores.
+#[inline(always)]
+pub fn log_sum_exp<T: Element>(largest: f32, sum: f32) -> f32 {
+    if sum == 0.0 {
+        f32::NEG_INFINITY
+    } else if is_f32::<T>() {
+        math::fma(math::lg2(sum), core::f32::consts::LN_2, largest)
+    } else {
+        (largest + math::lg2(sum)) * core::f32::consts::LN_2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use cuda_std::cvt::bf16;
+
+    use super::{log_sum_exp, weight};
+
+    #[test]
+    fn f32_is_within_one_and_a_half_ulp() {
+        for i in 0..200_000u32 {
+            let x = -(i as f32) * 4e-4;
+            let want = f64::from(x).exp();
+            let error = (f64::from(weight::<f32>(x)) - want).abs() / want;
+            assert!(error <= 1.5 * 2f64.powi(-23), "e^{x}: relative error {error:e}");
+        }
+    }
+
+    #[test]
+    fn ends() {
+        assert_eq!(weight::<f32>(0.0), 1.0);
+        assert_eq!(weight::<f32>(f32::NEG_INFINITY), 0.0);
+        assert_eq!(weight::<f32>(-1e30), 0.0);
+        assert!(weight::<f32>(f32::NAN).is_nan());
+        assert_eq!(weight::<bf16>(-3.0), 0.125);
+        assert_eq!(log_sum_exp::<f32>(3.0, 0.0), f32::NEG_INFINITY);
+        assert!((log_sum_exp::<f32>(3.0, 2.0) - (3.0 + 2f32.ln())).abs() < 1e-6);
+        assert!((log_sum_exp::<bf16>(3.0, 2.0) - 4.0 * 2f32.ln()).abs() < 1e-6);
+    }
+}
