@@ -89,6 +89,7 @@ impl Image {
     }
 
     /// An error if a driver that supports CUDA `found` (major, minor) is too old for the PTX version.
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code))]
     pub(crate) fn check_driver(&self, found: (u32, u32)) -> Result<(), Error> {
         let (Some(version), Some(needed)) = (self.ptx_version(), self.needed_driver()) else { return Ok(()) };
         if found >= needed.cuda {

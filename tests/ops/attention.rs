@@ -221,9 +221,9 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
 fn verify(what: &str, case: &Case, (out, lse): &Results, expected: &Expected) -> Result<(), TestCaseError> {
     let Expected { reference, naive, magnitudes, weights } = expected;
     let roundings = case.head_dim + case.capacity;
-    // All columns of a row share its weights' errors. Where there are few weights, the naive ones may all be right by
-    // luck, and the hardware's exponential is within 2 ulp where the naive one is within 1.
-    let factor = if *weights < SAMPLE { 8.0 } else { 2.0 };
+    // All columns of a row share its weights' errors. Where few weights count, the naive ones may all be right by luck: in
+    // small cases, and with a gain above 1, where scores are so far apart that one or two keys make up a row.
+    let factor = if *weights < SAMPLE || case.gain > 1.0 { 8.0 } else { 2.0 };
     let tolerance =
         Tolerance { factor, ..Tolerance::new(case.dtype, Scale::Given(&magnitudes.0), roundings) };
     check(what, out, &reference.0, &naive.0, &tolerance)?;

@@ -1,9 +1,9 @@
 //! Attention: `softmax(scale · q·kᵀ + mask) · v`, the scores never stored.
 //!
 //! Two ways to do it, and a finish for the second:
-//! - [`prefill`]: a block holds a tile of queries and walks over their keys (online softmax).
-//! - [`decode`]: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
-//!   unfinished result; [`merge`] puts a row's results together.
+//! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax).
+//! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
+//!   unfinished result; `merge` puts a row's results together.
 //!
 //! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
 //! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
@@ -96,7 +96,7 @@ fn offset(
 
 macro_rules! entry {
     ($entry:ident, $type:ident, Prefill, $dim:literal, $keys:literal, $lanes:literal) => {
-        /// Entry point; see [`prefill`] and `abi::ops::attention`.
+        /// Entry point; see `prefill` and `abi::ops::attention`.
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
@@ -116,7 +116,7 @@ macro_rules! entry {
         }
     };
     ($entry:ident, $type:ident, Decode, $dim:literal, $rows:literal) => {
-        /// Entry point; see [`decode`] and `abi::ops::attention`.
+        /// Entry point; see `decode` and `abi::ops::attention`.
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
@@ -136,7 +136,7 @@ macro_rules! entry {
         }
     };
     ($entry:ident, $type:ident, Merge $(,)?) => {
-        /// Entry point; see [`merge`] and `abi::ops::attention`.
+        /// Entry point; see `merge` and `abi::ops::attention`.
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.

@@ -2,7 +2,7 @@
 //!
 //! The kernels are those of [`crate::tile::gemv`] and [`crate::tile::simt`] with four int8 in the place of an f32 and
 //! `dp4a` in the place of the multiply-add, so their sums are exact. What follows a sum is the same in all of them, step
-//! for step, hence the same bits: [`scaled`].
+//! for step, hence the same bits: `scaled`.
 
 pub mod quantize;
 

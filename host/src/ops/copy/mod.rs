@@ -128,7 +128,7 @@ impl Copy {
         Ok(Copy { device: device.clone(), problem, backend })
     }
 
-    /// Runs once. See [`Copy`].
+    /// Runs once. See `Copy`.
     pub fn run(&self, stream: &Stream, mut args: CopyArgs<'_>) -> Result<(), Error> {
         let layout = self.check(&args)?;
         match &self.backend {
