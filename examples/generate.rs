@@ -36,13 +36,13 @@ struct Options {
     #[arg(long, value_parser = parse_dtype)]
     dtype: Option<DType>,
     /// Divides the logits; 0 takes the most likely token each time.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f32,
     /// Draws from this many most likely tokens; 0 from all.
     #[arg(long, default_value_t = 0)]
     top_k: u32,
     /// Draws from the most likely tokens that together have this probability.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
     /// Seed of the random draws.
     #[arg(long, default_value_t = 0)]
@@ -136,11 +136,11 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     }
 
     // The continuation.
-    let sampling = if options.temperature > 0.0 {
+    let sampling = if options.temperature == 0.0 {
+        Sampling::Greedy
+    } else {
         let (temperature, top_p, seed) = (options.temperature, options.top_p, options.seed);
         Sampling::Random { temperature, top_k: (options.top_k > 0).then_some(options.top_k), top_p, seed }
-    } else {
-        Sampling::Greedy
     };
     let mut sampler = Sampler::new(&session, sampling)?;
     let mut text = StreamedText::new(tokenizer.as_ref());
