@@ -9,28 +9,31 @@ use cuda_std::math;
 /// log2(e) = LOG2_E + LOG2_E_LOW.
 const LOG2_E_LOW: f32 = 1.925_963e-8;
 
-/// e^−x for x ≥ 0: error 2^−22, whatever the size of x. A NaN gives 0.
+/// e^−x for x ≥ 0 as a product of two: error 2^−22, whatever the size of x. A NaN gives 0.
 ///
+/// The second factor is 1, or 2^−64 where e^−x may be subnormal: multiplied last, it leaves a subnormal result its bits.
 /// The product with log2(e) is kept in two parts: rounded to one, its error would grow with x.
 #[inline(always)]
-fn exp_neg(x: f32) -> f32 {
+fn exp_neg(x: f32) -> (f32, f32) {
     // e^−150 is 0 already; an infinity would make a NaN below.
     let x = math::min(x, 150.0);
     let whole = -x * math::LOG2_E;
     let rest = math::fma(-x, math::LOG2_E, -whole);
     let rest = math::fma(-x, LOG2_E_LOW, rest);
-    let power = math::ex2_subnormal(whole);
+    // Exact, since the sum is smaller than `whole` and a multiple of its last place.
+    let (shifted, unit) = if whole < -64.0 { (whole + 64.0, f32::from_bits(63 << 23)) } else { (whole, 1.0) };
+    let power = math::ex2_subnormal(shifted);
     // 2^rest = 1 + rest · ln 2, since rest is below 2^−16.
-    math::fma(power, rest * core::f32::consts::LN_2, power)
+    (math::fma(power, rest * core::f32::consts::LN_2, power), unit)
 }
 
 /// x · sigmoid(z), for z of the sign of x.
 #[inline(always)]
 fn times_sigmoid(x: f32, z: f32) -> f32 {
-    let power = exp_neg(math::abs(z));
+    let (power, unit) = exp_neg(math::abs(z));
     // sigmoid(z) is 1 / (1 + e^−|z|) for z ≥ 0, and e^−|z| times that below.
-    let numerator = if z < 0.0 { x * power } else { x };
-    limit(x, numerator * math::rcp(1.0 + power))
+    let (numerator, last) = if z < 0.0 { (x * power, unit) } else { (x, 1.0) };
+    limit(x, numerator * math::rcp(math::fma(power, unit, 1.0)) * last)
 }
 
 /// The value at −inf, where the formula says inf · 0.
@@ -89,14 +92,15 @@ pub fn gelu_erf(x: f32) -> f32 {
     let square = size * size;
     let near = math::fma(x, polynomial(&NEAR, square), 0.5);
     // e^−(x²/2), with what rounding took from the square.
-    let power = exp_neg(0.5 * square);
+    let (power, unit) = exp_neg(0.5 * square);
     let power = math::fma(power, -0.5 * math::fma(size, size, -square), power);
     let inverse = math::rcp(math::fma(size, core::f32::consts::FRAC_1_SQRT_2, K));
     let scaled = polynomial(&FAR, math::fma(-2.0 * K, inverse, 1.0));
     // erfc(a) / 2, which is Φ(−|x|).
     let tail = scaled * power * inverse * (0.5 * K);
-    let far = if x < 0.0 { tail } else { 1.0 - tail };
-    limit(x, x * if size < 1.25 { near } else { far })
+    let far = if x < 0.0 { tail } else { 1.0 - tail * unit };
+    let last = if x < 0.0 && size >= 1.25 { unit } else { 1.0 };
+    limit(x, x * if size < 1.25 { near } else { far } * last)
 }
 
 /// Horner's rule; the coefficient of x^i is at i.

@@ -54,7 +54,7 @@ pub struct GluArgs<'a> {
 ///
 /// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU, 2^-20.5 for GELU
 /// with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing cancels for negative
-/// gates. Subnormal results have fewer bits: they are within 64 of the smallest f32.
+/// gates.
 /// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), act(NaN) = NaN; the product is that of IEEE 754, so that
 /// act(−inf) · inf is NaN.
 /// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
