@@ -1,6 +1,8 @@
 use std::ops::Deref;
 use std::str::FromStr;
+use std::sync::Arc;
 
+use host::simulator::Simulator;
 use host::{Arch, Error, Image, OptLevel};
 
 use crate::IMAGES;
@@ -31,6 +33,11 @@ impl Device {
     /// The CUDA device of this ordinal, running other images than this build's: for kernels of one's own.
     pub fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         host::Device::cuda(ordinal, images).map(Device)
+    }
+
+    /// A card that is simulated on this host: [`host::Device::simulated`].
+    pub fn simulated(simulator: Arc<dyn Simulator>) -> Result<Self, Error> {
+        host::Device::simulated(simulator).map(Device)
     }
 
     /// How many CUDA devices the driver reports.

@@ -12,7 +12,7 @@ pub use images::IMAGES;
 pub use host::{
     Arch, DType, Dims, DriverError, Element, Error, Event, Graph, HardwareProfile, Image, Kernel, MAX_RANK,
     NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, Resources, Stream, Tensor,
-    TensorView, TensorViewMut, models, ops,
+    TensorView, TensorViewMut, models, ops, simulator,
 };
 
 /// The README's example is a test.

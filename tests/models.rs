@@ -2,10 +2,12 @@
 
 use std::error::Error as StdError;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use testkit::compare::relative_l2;
 use testkit::golden::{self, Array};
 use testkit::gpu::workspace_root;
+use testkit::simulator::Card;
 use warpforge::models::{Logits, Model, ModelConfig, Observed, Sampler, Session, SessionOptions};
 use warpforge::ops::sampling::Sampling;
 use warpforge::{Arch, DType, Device};
@@ -127,6 +129,16 @@ fn golden_f32_on_the_cpu() -> Outcome {
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
         }
+    }
+    Ok(())
+}
+
+/// The kernels of a whole model one after the other, with every access watched.
+#[test]
+fn golden_f32_in_the_simulator() -> Outcome {
+    let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
+    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5)] {
+        matches_transformers(&device, &Case::load(name)?, chunk)?;
     }
     Ok(())
 }

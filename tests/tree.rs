@@ -56,8 +56,11 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 #[test]
 fn device_code_holds_no_assembly_and_no_raw_access() {
     let mut files = Vec::new();
-    sources(&workspace_root().join("gpu/src"), &mut files);
-    assert!(!files.is_empty());
+    for folder in ["gpu/src", "examples/own_operator/kernels/src"] {
+        let found = files.len();
+        sources(&workspace_root().join(folder), &mut files);
+        assert!(files.len() > found, "{folder}");
+    }
     for path in files {
         let text = fs::read_to_string(&path).expect("a source file");
         let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));

@@ -16,21 +16,22 @@ mod sampling;
 mod transpose;
 
 use clap::Parser;
-use harness::{Bencher, Options};
+use harness::{Bencher, Failure, Options, anchors};
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), Failure> {
     let mut bencher = Bencher::new(Options::parse())?;
-    attention::bench(&mut bencher)?;
-    copy::bench(&mut bencher)?;
-    embedding::bench(&mut bencher)?;
-    glu::bench(&mut bencher)?;
-    kv_append::bench(&mut bencher)?;
-    matmul::bench(&mut bencher)?;
-    matmul_i8::bench(&mut bencher)?;
-    rmsnorm::bench(&mut bencher)?;
-    rope::bench(&mut bencher)?;
-    sampling::bench(&mut bencher)?;
-    transpose::bench(&mut bencher)?;
-    models::bench(&mut bencher)?;
+    attention::bench(&mut bencher);
+    copy::bench(&mut bencher);
+    embedding::bench(&mut bencher);
+    glu::bench(&mut bencher);
+    kv_append::bench(&mut bencher);
+    matmul::bench(&mut bencher);
+    matmul_i8::bench(&mut bencher);
+    rmsnorm::bench(&mut bencher);
+    rope::bench(&mut bencher);
+    sampling::bench(&mut bencher);
+    transpose::bench(&mut bencher);
+    models::bench(&mut bencher);
+    anchors::list(&mut bencher);
     bencher.finish()
 }

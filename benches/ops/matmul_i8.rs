@@ -1,13 +1,14 @@
 //! The int8 product at the shapes of its cases, and the quantisation of their activations.
 
-use warpforge::ops::matmul::Bias;
+use serde_json::json;
+use warpforge::ops::matmul::{Bias, MatmulCase};
 use warpforge::ops::matmul_i8::{
     CASES, MatmulI8, MatmulI8Args, MatmulI8Problem, QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem,
     reference,
 };
 use warpforge::{DType, Stream, Tensor};
 
-use crate::harness::{Bencher, Case, expect_close, first_row};
+use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
 
 /// Columns of the first row that are checked.
 const CHECKED: usize = 64;
@@ -22,30 +23,33 @@ struct Set {
     out: Tensor,
 }
 
-pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
+pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
-        let name = format!("matmul_i8 {}", case.name);
-        if bencher.wants(&name) {
-            product(bencher, name, [case.m, case.n, case.k])?;
-        }
-        let name = format!("quantize_rows {}", case.name);
-        if bencher.wants(&name) {
-            quantization(bencher, name, case.m, case.k)?;
+        bencher.case("matmul_i8", case.name, |bencher| product(bencher, case));
+    }
+    for (index, case) in CASES.iter().enumerate() {
+        // Layers that have the same input are quantised alike.
+        if CASES[..index].iter().all(|earlier| (earlier.m, earlier.k) != (case.m, case.k)) {
+            bencher.case("quantize_rows", case.name, |bencher| quantization(bencher, case.m, case.k));
         }
     }
-    Ok(())
 }
 
-fn product(
-    bencher: &mut Bencher,
-    name: String,
-    [m, n, k]: [usize; 3],
-) -> Result<(), Box<dyn std::error::Error>> {
-    let plan =
-        MatmulI8::plan(&bencher.device, MatmulI8Problem { m, n, k, out_dtype: DTYPE, bias: Bias::None })?;
+fn product(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
+    let &MatmulCase { m, n, k, .. } = case;
+    let problem = MatmulI8Problem { m, n, k, out_dtype: DTYPE, bias: Bias::None };
+    let plan = MatmulI8::plan(&bencher.device, problem)?;
     let report = plan.report();
-    let (bytes, flops) = (report.bytes, report.flops);
-    let mut sets = bencher.sets(bytes, |seed| {
+    let work = Work {
+        dtype: DType::I8.name(),
+        shape: json!({ "m": m, "n": n, "k": k }),
+        bytes: report.bytes,
+        flops: report.flops,
+    };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
             qa: bencher.random(&[m, k], DType::I8, seed)?,
             qb: bencher.random(&[n, k], DType::I8, 1000 + seed)?,
@@ -54,11 +58,6 @@ fn product(
             out: Tensor::empty(&bencher.stream, &[m, n], DTYPE)?,
         })
     })?;
-    let (set, stream, checked) = (&sets[0], &bencher.stream, CHECKED.min(n));
-    let qa = set.qa.view().slice(0, 0..1)?.to_vec::<i8>(stream)?;
-    let qb = set.qb.view().slice(0, 0..checked)?.to_vec::<i8>(stream)?;
-    let (a_scale, b_scale) = (first_row(&set.a_scale, stream)?, first_row(&set.b_scale, stream)?);
-    let want = reference::matmul_i8::<f64>(&qa, &qb, &a_scale[..1], &b_scale[..checked], None, k, |v| v);
     let run = |stream: &Stream, set: &mut Set| {
         let args = MatmulI8Args {
             qa: set.qa.view(),
@@ -70,33 +69,42 @@ fn product(
         };
         plan.run(stream, args)
     };
-    let verify =
-        |stream: &Stream, set: &Set| expect_close(DTYPE, &first_row(&set.out, stream)?[..checked], &want);
-    bencher.bench(Case { name, report, bytes, flops }, &mut sets, run, verify)
+    let verify = |stream: &Stream, set: &Set| {
+        let checked = CHECKED.min(n);
+        let qa = set.qa.view().slice(0, 0..1)?.to_vec::<i8>(stream)?;
+        let qb = set.qb.view().slice(0, 0..checked)?.to_vec::<i8>(stream)?;
+        let (a_scale, b_scale) = (first_row(&set.a_scale, stream)?, first_row(&set.b_scale, stream)?);
+        let (a_scale, b_scale) = (&a_scale[..1], &b_scale[..checked]);
+        let want = reference::matmul_i8::<f64>(&qa, &qb, a_scale, b_scale, None, k, |v| v);
+        expect_close(DTYPE, &first_row(&set.out, stream)?[..checked], &want)
+    };
+    bencher.time(&report, &mut sets, run, verify)
 }
 
-fn quantization(
-    bencher: &mut Bencher,
-    name: String,
-    rows: usize,
-    cols: usize,
-) -> Result<(), Box<dyn std::error::Error>> {
+fn quantization(bencher: &mut Bencher, rows: usize, cols: usize) -> Result<(), Failure> {
     let plan = QuantizeRows::plan(&bencher.device, QuantizeRowsProblem { rows, cols, dtype: DTYPE })?;
     let report = plan.report();
-    let (bytes, flops) = (report.bytes, report.flops);
-    let mut sets = bencher.sets(bytes, |seed| {
+    let work = Work {
+        dtype: DTYPE.name(),
+        shape: json!({ "rows": rows, "cols": cols }),
+        bytes: report.bytes,
+        flops: report.flops,
+    };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let mut sets = bencher.sets(|bencher, seed| {
         let x = bencher.random(&[rows, cols], DTYPE, seed)?;
         let q = Tensor::empty(&bencher.stream, &[rows, cols], DType::I8)?;
         Ok((x, q, Tensor::empty(&bencher.stream, &[rows], DType::F32)?))
     })?;
-    let x = first_row(&sets[0].0, &bencher.stream)?;
-    let (want, _) = reference::quantize_rows::<f32>(&x, cols);
     let run = |stream: &Stream, (x, q, scale): &mut (Tensor, Tensor, Tensor)| {
         plan.run(stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale.view_mut() })
     };
-    let verify = |stream: &Stream, (_, q, _): &(Tensor, Tensor, Tensor)| {
+    let verify = |stream: &Stream, (x, q, _): &(Tensor, Tensor, Tensor)| {
+        let (want, _) = reference::quantize_rows::<f32>(&first_row(x, stream)?, cols);
         let got = q.view().slice(0, 0..1)?.to_vec::<i8>(stream)?;
         if got == want { Ok(()) } else { Err("a quantised row differs from the reference".into()) }
     };
-    bencher.bench(Case { name, report, bytes, flops }, &mut sets, run, verify)
+    bencher.time(&report, &mut sets, run, verify)
 }

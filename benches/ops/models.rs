@@ -1,16 +1,18 @@
 //! Whole models of published size with random weights: prefill, and a decode step at several batch sizes.
 //!
-//! Timed by the clock around a call and its synchronisation, so what the host does counts too. The bytes are those of the
-//! weights, and for decode of the cache: what a step must read at least.
+//! Timed by the clock around a call and its synchronisation, so what the host does counts too: for decode also the choice
+//! of the next tokens and their way to the host. The bytes are those of the weights, and for decode of the cache: what a
+//! step must read at least.
 
 use std::path::Path;
 use std::time::Instant;
 
+use serde_json::{Value, json};
 use warpforge::models::{Model, ModelConfig, Sampler, Session, SessionOptions};
 use warpforge::ops::sampling::Sampling;
 use warpforge::{DType, Error};
 
-use crate::harness::Bencher;
+use crate::harness::{Bencher, Failure, Meter, Work};
 
 /// Published configurations: name, and what of config.json counts.
 const MODELS: [(&str, &str); 2] = [
@@ -27,81 +29,155 @@ const MODELS: [(&str, &str); 2] = [
         "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": true}"#,
     ),
 ];
+const DTYPE: DType = DType::BF16;
 /// Tokens of the prompt.
 const PROMPT: usize = 2048;
-/// Decode steps that are timed.
+/// Decode steps from one prompt.
 const STEPS: usize = 48;
+/// How long calls are repeated where the energy is measured.
+const ENERGY_SECONDS: f64 = 0.5;
 
-pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
-    for (name, config) in MODELS {
-        let name = format!("model {name}");
-        if bencher.wants(&name) {
-            time(bencher, &name, ModelConfig::from_json(config, Path::new("config.json"))?)?;
+pub fn bench(bencher: &mut Bencher) {
+    for (name, text) in MODELS {
+        // Made by the first case that is timed.
+        let mut model = None;
+        bencher.case("model", &format!("{name} prefill {PROMPT}"), |bencher| {
+            let config = ModelConfig::from_json(text, Path::new("config.json"))?;
+            let work = Cost::of(&config).prefill(text)?;
+            if bencher.starts(work)? { prefill(bencher, open(&mut model, bencher, config)?) } else { Ok(()) }
+        });
+        for batch in [1, 8, 32] {
+            bencher.case("model", &format!("{name} decode {batch}"), |bencher| {
+                let config = ModelConfig::from_json(text, Path::new("config.json"))?;
+                let work = Cost::of(&config).decode(text, batch)?;
+                if !bencher.starts(work)? {
+                    return Ok(());
+                }
+                decode(bencher, open(&mut model, bencher, config)?, batch)
+            });
         }
     }
-    Ok(())
 }
 
-fn time(bencher: &mut Bencher, name: &str, config: ModelConfig) -> Result<(), Box<dyn std::error::Error>> {
-    let (weights, cache) = (weight_bytes(&config), cache_bytes(&config));
-    let matmul_flops = weights as u64 / DType::BF16.bytes() as u64 * 2;
-    let vocab = config.decoder.vocab_size as u32;
-    let model = Model::random(&bencher.device, config, DType::BF16, 1)?;
-    let prompt: Vec<u32> = (0..PROMPT as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect();
-    for batch in [1, 8, 32] {
-        let capacity = PROMPT + STEPS;
-        let mut session = model.session(SessionOptions { batch, capacity, ..SessionOptions::default() })?;
-        if batch == 1 {
-            // The head runs for the last token only.
-            let flops = matmul_flops * PROMPT as u64;
-            let samples = repeat(4, || prefill(&mut session, 0, &prompt))?;
-            bencher.record(&format!("{name} prefill {PROMPT}"), weights as u64, flops, samples)?;
-        }
-        for sequence in 0..batch {
-            prefill(&mut session, sequence, &prompt)?;
-        }
-        let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
-        let mut ids = vec![1; batch];
-        let samples = repeat(STEPS, || {
-            session.decode(&ids)?;
-            ids = sampler.sample(&session)?;
-            Ok(())
-        })?;
-        let bytes = (weights + batch * PROMPT * cache) as u64;
-        bencher.record(&format!("{name} decode {batch}"), bytes, matmul_flops * batch as u64, samples)?;
+fn open<'a>(
+    model: &'a mut Option<Model>,
+    bencher: &Bencher,
+    config: ModelConfig,
+) -> Result<&'a Model, Failure> {
+    if model.is_none() {
+        *model = Some(Model::random(&bencher.device, config, DTYPE, 1)?);
     }
-    Ok(())
+    model.as_ref().ok_or_else(|| "there is no model".into())
 }
 
-fn prefill(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Error> {
+fn prompt(model: &Model) -> Vec<u32> {
+    let vocab = model.config().decoder.vocab_size as u32;
+    (0..PROMPT as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect()
+}
+
+fn prefill(bencher: &mut Bencher, model: &Model) -> Result<(), Failure> {
+    let options = SessionOptions { batch: 1, capacity: PROMPT, ..SessionOptions::default() };
+    let mut session = model.session(options)?;
+    let prompt = prompt(model);
+    let (samples, joules) = repeat(bencher.meter(), 4, |_| read(&mut session, 0, &prompt))?;
+    bencher.record(samples, joules)
+}
+
+fn read(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Error> {
     session.truncate(sequence, 0);
     session.prefill(sequence, prompt)?;
     session.stream().synchronize()
 }
 
-/// Microseconds of each call but the first two, which warm up and record.
-fn repeat(calls: usize, mut call: impl FnMut() -> Result<(), Error>) -> Result<Vec<f64>, Error> {
+fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Failure> {
+    let options = SessionOptions { batch, capacity: PROMPT + STEPS, ..SessionOptions::default() };
+    let mut session = model.session(options)?;
+    let prompt = prompt(model);
+    for sequence in 0..batch {
+        read(&mut session, sequence, &prompt)?;
+    }
+    let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
+    let mut ids = vec![1; batch];
+    let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
+        if step % STEPS == 0 {
+            (0..batch).for_each(|sequence| session.truncate(sequence, PROMPT));
+        }
+        session.decode(&ids)?;
+        ids = sampler.sample(&session)?;
+        Ok(())
+    })?;
+    bencher.record(samples, joules)
+}
+
+/// Microseconds of each of `calls` calls but the first two, which warm up and record. With a meter the calls then go on
+/// until it has seen enough, and the joules of one come with them.
+fn repeat(
+    meter: Option<&Meter>,
+    calls: usize,
+    mut call: impl FnMut(usize) -> Result<(), Error>,
+) -> Result<(Vec<f64>, Option<f64>), Error> {
     let mut samples = Vec::new();
     for index in 0..calls {
         let start = Instant::now();
-        call()?;
+        call(index)?;
         if index >= 2 {
             samples.push(start.elapsed().as_secs_f64() * 1e6);
         }
     }
-    Ok(samples)
+    let Some(meter) = meter else { return Ok((samples, None)) };
+    let mut reading = meter.begin();
+    let (started, mut more) = (Instant::now(), 0);
+    while started.elapsed().as_secs_f64() < ENERGY_SECONDS {
+        call(calls + more)?;
+        reading.poll();
+        more += 1;
+    }
+    let call_s = started.elapsed().as_secs_f64() / more as f64;
+    Ok((samples, reading.watts().map(|watts| watts * call_s)))
 }
 
-/// Bytes of the weights that a step reads, in bf16: all but the rows of the embedding that it does not look up.
-fn weight_bytes(config: &ModelConfig) -> usize {
-    let d = &config.decoder;
-    let (q, kv) = (d.heads_q * d.head_dim, d.heads_kv * d.head_dim);
-    let layer = d.hidden_size * (2 * q + 2 * kv) + 3 * d.hidden_size * d.intermediate_size;
-    (d.num_layers * layer + d.vocab_size * d.hidden_size) * DType::BF16.bytes()
+/// What a model's forward pass takes at least.
+struct Cost {
+    /// Bytes of the weights, of which those of the head; of the embedding only single rows are read.
+    weights: usize,
+    head: usize,
+    /// Bytes of a token in the cache.
+    cache: usize,
+    /// Operations of attention for one query and one key, in all layers.
+    attention: usize,
 }
 
-/// Bytes of a token in the cache, in bf16.
-fn cache_bytes(config: &ModelConfig) -> usize {
-    let d = &config.decoder;
-    2 * d.num_layers * d.heads_kv * d.head_dim * DType::BF16.bytes()
+impl Cost {
+    fn of(config: &ModelConfig) -> Self {
+        let d = &config.decoder;
+        let (q, kv) = (d.heads_q * d.head_dim, d.heads_kv * d.head_dim);
+        let layer = d.hidden_size * (2 * q + 2 * kv) + 3 * d.hidden_size * d.intermediate_size;
+        let head = d.vocab_size * d.hidden_size * DTYPE.bytes();
+        Cost {
+            weights: d.num_layers * layer * DTYPE.bytes() + head,
+            head,
+            cache: 2 * d.num_layers * kv * DTYPE.bytes(),
+            attention: 4 * d.num_layers * q,
+        }
+    }
+
+    /// The head runs for the last token only.
+    fn prefill(&self, config: &str) -> Result<Work, Failure> {
+        let pairs = PROMPT * (PROMPT + 1) / 2;
+        let linear = 2 * ((self.weights - self.head) * PROMPT + self.head) / DTYPE.bytes();
+        let bytes = self.weights + PROMPT * self.cache;
+        work(config, 1, bytes, linear + pairs * self.attention)
+    }
+
+    fn decode(&self, config: &str, batch: usize) -> Result<Work, Failure> {
+        let linear = 2 * self.weights / DTYPE.bytes() * batch;
+        let bytes = self.weights + batch * PROMPT * self.cache;
+        work(config, batch, bytes, linear + batch * PROMPT * self.attention)
+    }
+}
+
+fn work(config: &str, batch: usize, bytes: usize, flops: usize) -> Result<Work, Failure> {
+    let config: Value = serde_json::from_str(config)?;
+    let shape = json!({ "config": config, "batch": batch, "prompt": PROMPT, "steps": STEPS });
+    Ok(Work { dtype: DTYPE.name(), shape, bytes: bytes as u64, flops: flops as u64 })
 }

@@ -1,9 +1,15 @@
 //! RMSNorm at the shapes of its cases.
 
-use warpforge::ops::rmsnorm::{CASES, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem, reference};
+use serde_json::json;
+use warpforge::ops::rmsnorm::{
+    CASES, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
+};
 use warpforge::{DType, Stream, Tensor};
 
-use crate::harness::{Bencher, Case, expect_close, first_row};
+use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
+
+const DTYPE: DType = DType::BF16;
+const EPS: f32 = 1e-6;
 
 struct Set {
     x: Tensor,
@@ -11,39 +17,57 @@ struct Set {
     out: Tensor,
 }
 
-pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
-    const DTYPE: DType = DType::BF16;
+pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
-        let name = format!("rmsnorm {}", case.name);
-        if !bencher.wants(&name) {
-            continue;
-        }
-        let (rows, cols) = (case.rows, case.cols);
-        let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: 1e-6, weight: NormWeight::Plain };
-        let plan = RmsNorm::plan(&bencher.device, problem)?;
-        let row_tensors = if case.residual == Residual::Add { 4 } else { 2 };
-        let bytes = ((row_tensors * rows + 1) * cols * DTYPE.bytes()) as u64;
-        let weight = bencher.random(&[cols], DTYPE, 1)?;
-        let mut sets = bencher.sets(bytes, |seed| {
-            let residual = (case.residual == Residual::Add)
-                .then(|| bencher.random(&[rows, cols], DTYPE, 1000 + seed))
-                .transpose()?;
-            let out = Tensor::empty(&bencher.stream, &[rows, cols], DTYPE)?;
-            Ok(Set { x: bencher.random(&[rows, cols], DTYPE, seed)?, residual, out })
-        })?;
-        let x = first_row(&sets[0].x, &bencher.stream)?;
-        let residual = sets[0].residual.as_ref().map(|sum| first_row(sum, &bencher.stream)).transpose()?;
-        let gain = first_row(&weight, &bencher.stream)?;
-        let (want, _) = reference::rmsnorm::<f64>(&x, residual.as_deref(), &gain, cols, 1e-6, 0.0, |v| v);
-        let run = |stream: &Stream, set: &mut Set| {
-            let residual = set.residual.as_mut().map(|residual| residual.view_mut());
-            let args =
-                RmsNormArgs { x: set.x.view(), residual, weight: weight.view(), out: set.out.view_mut() };
-            plan.run(stream, args)
-        };
-        let verify = |stream: &Stream, set: &Set| expect_close(DTYPE, &first_row(&set.out, stream)?, &want);
-        let case = Case { name, report: plan.report(), bytes, flops: (4 * rows * cols) as u64 };
-        bencher.bench(case, &mut sets, run, verify)?;
+        bencher.case("rmsnorm", case.name, |bencher| time(bencher, case));
     }
-    Ok(())
+}
+
+fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
+    let &RmsNormCase { rows, cols, residual, weight: kind, .. } = case;
+    let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: EPS, weight: kind };
+    let plan = RmsNorm::plan(&bencher.device, problem)?;
+    let (row_tensors, residual_name) = match residual {
+        Residual::None => (2, "none"),
+        Residual::Add => (4, "add"),
+    };
+    let (offset, weight_name) = match kind {
+        NormWeight::Plain => (0.0, "plain"),
+        NormWeight::ZeroCentred => (1.0, "zero_centred"),
+    };
+    let work = Work {
+        dtype: DTYPE.name(),
+        shape: json!({
+            "rows": rows, "cols": cols, "residual": residual_name, "weight": weight_name, "eps": 1e-6,
+        }),
+        bytes: ((row_tensors * rows + 1) * cols * DTYPE.bytes()) as u64,
+        flops: (4 * rows * cols) as u64,
+    };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let weight = bencher.random(&[cols], DTYPE, 1)?;
+    let mut sets = bencher.sets(|bencher, seed| {
+        let residual = match residual {
+            Residual::None => None,
+            Residual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
+        };
+        let out = Tensor::empty(&bencher.stream, &[rows, cols], DTYPE)?;
+        Ok(Set { x: bencher.random(&[rows, cols], DTYPE, seed)?, residual, out })
+    })?;
+    // Of the first set, before a run changes the residual.
+    let set = &sets[0];
+    let x = first_row(&set.x, &bencher.stream)?;
+    let residual = set.residual.as_ref().map(|sum| first_row(sum, &bencher.stream)).transpose()?;
+    let gain = first_row(&weight, &bencher.stream)?;
+    let (want, _) = reference::rmsnorm::<f64>(&x, residual.as_deref(), &gain, cols, 1e-6, offset, |v| v);
+    let run = |stream: &Stream, set: &mut Set| {
+        let residual = set.residual.as_mut().map(|residual| residual.view_mut());
+        plan.run(
+            stream,
+            RmsNormArgs { x: set.x.view(), residual, weight: weight.view(), out: set.out.view_mut() },
+        )
+    };
+    let verify = |stream: &Stream, set: &Set| expect_close(DTYPE, &first_row(&set.out, stream)?, &want);
+    bencher.time(&plan.report(), &mut sets, run, verify)
 }

@@ -1,34 +1,44 @@
 //! Transposition at the shapes of its cases.
 
-use warpforge::ops::transpose::{CASES, Transpose, TransposeArgs, TransposeProblem, reference};
+use serde_json::json;
+use warpforge::ops::transpose::{
+    CASES, Transpose, TransposeArgs, TransposeCase, TransposeProblem, reference,
+};
 use warpforge::{DType, Error, Stream, Tensor};
 
-use crate::harness::{Bencher, Case};
+use crate::harness::{Bencher, Failure, Work};
 
-pub fn bench(bencher: &mut Bencher) -> Result<(), Box<dyn std::error::Error>> {
+pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
-        let name = format!("transpose {}", case.name);
-        if !bencher.wants(&name) {
-            continue;
-        }
-        let (batch, rows, cols, dtype) = (case.batch, case.rows, case.cols, case.dtype);
-        let plan = Transpose::plan(&bencher.device, TransposeProblem { batch, rows, cols, dtype })?;
-        let bytes = (2 * batch * rows * cols * dtype.bytes()) as u64;
-        let mut sets = bencher.sets(bytes, |seed| {
-            let x = bencher.random(&[batch, rows, cols], dtype, seed)?;
-            Ok((x, Tensor::empty(&bencher.stream, &[batch, cols, rows], dtype)?))
-        })?;
-        let run = |stream: &Stream, (x, out): &mut (Tensor, Tensor)| {
-            plan.run(stream, TransposeArgs { x: x.view(), out: out.view_mut() })
-        };
-        // The first matrix, whole: a copy must be exact.
-        let verify = |stream: &Stream, (x, out): &(Tensor, Tensor)| {
-            let want = reference::transpose(&first_matrix(x, stream)?, rows, cols);
-            if first_matrix(out, stream)? == want { Ok(()) } else { Err("elements differ".into()) }
-        };
-        bencher.bench(Case { name, report: plan.report(), bytes, flops: 0 }, &mut sets, run, verify)?;
+        bencher.case("transpose", case.name, |bencher| time(bencher, case));
     }
-    Ok(())
+}
+
+fn time(bencher: &mut Bencher, case: &TransposeCase) -> Result<(), Failure> {
+    let &TransposeCase { batch, rows, cols, dtype, .. } = case;
+    let plan = Transpose::plan(&bencher.device, TransposeProblem { batch, rows, cols, dtype })?;
+    let work = Work {
+        dtype: dtype.name(),
+        shape: json!({ "batch": batch, "rows": rows, "cols": cols }),
+        bytes: (2 * batch * rows * cols * dtype.bytes()) as u64,
+        flops: 0,
+    };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let mut sets = bencher.sets(|bencher, seed| {
+        let x = bencher.random(&[batch, rows, cols], dtype, seed)?;
+        Ok((x, Tensor::empty(&bencher.stream, &[batch, cols, rows], dtype)?))
+    })?;
+    let run = |stream: &Stream, (x, out): &mut (Tensor, Tensor)| {
+        plan.run(stream, TransposeArgs { x: x.view(), out: out.view_mut() })
+    };
+    // The first matrix, whole: a copy must be exact.
+    let verify = |stream: &Stream, (x, out): &(Tensor, Tensor)| {
+        let want = reference::transpose(&first_matrix(x, stream)?, rows, cols);
+        if first_matrix(out, stream)? == want { Ok(()) } else { Err("elements differ".into()) }
+    };
+    bencher.time(&plan.report(), &mut sets, run, verify)
 }
 
 /// The bits of a tensor's first matrix, whatever the type.

@@ -1,8 +1,9 @@
-//! Devices: the CPU, or a CUDA card with the images that it can run.
+//! Devices: the CPU, a CUDA card with the images that it can run, or a simulated card.
 
 use std::alloc::Layout;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use abi::Arch;
 
@@ -10,7 +11,9 @@ use crate::error::Error;
 use crate::images::Image;
 use crate::launch::Entry;
 use crate::memory::{Backing, Pool};
+use crate::simulator::{SimulatedMemory, Simulator};
 use crate::stream::{Queue, Stream};
+use crate::tensor_map::{TensorMap, Tiled};
 
 #[cfg(feature = "cuda")]
 #[path = "device/cuda.rs"]
@@ -26,6 +29,8 @@ pub enum Place {
     Cpu,
     /// The memory of the CUDA device with this ordinal.
     Cuda(u32),
+    /// The memory of a simulated card; the number tells them apart.
+    Simulated(u32),
 }
 
 impl fmt::Display for Place {
@@ -33,6 +38,7 @@ impl fmt::Display for Place {
         match self {
             Place::Cpu => f.write_str("the CPU"),
             Place::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Place::Simulated(number) => write!(f, "simulated:{number}"),
         }
     }
 }
@@ -81,6 +87,9 @@ pub struct HardwareProfile {
     pub place: Place,
     /// Major and minor number of the compute capability; none on a CPU.
     pub compute_capability: Option<(u32, u32)>,
+    /// Where the card is on the PCI bus, `domain:bus:device.function` in hexadecimal, as nvidia-smi and NVML name it; none on
+    /// a CPU.
+    pub pci_bus_id: Option<String>,
     /// Which matrix units the chip has.
     pub tensor_cores: TensorCores,
     /// Streaming multiprocessors, or the CPU's hardware threads.
@@ -146,6 +155,7 @@ impl HardwareProfile {
             name: format!("CPU with {num_threads} threads"),
             place: Place::Cpu,
             compute_capability: None,
+            pci_bus_id: None,
             tensor_cores: TensorCores::None,
             num_sms: num_threads,
             memory_bytes: 0,
@@ -171,7 +181,7 @@ pub struct DeviceLimits {
     pub smem_per_block_bytes: u32,
 }
 
-/// A device to plan and run on: the CPU, or a CUDA card. Cheap to clone.
+/// A device to plan and run on: the CPU, a CUDA card, or a simulated one. Cheap to clone.
 #[derive(Clone)]
 pub struct Device {
     shared: Arc<Shared>,
@@ -189,6 +199,7 @@ struct Shared {
 enum Backend {
     Cpu,
     Cuda(Arc<cuda::Context>, cuda::Modules),
+    Simulated(Arc<dyn Simulator>),
 }
 
 impl Device {
@@ -219,6 +230,24 @@ impl Device {
         let modules = cuda::Modules::new(context.clone(), images);
         let pool = Pool::new(Box::new(cuda::DeviceMemory(context.clone())));
         let shared = Shared { backend: Backend::Cuda(context, modules), pool, profile };
+        Ok(Device { shared: Arc::new(shared), arch, level: OptLevel::default() })
+    }
+
+    /// A card that is simulated on this host, at the newest floor that its compute capability runs. It has all of a
+    /// device's behaviour but for speed: streams run their work at once, and cannot be recorded.
+    ///
+    /// **Errors**: [`Error::UnsupportedCapability`] if the simulator's profile is of a card that no floor runs on.
+    pub fn simulated(simulator: Arc<dyn Simulator>) -> Result<Self, Error> {
+        static NUM_SIMULATED: AtomicU32 = AtomicU32::new(0);
+        let place = Place::Simulated(NUM_SIMULATED.fetch_add(1, Ordering::Relaxed));
+        let profile = HardwareProfile { place, ..simulator.profile() };
+        let (major, minor) = profile.compute_capability.unwrap_or((0, 0));
+        let Some(arch) = Arch::for_compute_capability(major, minor) else {
+            let (name, reason) = (profile.name, "no floor runs on it".into());
+            return Err(Error::UnsupportedCapability { name, major, minor, reason });
+        };
+        let pool = Pool::new(Box::new(SimulatedMemory::new(simulator.clone(), &profile)));
+        let shared = Shared { backend: Backend::Simulated(simulator), pool, profile };
         Ok(Device { shared: Arc::new(shared), arch, level: OptLevel::default() })
     }
 
@@ -262,7 +291,9 @@ impl Device {
     pub fn describe(&self) -> String {
         match self.shared.backend {
             Backend::Cpu => self.shared.profile.name.clone(),
-            Backend::Cuda(..) => format!("{} ({}, {})", self.shared.profile.name, self.place(), self.arch),
+            Backend::Cuda(..) | Backend::Simulated(_) => {
+                format!("{} ({}, {})", self.shared.profile.name, self.place(), self.arch)
+            }
         }
     }
 
@@ -276,6 +307,7 @@ impl Device {
         let queue = match &self.shared.backend {
             Backend::Cpu => Queue::Cpu,
             Backend::Cuda(context, _) => Queue::Cuda(Arc::new(cuda::Stream::new(context.clone())?)),
+            Backend::Simulated(simulator) => Queue::Simulated(simulator.clone()),
         };
         Ok(Stream::new(self.clone(), queue))
     }
@@ -285,11 +317,26 @@ impl Device {
         let profile = &self.shared.profile;
         match self.shared.backend {
             Backend::Cpu => None,
-            Backend::Cuda(..) => Some(DeviceLimits {
+            Backend::Cuda(..) | Backend::Simulated(_) => Some(DeviceLimits {
                 floor: self.arch.min(self.level.max_floor()),
                 num_sms: profile.num_sms,
                 smem_per_block_bytes: profile.smem_per_block_bytes,
             }),
+        }
+    }
+
+    /// The tensor map of a matrix in the memory of this card, which must be one that has TMA.
+    pub(crate) fn tensor_map(&self, op: &'static str, tiled: &Tiled) -> Result<TensorMap, Error> {
+        match &self.shared.backend {
+            Backend::Cpu => {
+                let (device, reason) = (self.describe(), "the CPU has no TMA".into());
+                Err(Error::Unsupported { op, device, reason })
+            }
+            Backend::Cuda(context, _) => context.tensor_map(tiled),
+            Backend::Simulated(simulator) => {
+                let refused = |reason| Error::Unsupported { op, device: self.describe(), reason };
+                simulator.tensor_map(tiled).map_err(refused)
+            }
         }
     }
 
@@ -308,6 +355,14 @@ impl Device {
                 reason: "the CPU has no kernels to load".into(),
             }),
             Backend::Cuda(_, modules) => modules.entry(family, self.arch, entry, smem_bytes),
+            Backend::Simulated(simulator) if simulator.has_kernel(entry) => {
+                Ok(Entry::simulated(entry, smem_bytes, simulator.clone(), self.arch))
+            }
+            Backend::Simulated(_) => Err(Error::Unsupported {
+                op: family,
+                device: self.describe(),
+                reason: format!("the simulator has no kernel {entry}"),
+            }),
         }
     }
 }

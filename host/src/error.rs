@@ -120,6 +120,16 @@ pub enum Error {
         /// The driver's error.
         source: DriverError,
     },
+    /// A simulated card stopped a kernel for what it did.
+    #[error("{entry} failed on {device}: {report}")]
+    Simulation {
+        /// The kernel's entry name.
+        entry: &'static str,
+        /// The simulated card's name and floor.
+        device: String,
+        /// What was wrong, and how to see it again.
+        report: String,
+    },
     /// Any other driver call failed.
     #[error("{call} failed")]
     Driver {

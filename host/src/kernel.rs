@@ -42,9 +42,9 @@ pub struct OptimizationReport {
     pub tile: String,
     /// Threads of a block.
     pub threads: u32,
-    /// What the kernel takes of a multiprocessor; none on the CPU.
+    /// What the kernel takes of a multiprocessor; none where no driver says.
     pub resources: Option<Resources>,
-    /// Resident threads over the most that a multiprocessor holds; none on the CPU.
+    /// Resident threads over the most that a multiprocessor holds; none where no driver says.
     pub occupancy: Option<f64>,
     /// Fewest bytes that a run must move: every input read once, every output written once.
     pub bytes: u64,
@@ -68,7 +68,7 @@ impl OptimizationReport {
     pub(crate) fn new(op: &'static str, device: &Device, entry: Option<&Entry>, work: Work) -> Self {
         let HardwareProfile { threads_per_sm, memory_bandwidth, .. } = *device.profile();
         let occupancy = entry
-            .and_then(|entry| entry.blocks_per_sm(work.threads).ok())
+            .and_then(|entry| entry.blocks_per_sm(work.threads))
             .map(|blocks| f64::from(blocks * work.threads) / f64::from(threads_per_sm));
         OptimizationReport {
             op,
@@ -78,7 +78,7 @@ impl OptimizationReport {
             why: work.why,
             tile: work.tile,
             threads: work.threads,
-            resources: entry.map(Entry::resources),
+            resources: entry.and_then(Entry::resources),
             occupancy,
             bytes: work.bytes,
             flops: work.flops,

@@ -1,9 +1,13 @@
 //! The one place from which kernels are launched.
 
 use std::ffi::c_void;
+use std::sync::Arc;
+
+use abi::Arch;
 
 use crate::device::cuda;
 use crate::error::Error;
+use crate::simulator::{Launch, Simulator};
 use crate::stream::{Queue, Stream};
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -24,9 +28,17 @@ pub struct Resources {
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     name: &'static str,
-    resources: Resources,
     dynamic_smem_bytes: u32,
-    handle: cuda::EntryHandle,
+    /// Blocks of a cluster in x; 1 without clusters.
+    cluster: u32,
+    kernel: Loaded,
+}
+
+/// Where the kernel is.
+#[derive(Clone, Debug)]
+enum Loaded {
+    Cuda(cuda::EntryHandle, Resources),
+    Simulated(Arc<dyn Simulator>, Arch),
 }
 
 impl Entry {
@@ -38,20 +50,41 @@ impl Entry {
         dynamic_smem_bytes: u32,
         handle: cuda::EntryHandle,
     ) -> Self {
-        Entry { name, resources, dynamic_smem_bytes, handle }
+        Entry { name, dynamic_smem_bytes, cluster: 1, kernel: Loaded::Cuda(handle, resources) }
+    }
+
+    pub(crate) fn simulated(
+        name: &'static str,
+        dynamic_smem_bytes: u32,
+        simulator: Arc<dyn Simulator>,
+        arch: Arch,
+    ) -> Self {
+        Entry { name, dynamic_smem_bytes, cluster: 1, kernel: Loaded::Simulated(simulator, arch) }
+    }
+
+    /// The same kernel, launched in clusters of so many blocks in x, which divide every grid.
+    pub(crate) fn in_clusters(self, cluster: u32) -> Self {
+        Entry { cluster, ..self }
     }
 
     pub(crate) fn name(&self) -> &'static str {
         self.name
     }
 
-    pub(crate) fn resources(&self) -> Resources {
-        self.resources
+    /// What the driver reports of the kernel; none where it is simulated, since nothing allots registers there.
+    pub(crate) fn resources(&self) -> Option<Resources> {
+        match &self.kernel {
+            Loaded::Cuda(_, resources) => Some(*resources),
+            Loaded::Simulated(..) => None,
+        }
     }
 
-    /// Blocks of `threads` threads that fit on a multiprocessor at a time.
-    pub(crate) fn blocks_per_sm(&self, threads: u32) -> Result<u32, Error> {
-        self.handle.blocks_per_sm(threads, self.dynamic_smem_bytes)
+    /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known.
+    pub(crate) fn blocks_per_sm(&self, threads: u32) -> Option<u32> {
+        match &self.kernel {
+            Loaded::Cuda(handle, _) => handle.blocks_per_sm(threads, self.dynamic_smem_bytes).ok(),
+            Loaded::Simulated(..) => None,
+        }
     }
 
     /// Enqueues the kernel; nothing if the grid is empty.
@@ -65,23 +98,39 @@ impl Entry {
         stream: &Stream,
         grid: [u32; 3],
         block: [u32; 3],
-        params: &mut [Param<'_>],
+        params: &[Param<'_>],
     ) -> Result<(), Error> {
         if grid.contains(&0) {
             return Ok(());
         }
-        let Queue::Cuda(queue) = stream.queue() else {
-            let got = stream.device().describe();
-            return Err(Error::invalid(self.name, "stream", "a stream of the plan's device", got));
+        let (handle, queue) = match (&self.kernel, stream.queue()) {
+            (Loaded::Cuda(handle, _), Queue::Cuda(queue)) => (handle, queue),
+            (Loaded::Simulated(simulator, arch), Queue::Simulated(queue))
+                if Arc::ptr_eq(simulator, queue) =>
+            {
+                let (entry, smem_bytes) = (self.name, self.dynamic_smem_bytes);
+                let cluster = self.cluster;
+                let launch = Launch { entry, arch: *arch, grid, block, cluster, smem_bytes, params };
+                // SAFETY: the caller's promise.
+                return unsafe { simulator.launch(&launch) }.map_err(|report| {
+                    let device = stream.device().describe();
+                    Error::Simulation { entry, device, report }
+                });
+            }
+            _ => {
+                let got = stream.device().describe();
+                return Err(Error::invalid(self.name, "stream", "a stream of the plan's device", got));
+            }
         };
         let mut pointers: [*mut c_void; MAX_PARAMS] = [std::ptr::null_mut(); MAX_PARAMS];
-        for (pointer, param) in std::iter::zip(&mut pointers, params.iter_mut()) {
-            *pointer = param.address();
+        for (pointer, param) in std::iter::zip(&mut pointers, params) {
+            // The driver only reads through it.
+            *pointer = param.address().cast_mut();
         }
         let pointers = &mut pointers[..params.len()];
         // SAFETY: parameters and their meaning — the caller; they live until the call returns, which is when the driver
         // has copied them.
-        unsafe { queue.launch(&self.handle, grid, block, self.dynamic_smem_bytes, pointers) }.map_err(
+        unsafe { queue.launch(handle, grid, block, self.cluster, self.dynamic_smem_bytes, pointers) }.map_err(
             |failure| match failure {
                 cuda::LaunchFailure::Launch(source) => {
                     let (entry, smem_bytes) = (self.name, self.dynamic_smem_bytes);
@@ -96,9 +145,12 @@ impl Entry {
 /// Most parameters of a kernel.
 const MAX_PARAMS: usize = 12;
 
-/// A parameter of a kernel: a device address, or a struct of `abi` by reference.
-pub(crate) enum Param<'a> {
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub enum Param<'a> {
+    /// A device address; 0 for a tensor that is not there.
     Address(u64),
+    /// A struct, passed by value.
     Struct(&'a dyn abi::Params),
 }
 
@@ -108,10 +160,19 @@ impl Param<'_> {
         Param::Address(view.map_or(0, |view| view.address()))
     }
 
-    fn address(&mut self) -> *mut c_void {
+    /// Where the parameter's value is: what `cuLaunchKernel` is given.
+    pub fn address(&self) -> *const c_void {
         match self {
-            Param::Address(address) => (address as *mut u64).cast(),
-            Param::Struct(value) => (*value as *const dyn abi::Params).cast::<c_void>().cast_mut(),
+            Param::Address(address) => (&raw const *address).cast(),
+            Param::Struct(value) => (&raw const **value).cast(),
+        }
+    }
+
+    /// Size of the parameter's value.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Param::Address(address) => size_of_val(address),
+            Param::Struct(value) => size_of_val(*value),
         }
     }
 }

@@ -10,9 +10,12 @@ mod kernel;
 mod launch;
 mod memory;
 pub mod models;
+mod nvtx;
 pub mod ops;
+pub mod simulator;
 mod stream;
 mod tensor;
+mod tensor_map;
 
 pub use abi::{Arch, DType};
 pub use device::{Device, HardwareProfile, OptLevel, Place};

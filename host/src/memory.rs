@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::error::Error;
 use crate::stream::{Queue, Stream};
 
-/// Where a pool's memory comes from: the host's allocator or a card.
+/// Where a pool's memory comes from: the host's allocator, a card or a simulator.
 pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
@@ -27,6 +27,10 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// # Safety
     /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
+
+    /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has no
+    /// user any more.
+    fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
 
     /// Free and total bytes, and the device's name.
     fn report(&self) -> (usize, usize, String);
@@ -97,6 +101,7 @@ impl Drop for Block {
         if self.class == 0 {
             return;
         }
+        self.pool.backing.assign(self.address, self.class, 0);
         let mut state = self.pool.lock();
         state.stats.requested_bytes -= self.requested;
         state.stats.in_use_bytes -= self.class;
@@ -170,6 +175,7 @@ impl Pool {
                 address
             }
         };
+        self.backing.assign(address, class, bytes);
         let stats = &mut state.stats;
         stats.num_allocations += 1;
         stats.num_live += 1;

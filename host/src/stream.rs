@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use crate::device::{Device, cuda};
 use crate::error::Error;
+use crate::simulator::Simulator;
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// A queue of work on a device, which runs in order. Cheap to clone; clones are the same stream.
 ///
-/// On the CPU work is done at once, so a stream has nothing to wait for.
+/// On the CPU and on simulated cards work is done at once, so a stream has nothing to wait for.
 #[derive(Clone, Debug)]
 pub struct Stream {
     device: Device,
@@ -20,6 +21,7 @@ pub struct Stream {
 pub(crate) enum Queue {
     Cpu,
     Cuda(Arc<cuda::Stream>),
+    Simulated(Arc<dyn Simulator>),
 }
 
 impl PartialEq for Queue {
@@ -27,6 +29,7 @@ impl PartialEq for Queue {
         match (self, other) {
             (Queue::Cpu, Queue::Cpu) => true,
             (Queue::Cuda(a), Queue::Cuda(b)) => Arc::ptr_eq(a, b),
+            (Queue::Simulated(a), Queue::Simulated(b)) => Arc::ptr_eq(a, b),
             _ => false,
         }
     }
@@ -59,7 +62,7 @@ impl Stream {
     /// Waits until all work so far is done, and reports errors of that work.
     pub fn synchronize(&self) -> Result<(), Error> {
         match &self.queue {
-            Queue::Cpu => Ok(()),
+            Queue::Cpu | Queue::Simulated(_) => Ok(()),
             Queue::Cuda(stream) => stream.synchronize(),
         }
     }
@@ -81,6 +84,10 @@ impl Stream {
                 Ok(())
             }
             Queue::Cuda(stream) => stream.upload(address, data),
+            Queue::Simulated(simulator) => {
+                simulator.write(address, data);
+                Ok(())
+            }
         }
     }
 
@@ -96,6 +103,10 @@ impl Stream {
                 Ok(())
             }
             Queue::Cuda(stream) => stream.download(address, data),
+            Queue::Simulated(simulator) => {
+                simulator.read(address, data);
+                Ok(())
+            }
         }
     }
 
@@ -120,6 +131,10 @@ impl Stream {
                 Ok(())
             }
             Queue::Cuda(stream) => stream.copy(from.address(), to.address(), bytes),
+            Queue::Simulated(simulator) => {
+                simulator.copy(from.address(), to.address(), bytes);
+                Ok(())
+            }
         }
     }
 
@@ -135,6 +150,10 @@ impl Stream {
                 Ok(())
             }
             Queue::Cuda(stream) => stream.fill_zero(address, bytes),
+            Queue::Simulated(simulator) => {
+                simulator.fill_zero(address, bytes);
+                Ok(())
+            }
         }
     }
 }
@@ -143,7 +162,7 @@ impl Stream {
     /// A marker of this point of the stream.
     pub fn record(&self) -> Result<Event, Error> {
         match &self.queue {
-            Queue::Cpu => Ok(Event(EventKind::Cpu(std::time::Instant::now()))),
+            Queue::Cpu | Queue::Simulated(_) => Ok(Event(EventKind::Host(std::time::Instant::now()))),
             Queue::Cuda(stream) => Ok(Event(EventKind::Cuda(stream.record()?))),
         }
     }
@@ -166,7 +185,8 @@ pub struct Event(EventKind);
 
 #[derive(Debug)]
 enum EventKind {
-    Cpu(std::time::Instant),
+    /// Where work is done at once: the host's clock.
+    Host(std::time::Instant),
     Cuda(cuda::Event),
 }
 
@@ -174,7 +194,7 @@ impl Event {
     /// Milliseconds that the device took from `earlier` to this point; waits until it is reached.
     pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
         match (&self.0, &earlier.0) {
-            (EventKind::Cpu(end), EventKind::Cpu(start)) => {
+            (EventKind::Host(end), EventKind::Host(start)) => {
                 Ok(end.duration_since(*start).as_secs_f32() * 1e3)
             }
             (EventKind::Cuda(end), EventKind::Cuda(start)) => end.elapsed_ms(start),
@@ -201,7 +221,10 @@ impl Graph {
         match &stream.queue {
             // SAFETY: the caller's promise.
             Queue::Cuda(queue) => unsafe { queue.launch_graph(&self.0) },
-            Queue::Cpu => Err(Error::invalid("Graph::launch", "stream", "a CUDA stream", "the CPU's")),
+            Queue::Cpu | Queue::Simulated(_) => {
+                let got = stream.device.describe();
+                Err(Error::invalid("Graph::launch", "stream", "a CUDA stream", got))
+            }
         }
     }
 }

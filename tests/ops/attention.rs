@@ -10,7 +10,10 @@ use warpforge::ops::attention::reference::{Sequence, attention, magnitudes};
 use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Executors, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats,
+    on_executors, store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -52,6 +55,12 @@ impl Case {
             mask,
             window,
         }
+    }
+
+    /// Tiles of 64 queries of a head, and 64 keys.
+    fn work(&self) -> usize {
+        let rows = self.lens.len() * self.heads.0 * self.seq_q.next_multiple_of(64);
+        rows * self.capacity.next_multiple_of(64) * (16 + self.head_dim / 2)
     }
 
     fn sequence(&self, len: usize) -> Sequence {
@@ -242,21 +251,22 @@ fn verify(what: &str, case: &Case, (out, lse): &Results, expected: &Expected) ->
     check(&format!("{what}, lse"), lse, &reference.1, &naive[0].1, &tolerance)
 }
 
-fn planned(case: &Case) -> Result<(), TestCaseError> {
+fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
     let data = case.data();
     let expected = expect(case, &data);
-    for device in devices() {
+    for device in &on.devices() {
         let results = compute(device, case, &data, None)?;
         verify(&format!("{device:?}"), case, &results, &expected)?;
     }
     Ok(())
 }
 
-fn every_variant(case: &Case) -> Result<(), TestCaseError> {
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let mut expected = None;
-    for device in cards() {
+    for device in cards {
         for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.dtype) {
-            if Attention::plan_with(device, case.problem(), variant).is_ok() {
+            if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();
                 let results = compute(device, case, &data, Some(variant))?;
                 let expected = expected.get_or_insert_with(|| expect(case, &data));
@@ -272,43 +282,52 @@ fn same_bits(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError>
     testkit::compare::check_bits_eq(got, want).map_err(|mismatch| fail(format!("{what}: {mismatch}")))
 }
 
+#[test]
+fn every_kernel_is_simulated() -> TestResult {
+    let cases = prop_oneof![prefill_case(), decode_case()];
+    every_kernel("attention", cases, |case| 4 * case.work(), run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned_prefill(case in prefill_case()) {
-        planned(&case)?;
+    fn planned_prefill((case, on) in on_executors(prefill_case, Case::work)) {
+        planned(&case, on)?;
     }
 
     /// The same for few queries and long caches.
     #[test]
-    fn planned_decode(case in decode_case()) {
-        planned(&case)?;
+    fn planned_decode((case, on) in on_executors(decode_case, Case::work)) {
+        planned(&case, on)?;
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant_prefill(case in prefill_case()) {
-        every_variant(&case)?;
+    fn every_variant_prefill((case, on) in on_executors(prefill_case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// The same for few queries and long caches.
     #[test]
-    fn every_variant_decode(case in decode_case()) {
-        every_variant(&case)?;
+    fn every_variant_decode((case, on) in on_executors(decode_case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A sequence gives the same bits alone, in views with less room and without `kv_lens`.
     #[test]
     fn sequences_are_independent(
-        case in prop_oneof![case(1usize..80, dims(&[64], 150)), case(1usize..5, dims(&[256], 700))]
+        (case, on) in on_executors(
+            || prop_oneof![case(1usize..80, dims(&[64], 150)), case(1usize..5, dims(&[256], 700))],
+            |case| 2 * case.work(),
+        ),
     ) {
         // Another alignment may take other kernels.
         let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), ..case };
         let Case { seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = case;
         let data = case.data();
-        for device in devices() {
+        for device in &on.devices() {
             let (out, lse) = compute(device, &case, &data, None)?;
             for (index, &len) in case.lens.iter().enumerate() {
                 let alone = Case { lens: vec![len], capacity: len, seed: 1, ..case.clone() };
@@ -325,13 +344,18 @@ proptest! {
 
     /// Queries give the same bits together and one by one where the same kernels do both.
     #[test]
-    fn queries_are_independent(case in case(2usize..5, dims(&[256], 700))) {
+    fn queries_are_independent(
+        (case, on) in on_executors(
+            || case(2usize..5, dims(&[256], 700)),
+            |case| (1 + case.seq_q) * case.work(),
+        ),
+    ) {
         let layout = Layout::default();
         let case = Case { q_layout: layout, kv_layout: layout, mask: Mask::Causal, ..case };
         let Case { seq_q, capacity, heads: (heads_q, _), head_dim, .. } = case;
         prop_assume!(case.lens.iter().all(|&len| len >= seq_q));
         let [q, k, v] = case.data();
-        for device in devices() {
+        for device in &on.devices() {
             let (out, _) = compute(device, &case, &[q.clone(), k.clone(), v.clone()], None)?;
             for query in 0..seq_q {
                 // The keys up to the query's own place.
@@ -385,7 +409,7 @@ fn rows_without_keys() -> TestResult {
             let case = Case { lens, capacity, mask: Mask::Causal, ..plain(dtype, seq_q, 0, (4, 2), 64) };
             let data = case.data();
             let expected = expect(&case, &data);
-            for device in devices() {
+            for device in &devices_for(case.work()) {
                 let (out, lse) = compute(device, &case, &data, None)?;
                 verify(&format!("{device:?}"), &case, &(out.clone(), lse.clone()), &expected)?;
                 for (sequence, &len) in case.lens.iter().enumerate() {
@@ -429,7 +453,7 @@ fn huge_scores() -> TestResult {
             if let Some(best) = best {
                 k[best * head_dim] = 0.0;
             }
-            for device in devices() {
+            for device in &devices_for(case.work()) {
                 let data = [q.clone(), k.clone(), v.clone()];
                 let (out, lse) = compute(device, &case, &data, None)?;
                 for (index, row) in out.chunks(head_dim).enumerate() {
@@ -470,7 +494,7 @@ fn nan_stays_where_it_is() -> TestResult {
             // The key at the place of the query before the last; in the second head.
             let (query, key) = (seq_q - 2, len - 2);
             let kv_element = (key * heads_kv + 1) * head_dim + 9;
-            for device in devices() {
+            for device in &devices_for(case.work()) {
                 let (want, _) = compute(device, &case, &clean, None)?;
                 for tensor in 0..3 {
                     let mut data = clean.clone();
@@ -515,7 +539,7 @@ fn chunks_then_decode() -> TestResult {
             cache
         };
         let (k, v) = (cached(&data[1]), cached(&data[2]));
-        for device in devices() {
+        for device in &devices_for(whole.work()) {
             let stream = device.stream()?;
             let tensor = |values: &[f64]| Rows::input(&stream, dtype, values, head_dim, Layout::default());
             let (q, k, v) = (tensor(&data[0])?, tensor(&k)?, tensor(&v)?);
@@ -559,7 +583,7 @@ fn joint_projection() -> TestResult {
     };
     let data = [part(0, heads_q), part(heads_q, heads_kv), part(heads_q + heads_kv, heads_kv)];
     let expected = expect(&case, &data);
-    for device in devices() {
+    for device in &devices_for(case.work()) {
         let stream = device.stream()?;
         let rows = Rows::input(&stream, dtype, &joint, width, Layout::default())?;
         let view = |start: usize, heads: usize| {
@@ -588,7 +612,7 @@ fn joint_projection() -> TestResult {
 fn two_streams() -> TestResult {
     let case = plain(DType::BF16, 1, 2000, (8, 2), 64);
     let [q, k, v] = case.data();
-    for device in devices() {
+    for device in &devices_for(20 * case.work()) {
         let (want, _) = compute(device, &case, &[q.clone(), k.clone(), v.clone()], None)?;
         let plan = Attention::plan(device, case.problem())?;
         let streams = [device.stream()?, device.stream()?];
@@ -619,7 +643,7 @@ fn two_streams() -> TestResult {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = plain(DType::F32, 4, 8, (4, 2), 64).problem();
         let plan = Attention::plan(device, problem)?;

@@ -1,5 +1,7 @@
 //! Strided copy and cast against its reference, bit for bit.
 
+use std::ops::Range;
+
 use abi::ops::copy::{CopyKind, CopyVariant, VARIANTS};
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -9,7 +11,9 @@ use warpforge::ops::copy::reference::{gather, scatter};
 use warpforge::ops::copy::{CASES, Copy, CopyArgs, CopyProblem};
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
 
-use crate::harness::{cards, devices, fail};
+use crate::harness::{
+    Contents, EVERY, Wanted, devices, devices_for, every_kernel, fail, on_executors, restrict,
+};
 
 const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
 
@@ -34,6 +38,15 @@ impl Strided {
         Strided { strides, offset }
     }
 
+    /// The elements of the buffer that are the tensor's.
+    fn elements(&self, shape: &[usize]) -> impl Iterator<Item = Range<usize>> {
+        let mut starts = vec![self.offset];
+        for (&size, &stride) in std::iter::zip(shape, &self.strides) {
+            starts = starts.iter().flat_map(|start| (0..size).map(move |i| start + i * stride)).collect();
+        }
+        starts.into_iter().map(|start| start..start + 1)
+    }
+
     /// Elements of the buffer: as many behind the tensor as before it, and some more.
     fn buffer_len(&self, shape: &[usize]) -> usize {
         let reach: usize =
@@ -51,6 +64,12 @@ struct Case {
     /// Values of a kind, or any bits.
     kind: Option<Values>,
     seed: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        5 * self.shape.iter().product::<usize>()
+    }
 }
 
 fn types() -> impl Strategy<Value = (DType, DType)> {
@@ -149,6 +168,8 @@ fn run(device: &Device, case: &Case, variant: Option<&'static CopyVariant>) -> R
     let src_buffer = Tensor::from_bytes(&stream, &[src_len], src_type, &src_bytes).map_err(fail)?;
     let mut dst_buffer =
         Tensor::from_bytes(&stream, &[dst.buffer_len(shape)], dst_type, &before).map_err(fail)?;
+    restrict(&stream, &src_buffer, src.elements(shape), Contents::Kept).map_err(fail)?;
+    restrict(&stream, &dst_buffer, dst.elements(shape), Contents::Undefined).map_err(fail)?;
     let args = CopyArgs {
         src: view(device, &src_buffer, shape, src).map_err(fail)?,
         dst: view_mut(device, &mut dst_buffer, shape, dst).map_err(fail)?,
@@ -180,26 +201,37 @@ fn run(device: &Device, case: &Case, variant: Option<&'static CopyVariant>) -> R
     Ok(())
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let kind = CopyKind::of(case.types.0, case.types.1);
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|v| Some(v.kind) == kind && wanted(v.entry)) {
+            run(device, case, Some(variant))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("copy", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        let kind = CopyKind::of(case.types.0, case.types.1);
-        for device in cards() {
-            for variant in VARIANTS.iter().filter(|variant| Some(variant.kind) == kind) {
-                run(device, &case, Some(variant))?;
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 }
 
@@ -221,7 +253,7 @@ fn all_casts() -> Result<(), TestCaseError> {
             (DType::F32, narrow, &near),
         ] {
             let bytes = if src == DType::F32 { encode(src, values) } else { all.clone() };
-            for device in devices() {
+            for device in &devices_for(5 * values.len()) {
                 let stream = device.stream()?;
                 let shape = [values.len()];
                 let plan = Copy::plan(device, CopyProblem { elements: values.len(), src, dst })?;
@@ -246,7 +278,7 @@ fn cases() -> Result<(), TestCaseError> {
         let layout = |stride| Strided { strides: vec![stride, cols, 1], offset: 0 };
         let (src, dst) = (layout(case.strides[0]), layout(case.strides[1]));
         let case = Case { shape, src, dst, types: (case.src, case.dst), kind: Some(Values::Normal), seed: 9 };
-        for device in devices() {
+        for device in &devices_for(case.work()) {
             run(device, &case, None)?;
         }
     }
@@ -256,7 +288,7 @@ fn cases() -> Result<(), TestCaseError> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = CopyProblem { elements: 12, src: DType::F32, dst: DType::BF16 };
         let plan = Copy::plan(device, problem)?;

@@ -8,7 +8,9 @@ use warpforge::ops::embedding::reference;
 use warpforge::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, devices, fail, floats, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -44,6 +46,12 @@ fn case() -> impl Strategy<Value = Case> {
             seed,
         },
     )
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        5 * self.tokens * self.cols
+    }
 }
 
 fn ids(case: &Case) -> Vec<u32> {
@@ -86,35 +94,49 @@ fn run(
     Ok(())
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let Case { dtype, tokens, vocab, cols, .. } = *case;
+    for device in cards {
+        for variant in VARIANTS {
+            if wanted(variant.entry)
+                && Embedding::plan_with(device, EmbeddingProblem { tokens, vocab, cols, dtype }, variant)
+                    .is_ok()
+            {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("embedding", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        for device in cards() {
-            for variant in VARIANTS {
-                let Case { dtype, tokens, vocab, cols, .. } = case;
-                if Embedding::plan_with(device, EmbeddingProblem { tokens, vocab, cols, dtype }, variant).is_ok() {
-                    run(device, &case, Some(variant))?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 }
 
 /// Every bit pattern of bf16 survives, also NaN payloads; an id beyond the table gives all ones and spoils no other row.
 #[test]
 fn bits_are_kept() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices_for(5 << 16) {
         let stream = device.stream()?;
         for cols in [256, 255] {
             let vocab = (1 << 16) / cols;
@@ -142,7 +164,7 @@ fn bits_are_kept() -> Result<(), Error> {
 /// The part of a table that one device holds: columns of wider rows.
 #[test]
 fn part_of_a_wider_table() -> Result<(), Box<dyn std::error::Error>> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         for (start, cols) in [(32, 64), (3, 61)] {
             let data = values(testkit::strategies::Values::Normal, DType::F16, 10 * 128, 3);
@@ -165,7 +187,7 @@ fn part_of_a_wider_table() -> Result<(), Box<dyn std::error::Error>> {
 /// Empty problems are done without an error.
 #[test]
 fn empty() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         for (tokens, vocab, cols) in [(0, 5, 8), (3, 5, 0), (0, 0, 0), (2, 0, 8)] {
             let problem = EmbeddingProblem { tokens, vocab, cols, dtype: DType::F32 };
@@ -184,7 +206,7 @@ fn empty() -> Result<(), Error> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = EmbeddingProblem { tokens: 4, vocab: 10, cols: 64, dtype: DType::F32 };
         let plan = Embedding::plan(device, problem)?;

@@ -1,7 +1,12 @@
 //! What does not fit this machine is an error with a reason: never a panic, never an abort.
 
-use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormProblem};
-use warpforge::{Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Ptx, Stream, Tensor};
+use proptest::test_runner::TestCaseError;
+use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use warpforge::{
+    Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Place, Ptx, Stream, Tensor, TensorView,
+};
+
+use crate::harness::{Layout, Rows, devices};
 
 const PROBLEM: RmsNormProblem =
     RmsNormProblem { rows: 1, cols: 64, dtype: DType::BF16, eps: 1e-6, weight: NormWeight::Plain };
@@ -100,9 +105,11 @@ fn devices_that_do_not_match() -> Result<(), Error> {
 
 #[test]
 fn more_memory_than_there_is() {
-    let mut devices = vec![Device::cpu()];
-    devices.extend(Device::cuda(0));
-    for device in devices {
+    // The other tests' allocations are in the pools of their devices.
+    let simulated = devices().into_iter().filter(|device| matches!(device.place(), Place::Simulated(_)));
+    let mut own: Vec<Device> = simulated.chain([Device::cpu()]).collect();
+    own.extend(card(warpforge::IMAGES).map(|card| card.unwrap()));
+    for device in own {
         let stream = device.stream().unwrap();
         let before = device.pool().stats();
         let error = Tensor::empty(&stream, &[1 << 58], DType::F32).unwrap_err();
@@ -118,11 +125,64 @@ fn more_memory_than_there_is() {
 
 #[test]
 fn levels_bound_the_floor() {
-    let Ok(card) = Device::cuda(0) else { return };
-    for (level, floor) in
-        [(OptLevel::Basic, Arch::Sm61), (OptLevel::Medium, Arch::Sm80), (OptLevel::High, Arch::Sm90a)]
-    {
-        let limits = card.with_level(level).limits().unwrap();
-        assert!(limits.floor <= floor, "{level:?}: {limits:?}");
+    for card in devices() {
+        let Some(newest) = card.limits().map(|limits| limits.floor) else { continue };
+        for (level, floor) in
+            [(OptLevel::Basic, Arch::Sm61), (OptLevel::Medium, Arch::Sm80), (OptLevel::High, Arch::Sm90a)]
+        {
+            assert_eq!(card.with_level(level).limits().unwrap().floor, newest.min(floor), "{level:?}");
+        }
     }
+}
+
+/// Runs the norm of `rows` rows of 64 that start `skip` elements into `x`, as if they were there.
+fn norm(device: &Device, x: &Rows, skip: usize, rows: usize) -> Result<String, TestCaseError> {
+    let (stream, dtype) = (device.stream()?, DType::F32);
+    let weight = Rows::input(&stream, dtype, &[1.0; 64], 64, Layout::default())?;
+    let mut out = Rows::output(&stream, dtype, rows, 64, Layout::default())?;
+    let problem = RmsNormProblem { rows, cols: 64, dtype, eps: 1e-6, weight: NormWeight::Plain };
+    let address = x.view().address() + 4 * skip as u64;
+    // SAFETY: inside the rows' buffer, guard bands included, which lives longer.
+    let x = unsafe { TensorView::from_raw(device, address, &[rows, 64], &[64, 1], dtype)? };
+    let weight = weight.view().reshape(&[64])?;
+    let args = RmsNormArgs { x, residual: None, weight, out: out.view_mut() };
+    let error = RmsNorm::plan(device, problem)?.run(&stream, args).expect_err("a defect");
+    assert!(matches!(error, Error::Simulation { .. }), "{error:?}");
+    Ok(error.to_string())
+}
+
+/// What a kernel may not read on a simulated card: guard bands, gaps between rows, and outputs before they are written.
+#[test]
+fn reads_that_are_reported() -> Result<(), TestCaseError> {
+    for device in devices() {
+        if !matches!(device.place(), Place::Simulated(_)) {
+            continue;
+        }
+        let (stream, dtype) = (device.stream()?, DType::F32);
+        let x = Rows::input(&stream, dtype, &[1.0; 128], 64, Layout::default())?;
+        let spaced = Rows::input(&stream, dtype, &[1.0; 128], 64, Layout { padding: 1, offset: 0 })?;
+        let unwritten = Rows::output(&stream, dtype, 2, 64, Layout::default())?;
+        for (x, skip, rows, expected) in [
+            (&x, 0, 3, "read out of bounds: "),
+            (&x, 1, 2, "read out of bounds: "),
+            (&spaced, 0, 2, " is a guard band or a gap between rows"),
+            (&unwritten, 0, 2, ", which nothing has written"),
+        ] {
+            let message = norm(&device, x, skip, rows)?;
+            let arch = device.limits().unwrap().floor;
+            for part in [
+                "rmsnorm_f32__",
+                &format!(" failed on {}: kernel `rmsnorm_f32__", device.describe()),
+                "gpu/src/ops/rmsnorm/mod.rs:",
+                expected,
+                &format!(" [{arch}, seed "),
+                "\nwith grid [",
+                "RmsNormDims { rows: ",
+                "\nsee it again: WARPFORGE_SIM_SEED=0 cargo test faults::reads_that_are_reported",
+            ] {
+                assert!(message.contains(part), "no {part:?} in {message}");
+            }
+        }
+    }
+    Ok(())
 }

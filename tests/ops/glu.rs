@@ -8,7 +8,10 @@ use warpforge::ops::glu::reference;
 use warpforge::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -19,6 +22,12 @@ struct Case {
     gates: Values,
     ups: Values,
     seed: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        5 * self.problem.rows * self.problem.cols
+    }
 }
 
 fn layout() -> impl Strategy<Value = Layout> {
@@ -81,35 +90,50 @@ fn run(device: &Device, case: &Case, variant: Option<&'static GluVariant>) -> Re
     check_glu(plan.report().variant, &out.read(&stream)?, (&gate, &up), activation, dtype)
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let GluProblem { dtype, activation, .. } = case.problem;
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|v| v.dtype == dtype && v.activation == activation) {
+            if wanted(variant.entry) && Glu::plan_with(device, case.problem, variant).is_ok() {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("glu", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        let GluProblem { dtype, activation, .. } = case.problem;
-        let fits = |v: &&GluVariant| v.dtype == dtype && v.activation == activation;
-        for device in cards() {
-            for variant in VARIANTS.iter().filter(fits) {
-                if Glu::plan_with(device, case.problem, variant).is_ok() {
-                    run(device, &case, Some(variant))?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A row gives the same bits alone and among others.
     #[test]
-    fn rows_are_independent(dtype in floats(), activation in activation(), rows in 2usize..40, cols in 1usize..700, seed: u64) {
-        for device in devices() {
+    fn rows_are_independent(
+        ((dtype, activation, rows, cols, seed), on) in on_executors(
+            || (floats(), activation(), 2usize..40, 1usize..700, any::<u64>()),
+            |&(_, _, rows, cols, _)| 5 * rows * cols,
+        ),
+    ) {
+        for device in &on.devices() {
             let stream = device.stream().map_err(fail)?;
             let gate = values(Values::Normal, dtype, rows * cols, seed);
             let up = values(Values::Normal, dtype, rows * cols, seed ^ 1);
@@ -134,7 +158,7 @@ proptest! {
 #[test]
 fn halves_of_one_tensor() -> Result<(), TestCaseError> {
     for (rows, cols, dtype) in [(3, 768, DType::BF16), (5, 33, DType::F16), (33, 512, DType::F32)] {
-        for device in devices() {
+        for device in &devices() {
             let stream = device.stream()?;
             let data = values(Values::Normal, dtype, rows * 2 * cols, 7);
             let joint = Rows::input(&stream, dtype, &data, 2 * cols, Layout::default())?;
@@ -161,7 +185,7 @@ fn extreme_gates() -> Result<(), TestCaseError> {
         let gate = testkit::round::round_all(dtype, &sweep.chain(specials).collect::<Vec<_>>());
         let up = vec![1.0; gate.len()];
         for activation in Activation::ALL {
-            for device in devices() {
+            for device in &devices_for(5 * gate.len()) {
                 let stream = device.stream()?;
                 let problem = GluProblem { rows: 1, cols: gate.len(), dtype, activation };
                 let plan = Glu::plan(device, problem)?;
@@ -185,7 +209,7 @@ fn extreme_gates() -> Result<(), TestCaseError> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = GluProblem { rows: 4, cols: 64, dtype: DType::F32, activation: Activation::Silu };
         let plan = Glu::plan(device, problem)?;

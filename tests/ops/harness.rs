@@ -1,37 +1,151 @@
 //! What the operators' tests share: where they run, and buffers with guard bands on the device.
+//!
+//! A property has one body for all executors: the CPU backend, the kernels in the simulator, the kernels on a card.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use half::{bf16, f16};
-use proptest::test_runner::TestCaseError;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 use testkit::buffer::Guarded;
 use testkit::compare::{Tolerance, check_within_naive};
 use testkit::round::round_to;
-use warpforge::{Arch, DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
+use testkit::simulator::Card;
+use warpforge::simulator::Simulator;
+use warpforge::{Arch, DType, Device, Error, Place, Stream, Tensor, TensorView, TensorViewMut};
 
-/// The CPU, and the card once for every floor that it runs. Says so if there is no card (`REQUIRE_GPU=1`: fails).
-pub fn devices() -> &'static [Device] {
-    static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
-    let devices = DEVICES.get_or_init(|| {
-        let cards = Device::cuda(0)
-            .map(|card| Arch::ALL.into_iter().filter_map(move |arch| card.with_arch(arch).ok()));
-        let mut devices = vec![Device::cpu()];
-        devices.extend(cards.into_iter().flatten());
+/// The most work that is simulated: about half a second. Larger cases run on the CPU and on real cards only.
+///
+/// The unit is an access to memory, some 0.1 µs. Tests estimate their work from the problem alone: what the kernels of the
+/// operator access, and 3 more for each time that a thread waits for others.
+const MAX_SIMULATED_WORK: usize = 1 << 22;
+
+/// One case of a property in so many is simulated too.
+const SIMULATED_SHARE: u32 = 4;
+
+/// Where a case runs: always on the CPU and on every real card and floor, and perhaps on one simulated card.
+#[derive(Clone, Copy, Debug)]
+pub struct Executors {
+    simulated: Option<Arch>,
+}
+
+/// Cases, and where each runs. Those that are simulated are of at most [`MAX_SIMULATED_WORK`].
+pub fn on_executors<S: Strategy>(
+    cases: impl Fn() -> S,
+    work: impl Fn(&S::Value) -> usize,
+) -> impl Strategy<Value = (S::Value, Executors)>
+where
+    S::Value: Clone,
+{
+    let small =
+        cases().prop_filter("too much work to be simulated", move |case| work(case) <= MAX_SIMULATED_WORK);
+    let floors = proptest::sample::select(&Arch::ALL[..]);
+    prop_oneof![
+        SIMULATED_SHARE - 1 => cases().prop_map(|case| (case, Executors { simulated: None })),
+        1 => (small, floors).prop_map(|(case, floor)| (case, Executors { simulated: Some(floor) })),
+    ]
+}
+
+impl Executors {
+    /// The devices.
+    pub fn devices(self) -> Vec<Device> {
+        let mut devices = devices();
+        devices.retain(|device| !is_simulated(device) || self.simulated == floor(device));
         devices
-    });
-    if devices.len() == 1
-        && let Err(error) = Device::cuda(0)
-    {
-        testkit::gpu::skip(&format!("the kernels were not run: {error}"));
     }
+
+    /// The cards among them.
+    pub fn cards(self) -> Vec<Device> {
+        let mut devices = self.devices();
+        devices.retain(|device| device.limits().is_some());
+        devices
+    }
+}
+
+/// The devices for a case of its own: also a simulated card if the work is not too much.
+pub fn devices_for(work: usize) -> Vec<Device> {
+    let floor = Arch::ALL[work % Arch::ALL.len()];
+    Executors { simulated: (work <= MAX_SIMULATED_WORK).then_some(floor) }.devices()
+}
+
+fn is_simulated(device: &Device) -> bool {
+    matches!(device.place(), Place::Simulated(_))
+}
+
+fn floor(device: &Device) -> Option<Arch> {
+    device.limits().map(|limits| limits.floor)
+}
+
+thread_local! {
+    /// The simulated cards. Each test has its own, as it has a thread: they run side by side, and memory ends with the test.
+    static SIMULATED: Vec<(Device, Arc<Card>)> = Arch::ALL
+        .into_iter()
+        .map(|floor| {
+            let card = Arc::new(Card::new(floor));
+            (Device::simulated(card.clone()).expect("a floor's own card"), card)
+        })
+        .collect();
+}
+
+/// The simulated card of this place, if it is one of this test's.
+fn card_of(place: Place) -> Option<Arc<Card>> {
+    SIMULATED
+        .with(|cards| cards.iter().find(|(device, _)| device.place() == place).map(|(_, card)| card.clone()))
+}
+
+/// All devices: the CPU, a simulated card of each floor, and the real card once for every floor that it runs. Says so once
+/// if there is no card (`REQUIRE_GPU=1`: every test fails).
+pub fn devices() -> Vec<Device> {
+    static REAL: OnceLock<Vec<Device>> = OnceLock::new();
+    let real = REAL.get_or_init(|| match Device::cuda(0) {
+        Ok(card) => Arch::ALL.into_iter().filter_map(|arch| card.with_arch(arch).ok()).collect(),
+        Err(error) => {
+            testkit::gpu::skip(&format!("the kernels of all tests run in the simulator only: {error}"));
+            Vec::new()
+        }
+    });
+    let mut devices = vec![Device::cpu()];
+    SIMULATED.with(|cards| devices.extend(cards.iter().map(|(device, _)| device.clone())));
+    devices.extend(real.iter().cloned());
     devices
 }
 
-/// The cards among [`devices`].
-pub fn cards() -> impl Iterator<Item = &'static Device> {
-    devices().iter().filter(|device| device.limits().is_some())
+/// Runs in the simulator each kernel of a family: draws cases until `run` has launched them all. It is told which kernels
+/// are wanted still.
+pub fn every_kernel<S: Strategy>(
+    family: &str,
+    cases: S,
+    work: impl Fn(&S::Value) -> usize,
+    run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
+) -> Result<(), TestCaseError> {
+    let mut missing: BTreeSet<&str> = abi::ops::entries(family).collect();
+    let mut runner = TestRunner::deterministic();
+    for number in 0..10_000 {
+        let case = cases.new_tree(&mut runner).map_err(fail)?.current();
+        if work(&case) > MAX_SIMULATED_WORK {
+            continue;
+        }
+        let mut cards = Executors { simulated: Some(Arch::ALL[number % Arch::ALL.len()]) }.cards();
+        cards.retain(is_simulated);
+        run(&cards, &case, &|entry| missing.contains(entry))?;
+        for card in cards.iter().filter_map(|card| card_of(card.place())) {
+            missing.retain(|entry| !card.launched().contains(entry));
+        }
+        if missing.is_empty() {
+            return Ok(());
+        }
+    }
+    Err(TestCaseError::fail(format!("no case has run {missing:?}")))
 }
+
+/// Which kernels to run, by entry.
+pub type Wanted<'a> = &'a dyn Fn(&str) -> bool;
+
+/// All of them.
+pub const EVERY: Wanted<'static> = &|_| true;
 
 /// Calls `$body` with `$type` as the Rust type of `$dtype`.
 macro_rules! with_type {
@@ -98,7 +212,9 @@ impl Rows {
             let values: Vec<T> = bytemuck::allocation::pod_collect_to_vec(&testkit::round::encode(dtype, values));
             upload(stream, &Guarded::strided(&values, cols.max(1), stride.max(1), layout.offset))?
         });
-        Ok(Rows { tensor, payload, rows: values.len() / cols.max(1), cols, stride, is_output: false })
+        let rows = values.len() / cols.max(1);
+        restrict(stream, &tensor, payload_rows(&payload, rows, cols, stride), Contents::Kept)?;
+        Ok(Rows { tensor, payload, rows, cols, stride, is_output: false })
     }
 
     /// Rows full of poison (NaN for floats).
@@ -113,6 +229,7 @@ impl Rows {
         let (tensor, payload) = with_type!(dtype, T => {
             upload(stream, &Guarded::<T>::poisoned(rows * stride, layout.offset))?
         });
+        restrict(stream, &tensor, payload_rows(&payload, rows, cols, stride), Contents::Undefined)?;
         Ok(Rows { tensor, payload, rows, cols, stride, is_output: true })
     }
 
@@ -148,6 +265,48 @@ impl Rows {
             Ok(testkit::round::decode(dtype, bytemuck::cast_slice(&rows)))
         })
     }
+}
+
+/// What a kernel finds in the allowed part of a restricted tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Contents {
+    /// What is there.
+    Kept,
+    /// Nothing to be read before it is written.
+    Undefined,
+}
+
+/// On a simulated card, puts everything of a tensor but these elements out of bounds for kernels.
+pub fn restrict(
+    stream: &Stream,
+    tensor: &Tensor,
+    allowed: impl Iterator<Item = Range<usize>>,
+    contents: Contents,
+) -> Result<(), Error> {
+    let Some(card) = card_of(stream.device().place()) else { return Ok(()) };
+    let (start, size) = (tensor.view().address(), tensor.dtype().bytes());
+    let mut bytes = vec![0; tensor.bytes()];
+    card.read(start, &mut bytes);
+    card.forbid(start, bytes.len());
+    for range in allowed.filter(|range| !range.is_empty()) {
+        let range = range.start * size..range.end * size;
+        let address = start + range.start as u64;
+        match contents {
+            Contents::Kept => card.write(address, &bytes[range]),
+            Contents::Undefined => card.uninitialise(address, range.len()),
+        }
+    }
+    Ok(())
+}
+
+fn payload_rows(
+    payload: &Range<usize>,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+) -> impl Iterator<Item = Range<usize>> + use<> {
+    let start = payload.start;
+    (0..rows).map(move |row| start + row * stride..start + row * stride + cols)
 }
 
 fn upload<T: testkit::Element + warpforge::Element>(
@@ -188,6 +347,6 @@ pub fn values(kind: testkit::strategies::Values, dtype: DType, n: usize, seed: u
 }
 
 /// A float type.
-pub fn floats() -> impl proptest::strategy::Strategy<Value = DType> {
+pub fn floats() -> impl Strategy<Value = DType> {
     proptest::sample::select(&DType::FLOATS[..])
 }

@@ -6,7 +6,9 @@ use testkit::strategies::{Rng, Values, dims, dims_from, stride_padding};
 use warpforge::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, devices, fail, floats, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, every_kernel, fail, floats, on_executors, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -35,6 +37,12 @@ fn case() -> impl Strategy<Value = Case> {
             seed,
         },
     )
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        10 * self.tokens * self.heads * self.head_dim
+    }
 }
 
 /// Distinct slots in a random order, some of them beyond the cache.
@@ -82,34 +90,48 @@ fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) 
     Ok(())
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let Case { tokens, heads, head_dim, dtype, .. } = *case;
+    for device in cards {
+        for variant in VARIANTS {
+            if wanted(variant.entry)
+                && KvAppend::plan_with(device, KvAppendProblem { tokens, heads, head_dim, dtype }, variant)
+                    .is_ok()
+            {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("kv_append", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        for device in cards() {
-            for variant in VARIANTS {
-                let Case { tokens, heads, head_dim, dtype, .. } = case;
-                if KvAppend::plan_with(device, KvAppendProblem { tokens, heads, head_dim, dtype }, variant).is_ok() {
-                    run(device, &case, Some(variant))?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 }
 
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = KvAppendProblem { tokens: 2, heads: 2, head_dim: 8, dtype: DType::F32 };
         let plan = KvAppend::plan(device, problem)?;

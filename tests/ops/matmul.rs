@@ -1,6 +1,6 @@
 //! The matrix product against its reference.
 
-use abi::ops::matmul::{MatmulVariant, VARIANTS};
+use abi::ops::matmul::{MatmulVariant, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
@@ -8,7 +8,10 @@ use warpforge::ops::matmul::reference;
 use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -44,6 +47,42 @@ fn case() -> impl Strategy<Value = Case> {
             Case { problem, a_layout, b_layout, out_layout, kind, seed }
         },
     )
+}
+
+/// Few rows and contiguous operands, and where the operands of one row lie.
+fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
+    let sizes = (2usize..9, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
+    (types(), sizes, bias(), layout(), any::<u64>()).prop_map(
+        |((dtype, out_dtype), (m, n, k), bias, moved, seed)| {
+            (contiguous(MatmulProblem { m, n, k, dtype, out_dtype, bias }, seed), moved)
+        },
+    )
+}
+
+fn many_rows() -> impl Strategy<Value = Case> {
+    let sizes = (18usize..300, dims_from(1, &[64, 128], 300), dims_from(1, &[8, 16, 32], 200));
+    (types(), sizes, any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), seed)| {
+        contiguous(MatmulProblem { m, n, k, dtype, out_dtype, bias: Bias::None }, seed)
+    })
+}
+
+fn contiguous(problem: MatmulProblem, seed: u64) -> Case {
+    let place = Layout::default();
+    Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed }
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        let MatmulProblem { m, n, k, .. } = self.problem;
+        // Of few rows: a warp per column and 8 rows.
+        m.div_ceil(8) * n * (1500 + 4 * k) + self.work_in_tiles()
+    }
+
+    /// Tiles of 64, whose operands are read from shared memory.
+    fn work_in_tiles(&self) -> usize {
+        let MatmulProblem { m, n, k, .. } = self.problem;
+        m.next_multiple_of(64) * n.next_multiple_of(64) * (k + 100) / 8
+    }
 }
 
 /// Inputs as exact f64: a, b and the bias if there is one.
@@ -116,7 +155,29 @@ fn plan(
 /// Kernels of the operand and out types.
 fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static MatmulVariant> {
     let types = (problem.dtype, problem.out_dtype);
-    VARIANTS.iter().filter(move |variant| (variant.dtype, variant.out_dtype) == types)
+    VARIANTS.iter().chain(WGMMA_VARIANTS).filter(move |variant| (variant.dtype, variant.out_dtype) == types)
+}
+
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let (a, b, bias) = inputs(case);
+    let inputs = (&a[..], &b[..], bias.as_deref());
+    let mut expected = None;
+    for device in cards {
+        let floor = device.limits().map(|limits| limits.floor);
+        for variant in variants(&case.problem).filter(|v| Some(v.floor) <= floor && wanted(v.entry)) {
+            let plan = plan(device, case.problem, Some(variant))?;
+            let got = product(device, &plan, case, inputs)?;
+            let expected = expected.get_or_insert_with(|| Expected::of(&case.problem, inputs));
+            expected.check(variant.entry, &got, &case.problem)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("matmul", case(), |case| 4 * case.work(), run_variants)
 }
 
 proptest! {
@@ -124,11 +185,11 @@ proptest! {
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
+    fn planned((case, on) in on_executors(case, Case::work)) {
         let (a, b, bias) = inputs(&case);
         let inputs = (&a[..], &b[..], bias.as_deref());
         let expected = Expected::of(&case.problem, inputs);
-        for device in devices() {
+        for device in &on.devices() {
             let plan = plan(device, case.problem, None)?;
             let got = product(device, &plan, &case, inputs)?;
             expected.check(plan.report().variant, &got, &case.problem)?;
@@ -137,42 +198,20 @@ proptest! {
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        let (a, b, bias) = inputs(&case);
-        let inputs = (&a[..], &b[..], bias.as_deref());
-        let expected = cards().next().map(|_| Expected::of(&case.problem, inputs));
-        for device in cards() {
-            let limits = device.limits().map(|limits| limits.floor);
-            for variant in variants(&case.problem).filter(|variant| Some(variant.floor) <= limits) {
-                let plan = plan(device, case.problem, Some(variant))?;
-                let got = product(device, &plan, &case, inputs)?;
-                if let Some(expected) = &expected {
-                    expected.check(variant.entry, &got, &case.problem)?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A row gives the same bits alone and among others, wherever it lies in memory: among the products of few rows.
     #[test]
-    fn few_rows_are_independent(
-        (dtype, out_dtype) in types(),
-        m in 2usize..9,
-        n in dims_from(1, &[8, 64], 100),
-        k in dims_from(1, &[128, 1024], 5000),
-        bias in bias(),
-        moved in layout(),
-        seed: u64,
-    ) {
-        let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias };
-        let place = Layout::default();
-        let case =
-            Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed };
+    fn few_rows_are_independent(((case, moved), on) in on_executors(few_rows, |(case, _)| 2 * case.work())) {
+        let problem = case.problem;
+        let MatmulProblem { m, n, k, .. } = problem;
         let (a, b, bias) = inputs(&case);
-        for device in devices() {
+        for device in &on.devices() {
             let plan = plan(device, problem, None)?;
             let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
-            let row = seed as usize % m;
+            let row = case.seed as usize % m;
             let one = Case {
                 problem: MatmulProblem { m: 1, ..problem },
                 a_layout: moved,
@@ -186,25 +225,18 @@ proptest! {
 
     /// The same among the products of more rows, on a card: the tiles' sums run in the order of k.
     #[test]
-    fn many_rows_are_independent(
-        (dtype, out_dtype) in types(),
-        m in 18usize..300,
-        n in dims_from(1, &[64, 128], 300),
-        k in dims_from(1, &[8, 16, 32], 200),
-        seed: u64,
-    ) {
-        let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias: Bias::None };
-        let place = Layout::default();
-        let case =
-            Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed };
-        if cards().next().is_some() {
+    fn many_rows_are_independent((case, on) in on_executors(many_rows, |case| 4 * case.work_in_tiles())) {
+        let problem = case.problem;
+        let MatmulProblem { m, n, k, .. } = problem;
+        let cards = on.cards();
+        if !cards.is_empty() {
             let (a, b, _) = inputs(&case);
-            for device in cards() {
+            for device in &cards {
                 let tiles = variants(&problem).filter(|variant| variant.entry.contains("__m"));
                 let mut all = Vec::new();
                 for variant in tiles.filter(|variant| variant.floor == warpforge::Arch::Sm61) {
                     let plan = plan(device, problem, Some(variant))?;
-                    let part = 17 + seed as usize % (m - 17);
+                    let part = 17 + case.seed as usize % (m - 17);
                     let fewer = Case { problem: MatmulProblem { m: part, ..problem }, ..case.clone() };
                     let rows = &a[(m - part) * k..];
                     let together = product(device, &plan, &case, (&a, &b, None))?;
@@ -221,7 +253,7 @@ proptest! {
 /// Sizes of zero: nothing to do, or an empty sum.
 #[test]
 fn empty() -> Result<(), TestCaseError> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream().map_err(fail)?;
         for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0], [0, 70, 0], [3, 0, 0]] {
             for bias in [Bias::None, Bias::PerColumn] {
@@ -256,18 +288,14 @@ fn empty() -> Result<(), TestCaseError> {
 /// NaN and infinities stay in their rows and columns.
 #[test]
 fn special_values() -> Result<(), TestCaseError> {
-    for device in devices() {
-        for (m, n, k) in [(1, 9, 40), (7, 33, 257), (70, 66, 50)] {
-            for dtype in DType::FLOATS {
-                let problem = MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
-                let place = Layout::default();
-                let kind = Values::Normal;
-                let case =
-                    Case { problem, a_layout: place, b_layout: place, out_layout: place, kind, seed: 4 };
+    for (m, n, k) in [(1, 9, 40), (7, 33, 257), (70, 66, 50)] {
+        for dtype in DType::FLOATS {
+            let case = contiguous(MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None }, 4);
+            for device in &devices_for(case.work()) {
                 let (mut a, mut b, _) = inputs(&case);
                 a[(m - 1) * k + k - 1] = f64::NAN;
                 b[3 * k + 5] = f64::INFINITY;
-                let plan = plan(device, problem, None)?;
+                let plan = plan(device, case.problem, None)?;
                 let got = product(device, &plan, &case, (&a, &b, None))?;
                 for (index, value) in got.iter().enumerate() {
                     let (row, col) = (index / n, index % n);
@@ -288,18 +316,17 @@ fn special_values() -> Result<(), TestCaseError> {
 /// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns.
 #[test]
 fn long_k() -> Result<(), TestCaseError> {
-    for device in devices() {
-        for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
-            let dtype = DType::BF16;
-            let problem = MatmulProblem { m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
-            let place = Layout::default();
-            let kind = Values::Normal;
-            let case = Case { problem, a_layout: place, b_layout: place, out_layout: place, kind, seed: 9 };
-            let (a, b, bias) = inputs(&case);
-            let inputs = (&a[..], &b[..], bias.as_deref());
+    for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
+        let dtype = DType::BF16;
+        let problem = MatmulProblem { m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
+        let case = contiguous(problem, 9);
+        let (a, b, bias) = inputs(&case);
+        let inputs = (&a[..], &b[..], bias.as_deref());
+        let expected = Expected::of(&problem, inputs);
+        for device in &devices_for(case.work()) {
             let plan = plan(device, problem, None)?;
             let got = product(device, &plan, &case, inputs)?;
-            Expected::of(&problem, inputs).check(plan.report().variant, &got, &problem)?;
+            expected.check(plan.report().variant, &got, &problem)?;
         }
     }
     Ok(())
@@ -309,7 +336,7 @@ fn long_k() -> Result<(), TestCaseError> {
 #[test]
 fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = MatmulProblem { m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias: Bias::None };
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);

@@ -11,7 +11,10 @@ use warpforge::ops::matmul_i8::{
 };
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, store,
+    values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -49,6 +52,18 @@ struct Inputs {
     a_scale: Vec<f64>,
     b_scale: Vec<f64>,
     bias: Option<Vec<f64>>,
+}
+
+/// Of few rows: a warp per column and 8 rows. Of many: tiles of 64, whose operands are read from shared memory.
+fn work(problem: &MatmulI8Problem) -> usize {
+    let &MatmulI8Problem { m, n, k, .. } = problem;
+    m.div_ceil(8) * n * (1500 + 2 * k) + m.next_multiple_of(64) * n.next_multiple_of(64) * (k + 100) / 16
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        work(&self.problem)
+    }
 }
 
 impl Inputs {
@@ -120,15 +135,100 @@ fn variants(device: &Device, out_dtype: DType) -> impl Iterator<Item = &'static 
     VARIANTS.iter().filter(move |variant| variant.out_dtype == out_dtype && Some(variant.floor) <= floor)
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let inputs = Inputs::of(case);
+    let mut want = None;
+    for device in cards {
+        for variant in variants(device, case.problem.out_dtype).filter(|v| wanted(v.entry)) {
+            let plan = MatmulI8::plan_with(device, case.problem, variant).map_err(fail)?;
+            let got = product(device, &plan, case, &inputs)?;
+            check(variant.entry, &got, want.get_or_insert_with(|| inputs.expected(case)))?;
+        }
+    }
+    Ok(())
+}
+
+/// Rows to be quantised.
+#[derive(Clone, Debug)]
+struct ToQuantize {
+    problem: QuantizeRowsProblem,
+    x: Layout,
+    q: Layout,
+    kind: Values,
+    seed: u64,
+}
+
+fn to_quantize() -> impl Strategy<Value = ToQuantize> {
+    let cols = prop_oneof![dims_from(1, &[8, 64], 200), dims_from(1, &[1024], 4200)];
+    (floats(), dims(&[4], 20), cols, layout(), layout(), any_values(), any::<u64>()).prop_map(
+        |(dtype, rows, cols, x, q, kind, seed)| ToQuantize {
+            problem: QuantizeRowsProblem { rows, cols, dtype },
+            x,
+            q,
+            kind,
+            seed,
+        },
+    )
+}
+
+impl ToQuantize {
+    /// A block of 256 threads for a row, which looks for the largest value.
+    fn work(&self) -> usize {
+        self.problem.rows * (256 * 60 + 3 * self.problem.cols)
+    }
+
+    fn run(&self, devices: &[Device]) -> Result<(), TestCaseError> {
+        let QuantizeRowsProblem { rows, cols, dtype } = self.problem;
+        let x = values(self.kind, dtype, rows * cols, self.seed);
+        let (want, want_scale) = reference::quantize_rows::<f32>(&x, cols);
+        let want: Vec<f64> = want.into_iter().map(f64::from).collect();
+        for device in devices {
+            let stream = device.stream().map_err(fail)?;
+            let plan = QuantizeRows::plan(device, self.problem).map_err(fail)?;
+            let x = Rows::input(&stream, dtype, &x, cols, self.x).map_err(fail)?;
+            let mut q = Rows::output(&stream, DType::I8, rows, cols, self.q).map_err(fail)?;
+            let mut scale = Rows::output(&stream, DType::F32, 1, rows, Layout::default()).map_err(fail)?;
+            let scale_view = scale.view_mut().reshape(&[rows]).map_err(fail)?;
+            let args = QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale_view };
+            plan.run(&stream, args).map_err(fail)?;
+            check("scale", &scale.read(&stream)?, &want_scale)?;
+            check("q", &q.read(&stream)?, &want)?;
+        }
+        Ok(())
+    }
+}
+
+/// A product or a quantisation, since both are of the family.
+#[derive(Clone, Debug)]
+enum Either {
+    Product(Case),
+    Quantization(ToQuantize),
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    let cases =
+        prop_oneof![3 => case().prop_map(Either::Product), 1 => to_quantize().prop_map(Either::Quantization)];
+    let work = |case: &Either| match case {
+        Either::Product(case) => 4 * case.work(),
+        Either::Quantization(rows) => rows.work(),
+    };
+    every_kernel("matmul_i8", cases, work, |cards, case, wanted| match case {
+        Either::Product(case) => run_variants(cards, case, wanted),
+        Either::Quantization(rows) => rows.run(cards),
+    })
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
+    fn planned((case, on) in on_executors(case, Case::work)) {
         let inputs = Inputs::of(&case);
         let want = inputs.expected(&case);
-        for device in devices() {
+        for device in &on.devices() {
             let plan = MatmulI8::plan(device, case.problem).map_err(fail)?;
             check(plan.report().variant, &product(device, &plan, &case, &inputs)?, &want)?;
         }
@@ -136,42 +236,14 @@ proptest! {
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        let inputs = Inputs::of(&case);
-        let want = cards().next().map(|_| inputs.expected(&case)).unwrap_or_default();
-        for device in cards() {
-            for variant in variants(device, case.problem.out_dtype) {
-                let plan = MatmulI8::plan_with(device, case.problem, variant).map_err(fail)?;
-                check(variant.entry, &product(device, &plan, &case, &inputs)?, &want)?;
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// Quantised rows, on every device.
     #[test]
-    fn quantized(
-        dtype in floats(),
-        rows in dims(&[4], 20),
-        cols in prop_oneof![dims_from(1, &[8, 64], 200), dims_from(1, &[1024], 4200)],
-        x_layout in layout(),
-        q_layout in layout(),
-        kind in any_values(),
-        seed: u64,
-    ) {
-        let x = values(kind, dtype, rows * cols, seed);
-        let (want, want_scale) = reference::quantize_rows::<f32>(&x, cols);
-        let want: Vec<f64> = want.into_iter().map(f64::from).collect();
-        for device in devices() {
-            let stream = device.stream().map_err(fail)?;
-            let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype }).map_err(fail)?;
-            let x = Rows::input(&stream, dtype, &x, cols, x_layout).map_err(fail)?;
-            let mut q = Rows::output(&stream, DType::I8, rows, cols, q_layout).map_err(fail)?;
-            let mut scale = Rows::output(&stream, DType::F32, 1, rows, Layout::default()).map_err(fail)?;
-            let scale_view = scale.view_mut().reshape(&[rows]).map_err(fail)?;
-            plan.run(&stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale_view }).map_err(fail)?;
-            check("scale", &scale.read(&stream)?, &want_scale)?;
-            check("q", &q.read(&stream)?, &want)?;
-        }
+    fn quantized((rows, on) in on_executors(to_quantize, ToQuantize::work)) {
+        rows.run(&on.devices())?;
     }
 }
 
@@ -188,7 +260,7 @@ fn quantization_of_special_rows() -> Result<(), Error> {
         ([1.0, f32::NAN, 2.0, 3.0, f32::INFINITY], f32::NAN, [0; 5]),
         ([f32::MAX, -f32::MAX, 0.0, 1.0, 2.0], f32::MAX / 127.0, [127, -127, 0, 0, 0]),
     ];
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let x: Vec<f32> = table.iter().flat_map(|(row, ..)| *row).collect();
         let rows = table.len();
@@ -210,11 +282,11 @@ fn quantization_of_special_rows() -> Result<(), Error> {
 /// The longest k with the largest products of either sign fits the sum.
 #[test]
 fn longest_k() -> Result<(), Error> {
-    for device in devices() {
-        let stream = device.stream()?;
-        for m in [1, 4, 20] {
-            let (n, k) = (2, MAX_K);
-            let problem = MatmulI8Problem { m, n, k, out_dtype: DType::F32, bias: Bias::None };
+    for m in [1, 4, 20] {
+        let (n, k) = (2, MAX_K);
+        let problem = MatmulI8Problem { m, n, k, out_dtype: DType::F32, bias: Bias::None };
+        for device in &devices_for(work(&problem)) {
+            let stream = device.stream()?;
             let qa = Tensor::from_slice(&stream, &[m, k], &vec![-128i8; m * k])?;
             let qb = [vec![-128i8; k], vec![127i8; k]].concat();
             let qb = Tensor::from_slice(&stream, &[n, k], &qb)?;
@@ -239,7 +311,7 @@ fn longest_k() -> Result<(), Error> {
 /// Sizes of zero: nothing to do, or an empty sum.
 #[test]
 fn empty() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0]] {
             let dtype = DType::F16;
@@ -275,7 +347,7 @@ fn empty() -> Result<(), Error> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = MatmulI8Problem { m: 4, n: 6, k: 8, out_dtype: DType::F32, bias: Bias::None };
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);

@@ -8,7 +8,9 @@ use warpforge::ops::rmsnorm::reference;
 use warpforge::ops::rmsnorm::{NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -24,7 +26,7 @@ struct Case {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let sizes = (floats(), dims(&[8, 32], 70), dims_from(1, &[64, 128, 1024, 4096], 5000));
+    let sizes = (floats(), dims(&[8, 32], 70), dims_from(1, &[16, 32, 128, 1024, 4096], 5000));
     let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
     let kinds = (
         prop_oneof![Just(Residual::None), Just(Residual::Add)],
@@ -39,6 +41,17 @@ fn case() -> impl Strategy<Value = Case> {
             Case { dtype, rows, cols, layout, residual, weight, eps, kind, seed }
         },
     )
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        work(self.rows, self.cols)
+    }
+}
+
+/// A block of 256 threads for a row, which adds up a sum.
+fn work(rows: usize, cols: usize) -> usize {
+    rows * (256 * 60 + 5 * cols)
 }
 
 /// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
@@ -84,35 +97,51 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
     Ok(())
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let Case { rows, cols, dtype, eps, weight, .. } = *case;
+    let problem = RmsNormProblem { rows, cols, dtype, eps, weight };
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|variant| variant.dtype == dtype) {
+            if wanted(variant.entry) && RmsNorm::plan_with(device, problem, variant).is_ok() {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("rmsnorm", case(), |case| 4 * case.work(), run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        for device in cards() {
-            for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.dtype) {
-                let Case { rows, cols, dtype, eps, weight, .. } = case;
-                let problem = RmsNormProblem { rows, cols, dtype, eps, weight };
-                if RmsNorm::plan_with(device, problem, variant).is_ok() {
-                    run(device, &case, Some(variant))?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A row gives the same bits alone and among others.
     #[test]
-    fn rows_are_independent(dtype in floats(), rows in 2usize..40, cols in dims_from(1, &[128, 1024], 3000), seed: u64) {
-        for device in devices() {
+    fn rows_are_independent(
+        ((dtype, rows, cols, seed), on) in on_executors(
+            || (floats(), 2usize..40, dims_from(1, &[128, 1024], 3000), any::<u64>()),
+            |&(_, rows, cols, _)| work(rows, cols),
+        ),
+    ) {
+        for device in &on.devices() {
             let stream = device.stream().map_err(fail)?;
             let data = values(Values::Normal, dtype, rows * cols, seed);
             let weight = values(Values::Normal, dtype, cols, seed ^ 1);
@@ -139,7 +168,7 @@ proptest! {
 #[test]
 fn per_head() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, heads, cols, width) = (3, 4, 128, 1024);
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let data = values(Values::Normal, DType::BF16, tokens * width, 5);
         let weight = values(Values::Normal, DType::BF16, cols, 6);
@@ -175,7 +204,7 @@ fn per_head() -> Result<(), Box<dyn std::error::Error>> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem =
             RmsNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };

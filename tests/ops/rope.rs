@@ -8,7 +8,9 @@ use warpforge::ops::rope::reference::{self, RopeShape};
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
 
-use crate::harness::{Layout, Rows, cards, check, devices, fail, floats, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+};
 
 /// Positions of the tables in the property tests.
 const MAX_POSITION: usize = 97;
@@ -30,6 +32,12 @@ struct Case {
     attention_factor: f64,
     kind: Values,
     seed: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        5 * self.problem.tokens * self.problem.heads * self.problem.head_dim
+    }
 }
 
 fn style() -> impl Strategy<Value = RopeStyle> {
@@ -158,35 +166,51 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RopeVariant>) -> R
     check(what, &got, &want, &naive, &Tolerance::new(dtype, Scale::Given(&terms), 3))
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let RopeProblem { dtype, style, .. } = case.problem;
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|v| v.dtype == dtype && v.style == style) {
+            if wanted(variant.entry) && Rope::plan_with(device, case.problem, variant).is_ok() {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("rope", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        let RopeProblem { dtype, style, .. } = case.problem;
-        for device in cards() {
-            for variant in VARIANTS.iter().filter(|v| v.dtype == dtype && v.style == style) {
-                if Rope::plan_with(device, case.problem, variant).is_ok() {
-                    run(device, &case, Some(variant))?;
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A token gives the same bits alone and among others.
     #[test]
-    fn tokens_are_independent(dtype in floats(), style in style(), tokens in 2usize..30, heads in 1usize..10, seed: u64) {
+    fn tokens_are_independent(
+        ((dtype, style, tokens, heads, seed), on) in on_executors(
+            || (floats(), style(), 2usize..30, 1usize..10, any::<u64>()),
+            |&(_, _, tokens, heads, _)| 5 * tokens * heads * 32,
+        ),
+    ) {
         let (head_dim, len) = (32, heads * 32);
-        for device in devices() {
+        for device in &on.devices() {
             let stream = device.stream().map_err(fail)?;
             let tables = RopeTables::new(&stream, &inv_freq(head_dim), 1.0, MAX_POSITION).map_err(fail)?;
             let data = values(Values::Normal, dtype, tokens * len, seed);
@@ -212,7 +236,7 @@ proptest! {
 /// cos and sin are the f64 values rounded once, at every position.
 #[test]
 fn tables() -> Result<(), TestCaseError> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         for (freqs, factor, max_position) in
             [(inv_freq(64), 1.0, 1), (inv_freq(2), 1.25, 1000), (inv_freq(34), 1.138, 300)]
@@ -248,7 +272,7 @@ fn long_context() -> Result<(), Error> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = RopeProblem {
             tokens: 4,

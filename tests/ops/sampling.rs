@@ -8,10 +8,17 @@ use warpforge::ops::sampling::reference;
 use warpforge::ops::sampling::{Sampler, Sampling, SamplingArgs, SamplingProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, devices, fail, floats, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, values,
+};
 
 /// Rounding distance: how far sums of probabilities may be from those of the reference.
 const NEAR: f64 = 1e-5;
+
+/// A block of 1024 threads for a row, with some hundred barriers and shuffles for all of the searches.
+fn work(rows: usize, vocab: usize) -> usize {
+    rows * (1024 * 500 + 20 * vocab)
+}
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -22,6 +29,12 @@ struct Case {
     method: Sampling,
     logits: Vec<f64>,
     step: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        work(self.rows, self.vocab)
+    }
 }
 
 /// What logits look like.
@@ -151,14 +164,35 @@ fn check(what: &str, case: &Case, ids: &[u32]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// The wanted kernels that can do the case; each chooses what the CPU does.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let want = sample(&Device::cpu(), case, None)?;
+    for device in cards {
+        for variant in VARIANTS {
+            let Case { dtype, rows, vocab, method, .. } = *case;
+            if wanted(variant.entry)
+                && Sampler::plan_with(device, SamplingProblem { rows, vocab, dtype, method }, variant).is_ok()
+            {
+                prop_assert_eq!(&sample(device, case, Some(variant))?, &want, "{}", variant.entry);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("sampling", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device; all devices choose the same.
     #[test]
-    fn planned(case in case()) {
+    fn planned((case, on) in on_executors(case, Case::work)) {
         let mut first: Option<Vec<u32>> = None;
-        for device in devices() {
+        for device in &on.devices() {
             let ids = sample(device, &case, None)?;
             check(&format!("{device:?}"), &case, &ids)?;
             prop_assert_eq!(first.get_or_insert_with(|| ids.clone()), &ids, "{:?}", device);
@@ -167,16 +201,8 @@ proptest! {
 
     /// Every kernel that can do the case, on every floor, chooses what the CPU does.
     #[test]
-    fn every_variant(case in case()) {
-        let want = sample(&devices()[0], &case, None)?;
-        for device in cards() {
-            for variant in VARIANTS {
-                let Case { dtype, rows, vocab, method, .. } = case;
-                if Sampler::plan_with(device, SamplingProblem { rows, vocab, dtype, method }, variant).is_ok() {
-                    prop_assert_eq!(&sample(device, &case, Some(variant))?, &want, "{}", variant.entry);
-                }
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// The reference itself is within its own distance: `is_near` refuses nothing that is right.
@@ -194,13 +220,13 @@ proptest! {
 
     /// The best token alone, and the limit of small temperatures, are greedy; so is the narrowest nucleus.
     #[test]
-    fn limits_are_greedy(case in case(), seed: u64) {
+    fn limits_are_greedy((case, on) in on_executors(case, |case| 3 * case.work()), seed: u64) {
         let greedy: Vec<u32> = case.logits.chunks(case.vocab).map(reference::greedy).collect();
         let one = Sampling::Random { temperature: 0.7, top_k: Some(1), top_p: 0.9, seed };
         let narrow = Sampling::Random { temperature: 0.7, top_k: None, top_p: f32::MIN_POSITIVE, seed };
         // With ties for the best, only top_k and top_p single one out.
         let cold = Sampling::Random { temperature: f32::MIN_POSITIVE, top_k: None, top_p: 1.0, seed };
-        for device in devices() {
+        for device in &on.devices() {
             for method in [one, narrow] {
                 prop_assert_eq!(&sample(device, &Case { method, ..case.clone() }, None)?, &greedy);
             }
@@ -216,8 +242,11 @@ proptest! {
 
     /// A row's token does not depend on the other rows.
     #[test]
-    fn rows_are_independent(case in case(), seed: u64) {
-        for device in devices() {
+    fn rows_are_independent(
+        (case, on) in on_executors(case, |case| (1 + case.rows) * case.work()),
+        seed: u64,
+    ) {
+        for device in &on.devices() {
             let together = sample(device, &case, None)?;
             for (row, &id) in together.iter().enumerate() {
                 // Other rows before it, none after.
@@ -254,7 +283,7 @@ fn greedy_special_values() -> Result<(), TestCaseError> {
         (&[nan, -1.0, -2.0], 1),
         (&[5.0, 5.0, 5.0, 5.0, 5.0], 0),
     ];
-    for device in devices() {
+    for device in &devices() {
         for dtype in DType::FLOATS {
             for (logits, want) in table {
                 let case = one_row(dtype, Sampling::Greedy, logits.to_vec());
@@ -279,7 +308,7 @@ fn random_special_values() -> Result<(), TestCaseError> {
         (&[-1e4, 1e4], &[1]),
         (&[-0.0, 0.0, -inf], &[0, 1]),
     ];
-    for device in devices() {
+    for device in &devices_for(work(7 * 3 * 40, 3)) {
         for dtype in DType::FLOATS {
             for (logits, wanted) in table {
                 let mut seen = Vec::new();
@@ -299,8 +328,8 @@ fn random_special_values() -> Result<(), TestCaseError> {
 /// The longest vocabulary that occurs, with the parameters that occur: every level of the searches is used.
 #[test]
 fn long_rows() -> Result<(), TestCaseError> {
-    for device in devices() {
-        for (dtype, vocab) in [(DType::F32, 262_144), (DType::BF16, 151_936), (DType::F16, 50_257)] {
+    for (dtype, vocab) in [(DType::F32, 262_144), (DType::BF16, 151_936), (DType::F16, 50_257)] {
+        for device in &devices_for(6 * work(2, vocab)) {
             let data = logits(Logits::Peaked, dtype, 2 * vocab, 21);
             for (top_k, top_p) in
                 [(None, 1.0), (Some(50), 1.0), (None, 0.9), (Some(1000), 0.95), (Some(100_000), 0.999)]
@@ -327,7 +356,7 @@ fn long_rows() -> Result<(), TestCaseError> {
 #[test]
 fn ties_are_kept_by_index() -> Result<(), TestCaseError> {
     let vocab = 5000;
-    for device in devices() {
+    for device in &devices_for(work(250, vocab)) {
         let mut seen = vec![false; vocab];
         for step in 0..200 {
             let method = Sampling::Random { temperature: 1.0, top_k: Some(7), top_p: 1.0, seed: 3 };
@@ -352,8 +381,8 @@ fn ties_are_kept_by_index() -> Result<(), TestCaseError> {
 fn draws_follow_the_probabilities() -> Result<(), TestCaseError> {
     let row: Vec<f64> = (0..16).map(|i| f64::from(i * 7 % 16) / 8.0).collect();
     let probabilities = reference::ranked(&row, 1.0, None);
-    for device in devices() {
-        for (rows, steps) in [(4096, 1), (16, 256)] {
+    for (rows, steps) in [(4096, 1), (16, 256)] {
+        for device in &devices_for(work(rows * steps as usize, row.len())) {
             let mut counts = [0u32; 16];
             for step in 0..steps {
                 let logits = row.repeat(rows);
@@ -375,8 +404,8 @@ fn draws_follow_the_probabilities() -> Result<(), TestCaseError> {
 /// The same seed and step repeat; another seed, step or row draws anew.
 #[test]
 fn draws_are_reproducible() -> Result<(), TestCaseError> {
-    for device in devices() {
-        let rows = 64;
+    let rows = 64;
+    for device in &devices_for(work(4 * rows, 1000)) {
         let logits = vec![0.0; rows * 1000];
         let case = Case { rows, vocab: 1000, logits, ..one_row(DType::F16, ALL, vec![0.0]) };
         let ids = sample(device, &case, None)?;
@@ -399,7 +428,7 @@ fn tokens_do_not_change() -> Result<(), TestCaseError> {
     let logits: Vec<f64> = (0..1000).map(|i| f64::from(i * 37 % 101) / 16.0).collect();
     let method =
         Sampling::Random { temperature: 0.75, top_k: Some(200), top_p: 0.9, seed: 0x1234_5678_9abc_def0 };
-    for device in devices() {
+    for device in &devices() {
         let mut ids = Vec::new();
         for step in [0, 1, 2, 1 << 40] {
             ids.extend(sample(device, &Case { step, ..one_row(DType::F32, method, logits.clone()) }, None)?);
@@ -412,7 +441,7 @@ fn tokens_do_not_change() -> Result<(), TestCaseError> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = SamplingProblem { rows: 4, vocab: 64, dtype: DType::F32, method: Sampling::Greedy };
         let plan = Sampler::plan(device, problem)?;
@@ -489,7 +518,7 @@ fn tensors_of_every_float_type() -> Result<(), Error> {
         Sampler::plan(device, problem)?.run(&stream, args)?;
         Ok(ids.to_vec::<u32>(&stream)?[0])
     }
-    for device in devices() {
+    for device in &devices() {
         assert_eq!(run(device, [1.0f32, 3.0, 2.0])?, 1);
         assert_eq!(run(device, [1.0, 2.0, 3.0].map(f16::from_f32))?, 2);
         assert_eq!(run(device, [3.0, 1.0, 2.0].map(bf16::from_f32))?, 0);

@@ -6,7 +6,9 @@ use testkit::strategies::{Values, dims, stride_padding};
 use warpforge::ops::transpose::{CASES, Transpose, TransposeArgs, TransposeProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{Layout, Rows, cards, devices, fail, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, on_executors, values,
+};
 
 const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
 
@@ -16,6 +18,12 @@ struct Case {
     x: Layout,
     out: Layout,
     seed: u64,
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        5 * self.problem.batch * self.problem.rows * self.problem.cols
+    }
 }
 
 fn layout() -> impl Strategy<Value = Layout> {
@@ -69,25 +77,37 @@ fn run(
     Ok(())
 }
 
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let element_bytes = case.problem.dtype.bytes();
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|v| v.element_bytes == element_bytes && wanted(v.entry)) {
+            run(device, case, Some(variant))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("transpose", case(), Case::work, run_variants)
+}
+
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(256))]
 
     /// What `plan` chooses, on every device.
     #[test]
-    fn planned(case in case()) {
-        for device in devices() {
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
             run(device, &case, None)?;
         }
     }
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant(case in case()) {
-        for device in cards() {
-            for variant in VARIANTS.iter().filter(|v| v.element_bytes == case.problem.dtype.bytes()) {
-                run(device, &case, Some(variant))?;
-            }
-        }
+    fn every_variant((case, on) in on_executors(case, Case::work)) {
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 }
 
@@ -96,7 +116,7 @@ proptest! {
 fn strides_in_the_last_dimension() -> Result<(), TestCaseError> {
     let (batch, rows, cols) = (2, 67, 35);
     for dtype in DTYPES {
-        for device in devices() {
+        for device in &devices() {
             let stream = device.stream()?;
             let data = values(Values::Normal, dtype, batch * rows * cols * 2, 3);
             let x = Rows::input(&stream, dtype, &data, 2, Layout::default())?;
@@ -124,8 +144,8 @@ fn cases() -> Result<(), TestCaseError> {
             cols: case.cols.min(300 + case.cols % 2),
             dtype: case.dtype,
         };
-        for device in devices() {
-            let case = Case { problem, x: Layout::default(), out: Layout::default(), seed: 4 };
+        let case = Case { problem, x: Layout::default(), out: Layout::default(), seed: 4 };
+        for device in &devices_for(case.work()) {
             run(device, &case, None)?;
         }
     }
@@ -135,7 +155,7 @@ fn cases() -> Result<(), TestCaseError> {
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {
-    for device in devices() {
+    for device in &devices() {
         let stream = device.stream()?;
         let problem = TransposeProblem { batch: 2, rows: 3, cols: 4, dtype: DType::F16 };
         let plan = Transpose::plan(device, problem)?;

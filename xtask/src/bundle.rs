@@ -16,8 +16,8 @@ const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
-/// Builds the root package's tests, benchmarks and examples, and the loader's tests, in release and packs them into
-/// `folder`. Each program holds the same device images, which xz stores once.
+/// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the
+/// example `own_operator`, in release, and packs them into `folder`. Each program holds the same device images, which xz stores once.
 pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     crate::setup::device_toolchain()?;
     let folder = root.join(folder);
@@ -30,15 +30,25 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
             "warpforge",
             "--package",
             "cuda_loader",
+            "--package",
+            "probes",
+            "--package",
+            "own_operator",
             "--tests",
             "--benches",
             "--examples",
+            "--bins",
             "--message-format=json-render-diagnostics",
         ],
     ))?;
     let programs: Vec<Program> = messages
         .lines()
         .filter_map(Program::parse)
+        .map(|program| match &*program.kind {
+            // An example that is a package of its own.
+            "bin" => Program { kind: "example".into(), ..program },
+            _ => program,
+        })
         .filter(|program| KINDS.contains(&&*program.kind) && !NEED_NO_CARD.contains(&&*program.name))
         .collect();
     if !programs.iter().any(|program| program.kind == "test") {

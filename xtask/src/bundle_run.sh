@@ -13,13 +13,16 @@ usage() {
 Usage, from the root of the repository (the programs read its files):
   run test [ARGS]          every test; one that finds no GPU fails. ARGS go to the test programs (a filter, --nocapture)
   run sanitize [ARGS]      the GPU tests under compute-sanitizer, with few property cases. ARGS go to the test program
-  run bench [ARGS]         every benchmark
+  run bench OUTDIR [ARGS]  every benchmark and its peers in PyTorch, if there is one; ours.jsonl and peers.jsonl in OUTDIR are
+                           what `cargo xtask bench-report OUTDIR` reads. ARGS go to the benchmarks (filters, which the
+                           peers get too; --floor=sm_80, --energy=all)
   run example NAME [ARGS]  one example
   run all OUTDIR           tests, sanitizer, benchmarks, demo: one log each in OUTDIR, then a table
 
 Environment
   WARPFORGE_CASES           property cases per test (sanitize: 2 unless set)
   WARPFORGE_SANITIZERS      compute-sanitizer's tools (memcheck racecheck; also synccheck, initcheck)
+  WARPFORGE_PEERS_LIMIT     seconds after which no further peer is timed (240 unless set); 0: no peers
   WARPFORGE_STEP_LIMIT      longest time of a step of `all`, in seconds (0, none)
 TEXT
 }
@@ -61,8 +64,8 @@ plain() { "$1" ${args[@]+"${args[@]}"}; }
 # checked SANITIZER TOOL LOG: the GPU tests under one tool.
 checked() {
     # The faults among the tests provoke driver errors, which the sanitizer would count; where all logits are equal, all of
-    # a histogram's atomics meet, which takes racecheck minutes.
-    "$1" --tool "$2" --error-exitcode 86 "$bundle/test/ops" --test-threads=1 --skip faults:: --skip sampling::ties ${args[@]+"${args[@]}"} 2>&1 | tee "$3"
+    # a histogram's atomics meet, which takes racecheck minutes; and what the simulator alone runs is none of its business.
+    "$1" --tool "$2" --error-exitcode 86 "$bundle/test/ops" --test-threads=1 --skip faults:: --skip sampling::ties --skip every_kernel_is_simulated ${args[@]+"${args[@]}"} 2>&1 | tee "$3"
     local status="${PIPESTATUS[0]}"
     if grep -qi 'device not supported' "$3"; then
         echo "run: compute-sanitizer does not support this device or its virtual machine" >&2
@@ -94,19 +97,62 @@ sanitize() {
     return "$status"
 }
 
-all() {
-    local out="$1" step log status verdict failed=0 start table=""
+# bench OUTDIR ARGS...: the peaks that PyTorch reaches, our benchmarks, the peers; one process after the other.
+bench() {
+    local out="$1" program="$bundle/bench/ops" limit="${WARPFORGE_PEERS_LIMIT:-240}" status=0 scratch word start="$SECONDS"
+    local filters=() peers_args=() peers=(python3 benches/peers/peers.py)
+    shift
     mkdir -p "$out" || fail "cannot make $out"
-    for step in "test" "sanitize" "bench" "example generate"; do
+    [[ -f "$program" ]] || fail "there is no bench in $bundle"
+    for word; do
+        case "$word" in
+            --energy=*) peers_args+=("$word") ;;
+            -*) ;;
+            *) filters+=("$word") ;;
+        esac
+    done
+    scratch="$(mktemp -d)"
+    export PYTHONUNBUFFERED=1
+    if ((limit > 0)) && ! command -v python3 >/dev/null; then
+        echo "run: no peers: python3 is not installed" >&2
+        limit=0
+    fi
+    "$program" --list ${filters[@]+"${filters[@]}"} >"$scratch/cases.jsonl" || fail "cannot list the cases"
+    : >"$scratch/peaks.jsonl"
+    if ((limit > 0)); then
+        echo "=== peaks"
+        "${peers[@]}" --peaks --json "$scratch/peaks.jsonl" || echo "run: the peaks ended with status $?" >&2
+        echo "--- $((SECONDS - start)) s"
+    fi
+    echo "=== ours"
+    "$program" --json "$out/ours.jsonl" --peaks "$scratch/peaks.jsonl" "$@" || status=$?
+    echo "--- $((SECONDS - start)) s"
+    rm -f "$out/peers.jsonl"
+    if ((limit > 0)); then
+        echo "=== peers"
+        # What the peers lack is no failure of ours, but that they end with an error is one.
+        "${peers[@]}" --cases "$scratch/cases.jsonl" --json "$out/peers.jsonl" --workers 12 --limit "$limit" \
+            ${peers_args[@]+"${peers_args[@]}"} ${filters[@]+"${filters[@]}"} || status=$?
+        echo "--- $((SECONDS - start)) s"
+    fi
+    rm -rf "$scratch"
+    return "$status"
+}
+
+all() {
+    local out="$1" step log status verdict failed=0 start table="" words
+    mkdir -p "$out" || fail "cannot make $out"
+    for step in test sanitize bench demo; do
+        log="$out/$step.log"
         case "$step" in
-            example*) log="$out/demo.log" ;;
-            *) log="$out/$step.log" ;;
+            bench) words=(bench "$out") ;;
+            demo) words=(example generate) ;;
+            *) words=("$step") ;;
         esac
         start="$SECONDS"
         echo "=== $step: $log"
         status=0
-        # shellcheck disable=SC2086 # a step is a command line
-        timeout --kill-after=10 "${WARPFORGE_STEP_LIMIT:-0}" bash "$folder/run" $step >"$log" 2>&1 || status=$?
+        timeout --kill-after=10 "${WARPFORGE_STEP_LIMIT:-0}" bash "$folder/run" "${words[@]}" >"$log" 2>&1 || status=$?
         case "$status" in
             0) verdict=passed ;;
             "$unavailable") verdict=unavailable ;;
@@ -158,8 +204,8 @@ case "$mode" in
         sanitize
         ;;
     bench)
-        args=("$@")
-        each bench plain
+        (($# > 0)) || fail "bench OUTDIR [ARGS]"
+        bench "$@"
         ;;
     example)
         (($# > 0)) || fail "which example? There are: $(ls "$bundle/example")"

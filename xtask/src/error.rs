@@ -58,6 +58,54 @@ pub enum Error {
         /// The kind of target, in cargo's words.
         kind: &'static str,
     },
+    /// A file does not hold what it should.
+    #[error("{}, line {line}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Its line, from 1.
+        line: usize,
+        /// What is wrong.
+        source: serde_json::Error,
+    },
+    /// A measurement does not say what it was made on.
+    #[error("{} has no line of kind `run`: was it cut short?", path.display())]
+    NoRun {
+        /// The results.
+        path: PathBuf,
+    },
+    /// A case is there twice, so its name does not tell which is meant.
+    #[error("{} has the case `{name}` twice", path.display())]
+    TwiceTimed {
+        /// The results.
+        path: PathBuf,
+        /// The case.
+        name: String,
+    },
+    /// A plot could not be drawn.
+    #[error("{}: {reason}", path.display())]
+    Plot {
+        /// The plot.
+        path: PathBuf,
+        /// What went wrong.
+        reason: String,
+    },
+    /// There is no place for the figures.
+    #[error("{} has no lines `{begin}` and `{end}`, in this order", path.display())]
+    NoMarkers {
+        /// The file.
+        path: PathBuf,
+        /// The line before the figures.
+        begin: &'static str,
+        /// The line behind them.
+        end: &'static str,
+    },
+    /// Cases are slower than in the last record.
+    #[error("{count} cases are slower than in the last record")]
+    Slower {
+        /// How many.
+        count: usize,
+    },
     /// The bundle is too large to be carried.
     #[error("{} is {bytes} bytes; {limit} are allowed", folder.display())]
     BundleTooLarge {

@@ -4,6 +4,7 @@ mod bundle;
 mod demo;
 mod error;
 mod process;
+mod report;
 mod setup;
 mod test;
 
@@ -24,6 +25,10 @@ cargo xtask <command>
                              --no-cuda: all of it without the CUDA backend
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
                              GPU machine that has no Rust; FOLDER/run says how
+  bench-report FOLDER        make a record of the measurement that `bundle/run bench FOLDER` left: tables, plots, and what
+                             is slower than in the last record of the card, which is an error
+                             --out FOLDER: not benches/record/<card>/<date>; --date YYYY-MM-DD: not the day of the run;
+                             --readme: write the README's figures, too
   help                       this text
 
 Environment
@@ -50,6 +55,10 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
         ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),
         ["gpu-bundle"] => bundle::run(&root()?, "bundle"),
         ["gpu-bundle", "--out", folder] => bundle::run(&root()?, folder),
+        ["bench-report", rest @ ..] => match report::Options::parse(rest) {
+            Some(options) => report::run(&root()?, &options),
+            None => Err(Error::Usage(args.join(" "))),
+        },
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");
             Ok(())
@@ -76,7 +85,13 @@ mod tests {
 
     #[test]
     fn unknown_words_are_refused_with_the_words() {
-        for words in [&["tset"][..], &["test", "--nocuda"], &["setup", "all"], &["gpu-bundle", "--out"]] {
+        for words in [
+            &["tset"][..],
+            &["test", "--nocuda"],
+            &["setup", "all"],
+            &["gpu-bundle", "--out"],
+            &["bench-report"],
+        ] {
             let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();
             let message = dispatch(&words).unwrap_err().to_string();
             assert!(message.contains(&format!("`{}`", words.join(" "))), "{message}");

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::process::{cargo, probe, run as run_command};
+use crate::process::{cargo, line, probe, run as run_command};
 use crate::setup;
 
 /// What is built and tested.
@@ -41,13 +41,10 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
             Ok(())
         })?;
     }
-    report.component(root, "format", "fmt", cargo(root, &["fmt", "--all", "--check"]))?;
-    report.component(
-        root,
-        "clippy",
-        "clippy",
-        workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]),
-    )?;
+    let component = |name| cargo(root, &[name, "--version"]);
+    report.optional("format", component("fmt"), cargo(root, &["fmt", "--all", "--check"]))?;
+    let clippy = workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]);
+    report.optional("clippy", component("clippy"), clippy)?;
     let mut tests = workspace(&["test"], &[]);
     if let Some(ptxas) = ptxas {
         tests.env("WARPFORGE_PTXAS", ptxas);
@@ -55,6 +52,14 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         tests.env("REQUIRE_DEVICE_TOOLCHAIN", "1");
     }
     report.step("tests", || run_command(&mut tests))?;
+    let python = |args: &[&str]| {
+        let mut python = Command::new("python3");
+        // It would leave compiled files in the tree.
+        python.current_dir(root).env("PYTHONDONTWRITEBYTECODE", "1").args(args);
+        python
+    };
+    let peers = python(&["-m", "unittest", "discover", "benches/peers"]);
+    report.optional("peers' script", python(&["--version"]), peers)?;
     let mut doc = workspace(&["doc"], &["--no-deps"]);
     report.step("documentation", || run_command(doc.env("RUSTDOCFLAGS", "-D warnings")))?;
     if backend == Backend::Cuda {
@@ -86,18 +91,17 @@ impl Report {
         result
     }
 
-    /// A step that needs a component of the toolchain, which a minimal installation may lack.
-    fn component(
+    /// A step that needs something which a minimal installation may lack: a component of the toolchain, Python.
+    fn optional(
         &mut self,
-        root: &Path,
         title: &'static str,
-        subcommand: &str,
+        mut version: Command,
         mut command: Command,
     ) -> Result<(), Error> {
-        match probe(&mut cargo(root, &[subcommand, "--version"])) {
+        match probe(&mut version) {
             Ok(_) => self.step(title, || run_command(&mut command)),
             Err(reason) => {
-                println!("\n=== {title}: skipped, because cargo {subcommand} does not run ({reason})");
+                println!("\n=== {title}: skipped, because `{}` does not run ({reason})", line(&version));
                 self.0.push((title, Outcome::Skipped(reason)));
                 Ok(())
             }
@@ -140,7 +144,8 @@ mod tests {
     fn a_missing_component_is_skipped_with_its_reason() {
         let mut report = Report::default();
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        report.component(root, "title", "no-such-subcommand", Command::new("false")).unwrap();
+        let version = cargo(root, &["no-such-subcommand", "--version"]);
+        report.optional("title", version, Command::new("false")).unwrap();
         let [("title", Outcome::Skipped(reason))] = &report.0[..] else { panic!("not skipped") };
         assert!(reason.contains("no-such-subcommand"), "{reason}");
     }

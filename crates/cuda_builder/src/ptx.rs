@@ -1,9 +1,12 @@
 //! What the compiler cannot say, put into the finished PTX.
 
-/// Turns the comments that `#[kernel]` leaves into directives of their entries.
+/// Turns the comments that `#[kernel]` leaves into directives of their entries, and aligns tensor maps.
 ///
 /// A comment is `//cuda_std.kernel <entry> <directives>`; the directives go between the entry's parameter list and its
 /// body. A comment without an entry is an error: the kernel was renamed on its way or optimised away.
+///
+/// A tensor map among the parameters must be aligned to 64 bytes; rustc knows no parameters of more than 16. It is
+/// recognised by its 128 bytes at that alignment.
 pub(crate) fn finish(ptx: &str) -> Result<String, String> {
     let mut pending = Vec::new();
     for line in ptx.lines() {
@@ -37,7 +40,11 @@ pub(crate) fn finish(ptx: &str) -> Result<String, String> {
             }
             placed[index] = true;
         }
-        out.push_str(line);
+        if text.starts_with(".param .align 16 .b8 ") && text.trim_end_matches(',').ends_with("[128]") {
+            out.push_str(&line.replacen(".align 16", ".align 64", 1));
+        } else {
+            out.push_str(line);
+        }
         out.push('\n');
     }
     match placed.iter().position(|&done| !done) {
@@ -57,6 +64,13 @@ mod tests {
         let expected = ".visible .entry j(\n)\n{\n}\n.visible .entry k(\n\t.param .u64 k_param_0\n)\n\
                         .maxntid 256, 1, 1\n.minnctapersm 2\n{\n\tret;\n}\n";
         assert_eq!(finish(ptx).as_deref(), Ok(expected));
+    }
+
+    #[test]
+    fn tensor_maps_are_aligned() {
+        let ptx = ".visible .entry k(\n\t.param .align 16 .b8 k_param_0[128],\n\t.param .align 16 .b8 k_param_1[32]\n)\n{\n}\n";
+        let expected = ptx.replacen(".align 16", ".align 64", 1);
+        assert_eq!(finish(ptx), Ok(expected));
     }
 
     #[test]

@@ -18,17 +18,22 @@ pub enum Order {
 
 /// `membar.gl;` Orders this thread's memory accesses before and after it, for all threads of the device.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn fence_device() {
     device!({
         // SAFETY: a fence has no precondition.
         unsafe { core::arch::asm!("membar.gl;", options(nostack)) }
     } else {
-        core::sync::atomic::fence(core::sync::atomic::Ordering::SeqCst)
+        if crate::sim::is_running() {
+            crate::sim::fence(crate::sim::Fence::Membar);
+        } else {
+            core::sync::atomic::fence(core::sync::atomic::Ordering::SeqCst);
+        }
     })
 }
 
 macro_rules! atomic_u32 {
-    ($(#[$doc:meta])* $name:ident, $ptx:literal, $host:ident) => {
+    ($(#[$doc:meta])* $name:ident, $ptx:literal, $host:ident, $change:expr) => {
         $(#[$doc])*
         ///
         #[doc = concat!("`", $ptx, " d, [pointer], value;` at device scope. Returns the old value.")]
@@ -36,6 +41,7 @@ macro_rules! atomic_u32 {
         /// # Safety
         /// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name(pointer: *mut u32, value: u32, order: Order) -> u32 {
             device!({
                 if matches!(order, Order::Release | Order::AcqRel) {
@@ -52,9 +58,12 @@ macro_rules! atomic_u32 {
                 }
                 old
             } else {
+                if crate::sim::is_running() {
+                    let change: fn(u32, u32) -> u32 = $change;
+                    return crate::sim::atomic_global(pointer, order, $ptx, |old| change(old, value));
+                }
                 // SAFETY: the caller's promise.
                 let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer) };
-                let _ = order;
                 cell.$host(value, core::sync::atomic::Ordering::SeqCst)
             })
         }
@@ -63,19 +72,142 @@ macro_rules! atomic_u32 {
 
 atomic_u32!(
     /// Adds, wrapping.
-    add_u32, "atom.global.add.u32", fetch_add);
+    add_u32, "atom.global.add.u32", fetch_add, u32::wrapping_add);
 atomic_u32!(
     /// Bitwise and.
-    and_u32, "atom.global.and.b32", fetch_and);
+    and_u32, "atom.global.and.b32", fetch_and, |old, value| old & value);
 atomic_u32!(
     /// Bitwise or.
-    or_u32, "atom.global.or.b32", fetch_or);
+    or_u32, "atom.global.or.b32", fetch_or, |old, value| old | value);
 atomic_u32!(
     /// Unsigned maximum.
-    max_u32, "atom.global.max.u32", fetch_max);
+    max_u32, "atom.global.max.u32", fetch_max, u32::max);
 atomic_u32!(
     /// Replaces.
-    exchange_u32, "atom.global.exch.b32", swap);
+    exchange_u32, "atom.global.exch.b32", swap, |_, value| value);
+
+/// Compares and swaps: writes `value` if `*pointer` is `expected`.
+///
+/// `atom.global.cas.b32 d, [pointer], expected, value;` at device scope. Returns the old value: `expected` if it was
+/// replaced.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn compare_exchange_u32(pointer: *mut u32, expected: u32, value: u32, order: Order) -> u32 {
+    device!({
+        if matches!(order, Order::Release | Order::AcqRel) {
+            fence_device();
+        }
+        let old: u32;
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("atom.global.cas.b32 {}, [{}], {}, {};", out(reg32) old, in(reg64) pointer,
+                in(reg32) expected, in(reg32) value, options(nostack));
+        }
+        if matches!(order, Order::Acquire | Order::AcqRel) {
+            fence_device();
+        }
+        old
+    } else {
+        if crate::sim::is_running() {
+            let change = |old| if old == expected { value } else { old };
+            return crate::sim::atomic_global(pointer, order, "atom.global.cas.b32", change);
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer) };
+        let order = core::sync::atomic::Ordering::SeqCst;
+        cell.compare_exchange(expected, value, order, order).unwrap_or_else(|old| old)
+    })
+}
+
+/// Adds a float. The order of additions is that in which threads come: the sum's last bits differ from run to run.
+///
+/// `atom.global.add.f32 d, [pointer], value;` at device scope, relaxed. Returns the old value.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn add_f32(pointer: *mut f32, value: f32) -> f32 {
+    device!({
+        let old: f32;
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("atom.global.add.f32 {}, [{}], {};", out(reg32) old, in(reg64) pointer, in(reg32) value,
+                options(nostack));
+        }
+        old
+    } else {
+        if crate::sim::is_running() {
+            return crate::sim::atomic_global(pointer, Order::Relaxed, "atom.global.add.f32", |old| old + value);
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer.cast()) };
+        let order = core::sync::atomic::Ordering::SeqCst;
+        let sum = |bits| Some((f32::from_bits(bits) + value).to_bits());
+        f32::from_bits(cell.fetch_update(order, order, sum).unwrap_or_else(|bits| bits))
+    })
+}
+
+/// Looks at a word that other threads change: for loops that wait.
+///
+/// `ld.volatile.global.u32 d, [pointer];`, with [`Order::Acquire`] followed by a fence.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn load_u32(pointer: *const u32, order: Order) -> u32 {
+    device!({
+        let value: u32;
+        // SAFETY: the caller's promise. Other threads write it, so it is read every time.
+        unsafe {
+            core::arch::asm!("ld.volatile.global.u32 {}, [{}];", out(reg32) value, in(reg64) pointer,
+                options(nostack));
+        }
+        if matches!(order, Order::Acquire | Order::AcqRel) {
+            fence_device();
+        }
+        value
+    } else {
+        if crate::sim::is_running() {
+            return crate::sim::atomic_load(pointer, order, "ld.volatile.global.u32");
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer.cast_mut()) };
+        cell.load(core::sync::atomic::Ordering::SeqCst)
+    })
+}
+
+/// Writes a word that other threads look at.
+///
+/// `st.volatile.global.u32 [pointer], value;`, with [`Order::Release`] after a fence.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*; other threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn store_u32(pointer: *mut u32, value: u32, order: Order) {
+    device!({
+        if matches!(order, Order::Release | Order::AcqRel) {
+            fence_device();
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("st.volatile.global.u32 [{}], {};", in(reg64) pointer, in(reg32) value,
+                options(nostack));
+        }
+    } else {
+        if crate::sim::is_running() {
+            return crate::sim::atomic_store(pointer, value, order, "st.volatile.global.u32");
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer) };
+        cell.store(value, core::sync::atomic::Ordering::SeqCst);
+    })
+}
 
 #[cfg(test)]
 mod tests {
@@ -105,6 +237,23 @@ mod tests {
                 assert_eq!(unsafe { operation(&mut cell, value, order) }, before, "{name}");
                 assert_eq!(cell, after, "{name}");
             }
+        }
+    }
+
+    #[test]
+    fn words_and_sums_of_one_thread() {
+        for order in ORDERS {
+            let (mut cell, mut sum) = (5, 1.5f32);
+            // SAFETY: aligned words of this thread alone.
+            unsafe {
+                assert_eq!(compare_exchange_u32(&mut cell, 4, 9, order), 5);
+                assert_eq!(load_u32(&cell, order), 5);
+                assert_eq!(compare_exchange_u32(&mut cell, 5, 9, order), 5);
+                assert_eq!(load_u32(&cell, order), 9);
+                store_u32(&mut cell, 11, order);
+                assert_eq!(add_f32(&mut sum, 0.25), 1.5);
+            }
+            assert_eq!((cell, sum), (11, 1.75));
         }
     }
 

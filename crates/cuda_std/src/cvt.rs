@@ -149,10 +149,241 @@ pub fn bf16x2_from_f32(low: f32, high: f32) -> u32 {
     }
 }
 
-/// Two binary16, `low` in the lower half.
+/// Two binary16, `low` in the lower half: `cvt.rn.f16x2.f32 d, high, low;` from sm_80 on, one by one below.
 #[inline(always)]
 pub fn f16x2_from_f32(low: f32, high: f32) -> u32 {
-    u32::from(f16_from_f32(low)) | u32::from(f16_from_f32(high)) << 16
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    {
+        let pair: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            core::arch::asm!("cvt.rn.f16x2.f32 {}, {}, {};", out(reg32) pair, in(reg32) high, in(reg32) low,
+                options(pure, nomem, nostack));
+        }
+        pair
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    {
+        u32::from(f16_from_f32(low)) | u32::from(f16_from_f32(high)) << 16
+    }
+}
+
+/// The two halves of a register of binary16.
+#[inline(always)]
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+fn f16x2_to_f32(pair: u32) -> [f32; 2] {
+    [f16_to_f32(pair as u16), f16_to_f32((pair >> 16) as u16)]
+}
+
+/// 8 bits: sign, 4 of exponent (bias 7), 3 of mantissa. No infinity, one NaN of each sign, at most 448.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(transparent)]
+pub struct E4m3(pub u8);
+
+/// 8 bits: sign, 5 of exponent, 2 of mantissa: the upper half of a binary16. At most 57344, then infinity and NaN.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[repr(transparent)]
+pub struct E5m2(pub u8);
+
+macro_rules! fp8 {
+    ($type:ident, $pair_from_f32:ident, $pair_from_f16x2:ident, $pair_to_f16x2:ident, $narrow:ident, $widen:ident,
+        $format:literal) => {
+        impl $type {
+            /// The nearest, ties to even; beyond the largest finite value, that (also for infinity); NaN stays NaN.
+            #[inline(always)]
+            pub fn from_f32(value: f32) -> Self {
+                $type($pair_from_f32(value, 0.0) as u8)
+            }
+
+            /// The value, exactly.
+            #[inline(always)]
+            pub fn to_f32(self) -> f32 {
+                f16_to_f32($pair_to_f16x2(u16::from(self.0)) as u16)
+            }
+        }
+
+        #[doc = concat!("Two ", stringify!($type), ", `low` in the lower byte, rounded as [`", stringify!($type), "::from_f32`].")]
+        #[doc = concat!("`cvt.rn.satfinite.", $format, ".f32 d, high, low;` on sm_90a, integer arithmetic below.")]
+        #[inline(always)]
+        pub fn $pair_from_f32(low: f32, high: f32) -> u16 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            {
+                let pair: u16;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    core::arch::asm!(concat!("cvt.rn.satfinite.", $format, ".f32 {}, {}, {};"), out(reg16) pair,
+                        in(reg32) high, in(reg32) low, options(pure, nomem, nostack));
+                }
+                pair
+            }
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            {
+                u16::from($narrow(low)) | u16::from($narrow(high)) << 8
+            }
+        }
+
+        #[doc = concat!("The same of two binary16. `cvt.rn.satfinite.", $format, ".f16x2 d, pair;` on sm_90a.")]
+        #[inline(always)]
+        pub fn $pair_from_f16x2(pair: u32) -> u16 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            {
+                let narrow: u16;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    core::arch::asm!(concat!("cvt.rn.satfinite.", $format, ".f16x2 {}, {};"), out(reg16) narrow,
+                        in(reg32) pair, options(pure, nomem, nostack));
+                }
+                narrow
+            }
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            {
+                let [low, high] = f16x2_to_f32(pair);
+                $pair_from_f32(low, high)
+            }
+        }
+
+        #[doc = concat!("Two ", stringify!($type), " as two binary16, exactly. `cvt.rn.f16x2.", $format, " d, pair;` on sm_90a.")]
+        #[inline(always)]
+        pub fn $pair_to_f16x2(pair: u16) -> u32 {
+            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            {
+                let wide: u32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    core::arch::asm!(concat!("cvt.rn.f16x2.", $format, " {}, {};"), out(reg32) wide, in(reg16) pair,
+                        options(pure, nomem, nostack));
+                }
+                wide
+            }
+            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            {
+                u32::from($widen(pair as u8)) | u32::from($widen((pair >> 8) as u8)) << 16
+            }
+        }
+    };
+}
+
+fp8!(E4m3, e4m3x2_from_f32, e4m3x2_from_f16x2, f16x2_from_e4m3x2, e4m3_from_f32, e4m3_to_f16, "e4m3x2");
+fp8!(E5m2, e5m2x2_from_f32, e5m2x2_from_f16x2, f16x2_from_e5m2x2, e5m2_from_f32, e5m2_to_f16, "e5m2x2");
+
+/// The NaN that conversions to binary16 give.
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+const F16_NAN: u16 = 0x7fff;
+
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[inline(always)]
+fn e4m3_from_f32(value: f32) -> u8 {
+    fp8_from_f32::<3, 7, 0x7e>(value)
+}
+
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[inline(always)]
+fn e5m2_from_f32(value: f32) -> u8 {
+    fp8_from_f32::<2, 15, 0x7b>(value)
+}
+
+/// To nearest even, at most `LARGEST`.
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[inline(always)]
+fn fp8_from_f32<const MANTISSA: u32, const BIAS: u32, const LARGEST: u32>(value: f32) -> u8 {
+    let sign = value.to_bits() >> 31 << 7;
+    let bits = value.to_bits() & 0x7fff_ffff;
+    let magnitude = f32::from_bits(bits);
+    let dropped = 23 - MANTISSA;
+    let code = if magnitude.is_nan() {
+        return 0x7f;
+    } else if bits < (128 - BIAS) << 23 {
+        // Below the normal range: adding 2^23 of its last places leaves their number in the sum's mantissa, rounded.
+        let shift = f32::from_bits((128 - BIAS + dropped) << 23);
+        (magnitude + shift).to_bits() - shift.to_bits()
+    } else {
+        // Half of the last place that stays, less one, plus that place's own bit: ties go to even, the carry rounds up.
+        let rounded = bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1);
+        ((rounded >> dropped) - ((127 - BIAS) << MANTISSA)).min(LARGEST)
+    };
+    (sign | code) as u8
+}
+
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[inline(always)]
+fn e4m3_to_f16(bits: u8) -> u16 {
+    let magnitude = u32::from(bits & 0x7f);
+    // The bits read as an f32 with bias 127, subnormals included, are 2^120 too small.
+    let value = f32::from_bits(magnitude << 20) * f32::from_bits((120 + 127) << 23);
+    let wide = f16_from_f32(value) | u16::from(bits & 0x80) << 8;
+    if magnitude == 0x7f { F16_NAN } else { wide }
+}
+
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[inline(always)]
+fn e5m2_to_f16(bits: u8) -> u16 {
+    if bits & 0x7f > 0x7c { F16_NAN } else { u16::from(bits) << 8 }
+}
+
+/// An f32 rounded to the 10 bits of mantissa of tf32, ties away from zero; the lower 13 bits are zero. A NaN keeps its
+/// upper bits: one whose payload is in the lower 13 becomes infinity.
+///
+/// `cvt.rna.tf32.f32 d, a;` from sm_80 on, integer arithmetic below.
+#[inline(always)]
+pub fn tf32_from_f32(value: f32) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    {
+        let bits: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            core::arch::asm!("cvt.rna.tf32.f32 {}, {};", out(reg32) bits, in(reg32) value, options(pure, nomem, nostack));
+        }
+        bits
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    {
+        let bits = value.to_bits();
+        if value.is_finite() { (bits + 0x1000) & !0x1fff } else { bits & !0x1fff }
+    }
+}
+
+/// `prmt.b32 d, a, b, selector;` Four bytes chosen from the eight of a (0 to 3) and b (4 to 7).
+///
+/// Nibble i of `selector` says which becomes byte i; its bit 3 asks for that byte's sign bit eight times instead.
+#[inline(always)]
+pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
+    device!({
+        let value: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            core::arch::asm!("prmt.b32 {}, {}, {}, {};", out(reg32) value, in(reg32) a, in(reg32) b,
+                in(reg32) selector, options(pure, nomem, nostack));
+        }
+        value
+    } else {
+        let bytes = (u64::from(a) | u64::from(b) << 32).to_le_bytes();
+        u32::from_le_bytes(core::array::from_fn(|i| {
+            let nibble = selector >> (4 * i);
+            let byte = bytes[(nibble & 7) as usize];
+            if nibble & 8 == 0 { byte } else { ((byte as i8) >> 7) as u8 }
+        }))
+    })
+}
+
+/// `lop3.b32 d, a, b, c, TABLE;` Any bitwise function of three: bit `4·a + 2·b + c` of `TABLE` is its value.
+///
+/// For `f(a, b, c)` the table is `f(0xf0, 0xcc, 0xaa)`: `(a & b) | c` is 0xea.
+#[inline(always)]
+pub fn lop3<const TABLE: u8>(a: u32, b: u32, c: u32) -> u32 {
+    device!({
+        let value: u32;
+        // SAFETY: register arithmetic.
+        unsafe {
+            core::arch::asm!("lop3.b32 {}, {}, {}, {}, {};", out(reg32) value, in(reg32) a, in(reg32) b, in(reg32) c,
+                const TABLE, options(pure, nomem, nostack));
+        }
+        value
+    } else {
+        (0..8u32).filter(|row| TABLE >> row & 1 == 1).fold(0, |value, row| {
+            let term = |x: u32, bit: u32| if row >> bit & 1 == 1 { x } else { !x };
+            value | term(a, 2) & term(b, 1) & term(c, 0)
+        })
+    })
 }
 
 #[cfg(test)]
@@ -160,7 +391,7 @@ mod tests {
     use super::*;
     use abi::DType;
     use proptest::prelude::*;
-    use std::format;
+    use std::{format, vec::Vec};
     use testkit::round::{max_finite, min_normal, round_to, ulp};
 
     /// A 16-bit type and the bits of its infinity.
@@ -291,6 +522,107 @@ mod tests {
         assert_eq!(bf16x2_from_f32(1.0, -2.0), 0xc000_3f80);
         assert_eq!(f16x2_from_f32(1.0, -2.0), 0xc000_3c00);
         assert_eq!(<f32 as Element>::from_f32(1.5).to_f32(), 1.5);
+    }
+
+    /// An 8-bit format from its definition: value and code of each finite number that is not negative, in order.
+    fn fp8_values(mantissa: i32, bias: i32, largest: u8) -> Vec<(f64, u8)> {
+        let value = |code: u8| {
+            let (exponent, fraction) = (i32::from(code >> mantissa), f64::from(code & ((1 << mantissa) - 1)));
+            let fraction = fraction / f64::from(1 << mantissa);
+            if exponent == 0 {
+                fraction * f64::from(1 - bias).exp2()
+            } else {
+                (1.0 + fraction) * f64::from(exponent - bias).exp2()
+            }
+        };
+        (0..=largest).map(|code| (value(code), code)).collect()
+    }
+
+    #[test]
+    fn fp8_rounds_to_the_nearest_and_saturates() {
+        type Narrow = fn(f32) -> u8;
+        let formats: [(i32, i32, u8, f64, Narrow); 2] = [
+            (3, 7, 0x7e, 448.0, |value| E4m3::from_f32(value).0),
+            (2, 15, 0x7b, 57344.0, |value| E5m2::from_f32(value).0),
+        ];
+        for (mantissa, bias, largest, largest_value, narrow) in formats {
+            let values = fp8_values(mantissa, bias, largest);
+            assert_eq!(values.last().map(|v| v.0), Some(largest_value));
+            let expected = |magnitude: f64| {
+                let above = values.partition_point(|v| v.0 < magnitude);
+                if above == values.len() {
+                    return largest;
+                }
+                let (below, above) = (values[above.saturating_sub(1)], values[above]);
+                match (magnitude - below.0).total_cmp(&(above.0 - magnitude)) {
+                    core::cmp::Ordering::Less => below.1,
+                    core::cmp::Ordering::Greater => above.1,
+                    core::cmp::Ordering::Equal => below.1.max(above.1) & !1,
+                }
+            };
+            let midpoints = values.windows(2).map(|pair| ((pair[0].0 + pair[1].0) / 2.0) as f32);
+            let around = midpoints.flat_map(|middle| [middle.next_down(), middle, middle.next_up()]);
+            let sweep = (0..0x7f80_0000u32).step_by(4099).map(f32::from_bits);
+            for magnitude in around.chain(sweep).chain([f32::MAX, f32::INFINITY, 0.0]) {
+                let code = expected(f64::from(magnitude));
+                assert_eq!((narrow(magnitude), narrow(-magnitude)), (code, code | 0x80), "{magnitude:e}");
+            }
+            assert_eq!(narrow(f32::NAN), 0x7f);
+        }
+    }
+
+    #[test]
+    fn fp8_widens_exactly_and_in_pairs() {
+        for (value, code) in fp8_values(3, 7, 0x7e) {
+            assert_eq!(f64::from(E4m3(code).to_f32()).to_bits(), value.to_bits());
+            assert_eq!(f64::from(E4m3(code | 0x80).to_f32()).to_bits(), (-value).to_bits());
+        }
+        for (value, code) in fp8_values(2, 15, 0x7b) {
+            assert_eq!(f64::from(E5m2(code).to_f32()).to_bits(), value.to_bits());
+            assert_eq!(f64::from(E5m2(code | 0x80).to_f32()).to_bits(), (-value).to_bits());
+        }
+        assert!([0x7f, 0xff].iter().all(|&code| E4m3(code).to_f32().is_nan()));
+        assert!([0x7d, 0x7e, 0x7f, 0xfd].iter().all(|&code| E5m2(code).to_f32().is_nan()));
+        assert_eq!((E5m2(0x7c).to_f32(), E5m2(0xfc).to_f32()), (f32::INFINITY, f32::NEG_INFINITY));
+        assert_eq!(e4m3x2_from_f32(1.0, -2.0), 0xc038);
+        assert_eq!(f16x2_from_e4m3x2(0xc038), 0xc000_3c00);
+        assert_eq!(e4m3x2_from_f16x2(0xc000_3c00), 0xc038);
+        assert_eq!(e5m2x2_from_f32(1.0, -2.0), 0xc03c);
+        assert_eq!(f16x2_from_e5m2x2(0xc03c), 0xc000_3c00);
+        assert_eq!(e5m2x2_from_f16x2(0xc000_3c00), 0xc03c);
+    }
+
+    #[test]
+    fn tf32_keeps_ten_bits() {
+        for (value, expected) in [
+            (1.0f32, 1.0f32),
+            (1.0 + 2f32.powi(-11), 1.0 + 2f32.powi(-10)),
+            ((1.0 + 2f32.powi(-11)).next_down(), 1.0),
+            (-1.0 - 2f32.powi(-11), -1.0 - 2f32.powi(-10)),
+            (f32::MAX, f32::INFINITY),
+            (f32::NEG_INFINITY, f32::NEG_INFINITY),
+            (f32::from_bits(0x1000), f32::from_bits(0x2000)),
+            (f32::from_bits(0xfff), 0.0),
+            (-0.0, -0.0),
+        ] {
+            assert_eq!(tf32_from_f32(value), expected.to_bits(), "{value:e}");
+        }
+        assert!(f32::from_bits(tf32_from_f32(f32::NAN)).is_nan());
+    }
+
+    #[test]
+    fn bytes_and_bits_are_permuted() {
+        let (a, b) = (0x8040_2010, 0xf1e2_d3c4);
+        assert_eq!(prmt(a, b, 0x3210), a);
+        assert_eq!(prmt(a, b, 0x7654), b);
+        assert_eq!(prmt(a, b, 0x5410), 0xd3c4_2010);
+        assert_eq!(prmt(a, b, 0xfa8b), 0xff00_00ff);
+        assert_eq!(prmt(a, b, 0xffff_0123), 0x1020_4080);
+        let c = 0x0ff0_aa55;
+        assert_eq!(lop3::<0xea>(a, b, c), a & b | c);
+        assert_eq!(lop3::<0x96>(a, b, c), a ^ b ^ c);
+        assert_eq!(lop3::<{ 0xf0 & !0xcc }>(a, b, c), a & !b);
+        assert_eq!(lop3::<0>(a, b, c), 0);
     }
 
     proptest! {

@@ -10,9 +10,15 @@
 /// - *aligned(`size_of::<T>()`)* and *in-bounds(the buffer of `pointer`)*.
 /// - *initialised*: by an earlier kernel or copy, or by this thread.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
-    // SAFETY: the caller's promise.
-    unsafe { *pointer }
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe { *pointer }
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { crate::sim::load_global(pointer, "ld.global") }
+    })
 }
 
 /// A plain store.
@@ -21,9 +27,15 @@ pub unsafe fn load<T: Copy>(pointer: *const T) -> T {
 /// - *aligned(`size_of::<T>()`)* and *in-bounds(the buffer of `pointer`)*.
 /// - *exclusive*: no other thread touches it during this kernel.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
-    // SAFETY: the caller's promise.
-    unsafe { *pointer = value }
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe { *pointer = value }
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { crate::sim::store_global(pointer, value, "st.global") }
+    })
 }
 
 macro_rules! load_16 {
@@ -36,6 +48,7 @@ macro_rules! load_16 {
         /// - *aligned(16)* and *in-bounds(the buffer of `pointer`)*.
         /// - *initialised*: by an earlier kernel or copy; for the `nc` forms nothing writes it while this kernel runs.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name<T: Copy>(pointer: *const T) -> [u32; 4] {
             device!({
                 let (a, b, c, d): (u32, u32, u32, u32);
@@ -47,7 +60,7 @@ macro_rules! load_16 {
                 [a, b, c, d]
             } else {
                 // SAFETY: the caller's promise.
-                unsafe { *pointer.cast::<[u32; 4]>() }
+                unsafe { crate::sim::load_global(pointer.cast::<[u32; 4]>(), $ptx) }
             })
         }
     };
@@ -78,6 +91,7 @@ macro_rules! store_16 {
         /// - *aligned(16)* and *in-bounds(the buffer of `pointer`)*.
         /// - *exclusive*: no other thread touches it during this kernel.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name<T: Copy>(pointer: *mut T, value: [u32; 4]) {
             device!({
                 // SAFETY: the caller's promise.
@@ -87,7 +101,9 @@ macro_rules! store_16 {
                 }
             } else {
                 // SAFETY: the caller's promise.
-                unsafe { *pointer.cast::<[u32; 4]>() = value }
+                unsafe {
+                    crate::sim::store_global(pointer.cast::<[u32; 4]>(), value, $ptx);
+                }
             })
         }
     };

@@ -7,14 +7,23 @@
 //! | [`shared`] | the block's dynamic shared memory | sm_61 |
 //! | [`global`] | loads and stores of global memory, with cache hints | sm_61 |
 //! | [`atomic`] | atomics with scope and order | sm_61 |
+//! | [`barrier`] | named barriers of part of a block | sm_61 |
+//! | [`lanes`] | active lanes, equal lanes, integer reductions, shuffles in part of a warp | sm_61, sm_80 |
 //! | [`math`] | fused and approximate arithmetic, integer dot products | sm_61 |
 //! | [`cvt`] | element types and their conversion to f32 | sm_61 |
 //! | [`debug`] | `printf` and `trap` | sm_61 |
+//! | [`mma`], [`matrix`] | tensor cores by the warp, and their operands in shared memory | sm_80 |
+//! | [`cp_async`] | copies to shared memory that do not wait | sm_80 |
+//! | [`mbarrier`] | barriers that count arrivals and bytes | sm_80, sm_90a |
+//! | [`fence`] | order between threads and between ways of access | sm_80, sm_90a |
+//! | [`tma`] | copies of whole tiles | sm_90a |
+//! | [`wgmma`], [`registers`] | tensor cores by the warpgroup, and its share of registers | sm_90a |
+//! | [`cluster`], [`grid`] | blocks that share memory, kernels that overlap | sm_90a |
 //!
 //! All of the project's `asm!` is in this crate: one function per PTX instruction form. Each has a host
-//! implementation, so that device code compiles for the host as it stands; where one thread alone cannot give the
-//! answer (a shuffle needs its warp), the host side says so and stops. Device code therefore never dereferences a raw
-//! pointer itself: it loads and stores through [`global`] and [`shared`], where a simulator can watch.
+//! implementation too, so that device code runs on the host as it stands: on targets other than nvptx64, `sim` is a
+//! simulator of the GPU. Device code therefore never dereferences a raw pointer itself: it loads and stores through
+//! [`global`] and [`shared`], where the simulator watches.
 #![no_std]
 #![cfg_attr(
     target_arch = "nvptx64",
@@ -36,21 +45,68 @@ macro_rules! device {
 }
 
 pub mod atomic;
+pub mod barrier;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod cluster;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod cp_async;
 pub mod cvt;
 pub mod debug;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod fence;
 pub mod global;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod grid;
+pub mod lanes;
 pub mod math;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod matrix;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod mbarrier;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod mma;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod registers;
 pub mod shared;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod sim;
 pub mod thread;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod tma;
 pub mod warp;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod wgmma;
 
 pub use cuda_std_macros::kernel;
 
-/// The host side of an instruction that only a whole warp or block can execute.
+/// The address of a `#[grid_constant]` parameter: what `#[kernel]` expands to.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! grid_constant {
+    ($kernel:ident, $index:literal, $name:ident) => {{
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let address: u64;
+            // SAFETY: takes the address of a parameter of this kernel, by the name that rustc gives it.
+            unsafe {
+                ::core::arch::asm!(
+                    ::core::concat!("{{ .reg .b64 t; mov.b64 t, ", ::core::stringify!($kernel), "_param_", $index,
+                        "; cvta.param.u64 {}, t; }}"),
+                    out(reg64) address, options(pure, nomem, nostack));
+            }
+            let _ = $name;
+            address as *const _
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        { &raw const $name }
+    }};
+}
+
+/// An instruction that only a thread of a block can execute, outside a simulation.
 #[cfg(not(target_arch = "nvptx64"))]
 #[cold]
 fn needs_gpu(instruction: &str) -> ! {
-    panic!("cuda_std: `{instruction}` needs the other threads of its warp or block, and this host has none")
+    panic!("cuda_std: `{instruction}` needs a block of threads: call the kernel in `cuda_std::sim::simulate`")
 }
 
 #[cfg(test)]
@@ -85,13 +141,12 @@ mod tests {
             "ld.shared.f32": shared::load_f32(0),
             "st.shared.v4.b32": shared::store_u32x4(0, [0; 4]),
             "atom.shared.add.u32": shared::add_u32(0, 1),
-            "vprintf": debug::printf(c"", &()),
         ];
         for (instruction, call) in calls {
             let panic = catch_unwind(call).expect_err(instruction);
             let message = panic.downcast_ref::<String>().expect("a message");
             let expected = std::format!(
-                "cuda_std: `{instruction}` needs the other threads of its warp or block, and this host has none"
+                "cuda_std: `{instruction}` needs a block of threads: call the kernel in `cuda_std::sim::simulate`"
             );
             assert_eq!(*message, expected);
         }

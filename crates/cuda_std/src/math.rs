@@ -47,6 +47,19 @@ unary!(
     /// 1/sqrt(x), relative error 2^-22.9.
     rsqrt, "rsqrt.approx.f32", |x| (1.0 / (x as f64).sqrt()) as f32);
 unary!(
+    /// sin(x), x in radians, absolute error 2^-20.5 for |x| up to 2π; beyond it grows (2^-14.7 up to 100π).
+    sin, "sin.approx.f32", |x| (x as f64).sin() as f32);
+unary!(
+    /// cos(x), with the same errors.
+    cos, "cos.approx.f32", |x| (x as f64).cos() as f32);
+unary!(
+    /// tanh(x), relative error 2^-11. Floor sm_80 (sm_75).
+    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    tanh, "tanh.approx.f32", |x| (x as f64).tanh() as f32);
+unary!(
+    /// The nearest integer, ties to even.
+    round, "cvt.rni.f32.f32", |x| x.round_ties_even());
+unary!(
     /// sqrt(x), exactly rounded.
     sqrt, "sqrt.rn.f32", |x| x.sqrt());
 unary!(
@@ -218,6 +231,17 @@ mod tests {
             } else {
                 assert_near(lg2(x), log, power(-22.0), &std::format!("lg2({x:e})"));
             }
+            if x.is_nan() {
+                assert!(tanh(x).is_nan());
+            } else {
+                let error = (f64::from(tanh(x)) - wide.tanh()).abs();
+                assert!(error <= wide.tanh().abs() * power(-11.0), "tanh({x:e})");
+            }
+            if wide.abs() <= core::f64::consts::TAU {
+                assert!((f64::from(sin(x)) - wide.sin()).abs() <= power(-20.5), "sin({x:e})");
+                assert!((f64::from(cos(x)) - wide.cos()).abs() <= power(-20.5), "cos({x:e})");
+            }
+            assert_eq!(round(x).to_bits() & !(1 << 31), x.round_ties_even().to_bits() & !(1 << 31), "{x:e}");
             assert_eq!(sqrt(x).to_bits() & !(1 << 31), x.sqrt().to_bits() & !(1 << 31), "sqrt({x:e})");
             assert_eq!(abs(x).to_bits(), x.to_bits() & !(1 << 31), "abs({x:e})");
         }

@@ -16,7 +16,7 @@ pub fn base() -> u32 {
         unsafe { core::arch::asm!("mov.u32 {}, dyn_smem;", out(reg32) address, options(pure, nomem, nostack)) };
         address
     } else {
-        crate::needs_gpu("mov.u32 %r, dyn_smem")
+        crate::sim::shared_base("mov.u32 %r, dyn_smem")
     })
 }
 
@@ -28,6 +28,7 @@ macro_rules! shared_access {
         #[doc = concat!("- *aligned(", $width, ")* and *in-bounds(dynamic shared memory)*.")]
         /// - *initialised*: by a write and a barrier before.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $load(address: u32) -> $type {
             device!({
                 let value: $type;
@@ -38,8 +39,7 @@ macro_rules! shared_access {
                 }
                 value
             } else {
-                let _ = address;
-                crate::needs_gpu(concat!("ld.shared", $suffix))
+                crate::sim::load_shared(address, concat!("ld.shared", $suffix))
             })
         }
 
@@ -49,6 +49,7 @@ macro_rules! shared_access {
         #[doc = concat!("- *aligned(", $width, ")* and *in-bounds(dynamic shared memory)*.")]
         /// - *exclusive*: no other thread touches it until the next barrier.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $store(address: u32, value: $type) {
             device!({
                 // SAFETY: the caller's promise.
@@ -57,8 +58,7 @@ macro_rules! shared_access {
                         options(nostack));
                 }
             } else {
-                let _ = (address, value);
-                crate::needs_gpu(concat!("st.shared", $suffix))
+                crate::sim::store_shared(address, value, concat!("st.shared", $suffix))
             })
         }
     };
@@ -75,6 +75,7 @@ macro_rules! shared_access_x4 {
         /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
         /// - *initialised*: by a write and a barrier before.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $load(address: u32) -> [$type; 4] {
             device!({
                 let (a, b, c, d): ($type, $type, $type, $type);
@@ -85,8 +86,7 @@ macro_rules! shared_access_x4 {
                 }
                 [a, b, c, d]
             } else {
-                let _ = address;
-                crate::needs_gpu(concat!("ld.shared.v4", $suffix))
+                crate::sim::load_shared(address, concat!("ld.shared.v4", $suffix))
             })
         }
 
@@ -96,6 +96,7 @@ macro_rules! shared_access_x4 {
         /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
         /// - *exclusive*: no other thread touches it until the next barrier.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $store(address: u32, value: [$type; 4]) {
             device!({
                 // SAFETY: the caller's promise.
@@ -105,8 +106,7 @@ macro_rules! shared_access_x4 {
                         options(nostack));
                 }
             } else {
-                let _ = (address, value);
-                crate::needs_gpu(concat!("st.shared.v4", $suffix))
+                crate::sim::store_shared(address, value, concat!("st.shared.v4", $suffix))
             })
         }
     };
@@ -121,6 +121,7 @@ shared_access_x4!(load_u32x4, store_u32x4, u32, ".b32");
 /// - *aligned(2)* and *in-bounds(dynamic shared memory)*.
 /// - *initialised*: by a write and a barrier before.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn load_u16(address: u32) -> u16 {
     device!({
         let value: u16;
@@ -130,8 +131,7 @@ pub unsafe fn load_u16(address: u32) -> u16 {
         }
         value
     } else {
-        let _ = address;
-        crate::needs_gpu("ld.shared.b16")
+        crate::sim::load_shared(address, "ld.shared.b16")
     })
 }
 
@@ -141,6 +141,7 @@ pub unsafe fn load_u16(address: u32) -> u16 {
 /// - *aligned(2)* and *in-bounds(dynamic shared memory)*.
 /// - *exclusive*: no other thread touches it until the next barrier.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn store_u16(address: u32, value: u16) {
     device!({
         // SAFETY: the caller's promise.
@@ -148,8 +149,7 @@ pub unsafe fn store_u16(address: u32, value: u16) {
             core::arch::asm!("st.shared.b16 [{}], {};", in(reg32) address, in(reg16) value, options(nostack));
         }
     } else {
-        let _ = (address, value);
-        crate::needs_gpu("st.shared.b16")
+        crate::sim::store_shared(address, value, "st.shared.b16")
     })
 }
 
@@ -161,6 +161,7 @@ pub unsafe fn store_u16(address: u32, value: u16) {
 /// - *aligned(4)* and *in-bounds(dynamic shared memory)*.
 /// - *initialised*: by a write and a barrier before; other threads access it only by atomics until the next barrier.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn add_u32(address: u32, value: u32) -> u32 {
     device!({
         let old: u32;
@@ -171,7 +172,6 @@ pub unsafe fn add_u32(address: u32, value: u32) -> u32 {
         }
         old
     } else {
-        let _ = (address, value);
-        crate::needs_gpu("atom.shared.add.u32")
+        crate::sim::atomic_shared(address, "atom.shared.add.u32", |old: u32| old.wrapping_add(value))
     })
 }

@@ -1,7 +1,7 @@
 //! Where a thread is, and the barrier of its block.
 
 macro_rules! special_register {
-    ($(#[$doc:meta])* $name:ident, $intrinsic:ident, $register:literal) => {
+    ($(#[$doc:meta])* $name:ident, $intrinsic:ident, $register:literal, $host:ident) => {
         $(#[$doc])*
         #[inline(always)]
         pub fn $name() -> u32 {
@@ -9,7 +9,7 @@ macro_rules! special_register {
                 // SAFETY: reading a special register has no precondition.
                 unsafe { core::arch::nvptx::$intrinsic() as u32 }
             } else {
-                crate::needs_gpu($register)
+                crate::sim::register(crate::sim::Register::$host, $register)
             })
         }
     };
@@ -17,40 +17,40 @@ macro_rules! special_register {
 
 special_register!(
     /// `%tid.x`: index of the thread in its block.
-    thread_idx_x, _thread_idx_x, "%tid.x");
+    thread_idx_x, _thread_idx_x, "%tid.x", ThreadX);
 special_register!(
     /// `%tid.y`.
-    thread_idx_y, _thread_idx_y, "%tid.y");
+    thread_idx_y, _thread_idx_y, "%tid.y", ThreadY);
 special_register!(
     /// `%tid.z`.
-    thread_idx_z, _thread_idx_z, "%tid.z");
+    thread_idx_z, _thread_idx_z, "%tid.z", ThreadZ);
 special_register!(
     /// `%ctaid.x`: index of the block in the grid.
-    block_idx_x, _block_idx_x, "%ctaid.x");
+    block_idx_x, _block_idx_x, "%ctaid.x", BlockX);
 special_register!(
     /// `%ctaid.y`.
-    block_idx_y, _block_idx_y, "%ctaid.y");
+    block_idx_y, _block_idx_y, "%ctaid.y", BlockY);
 special_register!(
     /// `%ctaid.z`.
-    block_idx_z, _block_idx_z, "%ctaid.z");
+    block_idx_z, _block_idx_z, "%ctaid.z", BlockZ);
 special_register!(
     /// `%ntid.x`: threads in a block.
-    block_dim_x, _block_dim_x, "%ntid.x");
+    block_dim_x, _block_dim_x, "%ntid.x", BlockDimX);
 special_register!(
     /// `%ntid.y`.
-    block_dim_y, _block_dim_y, "%ntid.y");
+    block_dim_y, _block_dim_y, "%ntid.y", BlockDimY);
 special_register!(
     /// `%ntid.z`.
-    block_dim_z, _block_dim_z, "%ntid.z");
+    block_dim_z, _block_dim_z, "%ntid.z", BlockDimZ);
 special_register!(
     /// `%nctaid.x`: blocks in the grid.
-    grid_dim_x, _grid_dim_x, "%nctaid.x");
+    grid_dim_x, _grid_dim_x, "%nctaid.x", GridDimX);
 special_register!(
     /// `%nctaid.y`.
-    grid_dim_y, _grid_dim_y, "%nctaid.y");
+    grid_dim_y, _grid_dim_y, "%nctaid.y", GridDimY);
 special_register!(
     /// `%nctaid.z`.
-    grid_dim_z, _grid_dim_z, "%nctaid.z");
+    grid_dim_z, _grid_dim_z, "%nctaid.z", GridDimZ);
 
 /// The thread's lane in its warp, for blocks of one dimension.
 #[inline(always)]
@@ -79,12 +79,13 @@ unsafe extern "unadjusted" {
 /// # Safety
 /// - *converged*: every thread of the block that has not returned executes this same barrier.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn sync_threads() {
     device!({
         // SAFETY: barrier 0 exists in every block; convergence is the caller's promise.
         unsafe { barrier_all(0) }
     } else {
-        crate::needs_gpu("bar.sync")
+        crate::sim::barrier("bar.sync", 0, None, crate::sim::Arrival::Wait)
     })
 }
 

@@ -9,14 +9,6 @@ pub const FULL_MASK: u32 = 0xffff_ffff;
 #[cfg(target_arch = "nvptx64")]
 #[allow(improper_ctypes)]
 unsafe extern "unadjusted" {
-    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
-    fn shfl_bfly(mask: i32, value: i32, lane_mask: i32, clamp: i32) -> i32;
-    #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
-    fn shfl_idx(mask: i32, value: i32, lane: i32, clamp: i32) -> i32;
-    #[link_name = "llvm.nvvm.shfl.sync.up.i32"]
-    fn shfl_up(mask: i32, value: i32, delta: i32, clamp: i32) -> i32;
-    #[link_name = "llvm.nvvm.shfl.sync.down.i32"]
-    fn shfl_down(mask: i32, value: i32, delta: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.vote.ballot.sync"]
     fn vote_ballot(mask: i32, predicate: bool) -> i32;
     #[link_name = "llvm.nvvm.vote.any.sync"]
@@ -28,20 +20,16 @@ unsafe extern "unadjusted" {
 }
 
 macro_rules! shuffle {
-    ($(#[$doc:meta])* $name:ident, $name_f32:ident, $intrinsic:ident, $argument:ident, $clamp:literal, $ptx:literal) => {
+    ($(#[$doc:meta])* $name:ident, $name_f32:ident, $within:ident, $argument:ident) => {
         $(#[$doc])*
         ///
         /// # Safety
         /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name(mask: u32, value: u32, $argument: u32) -> u32 {
-            device!({
-                // SAFETY: convergence is the caller's promise.
-                unsafe { $intrinsic(mask as i32, value as i32, $argument as i32, $clamp) as u32 }
-            } else {
-                let _ = (mask, value, $argument);
-                crate::needs_gpu($ptx)
-            })
+            // SAFETY: the same contract: a warp is one group of 32.
+            unsafe { crate::lanes::$within::<32>(mask, value, $argument) }
         }
 
         /// The same for an f32.
@@ -49,6 +37,7 @@ macro_rules! shuffle {
         /// # Safety
         /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
         #[inline(always)]
+        #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name_f32(mask: u32, value: f32, $argument: u32) -> f32 {
             // SAFETY: the same contract.
             f32::from_bits(unsafe { $name(mask, value.to_bits(), $argument) })
@@ -58,29 +47,29 @@ macro_rules! shuffle {
 
 shuffle!(
     /// `shfl.sync.bfly.b32`: the value of lane `lane ^ lane_mask`.
-    shuffle_xor, shuffle_xor_f32, shfl_bfly, lane_mask, 31, "shfl.sync.bfly");
+    shuffle_xor, shuffle_xor_f32, shuffle_xor_within, lane_mask);
 shuffle!(
     /// `shfl.sync.idx.b32`: the value of lane `source & 31`.
-    shuffle_idx, shuffle_idx_f32, shfl_idx, source, 31, "shfl.sync.idx");
+    shuffle_idx, shuffle_idx_f32, shuffle_idx_within, source);
 shuffle!(
     /// `shfl.sync.up.b32`: the value of lane `lane - delta`, or the lane's own where there is none.
-    shuffle_up, shuffle_up_f32, shfl_up, delta, 0, "shfl.sync.up");
+    shuffle_up, shuffle_up_f32, shuffle_up_within, delta);
 shuffle!(
     /// `shfl.sync.down.b32`: the value of lane `lane + delta`, or the lane's own where there is none.
-    shuffle_down, shuffle_down_f32, shfl_down, delta, 31, "shfl.sync.down");
+    shuffle_down, shuffle_down_f32, shuffle_down_within, delta);
 
 /// `vote.sync.ballot.b32`: bit i is lane i's predicate (0 for lanes outside the mask).
 ///
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn ballot(mask: u32, predicate: bool) -> u32 {
     device!({
         // SAFETY: convergence is the caller's promise.
         unsafe { vote_ballot(mask as i32, predicate) as u32 }
     } else {
-        let _ = (mask, predicate);
-        crate::needs_gpu("vote.sync.ballot")
+        crate::sim::vote("vote.sync.ballot", mask, predicate, |ballot, _| ballot)
     })
 }
 
@@ -89,13 +78,13 @@ pub unsafe fn ballot(mask: u32, predicate: bool) -> u32 {
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn any(mask: u32, predicate: bool) -> bool {
     device!({
         // SAFETY: convergence is the caller's promise.
         unsafe { vote_any(mask as i32, predicate) }
     } else {
-        let _ = (mask, predicate);
-        crate::needs_gpu("vote.sync.any")
+        crate::sim::vote("vote.sync.any", mask, predicate, |ballot, _| u32::from(ballot != 0)) != 0
     })
 }
 
@@ -104,13 +93,13 @@ pub unsafe fn any(mask: u32, predicate: bool) -> bool {
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn all(mask: u32, predicate: bool) -> bool {
     device!({
         // SAFETY: convergence is the caller's promise.
         unsafe { vote_all(mask as i32, predicate) }
     } else {
-        let _ = (mask, predicate);
-        crate::needs_gpu("vote.sync.all")
+        crate::sim::vote("vote.sync.all", mask, predicate, |ballot, mask| u32::from(ballot == mask)) != 0
     })
 }
 
@@ -119,13 +108,13 @@ pub unsafe fn all(mask: u32, predicate: bool) -> bool {
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn sync_warp(mask: u32) {
     device!({
         // SAFETY: convergence is the caller's promise.
         unsafe { bar_warp_sync(mask as i32) }
     } else {
-        let _ = mask;
-        crate::needs_gpu("bar.warp.sync")
+        crate::sim::sync_warp("bar.warp.sync", mask)
     })
 }
 
@@ -136,6 +125,7 @@ pub unsafe fn sync_warp(mask: u32) {
 /// # Safety
 /// - *converged*: all 32 lanes execute it.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn sum_f32<const WIDTH: u32>(mut value: f32) -> f32 {
     let mut step = WIDTH / 2;
     while step > 0 {
@@ -151,6 +141,7 @@ pub unsafe fn sum_f32<const WIDTH: u32>(mut value: f32) -> f32 {
 /// # Safety
 /// - *converged*: all 32 lanes execute it.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn max_f32<const WIDTH: u32>(mut value: f32) -> f32 {
     let mut step = WIDTH / 2;
     while step > 0 {

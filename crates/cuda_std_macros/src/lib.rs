@@ -4,7 +4,9 @@ use proc_macro2::TokenStream;
 use quote::quote;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
-use syn::{Ident, ItemFn, LitInt, ReturnType, Token, spanned::Spanned};
+use syn::{
+    Attribute, FnArg, Ident, ItemFn, LitInt, Pat, PatIdent, ReturnType, Token, Type, spanned::Spanned,
+};
 
 /// Launch bounds, as `#[kernel(max_threads = 256, min_blocks = 2)]` gives them.
 #[derive(Default)]
@@ -59,6 +61,12 @@ impl Parse for Pair {
 /// `#[kernel(max_threads = N, min_blocks = N, max_registers = N)]` sets `.maxntid`, `.minnctapersm` and `.maxnreg`.
 /// rustc cannot emit these directives, so the attribute leaves a comment in the PTX, which `cuda_builder` turns into
 /// the directives of the entry.
+///
+/// A parameter marked `#[grid_constant]` is passed by value, and the body sees its address in parameter memory: a
+/// `*const` of its type, for tensor maps. rustc would copy it to local memory for that.
+///
+/// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with the
+/// addresses of its parameters.
 #[proc_macro_attribute]
 pub fn kernel(bounds: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     expand(bounds.into(), item.into()).unwrap_or_else(|error| error.to_compile_error()).into()
@@ -83,34 +91,97 @@ fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
         let message = "a kernel is an entry point and cannot be generic: call a generic body from it";
         return Err(syn::Error::new(generics.span(), message));
     }
+    let statements = &block.stmts;
+    let (inputs, constants) = grid_constants(ident, inputs)?;
+    let types = inputs.iter().map(parameter_type).collect::<syn::Result<Vec<&Type>>>()?;
     let directives = [
         bounds.max_threads.map(|n| format!(".maxntid {n}, 1, 1")),
         bounds.min_blocks.map(|n| format!(".minnctapersm {n}")),
         bounds.max_registers.map(|n| format!(".maxnreg {n}")),
     ];
     let directives: Vec<String> = directives.into_iter().flatten().collect();
+    // Where the kernel is configured out, its marker and its entry in the registry must be too.
+    let conditions: Vec<&Attribute> = attrs.iter().filter(|attr| attr.path().is_ident("cfg")).collect();
     let marker = (!directives.is_empty()).then(|| {
         let text = format!("//cuda_std.kernel {ident} {}", directives.join(" "));
-        // Where the kernel is configured out, its marker must be too.
-        let conditions = attrs.iter().filter(|attr| attr.path().is_ident("cfg"));
         quote! {
             #(#conditions)*
             #[cfg(target_arch = "nvptx64")]
             ::core::arch::global_asm!(#text);
         }
     });
+    let max_threads = match bounds.max_threads {
+        Some(n) => quote!(::core::option::Option::Some(#n)),
+        None => quote!(::core::option::Option::None),
+    };
+    let indices = 0..types.len();
     Ok(quote! {
         #marker
         #(#attrs)*
         #[cfg(target_arch = "nvptx64")]
         #[unsafe(no_mangle)]
-        #vis unsafe extern "ptx-kernel" fn #ident(#inputs) #block
+        #vis unsafe extern "ptx-kernel" fn #ident(#inputs) {
+            #(#constants)*
+            #(#statements)*
+        }
 
         #(#attrs)*
         #[cfg(not(target_arch = "nvptx64"))]
         #[allow(clippy::too_many_arguments)]
-        #vis unsafe fn #ident(#inputs) #block
+        #vis unsafe fn #ident(#inputs) {
+            #(#constants)*
+            #(#statements)*
+        }
+
+        #(#conditions)*
+        #[cfg(not(target_arch = "nvptx64"))]
+        const _: () = {
+            #[allow(clippy::undocumented_unsafe_blocks)]
+            unsafe fn launch(params: &[*const ::core::ffi::c_void]) {
+                unsafe { #ident(#(params[#indices].cast::<#types>().read()),*) }
+            }
+            ::cuda_std::sim::inventory::submit! {
+                ::cuda_std::sim::Kernel {
+                    name: ::core::stringify!(#ident),
+                    max_threads: #max_threads,
+                    params: &[#(::core::mem::size_of::<#types>()),*],
+                    launch,
+                }
+            }
+        };
     })
+}
+
+/// Parameters marked `#[grid_constant]`: the list without the marks, and what turns each into its address.
+fn grid_constants(
+    kernel: &Ident,
+    inputs: &Punctuated<FnArg, Token![,]>,
+) -> syn::Result<(Punctuated<FnArg, Token![,]>, Vec<TokenStream>)> {
+    let mut inputs = inputs.clone();
+    let mut constants = Vec::new();
+    for (index, input) in inputs.iter_mut().enumerate() {
+        let FnArg::Typed(typed) = input else { continue };
+        let marks = typed.attrs.len();
+        typed.attrs.retain(|attr| !attr.path().is_ident("grid_constant"));
+        if typed.attrs.len() == marks {
+            continue;
+        }
+        let Pat::Ident(PatIdent { ident: name, .. }) = &*typed.pat else {
+            return Err(syn::Error::new(typed.pat.span(), "a `#[grid_constant]` parameter has a plain name"));
+        };
+        let (name, ty, index) = (name.clone(), typed.ty.clone(), index.to_string());
+        constants.push(quote!(let #name: *const #ty = ::cuda_std::grid_constant!(#kernel, #index, #name);));
+    }
+    Ok((inputs, constants))
+}
+
+fn parameter_type(input: &FnArg) -> syn::Result<&Type> {
+    match input {
+        FnArg::Typed(typed) => Ok(&typed.ty),
+        FnArg::Receiver(_) => {
+            Err(syn::Error::new(input.span(), "a kernel is a free function, without `self`"))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -144,6 +215,7 @@ mod tests {
             ("pub unsafe fn k<const N: usize>() {}", generic),
             ("pub unsafe fn k<'a>(x: &'a u32) {}", generic),
             ("pub unsafe fn k() -> u32 { 1 }", returns),
+            ("pub unsafe fn k(&self) {}", "a kernel is a free function, without `self`"),
             ("pub struct K;", "expected `fn`"),
         ] {
             assert_eq!(message("", item), expected, "{item}");
@@ -187,8 +259,19 @@ mod tests {
         let device = "#[cfg(target_arch=\"nvptx64\")]#[unsafe(no_mangle)]\
                       pub(crate)unsafeextern\"ptx-kernel\"fnk(out:*mutf32,n:u32){body(out,n)}";
         let host = "pub(crate)unsafefnk(out:*mutf32,n:u32){body(out,n)}";
-        assert!(text.contains(device) && text.ends_with(host), "{text}");
+        assert!(text.contains(device) && text.contains(host), "{text}");
         assert_eq!(text.matches("Text.").count(), 2, "{text}");
+    }
+
+    #[test]
+    fn a_grid_constant_is_seen_by_its_address() {
+        let text =
+            expansion("", "pub unsafe fn k(x: *mut u32, #[grid_constant] map: TensorMap) { body(map) }");
+        let signature =
+            "fnk(x:*mutu32,map:TensorMap){letmap:*constTensorMap=::cuda_std::grid_constant!(k,\"1\",map);";
+        assert_eq!(text.matches(signature).count(), 2, "{text}");
+        let plain = message("", "pub unsafe fn k(#[grid_constant] (a, b): (u32, u32)) {}");
+        assert_eq!(plain, "a `#[grid_constant]` parameter has a plain name");
     }
 
     #[test]
@@ -196,5 +279,24 @@ mod tests {
         let text = expansion("max_threads = 32", "#[cfg(feature = \"x\")] #[doc(hidden)] unsafe fn k() {}");
         let marker = "#[cfg(feature=\"x\")]#[cfg(target_arch=\"nvptx64\")]::core::arch::global_asm!(";
         assert!(text.starts_with(marker), "{text}");
+    }
+
+    #[test]
+    fn the_host_knows_kernels_by_name() {
+        let text = expansion("max_threads = 256", "pub unsafe fn k(out: *mut f32, mut dims: Dims) {}");
+        let registration = "#[cfg(not(target_arch=\"nvptx64\"))]const_:()={\
+                            #[allow(clippy::undocumented_unsafe_blocks)]\
+                            unsafefnlaunch(params:&[*const::core::ffi::c_void]){\
+                            unsafe{k(params[0usize].cast::<*mutf32>().read(),params[1usize].cast::<Dims>().read())}}\
+                            ::cuda_std::sim::inventory::submit!{::cuda_std::sim::Kernel{\
+                            name:::core::stringify!(k),max_threads:::core::option::Option::Some(256u32),\
+                            params:&[::core::mem::size_of::<*mutf32>(),::core::mem::size_of::<Dims>()],launch,}}};";
+        assert!(text.ends_with(registration), "{text}");
+        assert!(expansion("", "unsafe fn k() {}").contains("max_threads:::core::option::Option::None"));
+        let text = expansion("", "#[cfg(feature = \"x\")] unsafe fn k() {}");
+        assert!(
+            text.contains("#[cfg(feature=\"x\")]#[cfg(not(target_arch=\"nvptx64\"))]const_:()="),
+            "{text}"
+        );
     }
 }

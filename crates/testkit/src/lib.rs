@@ -9,9 +9,10 @@
 //! | [`gpu`] | what to do without a GPU, number of cases, where regression seeds are kept |
 //! | [`ptx`] | reading PTX text, running `ptxas` |
 //! | [`golden`] | reference arrays from safetensors files |
+//! | `simulator` | a simulated card for `host` (feature `simulator`) |
 //!
-//! It does not depend on `host`, so `host`'s own unit tests can use it.
-#![forbid(unsafe_code)]
+//! Without the feature it depends on neither `host` nor `gpu`, so their unit tests can use it.
+#![deny(unsafe_code)]
 
 pub mod buffer;
 pub mod compare;
@@ -20,6 +21,8 @@ pub mod golden;
 pub mod gpu;
 pub mod ptx;
 pub mod round;
+#[cfg(feature = "simulator")]
+pub mod simulator;
 pub mod strategies;
 
 pub use element::Element;

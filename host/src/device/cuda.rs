@@ -7,8 +7,11 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use abi::Arch;
-use cuda_loader::driver::{self, FuncAttribute};
+use abi::{Arch, DType};
+use cuda_loader::driver::{
+    self, FuncAttribute, LaunchAttributes, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion,
+    TensorMapOobFill, TensorMapParams, TensorMapSwizzle,
+};
 use cust::context::CurrentContext;
 use cust::device::DeviceAttribute;
 use cust::error::CudaError;
@@ -19,6 +22,7 @@ use crate::error::{DriverError, Error};
 use crate::images::Image;
 use crate::launch::{Entry, Resources};
 use crate::memory::Backing;
+use crate::tensor_map::{TensorMap, Tiled};
 
 impl From<cuda_loader::DriverError> for DriverError {
     fn from(error: cuda_loader::DriverError) -> Self {
@@ -56,6 +60,33 @@ pub(crate) struct Context {
 }
 
 impl Context {
+    /// Encodes a tensor map.
+    pub(crate) fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, Error> {
+        let Tiled { dtype, address, rows, cols, stride_bytes, box_rows, box_cols } = *tiled;
+        let data_type = match dtype {
+            DType::F32 => TensorMapDataType::F32,
+            DType::F16 => TensorMapDataType::F16,
+            DType::BF16 => TensorMapDataType::Bf16,
+            DType::I8 => TensorMapDataType::U8,
+            DType::I32 => TensorMapDataType::I32,
+            DType::U32 => TensorMapDataType::U32,
+        };
+        let params = TensorMapParams {
+            data_type,
+            address,
+            dims: &[cols, rows],
+            strides_bytes: &[stride_bytes],
+            box_dims: &[box_cols, box_rows],
+            element_strides: &[1, 1],
+            interleave: TensorMapInterleave::None,
+            swizzle: TensorMapSwizzle::Bytes128,
+            l2_promotion: TensorMapL2Promotion::Bytes256,
+            oob_fill: TensorMapOobFill::Zeros,
+        };
+        let map = driver::tensor_map_encode_tiled(&params).map_err(failed("cuTensorMapEncodeTiled"))?;
+        Ok(TensorMap(map.0))
+    }
+
     pub(crate) fn open(ordinal: usize) -> Result<Self, Error> {
         let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
@@ -95,6 +126,9 @@ fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile
     let smem_per_block =
         driver::device_attribute(device.as_raw(), driver::DeviceAttribute::MaxSharedMemoryPerBlockOptin)
             .map_err(failed("cuDeviceGetAttribute"))?;
+    let [domain, bus, slot] =
+        [DeviceAttribute::PciDomainId, DeviceAttribute::PciBusId, DeviceAttribute::PciDeviceId];
+    let pci_bus_id = format!("{:08x}:{:02x}:{:02x}.0", get(domain)?, get(bus)?, get(slot)?);
     // Kilohertz, two transfers per clock, bits.
     let clock = f64::from(get(DeviceAttribute::MemoryClockRate)?) * 1e3;
     let memory_bandwidth = 2.0 * clock * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?) / 8.0;
@@ -102,6 +136,7 @@ fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile
         name: device.name().map_err(cust_failed("cuDeviceGetName"))?,
         place: Place::Cuda(ordinal),
         compute_capability: Some((major, minor)),
+        pci_bus_id: Some(pci_bus_id),
         tensor_cores: TensorCores::of(major, minor),
         num_sms: get(DeviceAttribute::MultiprocessorCount)? as u32,
         memory_bytes: device.total_memory().map_err(cust_failed("cuDeviceTotalMem"))?,
@@ -197,13 +232,30 @@ impl Stream {
         entry: &EntryHandle,
         grid: [u32; 3],
         block: [u32; 3],
+        cluster: u32,
         smem_bytes: u32,
         params: &mut [*mut c_void],
     ) -> Result<(), LaunchFailure> {
         self.context.enter().map_err(LaunchFailure::Other)?;
-        // SAFETY: function and stream are live, since their owners are; parameters — the caller.
-        unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
-            .map_err(|error| LaunchFailure::Launch(error.into()))
+        let launched = if cluster == 1 {
+            // SAFETY: function and stream are live, since their owners are; parameters — the caller.
+            unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
+        } else {
+            let attributes = LaunchAttributes { cluster: Some([cluster, 1, 1]), ..Default::default() };
+            // SAFETY: as above.
+            unsafe {
+                driver::launch_kernel_ex(
+                    entry.function,
+                    grid,
+                    block,
+                    smem_bytes,
+                    self.stream,
+                    &attributes,
+                    params,
+                )
+            }
+        };
+        launched.map_err(|error| LaunchFailure::Launch(error.into()))
     }
 
     /// Records what `enqueue` enqueues instead of running it.

@@ -11,6 +11,7 @@ use crate::error::{DriverError, Error};
 use crate::images::Image;
 use crate::launch::Entry;
 use crate::memory::Backing;
+use crate::tensor_map::{TensorMap, Tiled};
 
 fn no_driver() -> Error {
     Error::NoDriver { reason: "this build has no CUDA backend (cargo feature `cuda`)".into() }
@@ -33,6 +34,10 @@ impl Context {
     }
 
     pub(crate) fn profile(&self) -> &HardwareProfile {
+        match self.0 {}
+    }
+
+    pub(crate) fn tensor_map(&self, _tiled: &Tiled) -> Result<TensorMap, Error> {
         match self.0 {}
     }
 }
@@ -76,6 +81,7 @@ impl Stream {
         _entry: &EntryHandle,
         _grid: [u32; 3],
         _block: [u32; 3],
+        _cluster: u32,
         _smem_bytes: u32,
         _params: &mut [*mut c_void],
     ) -> Result<(), LaunchFailure> {

@@ -8,8 +8,10 @@ use super::Model;
 use super::config::DecoderConfig;
 use super::modules::{DecoderLayer, Linear};
 use super::plans::{PhaseSizes, Plans};
+use crate::device::Place;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
+use crate::nvtx;
 use crate::ops::attention::AttentionArgs;
 use crate::ops::embedding::EmbeddingArgs;
 use crate::ops::glu::GluArgs;
@@ -185,8 +187,11 @@ impl Session {
         let rope = &config.rope;
         let inv_freq = rope.inv_freq(rope.rotary_dim(head_dim));
         let ropes = RopeTables::new(&stream, &inv_freq, rope.attention_factor(), capacity)?;
-        let decode_graph =
-            if model.device().limits().is_some() { DecodeGraph::NotRun } else { DecodeGraph::Never };
+        let decode_graph = if matches!(model.device().place(), Place::Cuda(_)) {
+            DecodeGraph::NotRun
+        } else {
+            DecodeGraph::Never
+        };
         let lens = vec![0; batch];
         Ok(Session {
             model,
@@ -256,6 +261,7 @@ impl Session {
         observe: &mut Observer<'_>,
         logits: &mut dyn FnMut(usize, TensorView<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
+        let _range = nvtx::range("prefill");
         self.check_ids(ids)?;
         let Some(&len) = self.lens.get(sequence) else {
             let expected = format!("a sequence below {}", self.options.batch);
@@ -304,6 +310,7 @@ impl Session {
 
     /// Appends one token to every sequence. Returns their logits, `[batch, vocab]` f32, which stay until the next call.
     pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
+        let _range = nvtx::range("decode");
         let SessionOptions { batch, capacity, .. } = self.options;
         if ids.len() != batch {
             let got = ids.len().to_string();

@@ -5,6 +5,58 @@
 //! them. Beside each `mod.rs`: `select.rs`, the choice (pure, testable without a device); `cpu.rs`, the CPU backend;
 //! `reference.rs`, the formula as plain loops, which is the specification; `cases.rs`, the shapes of tests and benches.
 
+/// A list of cases: those spelled out in `one`, then each layer of `phases` in all six phases, of `decode` in the four of
+/// decoding, of `prefill` in the two of prompts. The constructor gets the case's name, the phase, and the arguments.
+macro_rules! cases {
+    (
+        $case:path;
+        one: [$($one:expr),* $(,)?];
+        phases: [$($all:literal => ($($all_arg:expr),*)),* $(,)?];
+        decode: [$($decode:literal => ($($decode_arg:expr),*)),* $(,)?];
+        prefill: [$($prefill:literal => ($($prefill_arg:expr),*)),* $(,)?];
+    ) => {
+        &[
+            $($one,)*
+            $(
+                $case(concat!($all, " prefill 2048"), $crate::ops::Phase::Prefill(2048), $($all_arg),*),
+                $case(concat!($all, " prefill 16384"), $crate::ops::Phase::Prefill(16384), $($all_arg),*),
+                $case(concat!($all, " decode 1"), $crate::ops::Phase::Decode(1), $($all_arg),*),
+                $case(concat!($all, " decode 8"), $crate::ops::Phase::Decode(8), $($all_arg),*),
+                $case(concat!($all, " decode 32"), $crate::ops::Phase::Decode(32), $($all_arg),*),
+                $case(concat!($all, " decode 128"), $crate::ops::Phase::Decode(128), $($all_arg),*),
+            )*
+            $(
+                $case(concat!($decode, " decode 1"), $crate::ops::Phase::Decode(1), $($decode_arg),*),
+                $case(concat!($decode, " decode 8"), $crate::ops::Phase::Decode(8), $($decode_arg),*),
+                $case(concat!($decode, " decode 32"), $crate::ops::Phase::Decode(32), $($decode_arg),*),
+                $case(concat!($decode, " decode 128"), $crate::ops::Phase::Decode(128), $($decode_arg),*),
+            )*
+            $(
+                $case(concat!($prefill, " prefill 2048"), $crate::ops::Phase::Prefill(2048), $($prefill_arg),*),
+                $case(concat!($prefill, " prefill 16384"), $crate::ops::Phase::Prefill(16384), $($prefill_arg),*),
+            )*
+        ]
+    };
+}
+
+/// What a model does in a case.
+#[derive(Clone, Copy)]
+pub(crate) enum Phase {
+    /// Reads a prompt of so many tokens, of one sequence.
+    Prefill(usize),
+    /// Writes a token of each of so many sequences.
+    Decode(usize),
+}
+
+impl Phase {
+    /// Tokens that pass through the model at once.
+    const fn tokens(self) -> usize {
+        match self {
+            Phase::Prefill(tokens) | Phase::Decode(tokens) => tokens,
+        }
+    }
+}
+
 pub mod attention;
 pub mod copy;
 pub mod embedding;

@@ -34,6 +34,9 @@ pub const B_IN_PIECES: u32 = 2;
 /// In [`MatmulDims::access`]: address and stride of out are multiples of 4 elements.
 pub const OUT_IN_QUADS: u32 = 4;
 
+/// In [`MatmulDims::access`]: address and stride of out are multiples of 16 bytes, and its tensor map is there.
+pub const OUT_BY_TMA: u32 = 8;
+
 /// How the product is cut up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatmulTile {
@@ -57,7 +60,24 @@ pub enum MatmulTile {
         /// Pieces of each row of b that a lane has in flight.
         unroll: u32,
     },
+    /// Hopper: persistent blocks of [`WGMMA_THREADS`] threads, whose two warpgroups make tiles of [`WGMMA_BM`] rows and
+    /// `bn` columns, [`WGMMA_BK`] of k at a time.
+    Wgmma {
+        /// Columns of the tile.
+        bn: u32,
+        /// Steps of k that loads run ahead.
+        stages: u32,
+        /// Blocks that share b.
+        cluster: u32,
+    },
 }
+
+/// Rows of a `Wgmma` tile.
+pub const WGMMA_BM: u32 = 128;
+/// Elements of k per step of a `Wgmma` tile: 128 bytes.
+pub const WGMMA_BK: u32 = 64;
+/// Threads of a block of a `Wgmma` tile: one warpgroup loads, two multiply.
+pub const WGMMA_THREADS: u32 = 384;
 
 /// Threads of every block.
 pub const THREADS: u32 = 256;
@@ -73,6 +93,10 @@ impl MatmulTile {
                 2 * (bm + bn) * words * 4
             }
             MatmulTile::Gemv { rows, cols, .. } => WARPS * rows * cols * 4,
+            // Stages, two boxes of 64 × 64 elements for each of the two warpgroups that store, two barriers a stage.
+            MatmulTile::Wgmma { bn, stages, .. } => {
+                stages * (WGMMA_BM + bn) * 128 + 4 * 64 * 128 + 16 * stages
+            }
         }
     }
 
@@ -81,6 +105,7 @@ impl MatmulTile {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),
             MatmulTile::Gemv { rows, cols, .. } => (rows, cols * (WARPS >> split_log2)),
+            MatmulTile::Wgmma { bn, cluster, .. } => (WGMMA_BM * cluster, bn),
         };
         m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
     }
@@ -140,6 +165,27 @@ macro_rules! matmul_table {
     };
 }
 
+/// The same for the kernels that take tensor maps.
+#[macro_export]
+macro_rules! matmul_wgmma_table {
+    ($callback:path) => {
+        $callback! {
+            matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 256, stages: 4, cluster: 2 };
+            matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 192, stages: 4, cluster: 2 };
+            matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 2 };
+            matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
+            matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 64, stages: 7, cluster: 1 };
+            matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
+            matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 256, stages: 4, cluster: 2 };
+            matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 192, stages: 4, cluster: 2 };
+            matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 2 };
+            matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
+            matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 64, stages: 7, cluster: 1 };
+            matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
+        }
+    };
+}
+
 macro_rules! variants {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
@@ -155,6 +201,21 @@ macro_rules! variants {
 }
 matmul_table!(variants);
 
+macro_rules! wgmma_variants {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        /// Every kernel of the operator that takes tensor maps.
+        pub const WGMMA_VARIANTS: &[MatmulVariant] = &[$(MatmulVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            out_dtype: DType::$out_dtype,
+            tile: MatmulTile::$tile { $($field: $value),* },
+            floor: Arch::$floor,
+        }),*];
+    };
+}
+matmul_wgmma_table!(wgmma_variants);
+
 const _: () = {
     let mut i = 0;
     while i < VARIANTS.len() {
@@ -163,6 +224,12 @@ const _: () = {
         if let MatmulTile::Simt { bm, bn, bk } = tile {
             assert!(bm == bn && bk * dtype.bytes() as u32 == THREADS / bm * 16);
         }
+        i += 1;
+    }
+    let mut i = 0;
+    while i < WGMMA_VARIANTS.len() {
+        let MatmulVariant { dtype, tile, .. } = WGMMA_VARIANTS[i];
+        assert!(tile.smem_bytes(dtype) <= 227 << 10);
         i += 1;
     }
 };

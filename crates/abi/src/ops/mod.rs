@@ -44,6 +44,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         glu::VARIANTS,
         kv_append::VARIANTS,
         matmul::VARIANTS,
+        matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
         matmul_i8::QUANTIZE_VARIANTS,
         rmsnorm::VARIANTS,

@@ -115,12 +115,10 @@ const WRAPPERS: &[(&str, Instructions)] = &[
     ("math_round_i8", &[("cvt.rni.sat.s8.f32", 1)]),
     ("cvt_f16_to_f32", &[("cvt.f32.f16", 1), ("cvt", 1)]),
     ("cvt_f16_from_f32", &[("cvt.rn.f16.f32", 1), ("cvt", 1)]),
-    ("cvt_f16x2_from_f32", &[("cvt.rn.f16.f32", 2)]),
     ("cvt_bf16_to_f32", &[("shl.b32 16", 1)]),
     ("cvt_bf16_from_f32", &[("cvt.rn", 0), ("bra", 0)]),
     ("cvt_unpack_f16", &[("cvt.f32.f16", 8), ("ld.global.v4.b32", 1)]),
     ("cvt_unpack_bf16", &[("cvt.rn", 0), ("ld.global.v4.b32", 1)]),
-    ("cvt_pack_f16", &[("cvt.rn.f16.f32", 8)]),
     ("shared_base", &[("mov.u32 dyn_smem", 1)]),
     ("shared_load_f32", &[("ld.shared.f32", 1), ("ld.shared", 1)]),
     ("shared_load_u32", &[("ld.shared.b32", 1), ("ld.shared", 1)]),
@@ -146,6 +144,8 @@ const BY_FLOOR: &[(&str, Instructions, Instructions)] = &[
     ),
     ("cvt_bf16x2_from_f32", &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 1), ("cvt.rn", 1)]),
     ("cvt_pack_bf16", &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 4), ("cvt.rn", 4)]),
+    ("cvt_f16x2_from_f32", &[("cvt.rn.f16.f32", 2)], &[("cvt.rn.f16x2.f32", 1), ("cvt.rn", 1)]),
+    ("cvt_pack_f16", &[("cvt.rn.f16.f32", 8)], &[("cvt.rn.f16x2.f32", 4), ("cvt.rn", 4)]),
 ];
 
 /// What stands between two branches in `fixture/src/divergence.rs`.
@@ -159,7 +159,11 @@ const BETWEEN_BRANCHES: &[(&str, &str, &str)] = &[
     ("all", "vote.sync.all.pred", "vote"),
 ];
 
+/// Only the newest floor has tensor maps.
+const GRID_CONSTANT: &str = "bounds_grid_constant";
+
 const BOUNDS: &[(&str, &[&str])] = &[
+    (GRID_CONSTANT, &[".maxntid 32, 1, 1"]),
     ("bounds_none", &[]),
     ("bounds_none_", &[".maxntid 64, 1, 1"]),
     ("bounds_occupancy", &[".maxntid 256, 1, 1", ".minnctapersm 2"]),
@@ -201,6 +205,7 @@ fn the_tables_cover_the_fixture() {
         let names = WRAPPERS.iter().map(|row| row.0).chain(BY_FLOOR.iter().map(|row| row.0));
         let mut expected: Vec<String> =
             names.chain(BOUNDS.iter().map(|row| row.0)).map(String::from).collect();
+        expected.retain(|name| name != GRID_CONSTANT || image.arch == Arch::Sm90a);
         for (name, ..) in BETWEEN_BRANCHES {
             expected.extend(["thread", "data", "loop"].map(|condition| format!("{condition}_{name}")));
         }
@@ -240,6 +245,17 @@ fn launch_bounds_are_on_their_own_entries() {
             assert_eq!(entry.directives, bounds, "{}: {}", image.arch, entry.name);
         }
         assert!(!image.text.contains("cuda_std.kernel"), "{}: a comment of #[kernel] is left", image.arch);
+    }
+}
+
+/// Aligned as TMA wants it, and its address taken where it is.
+#[test]
+fn tensor_maps_stay_in_parameter_memory() {
+    for image in images().iter().filter(|image| image.arch == Arch::Sm90a) {
+        let parameter = ".param .align 64 .b8 bounds_grid_constant_param_1[128]";
+        assert!(image.text.contains(parameter), "{}", image.text);
+        let instructions = [("cvta.param.u64", 1), ("prefetch.tensormap", 1), ("ld.param", 2)];
+        assert_instructions(image, GRID_CONSTANT, &instructions);
     }
 }
 

@@ -12,6 +12,9 @@ use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel};
 
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+mod wgmma;
+
 use crate::tile::operand::Operand;
 use crate::tile::{gemv, simt};
 
@@ -101,3 +104,32 @@ macro_rules! entries {
     )*};
 }
 abi::matmul_table!(entries);
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! wgmma_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Wgmma { bn: $bn:literal, stages: $stages:literal, cluster: $cluster:literal };)*) => {$(
+        /// Entry point; see the module and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = 384, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            #[grid_constant] a: cuda_std::tma::TensorMap,
+            #[grid_constant] b: cuda_std::tma::TensorMap,
+            #[grid_constant] out_map: cuda_std::tma::TensorMap,
+            bias: *const $type,
+            out: *mut $out,
+            dims: MatmulDims,
+        ) {
+            let maps = wgmma::Maps { a, b, out: out_map };
+            // SAFETY: blocks of 384 threads, clusters and shared memory of the tile — Matmul::run.
+            unsafe {
+                wgmma::multiply::<$type, $out, $bn, { $bn / 2 }, $stages, $cluster>(maps, bias, out, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+abi::matmul_wgmma_table!(wgmma_entries);

@@ -1,6 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
 use super::Mask;
+use crate::ops::Phase;
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -54,21 +55,49 @@ const fn decode(
     AttentionCase { name, batch, seq_q: 1, seq_kv, heads_q, heads_kv, head_dim, mask: Mask::Causal }
 }
 
-/// The shapes.
-pub const CASES: &[AttentionCase] = &[
-    prefill("anchor B16 H32 S512 D64", 16, (32, 32), 512, 64, Mask::None),
-    prefill("anchor B4 H32 S4096 D128", 4, (32, 32), 4096, 128, Mask::None),
-    prefill("anchor B4 H32 S4096 D128 causal", 4, (32, 32), 4096, 128, Mask::Causal),
-    prefill("anchor B1 H32/8 S16384 D128 causal", 1, (32, 8), 16384, 128, Mask::Causal),
-    prefill("anchor B2 H32 S4096 D64 causal", 2, (32, 32), 4096, 64, Mask::Causal),
-    prefill("anchor B2 H16 S8192 D256 causal", 2, (16, 16), 8192, 256, Mask::Causal),
-    prefill("anchor B16 H16 S1024 D128 causal", 16, (16, 16), 1024, 128, Mask::Causal),
-    prefill("anchor B1 H32/8 S2048 D128 causal", 1, (32, 8), 2048, 128, Mask::Causal),
-    decode("anchor decode B64 H32/8 kv4096 D128", 64, (32, 8), 4096, 128),
-    decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
-    decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
-    decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),
-    prefill("qwen3-0.6b prefill 2048", 1, (16, 8), 2048, 128, Mask::Causal),
-    decode("qwen3-0.6b decode kv1024", 1, (16, 8), 1024, 128),
-    decode("qwen3-next decode kv4096", 1, (16, 2), 4096, 256),
-];
+/// Keys of a sequence that is decoded.
+const CONTEXT: usize = 4096;
+
+const fn case(
+    name: &'static str,
+    phase: Phase,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim: usize,
+) -> AttentionCase {
+    match phase {
+        Phase::Prefill(seq) => prefill(name, 1, (heads_q, heads_kv), seq, head_dim, Mask::Causal),
+        Phase::Decode(batch) => decode(name, batch, (heads_q, heads_kv), CONTEXT, head_dim),
+    }
+}
+
+/// The shapes. The text decoder of Qwen3-VL-2B has those of Qwen3-0.6B.
+pub const CASES: &[AttentionCase] = cases! {
+    case;
+    one: [
+        prefill("anchor B16 H32 S512 D64", 16, (32, 32), 512, 64, Mask::None),
+        prefill("anchor B4 H32 S4096 D128", 4, (32, 32), 4096, 128, Mask::None),
+        prefill("anchor B4 H32 S4096 D128 causal", 4, (32, 32), 4096, 128, Mask::Causal),
+        prefill("anchor B1 H32/8 S16384 D128 causal", 1, (32, 8), 16384, 128, Mask::Causal),
+        prefill("anchor B2 H32 S4096 D64 causal", 2, (32, 32), 4096, 64, Mask::Causal),
+        prefill("anchor B2 H16 S8192 D256 causal", 2, (16, 16), 8192, 256, Mask::Causal),
+        prefill("anchor B16 H16 S1024 D128 causal", 16, (16, 16), 1024, 128, Mask::Causal),
+        prefill("anchor B1 H32/8 S2048 D128 causal", 1, (32, 8), 2048, 128, Mask::Causal),
+        decode("anchor decode B64 H32/8 kv4096 D128", 64, (32, 8), 4096, 128),
+        decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
+        decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
+        decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),
+        // One frame of 4096 patches.
+        prefill("qwen3-vl-2b vision prefill 4096", 1, (16, 16), 4096, 64, Mask::None),
+    ];
+    phases: [
+        "qwen3-0.6b" => (16, 8, 128),
+        "qwen3-4b" => (32, 8, 128),
+        "qwen3-coder-30b" => (32, 4, 128),
+        "qwen3-coder-next" => (16, 2, 256),
+    ];
+    decode: [];
+    prefill: [
+        "glm-4.7-flash" => (20, 20, 256),
+    ];
+};

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -243,6 +244,7 @@ impl Attention {
 
     /// Runs once. See [`Attention`].
     pub fn run(&self, stream: &Stream, mut args: AttentionArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let mut dims = self.check(&args)?;
         if dims.batch == 0 || dims.seq_q == 0 {
             return Ok(());
@@ -415,7 +417,7 @@ fn prefill(
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
     let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
-    let mut params = [
+    let params = [
         (*q).into(),
         (*k).into(),
         (*v).into(),
@@ -426,7 +428,7 @@ fn prefill(
     ];
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
     // grid covers exactly the tiles of all heads and sequences.
-    unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &mut params) }
+    unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params) }
 }
 
 fn decode(
@@ -442,17 +444,17 @@ fn decode(
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
     let (partial, stats) = (workspace.partial.view(), workspace.stats.view());
-    let mut params =
+    let params =
         [(*q).into(), (*k).into(), (*v).into(), kv_lens(), partial.into(), stats.into(), dims.into()];
-    let mut merge_params =
+    let merge_params =
         [partial.into(), stats.into(), kv_lens(), out.into(), Param::optional(lse.as_ref()), dims.into()];
     let _alone = workspace.enter(stream)?;
     // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
     // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
     unsafe {
-        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &mut params)?;
+        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params)?;
         let threads = merge.variant.tile.threads();
-        merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &mut merge_params)
+        merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &merge_params)
     }
 }
 

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::check_blocks;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -130,6 +131,7 @@ impl Copy {
 
     /// Runs once. See `Copy`.
     pub fn run(&self, stream: &Stream, mut args: CopyArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let layout = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
@@ -158,10 +160,10 @@ impl Copy {
                     whole_pieces: whole_pieces as u32,
                     padding: 0,
                 };
-                let mut params = [(*src).into(), dst.into(), (&dims).into()];
+                let params = [(*src).into(), dst.into(), (&dims).into()];
                 // SAFETY: src and dst have one shape, which `layout` is, so every row and column lies inside both views;
                 // `by_piece` holds only for what can be read and written in pieces of 16 bytes.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

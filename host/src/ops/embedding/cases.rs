@@ -1,5 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
+use crate::ops::Phase;
+
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbeddingCase {
@@ -13,10 +15,20 @@ pub struct EmbeddingCase {
     pub cols: usize,
 }
 
+const fn case(name: &'static str, phase: Phase, vocab: usize, cols: usize) -> EmbeddingCase {
+    EmbeddingCase { name, tokens: phase.tokens(), vocab, cols }
+}
+
 /// The shapes.
-pub const CASES: &[EmbeddingCase] = &[
-    EmbeddingCase { name: "qwen3-0.6b prefill 2048", tokens: 2048, vocab: 151_936, cols: 1024 },
-    EmbeddingCase { name: "qwen3-0.6b decode 1", tokens: 1, vocab: 151_936, cols: 1024 },
-    EmbeddingCase { name: "qwen3-4b prefill 16384", tokens: 16384, vocab: 151_936, cols: 2560 },
-    EmbeddingCase { name: "qwen3-4b decode 32", tokens: 32, vocab: 151_936, cols: 2560 },
-];
+pub const CASES: &[EmbeddingCase] = cases! {
+    case;
+    one: [];
+    phases: [
+        "qwen3-0.6b" => (151_936, 1024),
+        "qwen3-4b" => (151_936, 2560),
+        "qwen3-coder-30b" => (151_936, 2048),
+        "glm-4.7-flash" => (154_880, 2048),
+    ];
+    decode: [];
+    prefill: [];
+};

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -135,6 +136,7 @@ impl Embedding {
 
     /// Runs once. See [`Embedding`].
     pub fn run(&self, stream: &Stream, mut args: EmbeddingArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let tokens = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => cpu::run(self.problem.dtype, &mut args),
@@ -154,10 +156,10 @@ impl Embedding {
                     table_stride: units(row_stride("table", table.shape(), table.strides())?),
                     out_stride: units(row_stride("out", out.shape(), out.strides())?),
                 };
-                let mut params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
+                let params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what is moved in units
                 // of 16 bytes; the grid is one block per id.
-                unsafe { entry.launch(stream, [tokens, 1, 1], [threads, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [tokens, 1, 1], [threads, 1, 1], &params) }
             }
         }
     }

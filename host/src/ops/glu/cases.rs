@@ -1,6 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
 use super::Activation;
+use crate::ops::Phase;
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -15,18 +16,32 @@ pub struct GluCase {
     pub activation: Activation,
 }
 
-const fn case(name: &'static str, rows: usize, cols: usize, activation: Activation) -> GluCase {
-    GluCase { name, rows, cols, activation }
+const fn plain(name: &'static str, activation: Activation) -> GluCase {
+    GluCase { name, rows: 32768, cols: 9728, activation }
+}
+
+/// SwiGLU in a model that gives a token to so many experts.
+const fn case(name: &'static str, phase: Phase, experts: usize, cols: usize) -> GluCase {
+    GluCase { name, rows: phase.tokens() * experts, cols, activation: Activation::Silu }
 }
 
 /// The shapes.
-pub const CASES: &[GluCase] = &[
-    case("anchor 32768x9728", 32768, 9728, Activation::Silu),
-    case("32768x9728 gelu_tanh", 32768, 9728, Activation::GeluTanh),
-    case("32768x9728 gelu_erf", 32768, 9728, Activation::GeluErf),
-    case("qwen3-0.6b prefill 2048", 2048, 3072, Activation::Silu),
-    case("qwen3-0.6b decode 1", 1, 3072, Activation::Silu),
-    case("qwen3-4b decode 32", 32, 9728, Activation::Silu),
-    case("qwen3-coder-30b experts prefill 4096", 4096 * 8, 768, Activation::Silu),
-    case("qwen3-coder-next experts prefill 4096", 4096 * 10, 512, Activation::Silu),
-];
+pub const CASES: &[GluCase] = cases! {
+    case;
+    one: [
+        plain("anchor 32768x9728", Activation::Silu),
+        plain("32768x9728 gelu_tanh", Activation::GeluTanh),
+        plain("32768x9728 gelu_erf", Activation::GeluErf),
+    ];
+    phases: [
+        "qwen3-0.6b" => (1, 3072),
+        "qwen3-4b" => (1, 9728),
+        "qwen3-coder-30b experts" => (8, 768),
+        "qwen3-coder-next experts" => (10, 512),
+        "glm-4.7-flash dense" => (1, 10240),
+        "glm-4.7-flash experts" => (4, 1536),
+        "qwen3-vl-2b" => (1, 6144),
+    ];
+    decode: [];
+    prefill: [];
+};

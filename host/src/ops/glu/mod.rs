@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -136,6 +137,7 @@ impl Glu {
 
     /// Runs once. See [`Glu`].
     pub fn run(&self, stream: &Stream, mut args: GluArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let (rows, strides) = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
@@ -154,10 +156,10 @@ impl Glu {
                 let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
                 let [gate_stride, up_stride, out_stride] = strides;
                 let dims = GluDims { tiles, gate_stride, up_stride, out_stride };
-                let mut params = [(*gate).into(), (*up).into(), out.into(), (&dims).into()];
+                let params = [(*gate).into(), (*up).into(), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
                 // pieces of 16 bytes; the kernel leaves out what is beyond rows and cols.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

@@ -1,5 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
+use crate::ops::Phase;
+
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct KvAppendCase {
@@ -13,10 +15,19 @@ pub struct KvAppendCase {
     pub head_dim: usize,
 }
 
-/// The shapes.
-pub const CASES: &[KvAppendCase] = &[
-    KvAppendCase { name: "qwen3-4b prefill 16384", tokens: 16384, heads: 8, head_dim: 128 },
-    KvAppendCase { name: "qwen3-4b prefill 2048", tokens: 2048, heads: 8, head_dim: 128 },
-    KvAppendCase { name: "qwen3-4b decode 32", tokens: 32, heads: 8, head_dim: 128 },
-    KvAppendCase { name: "qwen3-4b decode 1", tokens: 1, heads: 8, head_dim: 128 },
-];
+const fn case(name: &'static str, phase: Phase, heads: usize, head_dim: usize) -> KvAppendCase {
+    KvAppendCase { name, tokens: phase.tokens(), heads, head_dim }
+}
+
+/// The shapes. Qwen3-0.6B and Qwen3-VL-2B have those of Qwen3-4B.
+pub const CASES: &[KvAppendCase] = cases! {
+    case;
+    one: [];
+    phases: [
+        "qwen3-4b" => (8, 128),
+        "qwen3-coder-30b" => (4, 128),
+        "qwen3-coder-next" => (2, 256),
+    ];
+    decode: [];
+    prefill: [];
+};

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -119,6 +120,7 @@ impl KvAppend {
 
     /// Runs once. See [`KvAppend`].
     pub fn run(&self, stream: &Stream, mut args: KvAppendArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let mut dims = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => cpu::run(self.problem, &dims, &mut args),
@@ -132,7 +134,7 @@ impl KvAppend {
                 dims.pieces = (self.problem.head_dim / per_piece) as u32;
                 let blocks = (u64::from(dims.rows) * u64::from(dims.pieces)).div_ceil(u64::from(THREADS));
                 let grid = check_size(OP, "k", "number of blocks", blocks as usize)?;
-                let mut params = [
+                let params = [
                     (*k).into(),
                     (*v).into(),
                     (*slots).into(),
@@ -141,7 +143,7 @@ impl KvAppend {
                     (&dims).into(),
                 ];
                 // SAFETY: `check` found every row inside its view, and `aligned` what is copied in pieces of 16 bytes.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

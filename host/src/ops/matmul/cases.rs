@@ -1,5 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
+use crate::ops::Phase;
+
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulCase {
@@ -13,31 +15,76 @@ pub struct MatmulCase {
     pub k: usize,
 }
 
-/// The shapes.
-pub const CASES: &[MatmulCase] = &[
-    MatmulCase { name: "anchor 8192", m: 8192, n: 8192, k: 8192 },
-    MatmulCase { name: "anchor 4096", m: 4096, n: 4096, k: 4096 },
-    MatmulCase { name: "anchor 2048x19456x2560", m: 2048, n: 19456, k: 2560 },
-    MatmulCase { name: "anchor 4096x4096x2560", m: 4096, n: 4096, k: 2560 },
-    MatmulCase { name: "anchor 2048x1536x2048", m: 2048, n: 1536, k: 2048 },
-    MatmulCase { name: "anchor 1x4096x4096", m: 1, n: 4096, k: 4096 },
-    MatmulCase { name: "anchor 16x4096x4096", m: 16, n: 4096, k: 4096 },
-    MatmulCase { name: "anchor 64x4096x4096", m: 64, n: 4096, k: 4096 },
-    MatmulCase { name: "anchor 1x19456x2560", m: 1, n: 19456, k: 2560 },
-    MatmulCase { name: "anchor 128x16384x4096", m: 128, n: 16384, k: 4096 },
-    MatmulCase { name: "qwen3-0.6b qkv decode 1", m: 1, n: 4096, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b o decode 1", m: 1, n: 1024, k: 2048 },
-    MatmulCase { name: "qwen3-0.6b gate+up decode 1", m: 1, n: 6144, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b down decode 1", m: 1, n: 1024, k: 3072 },
-    MatmulCase { name: "qwen3-0.6b head decode 1", m: 1, n: 151_936, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b qkv decode 8", m: 8, n: 4096, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b gate+up decode 32", m: 32, n: 6144, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b gate+up prefill 2048", m: 2048, n: 6144, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b down prefill 2048", m: 2048, n: 1024, k: 3072 },
-    MatmulCase { name: "qwen3-4b qkv decode 1", m: 1, n: 6144, k: 2560 },
-    MatmulCase { name: "qwen3-4b o decode 1", m: 1, n: 2560, k: 4096 },
-    MatmulCase { name: "qwen3-4b gate+up decode 1", m: 1, n: 19456, k: 2560 },
-    MatmulCase { name: "qwen3-4b down decode 1", m: 1, n: 2560, k: 9728 },
-    MatmulCase { name: "qwen3-4b head decode 1", m: 1, n: 151_936, k: 2560 },
-    MatmulCase { name: "qwen3-4b down prefill 2048", m: 2048, n: 2560, k: 9728 },
-];
+const fn plain(name: &'static str, m: usize, n: usize, k: usize) -> MatmulCase {
+    MatmulCase { name, m, n, k }
+}
+
+/// A linear layer of n output and k input features.
+pub(crate) const fn linear(name: &'static str, phase: Phase, n: usize, k: usize) -> MatmulCase {
+    MatmulCase { name, m: phase.tokens(), n, k }
+}
+
+/// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the first.
+/// The head runs for the last token of a prompt only.
+pub const CASES: &[MatmulCase] = cases! {
+    linear;
+    one: [
+        plain("anchor 8192", 8192, 8192, 8192),
+        plain("anchor 4096", 4096, 4096, 4096),
+        plain("anchor 2048x19456x2560", 2048, 19456, 2560),
+        plain("anchor 4096x4096x2560", 4096, 4096, 2560),
+        plain("anchor 2048x1536x2048", 2048, 1536, 2048),
+        plain("anchor 1x4096x4096", 1, 4096, 4096),
+        plain("anchor 16x4096x4096", 16, 4096, 4096),
+        plain("anchor 64x4096x4096", 64, 4096, 4096),
+        plain("anchor 1x19456x2560", 1, 19456, 2560),
+        plain("anchor 128x16384x4096", 128, 16384, 4096),
+        // An image of 1024 × 1024: 4096 patches, merged to 1024 tokens.
+        plain("qwen3-vl-2b vision patch prefill 4096", 4096, 1024, 1536),
+        plain("qwen3-vl-2b vision qkv prefill 4096", 4096, 3072, 1024),
+        plain("qwen3-vl-2b vision proj prefill 4096", 4096, 1024, 1024),
+        plain("qwen3-vl-2b vision fc1 prefill 4096", 4096, 4096, 1024),
+        plain("qwen3-vl-2b vision fc2 prefill 4096", 4096, 1024, 4096),
+        plain("qwen3-vl-2b merger fc1 prefill 1024", 1024, 4096, 4096),
+        plain("qwen3-vl-2b merger fc2 prefill 1024", 1024, 2048, 4096),
+    ];
+    phases: [
+        "qwen3-0.6b qkv" => (4096, 1024),
+        "qwen3-0.6b o" => (1024, 2048),
+        "qwen3-0.6b gate+up" => (6144, 1024),
+        "qwen3-0.6b down" => (1024, 3072),
+        "qwen3-4b qkv" => (6144, 2560),
+        "qwen3-4b o" => (2560, 4096),
+        "qwen3-4b gate+up" => (19456, 2560),
+        "qwen3-4b down" => (2560, 9728),
+        "qwen3-coder-30b qkv" => (5120, 2048),
+        "qwen3-coder-30b o" => (2048, 4096),
+        "qwen3-coder-30b router" => (128, 2048),
+        "qwen3-coder-next qkvz" => (12288, 2048),
+        "qwen3-coder-next ba" => (64, 2048),
+        "qwen3-coder-next qkv" => (9216, 2048),
+        "qwen3-coder-next router" => (512, 2048),
+        "qwen3-coder-next shared gate+up" => (1024, 2048),
+        "qwen3-coder-next shared down" => (2048, 512),
+        "glm-4.7-flash qkv_a" => (1344, 2048),
+        "glm-4.7-flash q_b" => (5120, 768),
+        "glm-4.7-flash o" => (2048, 5120),
+        "glm-4.7-flash dense gate+up" => (20480, 2048),
+        "glm-4.7-flash dense down" => (2048, 10240),
+        "glm-4.7-flash shared gate+up" => (3072, 2048),
+        "glm-4.7-flash shared down" => (2048, 1536),
+        "qwen3-vl-2b qkv" => (4096, 2048),
+        "qwen3-vl-2b o" => (2048, 2048),
+        "qwen3-vl-2b gate+up" => (12288, 2048),
+        "qwen3-vl-2b down" => (2048, 6144),
+    ];
+    decode: [
+        "qwen3-0.6b head" => (151_936, 1024),
+        "qwen3-4b head" => (151_936, 2560),
+        "qwen3-coder-30b head" => (151_936, 2048),
+        "glm-4.7-flash head" => (154_880, 2048),
+    ];
+    prefill: [
+        "glm-4.7-flash kv_b" => (8960, 512),
+    ];
+};

@@ -7,16 +7,22 @@ pub mod reference;
 pub(crate) mod select;
 
 use abi::DType;
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulVariant, OUT_IN_QUADS, THREADS};
+use abi::ops::matmul::{
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, MatmulVariant, OUT_BY_TMA, OUT_IN_QUADS, THREADS,
+    WGMMA_BK, WGMMA_BM, WGMMA_THREADS,
+};
 
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor_map::Tiled;
 
+pub(crate) use cases::linear;
 pub use cases::{CASES, MatmulCase};
 pub use select::{MatmulChoice, select};
 
@@ -67,13 +73,15 @@ pub struct MatmulArgs<'a> {
 /// An empty sum (k = 0) is 0.
 ///
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
-/// once.
-/// **Determinism**: bitwise the same from run to run. On a card, up to 16 rows go one way and more another; among the
-/// products of either kind a row's result depends on that row alone, not on the others or their number, nor on strides
-/// and alignment. Between the two kinds the order of the sum differs. On the CPU that holds for up to 8 rows.
+/// once. On Hopper's tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 64
+/// are added in f32.
+/// **Determinism**: bitwise the same from run to run. On a card there are three kinds of kernels, which sum in different
+/// orders: for up to 16 rows; for more; and on Hopper, of f16 and bf16 and more than 16 rows, for operands whose addresses
+/// and strides are multiples of 16 bytes. Among the products of one kind a row's result depends on that row alone, not on
+/// the others or their number. On the CPU that holds for up to 8 rows.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors.
+/// **Architectures**: the SIMT kernels on all floors; from sm_90a on, tensor cores for f16 and bf16.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::matmul::*};
@@ -101,8 +109,13 @@ pub struct Matmul {
 #[derive(Debug)]
 enum Backend {
     Cpu,
-    /// Kernels for every number of rows up to the planned one, fewest first.
-    Cuda(Vec<(MatmulChoice, Entry)>),
+    Cuda {
+        /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride.
+        kernels: Vec<(MatmulChoice, Entry)>,
+        /// Hopper's kernels, which take operands that TMA can address, from `wgmma_from` rows on.
+        wgmma: Vec<(&'static MatmulVariant, Entry)>,
+        wgmma_from: usize,
+    },
 }
 
 impl Matmul {
@@ -115,41 +128,58 @@ impl Matmul {
     /// Checks the problem, chooses kernels and loads them.
     pub fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let choices = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choices)
+        let Some(limits) = device.limits() else {
+            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        let wgmma = select::wgmma(&limits, &problem);
+        Self::new(device, problem, select(&limits, &problem)?, wgmma, select::GEMV_MAX_ROWS + 1)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One that needs TMA is left out
+    /// where an operand's address or stride does not suit it.
     pub fn plan_with(
         device: &Device,
         problem: MatmulProblem,
         variant: &'static MatmulVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let choice =
-            device.limits().map(|limits| MatmulChoice::forced(&limits, variant, &problem)).transpose()?;
-        Self::new(device, problem, choice.map(|choice| vec![choice]))
+        let Some(limits) = device.limits() else {
+            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        let choice = MatmulChoice::forced(&limits, variant, &problem)?;
+        match variant.tile {
+            MatmulTile::Wgmma { .. } => {
+                Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0)
+            }
+            _ => Self::new(device, problem, vec![choice], Vec::new(), 0),
+        }
     }
 
     fn new(
         device: &Device,
         problem: MatmulProblem,
-        choices: Option<Vec<MatmulChoice>>,
+        choices: Vec<MatmulChoice>,
+        wgmma: Vec<&'static MatmulVariant>,
+        wgmma_from: usize,
     ) -> Result<Self, Error> {
-        let load = |choice: MatmulChoice| {
-            let smem_bytes = choice.variant.tile.smem_bytes(problem.dtype);
-            let entry = device.entry(OP, choice.variant.entry, smem_bytes)?;
-            Ok((choice, entry))
+        let load = |variant: &'static MatmulVariant| {
+            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
+            Ok::<_, Error>(match variant.tile {
+                MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
+                _ => entry,
+            })
         };
-        let backend = match choices {
-            None => Backend::Cpu,
-            Some(choices) => Backend::Cuda(choices.into_iter().map(load).collect::<Result<_, Error>>()?),
-        };
+        let kernels = choices.into_iter().map(|choice| Ok((choice.clone(), load(choice.variant)?)));
+        let kernels = kernels.collect::<Result<_, Error>>()?;
+        let wgmma = wgmma.into_iter().map(|variant| Ok((variant, load(variant)?)));
+        let wgmma = wgmma.collect::<Result<_, Error>>()?;
+        let backend = Backend::Cuda { kernels, wgmma, wgmma_from };
         Ok(Matmul { device: device.clone(), problem, backend })
     }
 
     /// Runs once. See [`Matmul`].
     pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let MatmulProblem { m, n, k, dtype, out_dtype, bias } = self.problem;
         let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype, bias, bias_dtype: dtype };
         let mut dims =
@@ -159,8 +189,13 @@ impl Matmul {
                 cpu::run(dtype, out_dtype, &dims, &mut args);
                 Ok(())
             }
-            Backend::Cuda(kernels) => {
+            Backend::Cuda { kernels, wgmma, wgmma_from } => {
                 let rows = dims.m as usize;
+                if rows >= *wgmma_from
+                    && let Some((variant, entry)) = self.fastest(wgmma, &dims)
+                {
+                    return self.run_wgmma(stream, variant, entry, &args, dims);
+                }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
                     return Err(Error::invalid(
                         OP,
@@ -172,13 +207,86 @@ impl Matmul {
                 dims.split_log2 = choice.split_log2;
                 let grid = choice.variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
                 let MatmulArgs { a, b, bias, out } = &args;
-                let mut params =
-                    [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), (&dims).into()];
+                let params = [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
                 // the grid covers the product exactly, which `select` found to fit; shared memory is the tile's.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
+    }
+
+    /// The fastest of Hopper's kernels for a launch; none if TMA cannot address the operands.
+    fn fastest<'a>(
+        &self,
+        wgmma: &'a [(&'static MatmulVariant, Entry)],
+        dims: &MatmulDims,
+    ) -> Option<&'a (&'static MatmulVariant, Entry)> {
+        let operands = A_IN_PIECES | B_IN_PIECES;
+        if dims.access & operands != operands || dims.m == 0 || dims.n == 0 || dims.k == 0 {
+            return None;
+        }
+        let num_sms = self.device.profile().num_sms;
+        wgmma
+            .iter()
+            .min_by_key(|(variant, _)| select::wgmma_clocks(variant.tile, dims.m, dims.n, dims.k, num_sms))
+    }
+
+    fn run_wgmma(
+        &self,
+        stream: &Stream,
+        variant: &MatmulVariant,
+        entry: &Entry,
+        args: &MatmulArgs<'_>,
+        mut dims: MatmulDims,
+    ) -> Result<(), Error> {
+        let MatmulTile::Wgmma { bn, cluster, .. } = variant.tile else {
+            return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{:?}", variant.tile)));
+        };
+        let MatmulArgs { a, b, bias, out } = args;
+        let (dtype, out_dtype) = (self.problem.dtype, self.problem.out_dtype);
+        let matrix = |dtype: DType, address: u64, [rows, cols, stride]: [u32; 3], box_rows: u32| {
+            let bytes = dtype.bytes() as u64;
+            // The stride of a single row is not used; it must be one all the same.
+            let stride = if rows <= 1 { u64::from(cols).next_multiple_of(16) } else { u64::from(stride) };
+            let (rows, cols) = (u64::from(rows), u64::from(cols));
+            let tiled = Tiled {
+                dtype,
+                address,
+                rows,
+                cols,
+                stride_bytes: stride * bytes,
+                box_rows,
+                box_cols: WGMMA_BK,
+            };
+            self.device.tensor_map(OP, &tiled)
+        };
+        let a_map = matrix(dtype, a.address(), [dims.m, dims.k, dims.a_stride], WGMMA_BM)?;
+        let b_map = matrix(dtype, b.address(), [dims.n, dims.k, dims.b_stride], bn / cluster)?;
+        // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill 16
+        // bytes would be written over.
+        let in_boxes = out_dtype.bytes() == 2
+            && dims.n.is_multiple_of(8)
+            && out.address().is_multiple_of(16)
+            && (dims.m == 1 || dims.out_stride.is_multiple_of(8));
+        let out_map = if in_boxes {
+            dims.access |= OUT_BY_TMA;
+            matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
+        } else {
+            a_map
+        };
+        let params = [
+            (&a_map).into(),
+            (&b_map).into(),
+            (&out_map).into(),
+            optional(bias.as_ref()),
+            out.into(),
+            (&dims).into(),
+        ];
+        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
+        let clusters = tiles.min(u64::from(self.device.profile().num_sms / cluster).max(1)) as u32;
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
+        // blocks walk over all tiles; shared memory and clusters are the tile's.
+        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [WGMMA_THREADS, 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.
@@ -194,12 +302,30 @@ impl Matmul {
             flops: 2 * (m * n * k) as u64,
         };
         match &self.backend {
-            Backend::Cuda(kernels) if let Some((choice, entry)) = kernels.last() => {
+            Backend::Cuda { wgmma, wgmma_from, .. }
+                if m >= *wgmma_from
+                    && let Some((variant, entry)) = self.fastest(wgmma, &self.aligned_dims()) =>
+            {
+                let why = format!("the least clocks of {} tiles by waves and steps", wgmma.len());
+                let work = work(why, format!("{:?}", variant.tile), WGMMA_THREADS);
+                OptimizationReport::new(OP, &self.device, Some(entry), work)
+            }
+            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
                 let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), THREADS);
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }
             _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "panels".into(), 1)),
         }
+    }
+}
+
+impl Matmul {
+    /// The planned size with operands that suit every kernel.
+    fn aligned_dims(&self) -> MatmulDims {
+        let MatmulProblem { m, n, k, .. } = self.problem;
+        let [m, n, k] = [m, n, k].map(|size| size as u32);
+        let access = if k.is_multiple_of(8) { A_IN_PIECES | B_IN_PIECES } else { 0 };
+        MatmulDims { m, n, k, a_stride: k, b_stride: k, out_stride: n, access, split_log2: 0 }
     }
 }
 

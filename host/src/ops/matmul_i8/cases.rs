@@ -1,17 +1,24 @@
 //! Shapes that occur, for tests and benches.
 
-use crate::ops::matmul::MatmulCase;
+use crate::ops::matmul::{MatmulCase, linear};
 
 /// The shapes of the product.
-pub const CASES: &[MatmulCase] = &[
-    MatmulCase { name: "anchor 4096", m: 4096, n: 4096, k: 4096 },
-    MatmulCase { name: "anchor 8192", m: 8192, n: 8192, k: 8192 },
-    MatmulCase { name: "qwen3-0.6b qkv decode 1", m: 1, n: 4096, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b gate+up decode 1", m: 1, n: 6144, k: 1024 },
-    MatmulCase { name: "qwen3-0.6b down decode 1", m: 1, n: 1024, k: 3072 },
-    MatmulCase { name: "qwen3-4b qkv decode 1", m: 1, n: 6144, k: 2560 },
-    MatmulCase { name: "qwen3-4b gate+up decode 1", m: 1, n: 19456, k: 2560 },
-    MatmulCase { name: "qwen3-4b down decode 1", m: 1, n: 2560, k: 9728 },
-    MatmulCase { name: "qwen3-4b gate+up decode 8", m: 8, n: 19456, k: 2560 },
-    MatmulCase { name: "qwen3-4b gate+up prefill 2048", m: 2048, n: 19456, k: 2560 },
-];
+pub const CASES: &[MatmulCase] = cases! {
+    linear;
+    one: [
+        MatmulCase { name: "anchor 4096", m: 4096, n: 4096, k: 4096 },
+        MatmulCase { name: "anchor 8192", m: 8192, n: 8192, k: 8192 },
+    ];
+    phases: [
+        "qwen3-0.6b qkv" => (4096, 1024),
+        "qwen3-0.6b o" => (1024, 2048),
+        "qwen3-0.6b gate+up" => (6144, 1024),
+        "qwen3-0.6b down" => (1024, 3072),
+        "qwen3-4b qkv" => (6144, 2560),
+        "qwen3-4b o" => (2560, 4096),
+        "qwen3-4b gate+up" => (19456, 2560),
+        "qwen3-4b down" => (2560, 9728),
+    ];
+    decode: [];
+    prefill: [];
+};

@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::ops::matmul::{Bias, Shapes, optional};
 use crate::stream::Stream;
@@ -153,6 +154,7 @@ impl MatmulI8 {
 
     /// Runs once. See [`MatmulI8`].
     pub fn run(&self, stream: &Stream, mut args: MatmulI8Args<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
         let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype, bias, bias_dtype: out_dtype };
         let names = ["qa", "qb"];
@@ -176,7 +178,7 @@ impl MatmulI8 {
                 dims.split_log2 = choice.split_log2;
                 let grid = choice.variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
                 let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = &args;
-                let mut params = [
+                let params = [
                     (*qa).into(),
                     (*qb).into(),
                     (*a_scale).into(),
@@ -188,7 +190,7 @@ impl MatmulI8 {
                 // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
                 // the scales have a value per row and column; the grid covers the product exactly, which `select` found
                 // to fit; shared memory is the tile's.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

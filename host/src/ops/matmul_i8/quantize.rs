@@ -8,6 +8,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::ops::matmul::{row_stride, rows_aligned};
 use crate::stream::Stream;
@@ -75,6 +76,7 @@ impl QuantizeRows {
 
     /// Runs once. See [`QuantizeRows`].
     pub fn run(&self, stream: &Stream, mut args: QuantizeRowsArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let QuantizeRowsProblem { rows: max_rows, cols, dtype } = self.problem;
         let QuantizeRowsArgs { x, q, scale } = &args;
         x.expect(OP, "x", &self.device, dtype, &[None, Some(cols)])?;
@@ -111,10 +113,10 @@ impl QuantizeRows {
                 Ok(())
             }
             Some(entry) => {
-                let mut params = [(*x).into(), q.into(), scale.into(), (&dims).into()];
+                let params = [(*x).into(), q.into(), scale.into(), (&dims).into()];
                 // SAFETY: every row of every tensor is inside its view, as checked above, and aligned where
                 // `cols_in_pieces` is not 0; a block per row, and shared memory for its warps.
-                unsafe { entry.launch(stream, [rows as u32, 1, 1], [QUANTIZE_THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [rows as u32, 1, 1], [QUANTIZE_THREADS, 1, 1], &params) }
             }
         }
     }

@@ -1,5 +1,8 @@
 //! Shapes that occur, for tests and benches.
 
+use super::NormWeight;
+use crate::ops::Phase;
+
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct RmsNormCase {
@@ -11,6 +14,8 @@ pub struct RmsNormCase {
     pub cols: usize,
     /// Whether a residual is added first.
     pub residual: Residual,
+    /// What the weight tensor holds.
+    pub weight: NormWeight,
 }
 
 /// Whether a residual is added first.
@@ -22,18 +27,41 @@ pub enum Residual {
     Add,
 }
 
-/// The shapes.
-pub const CASES: &[RmsNormCase] = &[
-    RmsNormCase { name: "anchor 65536x4096", rows: 65536, cols: 4096, residual: Residual::None },
-    RmsNormCase { name: "anchor 65536x4096 add", rows: 65536, cols: 4096, residual: Residual::Add },
-    RmsNormCase { name: "anchor 16384x2560", rows: 16384, cols: 2560, residual: Residual::None },
-    RmsNormCase { name: "anchor 32x2560", rows: 32, cols: 2560, residual: Residual::None },
-    RmsNormCase { name: "qwen3-0.6b prefill 2048", rows: 2048, cols: 1024, residual: Residual::Add },
-    RmsNormCase { name: "qwen3-0.6b decode 1", rows: 1, cols: 1024, residual: Residual::Add },
-    RmsNormCase {
-        name: "qwen3-4b q heads prefill 2048",
-        rows: 2048 * 32,
-        cols: 128,
-        residual: Residual::None,
-    },
-];
+const fn plain(name: &'static str, rows: usize, cols: usize, residual: Residual) -> RmsNormCase {
+    RmsNormCase { name, rows, cols, residual, weight: NormWeight::Plain }
+}
+
+/// A norm of so many rows for each token.
+const fn case(
+    name: &'static str,
+    phase: Phase,
+    (rows, cols): (usize, usize),
+    residual: Residual,
+    weight: NormWeight,
+) -> RmsNormCase {
+    RmsNormCase { name, rows: phase.tokens() * rows, cols, residual, weight }
+}
+
+/// The shapes. GLM-4.7-Flash and Qwen3-VL-2B have the layer norms of Qwen3-Coder-30B.
+pub const CASES: &[RmsNormCase] = cases! {
+    case;
+    one: [
+        plain("anchor 65536x4096", 65536, 4096, Residual::None),
+        plain("anchor 65536x4096 add", 65536, 4096, Residual::Add),
+        plain("anchor 16384x2560", 16384, 2560, Residual::None),
+        plain("anchor 32x2560", 32, 2560, Residual::None),
+    ];
+    phases: [
+        "qwen3-0.6b layer" => ((1, 1024), Residual::Add, NormWeight::Plain),
+        "qwen3-0.6b q heads" => ((16, 128), Residual::None, NormWeight::Plain),
+        "qwen3-4b layer" => ((1, 2560), Residual::Add, NormWeight::Plain),
+        "qwen3-4b q heads" => ((32, 128), Residual::None, NormWeight::Plain),
+        "qwen3-coder-30b layer" => ((1, 2048), Residual::Add, NormWeight::Plain),
+        "qwen3-coder-next layer" => ((1, 2048), Residual::Add, NormWeight::ZeroCentred),
+        "qwen3-coder-next q heads" => ((16, 256), Residual::None, NormWeight::ZeroCentred),
+        "glm-4.7-flash q_a" => ((1, 768), Residual::None, NormWeight::Plain),
+        "glm-4.7-flash kv_a" => ((1, 512), Residual::None, NormWeight::Plain),
+    ];
+    decode: [];
+    prefill: [];
+};

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -158,6 +159,7 @@ impl RmsNorm {
 
     /// Runs once. See [`RmsNorm`].
     pub fn run(&self, stream: &Stream, mut args: RmsNormArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let dims = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
@@ -167,7 +169,7 @@ impl RmsNorm {
                     && weight.is_aligned_16()
                     && out.is_aligned_16()
                     && residual.as_ref().is_none_or(|residual| residual.is_aligned_16());
-                let mut params = [
+                let params = [
                     (*x).into(),
                     Param::optional(residual.as_ref()),
                     (*weight).into(),
@@ -181,7 +183,7 @@ impl RmsNorm {
                 };
                 // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
                 // pieces of 16 bytes; the grid covers exactly `rows` rows.
-                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
             }
         }
     }

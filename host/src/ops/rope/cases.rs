@@ -1,6 +1,7 @@
 //! Shapes that occur, for tests and benches.
 
 use super::RopeStyle;
+use crate::ops::Phase;
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -19,20 +20,36 @@ pub struct RopeCase {
     pub style: RopeStyle,
 }
 
-const fn case(name: &'static str, tokens: usize, heads: usize, dims: (usize, usize)) -> RopeCase {
-    let (head_dim, rotary_dim) = dims;
-    RopeCase { name, tokens, heads, head_dim, rotary_dim, style: RopeStyle::HalfSplit }
+const fn plain(name: &'static str, heads: usize) -> RopeCase {
+    RopeCase { name, tokens: 32768, heads, head_dim: 128, rotary_dim: 128, style: RopeStyle::HalfSplit }
 }
 
-/// The shapes.
-pub const CASES: &[RopeCase] = &[
-    // The anchor is 32 + 8 heads in one go; here q and k are two runs.
-    case("anchor 32768 q, 32 heads of 128", 32768, 32, (128, 128)),
-    case("anchor 32768 k, 8 heads of 128", 32768, 8, (128, 128)),
-    case("qwen3-0.6b q prefill 2048", 2048, 16, (128, 128)),
-    case("qwen3-0.6b q decode 1", 1, 16, (128, 128)),
-    case("qwen3-4b k decode 32", 32, 8, (128, 128)),
-    case("qwen3-coder-next q prefill 4096", 4096, 16, (256, 64)),
-    RopeCase { style: RopeStyle::Interleaved, ..case("glm-4.7-flash q prefill 4096", 4096, 20, (64, 64)) },
-    RopeCase { style: RopeStyle::Interleaved, ..case("glm-4.7-flash k prefill 4096", 4096, 1, (64, 64)) },
-];
+const fn case(
+    name: &'static str,
+    phase: Phase,
+    heads: usize,
+    (head_dim, rotary_dim): (usize, usize),
+    style: RopeStyle,
+) -> RopeCase {
+    RopeCase { name, tokens: phase.tokens(), heads, head_dim, rotary_dim, style }
+}
+
+/// The shapes. Qwen3-Coder-30B has the queries of Qwen3-4B.
+pub const CASES: &[RopeCase] = cases! {
+    case;
+    one: [
+        // The anchor is 32 + 8 heads in one go; here q and k are two runs.
+        plain("anchor 32768 q, 32 heads of 128", 32),
+        plain("anchor 32768 k, 8 heads of 128", 8),
+    ];
+    phases: [
+        "qwen3-0.6b q" => (16, (128, 128), RopeStyle::HalfSplit),
+        "qwen3-4b q" => (32, (128, 128), RopeStyle::HalfSplit),
+        "qwen3-4b k" => (8, (128, 128), RopeStyle::HalfSplit),
+        "qwen3-coder-next q" => (16, (256, 64), RopeStyle::HalfSplit),
+        "glm-4.7-flash q" => (20, (64, 64), RopeStyle::Interleaved),
+        "glm-4.7-flash k" => (1, (64, 64), RopeStyle::Interleaved),
+    ];
+    decode: [];
+    prefill: [];
+};

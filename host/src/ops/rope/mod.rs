@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
+use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -156,6 +157,7 @@ impl Rope {
 
     /// Runs once. See [`Rope`].
     pub fn run(&self, stream: &Stream, mut args: RopeArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let strides = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
@@ -174,12 +176,12 @@ impl Rope {
                 let dims = self.dims(tile, &args, strides);
                 let grid = check_blocks(OP, "out", dims.tiles.blocks(BLOCK_PIECES_LOG2))?;
                 let (cos, sin) = (tables.cos.view(), tables.sin.view());
-                let mut params =
+                let params =
                     [x_param, (*positions).into(), cos.into(), sin.into(), out.into(), (&dims).into()];
                 // SAFETY: `check` found every head of x and out inside its view, and as many positions as tokens; the
                 // tables have max_position rows, which the kernel keeps to. `by_piece` holds only for what can be read
                 // in pieces of 16 bytes; the tables' rows are whole pieces then, and they start where a pool block does.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

@@ -1,11 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
 use super::Sampling;
+use crate::ops::Phase;
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingCase {
-    /// Model and method.
+    /// Model, method and phase.
     pub name: &'static str,
     /// Sequences.
     pub rows: usize,
@@ -20,12 +21,22 @@ const QWEN3: Sampling = Sampling::Random { temperature: 0.6, top_k: Some(20), to
 const TEMPERATURE: Sampling = Sampling::Random { temperature: 1.0, top_k: None, top_p: 1.0, seed: 1 };
 const TOP_P: Sampling = Sampling::Random { temperature: 1.0, top_k: None, top_p: 0.9, seed: 1 };
 
+const fn case(name: &'static str, phase: Phase, vocab: usize, method: Sampling) -> SamplingCase {
+    SamplingCase { name, rows: phase.tokens(), vocab, method }
+}
+
 /// The shapes.
-pub const CASES: &[SamplingCase] = &[
-    SamplingCase { name: "qwen3 decode 1 greedy", rows: 1, vocab: 151_936, method: Sampling::Greedy },
-    SamplingCase { name: "qwen3 decode 32 greedy", rows: 32, vocab: 151_936, method: Sampling::Greedy },
-    SamplingCase { name: "qwen3 decode 1 temperature", rows: 1, vocab: 151_936, method: TEMPERATURE },
-    SamplingCase { name: "qwen3 decode 1 top_p", rows: 1, vocab: 151_936, method: TOP_P },
-    SamplingCase { name: "qwen3 decode 1 top_k top_p", rows: 1, vocab: 151_936, method: QWEN3 },
-    SamplingCase { name: "qwen3 decode 32 top_k top_p", rows: 32, vocab: 151_936, method: QWEN3 },
-];
+pub const CASES: &[SamplingCase] = cases! {
+    case;
+    one: [
+        SamplingCase { name: "qwen3 temperature decode 1", rows: 1, vocab: 151_936, method: TEMPERATURE },
+        SamplingCase { name: "qwen3 top_p decode 1", rows: 1, vocab: 151_936, method: TOP_P },
+    ];
+    phases: [];
+    decode: [
+        "qwen3 greedy" => (151_936, Sampling::Greedy),
+        "qwen3 top_k top_p" => (151_936, QWEN3),
+        "glm-4.7-flash greedy" => (154_880, Sampling::Greedy),
+    ];
+    prefill: [];
+};

@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
+use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -186,6 +187,7 @@ impl Sampler {
 
     /// Runs once. See [`Sampler`].
     pub fn run(&self, stream: &Stream, mut args: SamplingArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let dims = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
@@ -200,11 +202,11 @@ impl Sampler {
                     Dims::Greedy(dims) => Param::from(dims),
                     Dims::Random(dims) => Param::from(dims),
                 };
-                let mut params = [(*logits).into(), ids.into(), dims];
+                let params = [(*logits).into(), ids.into(), dims];
                 let rows = logits.shape()[0] as u32;
                 // SAFETY: `check` found every row of the logits and every id inside its view, and the alignment is what
                 // the kernel reads by; the grid is one block per row.
-                unsafe { entry.launch(stream, [rows, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [rows, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

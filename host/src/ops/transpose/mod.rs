@@ -16,6 +16,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
+use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -135,6 +136,7 @@ impl Transpose {
 
     /// Runs once. See [`Transpose`].
     pub fn run(&self, stream: &Stream, mut args: TransposeArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
         let [batch, rows, cols] = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
@@ -169,11 +171,11 @@ impl Transpose {
                     row_tiles,
                     col_tiles,
                 };
-                let mut params = [(*x).into(), out.into(), (&dims).into()];
+                let params = [(*x).into(), out.into(), (&dims).into()];
                 // SAFETY: `check` found x and out to be of one shape but for the order, so what lies below rows and cols
                 // is inside both views; `by_word` holds only for what can be accessed in words of 4 bytes. One block per
                 // tile, with the shared memory of a tile.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &mut params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
             }
         }
     }

@@ -1,0 +1,124 @@
+//! The clock: a graph of runs between two events on a card, the wall clock on the CPU.
+
+use std::time::{Duration, Instant};
+
+use warpforge::{Error, Event, Graph, Stream};
+
+use super::Failure;
+use super::energy::Meter;
+
+/// Microseconds of one run.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    pub median_us: f64,
+    /// Distance between the quartiles.
+    pub spread_us: f64,
+    pub num_samples: usize,
+}
+
+impl Timing {
+    pub fn of(mut samples: Vec<f64>) -> Result<Self, Failure> {
+        if samples.is_empty() {
+            return Err("no run was timed".into());
+        }
+        samples.sort_by(f64::total_cmp);
+        let at = |share: f64| samples[(share * (samples.len() - 1) as f64).round() as usize];
+        Ok(Timing { median_us: at(0.5), spread_us: at(0.75) - at(0.25), num_samples: samples.len() })
+    }
+}
+
+/// Time that the measured launches of a graph take together, unless that is less than [`LAUNCHES`] allow.
+const SECONDS: f64 = 0.1;
+/// Fewest and most launches of a graph that are measured.
+const LAUNCHES: (usize, usize) = (8, 24);
+/// Time that a graph should take at least, so that the events' resolution does not count, and most rounds over the sets
+/// for that.
+const GRAPH_SECONDS: f64 = 1e-3;
+const MAX_ROUNDS: f64 = 64.0;
+
+/// Times `run` over all sets, and measures its energy if there is a meter: the joules of one run.
+pub fn time<S>(
+    stream: &Stream,
+    sets: &mut [S],
+    run: &impl Fn(&Stream, &mut S) -> Result<(), Error>,
+    meter: Option<&Meter>,
+) -> Result<(Timing, Option<f64>), Failure> {
+    if stream.device().limits().is_none() {
+        return Ok((time_on_cpu(stream, &mut sets[0], run)?, None));
+    }
+    let started = Instant::now();
+    for set in &mut *sets {
+        run(stream, set)?;
+    }
+    stream.synchronize()?;
+    let once = started.elapsed().as_secs_f64();
+    let rounds = (GRAPH_SECONDS / once).ceil().clamp(1.0, MAX_ROUNDS) as usize;
+    let runs = rounds * sets.len();
+    let graph = stream.capture(|stream| {
+        (0..rounds).try_for_each(|_| sets.iter_mut().try_for_each(|set| run(stream, set)))
+    })?;
+
+    // The first launch uploads the graph, the second tells how long one takes.
+    launch(&graph, stream)?;
+    let graph_ms = launch(&graph, stream)?;
+    let launches = (SECONDS / (f64::from(graph_ms) * 1e-3)).clamp(LAUNCHES.0 as f64, LAUNCHES.1 as f64);
+    let mut samples = Vec::new();
+    for _ in 0..launches as usize {
+        samples.push(f64::from(launch(&graph, stream)?) * 1e3 / runs as f64);
+    }
+    let timing = Timing::of(samples)?;
+    let watts = match meter {
+        Some(meter) => watts(meter, stream, &graph, timing.median_us * 1e-6 * runs as f64)?,
+        None => None,
+    };
+    Ok((timing, watts.map(|watts| watts * timing.median_us * 1e-6)))
+}
+
+/// Milliseconds of one launch.
+fn launch(graph: &Graph, stream: &Stream) -> Result<f32, Error> {
+    let start: Event = stream.record()?;
+    // SAFETY: the graph's tensors are the sets of `time`'s caller, who holds them until it returns.
+    unsafe { graph.launch(stream)? };
+    stream.record()?.elapsed_ms(&start)
+}
+
+/// Power while the graph runs without a pause, for half a second or one launch.
+fn watts(meter: &Meter, stream: &Stream, graph: &Graph, graph_s: f64) -> Result<Option<f64>, Error> {
+    /// Longer than several of the counter's steps.
+    const SECONDS: f64 = 0.5;
+    /// The driver holds so many launches back before it makes the caller wait.
+    const MAX_LAUNCHES: f64 = 900.0;
+    let launches = (SECONDS / graph_s).ceil().clamp(1.0, MAX_LAUNCHES) as usize;
+    let busy = launches as f64 * graph_s;
+    let mut reading = meter.begin();
+    let started = Instant::now();
+    for index in 0..launches {
+        // SAFETY: as in `launch`.
+        unsafe { graph.launch(stream)? };
+        if index % 16 == 0 {
+            reading.poll();
+        }
+    }
+    // Not to the very end, where the card may be idle already.
+    while started.elapsed().as_secs_f64() < 0.95 * busy {
+        reading.poll();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    stream.synchronize()?;
+    Ok(reading.watts())
+}
+
+fn time_on_cpu<S>(
+    stream: &Stream,
+    set: &mut S,
+    run: &impl Fn(&Stream, &mut S) -> Result<(), Error>,
+) -> Result<Timing, Failure> {
+    let mut samples = Vec::new();
+    let started = Instant::now();
+    while samples.len() < 3 || (started.elapsed().as_secs_f64() < 0.2 && samples.len() < 100) {
+        let start = Instant::now();
+        run(stream, set)?;
+        samples.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    Timing::of(samples)
+}

@@ -1,0 +1,505 @@
+"""What a user of PyTorch would call instead of each operator.
+
+Each function takes a case and returns an [`Operator`]: how to make the inputs, what a sample of the result must be, and the
+peers. A peer gets the inputs and returns its result. Sizes come from the case, never from here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8}
+# The most that a sample's relative L2 error may be: what bf16 explains, or f16 in the fast form of GELU.
+BOUND = 2e-2
+
+
+class Missing(Exception):
+    """This machine or version of PyTorch has not got what the peer needs."""
+
+
+@dataclass
+class Peer:
+    name: str
+    run: Callable
+    # Compiled by inductor before it is run.
+    is_compiled: bool = False
+    # From the peer's own result to what `Operator.sample` expects.
+    finish: Callable = lambda result: result
+
+
+@dataclass
+class Operator:
+    # One set of inputs, from a generator.
+    inputs: Callable
+    # What the sample of the result must be, from the inputs, in f32.
+    expected: Callable
+    peers: list[Peer] = field(default_factory=list)
+    # The part of a result that is checked.
+    sample: Callable = lambda result: result[:1]
+
+    def error(self, inputs, result):
+        """Relative L2 error of the sample, infinite for what is not finite or of another shape."""
+        got, want = self.sample(result).double(), self.expected(*inputs).double()
+        if got.shape != want.shape or not torch.isfinite(got).all():
+            return float("inf")
+        return ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+
+
+def normal(generator, *shape, dtype):
+    if dtype == torch.int8:
+        values = torch.randn(*shape, generator=generator, device=generator.device) * 32
+        return values.round_().clamp_(-127, 127).to(dtype)
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
+
+
+def attention(case, shape):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    dtype, causal = DTYPES[case["dtype"]], shape["mask"] == "causal"
+    batch, seq_q, seq_kv, dim = shape["batch"], shape["seq_q"], shape["seq_kv"], shape["head_dim"]
+    heads_q, heads_kv = shape["heads_q"], shape["heads_kv"]
+    groups = heads_q // heads_kv
+    if causal and 1 < seq_q < seq_kv:
+        raise Missing("no peer is written for queries that begin inside the cache")
+
+    def inputs(generator):
+        # As ours: [batch, tokens, heads, dim]; the views are what F.scaled_dot_product_attention takes.
+        q = normal(generator, batch, seq_q, heads_q, dim, dtype=dtype)
+        k, v = (normal(generator, batch, seq_kv, heads_kv, dim, dtype=dtype) for _ in range(2))
+        return [tensor.transpose(1, 2) for tensor in (q, k, v)]
+
+    def expected(q, k, v):
+        # The first head of the last query, which sees every key.
+        q, k, v = q[0, 0, -1:].float(), k[0, 0].float(), v[0, 0].float()
+        return torch.softmax(q @ k.T * dim**-0.5, -1) @ v
+
+    def through(backend):
+        def run(q, k, v):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal and seq_q > 1, enable_gqa=groups > 1
+                )
+
+        return run
+
+    def folded(backend):
+        # With one query for each head, those that share keys can be the queries of one head.
+        def run(q, k, v):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q.view(batch, heads_kv, groups, dim), k, v)
+
+        return run
+
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    peers = [Peer(f"SDPA {name}", through(backend)) for name, backend in backends.items()]
+    if seq_q == 1 and groups > 1:
+
+        def unfold(result):
+            return result.reshape(batch, heads_q, 1, dim)
+
+        peers += [
+            Peer(f"SDPA {name}, heads folded", folded(backend), finish=unfold)
+            for name, backend in backends.items()
+        ]
+    return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
+
+
+def copy(case, shape):
+    rows, cols = shape["rows"], shape["cols"]
+    src_type, dst_type = DTYPES[shape["src"]], DTYPES[shape["dst"]]
+
+    def inputs(generator):
+        src = normal(generator, rows, shape["src_stride"], dtype=src_type)[:, :cols]
+        dst = torch.zeros(rows, shape["dst_stride"], dtype=dst_type, device=generator.device)[:, :cols]
+        return src, dst
+
+    def run(src, dst):
+        return dst.copy_(src)
+
+    def expected(src, dst):
+        return src[:1].to(dst_type).float()
+
+    return Operator(inputs, expected, both(run, "Tensor.copy_"))
+
+
+def embedding(case, shape):
+    dtype, vocab = DTYPES[case["dtype"]], shape["vocab"]
+    tables = {}
+
+    def inputs(generator):
+        # One table for all sets, as ours.
+        if "table" not in tables:
+            tables["table"] = normal(generator, vocab, shape["cols"], dtype=dtype)
+        ids = torch.randint(
+            vocab, (shape["tokens"],), generator=generator, device=generator.device, dtype=torch.int32
+        )
+        return ids, tables["table"]
+
+    return Operator(
+        inputs, lambda ids, table: table[ids[:1].long()].float(), [Peer("F.embedding", F.embedding)]
+    )
+
+
+def glu(case, shape):
+    dtype = DTYPES[case["dtype"]]
+    activation = {
+        "silu": F.silu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_erf": F.gelu,
+    }[shape["activation"]]
+
+    def inputs(generator):
+        return [normal(generator, shape["rows"], shape["cols"], dtype=dtype) for _ in range(2)]
+
+    def run(gate, up):
+        return activation(gate) * up
+
+    def expected(gate, up):
+        return activation(gate[:1].float()) * up[:1].float()
+
+    return Operator(inputs, expected, both(run, "torch eager"))
+
+
+def grouped_matmul(case, shape):
+    dtype, experts, m = DTYPES[case["dtype"]], shape["experts"], shape["m"]
+
+    def inputs(generator):
+        x = normal(generator, m, shape["k"], dtype=dtype)
+        w = normal(generator, experts, shape["n"], shape["k"], dtype=dtype)
+        # Every expert has as many rows.
+        ends = torch.arange(1, experts + 1, device=generator.device, dtype=torch.int32) * (m // experts)
+        return x, w, ends
+
+    def run(x, w, ends):
+        return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+
+    def expected(x, w, ends):
+        return x[:1].float() @ w[0].float().T
+
+    return Operator(inputs, expected, [Peer("torch._grouped_mm", run)])
+
+
+def kv_append(case, shape):
+    dtype, tokens = DTYPES[case["dtype"]], shape["tokens"]
+    sizes = (tokens, shape["heads"], shape["head_dim"])
+
+    def inputs(generator):
+        k, v = (normal(generator, *sizes, dtype=dtype) for _ in range(2))
+        caches = [torch.zeros(sizes, dtype=dtype, device=generator.device) for _ in range(2)]
+        # Backwards, so that the slots matter.
+        slots = torch.arange(tokens - 1, -1, -1, device=generator.device)
+        return k, v, slots, *caches
+
+    def run(k, v, slots, k_cache, v_cache):
+        k_cache.index_copy_(0, slots, k)
+        v_cache.index_copy_(0, slots, v)
+        return v_cache
+
+    def by_triton(*tensors):
+        import kernels
+
+        return kernels.append(*tensors)
+
+    return Operator(
+        inputs,
+        lambda k, v, slots, k_cache, v_cache: v[:1].float(),
+        [*both(run, "Tensor.index_copy_"), Peer("Triton", by_triton)],
+        sample=lambda v_cache: v_cache[-1:],
+    )
+
+
+def linear_activation(case, shape):
+    dtype = DTYPES[case["dtype"]]
+    activation = {"gelu": F.gelu, "silu": F.silu}[shape["activation"]]
+
+    def run(x, w, bias):
+        return activation(F.linear(x, w, bias))
+
+    def inputs(generator):
+        x, w = _linear_inputs(generator, shape, dtype)
+        return x, w, torch.zeros(shape["n"], dtype=dtype, device=generator.device)
+
+    def expected(x, w, bias):
+        return activation(x[:1].float() @ w.float().T)
+
+    peers = both(run, "F.linear (cuBLAS) and eager")
+    if shape["activation"] == "gelu":
+        # cuBLASLt's epilogue computes the tanh form, which is close enough to pass for the other here.
+        peers.append(
+            Peer("_addmm_activation", lambda x, w, b: torch._addmm_activation(b, x, w.t(), use_gelu=True))
+        )
+    return Operator(inputs, expected, peers)
+
+
+def matmul(case, shape):
+    dtype = DTYPES[case["dtype"]]
+    return Operator(
+        lambda generator: _linear_inputs(generator, shape, dtype),
+        lambda x, w: x[:1].float() @ w.float().T,
+        [Peer("F.linear (cuBLAS)", F.linear)],
+    )
+
+
+def _linear_inputs(generator, shape, dtype):
+    x = normal(generator, shape["m"], shape["k"], dtype=dtype)
+    # Scaled like trained weights, so that f16 does not overflow.
+    return x, normal(generator, shape["n"], shape["k"], dtype=dtype).mul_(shape["k"] ** -0.5)
+
+
+def matmul_fp8(case, shape):
+    def inputs(generator):
+        x, w = _linear_inputs(generator, shape, torch.bfloat16)
+        one = torch.ones((), device=generator.device)
+        return x.to(torch.float8_e4m3fn), (w * 16).to(torch.float8_e4m3fn), one, one / 16
+
+    def run(x, w, x_scale, w_scale):
+        return torch._scaled_mm(
+            x, w.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def expected(x, w, x_scale, w_scale):
+        return x[:1].float() @ w.float().T * w_scale
+
+    return Operator(inputs, expected, [Peer("torch._scaled_mm", run)])
+
+
+def matmul_i4(case, shape):
+    dtype, n, k, group = DTYPES[case["dtype"]], shape["n"], shape["k"], shape["group"]
+
+    def inputs(generator):
+        device = generator.device
+        x = normal(generator, shape["m"], k, dtype=dtype)
+        q = torch.randint(16, (n, k), generator=generator, device=device, dtype=torch.int32)
+        scale = torch.rand(k // group, n, generator=generator, device=device).add_(0.5).mul_(0.01)
+        zero = normal(generator, k // group, n, dtype=torch.float32).mul_(0.01)
+        scale_zero = torch.stack([scale, zero], -1).to(dtype)
+        if device.type == "cpu":
+            packed = torch._convert_weight_to_int4pack_for_cpu(q, 1)
+        else:
+            pairs = (q[:, ::2] << 4 | q[:, 1::2]).to(torch.uint8)
+            packed = torch._convert_weight_to_int4pack(pairs, 8)
+        weight = (q.float().view(n, -1, group) - 8) * scale_zero[..., 0].T[..., None].float()
+        weight += scale_zero[..., 1].T[..., None].float()
+        # The first outputs' weights, for the check.
+        return x, packed, scale_zero, weight.view(n, k)[:64].clone()
+
+    def run(x, packed, scale_zero, weight):
+        if x.device.type == "cpu":
+            return torch._weight_int4pack_mm_for_cpu(x, packed, group, scale_zero)
+        return torch._weight_int4pack_mm(x, packed, group, scale_zero)
+
+    def expected(x, packed, scale_zero, weight):
+        return x[:1].float() @ weight.T
+
+    peers = [Peer("torch._weight_int4pack_mm", run)]
+    return Operator(inputs, expected, peers, sample=lambda result: result[:1, :64])
+
+
+def matmul_i8(case, shape):
+    m, n, k = shape["m"], shape["n"], shape["k"]
+    # torch._int_mm takes 17 rows or more.
+    rows = m if m > 16 else 32
+
+    def inputs(generator):
+        a, b = normal(generator, rows, k, dtype=torch.int8), normal(generator, n, k, dtype=torch.int8)
+        a_scale = normal(generator, rows, dtype=torch.float32).abs_()
+        b_scale = normal(generator, n, dtype=torch.float32).abs_()
+        return a, b, a_scale, b_scale
+
+    def product(a, b, a_scale, b_scale):
+        return torch._int_mm(a, b.t())
+
+    def scaled(a, b, a_scale, b_scale):
+        return (torch._int_mm(a, b.t()) * a_scale[:, None] * b_scale).to(torch.bfloat16)
+
+    def expected(a, b, a_scale, b_scale):
+        return a[:1].float() @ b.float().T * a_scale[0] * b_scale
+
+    operator = Operator(inputs, expected, [])
+    padded = "" if rows == m else f", {m} rows padded to {rows}"
+    # Its result lacks the scales; they are applied for the check.
+    scales = {}
+
+    def remember(generator):
+        result = inputs(generator)
+        scales.setdefault("a", result[2])
+        scales.setdefault("b", result[3])
+        return result
+
+    operator.inputs = remember
+    operator.peers = [
+        Peer(
+            f"torch._int_mm without scales{padded}",
+            product,
+            finish=lambda result: result * scales["a"][:, None] * scales["b"],
+        ),
+        Peer(f"torch._int_mm and inductor{padded}", scaled, is_compiled=True),
+    ]
+    return operator
+
+
+def quantize_rows(case, shape):
+    dtype = DTYPES[case["dtype"]]
+
+    def run(x):
+        largest = x.float().abs().amax(-1, keepdim=True)
+        q = (x.float() * (127 / largest)).round().clamp(-127, 127).to(torch.int8)
+        return q, largest / 127
+
+    def expected(x):
+        q, scale = run(x[:1])
+        return q.float() * scale
+
+    return Operator(
+        lambda generator: [normal(generator, shape["rows"], shape["cols"], dtype=dtype)],
+        expected,
+        both(run, "torch eager"),
+        sample=lambda result: result[0][:1].float() * result[1][:1],
+    )
+
+
+def rmsnorm(case, shape):
+    dtype, eps, cols = DTYPES[case["dtype"]], shape["eps"], shape["cols"]
+    adds, offset = shape["residual"] == "add", {"plain": 0, "zero_centred": 1}[shape["weight"]]
+
+    def inputs(generator):
+        x = [normal(generator, shape["rows"], cols, dtype=dtype) for _ in range(2 if adds else 1)]
+        return normal(generator, cols, dtype=dtype), *x
+
+    def run(weight, x, residual=None):
+        total = x if residual is None else x + residual
+        if offset:
+            # As the published zero-centred norms compute it.
+            inverse = torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + eps)
+            out = (total.float() * inverse * (offset + weight.float())).to(dtype)
+        else:
+            out = F.rms_norm(total, (cols,), weight, eps)
+        return out if residual is None else (out, total)
+
+    def expected(weight, x, residual=None):
+        total = x[:1] if residual is None else x[:1] + residual[:1]
+        total = total.float()
+        return total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * (weight.float() + offset)
+
+    sample = (lambda result: result[0][:1]) if adds else (lambda result: result[:1])
+    return Operator(inputs, expected, both(run, "F.rms_norm"), sample=sample)
+
+
+def rope(case, shape):
+    dtype, tokens, rotary = DTYPES[case["dtype"]], shape["tokens"], shape["rotary_dim"]
+    interleaved, first, half = shape["style"] == "interleaved", 5, shape["rotary_dim"] // 2
+
+    def inputs(generator):
+        device = generator.device
+        x = normal(generator, tokens, shape["heads"], shape["head_dim"], dtype=dtype)
+        positions = torch.arange(first, first + tokens, device=device)
+        frequency = 1e6 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        angles = torch.arange(first + tokens, device=device, dtype=torch.float64)[:, None] * frequency
+        return x, positions, angles.cos().float(), angles.sin().float()
+
+    def run(x, positions, cos, sin):
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
+        turned, rest = x[..., :rotary].float(), x[..., rotary:]
+        a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, -1)
+        pairs = a * cos - b * sin, a * sin + b * cos
+        turned = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+        return torch.cat([turned.to(dtype), rest], -1) if rest.shape[-1] else turned.to(dtype)
+
+    def expected(x, positions, cos, sin):
+        # By complex numbers, unlike `run`.
+        row = x[0, 0].double()
+        turned = row[:rotary].view(half, 2) if interleaved else row[:rotary].view(2, half).T
+        angle = torch.complex(cos[first].double(), sin[first].double())
+        turned = torch.view_as_real(torch.view_as_complex(turned.contiguous()) * angle)
+        turned = turned.flatten() if interleaved else turned.T.flatten()
+        return torch.cat([turned, row[rotary:]]).float()
+
+    return Operator(inputs, expected, both(run, "torch eager"), sample=lambda result: result[0, 0])
+
+
+def sampling(case, shape):
+    dtype, vocab = DTYPES[case["dtype"]], shape["vocab"]
+    temperature, top_k, top_p = shape["temperature"], shape["top_k"], shape["top_p"]
+
+    def inputs(generator):
+        return [normal(generator, shape["rows"], vocab, dtype=dtype)]
+
+    def greedy(logits):
+        return logits.argmax(-1)
+
+    def draw(probabilities):
+        # Draws by an exponential race, as serving engines do: torch.multinomial waits for the host.
+        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+
+    def random(logits):
+        logits, order = logits.float() / temperature, None
+        if top_k:
+            logits, order = logits.topk(top_k)
+        elif top_p < 1:
+            logits, order = logits.sort(descending=True)
+        probabilities = logits.softmax(-1)
+        if top_p < 1:
+            before = probabilities.cumsum(-1) - probabilities
+            probabilities = probabilities.masked_fill(before >= top_p, 0)
+        choice = draw(probabilities)
+        return (choice if order is None else order.gather(-1, choice)).squeeze(-1)
+
+    if temperature == 0:
+        # The value, since several logits may be the largest.
+        return Operator(
+            inputs,
+            lambda logits: logits.float().amax(-1),
+            both(lambda logits: (logits, greedy(logits)), "Tensor.argmax"),
+            sample=lambda result: result[0].gather(-1, result[1][:, None]).squeeze(-1).float(),
+        )
+    # A random token can only be checked to be one.
+    return Operator(
+        inputs,
+        lambda logits: torch.ones(shape["rows"], device=logits.device),
+        both(random, "topk and eager" if top_k else "sort and eager" if top_p < 1 else "torch eager"),
+        sample=lambda ids: ((ids >= 0) & (ids < vocab)).float(),
+    )
+
+
+def transpose(case, shape):
+    dtype = DTYPES[case["dtype"]]
+
+    def run(x):
+        return x.transpose(1, 2).contiguous()
+
+    return Operator(
+        lambda generator: [normal(generator, shape["batch"], shape["rows"], shape["cols"], dtype=dtype)],
+        lambda x: x[0, :, 0].float(),
+        both(run, "Tensor.contiguous"),
+        sample=lambda result: result[0, 0],
+    )
+
+
+def both(run, name):
+    """The same code as PyTorch runs it, and as inductor compiles it."""
+    return [Peer(name, run), Peer("inductor", run, is_compiled=True)]
+
+
+OPERATORS = {
+    function.__name__: function
+    for function in (
+        attention,
+        copy,
+        embedding,
+        glu,
+        grouped_matmul,
+        kv_append,
+        linear_activation,
+        matmul,
+        matmul_fp8,
+        matmul_i4,
+        matmul_i8,
+        quantize_rows,
+        rmsnorm,
+        rope,
+        sampling,
+        transpose,
+    )
+}

@@ -1,0 +1,448 @@
+//! Loads, stores, atomics and fences.
+
+use core::mem::{MaybeUninit, size_of};
+use core::panic::Location;
+use std::format;
+use std::rc::Rc;
+use std::string::String;
+
+use super::clock::{Covers, Frame, Stamp, join};
+use super::machine::{CLUSTER_WINDOW, Failure, Machine, SHARED_BASE, attempt, pause, with};
+use super::shadow::{Access, Conflict, Kind};
+use super::sync::release_into;
+use super::{Arch, Defect};
+use crate::atomic::Order;
+
+/// Where an access goes.
+#[derive(Clone, Copy)]
+pub(super) enum Space {
+    Global(usize),
+    /// An address in the block's own window, or in another block's of the cluster.
+    Shared(u32),
+}
+
+/// Whose stamp an access leaves: the running thread's, or that of an asynchronous agent.
+pub(super) type Agent = Option<Stamp>;
+
+impl Machine {
+    /// Checks an access, remembers it, and gives the bytes' place.
+    #[inline]
+    pub(super) fn access(
+        &mut self,
+        space: Space,
+        bytes: usize,
+        align: usize,
+        kind: Kind,
+        agent: Agent,
+        line: &'static Location<'static>,
+    ) -> Result<*mut u8, Failure> {
+        self.step()?;
+        let number = self.line_number(line);
+        let coin = self.random.one_in(2);
+        let thread = self.current.thread;
+        let outcome = match space {
+            Space::Global(address) => {
+                if !address.is_multiple_of(align) {
+                    return Err(self.misaligned(space, align, kind));
+                }
+                let (memory, unit) = self.memory_and_unit();
+                let Some((index, offset)) = memory.find(address, bytes) else {
+                    return Err(self.outside(space, bytes, kind));
+                };
+                let clock = &unit.threads[thread].clock;
+                let stamp = agent.unwrap_or(clock.stamp());
+                let access = Access { kind, clock, stamp, memory: Covers::Global, line: number, coin };
+                let buffer = memory.buffer(index);
+                let place = buffer.data().wrapping_add(offset);
+                let outcome = buffer.shadow.access(offset, bytes, &access);
+                outcome
+                    .map(|()| place)
+                    .map_err(|(at, conflict)| (Space::Global(address + at - offset), conflict))
+            }
+            Space::Shared(address) => {
+                if !(address as usize).is_multiple_of(align) {
+                    return Err(self.misaligned(space, align, kind));
+                }
+                let shared_bytes = self.shared_bytes;
+                let (block, offset) = self.locate(address);
+                let inside = offset.checked_add(bytes).is_some_and(|end| end <= shared_bytes as usize);
+                if !inside || block >= self.unit().blocks.len() {
+                    return Err(self.outside(space, bytes, kind));
+                }
+                if address >= CLUSTER_WINDOW {
+                    let stamp = agent.unwrap_or(self.thread().clock.stamp());
+                    self.visit(block, stamp, noun(kind), line)?;
+                }
+                let unit = self.unit();
+                let clock = &unit.threads[thread].clock;
+                let stamp = agent.unwrap_or(clock.stamp());
+                let access = Access { kind, clock, stamp, memory: Covers::Shared, line: number, coin };
+                let block = &mut unit.blocks[block];
+                let outcome = block.shadow.access(offset, bytes, &access);
+                let place = block.shared[offset..].as_mut_ptr();
+                outcome
+                    .map(|()| place)
+                    .map_err(|(at, conflict)| (Space::Shared(address + (at - offset) as u32), conflict))
+            }
+        };
+        outcome.map_err(|(at, conflict)| self.explain(at, kind, conflict))
+    }
+
+    /// The block's rank in the unit and the offset in its shared memory; the offset is huge if below the start.
+    pub(super) fn locate(&mut self, address: u32) -> (usize, usize) {
+        let thread = self.current.thread;
+        let block = match address / CLUSTER_WINDOW {
+            0 => self.unit().threads[thread].block,
+            window => window as usize - 1,
+        };
+        (block, (address % CLUSTER_WINDOW).wrapping_sub(SHARED_BASE) as usize)
+    }
+
+    fn name(&mut self, space: Space) -> String {
+        match space {
+            Space::Global(address) => {
+                let (memory, _) = self.memory_and_unit();
+                match memory.find(address, 1) {
+                    Some((index, offset)) => format!("byte {offset} of `{}`", memory.buffer(index).name),
+                    None => memory.describe(address),
+                }
+            }
+            Space::Shared(address) => {
+                let offset = (address % CLUSTER_WINDOW).wrapping_sub(SHARED_BASE) as i32;
+                match address / CLUSTER_WINDOW {
+                    0 => format!("byte {offset} of shared memory"),
+                    window => {
+                        format!("byte {offset} of the shared memory of block {} of the cluster", window - 1)
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn misaligned(&mut self, space: Space, align: usize, kind: Kind) -> Failure {
+        let text = format!("{} at {}, which is not aligned to {align} bytes", noun(kind), self.name(space));
+        Failure(Defect::Misaligned, text)
+    }
+
+    fn outside(&mut self, space: Space, bytes: usize, kind: Kind) -> Failure {
+        let bounds = match space {
+            Space::Global(address) => self.memory_and_unit().0.describe(address),
+            Space::Shared(_) => {
+                format!("{}, of which there are {} bytes", self.name(space), self.shared_bytes)
+            }
+        };
+        Failure(Defect::OutOfBounds, format!("{} of {bytes} bytes out of bounds: at {bounds}", noun(kind)))
+    }
+
+    fn explain(&mut self, at: Space, kind: Kind, conflict: Conflict) -> Failure {
+        let (place, noun) = (self.name(at), noun(kind));
+        match conflict {
+            Conflict::Uninitialised => {
+                Failure(Defect::Uninitialised, format!("{noun} of {place}, which nothing has written"))
+            }
+            Conflict::Forbidden => Failure(
+                Defect::OutOfBounds,
+                format!("{noun} out of bounds: {place} is a guard band or a gap between rows"),
+            ),
+            Conflict::Mbarrier => {
+                Failure(Defect::Mbarrier, format!("{noun} of {place}, which belongs to an mbarrier"))
+            }
+            Conflict::Race { earlier, line, was } => {
+                let earlier = self.describe(earlier, line);
+                let was = self::noun(was);
+                let text =
+                    format!("data race: {noun} of {place} with no barrier after the {was} by {earlier}");
+                Failure(Defect::Race, text)
+            }
+            Conflict::Proxy { earlier, line } => {
+                let earlier = self.describe(earlier, line);
+                let text = format!(
+                    "missing fence.proxy.async: {noun} of {place}, written by ordinary stores of {earlier}"
+                );
+                Failure(Defect::ProxyFence, text)
+            }
+        }
+    }
+}
+
+fn noun(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Read => "read",
+        Kind::Write => "write",
+        Kind::AtomicRead => "atomic read",
+        Kind::AtomicWrite => "atomic write",
+        Kind::AsyncRead => "asynchronous read",
+        Kind::AsyncWrite => "asynchronous write",
+    }
+}
+
+#[inline]
+fn load<T: Copy>(space: Space, kind: Kind, instruction: &str, line: &'static Location<'static>) -> T {
+    attempt(instruction, line, |machine| {
+        let bytes = size_of::<T>();
+        let place = machine.access(space, bytes, bytes, kind, None, line)?;
+        // SAFETY: `access` found `bytes` bytes there, inside a buffer or the block's shared memory.
+        Ok(unsafe { place.cast::<T>().read_unaligned() })
+    })
+}
+
+#[inline]
+fn store<T: Copy>(space: Space, value: T, kind: Kind, instruction: &str, line: &'static Location<'static>) {
+    attempt(instruction, line, |machine| {
+        let bytes = size_of::<T>();
+        machine.check_registers(bytes_of(&value))?;
+        let place = machine.access(space, bytes, bytes, kind, None, line)?;
+        machine.progress();
+        // SAFETY: as in `load`; the machine alone touches it now.
+        unsafe { place.cast::<T>().write_unaligned(value) };
+        Ok(())
+    });
+}
+
+/// A load of global memory, aligned to its size. Outside a simulation: of the host's memory.
+///
+/// # Safety
+/// Outside a simulation: *in-bounds*, *aligned* and *initialised*. Inside, it is checked.
+#[inline]
+#[track_caller]
+pub(crate) unsafe fn load_global<T: Copy>(pointer: *const T, instruction: &str) -> T {
+    if !super::is_running() {
+        // SAFETY: the caller's promise.
+        return unsafe { pointer.read() };
+    }
+    load(Space::Global(pointer.addr()), Kind::Read, instruction, Location::caller())
+}
+
+/// A store to global memory, aligned to its size. Outside a simulation: to the host's memory.
+///
+/// # Safety
+/// Outside a simulation: *in-bounds*, *aligned* and *exclusive*. Inside, it is checked.
+#[inline]
+#[track_caller]
+pub(crate) unsafe fn store_global<T: Copy>(pointer: *mut T, value: T, instruction: &str) {
+    if !super::is_running() {
+        // SAFETY: the caller's promise.
+        return unsafe { pointer.write(value) };
+    }
+    store(Space::Global(pointer.addr()), value, Kind::Write, instruction, Location::caller());
+}
+
+/// A look at a word of global memory that other threads change.
+#[track_caller]
+pub(crate) fn atomic_load(pointer: *const u32, order: Order, instruction: &str) -> u32 {
+    let line = Location::caller();
+    attempt(instruction, line, |machine| machine.poll(line));
+    pause();
+    attempt(instruction, line, |machine| {
+        let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicRead, None, line)?;
+        machine.acquire(place.addr(), order);
+        // SAFETY: `access` found four bytes there.
+        Ok(unsafe { place.cast::<u32>().read_unaligned() })
+    })
+}
+
+/// A store to a word of global memory that other threads look at.
+#[track_caller]
+pub(crate) fn atomic_store(pointer: *mut u32, value: u32, order: Order, instruction: &str) {
+    let line = Location::caller();
+    attempt(instruction, line, |machine| {
+        let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicWrite, None, line)?;
+        // What was released here before belongs to the value that is gone.
+        machine.released.remove(&place.addr());
+        machine.release(place.addr(), order);
+        machine.progress();
+        // SAFETY: as in `atomic_load`; the machine alone touches them now.
+        unsafe { place.cast::<u32>().write_unaligned(value) };
+        Ok(())
+    });
+}
+
+/// A load of shared memory, aligned to its size.
+#[inline]
+#[track_caller]
+pub(crate) fn load_shared<T: Copy>(address: u32, instruction: &str) -> T {
+    load(Space::Shared(address), Kind::Read, instruction, Location::caller())
+}
+
+/// A store to shared memory, aligned to its size.
+#[inline]
+#[track_caller]
+pub(crate) fn store_shared<T: Copy>(address: u32, value: T, instruction: &str) {
+    store(Space::Shared(address), value, Kind::Write, instruction, Location::caller());
+}
+
+/// Address of the block's dynamic shared memory.
+pub(crate) fn shared_base(instruction: &str) -> u32 {
+    with(instruction, |_| SHARED_BASE)
+}
+
+/// A read-modify-write of an aligned word; returns the old value.
+#[track_caller]
+pub(crate) fn atomic_global<T: Copy + PartialEq>(
+    pointer: *mut T,
+    order: Order,
+    instruction: &str,
+    change: impl Fn(T) -> T,
+) -> T {
+    atomic(Space::Global(pointer.addr()), order, instruction, Location::caller(), change)
+}
+
+/// The same in shared memory, relaxed.
+#[track_caller]
+pub(crate) fn atomic_shared<T: Copy + PartialEq>(
+    address: u32,
+    instruction: &str,
+    change: impl Fn(T) -> T,
+) -> T {
+    atomic(Space::Shared(address), Order::Relaxed, instruction, Location::caller(), change)
+}
+
+fn atomic<T: Copy + PartialEq>(
+    space: Space,
+    order: Order,
+    instruction: &str,
+    line: &'static Location<'static>,
+    change: impl Fn(T) -> T,
+) -> T {
+    // Others may come first.
+    if with(instruction, |machine| machine.random.one_in(4)) {
+        pause();
+    }
+    let (old, changed) = attempt(instruction, line, |machine| {
+        let bytes = size_of::<T>();
+        machine.access(space, bytes, bytes, Kind::AtomicRead, None, line)?;
+        let place = machine.access(space, bytes, bytes, Kind::AtomicWrite, None, line)?.cast::<T>();
+        // SAFETY: `access` found the bytes; the machine alone touches them now.
+        let old = unsafe { place.read_unaligned() };
+        let new = change(old);
+        // SAFETY: as above.
+        unsafe { place.write_unaligned(new) };
+        machine.acquire(place.addr(), order);
+        machine.release(place.addr(), order);
+        if new == old {
+            machine.poll(line)?;
+        } else {
+            machine.progress();
+        }
+        Ok((old, new != old))
+    });
+    if !changed {
+        pause();
+    }
+    old
+}
+
+impl Machine {
+    /// What a thread learns by reading a location atomically: at once, or with its next fence.
+    fn acquire(&mut self, location: usize, order: Order) {
+        let Some(released) = self.released.get(&location).cloned() else { return };
+        let thread = self.thread();
+        match order {
+            Order::Acquire | Order::AcqRel => thread.clock.acquire_foreign(&released),
+            Order::Relaxed | Order::Release => release_into(&mut thread.observed, released),
+        }
+    }
+
+    /// What others learn by reading what a thread writes to a location atomically.
+    fn release(&mut self, location: usize, order: Order) {
+        let thread = self.thread();
+        let released = match order {
+            Order::Release | Order::AcqRel => Some(thread.clock.release_foreign()),
+            Order::Relaxed | Order::Acquire => thread.fenced.clone(),
+        };
+        if let Some(released) = released {
+            join(self.released.entry(location).or_insert_with(|| Rc::new(Frame::default())), &released);
+        }
+    }
+}
+
+/// A load of shared memory of the cluster, aligned to its size.
+#[inline]
+#[track_caller]
+pub(crate) fn load_cluster<T: Copy>(address: u32, instruction: &str) -> T {
+    load(Space::Shared(address), Kind::Read, instruction, Location::caller())
+}
+
+/// A store to shared memory of the cluster, aligned to its size.
+#[inline]
+#[track_caller]
+pub(crate) fn store_cluster<T: Copy>(address: u32, value: T, instruction: &str) {
+    store(Space::Shared(address), value, Kind::Write, instruction, Location::caller());
+}
+
+/// The fences.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Fence {
+    Membar,
+    AcqRelBlock,
+    AcqRelCluster,
+    AcqRelDevice,
+    ProxyAsync,
+    ProxyAsyncShared,
+    ProxyAsyncGlobal,
+}
+
+/// A fence. One between threads: what comes before it is released by the next atomic, and what the last atomics have
+/// read is acquired. One between proxies: what this thread did and saw is visible to the asynchronous proxy.
+#[track_caller]
+pub(crate) fn fence(form: Fence) {
+    let (instruction, floor) = match form {
+        Fence::Membar => ("membar.gl", Arch::Sm61),
+        Fence::AcqRelBlock => ("fence.acq_rel.cta", Arch::Sm80),
+        Fence::AcqRelCluster => ("fence.acq_rel.cluster", Arch::Sm90a),
+        Fence::AcqRelDevice => ("fence.acq_rel.gpu", Arch::Sm80),
+        Fence::ProxyAsync => ("fence.proxy.async", Arch::Sm90a),
+        Fence::ProxyAsyncShared => ("fence.proxy.async.shared::cta", Arch::Sm90a),
+        Fence::ProxyAsyncGlobal => ("fence.proxy.async.global", Arch::Sm90a),
+    };
+    attempt(instruction, Location::caller(), |machine| {
+        machine.needs(floor, instruction)?;
+        match form {
+            Fence::Membar | Fence::AcqRelBlock | Fence::AcqRelCluster | Fence::AcqRelDevice => {
+                let thread = machine.thread();
+                if let Some(observed) = thread.observed.take() {
+                    thread.clock.acquire_foreign(&observed);
+                }
+                thread.fenced = Some(thread.clock.release_foreign());
+            }
+            Fence::ProxyAsync => {
+                machine.thread().clock.fence_proxy(&[Covers::Shared, Covers::Global]);
+                machine.fence_mbarriers();
+            }
+            Fence::ProxyAsyncShared => {
+                machine.thread().clock.fence_proxy(&[Covers::Shared]);
+                machine.fence_mbarriers();
+            }
+            Fence::ProxyAsyncGlobal => machine.thread().clock.fence_proxy(&[Covers::Global]),
+        }
+        Ok(())
+    });
+}
+
+/// `griddepcontrol`: kernels run one after another here, so there is nothing to wait for.
+#[track_caller]
+pub(crate) fn grid_wait() {
+    attempt("griddepcontrol.wait", Location::caller(), |machine| {
+        machine.needs(Arch::Sm90a, "griddepcontrol.wait")
+    });
+}
+
+/// See [`grid_wait`].
+#[track_caller]
+pub(crate) fn grid_launch_dependents() {
+    const INSTRUCTION: &str = "griddepcontrol.launch_dependents";
+    attempt(INSTRUCTION, Location::caller(), |machine| machine.needs(Arch::Sm90a, INSTRUCTION));
+}
+
+/// Ends the kernel with a report.
+#[track_caller]
+pub(crate) fn trap() -> ! {
+    assert!(super::is_running(), "cuda_std: trap");
+    attempt("trap", Location::caller(), |_| Err(Failure::new(Defect::Panic, "trap")))
+}
+
+/// Bytes of a value of the kernel's own, such as the arguments of `printf`.
+pub(super) fn bytes_of<T>(value: &T) -> &[MaybeUninit<u8>] {
+    // SAFETY: the value's own bytes, padding among them, which MaybeUninit allows.
+    unsafe { core::slice::from_raw_parts(core::ptr::from_ref(value).cast(), size_of::<T>()) }
+}

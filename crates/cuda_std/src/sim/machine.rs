@@ -1,0 +1,872 @@
+//! The machine: units of threads, and the scheduler that lets one of them run at a time.
+
+use core::cell::Cell;
+use core::fmt;
+use core::panic::Location;
+use std::any::Any;
+use std::borrow::ToOwned;
+use std::boxed::Box;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::format;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::string::String;
+use std::vec::Vec;
+
+use corosensei::stack::DefaultStack;
+use corosensei::{Coroutine, CoroutineResult, Yielder};
+
+use super::clock::{Clock, Frame, Stamp};
+use super::copies::{Copies, Moment, Pending, Stores};
+use super::mbarrier::Mbarrier;
+use super::report::Index;
+use super::shadow::Shadow;
+use super::sync::{Barriers, ClusterBarrier};
+use super::tensor_core::Generation;
+use super::visits::Visit;
+use super::warp::{Warp, lanes};
+use super::warpgroup::{Held, Warpgroup};
+use super::{Arch, Defect, Launch, Memory, Report, Statistics};
+
+/// A defect and its text; the machine adds who and where.
+pub(super) struct Failure(pub(super) Defect, pub(super) String);
+
+impl Failure {
+    pub(super) fn new(defect: Defect, text: impl Into<String>) -> Self {
+        Failure(defect, text.into())
+    }
+}
+
+pub(super) type Line = &'static Location<'static>;
+
+/// The generator behind the seed: SplitMix64.
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `n`, which is not 0.
+    pub(super) fn below(&mut self, n: usize) -> usize {
+        ((u128::from(self.next()) * n as u128) >> 64) as usize
+    }
+
+    /// True once in `n` times.
+    pub(super) fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// The registers that tell a thread where it is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Register {
+    ThreadX,
+    ThreadY,
+    ThreadZ,
+    BlockX,
+    BlockY,
+    BlockZ,
+    BlockDimX,
+    BlockDimY,
+    BlockDimZ,
+    GridDimX,
+    GridDimY,
+    GridDimZ,
+}
+
+/// A thread of a resident unit: slot of the unit, index of the thread in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ThreadId {
+    pub(super) slot: usize,
+    pub(super) thread: usize,
+}
+
+/// What a thread is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Ready,
+    Waiting(Wait),
+    Returned,
+}
+
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wait {
+    Warp { instruction: &'static str, mask: u32 },
+    Barrier { id: u32, count: Option<u32> },
+    Cluster,
+    Mbarrier { offset: usize, parity: u32 },
+    Warpgroup,
+}
+
+impl fmt::Display for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Wait::Warp { instruction, mask } => write!(f, "`{instruction}` of {}", lanes(mask)),
+            Wait::Barrier { id, count: None } => write!(f, "barrier {id} of all threads of the block"),
+            Wait::Barrier { id, count: Some(count) } => write!(f, "barrier {id} of {count} threads"),
+            Wait::Cluster => f.write_str("the barrier of the cluster"),
+            Wait::Warpgroup => f.write_str("a `wgmma` that not all warps of the group have issued"),
+            Wait::Mbarrier { offset, parity } => {
+                write!(f, "the phase of parity {parity} of the mbarrier at byte {offset}")
+            }
+        }
+    }
+}
+
+pub(super) struct Thread {
+    coroutine: Option<Coroutine<(), (), (), DefaultStack>>,
+    yielder: Cell<*const Yielder<(), ()>>,
+    /// Rank of its block in the unit.
+    pub(super) block: usize,
+    pub(super) index: [u32; 3],
+    /// In its block.
+    pub(super) warp: usize,
+    pub(super) lane: u32,
+    pub(super) state: State,
+    pub(super) clock: Clock,
+    /// Where it executes its current instruction.
+    pub(super) line: Option<Line>,
+    /// What an operation of its warp has left for it.
+    pub(super) received: [u32; 8],
+    pub(super) copies: Copies,
+    pub(super) stores: Stores,
+    /// It has passed a barrier of its cluster, all of whose blocks have therefore started.
+    pub(super) has_met_cluster: bool,
+    /// Results of `wgmma` that its registers do not have yet.
+    pub(super) held: Vec<Held>,
+    /// The group of `wgmma` that it waits for.
+    pub(super) wgmma_wait: Option<u32>,
+    /// What a fence has released, for the relaxed atomics after it.
+    pub(super) fenced: Option<Rc<Frame>>,
+    /// What relaxed atomics have read, for the next fence.
+    pub(super) observed: Option<Rc<Frame>>,
+}
+
+pub(super) struct Block {
+    pub(super) index: [u32; 3],
+    pub(super) shared: Vec<u8>,
+    pub(super) shadow: Shadow,
+    pub(super) warps: Vec<Warp>,
+    pub(super) barriers: Barriers,
+    /// By their byte in shared memory.
+    pub(super) mbarriers: BTreeMap<usize, Mbarrier>,
+    pub(super) warpgroups: BTreeMap<usize, Warpgroup>,
+    /// Accesses of other blocks to its shared memory, by actor.
+    pub(super) visits: BTreeMap<u32, Visit>,
+    /// Its threads in the unit.
+    pub(super) threads: core::ops::Range<usize>,
+    pub(super) returned: usize,
+}
+
+/// What can synchronise within itself: a cluster, or a block.
+pub(super) struct Unit {
+    pub(super) id: u32,
+    pub(super) blocks: Vec<Block>,
+    pub(super) threads: Vec<Thread>,
+    /// Names of the actors beyond the threads.
+    pub(super) agents: Vec<String>,
+    pub(super) cluster_barrier: ClusterBarrier,
+    live: usize,
+}
+
+/// Numbers of source lines, so that a byte of memory can remember one.
+#[derive(Default)]
+struct Lines {
+    known: Vec<Line>,
+    numbers: HashMap<usize, u16>,
+    last: (usize, u16),
+}
+
+impl Lines {
+    #[inline]
+    fn number(&mut self, line: Line) -> u16 {
+        let key = core::ptr::from_ref(line).addr();
+        if self.last.0 != key {
+            let known = &mut self.known;
+            let number = *self.numbers.entry(key).or_insert_with(|| {
+                known.push(line);
+                (known.len() - 1) as u16
+            });
+            self.last = (key, number);
+        }
+        self.last.1
+    }
+}
+
+/// In which order ready threads run.
+#[derive(Clone, Copy)]
+enum Policy {
+    /// Any.
+    Random,
+    /// The one that became ready last: a thread runs as far ahead as it can.
+    Newest,
+    /// Mostly the newest.
+    Mixed,
+}
+
+pub(super) struct Machine {
+    memory: *mut Memory,
+    kernel_name: String,
+    pub(super) arch: Arch,
+    seed: u64,
+    grid: [u32; 3],
+    block: [u32; 3],
+    cluster: [u32; 3],
+    pub(super) shared_bytes: u32,
+    /// What every thread calls; alive as long as the machine.
+    kernel: *const dyn Fn(),
+    pub(super) random: Random,
+    policy: Policy,
+    units: Vec<Option<Box<Unit>>>,
+    /// Units that have not started, last first.
+    waiting_units: Vec<u32>,
+    resident: usize,
+    ready: Vec<ThreadId>,
+    /// The next thread is any of them, whatever the policy: the last one gave way.
+    fair: bool,
+    pub(super) current: ThreadId,
+    registers: [u32; 12],
+    report: Option<Report>,
+    lines: Lines,
+    pub(super) pending: Vec<Pending>,
+    pub(super) moment: Moment,
+    /// What was released through each location of memory.
+    pub(super) released: BTreeMap<usize, Rc<Frame>>,
+    /// Polls since anything changed.
+    idle: u64,
+    /// Accesses of the running thread since it was resumed.
+    steps: u64,
+    pub(super) statistics: Statistics,
+}
+
+/// A thread that does this many accesses in a row without waiting for anyone runs for ever.
+const MAX_STEPS: u64 = 200_000_000;
+/// Polls of all threads together in which nothing has changed.
+const MAX_IDLE: u64 = 200_000;
+/// The same, after which another unit starts: it may be what they wait for.
+const PATIENCE: u64 = 500;
+/// A kernel's frames, unoptimised, with the simulator's on top.
+const STACK_BYTES: usize = 256 << 10;
+/// First address of a block's shared memory, as the newer cards have it: address 0 is nobody's.
+pub(super) const SHARED_BASE: u32 = 1024;
+/// Distance of the shared memories of a cluster's blocks in the cluster's window.
+pub(super) const CLUSTER_WINDOW: u32 = 1 << 24;
+
+std::thread_local! {
+    static MACHINE: Cell<*mut Machine> = const { Cell::new(core::ptr::null_mut()) };
+    static STACKS: RefCell<Vec<DefaultStack>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether this host thread runs a kernel now.
+#[inline]
+pub(crate) fn is_running() -> bool {
+    !MACHINE.get().is_null()
+}
+
+/// The machine, for an operation of the running thread.
+///
+/// # Panics
+/// Outside a simulation.
+#[inline]
+pub(super) fn with<R>(instruction: &str, operation: impl FnOnce(&mut Machine) -> R) -> R {
+    let machine = MACHINE.get();
+    if machine.is_null() {
+        crate::needs_gpu(instruction);
+    }
+    // SAFETY: `run` put it there and holds no borrow of it while a thread runs; this borrow ends before the thread can
+    // switch, since `operation` cannot suspend it.
+    operation(unsafe { &mut *machine })
+}
+
+/// An operation that can fail; on failure the thread goes no further.
+#[inline]
+pub(super) fn attempt<R>(
+    instruction: &str,
+    line: Line,
+    operation: impl FnOnce(&mut Machine) -> Result<R, Failure>,
+) -> R {
+    let result = with(instruction, |machine| {
+        machine.thread().line = Some(line);
+        operation(machine).map_err(|failure| machine.fail(failure, Some(machine.current), Some(line)))
+    });
+    match result {
+        Ok(value) => value,
+        Err(()) => loop {
+            suspend();
+        },
+    }
+}
+
+/// The value of a special register.
+#[inline]
+pub(crate) fn register(register: Register, name: &str) -> u32 {
+    with(name, |machine| machine.registers[register as usize])
+}
+
+/// Gives the processor away until the thread is woken.
+pub(super) fn suspend() {
+    let yielder = with("suspend", |machine| machine.thread().yielder.get());
+    // SAFETY: the yielder of the coroutine that is running, set when it started.
+    unsafe { (*yielder).suspend(()) };
+}
+
+/// Lets others run first.
+pub(super) fn pause() {
+    with("pause", |machine| {
+        machine.ready.push(machine.current);
+        machine.fair = true;
+    });
+    suspend();
+}
+
+impl Machine {
+    #[inline]
+    pub(super) fn unit(&mut self) -> &mut Unit {
+        let slot = self.current.slot;
+        self.unit_at(slot)
+    }
+
+    #[inline]
+    pub(super) fn unit_at(&mut self, slot: usize) -> &mut Unit {
+        self.units[slot].as_deref_mut().expect("a resident unit")
+    }
+
+    #[inline]
+    pub(super) fn thread(&mut self) -> &mut Thread {
+        let index = self.current.thread;
+        &mut self.unit()[index]
+    }
+
+    /// Memory, and the unit of the running thread.
+    #[inline]
+    pub(super) fn memory_and_unit(&mut self) -> (&mut Memory, &mut Unit) {
+        let slot = self.current.slot;
+        // SAFETY: `run` holds the memory's borrow for as long as the machine lives, and gives it to nobody else.
+        let memory = unsafe { &mut *self.memory };
+        (memory, self.units[slot].as_deref_mut().expect("a resident unit"))
+    }
+
+    #[inline]
+    pub(super) fn line_number(&mut self, line: Line) -> u16 {
+        self.lines.number(line)
+    }
+
+    /// A generator that depends on the seed and on `what` alone.
+    pub(super) fn fixed_random(&self, what: u64) -> Random {
+        Random(self.seed ^ what.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    /// Whose tensor cores are simulated.
+    pub(super) fn generation(&self) -> Generation {
+        if self.arch >= Arch::Sm90a { Generation::Hopper } else { Generation::Ampere }
+    }
+
+    /// Blocks of the grid and of a cluster.
+    pub(super) fn extent(&self) -> [[u32; 3]; 2] {
+        [self.grid, self.cluster]
+    }
+
+    /// Counts an access of the running thread.
+    #[inline]
+    pub(super) fn step(&mut self) -> Result<(), Failure> {
+        self.statistics.accesses += 1;
+        self.steps += 1;
+        if self.steps > MAX_STEPS {
+            let text =
+                format!("the thread made {MAX_STEPS} accesses without waiting for anyone: an endless loop");
+            return Err(Failure(Defect::Deadlock, text));
+        }
+        Ok(())
+    }
+
+    /// Something happened that a poll could be waiting for.
+    #[inline]
+    pub(super) fn progress(&mut self) {
+        self.idle = 0;
+    }
+
+    /// Counts a look at a location that has not changed.
+    pub(super) fn poll(&mut self, line: Line) -> Result<(), Failure> {
+        self.idle += 1;
+        if self.idle.is_multiple_of(64) {
+            // However late, what is under way completes while threads look on.
+            self.advance_any();
+        }
+        if self.idle.is_multiple_of(PATIENCE) && self.admit() {
+            self.idle = 0;
+            return Ok(());
+        }
+        if self.idle > MAX_IDLE {
+            let text = format!(
+                "{MAX_IDLE} looks at memory by the threads that can run, and nothing changes any more: a wait that \
+                 cannot end (the last at {}:{}){}",
+                line.file(),
+                line.line(),
+                self.waiting()
+            );
+            return Err(Failure(Defect::Deadlock, text));
+        }
+        Ok(())
+    }
+
+    /// Ends the simulation.
+    pub(super) fn fail(&mut self, failure: Failure, thread: Option<ThreadId>, line: Option<Line>) {
+        if self.report.is_some() {
+            return;
+        }
+        let thread = thread.map(|ThreadId { slot, thread }| {
+            let unit = self.unit_at(slot);
+            let thread = &unit.threads[thread];
+            (unit.blocks[thread.block].index, thread.index)
+        });
+        self.report = Some(Report {
+            defect: failure.0,
+            kernel: self.kernel_name.clone(),
+            arch: self.arch,
+            seed: self.seed,
+            thread,
+            location: line,
+            text: failure.1,
+        });
+    }
+
+    /// Lets a waiting thread of the running unit go on.
+    pub(super) fn wake(&mut self, slot: usize, thread: usize) {
+        self.unit_at(slot).threads[thread].state = State::Ready;
+        self.ready.push(ThreadId { slot, thread });
+        self.idle = 0;
+    }
+
+    /// The running thread waits from now on. It must then `suspend`.
+    pub(super) fn wait(&mut self, wait: Wait) {
+        self.thread().state = State::Waiting(wait);
+    }
+
+    /// Needs this floor.
+    pub(super) fn needs(&self, arch: Arch, instruction: &str) -> Result<(), Failure> {
+        if self.arch >= arch {
+            return Ok(());
+        }
+        let text = format!("`{instruction}` needs {arch}, and this is {}", self.arch);
+        Err(Failure(Defect::Unsupported, text))
+    }
+
+    /// The running thread, in words.
+    pub(super) fn thread_name(&mut self) -> String {
+        let thread = self.current.thread;
+        let unit = self.unit();
+        let block = unit.blocks[unit[thread].block].index;
+        format!("block {}, thread {}", Index(block), Index(unit[thread].index))
+    }
+
+    /// Who made an earlier access, and where, in words.
+    pub(super) fn describe(&mut self, stamp: Stamp, line: u16) -> String {
+        let place = match self.lines.known.get(usize::from(line)) {
+            Some(line) => format!(", {}:{}", line.file(), line.line()),
+            None => String::new(),
+        };
+        let [block, cluster] = [self.grid, self.cluster];
+        let resident = self.units.iter().flatten().find(|unit| unit.id == stamp.unit());
+        let Some(unit) = resident else {
+            let first = first_block(stamp.unit(), block, cluster);
+            let what = if cluster == [1; 3] { "block" } else { "the cluster of block" };
+            return format!("{what} {}{place}", Index(first));
+        };
+        match unit.threads.get(stamp.actor() as usize) {
+            Some(thread) => {
+                let block = unit.blocks[thread.block].index;
+                format!("block {}, thread {}{place}", Index(block), Index(thread.index))
+            }
+            None => format!("{}{place}", unit.agents[stamp.actor() as usize - unit.threads.len()]),
+        }
+    }
+
+    /// What the threads that cannot run wait for, one line each reason.
+    fn waiting(&self) -> String {
+        let mut reasons: BTreeMap<String, (u32, String)> = BTreeMap::new();
+        for unit in self.units.iter().flatten() {
+            for thread in &unit.threads {
+                if let State::Waiting(reason) = thread.state {
+                    let place = thread
+                        .line
+                        .map_or(String::new(), |line| format!(", {}:{}", line.file(), line.line()));
+                    let block = unit.blocks[thread.block].index;
+                    let first = || (0, format!("block {}, thread {}", Index(block), Index(thread.index)));
+                    reasons.entry(format!("{reason}{place}")).or_insert_with(first).0 += 1;
+                }
+            }
+        }
+        let line = |(reason, (count, first)): (&String, &(u32, String))| match count {
+            1 => format!("\n  {first} waits for {reason}"),
+            _ => format!("\n  {count} threads, the first {first}, wait for {reason}"),
+        };
+        reasons.iter().map(line).collect()
+    }
+
+    /// No thread can run any more: says why.
+    fn stuck(&mut self) {
+        let waiting = self.waiting();
+        let units = self.units.iter().enumerate().filter_map(|(slot, unit)| Some((slot, unit.as_deref()?)));
+        let mut incomplete = units.filter_map(|(slot, unit)| {
+            Machine::incomplete(unit).map(|(thread, line, text)| (slot, thread, line, text))
+        });
+        match incomplete.next() {
+            Some((slot, thread, line, text)) => {
+                let failure = Failure(Defect::Divergence, format!("{text}:{waiting}"));
+                drop(incomplete);
+                self.fail(failure, Some(ThreadId { slot, thread }), Some(line));
+            }
+            None => {
+                drop(incomplete);
+                self.fail(
+                    Failure(Defect::Deadlock, format!("no thread can run any more:{waiting}")),
+                    None,
+                    None,
+                );
+            }
+        }
+    }
+
+    /// Starts another unit, if one is left.
+    fn admit(&mut self) -> bool {
+        let Some(id) = self.waiting_units.pop() else { return false };
+        let slot = match self.units.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None => {
+                self.units.push(None);
+                self.units.len() - 1
+            }
+        };
+        let unit = self.new_unit(id);
+        for thread in 0..unit.threads.len() {
+            self.ready.push(ThreadId { slot, thread });
+        }
+        self.statistics.threads += unit.threads.len() as u64;
+        self.resident += 1;
+        self.units[slot] = Some(Box::new(unit));
+        true
+    }
+
+    fn new_unit(&self, id: u32) -> Unit {
+        let [first_x, first_y, first_z] = first_block(id, self.grid, self.cluster);
+        let frame = Rc::new(Frame::default());
+        let threads_of_block = volume(self.block) as usize;
+        let mut blocks = Vec::new();
+        let mut threads = Vec::new();
+        for rank in 0..volume(self.cluster) {
+            let [x, y, z] = unravel(rank, self.cluster);
+            let range = threads.len()..threads.len() + threads_of_block;
+            for linear in 0..threads_of_block as u32 {
+                let actor = threads.len() as u32;
+                threads.push(Thread {
+                    coroutine: Some(self.coroutine()),
+                    yielder: Cell::new(core::ptr::null()),
+                    block: rank as usize,
+                    index: unravel(linear, self.block),
+                    warp: linear as usize / 32,
+                    lane: linear % 32,
+                    state: State::Ready,
+                    clock: Clock::new(id, actor, frame.clone()),
+                    line: None,
+                    received: [0; 8],
+                    copies: Copies::default(),
+                    stores: Stores::default(),
+                    has_met_cluster: false,
+                    held: Vec::new(),
+                    wgmma_wait: None,
+                    fenced: None,
+                    observed: None,
+                });
+            }
+            let mut shared = Vec::new();
+            // What lies in shared memory before the kernel is anything.
+            shared.resize(self.shared_bytes as usize, (self.seed as u8) | 0x81);
+            blocks.push(Block {
+                index: [first_x + x, first_y + y, first_z + z],
+                shared,
+                shadow: Shadow::new(self.shared_bytes as usize),
+                warps: (0..threads_of_block.div_ceil(32))
+                    .map(|warp| Warp::new((threads_of_block - 32 * warp).min(32) as u32))
+                    .collect(),
+                barriers: Barriers::default(),
+                mbarriers: BTreeMap::new(),
+                warpgroups: BTreeMap::new(),
+                visits: BTreeMap::new(),
+                threads: range,
+                returned: 0,
+            });
+        }
+        let live = threads.len();
+        let cluster_barrier = ClusterBarrier::default();
+        Unit { id, blocks, threads, agents: Vec::new(), cluster_barrier, live }
+    }
+
+    fn coroutine(&self) -> Coroutine<(), (), (), DefaultStack> {
+        let pooled = STACKS.with_borrow_mut(Vec::pop);
+        let stack =
+            pooled.unwrap_or_else(|| DefaultStack::new(STACK_BYTES).expect("memory for a thread's stack"));
+        let kernel = self.kernel;
+        Coroutine::with_stack(stack, move |yielder, ()| {
+            with("start", |machine| machine.thread().yielder.set(yielder));
+            // SAFETY: `run` keeps the kernel until every coroutine has ended or was unwound.
+            unsafe { (*kernel)() }
+        })
+    }
+
+    /// A thread that can run, taken off the list.
+    fn choose(&mut self) -> Option<ThreadId> {
+        if self.ready.is_empty() {
+            return None;
+        }
+        let newest = match self.policy {
+            _ if std::mem::take(&mut self.fair) => false,
+            Policy::Random => false,
+            Policy::Newest => true,
+            Policy::Mixed => !self.random.one_in(8),
+        };
+        let index = if newest { self.ready.len() - 1 } else { self.random.below(self.ready.len()) };
+        Some(self.ready.swap_remove(index))
+    }
+
+    /// Gives the processor to a thread and returns its coroutine to be resumed.
+    fn enter(&mut self, id: ThreadId) -> Coroutine<(), (), (), DefaultStack> {
+        self.current = id;
+        self.steps = 0;
+        self.statistics.switches += 1;
+        let [block_dim, grid_dim] = [self.block, self.grid];
+        let unit = self.unit_at(id.slot);
+        let thread = &mut unit.threads[id.thread];
+        let block = unit.blocks[thread.block].index;
+        let coroutine = thread.coroutine.take().expect("a thread that has not returned");
+        let index = thread.index;
+        for (registers, values) in self.registers.chunks_exact_mut(3).zip([index, block, block_dim, grid_dim])
+        {
+            registers.copy_from_slice(&values);
+        }
+        coroutine
+    }
+
+    /// The running thread has returned from the kernel.
+    fn leave(&mut self) -> Result<(), Failure> {
+        self.idle = 0;
+        self.check_stores_of_thread()?;
+        self.check_wgmma_of_thread()?;
+        let ThreadId { slot, thread } = self.current;
+        let unit = self.unit();
+        unit.threads[thread].state = State::Returned;
+        unit.live -= 1;
+        let live = unit.live;
+        let block = unit.threads[thread].block;
+        unit.blocks[block].returned += 1;
+        self.check_visits()?;
+        self.warp_after_return()?;
+        self.barriers_after_return()?;
+        if live == 0 {
+            self.check_copies_of_unit(slot)?;
+            // Its shared memory's addresses will be another's.
+            let shared = self.unit_at(slot).blocks.iter().map(|block| block.shared.as_ptr_range());
+            let shared: Vec<_> = shared.map(|range| range.start.addr()..range.end.addr()).collect();
+            self.released.retain(|location, _| !shared.iter().any(|range| range.contains(location)));
+            self.units[slot] = None;
+            self.resident -= 1;
+        }
+        Ok(())
+    }
+}
+
+impl Unit {
+    /// An actor that stands for asynchronous work, described for reports.
+    pub(super) fn new_agent(&mut self, name: String) -> u32 {
+        self.agents.push(name);
+        (self.threads.len() + self.agents.len() - 1) as u32
+    }
+}
+
+impl core::ops::Index<usize> for Unit {
+    type Output = Thread;
+    fn index(&self, thread: usize) -> &Thread {
+        &self.threads[thread]
+    }
+}
+
+impl core::ops::IndexMut<usize> for Unit {
+    fn index_mut(&mut self, thread: usize) -> &mut Thread {
+        &mut self.threads[thread]
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // Unwinds the threads of an ended simulation while they can still ask for the machine.
+        self.units.clear();
+        MACHINE.set(core::ptr::null_mut());
+    }
+}
+
+fn volume(size: [u32; 3]) -> u32 {
+    size.into_iter().fold(1, u32::saturating_mul)
+}
+
+fn unravel(linear: u32, size: [u32; 3]) -> [u32; 3] {
+    [linear % size[0], linear / size[0] % size[1], linear / size[0] / size[1]]
+}
+
+/// The first block of a unit.
+fn first_block(unit: u32, grid: [u32; 3], cluster: [u32; 3]) -> [u32; 3] {
+    let clusters = [0, 1, 2].map(|i| grid[i] / cluster[i]);
+    let index = unravel(unit, clusters);
+    [0, 1, 2].map(|i| index[i] * cluster[i])
+}
+
+/// Dynamic shared memory that a block can have.
+pub(super) fn max_shared_bytes(arch: Arch) -> u32 {
+    match arch {
+        Arch::Sm61 => 48 << 10,
+        Arch::Sm80 => 163 << 10,
+        Arch::Sm90a => 227 << 10,
+    }
+}
+
+fn check(launch: &Launch<'_>) -> Result<(), Failure> {
+    let Launch { grid, block, cluster, shared_bytes, arch, .. } = *launch;
+    let refuse = |text: String| Err(Failure(Defect::Unsupported, text));
+    let threads = volume(block);
+    if threads == 0 || threads > 1024 || block[2] > 64 {
+        return refuse(format!("a block of {block:?} threads: expected 1 to 1024, at most 64 in z"));
+    }
+    let max = max_shared_bytes(arch);
+    if shared_bytes > max {
+        return refuse(format!("{shared_bytes} bytes of shared memory per block: {arch} has {max}"));
+    }
+    let blocks = volume(cluster);
+    if blocks == 0 || blocks > 16 || [0, 1, 2].into_iter().any(|i| !grid[i].is_multiple_of(cluster[i].max(1)))
+    {
+        return refuse(format!(
+            "clusters of {cluster:?} blocks in a grid of {grid:?}: expected up to 16, dividing it"
+        ));
+    }
+    if blocks > 1 && arch < Arch::Sm90a {
+        return refuse(format!("clusters need sm_90a, and this is {arch}"));
+    }
+    if grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 || volume(grid) >= 1 << 24 {
+        return refuse(format!("a grid of {grid:?} blocks: the simulator takes up to {}", (1 << 24) - 1));
+    }
+    Ok(())
+}
+
+/// Runs a grid.
+pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -> Result<Statistics, Report> {
+    assert!(!is_running(), "a kernel cannot launch a kernel");
+    // SAFETY: only the lifetime changes. The machine, which alone calls it, is dropped before this function returns.
+    let kernel: *const dyn Fn() = unsafe { core::mem::transmute(kernel) };
+    let mut random = Random(launch.seed);
+    let policy = [Policy::Random, Policy::Random, Policy::Newest, Policy::Mixed][random.below(4)];
+    let moment = [Moment::Any, Moment::Any, Moment::Soon, Moment::Late][random.below(4)];
+    let mut machine = Machine {
+        memory,
+        kernel_name: launch.kernel.to_owned(),
+        arch: launch.arch,
+        seed: launch.seed,
+        grid: launch.grid,
+        block: launch.block,
+        cluster: launch.cluster,
+        shared_bytes: launch.shared_bytes,
+        kernel,
+        random,
+        policy,
+        units: Vec::new(),
+        waiting_units: Vec::new(),
+        resident: 0,
+        ready: Vec::new(),
+        fair: false,
+        current: ThreadId { slot: 0, thread: 0 },
+        registers: [0; 12],
+        report: None,
+        lines: Lines::default(),
+        pending: Vec::new(),
+        moment,
+        released: BTreeMap::new(),
+        idle: 0,
+        steps: 0,
+        statistics: Statistics::default(),
+    };
+    if let Err(failure) = check(launch) {
+        machine.fail(failure, None, None);
+        return Err(machine.report.take().expect("the failure"));
+    }
+    let units = volume(launch.grid) / volume(launch.cluster);
+    machine.waiting_units = (0..units).collect();
+    for i in (1..units as usize).rev() {
+        let j = machine.random.below(i + 1);
+        machine.waiting_units.swap(i, j);
+    }
+    let side_by_side = 1 + machine.random.below(3);
+    let machine: *mut Machine = &mut machine;
+    MACHINE.set(machine);
+    // SAFETY: the local above, reached only through this pointer from here on, on this thread; each borrow ends before
+    // a coroutine is resumed.
+    unsafe {
+        loop {
+            while (*machine).resident < side_by_side && (*machine).admit() {}
+            if (*machine).moment == Moment::Any
+                && !(*machine).pending.is_empty()
+                && (*machine).random.one_in(4)
+            {
+                (*machine).advance_any();
+            }
+            let Some(id) = (*machine).choose() else {
+                if (*machine).advance_any() && (*machine).report.is_none() {
+                    continue;
+                }
+                if (*machine).report.is_some()
+                    || (*machine).resident == 0 && (*machine).waiting_units.is_empty()
+                {
+                    break;
+                }
+                if (*machine).admit() {
+                    continue;
+                }
+                (*machine).stuck();
+                break;
+            };
+            let mut coroutine = (*machine).enter(id);
+            let outcome = catch_unwind(AssertUnwindSafe(|| coroutine.resume(())));
+            match outcome {
+                Ok(CoroutineResult::Yield(())) => {
+                    (*machine).thread().coroutine = Some(coroutine);
+                }
+                Ok(CoroutineResult::Return(())) => {
+                    STACKS.with_borrow_mut(|stacks| stacks.push(coroutine.into_stack()));
+                    let line = (*machine).thread().line;
+                    if let Err(failure) = (*machine).leave() {
+                        (*machine).fail(failure, Some(id), line);
+                    }
+                }
+                Err(panic) => {
+                    let line = (*machine).thread().line;
+                    let text = format!("the kernel panicked: {}", message(&*panic));
+                    (*machine).fail(Failure(Defect::Panic, text), Some(id), line);
+                }
+            }
+            if (*machine).report.is_some() {
+                break;
+            }
+        }
+        let report = (*machine).report.take();
+        (*(*machine).memory).settle();
+        let statistics = (*machine).statistics;
+        report.map_or(Ok(statistics), Err)
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("(no message)")
+}

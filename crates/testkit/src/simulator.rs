@@ -1,0 +1,307 @@
+//! A simulated card: `cuda_std`'s simulator as a device of `host`, with every kernel of this program.
+//!
+//! The order of threads and the moments of asynchronous operations come from a seed, which is made anew for each launch
+//! from what is launched: the same launch in another place of a test takes the same course. `WARPFORGE_SIM_SEED` gives
+//! all launches another course.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::ffi::c_void;
+use std::fmt::Write;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use abi::{Arch, DType};
+use cuda_std::sim::tensor_map::{self, Element, Fill};
+use cuda_std::sim::{self, Memory};
+use cuda_std::wgmma::Swizzle;
+use host::Place;
+use host::device::{HardwareProfile, TensorCores};
+use host::simulator::{Launch, Param, Simulator, TensorMap, Tiled};
+
+// The kernels: a crate that is not named is not linked.
+use gpu as _;
+
+use crate::strategies::Rng;
+
+/// A simulated card, to be made a device by `Device::simulated`.
+#[derive(Debug)]
+pub struct Card {
+    floor: Arch,
+    base_seed: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    memory: Memory,
+    launched: BTreeSet<&'static str>,
+}
+
+impl Card {
+    /// The oldest card of a floor: a GTX 1080, an A100, or an H200.
+    ///
+    /// # Panics
+    /// When `WARPFORGE_SIM_SEED` is set and is not a number.
+    pub fn new(floor: Arch) -> Self {
+        let base_seed = parse_seed(env::var("WARPFORGE_SIM_SEED").ok().as_deref())
+            .unwrap_or_else(|message| panic!("{message}"));
+        Card { floor, base_seed, state: Mutex::default() }
+    }
+
+    /// Puts bytes out of bounds for kernels, until the host writes them or their block has another user.
+    pub fn forbid(&self, address: u64, bytes: usize) {
+        self.lock().memory.forbid(address, bytes);
+    }
+
+    /// Takes the contents from bytes: a kernel that reads them before it wrote them is reported.
+    pub fn uninitialise(&self, address: u64, bytes: usize) {
+        self.lock().memory.uninitialise(address, bytes);
+    }
+
+    /// The kernels that have run to their end without a report.
+    pub fn launched(&self) -> BTreeSet<&'static str> {
+        self.lock().launched.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A kernel that panicked has left bytes half written at worst.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The seed of all launches where `WARPFORGE_SIM_SEED` gives no other.
+const BASE_SEED: u64 = 0;
+
+fn parse_seed(value: Option<&str>) -> Result<u64, String> {
+    match value.map(str::trim) {
+        None | Some("") => Ok(BASE_SEED),
+        Some(text) => {
+            text.parse().map_err(|_| format!("WARPFORGE_SIM_SEED: expected a number, got {text:?}"))
+        }
+    }
+}
+
+/// The seed of one launch: of everything about it but its addresses, which depend on what ran before.
+fn launch_seed(base: u64, launch: &Launch<'_>) -> u64 {
+    let Launch { entry, arch, grid, block, cluster, smem_bytes, params } = *launch;
+    let mut text = format!("{entry} {arch} {grid:?} {block:?} {cluster} {smem_bytes}");
+    for param in params {
+        if let Param::Struct(value) = param {
+            let _ = write!(text, " {value:?}");
+        }
+    }
+    text.bytes().fold(base, |seed, byte| Rng::new(seed ^ u64::from(byte)).next_u64())
+}
+
+impl Simulator for Card {
+    fn profile(&self) -> HardwareProfile {
+        let (name, compute_capability, num_sms, l2_mib, smem_kib, sm_smem_kib) = match self.floor {
+            Arch::Sm61 => ("simulated GTX 1080", (6, 1), 20, 2, 48, 96),
+            Arch::Sm80 => ("simulated A100", (8, 0), 108, 40, 163, 164),
+            Arch::Sm90a => ("simulated H200", (9, 0), 132, 50, 227, 228),
+        };
+        HardwareProfile {
+            name: name.into(),
+            place: Place::Cpu,
+            compute_capability: Some(compute_capability),
+            tensor_cores: TensorCores::of(compute_capability.0, compute_capability.1),
+            num_sms,
+            // What a test may want of the host.
+            memory_bytes: 1 << 30,
+            l2_bytes: l2_mib << 20,
+            smem_per_block_bytes: smem_kib << 10,
+            smem_per_sm_bytes: sm_smem_kib << 10,
+            registers_per_sm: 64 << 10,
+            threads_per_sm: 2048,
+            pci_bus_id: None,
+            // No times are simulated.
+            memory_bandwidth: 0.0,
+            driver: None,
+        }
+    }
+
+    fn allocate(&self, bytes: usize) -> u64 {
+        self.lock().memory.allocate(&format!("a block of {bytes} bytes"), bytes)
+    }
+
+    fn release(&self, address: u64) {
+        self.lock().memory.free(address);
+    }
+
+    fn assign(&self, address: u64, block_bytes: usize, usable: usize) {
+        let memory = &mut self.lock().memory;
+        memory.uninitialise(address, usable);
+        memory.forbid(address + usable as u64, block_bytes - usable);
+    }
+
+    fn write(&self, address: u64, data: &[u8]) {
+        self.lock().memory.write(address, data);
+    }
+
+    fn read(&self, address: u64, data: &mut [u8]) {
+        self.lock().memory.read(address, data);
+    }
+
+    fn fill_zero(&self, address: u64, bytes: usize) {
+        self.write(address, &vec![0; bytes]);
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) {
+        let mut data = vec![0; bytes];
+        self.read(from, &mut data);
+        self.write(to, &data);
+    }
+
+    fn has_kernel(&self, entry: &str) -> bool {
+        sim::kernel(entry).is_some()
+    }
+
+    fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String> {
+        let Tiled { dtype, address, rows, cols, stride_bytes, box_rows, box_cols } = *tiled;
+        let element = match dtype {
+            DType::F32 => Element::F32,
+            DType::F16 => Element::F16,
+            DType::BF16 => Element::Bf16,
+            DType::I8 => Element::U8,
+            DType::I32 => Element::I32,
+            DType::U32 => Element::U32,
+        };
+        let map = tensor_map::encode(&tensor_map::Tiled {
+            element,
+            address,
+            dims: &[cols, rows],
+            strides_bytes: &[stride_bytes],
+            box_dims: &[box_cols, box_rows],
+            element_strides: &[1, 1],
+            swizzle: Swizzle::Bytes128,
+            fill: Fill::Zeros,
+        });
+        map.map(|map| TensorMap(map.0)).map_err(|error| error.to_string())
+    }
+
+    #[allow(unsafe_code)]
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), String> {
+        let Launch { entry, arch, grid, block, cluster, smem_bytes, params } = *launch;
+        let kernel = sim::kernel(entry).ok_or("no crate of this program has the kernel")?;
+        let sizes: Vec<usize> = params.iter().map(Param::bytes).collect();
+        if sizes != kernel.params {
+            return Err(format!("the kernel's parameters have {:?} bytes, not {sizes:?}", kernel.params));
+        }
+        let threads = block.iter().map(|&size| u64::from(size)).product::<u64>();
+        if let Some(max) = kernel.max_threads.filter(|&max| threads > u64::from(max)) {
+            return Err(format!("blocks of {threads} threads; the kernel was compiled for at most {max}"));
+        }
+        let seed = launch_seed(self.base_seed, launch);
+        let cluster = [cluster, 1, 1];
+        let simulated =
+            sim::Launch { kernel: entry, grid, block, cluster, shared_bytes: smem_bytes, arch, seed };
+        let addresses: Vec<*const c_void> = params.iter().map(Param::address).collect();
+        let state = &mut *self.lock();
+        // SAFETY: as many parameters as the kernel declares, of its sizes; their types — the caller.
+        let run = || unsafe { (kernel.launch)(&addresses) };
+        sim::simulate(&mut state.memory, &simulated, run).map_err(|report| self.explain(launch, &report))?;
+        state.launched.insert(kernel.name);
+        Ok(())
+    }
+}
+
+impl Card {
+    /// The report, the launch, and how to see it again.
+    fn explain(&self, launch: &Launch<'_>, report: &sim::Report) -> String {
+        let Launch { grid, block, smem_bytes, params, .. } = launch;
+        let mut text =
+            format!("{report}\nwith grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory,");
+        for param in *params {
+            if let Param::Struct(value) = param {
+                let _ = write!(text, " {value:?}");
+            }
+        }
+        let _ = write!(text, "\nsee it again: WARPFORGE_SIM_SEED={} cargo test", self.base_seed);
+        // The test harness names each test's thread after the test, unless it runs one test at a time.
+        if let Some(test) = std::thread::current().name().filter(|&name| name != "main") {
+            let _ = write!(text, " {test}");
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use super::*;
+    use abi::ops::embedding::{EmbeddingDims, EmbeddingVariant, VARIANTS};
+    use host::Device;
+    use std::sync::Arc;
+
+    const EMBEDDING: &EmbeddingVariant = &VARIANTS[0];
+
+    #[test]
+    fn every_kernel_of_the_tables_is_there() {
+        let card = Card::new(Arch::Sm61);
+        for family in abi::ops::FAMILIES {
+            for entry in abi::ops::entries(family) {
+                assert!(card.has_kernel(entry), "{entry}");
+            }
+        }
+        assert!(!card.has_kernel("rmsnorm"));
+    }
+
+    #[test]
+    fn seeds() {
+        assert_eq!(parse_seed(None), Ok(BASE_SEED));
+        assert_eq!(parse_seed(Some(" 17 ")), Ok(17));
+        for bad in ["seven", "-1", "0x10"] {
+            let message = format!("WARPFORGE_SIM_SEED: expected a number, got {bad:?}");
+            assert_eq!(parse_seed(Some(bad)), Err(message));
+        }
+    }
+
+    const DIMS: EmbeddingDims = EmbeddingDims { cols: 1, vocab: 2, table_stride: 1, out_stride: 1 };
+
+    fn launch<'a>(entry: &'static str, threads: u32, params: &'a [Param<'a>]) -> Launch<'a> {
+        let (grid, block) = ([1, 1, 1], [threads, 1, 1]);
+        Launch { entry, arch: Arch::Sm61, grid, block, cluster: 1, smem_bytes: 0, params }
+    }
+
+    #[test]
+    fn a_launch_takes_its_course_wherever_it_is() {
+        let entry = EMBEDDING.entry;
+        let seed = |address, dims: &EmbeddingDims, base| {
+            launch_seed(base, &launch(entry, 32, &[Param::Address(address), Param::Struct(dims)]))
+        };
+        let first = seed(256, &DIMS, 0);
+        assert_eq!(first, seed(512, &DIMS, 0));
+        let wider = EmbeddingDims { cols: 2, ..DIMS };
+        assert!(first != seed(256, &wider, 0) && first != seed(256, &DIMS, 1));
+    }
+
+    #[test]
+    fn launches_that_a_driver_would_refuse() {
+        let card = Card::new(Arch::Sm61);
+        // SAFETY: nothing of these runs.
+        let message = |launch: &Launch<'_>| unsafe { card.launch(launch) }.unwrap_err();
+        let addresses = [Param::Address(0); 3];
+        let with_dims = [addresses[0], addresses[1], addresses[2], Param::Struct(&DIMS)];
+        assert_eq!(message(&launch("no_such", 32, &[])), "no crate of this program has the kernel");
+        assert_eq!(
+            message(&launch(EMBEDDING.entry, 32, &addresses)),
+            "the kernel's parameters have [8, 8, 8, 16] bytes, not [8, 8, 8]"
+        );
+        assert_eq!(
+            message(&launch(EMBEDDING.entry, 512, &with_dims)),
+            "blocks of 512 threads; the kernel was compiled for at most 256"
+        );
+        assert!(card.launched().is_empty());
+    }
+
+    #[test]
+    fn cards_are_devices_of_their_floor() {
+        for floor in Arch::ALL {
+            let device = Device::simulated(Arc::new(Card::new(floor))).expect("a device");
+            let limits = device.limits().expect("a card");
+            assert_eq!(limits.floor, floor);
+            let kib = [48, 163, 227][floor as usize];
+            assert_eq!(limits.smem_per_block_bytes, kib << 10);
+        }
+    }
+}

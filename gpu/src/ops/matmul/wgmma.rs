@@ -1,0 +1,391 @@
+//! Matrix products on Hopper: TMA feeds a ring of stages, warpgroups multiply from it, TMA takes the result away.
+//!
+//! A block of three warpgroups stays on its multiprocessor and walks over tiles of 128 × `BN`. One thread of the first
+//! warpgroup loads; the other two multiply 64 rows each, with all sums in registers.
+//!
+//! ```text
+//! producer   wait empty[s] ── expect bytes ── load a 128 × 64, b BN × 64 ──► full[s]          runs up to STAGES ahead,
+//! consumers  wait full[s] ── 4 × wgmma m64nBNk16 ── wait for the group before ──► empty[s-1]  also into the next tile
+//! at the end of a tile: bias, rounding, stmatrix to a 64 × 64 box of shared memory, TMA store; the next tile's loads and
+//! the stores are under way meanwhile
+//!
+//! shared memory   | stage 0: a 16 KiB, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
+//! ```
+//!
+//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements: loads, `wgmma` and `stmatrix` have no bank conflicts.
+//! - `CLUSTER` = 2: two blocks take tiles one above the other and share b: each loads half of it for both. A stage is free
+//!   when the consumers of both blocks have read it, so they arrive at both blocks' barriers.
+//! - One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
+//! - Tiles go in bands of rows, so that the blocks at work at a time share operands in L2.
+//! - The tails of m, n and k cost nothing here: TMA reads zeros outside the tensors and writes nothing there.
+//! - The sums of an element run over k in one order, whatever the tile, m, or the other rows.
+//!
+//! # What was tried, on an H200 against cuBLAS in the same run
+//!
+//! - Arrivals at the other block's barriers are the form that releases no writes. The releasing form is compiled to
+//!   `MEMBAR.ALL.GPU`, which waits for all of the thread's memory traffic in every step: 504 instead of 791 TFLOP/s at 8192³.
+//! - 128 × 256 in clusters of two is the fastest tile where it fills the card (8192³: 795 TFLOP/s, 1.09 of cuBLAS; 4096³:
+//!   1.00); 128 × 192 where that leaves fewer multiprocessors idle (2048 × 19456 × 2560: 1.06, 2048 × 1536 × 2048: 0.91).
+//! - Bounds: at 8192³ the card's power (the clock falls below 1.6 GHz); at short k the end of a tile, about 2000 clocks in
+//!   which the tensor cores rest. A second tile in flight (ping-pong) and a split of k for what does not fill the card are
+//!   not there yet; up to 64 rows a quarter of the memory's rate is reached.
+
+use abi::ops::matmul::{MatmulDims, OUT_BY_TMA, WGMMA_BK, WGMMA_BM};
+use cuda_std::cvt::Element;
+use cuda_std::tma::TensorMap;
+use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
+use cuda_std::{
+    barrier, cluster, fence, global, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma,
+};
+
+const BM: u32 = WGMMA_BM;
+const BK: u32 = WGMMA_BK;
+/// Bytes of a row of a stage, and of a box of out.
+const ROW_BYTES: u32 = 128;
+const A_BYTES: u32 = BM * ROW_BYTES;
+/// 64 × 64 elements of out.
+const BOX_BYTES: u32 = 64 * ROW_BYTES;
+const CONSUMERS: u32 = 2;
+/// Rows of tiles in a band.
+const BAND: u32 = 16;
+
+/// The tensor maps of a launch.
+#[derive(Clone, Copy)]
+pub struct Maps {
+    /// a in boxes of 128 rows.
+    pub a: *const TensorMap,
+    /// b in boxes of a block's share of the rows.
+    pub b: *const TensorMap,
+    /// out in boxes of 64 × 64.
+    pub out: *const TensorMap,
+}
+
+/// The tile's place: row of clusters and column.
+#[inline(always)]
+fn tile_at(tile: u32, rows: u32, cols: u32, band: u32) -> (u32, u32) {
+    let first = tile / (band * cols).max(1) * band;
+    let height = if rows - first < band { rows - first } else { band };
+    let within = tile - first * cols;
+    (first + within % height.max(1), within / height.max(1))
+}
+
+/// A place in the ring of stages.
+#[derive(Clone, Copy)]
+struct Ring<const STAGES: u32> {
+    stage: u32,
+    parity: u32,
+}
+
+impl<const STAGES: u32> Ring<STAGES> {
+    #[inline(always)]
+    fn advance(&mut self) {
+        self.stage += 1;
+        if self.stage == STAGES {
+            self.stage = 0;
+            self.parity ^= 1;
+        }
+    }
+}
+
+/// The block's part of `out = a · bᵀ + bias`.
+///
+/// # Safety
+/// - Blocks of 384 threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
+/// - The maps are those of `Matmul::run`; out and bias *in-bounds* for `dims`.
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Element + Multiply<[f32; SUMS]>,
+    O: Element,
+    const BN: u32,
+    const SUMS: usize,
+    const STAGES: u32,
+    const CLUSTER: u32,
+>(
+    maps: Maps,
+    bias: *const T,
+    out: *mut O,
+    dims: &MatmulDims,
+) where
+    [f32; SUMS]: Registers,
+{
+    let b_bytes = BN * ROW_BYTES;
+    let stage_bytes = A_BYTES + b_bytes;
+    let base = shared::base();
+    let boxes = base + STAGES * stage_bytes;
+    let barriers = boxes + CONSUMERS * 2 * BOX_BYTES;
+    let full = |stage: u32| barriers + 8 * stage;
+    let empty = |stage: u32| barriers + 8 * (STAGES + stage);
+    let rank = if CLUSTER > 1 { cluster::block_rank() } else { 0 };
+    let thread = thread::thread_idx_x();
+    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them.
+    unsafe {
+        if thread == 0 {
+            let mut stage = 0;
+            while stage < STAGES {
+                mbarrier::init(full(stage), 1);
+                mbarrier::init(empty(stage), CONSUMERS * CLUSTER);
+                stage += 1;
+            }
+            mbarrier::fence_mbarrier_init();
+            tma::prefetch_map(maps.a);
+            tma::prefetch_map(maps.b);
+        }
+        thread::sync_threads();
+        if CLUSTER > 1 {
+            cluster::sync();
+        }
+    }
+    let rows = dims.m.div_ceil(BM * CLUSTER);
+    let cols = dims.n.div_ceil(BN);
+    let steps = dims.k.div_ceil(BK);
+    let num_tiles = rows * cols;
+    let first = thread::block_idx_x() / CLUSTER;
+    let stride = thread::grid_dim_x() / CLUSTER;
+    let band = BAND / CLUSTER;
+    let warpgroup = thread / 128;
+    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
+    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
+    let promotes = size_of::<O>() == 4;
+    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
+    unsafe {
+        if warpgroup == 0 {
+            registers::decrease::<40>();
+            if thread == 0 {
+                let mut ring = Ring::<STAGES> { stage: 0, parity: 0 };
+                let mut tile = first;
+                while tile < num_tiles {
+                    let (row, col) = tile_at(tile, rows, cols, band);
+                    let a_row = ((row * CLUSTER + rank) * BM) as i32;
+                    let b_row = (col * BN + rank * (BN / CLUSTER)) as i32;
+                    let mut step = 0;
+                    while step < steps {
+                        let Ring { stage, parity } = ring;
+                        let at = base + stage * stage_bytes;
+                        mbarrier::wait_parity(empty(stage), parity ^ 1);
+                        mbarrier::arrive_expect_tx(full(stage), stage_bytes);
+                        let k = (step * BK) as i32;
+                        tma::load(at, maps.a, [k, a_row], full(stage));
+                        let b_at = at + A_BYTES + rank * (b_bytes / CLUSTER);
+                        if CLUSTER > 1 {
+                            let all = (1u16 << CLUSTER) - 1;
+                            tma::load_multicast(b_at, maps.b, [k, b_row], full(stage), all);
+                        } else {
+                            tma::load(b_at, maps.b, [k, b_row], full(stage));
+                        }
+                        ring.advance();
+                        step += 1;
+                    }
+                    tile += stride;
+                }
+            }
+            // The lanes of the first warp come together again for the cluster's barrier.
+            warp::sync_warp(warp::FULL_MASK);
+        } else {
+            registers::increase::<232>();
+            let consumer = warpgroup - 1;
+            let member = thread % 128;
+            let my_boxes = boxes + consumer * 2 * BOX_BYTES;
+            let mut ring = Ring::<STAGES> { stage: 0, parity: 0 };
+            let mut turn = 0;
+            let release = |stage: u32| {
+                if CLUSTER > 1 {
+                    if member < CLUSTER {
+                        mbarrier::arrive_remote(cluster::map_shared(empty(stage), member));
+                    }
+                } else if member == 0 {
+                    mbarrier::arrive(empty(stage));
+                }
+            };
+            let mut tile = first;
+            while tile < num_tiles {
+                let (row, col) = tile_at(tile, rows, cols, band);
+                let mut sums = [0f32; SUMS];
+                let mut total = [0f32; SUMS];
+                let mut before = 0;
+                let mut step = 0;
+                while step < steps {
+                    let Ring { stage, parity } = ring;
+                    let at = base + stage * stage_bytes;
+                    mbarrier::wait_parity(full(stage), parity);
+                    let a_at = at + consumer * 64 * ROW_BYTES;
+                    let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+                    let b = Descriptor::<KMajor>::new(at + A_BYTES, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+                    let accumulate = if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
+                    wgmma::fence();
+                    wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
+                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);
+                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(64), b.advance(64), Accumulate::Add);
+                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(96), b.advance(96), Accumulate::Add);
+                    wgmma::commit_group();
+                    wgmma::wait_group::<1>(&mut sums);
+                    if step > 0 {
+                        release(before);
+                    }
+                    before = stage;
+                    ring.advance();
+                    step += 1;
+                    if promotes && step < steps {
+                        wgmma::wait_group::<0>(&mut sums);
+                        add(&mut total, &sums);
+                    }
+                }
+                wgmma::wait_group::<0>(&mut sums);
+                if promotes {
+                    add(&mut sums, &total);
+                }
+                if steps > 0 {
+                    release(before);
+                }
+                let place = Place {
+                    row: (row * CLUSTER + rank) * BM + consumer * 64,
+                    col: col * BN,
+                    consumer,
+                    member,
+                };
+                if !bias.is_null() {
+                    add_bias(&mut sums, bias, &place, dims);
+                }
+                if size_of::<O>() == 2 && dims.access & OUT_BY_TMA != 0 {
+                    store_boxes::<O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place);
+                } else {
+                    store_elements(&sums, out, &place, dims);
+                }
+                tile += stride;
+            }
+            if member == 0 {
+                tma::wait_group_read::<0>();
+            }
+            warp::sync_warp(warp::FULL_MASK);
+        }
+        if CLUSTER > 1 {
+            // Others may still load into this block's memory, or arrive at its barriers.
+            cluster::sync();
+        }
+    }
+}
+
+/// Adds each sum to its total, rounding to nearest.
+#[inline(always)]
+fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
+    let mut i = 0;
+    while i < SUMS {
+        total[i] += sums[i];
+        i += 1;
+    }
+}
+
+/// Where a consumer's 64 rows lie in out.
+struct Place {
+    row: u32,
+    col: u32,
+    consumer: u32,
+    member: u32,
+}
+
+impl Place {
+    /// The row of the thread's first registers in the 64, and the column of its first register in 8.
+    #[inline(always)]
+    fn of_register(&self) -> (u32, u32) {
+        (self.member / 32 * 16 + self.member % 32 / 4, self.member % 4 * 2)
+    }
+}
+
+/// Adds the columns' bias.
+///
+/// # Safety
+/// - *in-bounds(bias)*: `dims.n` elements.
+#[inline(always)]
+unsafe fn add_bias<T: Element, const SUMS: usize>(
+    sums: &mut [f32; SUMS],
+    bias: *const T,
+    place: &Place,
+    dims: &MatmulDims,
+) {
+    let (_, first) = place.of_register();
+    let mut i = 0;
+    while i < SUMS {
+        let col = place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
+        // SAFETY: col < n.
+        let value = if col < dims.n { unsafe { global::load(bias.add(col as usize)) }.to_f32() } else { 0.0 };
+        sums[i] += value;
+        sums[i + 2] += value;
+        i += if i % 4 == 0 { 1 } else { 3 };
+    }
+}
+
+/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn.
+///
+/// # Safety
+/// - All 128 threads of the consumer (*converged*); the boxes are theirs.
+#[inline(always)]
+unsafe fn store_boxes<O: Element, const SUMS: usize>(
+    sums: &[f32; SUMS],
+    out: *const TensorMap,
+    boxes: u32,
+    turn: &mut u32,
+    place: &Place,
+) {
+    let lane = place.member % 32;
+    let row = place.member / 32 * 16 + (lane & 7) + (lane & 8);
+    let mut i = 0;
+    while i < SUMS / 32 {
+        let at = boxes + *turn * BOX_BYTES;
+        *turn ^= 1;
+        // SAFETY: the store of two boxes ago has read its box when all threads have passed the barrier.
+        unsafe {
+            if place.member == 0 {
+                tma::wait_group_read::<1>();
+            }
+            barrier::sync(1 + place.consumer, 128);
+            let mut j = 0;
+            while j < 4 {
+                let s = 32 * i + 8 * j;
+                let values = [
+                    sums[s],
+                    sums[s + 1],
+                    sums[s + 2],
+                    sums[s + 3],
+                    sums[s + 4],
+                    sums[s + 5],
+                    sums[s + 6],
+                    sums[s + 7],
+                ];
+                let piece = 2 * j as u32 + lane / 16;
+                matrix::store_x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4), O::pack(&values));
+                j += 1;
+            }
+            fence::proxy_async_shared();
+            barrier::sync(1 + place.consumer, 128);
+            if place.member == 0 {
+                tma::store(out, [(place.col + 64 * i as u32) as i32, place.row as i32], at);
+                tma::commit_group();
+            }
+        }
+        i += 1;
+    }
+}
+
+/// Rounds the sums and stores them one by one: for any stride and type of out.
+///
+/// # Safety
+/// - *in-bounds(out)* for `dims`; nobody else writes the tile.
+#[inline(always)]
+unsafe fn store_elements<O: Element, const SUMS: usize>(
+    sums: &[f32; SUMS],
+    out: *mut O,
+    place: &Place,
+    dims: &MatmulDims,
+) {
+    let (row, first) = place.of_register();
+    let mut i = 0;
+    while i < SUMS {
+        let row = place.row + row + 8 * (i as u32 / 2 % 2);
+        let col = place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
+        if row < dims.m && col < dims.n {
+            let at = row as usize * dims.out_stride as usize + col as usize;
+            // SAFETY: the element is inside out — the caller.
+            unsafe { global::store(out.add(at), O::from_f32(sums[i])) };
+        }
+        i += 1;
+    }
+}

@@ -1,0 +1,150 @@
+//! A record as SVG plots.
+
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::markdown::ratios;
+use super::record::{Case, Record};
+use crate::error::Error;
+
+const FONT: &str = "sans-serif";
+const OURS: RGBColor = RGBColor(0xd9, 0x48, 0x01);
+const PEERS: RGBColor = RGBColor(0x31, 0x82, 0xbd);
+/// TFLOP/s below which a point is left out: a single block's work, which says nothing of the card.
+const SLOWEST: f64 = 1e-3;
+const GREY: RGBColor = RGBColor(0x96, 0x96, 0x96);
+
+/// Rate over operations per byte, both logarithmic: our cases and the fastest peers' under the card's roofline.
+pub fn roofline(record: &Record, file: &Path) -> Result<(), Error> {
+    draw(file, (960, 600), |area| {
+        let points = |us: fn(&Case) -> Option<f64>| -> Vec<(f64, f64)> {
+            let cases = record.cases.iter().filter(|case| case.work.flops > 0 && case.work.op != "model");
+            cases
+                .filter_map(|case| {
+                    let (flops, bytes) = (case.work.flops as f64, case.work.bytes as f64);
+                    Some((flops / bytes, flops / us(case)? * 1e-6)).filter(|&(_, rate)| rate > SLOWEST)
+                })
+                .collect()
+        };
+        let ours = points(|case| Some(case.ours.as_ref()?.us));
+        let peers = points(|case| Some(case.best_peer()?.us));
+        let (x, y) = (0.05..20_000.0, SLOWEST..3_000.0);
+        let mut chart = ChartBuilder::on(area)
+            .caption(format!("{}: rate over operations per byte", record.run.device), (FONT, 20))
+            .margin(12)
+            .x_label_area_size(44)
+            .y_label_area_size(64)
+            .build_cartesian_2d(x.clone().log_scale(), y.clone().log_scale())?;
+        chart
+            .configure_mesh()
+            .x_desc("operations per byte")
+            .y_desc("TFLOP/s")
+            .light_line_style(WHITE)
+            .label_style((FONT, 13))
+            .draw()?;
+        let copy = record.run.roofline.copy_gb_per_s * 1e-3;
+        let top = record.run.roofline.peaks.iter().map(|peak| peak.tflop_per_s).fold(1.0, f64::max);
+        let slope = [x.start, top / copy].map(|intensity| (intensity, intensity * copy));
+        chart.draw_series(LineSeries::new(slope, GREY.stroke_width(2)))?;
+        for (index, peak) in record.run.roofline.peaks.iter().enumerate() {
+            let rate = peak.tflop_per_s;
+            chart.draw_series(LineSeries::new([(rate / copy, rate), (x.end, rate)], GREY.stroke_width(2)))?;
+            // In a row above the highest line: the lines are close to each other.
+            let place = (top / copy * 4_f64.powi(index as i32), top * 1.45);
+            let label = format!("{} {rate:.0}", peak.dtype);
+            chart.draw_series([Text::new(label, place, (FONT, 13).into_font().color(&GREY))])?;
+        }
+        for (name, colour, points) in [("fastest peer", PEERS, peers), ("warpforge", OURS, ours)] {
+            let fill = colour.mix(0.7).filled();
+            chart
+                .draw_series(points.into_iter().map(|point| Circle::new(point, 3, fill)))?
+                .label(name)
+                .legend(move |(x, y)| Circle::new((x + 8, y), 4, fill));
+        }
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::LowerRight)
+            .background_style(WHITE)
+            .border_style(GREY)
+            .label_font((FONT, 14))
+            .draw()
+    })
+}
+
+/// For each operator the geometric mean of the ratios to the fastest peers, with the least and the most.
+pub fn ratio_bars(record: &Record, file: &Path) -> Result<(), Error> {
+    let bars: Vec<_> = record
+        .operators()
+        .into_iter()
+        .filter_map(|(op, cases)| Some((op.to_owned(), ratios(cases)?)))
+        .collect();
+    let height = 110 + 34 * bars.len() as u32;
+    draw(file, (960, height), |area| {
+        let least = bars.iter().map(|(_, ratio)| ratio.least).fold(0.5, f64::min);
+        let most = bars.iter().map(|(_, ratio)| ratio.most).fold(2.0, f64::max);
+        let (left, right_end) = (least * 0.8, most * 1.9);
+        let rows = bars.len() as f64;
+        let mut chart = ChartBuilder::on(area)
+            .caption("the fastest peer's time over ours: geometric mean, least and most", (FONT, 20))
+            .margin(12)
+            .x_label_area_size(40)
+            .y_label_area_size(150)
+            // Room for the numbers to the right.
+            .build_cartesian_2d((left..right_end).log_scale(), 0.0..rows.max(1.0))?;
+        chart
+            .configure_mesh()
+            .disable_y_mesh()
+            .disable_y_axis()
+            .y_labels(0)
+            .x_label_formatter(&|ratio| tick(*ratio))
+            .x_desc("times as fast as the fastest peer")
+            .light_line_style(WHITE)
+            .label_style((FONT, 13))
+            .draw()?;
+        let right = TextStyle::from((FONT, 15).into_font()).pos(Pos::new(HPos::Right, VPos::Center));
+        let row = |index: usize| rows - index as f64 - 0.5;
+        for (index, (op, ratio)) in bars.iter().enumerate() {
+            let y = row(index);
+            let colour = if ratio.mean >= 1.0 { OURS } else { PEERS };
+            chart.draw_series([Rectangle::new(
+                [(1.0_f64, y - 0.3), (ratio.mean, y + 0.3)],
+                colour.mix(0.7).filled(),
+            )])?;
+            chart.draw_series(LineSeries::new([(ratio.least, y), (ratio.most, y)], BLACK.stroke_width(1)))?;
+            let label = format!("{:.2} ({} cases)", ratio.mean, ratio.count);
+            chart.draw_series([Text::new(label, (ratio.most * 1.04, y + 0.15), (FONT, 13).into_font())])?;
+            let name = Text::new(op.clone(), (-8, 0), right.clone());
+            chart.draw_series([EmptyElement::at((left, y)) + name])?;
+        }
+        chart.draw_series(LineSeries::new([(1.0, 0.0), (1.0, rows)], BLACK.stroke_width(1)))?;
+        Ok(())
+    })
+}
+
+/// A tick's number, only where the axis has room: 1, 2 and 5 times the powers of ten.
+fn tick(ratio: f64) -> String {
+    let digit = ratio / 10_f64.powf((ratio * 1.000_001).log10().floor());
+    if [1.0, 2.0, 5.0].iter().any(|shown| (digit - shown).abs() < 1e-3) {
+        // Without the digits that a sum of tenths has too many.
+        ((ratio * 1e6).round() / 1e6).to_string()
+    } else {
+        String::new()
+    }
+}
+
+type Svg<'a> = SVGBackend<'a>;
+type Drawn<'a> = Result<(), DrawingAreaErrorKind<<Svg<'a> as DrawingBackend>::ErrorType>>;
+fn draw<'a>(
+    file: &'a Path,
+    size: (u32, u32),
+    work: impl FnOnce(&DrawingArea<Svg<'a>, Shift>) -> Drawn<'a>,
+) -> Result<(), Error> {
+    let failed = |reason: String| Error::Plot { path: file.into(), reason };
+    let area = SVGBackend::new(file, size).into_drawing_area();
+    area.fill(&WHITE).map_err(|error| failed(error.to_string()))?;
+    work(&area).map_err(|error| failed(error.to_string()))?;
+    area.present().map_err(|error| failed(error.to_string()))
+}
