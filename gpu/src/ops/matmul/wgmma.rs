@@ -210,7 +210,8 @@ pub unsafe fn multiply<
                     let a_at = at + consumer * 64 * ROW_BYTES;
                     let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
                     let b = Descriptor::<KMajor>::new(at + A_BYTES, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                    let accumulate = if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
+                    let accumulate =
+                        if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
                     wgmma::fence();
                     wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
                     wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);

@@ -79,10 +79,11 @@ pub fn attention<A: Real>(
     (out, lse)
 }
 
-/// What the errors of [`attention`] are relative to: out and log-sum-exp with every term taken absolute.
+/// What the errors of [`attention`] are relative to: the terms of the sums taken absolute, and the condition of the softmax.
 ///
-/// A score errs in proportion to `a = scale · Σ|q·k|`, and a weight relatively by as much as its score does absolutely. So
-/// out errs in proportion to `Σ p·|v|·(1 + a) + Σ p·a · Σ p·|v|`, and the log-sum-exp to `1 + |lse| + Σ p·a`.
+/// A score errs in proportion to `a = scale · Σ|q·k|`, and `∂out/∂score = p·(v − out)`. So out errs in proportion to
+/// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as with
+/// scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
 pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, .. } = *sequence;
     let group = heads_q / heads_kv;
@@ -109,8 +110,10 @@ pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<
             let condition: f64 = std::iter::zip(&weights, &terms).map(|(p, a)| p * a).sum();
             lse[head * seq_q + query] = 1.0 + (max + sum.ln()).abs() + condition;
             for (col, out) in out[start..][..head_dim].iter_mut().enumerate() {
-                for (i, &key) in keys.iter().enumerate() {
-                    *out += weights[i] * v[kv_row(key) + col].abs() * (1.0 + terms[i] + condition);
+                let value = |key: usize| v[kv_row(key) + col];
+                let mean: f64 = std::iter::zip(&weights, &keys).map(|(p, &key)| p * value(key)).sum();
+                for ((p, a), &key) in weights.iter().zip(&terms).zip(&keys) {
+                    *out += p * (value(key).abs() + (value(key) - mean).abs() * (1.0 + a));
                 }
             }
         }
