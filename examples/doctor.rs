@@ -106,7 +106,7 @@ fn self_test(
 }
 
 fn continue_greedily(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, Error> {
-    session.truncate(0, 0);
+    session.truncate(0, 0)?;
     let mut sampler = Sampler::new(session, Sampling::Greedy)?;
     session.prefill(0, prompt)?;
     let mut ids = Vec::new();

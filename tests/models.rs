@@ -67,7 +67,7 @@ fn session(
 }
 
 fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, warpforge::Error> {
-    session.truncate(0, 0);
+    session.truncate(0, 0)?;
     let mut sampler = Sampler::new(session, Sampling::Greedy)?;
     session.prefill(0, prompt)?;
     let mut ids = Vec::new();
@@ -82,9 +82,9 @@ fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Ve
 fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
     let options = SessionOptions { capacity: 80, chunk, logits: Logits::All, ..SessionOptions::default() };
     let mut session = session(device, &case.folder, DType::F32, options)?;
-    let num_layers = session.model().config().decoder.num_layers;
+    let num_layers = session.model().config().decoder.layers.len();
     for (index, prompt) in case.prompts().iter().enumerate() {
-        session.truncate(0, 0);
+        session.truncate(0, 0)?;
         let stream = session.stream().clone();
         let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); num_layers + 1];
         let mut logits = Vec::new();
@@ -170,7 +170,7 @@ fn golden_bf16() -> Outcome {
             let stream = session.stream().clone();
             let (mut got, mut want, mut yardstick) = (Vec::new(), Vec::new(), Vec::new());
             for (index, prompt) in case.prompts().iter().enumerate() {
-                session.truncate(0, 0);
+                session.truncate(0, 0)?;
                 session.prefill_with(0, prompt, &mut |_, _| Ok(()), &mut |_, rows| {
                     got.extend(rows.to_vec::<f32>(&stream)?);
                     Ok(())
@@ -233,6 +233,34 @@ fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
             }
         }
         assert_eq!(got, want, "{device:?}");
+    }
+    Ok(())
+}
+
+/// A copy of a sequence writes what the sequence itself writes, and neither disturbs the other.
+#[test]
+fn a_fork_goes_on_as_its_sequence() -> Outcome {
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let options = SessionOptions { batch: 3, capacity: 24, ..SessionOptions::default() };
+        let mut session = session(&device, &golden::folder("qwen3"), DType::F32, options)?;
+        let stream = session.stream().clone();
+        session.prefill(2, &[5, 6, 7, 8])?;
+        session.prefill(0, &[9])?;
+        session.fork(2, 1)?;
+        session.fork(1, 0)?;
+        assert_eq!((session.len(0), session.len(1), session.len(2)), (4, 4, 4));
+        let vocab = session.model().config().decoder.vocab_size;
+        for ids in [[1, 1, 1], [2, 3, 2], [4, 4, 4]] {
+            let logits = session.decode(&ids)?.to_vec::<f32>(&stream)?;
+            assert_eq!(logits[..vocab], logits[2 * vocab..], "{device:?}");
+            assert_eq!(logits[..vocab] == logits[vocab..2 * vocab], ids == [1, 1, 1], "{device:?}");
+        }
+        assert_eq!(
+            session.fork(0, 3).unwrap_err().to_string(),
+            "Session: to: expected a sequence below 3, got 3"
+        );
     }
     Ok(())
 }

@@ -84,7 +84,7 @@ fn prefill(bencher: &mut Bencher, model: &Model) -> Result<(), Failure> {
 }
 
 fn read(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Error> {
-    session.truncate(sequence, 0);
+    session.truncate(sequence, 0)?;
     session.prefill(sequence, prompt)?;
     session.stream().synchronize()
 }
@@ -100,7 +100,7 @@ fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Fail
     let mut ids = vec![1; batch];
     let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
         if step % STEPS == 0 {
-            (0..batch).for_each(|sequence| session.truncate(sequence, PROMPT));
+            (0..batch).try_for_each(|sequence| session.truncate(sequence, PROMPT))?;
         }
         session.decode(&ids)?;
         ids = sampler.sample(&session)?;

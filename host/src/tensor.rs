@@ -523,6 +523,20 @@ impl TensorViewMut<'_> {
         TensorViewMut { raw: self.raw, life: PhantomData }
     }
 
+    /// The rows of axis 0 before `at`, and the others.
+    pub fn split(self, at: usize) -> Result<(Self, Self), Error> {
+        let raw = self.raw;
+        let rows = raw.shape.first().copied().unwrap_or(0);
+        let (before, after) = (raw.slice(0, 0..at.min(rows))?, raw.slice(0, at..rows.max(at))?);
+        // Or the parts would interleave.
+        if raw.len() > 0 && raw.slice(0, 0..1)?.span() > raw.strides[0] && rows > 1 {
+            let (expected, got) = ("axis 0 outermost", format!("strides {:?}", raw.strides));
+            return Err(Error::invalid("TensorViewMut::split", "view", expected, got));
+        }
+        let view = |raw| TensorViewMut { raw, life: PhantomData };
+        Ok((view(before), view(after)))
+    }
+
     /// Like `TensorView::host_slice`.
     pub(crate) fn host_slice_mut<T: Element>(&mut self) -> &mut [T] {
         assert!(self.place() == Place::Cpu && self.dtype() == T::DTYPE, "CPU backend on {self:?}");

@@ -4,20 +4,24 @@
 //! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps.
 
 mod config;
+mod decoder;
 mod error;
+mod layers;
 mod loader;
 mod model;
-mod modules;
-mod plans;
 mod sampler;
 mod session;
 mod weights;
 
-pub use config::{Architecture, DecoderConfig, ModelConfig, RopeConfig, RopeKind, YarnRope};
+pub use config::{
+    Architecture, AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig,
+    ModelConfig, NormConfig, RopeConfig, RopeKind, YarnRope,
+};
+pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
+pub use layers::{Attention, FeedForward, Linear, Mixer, Mlp};
 pub use loader::LoadProgress;
 pub use model::Model;
-pub use modules::{Attention, Decoder, DecoderLayer, Linear, Mlp};
 pub use sampler::Sampler;
-pub use session::{Logits, Observed, Observer, Session, SessionOptions};
+pub use session::{Logits, Session, SessionOptions};
 pub use weights::{Requirements, TensorData, Weights};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use abi::DType;
 
+use super::decoder::Decoder;
 use super::loader::{LoadProgress, Loader};
-use super::modules::Decoder;
 use super::{ModelConfig, Session, SessionOptions, Weights};
 use crate::device::Device;
 use crate::error::Error;

@@ -6,21 +6,15 @@ use abi::DType;
 
 use super::Model;
 use super::config::DecoderConfig;
-use super::modules::{DecoderLayer, Linear};
-use super::plans::{PhaseSizes, Plans};
+use super::decoder::{DecoderBlock, Observer};
+use super::layers::{Cache, Phase, Step, Visible};
 use crate::device::Place;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
 use crate::nvtx;
-use crate::ops::attention::AttentionArgs;
-use crate::ops::embedding::EmbeddingArgs;
-use crate::ops::glu::GluArgs;
-use crate::ops::kv_append::KvAppendArgs;
-use crate::ops::matmul::{Matmul, MatmulArgs};
-use crate::ops::rmsnorm::RmsNormArgs;
-use crate::ops::rope::{RopeArgs, RopeInput, RopeTables};
+use crate::ops::rope::RopeTables;
 use crate::stream::{Graph, Stream};
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::tensor::{Tensor, TensorView};
 
 const OP: &str = "Session";
 
@@ -58,14 +52,17 @@ pub struct Session {
     model: Model,
     options: SessionOptions,
     stream: Stream,
-    prefill: Plans,
-    decode: Plans,
+    prefill: DecoderBlock,
+    decode: DecoderBlock,
     /// The recorded decode step, once there is one.
     decode_graph: DecodeGraph,
     ropes: RopeTables,
+    /// Of each layer.
     caches: Vec<Cache>,
-    buffers: Buffers,
-    /// Tokens in the cache, per sequence.
+    inputs: Inputs,
+    /// `[rows, vocab]` f32.
+    logits: Tensor,
+    /// Tokens in the caches, per sequence.
     lens: Vec<usize>,
     /// Rows of the logits buffer that the last call gave.
     logit_rows: Range<usize>,
@@ -81,67 +78,6 @@ enum DecodeGraph {
     Never,
 }
 
-/// Keys and values of one layer, `[batch, capacity, heads_kv, head_dim]` each.
-#[derive(Debug)]
-struct Cache {
-    k: Tensor,
-    v: Tensor,
-}
-
-/// Activations, for as many tokens as the larger phase has.
-#[derive(Debug)]
-struct Buffers {
-    /// `[4, tokens]` u32: ids, positions, slots, and the cache lengths of the sequences.
-    inputs: Tensor,
-    residual: Tensor,
-    normed: Tensor,
-    qkv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    attended: Tensor,
-    projected: Tensor,
-    gate_up: Tensor,
-    activated: Tensor,
-    logits: Tensor,
-}
-
-/// A tensor that an observer sees during a prefill.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Observed {
-    /// The input of this layer, `[tokens, hidden]`.
-    LayerInput(usize),
-    /// The output of the final norm, `[tokens, hidden]`.
-    FinalNorm,
-}
-
-/// Sees tensors of a forward pass while they are there.
-pub type Observer<'a> = dyn FnMut(Observed, TensorView<'_>) -> Result<(), Error> + 'a;
-
-/// One forward pass: which operators, on how many tokens, of which sequences.
-struct Pass<'a> {
-    plans: &'a Plans,
-    batch: usize,
-    seq: usize,
-    /// The sequences of the cache that take part.
-    sequences: Range<usize>,
-    /// Keys that are visible to the last token: on the host where all sequences have as many, else from device memory.
-    visible: Visible,
-    logit_rows: LogitRows,
-}
-
-#[derive(Clone, Copy)]
-enum Visible {
-    Uniform(usize),
-    PerSequence,
-}
-
-#[derive(Clone, Copy)]
-enum LogitRows {
-    None,
-    /// From this token on.
-    From(usize),
-}
-
 impl Session {
     pub(super) fn new(model: Model, options: SessionOptions) -> Result<Self, Error> {
         let SessionOptions { batch, capacity, chunk, logits } = options;
@@ -153,40 +89,25 @@ impl Session {
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
         let config = &model.config().decoder;
-        let &DecoderConfig {
-            hidden_size, intermediate_size, heads_q, heads_kv, head_dim, vocab_size, ..
-        } = config;
-        let stream = model.device().stream()?;
+        let &DecoderConfig { vocab_size, .. } = config;
+        let (stream, dtype) = (model.device().stream()?, model.dtype());
         let prefill_rows = match logits {
             Logits::Last => 1,
             Logits::All => chunk,
         };
-        let prefill =
-            Plans::new(&model, PhaseSizes { batch: 1, seq: chunk, capacity, logit_rows: prefill_rows })?;
-        let decode = Plans::new(&model, PhaseSizes { batch, seq: 1, capacity, logit_rows: batch })?;
-        let (tokens, dtype) = (chunk.max(batch), model.dtype());
-        let empty = |shape: &[usize], dtype| Tensor::empty(&stream, shape, dtype);
-        let cache = || {
-            let shape = [batch, capacity, heads_kv, head_dim];
-            Ok(Cache { k: empty(&shape, dtype)?, v: empty(&shape, dtype)? })
+        let block = |batch, seq, logit_rows| {
+            DecoderBlock::new(&Phase { stream: &stream, config, dtype, batch, seq, capacity, logit_rows })
         };
-        let caches = (0..config.num_layers).map(|_| cache()).collect::<Result<_, Error>>()?;
-        let buffers = Buffers {
-            inputs: empty(&[4, tokens], DType::U32)?,
-            residual: empty(&[tokens, hidden_size], dtype)?,
-            normed: empty(&[tokens, hidden_size], dtype)?,
-            qkv: empty(&[tokens, (heads_q + 2 * heads_kv) * head_dim], dtype)?,
-            q: empty(&[tokens, heads_q, head_dim], dtype)?,
-            k: empty(&[tokens, heads_kv, head_dim], dtype)?,
-            attended: empty(&[tokens, heads_q * head_dim], dtype)?,
-            projected: empty(&[tokens, hidden_size], dtype)?,
-            gate_up: empty(&[tokens, 2 * intermediate_size], dtype)?,
-            activated: empty(&[tokens, intermediate_size], dtype)?,
-            logits: empty(&[prefill_rows.max(batch), vocab_size], DType::F32)?,
-        };
+        let (prefill, decode) = (block(1, chunk, prefill_rows)?, block(batch, 1, batch)?);
+        let caches = config
+            .layers
+            .iter()
+            .map(|layer| Cache::new(&layer.mixer, &stream, dtype, batch, capacity))
+            .collect::<Result<_, _>>()?;
+        let inputs = Inputs::new(&stream, chunk.max(batch))?;
+        let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;
         let rope = &config.rope;
-        let inv_freq = rope.inv_freq(rope.rotary_dim(head_dim));
-        let ropes = RopeTables::new(&stream, &inv_freq, rope.attention_factor(), capacity)?;
+        let ropes = RopeTables::new(&stream, &rope.inv_freq(), rope.attention_factor(), capacity)?;
         let decode_graph = if matches!(model.device().place(), Place::Cuda(_)) {
             DecodeGraph::NotRun
         } else {
@@ -202,7 +123,8 @@ impl Session {
             decode_graph,
             ropes,
             caches,
-            buffers,
+            inputs,
+            logits,
             lens,
             logit_rows: 0..0,
         })
@@ -233,11 +155,36 @@ impl Session {
         self.lens.iter().all(|&len| len == 0)
     }
 
-    /// Forgets the tokens of a sequence from `len` on.
-    pub fn truncate(&mut self, sequence: usize, len: usize) {
-        if let Some(current) = self.lens.get_mut(sequence) {
-            *current = len.min(*current);
+    /// Bytes of the caches, for all sequences.
+    pub fn cache_bytes(&self) -> usize {
+        self.caches.iter().map(Cache::bytes).sum()
+    }
+
+    /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing.
+    pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
+        let current = self.checked_len("sequence", sequence)?;
+        self.lens[sequence] = len.min(current);
+        Ok(())
+    }
+
+    /// Makes sequence `to` what sequence `from` is, so that both go on from there.
+    pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
+        let len = self.checked_len("from", from)?;
+        self.checked_len("to", to)?;
+        if from != to {
+            for cache in &mut self.caches {
+                cache.copy_sequence(&self.stream, from, to)?;
+            }
+            self.lens[to] = len;
         }
+        Ok(())
+    }
+
+    fn checked_len(&self, argument: &'static str, sequence: usize) -> Result<usize, Error> {
+        self.lens.get(sequence).copied().ok_or_else(|| {
+            let expected = format!("a sequence below {}", self.options.batch);
+            Error::invalid(OP, argument, expected, sequence.to_string())
+        })
     }
 
     /// What the operators chose, for prefill and for decode.
@@ -263,10 +210,7 @@ impl Session {
     ) -> Result<(), Error> {
         let _range = nvtx::range("prefill");
         self.check_ids(ids)?;
-        let Some(&len) = self.lens.get(sequence) else {
-            let expected = format!("a sequence below {}", self.options.batch);
-            return Err(Error::invalid(OP, "sequence", expected, sequence.to_string()));
-        };
+        let len = self.checked_len("sequence", sequence)?;
         if ids.is_empty() {
             return Err(Error::invalid(OP, "ids", "at least one token", "none"));
         }
@@ -278,31 +222,34 @@ impl Session {
             let tokens = part.len();
             let positions = start..start + tokens;
             let slots = positions.clone().map(|position| sequence * capacity + position);
-            self.set_inputs(part.iter().copied(), positions.map(|p| p as u32), slots, &[])?;
+            self.inputs.set(&self.stream, part, positions.map(|p| p as u32), slots, &[])?;
             let is_last = index + 1 == num_chunks;
             let logit_rows = match self.options.logits {
-                Logits::All => LogitRows::From(0),
-                Logits::Last if is_last => LogitRows::From(tokens - 1),
-                Logits::Last => LogitRows::None,
+                Logits::All => tokens,
+                Logits::Last if is_last => 1,
+                Logits::Last => 0,
             };
-            let pass = Pass {
-                plans: &self.prefill,
+            let step = Step {
+                stream: &self.stream,
+                ropes: &self.ropes,
                 batch: 1,
                 seq: tokens,
                 sequences: sequence..sequence + 1,
                 visible: Visible::Uniform(start + tokens),
-                logit_rows,
+                ids: self.inputs.row(IDS, tokens)?,
+                positions: self.inputs.row(POSITIONS, tokens)?,
+                slots: self.inputs.row(SLOTS, tokens)?,
             };
-            let (model, stream, ropes) = (&self.model, &self.stream, &self.ropes);
-            forward(model, stream, ropes, &mut self.caches, &mut self.buffers, &pass, observe)?;
+            let out = match logit_rows {
+                0 => None,
+                rows => Some(self.logits.view_mut().slice(0, 0..rows)?),
+            };
+            self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, observe)?;
             self.lens[sequence] += tokens;
-            match logit_rows {
-                LogitRows::None => {}
-                LogitRows::From(first) => {
-                    self.logit_rows = tokens - first - 1..tokens - first;
-                    let rows = self.buffers.logits.view().slice(0, 0..tokens - first)?;
-                    logits(index * chunk + first, rows)?;
-                }
+            if logit_rows > 0 {
+                self.logit_rows = logit_rows - 1..logit_rows;
+                let rows = self.logits.view().slice(0, 0..logit_rows)?;
+                logits(index * chunk + tokens - logit_rows, rows)?;
             }
         }
         Ok(())
@@ -324,18 +271,23 @@ impl Session {
         let positions: Vec<u32> = self.lens.iter().map(|&len| len as u32).collect();
         let slots: Vec<usize> =
             self.lens.iter().enumerate().map(|(sequence, &len)| sequence * capacity + len).collect();
-        self.set_inputs(ids.iter().copied(), positions.into_iter(), slots.into_iter(), &lens)?;
-        let pass = Pass {
-            plans: &self.decode,
-            batch,
-            seq: 1,
-            sequences: 0..batch,
-            visible: Visible::PerSequence,
-            logit_rows: LogitRows::From(0),
+        self.inputs.set(&self.stream, ids, positions.into_iter(), slots.into_iter(), &lens)?;
+        let mut run = |stream: &Stream| {
+            let step = Step {
+                stream,
+                ropes: &self.ropes,
+                batch,
+                seq: 1,
+                sequences: 0..batch,
+                visible: Visible::PerSequence(self.inputs.row(LENS, batch)?),
+                ids: self.inputs.row(IDS, batch)?,
+                positions: self.inputs.row(POSITIONS, batch)?,
+                slots: self.inputs.row(SLOTS, batch)?,
+            };
+            let logits = self.logits.view_mut().slice(0, 0..batch)?;
+            let decoder = self.model.decoder();
+            self.decode.run(&step, decoder, &mut self.caches, Some(logits), &mut |_, _| Ok(()))
         };
-        let (model, ropes, caches, buffers) = (&self.model, &self.ropes, &mut self.caches, &mut self.buffers);
-        let mut run =
-            |stream: &Stream| forward(model, stream, ropes, caches, buffers, &pass, &mut |_, _| Ok(()));
         match &self.decode_graph {
             DecodeGraph::Never => run(&self.stream)?,
             DecodeGraph::NotRun => {
@@ -361,7 +313,7 @@ impl Session {
     /// The logits of the last call: `[1, vocab]` of a prompt's last token, `[batch, vocab]` after a decode step, no rows
     /// before either. They are overwritten by the next call.
     pub fn logits(&self) -> Result<TensorView<'_>, Error> {
-        self.buffers.logits.view().slice(0, self.logit_rows.clone())
+        self.logits.view().slice(0, self.logit_rows.clone())
     }
 
     /// Token ids that the embedding has; the kernels cannot report others.
@@ -385,215 +337,50 @@ impl Session {
             format!("at most {} more tokens (the cache holds {len} of {capacity})", capacity - len);
         Err(Error::invalid(OP, "ids", expected, tokens.to_string()))
     }
+}
 
-    /// Uploads ids, positions, slots and cache lengths in one copy.
-    fn set_inputs(
+/// What a step reads that differs from step to step, in device memory, so that a recorded step reads the new values.
+#[derive(Debug)]
+struct Inputs {
+    /// `[4, width]` u32.
+    rows: Tensor,
+}
+
+/// Rows of [`Inputs`].
+const IDS: usize = 0;
+const POSITIONS: usize = 1;
+const SLOTS: usize = 2;
+const LENS: usize = 3;
+
+impl Inputs {
+    fn new(stream: &Stream, tokens: usize) -> Result<Self, Error> {
+        Ok(Inputs { rows: Tensor::empty(stream, &[4, tokens], DType::U32)? })
+    }
+
+    fn row(&self, row: usize, len: usize) -> Result<TensorView<'_>, Error> {
+        self.rows.view().slice(0, row..row + 1)?.slice(1, 0..len)?.reshape(&[len])
+    }
+
+    /// Uploads all rows in one copy.
+    fn set(
         &mut self,
-        ids: impl Iterator<Item = u32>,
+        stream: &Stream,
+        ids: &[u32],
         positions: impl Iterator<Item = u32>,
         slots: impl Iterator<Item = usize>,
         lens: &[u32],
     ) -> Result<(), Error> {
-        let width = self.buffers.inputs.shape()[1];
-        let mut inputs = vec![0u32; 4 * width];
-        let mut rows = inputs.chunks_exact_mut(width);
-        let mut fill = |values: &mut dyn Iterator<Item = u32>| {
-            for (slot, value) in std::iter::zip(rows.next().into_iter().flatten(), values) {
+        let width = self.rows.shape()[1];
+        let mut values = vec![0u32; 4 * width];
+        let mut fill = |row: usize, from: &mut dyn Iterator<Item = u32>| {
+            for (slot, value) in std::iter::zip(&mut values[row * width..(row + 1) * width], from) {
                 *slot = value;
             }
         };
-        fill(&mut ids.into_iter());
-        fill(&mut positions.into_iter());
-        fill(&mut slots.map(|slot| slot as u32));
-        fill(&mut lens.iter().copied());
-        self.stream.upload(self.buffers.inputs.view().address(), bytemuck::cast_slice(&inputs))
+        fill(IDS, &mut ids.iter().copied());
+        fill(POSITIONS, &mut { positions });
+        fill(SLOTS, &mut slots.map(|slot| slot as u32));
+        fill(LENS, &mut lens.iter().copied());
+        stream.upload(self.rows.view().address(), bytemuck::cast_slice(&values))
     }
-}
-
-/// The forward pass, over tokens whose ids, positions and slots are in the input buffer.
-fn forward(
-    model: &Model,
-    stream: &Stream,
-    ropes: &RopeTables,
-    caches: &mut [Cache],
-    buffers: &mut Buffers,
-    pass: &Pass<'_>,
-    observe: &mut Observer<'_>,
-) -> Result<(), Error> {
-    let decoder = model.decoder();
-    let tokens = pass.batch * pass.seq;
-    let Buffers { inputs, residual, normed, qkv, q, k, attended, projected, gate_up, activated, logits } =
-        buffers;
-    let input = |row: usize, len: usize| -> Result<TensorView<'_>, Error> {
-        inputs.view().slice(0, row..row + 1)?.slice(1, 0..len)?.reshape(&[len])
-    };
-    let (ids, positions, slots) = (input(0, tokens)?, input(1, tokens)?, input(2, tokens)?);
-    let kv_lens = match pass.visible {
-        Visible::Uniform(_) => None,
-        Visible::PerSequence => Some(input(3, pass.batch)?),
-    };
-    let mut step = Step {
-        model,
-        stream,
-        ropes,
-        pass,
-        positions,
-        slots,
-        kv_lens,
-        residual: residual.view_mut().slice(0, 0..tokens)?,
-        normed: normed.view_mut().slice(0, 0..tokens)?,
-        qkv: qkv.view_mut().slice(0, 0..tokens)?,
-        q: q.view_mut().slice(0, 0..tokens)?,
-        k: k.view_mut().slice(0, 0..tokens)?,
-        attended: attended.view_mut().slice(0, 0..tokens)?,
-        projected: projected.view_mut().slice(0, 0..tokens)?,
-        gate_up: gate_up.view_mut().slice(0, 0..tokens)?,
-        activated: activated.view_mut().slice(0, 0..tokens)?,
-    };
-    let args = EmbeddingArgs { ids, table: decoder.embedding.view(), out: step.residual.reborrow() };
-    pass.plans.embedding.run(stream, args)?;
-    for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
-        step.layer(index, layer, cache, observe)?;
-    }
-    step.norm_added(&decoder.norm)?;
-    observe(Observed::FinalNorm, step.normed.as_view())?;
-    if let LogitRows::From(first) = pass.logit_rows {
-        let last_rows = step.normed.as_view().slice(0, first..tokens)?;
-        let out = logits.view_mut().slice(0, 0..tokens - first)?;
-        let args = MatmulArgs { a: last_rows, b: decoder.head().view(), bias: None, out };
-        pass.plans.head.run(stream, args)?;
-    }
-    Ok(())
-}
-
-/// The views of one forward pass.
-struct Step<'a> {
-    model: &'a Model,
-    stream: &'a Stream,
-    ropes: &'a RopeTables,
-    pass: &'a Pass<'a>,
-    positions: TensorView<'a>,
-    slots: TensorView<'a>,
-    kv_lens: Option<TensorView<'a>>,
-    /// The residual stream, without the last sublayer's output, which is in `projected`.
-    residual: TensorViewMut<'a>,
-    normed: TensorViewMut<'a>,
-    qkv: TensorViewMut<'a>,
-    q: TensorViewMut<'a>,
-    k: TensorViewMut<'a>,
-    attended: TensorViewMut<'a>,
-    projected: TensorViewMut<'a>,
-    gate_up: TensorViewMut<'a>,
-    activated: TensorViewMut<'a>,
-}
-
-impl Step<'_> {
-    fn layer(
-        &mut self,
-        index: usize,
-        layer: &DecoderLayer,
-        cache: &mut Cache,
-        observe: &mut Observer<'_>,
-    ) -> Result<(), Error> {
-        if index == 0 {
-            self.norm_first(&layer.input_norm)?;
-        } else {
-            self.norm_added(&layer.input_norm)?;
-        }
-        observe(Observed::LayerInput(index), self.residual.as_view())?;
-        self.attention(layer, cache)?;
-        self.norm_added(&layer.post_attention_norm)?;
-        self.mlp(layer)
-    }
-
-    /// `normed = norm(residual)`.
-    fn norm_first(&mut self, gain: &Tensor) -> Result<(), Error> {
-        let (x, out) = (self.residual.as_view(), self.normed.reborrow());
-        self.pass.plans.norm.run(self.stream, RmsNormArgs { x, residual: None, weight: gain.view(), out })
-    }
-
-    /// `residual += projected; normed = norm(residual)`.
-    fn norm_added(&mut self, gain: &Tensor) -> Result<(), Error> {
-        let residual = Some(self.residual.reborrow());
-        let (x, out) = (self.projected.as_view(), self.normed.reborrow());
-        self.pass.plans.norm.run(self.stream, RmsNormArgs { x, residual, weight: gain.view(), out })
-    }
-
-    fn attention(&mut self, layer: &DecoderLayer, cache: &mut Cache) -> Result<(), Error> {
-        let &DecoderConfig { heads_q, heads_kv, head_dim, .. } = &self.model.config().decoder;
-        let Pass { plans, batch, seq, ref sequences, visible, .. } = *self.pass;
-        let attention = &layer.attention;
-        linear(self.stream, &plans.qkv, &attention.qkv, self.normed.as_view(), self.qkv.reborrow())?;
-
-        // The joint projection holds the query heads, then the key heads, then the value heads.
-        let tokens = batch * seq;
-        let (k_start, v_start) = (heads_q * head_dim, (heads_q + heads_kv) * head_dim);
-        let joint = self.qkv.as_view();
-        let heads = |range: Range<usize>| -> Result<TensorView<'_>, Error> {
-            let heads = range.len() / head_dim;
-            joint.slice(1, range)?.reshape(&[tokens, heads, head_dim])
-        };
-        let (q, k, v) =
-            (heads(0..k_start)?, heads(k_start..v_start)?, heads(v_start..v_start + heads_kv * head_dim)?);
-        let norms = [
-            (&plans.q_norm, &plans.q_rope, q, &attention.q_norm, &mut self.q),
-            (&plans.k_norm, &plans.k_rope, k, &attention.k_norm, &mut self.k),
-        ];
-        for (norm, rope, x, gain, out) in norms {
-            let args = RmsNormArgs { x, residual: None, weight: gain.view(), out: out.reborrow() };
-            norm.run(self.stream, args)?;
-            let (x, positions, tables) = (RopeInput::InPlace, self.positions, self.ropes);
-            rope.run(self.stream, RopeArgs { x, positions, tables, out: out.reborrow() })?;
-        }
-
-        let slots = cache.k.shape()[0] * cache.k.shape()[1];
-        let args = KvAppendArgs {
-            k: self.k.as_view(),
-            v,
-            slots: self.slots,
-            k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
-            v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
-        };
-        plans.append.run(self.stream, args)?;
-
-        let Some(plan) = plans.attention.get(&attention.window) else {
-            let got = format!("{:?}", attention.window);
-            return Err(Error::invalid(OP, "layer", "a window that was planned", got));
-        };
-        let visible = match visible {
-            Visible::Uniform(keys) => keys,
-            Visible::PerSequence => cache.k.shape()[1],
-        };
-        let args = AttentionArgs {
-            q: self.q.as_view().reshape(&[batch, seq, heads_q, head_dim])?,
-            k: cache.k.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
-            v: cache.v.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
-            kv_lens: self.kv_lens,
-            out: self.attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
-            lse: None,
-        };
-        plan.run(self.stream, args)?;
-        linear(self.stream, &plans.o, &attention.o, self.attended.as_view(), self.projected.reborrow())
-    }
-
-    fn mlp(&mut self, layer: &DecoderLayer) -> Result<(), Error> {
-        let (plans, stream, mlp) = (self.pass.plans, self.stream, &layer.mlp);
-        linear(stream, &plans.gate_up, &mlp.gate_up, self.normed.as_view(), self.gate_up.reborrow())?;
-        let intermediate = self.model.config().decoder.intermediate_size;
-        let gate = self.gate_up.as_view().slice(1, 0..intermediate)?;
-        let up = self.gate_up.as_view().slice(1, intermediate..2 * intermediate)?;
-        plans.glu.run(stream, GluArgs { gate, up, out: self.activated.reborrow() })?;
-        linear(stream, &plans.down, &mlp.down, self.activated.as_view(), self.projected.reborrow())
-    }
-}
-
-fn linear(
-    stream: &Stream,
-    plan: &Matmul,
-    linear: &Linear,
-    a: TensorView<'_>,
-    out: TensorViewMut<'_>,
-) -> Result<(), Error> {
-    let bias = linear.bias.as_ref().map(Tensor::view);
-    plan.run(stream, MatmulArgs { a, b: linear.weight.view(), bias, out })
 }

@@ -1,0 +1,219 @@
+//! `config.json`: which model, and the numbers that define its computation.
+
+mod fields;
+mod qwen3;
+mod rope;
+
+use std::path::Path;
+
+use abi::DType;
+use abi::ops::glu::Activation;
+use serde_json::Value;
+
+use super::ModelError;
+use crate::ops::rmsnorm::NormWeight;
+pub(super) use fields::read_json;
+use fields::{Fields, parse_json};
+pub use rope::{RopeConfig, RopeKind, YarnRope};
+
+/// Largest size, count or position: kernels take them as 32-bit integers.
+const MAX_SIZE: usize = i32::MAX as usize;
+/// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation.
+const MAX_LAYERS: usize = 1 << 16;
+
+/// A model's configuration, from `config.json` and, where present, `generation_config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Which model.
+    pub architecture: Architecture,
+    /// The numbers of its text decoder.
+    pub decoder: DecoderConfig,
+    /// The type in which the weights were published, if the file says so.
+    pub dtype: Option<DType>,
+    /// Tokens that end a generation; may be empty.
+    pub eos_token_ids: Vec<u32>,
+    /// The token that starts a sequence. Whether a prompt gets one is the tokenizer's decision.
+    pub bos_token_id: Option<u32>,
+}
+
+/// The models that are built, one per `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Architecture {
+    /// Dense Qwen3: grouped-query attention with per-head q and k norms, SwiGLU.
+    Qwen3,
+}
+
+/// The numbers of a text decoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DecoderConfig {
+    /// Rows of the embedding and of the output head; may exceed the ids that the tokenizer uses.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// The norms around the layers, after the last one, and of query and key heads.
+    pub norm: NormConfig,
+    /// The layers, from the first on.
+    pub layers: Vec<LayerConfig>,
+    /// Whether the output head is the embedding matrix.
+    pub tie_word_embeddings: bool,
+    /// Longest sequence that the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// Rotary position embedding.
+    pub rope: RopeConfig,
+}
+
+/// An RMSNorm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormConfig {
+    /// Added to the mean square inside the root.
+    pub eps: f32,
+    /// What the stored gain means.
+    pub weight: NormWeight,
+}
+
+/// A layer: what mixes tokens, and what follows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// What lets tokens see each other.
+    pub mixer: MixerConfig,
+    /// What works on each token alone.
+    pub feed_forward: FeedForwardConfig,
+}
+
+/// What mixes the tokens of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum MixerConfig {
+    /// Softmax attention over cached keys and values.
+    Attention(AttentionConfig),
+}
+
+/// Grouped-query attention with a norm per head on q and k.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionConfig {
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key and value heads; divides `heads_q`.
+    pub heads_kv: usize,
+    /// Width of a head, even. Not tied to `hidden_size / heads_q`.
+    pub head_dim: usize,
+    /// Whether the q, k, v and o projections have biases.
+    pub bias: bool,
+    /// The sliding window in tokens, the query's own position included; `None` attends to everything before.
+    pub window: Option<usize>,
+}
+
+/// What follows the mixer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum FeedForwardConfig {
+    /// A gated MLP.
+    Mlp(MlpConfig),
+}
+
+/// A gated MLP: `down(act(gate(x)) ⊙ up(x))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MlpConfig {
+    /// Width of the inner activation.
+    pub intermediate_size: usize,
+    /// The gate's activation.
+    pub activation: Activation,
+}
+
+impl ModelConfig {
+    /// Reads `config.json` in `dir`, and the token ids of `generation_config.json` over it where that file exists.
+    ///
+    /// # Errors
+    /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for either file, and
+    /// those of [`ModelConfig::from_json`].
+    pub fn from_dir(dir: &Path) -> Result<ModelConfig, ModelError> {
+        let path = dir.join("config.json");
+        let mut config = ModelConfig::from_value(&read_json(&path)?, &path)?;
+        let path = dir.join("generation_config.json");
+        match read_json(&path) {
+            Ok(generation) => config.read_token_ids(&Fields::top(&generation, &path)?)?,
+            Err(ModelError::Missing { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        Ok(config)
+    }
+
+    /// Reads the text of a `config.json`; `path` is for messages only.
+    ///
+    /// Keys without effect on inference are ignored, absent ones take the defaults of the model type.
+    ///
+    /// # Errors
+    /// [`ModelError::Json`], [`ModelError::Field`], [`ModelError::UnknownModelType`], [`ModelError::Unsupported`] and
+    /// [`ModelError::Inconsistent`].
+    pub fn from_json(text: &str, path: &Path) -> Result<ModelConfig, ModelError> {
+        ModelConfig::from_value(&parse_json(text, path)?, path)
+    }
+
+    fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
+        let fields = Fields::top(root, path)?;
+        let architecture = Architecture::read(&fields)?;
+        let decoder = match architecture {
+            Architecture::Qwen3 => qwen3::read(&fields)?,
+        };
+        let mut config = ModelConfig {
+            architecture,
+            decoder,
+            dtype: read_dtype(&fields)?,
+            eos_token_ids: Vec::new(),
+            bos_token_id: None,
+        };
+        config.read_token_ids(&fields)?;
+        Ok(config)
+    }
+
+    /// Takes the ids that `fields` states and keeps the others.
+    fn read_token_ids(&mut self, fields: &Fields) -> Result<(), ModelError> {
+        let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let many = |value: &Value| match value {
+            Value::Array(ids) => ids.iter().map(one).collect(),
+            id => one(id).map(|id| vec![id]),
+        };
+        if let Some(ids) = fields.nullable("eos_token_id", "a token id or a list of them", many)? {
+            self.eos_token_ids = ids;
+        }
+        if let Some(id) = fields.nullable("bos_token_id", "a token id", one)? {
+            self.bos_token_id = Some(id);
+        }
+        Ok(())
+    }
+}
+
+impl Architecture {
+    /// The values of `model_type` that are built.
+    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3"];
+
+    fn read(fields: &Fields) -> Result<Architecture, ModelError> {
+        match fields.required("model_type", "a string", Value::as_str)? {
+            "qwen3" => Ok(Architecture::Qwen3),
+            found => Err(ModelError::UnknownModelType {
+                path: fields.path.into(),
+                found: found.into(),
+                supported: Self::MODEL_TYPES,
+            }),
+        }
+    }
+}
+
+/// `dtype`, or under its older name `torch_dtype`.
+fn read_dtype(fields: &Fields) -> Result<Option<DType>, ModelError> {
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(name) = fields.nullable(key, "a string", Value::as_str)? {
+            return match name {
+                "float32" => Ok(Some(DType::F32)),
+                "float16" => Ok(Some(DType::F16)),
+                "bfloat16" => Ok(Some(DType::BF16)),
+                other => Err(fields.unsupported(key, other.into(), &["float32", "float16", "bfloat16"])),
+            };
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests;

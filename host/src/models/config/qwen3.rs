@@ -1,0 +1,121 @@
+//! `model_type: "qwen3"`: a dense decoder.
+
+use abi::ops::glu::Activation;
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::rope::{RopeConfig, RopeDefaults};
+use super::{
+    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
+    MlpConfig, NormConfig,
+};
+use crate::models::ModelError;
+use crate::ops::rmsnorm::NormWeight;
+
+/// With the defaults of the type's configuration class.
+pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
+    let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
+    let attention = read_attention(fields, 128)?;
+    let mlp = MlpConfig {
+        intermediate_size: fields.size("intermediate_size", 22016)?,
+        activation: read_activation(fields)?,
+    };
+    let max_position_embeddings = fields.size("max_position_embeddings", 32768)?;
+    let layers = layer_windows(fields, num_layers)?
+        .into_iter()
+        .map(|window| LayerConfig {
+            mixer: MixerConfig::Attention(AttentionConfig { window, ..attention }),
+            feed_forward: FeedForwardConfig::Mlp(mlp),
+        })
+        .collect();
+    Ok(DecoderConfig {
+        vocab_size: fields.size("vocab_size", 151936)?,
+        hidden_size: fields.size("hidden_size", 4096)?,
+        norm: NormConfig { eps: read_eps(fields)?, weight: NormWeight::Plain },
+        layers,
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        max_position_embeddings,
+        rope: RopeConfig::read(
+            fields,
+            RopeDefaults {
+                theta: 10000.0,
+                partial_rotary_factor: 1.0,
+                head_dim: attention.head_dim,
+                max_position_embeddings,
+            },
+        )?,
+    })
+}
+
+/// Heads and biases, without a window.
+pub(super) fn read_attention(fields: &Fields, head_dim: usize) -> Result<AttentionConfig, ModelError> {
+    let heads_q = fields.size("num_attention_heads", 32)?;
+    let heads_kv = match fields.map.get("num_key_value_heads") {
+        Some(Value::Null) => heads_q,
+        _ => fields.size("num_key_value_heads", 32)?,
+    };
+    let head_dim = fields.size("head_dim", head_dim)?;
+    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    if !heads_q.is_multiple_of(heads_kv) {
+        let rule = "num_attention_heads must be a multiple of num_key_value_heads";
+        return inconsistent(rule, format!("{heads_q} and {heads_kv}"));
+    }
+    if !head_dim.is_multiple_of(2) {
+        return inconsistent("head_dim must be even", head_dim.to_string());
+    }
+    let bias = fields.flag("attention_bias")?.unwrap_or(false);
+    Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None })
+}
+
+pub(super) fn read_eps(fields: &Fields) -> Result<f32, ModelError> {
+    let positive_f32 = |eps: f64| eps as f32 > 0.0 && (eps as f32).is_finite();
+    let eps = fields.number("rms_norm_eps", "a positive number in the range of f32", positive_f32)?;
+    Ok(eps.unwrap_or(1e-6) as f32)
+}
+
+/// The sliding window of each layer: the one width `sliding_window`, in the layers that `layer_types` marks, or else in
+/// those from `max_window_layers` on.
+fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>>, ModelError> {
+    let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
+    let window = match fields.map.get("sliding_window") {
+        Some(Value::Null) => None,
+        _ if !enabled => None,
+        _ => Some(fields.size("sliding_window", 4096)?),
+    };
+    let first_sliding = fields.integer("max_window_layers", 0..=MAX_SIZE)?.unwrap_or(28);
+    let Some(types) = fields.nullable("layer_types", "a list of strings", Value::as_array)? else {
+        return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first_sliding)).collect());
+    };
+    if types.len() != num_layers {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "layer_types must have num_hidden_layers entries",
+            got: format!("{} and {num_layers}", types.len()),
+        });
+    }
+    let layer_window = |(layer, kind): (usize, &Value)| match kind.as_str() {
+        Some("full_attention") => Ok(None),
+        Some("sliding_attention") if window.is_some() => Ok(window),
+        Some("sliding_attention") => Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "layer_types with sliding_attention needs use_sliding_window and sliding_window",
+            got: format!("sliding_attention in layer {layer} and no window"),
+        }),
+        _ => Err(fields.unsupported(
+            &format!("layer_types[{layer}]"),
+            kind.to_string(),
+            &["full_attention", "sliding_attention"],
+        )),
+    };
+    types.iter().enumerate().map(layer_window).collect()
+}
+
+pub(super) fn read_activation(fields: &Fields) -> Result<Activation, ModelError> {
+    const SUPPORTED: &[&str] = &["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new"];
+    match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or("silu") {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
+        "gelu" => Ok(Activation::GeluErf),
+        other => Err(fields.unsupported("hidden_act", other.into(), SUPPORTED)),
+    }
+}

@@ -1,0 +1,413 @@
+use std::fs;
+
+use super::*;
+
+fn parse(text: &str) -> Result<ModelConfig, ModelError> {
+    ModelConfig::from_json(text, Path::new("config.json"))
+}
+
+/// A qwen3 configuration with these fields besides `model_type`.
+fn qwen3(fields: &str) -> Result<ModelConfig, ModelError> {
+    let comma = if fields.is_empty() { "" } else { "," };
+    parse(&format!(r#"{{"model_type":"qwen3"{comma}{fields}}}"#))
+}
+
+fn message(fields: &str) -> String {
+    qwen3(fields).unwrap_err().to_string()
+}
+
+fn rope(fields: &str) -> RopeConfig {
+    qwen3(fields).unwrap().decoder.rope
+}
+
+fn repository(dir: &str) -> ModelConfig {
+    ModelConfig::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(dir)).unwrap()
+}
+
+/// One of assets/configs.
+fn published(name: &str) -> ModelConfig {
+    let file = format!("{}/../assets/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
+    ModelConfig::from_json(&fs::read_to_string(&file).unwrap(), Path::new(&file)).unwrap()
+}
+
+/// A dense decoder of like layers, with Qwen3's constants.
+fn dense(
+    num_layers: usize,
+    attention: AttentionConfig,
+    intermediate_size: usize,
+    theta: f64,
+) -> DecoderConfig {
+    let mlp = MlpConfig { intermediate_size, activation: Activation::Silu };
+    let layer =
+        LayerConfig { mixer: MixerConfig::Attention(attention), feed_forward: FeedForwardConfig::Mlp(mlp) };
+    DecoderConfig {
+        vocab_size: 151936,
+        hidden_size: 4096,
+        norm: NormConfig { eps: 1e-6, weight: NormWeight::Plain },
+        layers: vec![layer; num_layers],
+        tie_word_embeddings: false,
+        max_position_embeddings: 32768,
+        rope: RopeConfig { rotary_dim: attention.head_dim, ..default_rope(theta) },
+    }
+}
+
+fn heads(heads_q: usize, heads_kv: usize, head_dim: usize) -> AttentionConfig {
+    AttentionConfig { heads_q, heads_kv, head_dim, bias: false, window: None }
+}
+
+fn attention(config: &ModelConfig, layer: usize) -> AttentionConfig {
+    match config.decoder.layers[layer].mixer {
+        MixerConfig::Attention(attention) => attention,
+    }
+}
+
+fn default_rope(theta: f64) -> RopeConfig {
+    RopeConfig { theta, kind: RopeKind::Default, rotary_dim: 128 }
+}
+
+#[test]
+fn defaults_are_the_model_types() {
+    let expected = ModelConfig {
+        architecture: Architecture::Qwen3,
+        decoder: dense(32, heads(32, 32, 128), 22016, 1e4),
+        dtype: None,
+        eos_token_ids: vec![],
+        bos_token_id: None,
+    };
+    assert_eq!(qwen3("").unwrap(), expected);
+    assert_eq!(qwen3(r#""some_future_key": {"a": [1]}, "use_cache": null"#).unwrap(), expected);
+}
+
+#[test]
+fn golden_and_demo_configs() {
+    let config = repository("tests/golden/qwen3");
+    let expected = DecoderConfig {
+        vocab_size: 384,
+        hidden_size: 128,
+        tie_word_embeddings: true,
+        max_position_embeddings: 4096,
+        ..dense(3, heads(4, 2, 64), 256, 1e6)
+    };
+    assert_eq!(config.decoder, expected);
+    assert_eq!(config.dtype, Some(DType::F32));
+    assert_eq!((&config.eos_token_ids[..], config.bos_token_id), (&[1][..], Some(0)));
+
+    let config = repository("tests/golden/qwen3_sliding");
+    let mut expected =
+        DecoderConfig { vocab_size: 384, hidden_size: 64, ..dense(4, heads(4, 1, 32), 128, 1e4) };
+    for layer in &mut expected.layers[2..] {
+        layer.mixer = MixerConfig::Attention(AttentionConfig { window: Some(8), ..heads(4, 1, 32) });
+    }
+    assert_eq!(config.decoder, expected);
+
+    let config = repository("assets/demo-model");
+    let expected = DecoderConfig {
+        vocab_size: 2048,
+        hidden_size: 256,
+        tie_word_embeddings: true,
+        max_position_embeddings: 2048,
+        ..dense(5, heads(4, 2, 64), 768, 1e4)
+    };
+    assert_eq!(config.decoder, expected);
+    assert_eq!(config.dtype, Some(DType::BF16));
+    assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![0], Some(0)));
+}
+
+#[test]
+fn published_configs() {
+    let config = published("qwen3-0.6b");
+    let small = DecoderConfig {
+        hidden_size: 1024,
+        tie_word_embeddings: true,
+        max_position_embeddings: 40960,
+        ..dense(28, heads(16, 8, 128), 3072, 1e6)
+    };
+    assert_eq!(config.decoder, small);
+    assert_eq!(config.dtype, Some(DType::BF16));
+    assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![151645], Some(151643)));
+
+    let config = published("qwen3-4b-instruct-2507");
+    let large = DecoderConfig {
+        hidden_size: 2560,
+        tie_word_embeddings: true,
+        max_position_embeddings: 262144,
+        ..dense(36, heads(32, 8, 128), 9728, 5e6)
+    };
+    assert_eq!(config.decoder, large);
+    assert_eq!(config.eos_token_ids, [151645, 151643]);
+}
+
+#[test]
+fn kv_heads_default_and_null_differ() {
+    let heads_kv = |fields: &str| attention(&qwen3(fields).unwrap(), 0).heads_kv;
+    assert_eq!(heads_kv(r#""num_attention_heads": 64"#), 32);
+    assert_eq!(heads_kv(r#""num_attention_heads": 6, "num_key_value_heads": null"#), 6);
+}
+
+#[test]
+fn activations() {
+    let activation =
+        |name: &str| match qwen3(&format!(r#""hidden_act": "{name}""#)).unwrap().decoder.layers[0] {
+            LayerConfig { feed_forward: FeedForwardConfig::Mlp(mlp), .. } => mlp.activation,
+        };
+    assert_eq!(activation("swish"), Activation::Silu);
+    assert_eq!(activation("gelu"), Activation::GeluErf);
+    assert_eq!(activation("gelu_pytorch_tanh"), Activation::GeluTanh);
+    assert_eq!(
+        message(r#""hidden_act": "relu2""#),
+        "config.json: hidden_act: relu2 is not supported; supported: silu, swish, gelu, gelu_pytorch_tanh, gelu_new"
+    );
+}
+
+#[test]
+fn sliding_windows() {
+    let windows = |fields: &str| {
+        let fields = format!(r#""num_hidden_layers": 3, {fields}"#);
+        qwen3(&fields).map(|config| (0..3).map(|i| attention(&config, i).window).collect::<Vec<_>>())
+    };
+    let on = r#""use_sliding_window": true, "sliding_window": 16"#;
+    assert_eq!(windows(r#""sliding_window": 16, "max_window_layers": 0"#).unwrap(), [None; 3]);
+    assert_eq!(windows(&format!(r#"{on}, "max_window_layers": 1"#)).unwrap(), [None, Some(16), Some(16)]);
+    assert_eq!(windows(on).unwrap(), [None; 3]);
+    assert_eq!(windows(r#""use_sliding_window": true, "max_window_layers": 2"#).unwrap()[2], Some(4096));
+    let null = r#""use_sliding_window": true, "sliding_window": null, "max_window_layers": 0"#;
+    assert_eq!(windows(null).unwrap(), [None; 3]);
+    let types = r#""layer_types": ["sliding_attention", "full_attention", "sliding_attention"]"#;
+    let overridden = windows(&format!(r#"{on}, "max_window_layers": 1, {types}"#)).unwrap();
+    assert_eq!(overridden, [Some(16), None, Some(16)]);
+    assert_eq!(
+        windows(types).unwrap_err().to_string(),
+        "config.json: layer_types with sliding_attention needs use_sliding_window and sliding_window, got \
+         sliding_attention in layer 0 and no window"
+    );
+    assert_eq!(
+        windows(r#""layer_types": ["full_attention"]"#).unwrap_err().to_string(),
+        "config.json: layer_types must have num_hidden_layers entries, got 1 and 3"
+    );
+    let unknown = r#""layer_types": ["full_attention", "linear_attention", "full_attention"]"#;
+    assert_eq!(
+        windows(unknown).unwrap_err().to_string(),
+        "config.json: layer_types[1]: \"linear_attention\" is not supported; supported: full_attention, \
+         sliding_attention"
+    );
+}
+
+#[test]
+fn both_rope_spellings_agree() {
+    let old = rope(r#""rope_theta": 5e6, "rope_scaling": null"#);
+    let new = rope(r#""rope_parameters": {"rope_theta": 5000000, "rope_type": "default"}"#);
+    assert_eq!(old, default_rope(5e6));
+    assert_eq!(new, old);
+
+    let old = rope(
+        r#""rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0,
+        "original_max_position_embeddings": 32768}"#,
+    );
+    let new = rope(
+        r#""rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4,
+        "original_max_position_embeddings": 32768}"#,
+    );
+    assert_eq!(new, old);
+    assert!(matches!(old.kind, RopeKind::Yarn(yarn) if yarn.original_max_position_embeddings == 32768));
+
+    // rope_scaling wins over rope_parameters, and lets the top level fill in theta.
+    let both = rope(
+        r#""rope_theta": 7e6, "rope_scaling": {"rope_type": "linear", "factor": 2},
+        "rope_parameters": {"rope_theta": 9e6}"#,
+    );
+    assert_eq!(both, RopeConfig { kind: RopeKind::Linear { factor: 2.0 }, ..default_rope(7e6) });
+    assert_eq!(rope(r#""rope_theta": 3e4, "rope_parameters": {}"#), default_rope(3e4));
+}
+
+#[test]
+fn rope_errors() {
+    assert_eq!(
+        message(r#""rope_scaling": {"rope_type": "dynamic", "factor": 2.0}"#),
+        "config.json: rope_scaling.rope_type: dynamic is not supported; supported: default, linear, yarn"
+    );
+    assert_eq!(
+        message(r#""rope_parameters": {"type": "yarn"}"#),
+        "config.json: rope_parameters.factor: expected a positive number, got nothing"
+    );
+    assert_eq!(message(r#""rope_theta": 0"#), "config.json: rope_theta: expected a number above 1, got 0");
+    assert_eq!(
+        message(r#""partial_rotary_factor": 0.01"#),
+        "config.json: head_dim · partial_rotary_factor must be even and at least 2, got 128 · 0.01"
+    );
+    assert_eq!(
+        message(r#""rope_parameters": {"full_attention": {"rope_theta": 1e4}}"#),
+        "config.json: rope_parameters.full_attention: {\"rope_theta\":10000.0} is not supported; supported: one \
+         set of parameters for all layers"
+    );
+    assert_eq!(message(r#""rope_scaling": 3"#), "config.json: rope_scaling: expected an object, got 3");
+}
+
+#[test]
+fn default_and_linear_frequencies() {
+    let rope = RopeConfig { rotary_dim: 8, ..default_rope(10000.0) };
+    let freqs = rope.inv_freq();
+    for (freq, expected) in freqs.iter().zip([1.0, 0.1, 0.01, 0.001]) {
+        assert!((freq / expected - 1.0).abs() < 1e-14, "{freq} {expected}");
+    }
+    assert_eq!((freqs.len(), rope.attention_factor()), (4, 1.0));
+    let linear = RopeConfig { kind: RopeKind::Linear { factor: 4.0 }, ..rope };
+    let quarters: Vec<f64> = freqs.iter().map(|freq| freq / 4.0).collect();
+    assert_eq!((linear.inv_freq(), linear.attention_factor()), (quarters, 1.0));
+}
+
+#[test]
+fn partial_rotation() {
+    let rotary_dim = |fields: &str| rope(fields).rotary_dim;
+    assert_eq!(rotary_dim(r#""head_dim": 256, "partial_rotary_factor": 0.25"#), 64);
+    assert_eq!(rotary_dim(r#""head_dim": 256, "rope_parameters": {"partial_rotary_factor": 0.5}"#), 128);
+}
+
+/// The documented long-context option of the Qwen3 models: theta 1e6, factor 4 over 32768 positions, 128 dimensions.
+/// A pair makes 32 turns at index 23.60 and one turn at 39.65, so the ramp goes from 23 to 40.
+#[test]
+fn yarn_frequencies() {
+    let yarn = r#""rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768"#;
+    let rounded = rope(&format!(r#""rope_theta": 1e6, "rope_scaling": {{{yarn}}}"#));
+    let plain = default_rope(1e6).inv_freq();
+    let freqs = rounded.inv_freq();
+    assert_eq!(freqs[..24], plain[..24]);
+    for i in 40..64 {
+        assert_eq!(freqs[i], plain[i] / 4.0);
+    }
+    // Pair 30 is 7 of the ramp's 17 steps in: 10/17 + 7/17 / 4 = 47/68.
+    assert!((freqs[30] / plain[30] - 47.0 / 68.0).abs() < 1e-14);
+    assert!((rounded.attention_factor() - 1.138_629_436_111_989).abs() < 1e-14);
+
+    let exact = rope(&format!(r#""rope_theta": 1e6, "rope_scaling": {{{yarn}, "truncate": false}}"#));
+    let RopeKind::Yarn(parameters) = exact.kind else { panic!("{exact:?}") };
+    let (low, high) = parameters.ramp(1e6, 128);
+    assert!((low - 23.59595).abs() < 1e-4 && (high - 39.65088).abs() < 1e-4, "{low} {high}");
+    assert_eq!(exact.inv_freq()[23], plain[23]);
+    assert!(exact.inv_freq()[24] < plain[24]);
+}
+
+#[test]
+fn yarn_attention_factor() {
+    let factor = |fields: &str| {
+        let yarn = format!(r#""rope_scaling": {{"rope_type": "yarn", "factor": 4, {fields}}}"#);
+        rope(&yarn).attention_factor()
+    };
+    let ln4 = 4f64.ln();
+    assert_eq!(factor(r#""attention_factor": 1.5, "mscale": 2, "mscale_all_dim": 1"#), 1.5);
+    let ratio = (0.2 * ln4 + 1.0) / (0.1 * ln4 + 1.0);
+    assert!((factor(r#""mscale": 2, "mscale_all_dim": 1"#) - ratio).abs() < 1e-14);
+    assert!((factor(r#""mscale": 2, "mscale_all_dim": 0"#) - (0.1 * ln4 + 1.0)).abs() < 1e-14);
+    assert!((factor(r#""attention_factor": null"#) - (0.1 * ln4 + 1.0)).abs() < 1e-14);
+    let shrink = rope(r#""rope_scaling": {"rope_type": "yarn", "factor": 0.5}"#);
+    assert_eq!(shrink.attention_factor(), 1.0);
+    let RopeKind::Yarn(yarn) = shrink.kind else { panic!("{shrink:?}") };
+    assert_eq!(yarn.original_max_position_embeddings, 32768);
+}
+
+/// Stretching by 1 is not stretching, whatever the other parameters, and every frequency lies between the kept and the
+/// divided one.
+#[test]
+fn stretches() {
+    for theta in [1e4, 1e6, 5e6] {
+        let plain = default_rope(theta).inv_freq();
+        for original in [512usize, 4096, 32768, 262144] {
+            for (factor, truncate) in [(1.0, true), (1.0, false), (2.0, true), (4.0, false), (40.0, true)] {
+                for kind in ["linear", "yarn"] {
+                    let stretched = rope(&format!(
+                        r#""rope_theta": {theta}, "rope_scaling": {{"rope_type": "{kind}", "factor": {factor},
+                        "original_max_position_embeddings": {original}, "truncate": {truncate}}}"#
+                    ));
+                    assert_eq!(stretched.attention_factor() == 1.0, factor == 1.0 || kind == "linear");
+                    for (freq, plain) in std::iter::zip(stretched.inv_freq(), &plain) {
+                        let range = plain / factor * (1.0 - 1e-14)..=plain * (1.0 + 1e-14);
+                        assert!(range.contains(&freq), "{kind} {factor}: {freq} not in {range:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// With a context of a few tokens both ends of the ramp fall on 0.
+#[test]
+fn yarn_ramp_of_no_width_stays_finite() {
+    let yarn =
+        rope(r#""rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 6}"#);
+    let RopeKind::Yarn(parameters) = yarn.kind else { panic!("{yarn:?}") };
+    assert_eq!(parameters.ramp(yarn.theta, 128), (0.0, 0.001));
+    let halved: Vec<f64> = default_rope(1e4).inv_freq()[1..].iter().map(|freq| freq / 2.0).collect();
+    let freqs = yarn.inv_freq();
+    assert_eq!((freqs[0], &freqs[1..]), (1.0, &halved[..]));
+}
+
+#[test]
+fn wrong_fields() {
+    let cases = [
+        (r#""hidden_size": "1024""#, r#"hidden_size: expected an integer from 1 to 2147483647, got "1024""#),
+        (r#""vocab_size": 0"#, "vocab_size: expected an integer from 1 to 2147483647, got 0"),
+        (r#""intermediate_size": -3"#, "intermediate_size: expected an integer from 1 to 2147483647, got -3"),
+        (r#""head_dim": null"#, "head_dim: expected an integer from 1 to 2147483647, got null"),
+        (
+            r#""num_hidden_layers": 99999999999999"#,
+            "num_hidden_layers: expected an integer from 1 to 65536, got 99999999999999",
+        ),
+        (
+            r#""rms_norm_eps": 1e-300"#,
+            "rms_norm_eps: expected a positive number in the range of f32, got 1e-300",
+        ),
+        (r#""attention_bias": 1"#, "attention_bias: expected true or false, got 1"),
+        (r#""eos_token_id": [1, -1]"#, "eos_token_id: expected a token id or a list of them, got [1,-1]"),
+        (
+            r#""num_attention_heads": 4, "num_key_value_heads": 3"#,
+            "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
+        ),
+        (r#""head_dim": 63"#, "head_dim must be even, got 63"),
+        (
+            r#""torch_dtype": "float8_e4m3fn""#,
+            "torch_dtype: float8_e4m3fn is not supported; supported: float32, float16, bfloat16",
+        ),
+    ];
+    for (fields, expected) in cases {
+        assert_eq!(message(fields), format!("config.json: {expected}"));
+    }
+}
+
+#[test]
+fn wrong_files() {
+    let text = |text: &str| parse(text).unwrap_err().to_string();
+    assert_eq!(
+        text(r#"{"model_type": "llama"}"#),
+        r#"config.json: unknown model_type "llama"; supported: qwen3"#
+    );
+    assert_eq!(text("{}"), "config.json: model_type: expected a string, got nothing");
+    assert_eq!(text("[1]"), "config.json: the file's content: expected an object, got [1]");
+    assert_eq!(text("{\n \"model_type\" \"qwen3\"}"), "config.json:2:15: not valid JSON: expected `:`");
+    assert_eq!(text(""), "config.json:1:0: not valid JSON: EOF while parsing a value");
+}
+
+#[test]
+fn directories() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let error = ModelConfig::from_dir(dir.path()).unwrap_err();
+    assert!(matches!(&error, ModelError::Missing { path: missing } if *missing == path("config.json")));
+    assert_eq!(error.to_string(), format!("{} does not exist", path("config.json").display()));
+
+    fs::write(path("config.json"), r#"{"model_type": "qwen3", "eos_token_id": 2, "bos_token_id": 1}"#)
+        .unwrap();
+    assert_eq!(ModelConfig::from_dir(dir.path()).unwrap().eos_token_ids, [2]);
+
+    fs::write(path("generation_config.json"), r#"{"eos_token_id": [5, 6], "temperature": 0.7}"#).unwrap();
+    let config = ModelConfig::from_dir(dir.path()).unwrap();
+    assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![5, 6], Some(1)));
+
+    fs::write(path("generation_config.json"), "{").unwrap();
+    let text = ModelConfig::from_dir(dir.path()).unwrap_err().to_string();
+    let expected = ":1:1: not valid JSON: EOF while parsing an object";
+    assert_eq!(text, format!("{}{expected}", path("generation_config.json").display()));
+
+    fs::write(path("config.json"), [0xff, 0xfe]).unwrap();
+    let error = ModelConfig::from_dir(dir.path()).unwrap_err();
+    assert!(matches!(error, ModelError::Unreadable { .. }));
+    assert_eq!(error.to_string(), format!("cannot read {}", path("config.json").display()));
+}

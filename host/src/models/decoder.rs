@@ -1,0 +1,225 @@
+//! A whole decoder: its weights, its operators planned for a phase, and the forward pass.
+
+use abi::DType;
+
+use super::config::DecoderConfig;
+use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Step};
+use super::loader::Loader;
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport};
+use crate::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
+use crate::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
+use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// One layer: norm, mixer, norm, feed-forward, each pair around a residual.
+#[derive(Debug)]
+pub struct DecoderLayer {
+    /// Gain of the norm before the mixer.
+    pub input_norm: Tensor,
+    /// What mixes the tokens.
+    pub mixer: Mixer,
+    /// Gain of the norm before the feed-forward part.
+    pub post_attention_norm: Tensor,
+    /// What follows.
+    pub feed_forward: FeedForward,
+}
+
+impl DecoderLayer {
+    fn new(config: &DecoderConfig, loader: &mut Loader<'_>, index: usize) -> Result<Self, Error> {
+        let prefix = format!("model.layers.{index}");
+        let name = |part: &str| format!("{prefix}.{part}");
+        let (layer, hidden_size) = (&config.layers[index], config.hidden_size);
+        let input_norm = loader.gain(&name("input_layernorm.weight"), hidden_size)?;
+        let mixer = Mixer::new(&layer.mixer, hidden_size, loader, &prefix)?;
+        let post_attention_norm = loader.gain(&name("post_attention_layernorm.weight"), hidden_size)?;
+        let feed_forward = FeedForward::new(&layer.feed_forward, hidden_size, loader, &prefix)?;
+        Ok(DecoderLayer { input_norm, mixer, post_attention_norm, feed_forward })
+    }
+}
+
+/// All weights of a decoder.
+#[derive(Debug)]
+pub struct Decoder {
+    /// `[vocab, hidden]`.
+    pub embedding: Tensor,
+    /// The layers.
+    pub layers: Vec<DecoderLayer>,
+    /// Gain of the final norm.
+    pub norm: Tensor,
+    /// `[vocab, hidden]`; none if the embedding serves as the head.
+    pub head: Option<Tensor>,
+}
+
+impl Decoder {
+    pub(super) fn new(config: &DecoderConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
+        let &DecoderConfig { vocab_size, hidden_size, tie_word_embeddings, .. } = config;
+        let embedding = loader.matrix("model.embed_tokens.weight", vocab_size, hidden_size)?;
+        let layers = (0..config.layers.len())
+            .map(|index| DecoderLayer::new(config, loader, index))
+            .collect::<Result<_, _>>()?;
+        let norm = loader.gain("model.norm.weight", hidden_size)?;
+        let head = if tie_word_embeddings {
+            None
+        } else {
+            Some(loader.matrix("lm_head.weight", vocab_size, hidden_size)?)
+        };
+        Ok(Decoder { embedding, layers, norm, head })
+    }
+
+    /// The matrix of the output head.
+    pub fn head(&self) -> &Tensor {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+/// A tensor that an observer sees during a prefill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Observed {
+    /// The input of this layer, `[tokens, hidden]`.
+    LayerInput(usize),
+    /// The output of the final norm, `[tokens, hidden]`.
+    FinalNorm,
+}
+
+/// Sees tensors of a forward pass while they are there.
+pub type Observer<'a> = dyn FnMut(Observed, TensorView<'_>) -> Result<(), Error> + 'a;
+
+/// A decoder planned for one phase.
+#[derive(Debug)]
+pub(super) struct DecoderBlock {
+    embedding: Embedding,
+    norm: RmsNorm,
+    /// One for each configuration that a layer has.
+    mixers: Vec<MixerBlock>,
+    feed_forwards: Vec<FeedForwardBlock>,
+    /// Per layer, which of them.
+    of_layer: Vec<(usize, usize)>,
+    head: Matmul,
+    /// The residual stream, without the last sublayer's output, which is in `projected`.
+    residual: Tensor,
+    normed: Tensor,
+    projected: Tensor,
+}
+
+impl DecoderBlock {
+    pub(super) fn new(phase: &Phase<'_>) -> Result<Self, Error> {
+        let &Phase { stream, config, dtype, logit_rows, .. } = phase;
+        let &DecoderConfig { vocab_size, hidden_size, .. } = config;
+        let (device, tokens) = (stream.device(), phase.tokens());
+        let (mut mixer_kinds, mut feed_forward_kinds) = (Vec::new(), Vec::new());
+        let of_layer = config
+            .layers
+            .iter()
+            .map(|layer| {
+                (
+                    index_of(&mut mixer_kinds, layer.mixer),
+                    index_of(&mut feed_forward_kinds, layer.feed_forward),
+                )
+            })
+            .collect();
+        let hidden = || phase.rows(&[hidden_size]);
+        Ok(DecoderBlock {
+            embedding: Embedding::plan(
+                device,
+                EmbeddingProblem { tokens, vocab: vocab_size, cols: hidden_size, dtype },
+            )?,
+            norm: phase.norm(tokens, hidden_size)?,
+            mixers: mixer_kinds.iter().map(|kind| MixerBlock::new(phase, kind)).collect::<Result<_, _>>()?,
+            feed_forwards: feed_forward_kinds
+                .iter()
+                .map(|kind| FeedForwardBlock::new(phase, kind))
+                .collect::<Result<_, _>>()?,
+            of_layer,
+            head: Matmul::plan(
+                device,
+                MatmulProblem {
+                    m: logit_rows,
+                    n: vocab_size,
+                    k: hidden_size,
+                    dtype,
+                    out_dtype: DType::F32,
+                    bias: Bias::None,
+                },
+            )?,
+            residual: hidden()?,
+            normed: hidden()?,
+            projected: hidden()?,
+        })
+    }
+
+    /// What each operator chose, in the order in which they run.
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        let mut reports = vec![self.embedding.optimization_report(), self.norm.optimization_report()];
+        reports.extend(self.mixers.iter().flat_map(MixerBlock::reports));
+        reports.extend(self.feed_forwards.iter().flat_map(FeedForwardBlock::reports));
+        reports.push(self.head.optimization_report());
+        reports
+    }
+
+    /// The forward pass; `logits` `[rows, vocab]` become those of the last `rows` tokens.
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        decoder: &Decoder,
+        caches: &mut [Cache],
+        logits: Option<TensorViewMut<'_>>,
+        observe: &mut Observer<'_>,
+    ) -> Result<(), Error> {
+        let (stream, tokens) = (step.stream, step.tokens());
+        let Self { embedding, norm, mixers, feed_forwards, of_layer, head, residual, normed, projected } =
+            self;
+        let mut residual = residual.view_mut().slice(0, 0..tokens)?;
+        let mut normed = normed.view_mut().slice(0, 0..tokens)?;
+        let mut projected = projected.view_mut().slice(0, 0..tokens)?;
+        let table = decoder.embedding.view();
+        embedding.run(stream, EmbeddingArgs { ids: step.ids, table, out: residual.reborrow() })?;
+        for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
+            let (mixer, feed_forward) = of_layer[index];
+            let weight = layer.input_norm.view();
+            let out = normed.reborrow();
+            let args = if index == 0 {
+                RmsNormArgs { x: residual.as_view(), residual: None, weight, out }
+            } else {
+                RmsNormArgs { x: projected.as_view(), residual: Some(residual.reborrow()), weight, out }
+            };
+            norm.run(stream, args)?;
+            observe(Observed::LayerInput(index), residual.as_view())?;
+            mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
+            let args = RmsNormArgs {
+                x: projected.as_view(),
+                residual: Some(residual.reborrow()),
+                weight: layer.post_attention_norm.view(),
+                out: normed.reborrow(),
+            };
+            norm.run(stream, args)?;
+            feed_forwards[feed_forward].run(
+                step,
+                &layer.feed_forward,
+                normed.as_view(),
+                projected.reborrow(),
+            )?;
+        }
+        let args = RmsNormArgs {
+            x: projected.as_view(),
+            residual: Some(residual.reborrow()),
+            weight: decoder.norm.view(),
+            out: normed.reborrow(),
+        };
+        norm.run(stream, args)?;
+        observe(Observed::FinalNorm, normed.as_view())?;
+        if let Some(out) = logits {
+            let a = normed.as_view().slice(0, tokens - out.shape()[0]..tokens)?;
+            head.run(stream, MatmulArgs { a, b: decoder.head().view(), bias: None, out })?;
+        }
+        Ok(())
+    }
+}
+
+/// The place of `kind` in `kinds`, where it is put if it is not there.
+fn index_of<T: PartialEq>(kinds: &mut Vec<T>, kind: T) -> usize {
+    kinds.iter().position(|known| *known == kind).unwrap_or_else(|| {
+        kinds.push(kind);
+        kinds.len() - 1
+    })
+}

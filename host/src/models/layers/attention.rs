@@ -1,0 +1,217 @@
+//! Grouped-query attention with a norm per head on q and k.
+
+use std::ops::Range;
+
+use abi::DType;
+
+use super::{Linear, Phase, Step, Visible, copy_row};
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport};
+use crate::models::config::AttentionConfig;
+use crate::models::loader::Loader;
+use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask};
+use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
+use crate::ops::matmul::Matmul;
+use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
+use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle};
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// Grouped-query attention with a norm per head on q and k.
+#[derive(Debug)]
+pub struct Attention {
+    /// q, k and v projections, above each other.
+    pub qkv: Linear,
+    /// Gain of the norm of each query head.
+    pub q_norm: Tensor,
+    /// Gain of the norm of each key head.
+    pub k_norm: Tensor,
+    /// Output projection.
+    pub o: Linear,
+}
+
+impl Attention {
+    pub(super) fn new(
+        config: &AttentionConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, .. } = config;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let (q, k, v, o) = (name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj"));
+        let (q_rows, kv_rows) = (heads_q * head_dim, heads_kv * head_dim);
+        let rows = [(q.as_str(), q_rows), (k.as_str(), kv_rows), (v.as_str(), kv_rows)];
+        Ok(Attention {
+            qkv: Linear::new(loader, &rows, hidden_size, bias)?,
+            q_norm: loader.gain(&name("q_norm.weight"), head_dim)?,
+            k_norm: loader.gain(&name("k_norm.weight"), head_dim)?,
+            o: Linear::new(loader, &[(o.as_str(), hidden_size)], q_rows, bias)?,
+        })
+    }
+}
+
+/// Keys and values, `[batch, capacity, heads_kv, head_dim]` each.
+#[derive(Debug)]
+pub(in crate::models) struct KeysValues {
+    k: Tensor,
+    v: Tensor,
+}
+
+impl KeysValues {
+    pub(super) fn new(
+        config: &AttentionConfig,
+        stream: &Stream,
+        dtype: DType,
+        batch: usize,
+        capacity: usize,
+    ) -> Result<Self, Error> {
+        let shape = [batch, capacity, config.heads_kv, config.head_dim];
+        Ok(KeysValues { k: Tensor::empty(stream, &shape, dtype)?, v: Tensor::empty(stream, &shape, dtype)? })
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.k.bytes() + self.v.bytes()
+    }
+
+    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
+        copy_row(stream, &mut self.k, from, to)?;
+        copy_row(stream, &mut self.v, from, to)
+    }
+}
+
+#[derive(Debug)]
+pub(in crate::models) struct AttentionBlock {
+    config: AttentionConfig,
+    qkv_plan: Matmul,
+    q_norm: RmsNorm,
+    k_norm: RmsNorm,
+    q_rope: Rope,
+    k_rope: Rope,
+    append: KvAppend,
+    attention: attention::Attention,
+    o_plan: Matmul,
+    /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads.
+    qkv: Tensor,
+    /// `[tokens, heads_q, head_dim]`
+    q: Tensor,
+    /// `[tokens, heads_kv, head_dim]`
+    k: Tensor,
+    /// `[tokens, heads_q · head_dim]`
+    attended: Tensor,
+}
+
+impl AttentionBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &AttentionConfig) -> Result<Self, Error> {
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, window } = config;
+        let &Phase { batch, seq, capacity, dtype, .. } = phase;
+        let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
+        let (device, tokens) = (phase.stream.device(), phase.tokens());
+        let rope = |heads| {
+            let style = RopeStyle::HalfSplit;
+            Rope::plan(device, RopeProblem { tokens, heads, head_dim, rotary_dim, dtype, style })
+        };
+        let attention = AttentionProblem {
+            batch,
+            seq_q: seq,
+            seq_kv: capacity,
+            heads_q,
+            heads_kv,
+            head_dim,
+            dtype,
+            scale: None,
+            mask: Mask::Causal,
+            window,
+        };
+        let q_cols = heads_q * head_dim;
+        let qkv_cols = (heads_q + 2 * heads_kv) * head_dim;
+        Ok(AttentionBlock {
+            config: *config,
+            qkv_plan: phase.matmul(qkv_cols, hidden_size, bias)?,
+            q_norm: phase.norm(tokens * heads_q, head_dim)?,
+            k_norm: phase.norm(tokens * heads_kv, head_dim)?,
+            q_rope: rope(heads_q)?,
+            k_rope: rope(heads_kv)?,
+            append: KvAppend::plan(device, KvAppendProblem { tokens, heads: heads_kv, head_dim, dtype })?,
+            attention: attention::Attention::plan(device, attention)?,
+            o_plan: phase.matmul(hidden_size, q_cols, bias)?,
+            qkv: phase.rows(&[qkv_cols])?,
+            q: phase.rows(&[heads_q, head_dim])?,
+            k: phase.rows(&[heads_kv, head_dim])?,
+            attended: phase.rows(&[q_cols])?,
+        })
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        vec![
+            self.qkv_plan.optimization_report(),
+            self.q_norm.optimization_report(),
+            self.k_norm.optimization_report(),
+            self.q_rope.optimization_report(),
+            self.k_rope.optimization_report(),
+            self.append.optimization_report(),
+            self.attention.optimization_report(),
+            self.o_plan.optimization_report(),
+        ]
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Attention,
+        cache: &mut KeysValues,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let AttentionConfig { heads_q, heads_kv, head_dim, .. } = self.config;
+        let &Step { stream, batch, seq, ref sequences, visible, .. } = step;
+        let tokens = step.tokens();
+        let mut qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
+        let mut q = self.q.view_mut().slice(0, 0..tokens)?;
+        let mut k = self.k.view_mut().slice(0, 0..tokens)?;
+        let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
+        weights.qkv.run(stream, &self.qkv_plan, x, qkv.reborrow())?;
+
+        let (k_start, v_start) = (heads_q * head_dim, (heads_q + heads_kv) * head_dim);
+        let heads = |range: Range<usize>| -> Result<TensorView<'_>, Error> {
+            let heads = range.len() / head_dim;
+            qkv.as_view().slice(1, range)?.reshape(&[tokens, heads, head_dim])
+        };
+        let v = heads(v_start..v_start + heads_kv * head_dim)?;
+        let parts = [
+            (&self.q_norm, &self.q_rope, heads(0..k_start)?, &weights.q_norm, &mut q),
+            (&self.k_norm, &self.k_rope, heads(k_start..v_start)?, &weights.k_norm, &mut k),
+        ];
+        for (norm, rope, x, gain, out) in parts {
+            norm.run(stream, RmsNormArgs { x, residual: None, weight: gain.view(), out: out.reborrow() })?;
+            let (x, positions, tables) = (RopeInput::InPlace, step.positions, step.ropes);
+            rope.run(stream, RopeArgs { x, positions, tables, out: out.reborrow() })?;
+        }
+
+        let capacity = cache.k.shape()[1];
+        let slots = cache.k.shape()[0] * capacity;
+        let args = KvAppendArgs {
+            k: k.as_view(),
+            v,
+            slots: step.slots,
+            k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
+            v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
+        };
+        self.append.run(stream, args)?;
+
+        let (visible, kv_lens) = match visible {
+            Visible::Uniform(keys) => (keys, None),
+            Visible::PerSequence(lens) => (capacity, Some(lens)),
+        };
+        let args = AttentionArgs {
+            q: q.as_view().reshape(&[batch, seq, heads_q, head_dim])?,
+            k: cache.k.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
+            v: cache.v.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
+            kv_lens,
+            out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
+            lse: None,
+        };
+        self.attention.run(stream, args)?;
+        weights.o.run(stream, &self.o_plan, attended.as_view(), out)
+    }
+}

@@ -1,0 +1,45 @@
+//! Linear layers.
+
+use crate::error::Error;
+use crate::models::loader::Loader;
+use crate::ops::matmul::{Matmul, MatmulArgs};
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// `y = x · weightᵀ (+ bias)`.
+#[derive(Debug)]
+pub struct Linear {
+    /// `[out, in]`, as checkpoints store it.
+    pub weight: Tensor,
+    /// `[out]`.
+    pub bias: Option<Tensor>,
+}
+
+impl Linear {
+    /// Several projections of the same input as one: their rows above each other.
+    pub(in crate::models) fn new(
+        loader: &mut Loader<'_>,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+    ) -> Result<Self, Error> {
+        let named = |suffix: &str| -> Vec<(String, usize)> {
+            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
+        };
+        let weight = loader.stacked(&named("weight"), cols)?;
+        let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
+        Ok(Linear { weight, bias })
+    }
+
+    /// With the product planned for it.
+    pub(in crate::models) fn run(
+        &self,
+        stream: &Stream,
+        plan: &Matmul,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let bias = self.bias.as_ref().map(Tensor::view);
+        plan.run(stream, MatmulArgs { a: x, b: self.weight.view(), bias, out })
+    }
+}

@@ -1,0 +1,93 @@
+//! The gated MLP.
+
+use abi::ops::glu::Activation;
+
+use super::{Linear, Phase, Step};
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport};
+use crate::models::config::MlpConfig;
+use crate::models::loader::Loader;
+use crate::ops::glu::{Glu, GluArgs, GluProblem};
+use crate::ops::matmul::Matmul;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// Gated MLP: `down(act(gate(x)) ⊙ up(x))`.
+#[derive(Debug)]
+pub struct Mlp {
+    /// gate and up projections, above each other.
+    pub gate_up: Linear,
+    /// Down projection.
+    pub down: Linear,
+    /// The gate's activation.
+    pub activation: Activation,
+}
+
+impl Mlp {
+    pub(super) fn new(
+        config: &MlpConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        let &MlpConfig { intermediate_size, activation } = config;
+        let (gate, up, down) =
+            (format!("{prefix}.gate_proj"), format!("{prefix}.up_proj"), format!("{prefix}.down_proj"));
+        let rows = [(gate.as_str(), intermediate_size), (up.as_str(), intermediate_size)];
+        Ok(Mlp {
+            gate_up: Linear::new(loader, &rows, hidden_size, false)?,
+            down: Linear::new(loader, &[(down.as_str(), hidden_size)], intermediate_size, false)?,
+            activation,
+        })
+    }
+}
+
+#[derive(Debug)]
+pub(in crate::models) struct MlpBlock {
+    gate_up_plan: Matmul,
+    glu: Glu,
+    down_plan: Matmul,
+    /// `[tokens, 2 · intermediate]`: gate, up.
+    gate_up: Tensor,
+    activated: Tensor,
+}
+
+impl MlpBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig) -> Result<Self, Error> {
+        let &MlpConfig { intermediate_size, activation } = config;
+        let (hidden_size, dtype) = (phase.config.hidden_size, phase.dtype);
+        let glu = GluProblem { rows: phase.tokens(), cols: intermediate_size, dtype, activation };
+        Ok(MlpBlock {
+            gate_up_plan: phase.matmul(2 * intermediate_size, hidden_size, false)?,
+            glu: Glu::plan(phase.stream.device(), glu)?,
+            down_plan: phase.matmul(hidden_size, intermediate_size, false)?,
+            gate_up: phase.rows(&[2 * intermediate_size])?,
+            activated: phase.rows(&[intermediate_size])?,
+        })
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        vec![
+            self.gate_up_plan.optimization_report(),
+            self.glu.optimization_report(),
+            self.down_plan.optimization_report(),
+        ]
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Mlp,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let (stream, rows) = (step.stream, 0..x.shape()[0]);
+        let mut gate_up = self.gate_up.view_mut().slice(0, rows.clone())?;
+        let mut activated = self.activated.view_mut().slice(0, rows)?;
+        weights.gate_up.run(stream, &self.gate_up_plan, x, gate_up.reborrow())?;
+        let cols = activated.shape()[1];
+        let gate = gate_up.as_view().slice(1, 0..cols)?;
+        let up = gate_up.as_view().slice(1, cols..2 * cols)?;
+        self.glu.run(stream, GluArgs { gate, up, out: activated.reborrow() })?;
+        weights.down.run(stream, &self.down_plan, activated.as_view(), out)
+    }
+}

@@ -1,0 +1,262 @@
+//! The parts of a decoder, a file each: its weights, made by a factory from the configuration; its block, which is the
+//! operators planned for a phase with the memory between them; and its cache.
+//!
+//! A session has a block for each *kind* of part, a configuration, in each phase, and a cache for each layer.
+
+mod attention;
+mod linear;
+mod mlp;
+
+pub use attention::Attention;
+pub use linear::Linear;
+pub use mlp::Mlp;
+
+use std::ops::Range;
+
+use abi::DType;
+
+use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
+use super::loader::Loader;
+use crate::error::Error;
+use crate::kernel::OptimizationReport;
+use crate::ops::matmul::{Bias, Matmul, MatmulProblem};
+use crate::ops::rmsnorm::{RmsNorm, RmsNormProblem};
+use crate::ops::rope::RopeTables;
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use attention::{AttentionBlock, KeysValues};
+use mlp::MlpBlock;
+
+/// What mixes the tokens of a sequence.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Mixer {
+    /// Softmax attention.
+    Attention(Attention),
+}
+
+/// What works on each token alone.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum FeedForward {
+    /// A gated MLP.
+    Mlp(Mlp),
+}
+
+impl Mixer {
+    /// Of the layer whose tensors' names begin with `prefix`.
+    pub(super) fn new(
+        config: &MixerConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        match config {
+            MixerConfig::Attention(config) => Ok(Mixer::Attention(Attention::new(
+                config,
+                hidden_size,
+                loader,
+                &format!("{prefix}.self_attn"),
+            )?)),
+        }
+    }
+}
+
+impl FeedForward {
+    /// Of the layer whose tensors' names begin with `prefix`.
+    pub(super) fn new(
+        config: &FeedForwardConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        match config {
+            FeedForwardConfig::Mlp(config) => {
+                Ok(FeedForward::Mlp(Mlp::new(config, hidden_size, loader, &format!("{prefix}.mlp"))?))
+            }
+        }
+    }
+}
+
+/// What blocks are planned for: sequences that run together, and most new tokens of each.
+#[derive(Clone, Copy)]
+pub(super) struct Phase<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) config: &'a DecoderConfig,
+    pub(super) dtype: DType,
+    pub(super) batch: usize,
+    pub(super) seq: usize,
+    /// Slots of the cache per sequence.
+    pub(super) capacity: usize,
+    /// Most rows of logits.
+    pub(super) logit_rows: usize,
+}
+
+impl Phase<'_> {
+    pub(super) fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
+
+    /// `[tokens, k] · [n, k]ᵀ`.
+    pub(super) fn matmul(&self, n: usize, k: usize, bias: bool) -> Result<Matmul, Error> {
+        let (m, dtype) = (self.tokens(), self.dtype);
+        let bias = if bias { Bias::PerColumn } else { Bias::None };
+        Matmul::plan(self.stream.device(), MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias })
+    }
+
+    /// The decoder's norm over rows of `cols`.
+    pub(super) fn norm(&self, rows: usize, cols: usize) -> Result<RmsNorm, Error> {
+        let (dtype, norm) = (self.dtype, self.config.norm);
+        let problem = RmsNormProblem { rows, cols, dtype, eps: norm.eps, weight: norm.weight };
+        RmsNorm::plan(self.stream.device(), problem)
+    }
+
+    /// Memory for a row of each token.
+    pub(super) fn rows(&self, shape: &[usize]) -> Result<Tensor, Error> {
+        Tensor::empty(self.stream, &[&[self.tokens()], shape].concat(), self.dtype)
+    }
+}
+
+/// One forward pass: the tokens and the sequences that they belong to.
+pub(super) struct Step<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) ropes: &'a RopeTables,
+    pub(super) batch: usize,
+    pub(super) seq: usize,
+    /// The sequences of the cache that take part.
+    pub(super) sequences: Range<usize>,
+    pub(super) visible: Visible<'a>,
+    /// `[tokens]` u32: token ids.
+    pub(super) ids: TensorView<'a>,
+    /// `[tokens]` u32: positions in their sequences.
+    pub(super) positions: TensorView<'a>,
+    /// `[tokens]` u32: rows of the cache, all its sequences in one.
+    pub(super) slots: TensorView<'a>,
+}
+
+/// Keys that are visible to the last token of a sequence.
+#[derive(Clone, Copy)]
+pub(super) enum Visible<'a> {
+    /// All sequences have as many, known to the host.
+    Uniform(usize),
+    /// In device memory, `[batch]` u32.
+    PerSequence(TensorView<'a>),
+}
+
+impl Step<'_> {
+    pub(super) fn tokens(&self) -> usize {
+        self.batch * self.seq
+    }
+}
+
+/// What a layer keeps of the tokens that it has seen.
+#[derive(Debug)]
+pub(super) enum Cache {
+    KeysValues(KeysValues),
+}
+
+impl Cache {
+    /// For `batch` sequences of up to `capacity` tokens.
+    pub(super) fn new(
+        config: &MixerConfig,
+        stream: &Stream,
+        dtype: DType,
+        batch: usize,
+        capacity: usize,
+    ) -> Result<Self, Error> {
+        match config {
+            MixerConfig::Attention(config) => {
+                Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, batch, capacity)?))
+            }
+        }
+    }
+
+    /// Bytes of device memory.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Cache::KeysValues(cache) => cache.bytes(),
+        }
+    }
+
+    /// Makes sequence `to` what sequence `from`, another one, is.
+    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
+        match self {
+            Cache::KeysValues(cache) => cache.copy_sequence(stream, from, to),
+        }
+    }
+}
+
+/// A mixer planned for one phase, with the memory between its operators.
+#[derive(Debug)]
+pub(super) enum MixerBlock {
+    Attention(AttentionBlock),
+}
+
+impl MixerBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &MixerConfig) -> Result<Self, Error> {
+        match config {
+            MixerConfig::Attention(config) => Ok(MixerBlock::Attention(AttentionBlock::new(phase, config)?)),
+        }
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        match self {
+            MixerBlock::Attention(block) => block.reports(),
+        }
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Mixer,
+        cache: &mut Cache,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        match (self, weights, cache) {
+            (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
+                block.run(step, weights, cache, x, out)
+            }
+        }
+    }
+}
+
+/// A feed-forward part planned for one phase, with the memory between its operators.
+#[derive(Debug)]
+pub(super) enum FeedForwardBlock {
+    Mlp(MlpBlock),
+}
+
+impl FeedForwardBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &FeedForwardConfig) -> Result<Self, Error> {
+        match config {
+            FeedForwardConfig::Mlp(config) => Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config)?)),
+        }
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        match self {
+            FeedForwardBlock::Mlp(block) => block.reports(),
+        }
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &FeedForward,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        match (self, weights) {
+            (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => block.run(step, weights, x, out),
+        }
+    }
+}
+
+/// Makes row `to` of a cache what row `from` is; the rows differ.
+fn copy_row(stream: &Stream, cache: &mut Tensor, from: usize, to: usize) -> Result<(), Error> {
+    let (first, second) = (from.min(to), from.max(to));
+    let (before, after) = cache.view_mut().split(second)?;
+    let (first, second) = (before.slice(0, first..first + 1)?, after.slice(0, 0..1)?);
+    if from < to { stream.copy(first.as_view(), second) } else { stream.copy(second.as_view(), first) }
+}
