@@ -12,7 +12,8 @@ const DTYPE: DType = DType::BF16;
 struct Set {
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    /// None if it is a part of k.
+    v: Option<Tensor>,
     out: Tensor,
 }
 
@@ -23,7 +24,9 @@ pub fn bench(bencher: &mut Bencher) {
 }
 
 fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
-    let &AttentionCase { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, mask, .. } = case;
+    let &AttentionCase {
+        batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, head_dim_v, is_latent, mask, ..
+    } = case;
     let problem = AttentionProblem {
         batch,
         seq_q,
@@ -31,6 +34,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         heads_q,
         heads_kv,
         head_dim,
+        head_dim_v,
         dtype: DTYPE,
         scale: None,
         mask,
@@ -44,24 +48,31 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     };
     let shape = json!({
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
-        "head_dim": head_dim, "mask": mask_name,
+        "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
     });
-    let (bytes, flops) = (report.bytes, report.flops);
+    // What is both key and value is read once.
+    let shared = if is_latent { batch * seq_kv * heads_kv * head_dim_v * DTYPE.bytes() } else { 0 };
+    let (bytes, flops) = (report.bytes - shared as u64, report.flops);
     if !bencher.starts(Work { dtype: DTYPE.name(), shape, bytes, flops })? {
         return Ok(());
     }
-    let q_shape = [batch, seq_q, heads_q, head_dim];
-    let kv_shape = [batch, seq_kv, heads_kv, head_dim];
+    let q_shape = |width| [batch, seq_q, heads_q, width];
+    let kv_shape = |width| [batch, seq_kv, heads_kv, width];
     let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
-            q: bencher.random(&q_shape, DTYPE, seed)?,
-            k: bencher.random(&kv_shape, DTYPE, 1000 + seed)?,
-            v: bencher.random(&kv_shape, DTYPE, 2000 + seed)?,
-            out: Tensor::empty(&bencher.stream, &q_shape, DTYPE)?,
+            q: bencher.random(&q_shape(head_dim), DTYPE, seed)?,
+            k: bencher.random(&kv_shape(head_dim), DTYPE, 1000 + seed)?,
+            v: if is_latent {
+                None
+            } else {
+                Some(bencher.random(&kv_shape(head_dim_v), DTYPE, 2000 + seed)?)
+            },
+            out: Tensor::empty(&bencher.stream, &q_shape(head_dim_v), DTYPE)?,
         })
     })?;
     let run = |stream: &Stream, set: &mut Set| {
-        let (q, k, v) = (set.q.view(), set.k.view(), set.v.view());
+        let (q, k) = (set.q.view(), set.k.view());
+        let v = set.v.as_ref().map_or_else(|| k.slice(3, 0..head_dim_v), |v| Ok(v.view()))?;
         plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: set.out.view_mut(), lse: None })
     };
     // The first head of the first sequence's last query, which sees every key.
@@ -70,9 +81,10 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             let row = tensor.view().slice(0, 0..1)?.slice(1, seq_q - 1..seq_q)?.slice(2, 0..1)?;
             to_f64(stream, row)
         };
-        let column = |tensor: &Tensor| -> Result<Vec<f64>, Error> {
+        let column = |tensor: &Tensor, width: usize| -> Result<Vec<f64>, Error> {
             let all = to_f64(stream, tensor.view().slice(0, 0..1)?)?;
-            Ok(all.chunks(heads_kv * head_dim).flat_map(|row| &row[..head_dim]).copied().collect())
+            let row = heads_kv * tensor.shape()[3];
+            Ok(all.chunks(row).flat_map(|row| &row[..width]).copied().collect())
         };
         let sequence = Sequence {
             seq_q: 1,
@@ -80,11 +92,13 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             heads_q: 1,
             heads_kv: 1,
             head_dim,
+            head_dim_v,
             scale: f64::from(problem.scale()),
             mask: Mask::None,
             window: None,
         };
-        let (q, k, v) = (row(&set.q)?, column(&set.k)?, column(&set.v)?);
+        let (q, k) = (row(&set.q)?, column(&set.k, head_dim)?);
+        let v = column(set.v.as_ref().unwrap_or(&set.k), head_dim_v)?;
         let (want, _) = reference::attention::<f64>(&sequence, &q, &k, &v, |value| value);
         expect_close(DTYPE, &row(&set.out)?, &want)
     };

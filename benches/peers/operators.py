@@ -59,6 +59,7 @@ def attention(case, shape):
 
     dtype, causal = DTYPES[case["dtype"]], shape["mask"] == "causal"
     batch, seq_q, seq_kv, dim = shape["batch"], shape["seq_q"], shape["seq_kv"], shape["head_dim"]
+    dim_v, is_latent = shape.get("head_dim_v", dim), shape.get("is_latent", False)
     heads_q, heads_kv = shape["heads_q"], shape["heads_kv"]
     groups = heads_q // heads_kv
     if causal and 1 < seq_q < seq_kv:
@@ -67,7 +68,8 @@ def attention(case, shape):
     def inputs(generator):
         # As ours: [batch, tokens, heads, dim]; the views are what F.scaled_dot_product_attention takes.
         q = normal(generator, batch, seq_q, heads_q, dim, dtype=dtype)
-        k, v = (normal(generator, batch, seq_kv, heads_kv, dim, dtype=dtype) for _ in range(2))
+        k = normal(generator, batch, seq_kv, heads_kv, dim, dtype=dtype)
+        v = k[..., :dim_v] if is_latent else normal(generator, batch, seq_kv, heads_kv, dim_v, dtype=dtype)
         return [tensor.transpose(1, 2) for tensor in (q, k, v)]
 
     def expected(q, k, v):
@@ -92,12 +94,25 @@ def attention(case, shape):
 
         return run
 
+    if is_latent:
+        # No fused backend has heads of 576: this is what is left of a user's choices in PyTorch alone.
+        def products(q, k, v):
+            scores = torch.matmul(q.reshape(batch, heads_kv, groups * seq_q, dim), k.transpose(2, 3))
+            weights = torch.softmax(scores.float() * dim**-0.5, -1).to(dtype)
+            return torch.matmul(weights, v).reshape(batch, heads_q, seq_q, dim_v)
+
+        peers = [
+            Peer("matmul, softmax, matmul", products),
+            Peer("inductor", products, is_compiled=True),
+        ]
+        return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
+
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     peers = [Peer(f"SDPA {name}", through(backend)) for name, backend in backends.items()]
     if seq_q == 1 and groups > 1:
 
         def unfold(result):
-            return result.reshape(batch, heads_q, 1, dim)
+            return result.reshape(batch, heads_q, 1, dim_v)
 
         peers += [
             Peer(f"SDPA {name}, heads folded", folded(backend), finish=unfold)

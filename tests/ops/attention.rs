@@ -15,6 +15,14 @@ use crate::harness::{
     on_executors, store, values,
 };
 
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    /// In rows of its own.
+    Apart,
+    /// The first columns of k's rows.
+    InKeys,
+}
+
 #[derive(Clone, Debug)]
 struct Case {
     dtype: DType,
@@ -26,6 +34,9 @@ struct Case {
     /// Query heads, and heads of k and v.
     heads: (usize, usize),
     head_dim: usize,
+    head_dim_v: usize,
+    /// Where v is.
+    values: Place,
     mask: Mask,
     window: Option<usize>,
     scale: Option<f32>,
@@ -40,7 +51,7 @@ struct Case {
 
 impl Case {
     fn problem(&self) -> AttentionProblem {
-        let Case { dtype, seq_q, capacity, heads, head_dim, mask, window, scale, .. } = *self;
+        let Case { dtype, seq_q, capacity, heads, head_dim, head_dim_v, mask, window, scale, .. } = *self;
         let (heads_q, heads_kv) = heads;
         let batch = self.lens.len();
         AttentionProblem {
@@ -50,6 +61,7 @@ impl Case {
             heads_q,
             heads_kv,
             head_dim,
+            head_dim_v,
             dtype,
             scale,
             mask,
@@ -57,38 +69,63 @@ impl Case {
         }
     }
 
-    /// Tiles of 64 queries of a head, and 64 keys.
+    /// Tiles of 64 queries of a head, and 64 keys; wide heads have kernels for fewer queries only.
     fn work(&self) -> usize {
-        let rows = self.lens.len() * self.heads.0 * self.seq_q.next_multiple_of(64);
-        rows * self.capacity.next_multiple_of(64) * (16 + self.head_dim / 2)
+        let tile = if self.head_dim.max(self.head_dim_v) <= 256 { 64 } else { 4 };
+        let rows = self.lens.len() * self.heads.0 * self.seq_q.next_multiple_of(tile);
+        rows * self.capacity.next_multiple_of(64) * (16 + (self.head_dim + self.head_dim_v) / 4)
     }
 
     fn sequence(&self, len: usize) -> Sequence {
-        let Case { seq_q, heads: (heads_q, heads_kv), head_dim, mask, window, .. } = *self;
+        let Case { seq_q, heads: (heads_q, heads_kv), head_dim, head_dim_v, mask, window, .. } = *self;
         let scale = f64::from(self.problem().scale());
-        Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, mask, window }
+        Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window }
     }
 
     /// q, k and v; beyond the keys of a sequence k and v are NaN.
     fn data(&self) -> [Vec<f64>; 3] {
-        let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = *self;
+        let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, head_dim_v, .. } = *self;
         let batch = self.lens.len();
         let mut q = values(Values::Normal, dtype, batch * seq_q * heads_q * head_dim, self.seed);
         q.iter_mut().for_each(|q| *q = round_to(dtype, *q * self.gain));
         let mut k = values(Values::Normal, dtype, batch * capacity * heads_kv * head_dim, self.seed ^ 1);
-        let mut v = values(self.kind, dtype, k.len(), self.seed ^ 2);
+        let mut v = match self.values {
+            Place::Apart => values(self.kind, dtype, batch * capacity * heads_kv * head_dim_v, self.seed ^ 2),
+            Place::InKeys => k.chunks(head_dim).flat_map(|row| &row[..head_dim_v]).copied().collect(),
+        };
         for (sequence, &len) in self.lens.iter().enumerate() {
-            let unused = (sequence * capacity + len) * heads_kv * head_dim
-                ..(sequence + 1) * capacity * heads_kv * head_dim;
-            k[unused.clone()].fill(f64::NAN);
-            v[unused].fill(f64::NAN);
+            let unused = |width: usize| {
+                (sequence * capacity + len) * heads_kv * width..(sequence + 1) * capacity * heads_kv * width
+            };
+            k[unused(head_dim)].fill(f64::NAN);
+            v[unused(head_dim_v)].fill(f64::NAN);
         }
         [q, k, v]
     }
 }
 
 const HEADS: [(usize, usize); 8] = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (5, 1), (8, 1), (18, 2)];
-const HEAD_DIMS: [usize; 10] = [64, 128, 32, 40, 72, 80, 96, 136, 200, 256];
+/// Of q and k, and of v.
+const HEAD_DIMS: [(usize, usize); 18] = [
+    (64, 64),
+    (128, 128),
+    (32, 32),
+    (40, 40),
+    (72, 72),
+    (80, 80),
+    (96, 96),
+    (136, 136),
+    (200, 200),
+    (256, 256),
+    (192, 128),
+    (40, 32),
+    (48, 32),
+    (64, 136),
+    (32, 256),
+    (576, 512),
+    (264, 40),
+    (96, 328),
+];
 
 /// Cases of up to this many products of a query and a key element.
 const MAX_PRODUCTS: usize = 600_000;
@@ -107,8 +144,8 @@ fn case(
     let kinds = (select(&[1.0, 0.25, 16.0][..]), finite_values(), layout(), layout(), any::<u64>());
     (sizes, masks, kinds).prop_map(
         |(sizes, (mask, window, scale), (gain, kind, q_layout, kv_layout, seed))| {
-            let (dtype, mut batch, mut seq_q, mut capacity, heads, head_dim) = sizes;
-            let row = heads.0 * head_dim;
+            let (dtype, mut batch, mut seq_q, mut capacity, heads, (head_dim, head_dim_v)) = sizes;
+            let row = heads.0 * head_dim.max(head_dim_v);
             capacity = capacity.min(MAX_PRODUCTS / row);
             seq_q = seq_q.min(MAX_PRODUCTS / row / capacity.max(1));
             batch = batch.min(MAX_PRODUCTS / row / (capacity * seq_q).max(1));
@@ -120,6 +157,7 @@ fn case(
             }
             // Weights below 2^-126 may be flushed: a value of 2^60 must not make them count.
             let kind = if gain == 1.0 && scale.is_none() { kind } else { Values::Normal };
+            let values = if head_dim_v <= head_dim && seed % 3 == 0 { Place::InKeys } else { Place::Apart };
             let layout = |(padding, offset)| Layout { padding, offset };
             let (q_layout, kv_layout) = (layout(q_layout), layout(kv_layout));
             Case {
@@ -129,6 +167,8 @@ fn case(
                 capacity,
                 heads,
                 head_dim,
+                head_dim_v,
+                values,
                 mask,
                 window,
                 scale,
@@ -160,8 +200,8 @@ fn compute(
     [q, k, v]: &[Vec<f64>; 3],
     variant: Option<&'static AttentionVariant>,
 ) -> Result<Results, TestCaseError> {
-    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, q_layout, kv_layout, .. } =
-        *case;
+    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), q_layout, kv_layout, .. } = *case;
+    let Case { head_dim, head_dim_v, .. } = *case;
     let batch = case.lens.len();
     let stream = device.stream().map_err(fail)?;
     let plan = match variant {
@@ -169,9 +209,11 @@ fn compute(
         Some(variant) => Attention::plan_with(device, case.problem(), variant),
     };
     let plan = plan.map_err(fail)?;
-    let rows = |values, layout| Rows::input(&stream, dtype, values, head_dim, layout).map_err(fail);
-    let (q_rows, k_rows, v_rows) = (rows(q, q_layout)?, rows(k, kv_layout)?, rows(v, kv_layout)?);
-    let mut out = Rows::output(&stream, dtype, batch * seq_q * heads_q, head_dim, q_layout).map_err(fail)?;
+    let rows = |values, width, layout| Rows::input(&stream, dtype, values, width, layout).map_err(fail);
+    let (q_rows, k_rows) = (rows(q, head_dim, q_layout)?, rows(k, head_dim, kv_layout)?);
+    let v_rows = rows(v, head_dim_v, kv_layout)?;
+    let mut out =
+        Rows::output(&stream, dtype, batch * seq_q * heads_q, head_dim_v, q_layout).map_err(fail)?;
     let mut lse =
         Rows::output(&stream, DType::F32, batch * heads_q, seq_q, Layout::default()).map_err(fail)?;
     // More than there is room for means all.
@@ -179,14 +221,18 @@ fn compute(
     let lens: Vec<u32> = lens.collect();
     let kv_lens = Tensor::from_slice(&stream, &[batch], &lens).map_err(fail)?;
     let all = case.lens.iter().all(|&len| len == capacity);
-    let kv_shape = [batch, capacity, heads_kv, head_dim];
-    let q_shape = [batch, seq_q, heads_q, head_dim];
+    let kv_shape = |width| [batch, capacity, heads_kv, width];
+    let q_shape = |width| [batch, seq_q, heads_q, width];
+    let k = k_rows.view().reshape(&kv_shape(head_dim)).map_err(fail)?;
     let args = AttentionArgs {
-        q: q_rows.view().reshape(&q_shape).map_err(fail)?,
-        k: k_rows.view().reshape(&kv_shape).map_err(fail)?,
-        v: v_rows.view().reshape(&kv_shape).map_err(fail)?,
+        q: q_rows.view().reshape(&q_shape(head_dim)).map_err(fail)?,
+        k,
+        v: match case.values {
+            Place::Apart => v_rows.view().reshape(&kv_shape(head_dim_v)).map_err(fail)?,
+            Place::InKeys => k.slice(3, 0..head_dim_v).map_err(fail)?,
+        },
         kv_lens: (!all || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
-        out: out.view_mut().reshape(&q_shape).map_err(fail)?,
+        out: out.view_mut().reshape(&q_shape(head_dim_v)).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
     };
     plan.run(&stream, args).map_err(fail)?;
@@ -207,16 +253,18 @@ struct Expected {
 const ROWS: usize = 512;
 
 fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
-    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = *case;
+    let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, head_dim_v, .. } = *case;
     let empty = || (Vec::new(), Vec::new());
     let orders = ROWS.div_ceil((case.lens.len() * seq_q * heads_q).max(1)).min(head_dim);
     let mut expected = Expected { reference: empty(), naive: vec![empty(); orders], magnitudes: empty() };
     for (index, &len) in case.lens.iter().enumerate() {
         let sequence = case.sequence(len);
         let part = |data: &[f64], row: usize, rows: usize| data[index * row..][..rows].to_vec();
-        let (q_row, kv_row) = (seq_q * heads_q * head_dim, capacity * heads_kv * head_dim);
+        let q_row = seq_q * heads_q * head_dim;
         let q = part(q, q_row, q_row);
-        let (k, v) = (part(k, kv_row, len * heads_kv * head_dim), part(v, kv_row, len * heads_kv * head_dim));
+        let cached =
+            |data: &[f64], width: usize| part(data, capacity * heads_kv * width, len * heads_kv * width);
+        let (k, v) = (cached(k, head_dim), cached(v, head_dim_v));
         let append = |to: &mut Results, (out, lse): Results| {
             to.0.extend(out);
             to.1.extend(lse);
@@ -325,17 +373,22 @@ proptest! {
     ) {
         // Another alignment may take other kernels.
         let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), ..case };
-        let Case { seq_q, capacity, heads: (heads_q, heads_kv), head_dim, .. } = case;
+        let Case { seq_q, capacity, heads: (heads_q, heads_kv), head_dim, head_dim_v, .. } = case;
         let data = case.data();
         for device in &on.devices() {
             let (out, lse) = compute(device, &case, &data, None)?;
             for (index, &len) in case.lens.iter().enumerate() {
                 let alone = Case { lens: vec![len], capacity: len, seed: 1, ..case.clone() };
                 let part = |data: &[f64], row: usize, len: usize| data[index * row..][..len].to_vec();
-                let (q_row, kv_row, row) = (seq_q * heads_q * head_dim, capacity * heads_kv * head_dim, heads_kv * head_dim);
-                let data = [part(&data[0], q_row, q_row), part(&data[1], kv_row, len * row), part(&data[2], kv_row, len * row)];
+                let cached = |data: &[f64], width: usize| {
+                    part(data, capacity * heads_kv * width, len * heads_kv * width)
+                };
+                let q_row = seq_q * heads_q * head_dim;
+                let data =
+                    [part(&data[0], q_row, q_row), cached(&data[1], head_dim), cached(&data[2], head_dim_v)];
                 let (out_alone, lse_alone) = compute(device, &alone, &data, None)?;
-                same_bits(&format!("{device:?}, out"), &out[index * q_row..][..q_row], &out_alone)?;
+                let out_row = seq_q * heads_q * head_dim_v;
+                same_bits(&format!("{device:?}, out"), &out[index * out_row..][..out_row], &out_alone)?;
                 let lse_row = heads_q * seq_q;
                 same_bits(&format!("{device:?}, lse"), &lse[index * lse_row..][..lse_row], &lse_alone)?;
             }
@@ -352,7 +405,7 @@ proptest! {
     ) {
         let layout = Layout::default();
         let case = Case { q_layout: layout, kv_layout: layout, mask: Mask::Causal, ..case };
-        let Case { seq_q, capacity, heads: (heads_q, _), head_dim, .. } = case;
+        let Case { seq_q, capacity, heads: (heads_q, _), head_dim, head_dim_v, .. } = case;
         prop_assume!(case.lens.iter().all(|&len| len >= seq_q));
         let [q, k, v] = case.data();
         for device in &on.devices() {
@@ -361,12 +414,12 @@ proptest! {
                 // The keys up to the query's own place.
                 let lens: Vec<usize> = case.lens.iter().map(|len| len + query + 1 - seq_q).collect();
                 let one = Case { seq_q: 1, lens, capacity, ..case.clone() };
-                let row = heads_q * head_dim;
-                let rows = |data: &[f64]| -> Vec<f64> {
+                let rows = |data: &[f64], width: usize| -> Vec<f64> {
+                    let row = heads_q * width;
                     data.chunks(seq_q * row).flat_map(|rows| &rows[query * row..][..row]).copied().collect()
                 };
-                let (alone, _) = compute(device, &one, &[rows(&q), k.clone(), v.clone()], None)?;
-                same_bits(&format!("{device:?}, query {query}"), &rows(&out), &alone)?;
+                let (alone, _) = compute(device, &one, &[rows(&q, head_dim), k.clone(), v.clone()], None)?;
+                same_bits(&format!("{device:?}, query {query}"), &rows(&out, head_dim_v), &alone)?;
             }
         }
     }
@@ -382,6 +435,8 @@ fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim
         capacity: len,
         heads,
         head_dim,
+        head_dim_v: head_dim,
+        values: Place::Apart,
         mask: Mask::None,
         window: None,
         scale: None,
@@ -680,6 +735,19 @@ fn bad_input() -> Result<(), Error> {
             message(&q, &kv, &kv, None, &mut tensor(&[1, 4, 4, 32], DType::F32)?),
             "attention: out: expected shape [1, 4, 4, 64], got [1, 4, 4, 32]"
         );
+        let narrow = AttentionProblem { head_dim_v: 32, ..problem };
+        let args = AttentionArgs {
+            q: q.view(),
+            k: kv.view(),
+            v: kv.view(),
+            kv_lens: None,
+            out: out.view_mut(),
+            lse: None,
+        };
+        assert_eq!(
+            Attention::plan(device, narrow)?.run(&stream, args).unwrap_err().to_string(),
+            "attention: v: expected shape [1, 8, 2, 32], got [1, 8, 2, 64]"
+        );
         let long = tensor(&[1, 9, 2, 64], DType::F32)?;
         assert_eq!(
             message(&q, &long, &long, None, &mut out),
@@ -707,10 +775,18 @@ fn bad_input() -> Result<(), Error> {
                 AttentionProblem { heads_kv: 0, ..problem },
                 "heads_q a multiple of heads_kv, both at least 1, got 4 and 0",
             ),
-            (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 32 to 256, got 68"),
+            (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 32 to 576, got 68"),
             (
-                AttentionProblem { head_dim: 264, ..problem },
-                "head_dim a multiple of 8 from 32 to 256, got 264",
+                AttentionProblem { head_dim: 584, ..problem },
+                "head_dim a multiple of 8 from 32 to 576, got 584",
+            ),
+            (
+                AttentionProblem { head_dim_v: 520, ..problem },
+                "head_dim_v a multiple of 8 from 32 to 512, got 520",
+            ),
+            (
+                AttentionProblem { head_dim_v: 24, ..problem },
+                "head_dim_v a multiple of 8 from 32 to 512, got 24",
             ),
             (AttentionProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
             (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),

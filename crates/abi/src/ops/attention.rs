@@ -18,8 +18,10 @@ pub struct AttentionDims {
     pub heads_kv: u32,
     /// Query heads of one key head.
     pub group: u32,
-    /// Elements of a head: a multiple of 8.
+    /// Elements of a head of q and k: a multiple of 8.
     pub head_dim: u32,
+    /// Elements of a head of v and out: a multiple of 8.
+    pub head_dim_v: u32,
     /// 1 if a query sees no keys after its own place, else 0.
     pub causal: u32,
     /// A query sees this many keys up to its own place; at most `seq_kv`, which is no bound at all.
@@ -63,7 +65,7 @@ pub struct AttentionDims {
     pub scale: f32,
 }
 
-const _: () = assert!(size_of::<AttentionDims>() == 108);
+const _: () = assert!(size_of::<AttentionDims>() == 112);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -72,8 +74,12 @@ pub const SPLIT_KEYS: u32 = 256;
 pub const THREADS: u32 = 128;
 /// Threads of a block of the merge kernels.
 pub const MERGE_THREADS: u32 = 256;
+/// The largest `head_dim` and `head_dim_v` of the prefill kernels.
+pub const MAX_PREFILL_DIM: u32 = 256;
 /// The largest `head_dim`.
-pub const MAX_HEAD_DIM: u32 = 256;
+pub const MAX_HEAD_DIM: u32 = 576;
+/// The largest `head_dim_v`.
+pub const MAX_HEAD_DIM_V: u32 = 512;
 /// Rows of a thread of the prefill kernels.
 pub const PREFILL_THREAD_ROWS: u32 = 4;
 
@@ -82,7 +88,7 @@ pub const PREFILL_THREAD_ROWS: u32 = 4;
 pub enum AttentionTile {
     /// A block does a tile of queries of one head against all of its keys.
     Prefill {
-        /// Largest `head_dim`; the rest of a shorter head is zeros.
+        /// Largest `head_dim` and `head_dim_v`; the rest of a shorter head is zeros.
         dim: u32,
         /// Keys of a tile.
         keys: u32,
@@ -94,6 +100,8 @@ pub enum AttentionTile {
     Decode {
         /// Largest `head_dim`.
         dim: u32,
+        /// Largest `head_dim_v`.
+        dim_v: u32,
         /// Rows of a block: pairs of a query and a head.
         rows: u32,
     },
@@ -102,11 +110,12 @@ pub enum AttentionTile {
 }
 
 impl AttentionTile {
-    /// The largest `head_dim`.
-    pub const fn max_head_dim(self) -> u32 {
+    /// The largest `head_dim` and `head_dim_v`.
+    pub const fn max_head_dims(self) -> (u32, u32) {
         match self {
-            AttentionTile::Prefill { dim, .. } | AttentionTile::Decode { dim, .. } => dim,
-            AttentionTile::Merge {} => MAX_HEAD_DIM,
+            AttentionTile::Prefill { dim, .. } => (dim, dim),
+            AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
+            AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
         }
     }
 
@@ -134,17 +143,17 @@ impl AttentionTile {
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
-            AttentionTile::Decode { dim, rows } => {
-                decode_results_bytes(dim, rows) + 2 * (THREADS / 32) * rows * 4
+            AttentionTile::Decode { dim_v, rows, .. } => {
+                decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
             }
-            AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM * 4,
+            AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
         }
     }
 }
 
 /// Shared memory of the decode kernels before the two f32 per warp and row.
-pub const fn decode_results_bytes(dim: u32, rows: u32) -> u32 {
-    let (weights, results) = (SPLIT_KEYS * rows * 4, THREADS / 32 * rows * dim * 4);
+pub const fn decode_results_bytes(dim_v: u32, rows: u32) -> u32 {
+    let (weights, results) = (SPLIT_KEYS * rows * 4, THREADS / 32 * rows * dim_v * 4);
     if weights > results { weights } else { results }
 }
 
@@ -167,50 +176,53 @@ macro_rules! attention_table {
             attention_f32__prefill_d64__sm61 => f32, F32, Prefill { dim: 64, keys: 64, lanes: 8 };
             attention_f32__prefill_d128__sm61 => f32, F32, Prefill { dim: 128, keys: 32, lanes: 8 };
             attention_f32__prefill_d256__sm61 => f32, F32, Prefill { dim: 256, keys: 16, lanes: 16 };
-            attention_f32__decode_d64_r1__sm61 => f32, F32, Decode { dim: 64, rows: 1 };
-            attention_f32__decode_d64_r2__sm61 => f32, F32, Decode { dim: 64, rows: 2 };
-            attention_f32__decode_d64_r4__sm61 => f32, F32, Decode { dim: 64, rows: 4 };
-            attention_f32__decode_d64_r8__sm61 => f32, F32, Decode { dim: 64, rows: 8 };
-            attention_f32__decode_d128_r1__sm61 => f32, F32, Decode { dim: 128, rows: 1 };
-            attention_f32__decode_d128_r2__sm61 => f32, F32, Decode { dim: 128, rows: 2 };
-            attention_f32__decode_d128_r4__sm61 => f32, F32, Decode { dim: 128, rows: 4 };
-            attention_f32__decode_d128_r8__sm61 => f32, F32, Decode { dim: 128, rows: 8 };
-            attention_f32__decode_d256_r1__sm61 => f32, F32, Decode { dim: 256, rows: 1 };
-            attention_f32__decode_d256_r2__sm61 => f32, F32, Decode { dim: 256, rows: 2 };
-            attention_f32__decode_d256_r4__sm61 => f32, F32, Decode { dim: 256, rows: 4 };
-            attention_f32__decode_d256_r8__sm61 => f32, F32, Decode { dim: 256, rows: 8 };
+            attention_f32__decode_d64_r1__sm61 => f32, F32, Decode { dim: 64, dim_v: 64, rows: 1 };
+            attention_f32__decode_d64_r2__sm61 => f32, F32, Decode { dim: 64, dim_v: 64, rows: 2 };
+            attention_f32__decode_d64_r4__sm61 => f32, F32, Decode { dim: 64, dim_v: 64, rows: 4 };
+            attention_f32__decode_d64_r8__sm61 => f32, F32, Decode { dim: 64, dim_v: 64, rows: 8 };
+            attention_f32__decode_d128_r1__sm61 => f32, F32, Decode { dim: 128, dim_v: 128, rows: 1 };
+            attention_f32__decode_d128_r2__sm61 => f32, F32, Decode { dim: 128, dim_v: 128, rows: 2 };
+            attention_f32__decode_d128_r4__sm61 => f32, F32, Decode { dim: 128, dim_v: 128, rows: 4 };
+            attention_f32__decode_d128_r8__sm61 => f32, F32, Decode { dim: 128, dim_v: 128, rows: 8 };
+            attention_f32__decode_d256_r1__sm61 => f32, F32, Decode { dim: 256, dim_v: 256, rows: 1 };
+            attention_f32__decode_d256_r2__sm61 => f32, F32, Decode { dim: 256, dim_v: 256, rows: 2 };
+            attention_f32__decode_d256_r4__sm61 => f32, F32, Decode { dim: 256, dim_v: 256, rows: 4 };
+            attention_f32__decode_d256_r8__sm61 => f32, F32, Decode { dim: 256, dim_v: 256, rows: 8 };
+            attention_f32__decode_d576v512_r4__sm61 => f32, F32, Decode { dim: 576, dim_v: 512, rows: 4 };
             attention_f32__merge__sm61 => f32, F32, Merge {};
             attention_f16__prefill_d64__sm61 => f16, F16, Prefill { dim: 64, keys: 64, lanes: 8 };
             attention_f16__prefill_d128__sm61 => f16, F16, Prefill { dim: 128, keys: 32, lanes: 8 };
             attention_f16__prefill_d256__sm61 => f16, F16, Prefill { dim: 256, keys: 16, lanes: 16 };
-            attention_f16__decode_d64_r1__sm61 => f16, F16, Decode { dim: 64, rows: 1 };
-            attention_f16__decode_d64_r2__sm61 => f16, F16, Decode { dim: 64, rows: 2 };
-            attention_f16__decode_d64_r4__sm61 => f16, F16, Decode { dim: 64, rows: 4 };
-            attention_f16__decode_d64_r8__sm61 => f16, F16, Decode { dim: 64, rows: 8 };
-            attention_f16__decode_d128_r1__sm61 => f16, F16, Decode { dim: 128, rows: 1 };
-            attention_f16__decode_d128_r2__sm61 => f16, F16, Decode { dim: 128, rows: 2 };
-            attention_f16__decode_d128_r4__sm61 => f16, F16, Decode { dim: 128, rows: 4 };
-            attention_f16__decode_d128_r8__sm61 => f16, F16, Decode { dim: 128, rows: 8 };
-            attention_f16__decode_d256_r1__sm61 => f16, F16, Decode { dim: 256, rows: 1 };
-            attention_f16__decode_d256_r2__sm61 => f16, F16, Decode { dim: 256, rows: 2 };
-            attention_f16__decode_d256_r4__sm61 => f16, F16, Decode { dim: 256, rows: 4 };
-            attention_f16__decode_d256_r8__sm61 => f16, F16, Decode { dim: 256, rows: 8 };
+            attention_f16__decode_d64_r1__sm61 => f16, F16, Decode { dim: 64, dim_v: 64, rows: 1 };
+            attention_f16__decode_d64_r2__sm61 => f16, F16, Decode { dim: 64, dim_v: 64, rows: 2 };
+            attention_f16__decode_d64_r4__sm61 => f16, F16, Decode { dim: 64, dim_v: 64, rows: 4 };
+            attention_f16__decode_d64_r8__sm61 => f16, F16, Decode { dim: 64, dim_v: 64, rows: 8 };
+            attention_f16__decode_d128_r1__sm61 => f16, F16, Decode { dim: 128, dim_v: 128, rows: 1 };
+            attention_f16__decode_d128_r2__sm61 => f16, F16, Decode { dim: 128, dim_v: 128, rows: 2 };
+            attention_f16__decode_d128_r4__sm61 => f16, F16, Decode { dim: 128, dim_v: 128, rows: 4 };
+            attention_f16__decode_d128_r8__sm61 => f16, F16, Decode { dim: 128, dim_v: 128, rows: 8 };
+            attention_f16__decode_d256_r1__sm61 => f16, F16, Decode { dim: 256, dim_v: 256, rows: 1 };
+            attention_f16__decode_d256_r2__sm61 => f16, F16, Decode { dim: 256, dim_v: 256, rows: 2 };
+            attention_f16__decode_d256_r4__sm61 => f16, F16, Decode { dim: 256, dim_v: 256, rows: 4 };
+            attention_f16__decode_d256_r8__sm61 => f16, F16, Decode { dim: 256, dim_v: 256, rows: 8 };
+            attention_f16__decode_d576v512_r4__sm61 => f16, F16, Decode { dim: 576, dim_v: 512, rows: 4 };
             attention_f16__merge__sm61 => f16, F16, Merge {};
             attention_bf16__prefill_d64__sm61 => bf16, BF16, Prefill { dim: 64, keys: 64, lanes: 8 };
             attention_bf16__prefill_d128__sm61 => bf16, BF16, Prefill { dim: 128, keys: 32, lanes: 8 };
             attention_bf16__prefill_d256__sm61 => bf16, BF16, Prefill { dim: 256, keys: 16, lanes: 16 };
-            attention_bf16__decode_d64_r1__sm61 => bf16, BF16, Decode { dim: 64, rows: 1 };
-            attention_bf16__decode_d64_r2__sm61 => bf16, BF16, Decode { dim: 64, rows: 2 };
-            attention_bf16__decode_d64_r4__sm61 => bf16, BF16, Decode { dim: 64, rows: 4 };
-            attention_bf16__decode_d64_r8__sm61 => bf16, BF16, Decode { dim: 64, rows: 8 };
-            attention_bf16__decode_d128_r1__sm61 => bf16, BF16, Decode { dim: 128, rows: 1 };
-            attention_bf16__decode_d128_r2__sm61 => bf16, BF16, Decode { dim: 128, rows: 2 };
-            attention_bf16__decode_d128_r4__sm61 => bf16, BF16, Decode { dim: 128, rows: 4 };
-            attention_bf16__decode_d128_r8__sm61 => bf16, BF16, Decode { dim: 128, rows: 8 };
-            attention_bf16__decode_d256_r1__sm61 => bf16, BF16, Decode { dim: 256, rows: 1 };
-            attention_bf16__decode_d256_r2__sm61 => bf16, BF16, Decode { dim: 256, rows: 2 };
-            attention_bf16__decode_d256_r4__sm61 => bf16, BF16, Decode { dim: 256, rows: 4 };
-            attention_bf16__decode_d256_r8__sm61 => bf16, BF16, Decode { dim: 256, rows: 8 };
+            attention_bf16__decode_d64_r1__sm61 => bf16, BF16, Decode { dim: 64, dim_v: 64, rows: 1 };
+            attention_bf16__decode_d64_r2__sm61 => bf16, BF16, Decode { dim: 64, dim_v: 64, rows: 2 };
+            attention_bf16__decode_d64_r4__sm61 => bf16, BF16, Decode { dim: 64, dim_v: 64, rows: 4 };
+            attention_bf16__decode_d64_r8__sm61 => bf16, BF16, Decode { dim: 64, dim_v: 64, rows: 8 };
+            attention_bf16__decode_d128_r1__sm61 => bf16, BF16, Decode { dim: 128, dim_v: 128, rows: 1 };
+            attention_bf16__decode_d128_r2__sm61 => bf16, BF16, Decode { dim: 128, dim_v: 128, rows: 2 };
+            attention_bf16__decode_d128_r4__sm61 => bf16, BF16, Decode { dim: 128, dim_v: 128, rows: 4 };
+            attention_bf16__decode_d128_r8__sm61 => bf16, BF16, Decode { dim: 128, dim_v: 128, rows: 8 };
+            attention_bf16__decode_d256_r1__sm61 => bf16, BF16, Decode { dim: 256, dim_v: 256, rows: 1 };
+            attention_bf16__decode_d256_r2__sm61 => bf16, BF16, Decode { dim: 256, dim_v: 256, rows: 2 };
+            attention_bf16__decode_d256_r4__sm61 => bf16, BF16, Decode { dim: 256, dim_v: 256, rows: 4 };
+            attention_bf16__decode_d256_r8__sm61 => bf16, BF16, Decode { dim: 256, dim_v: 256, rows: 8 };
+            attention_bf16__decode_d576v512_r4__sm61 => bf16, BF16, Decode { dim: 576, dim_v: 512, rows: 4 };
             attention_bf16__merge__sm61 => bf16, BF16, Merge {};
         }
     };

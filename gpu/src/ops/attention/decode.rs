@@ -1,32 +1,34 @@
 //! Few queries against a long cache: 256 keys per block, every element of k and v read from memory once.
 //!
 //! Work split: the rows of a block are pairs of a query and a head, of the heads that share a key head. `LANES` lanes
-//! take a key, 16 bytes (or twice 16) of its row each, which they multiply with all the rows' q, held in registers.
+//! take a key, 16 bytes (up to five times 16) of its row each, which they multiply with all the rows' q, held in registers.
 //!
 //! ```text
-//! grid     splits (fastest) × tiles of rows × key heads × sequences
-//! key      i·STEP + u·GROUPS + group                  group = thread / LANES, u < 4 or 8: loads in flight per thread
-//! shared   | weights [256 keys][ROWS], later results [4 warps][ROWS][DIM] | maxima [4][ROWS] | sums [4][ROWS] |
+//! grid     tiles of rows (fastest: they share k and v in L2) × splits × key heads × sequences
+//! key      i·STEP + u·GROUPS + group                  group = thread / LANES, u < UNROLL: loads in flight per thread
+//! shared   | weights [256 keys][ROWS], later results [4 warps][ROWS][DIM_V] | maxima [4][ROWS] | sums [4][ROWS] |
 //!
 //! s = q·kᵀ      a dot product per key and row, summed over the lanes
 //! p = 2^(s − m), m the split's own maximum; l = Σp       // the first v are on their way
 //! o = p·v       per group; then over the groups of a warp (shuffles) and the warps (shared)
 //! ```
 //!
-//! Rows that cannot be accessed in pieces of 16 bytes are for the prefill kernels.
+//! Rows that cannot be accessed in pieces of 16 bytes are for the prefill kernels, where those hold the head. For wider heads
+//! there is only this kernel, for any number of queries: latent attention's 576 and 512, where v is the first columns of k.
+//! What a block has read as k it reads again as v from L2, as do the blocks of the other rows.
 //!
 //! The sum over the lanes halves the rows while it halves the lanes: at each step a lane gives away one half of its rows
 //! and keeps the other, so 8 rows cost 7 shuffles and those for the lanes that are left, instead of 8 times all.
 //!
 //! All sums are made in an order that does not depend on ROWS, so a row has the same bits in every kernel of its type and
-//! DIM. Splits and the groups' keys are counted from the sequence's first key, so neither does the order depend on the
+//! dimensions. Splits and the groups' keys are counted from the sequence's first key, so neither does the order depend on the
 //! other sequences or on the room in the cache.
 
-use abi::ops::attention::{AttentionDims, SPLIT_KEYS, THREADS, decode_results_bytes};
+use abi::ops::attention::{AttentionDims, MAX_PREFILL_DIM, SPLIT_KEYS, THREADS, decode_results_bytes};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
-use super::{Visible, offset, sequence_len};
+use super::{Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::weight;
 
 /// Most pieces of 16 bytes that a thread has in flight.
@@ -40,7 +42,7 @@ const WARP_KEYS: u32 = SPLIT_KEYS / WARPS;
 struct Spread {
     /// Lanes of a key.
     lanes: u32,
-    /// Pieces of 16 bytes of a lane, `lanes` pieces apart.
+    /// Pieces of 16 bytes of a lane, `lanes` pieces apart; those beyond the row are zeros.
     chunks: usize,
     /// Keys of the block at a time.
     groups: u32,
@@ -55,12 +57,17 @@ impl Spread {
     const fn new(dim: usize, per_16: usize, rows: usize) -> Self {
         let pieces = (dim / per_16) as u32;
         let lanes = if pieces < 32 { pieces } else { 32 };
-        let chunks = (pieces / lanes) as usize;
+        let chunks = pieces.div_ceil(lanes) as usize;
         // Eight rows of q and of results leave registers for four pieces; more blocks at a time make up for it.
         let in_flight = if rows > 4 { MAX_PIECES / 2 } else { MAX_PIECES };
         let (groups, unroll) = (THREADS / lanes, in_flight / chunks);
         Spread { lanes, chunks, groups, unroll, step: groups * unroll as u32 }
     }
+}
+
+/// Elements of a head that a lane holds, at most.
+pub(super) const fn per_lane(dim: usize) -> usize {
+    dim.div_ceil(256) * 8
 }
 
 /// Sums each row's values over the lanes of a key; the lane gets the sum of one row, `lane / (lanes / ROWS)`.
@@ -100,7 +107,14 @@ unsafe fn sum_rows<const ROWS: usize>(mut values: [f32; ROWS], lanes: u32) -> f3
 /// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*,
 ///   the rows of the tensors *aligned(16)* — checked in `Attention::run`.
 #[inline(always)]
-pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
+pub(super) unsafe fn split<
+    T: Element,
+    const DIM: usize,
+    const DIM_V: usize,
+    const ROWS: usize,
+    const LANE: usize,
+    const LANE_V: usize,
+>(
     q: *const T,
     k: *const T,
     v: *const T,
@@ -109,17 +123,16 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
     stats: *mut f32,
     dims: &AttentionDims,
 ) {
-    let spread = Spread::new(DIM, T::PER_16_BYTES, ROWS);
+    let (of_k, of_v) = (Spread::new(DIM, T::PER_16_BYTES, ROWS), Spread::new(DIM_V, T::PER_16_BYTES, ROWS));
     let thread = thread::thread_idx_x();
-    let (member, group) = (thread % spread.lanes, thread / spread.lanes);
     let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
 
     // Sizes are at least 1 where there is a block at all; `max` tells the compiler.
     let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
     let heads_per_key = dims.group.max(1);
     let index = thread::block_idx_x();
-    let (split, rest) = (index % splits, index / splits);
-    let (tile, rest) = (rest % tiles, rest / tiles);
+    let (tile, rest) = (index % tiles, index / tiles);
+    let (split, rest) = (rest % splits, rest / splits);
     let (head_kv, batch) = (rest % heads_kv, rest / heads_kv);
     let first_row = tile * ROWS as u32;
     let end_row = (first_row + ROWS as u32).min(dims.seq_q * heads_per_key);
@@ -139,23 +152,36 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
         if any.lo >= any.hi {
             return;
         }
-        let (start, end) =
-            ((any.lo - first_key) as u32 / spread.step, ((any.hi - first_key) as u32).div_ceil(spread.step));
+        let iterations = |spread: Spread| {
+            ((any.lo - first_key) as u32 / spread.step, ((any.hi - first_key) as u32).div_ceil(spread.step))
+        };
         let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
         let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
-        let element = |chunk: usize| (member + chunk as u32 * spread.lanes) * T::PER_16_BYTES as u32;
-        let key_of = |iteration: u32, u: usize| iteration * spread.step + u as u32 * spread.groups + group;
+        let element = |spread: Spread, chunk: usize| {
+            (thread % spread.lanes + chunk as u32 * spread.lanes) * T::PER_16_BYTES as u32
+        };
+        let key_of = |spread: Spread, iteration: u32, u: usize| {
+            iteration * spread.step + u as u32 * spread.groups + thread / spread.lanes
+        };
+        // 16 bytes of a row of k or v. Heads for which there are no prefill kernels come in all alignments.
+        let load = |from: *const T| {
+            if DIM > MAX_PREFILL_DIM as usize && dims.vector == 0 {
+                load_piece(from, dims)
+            } else {
+                global::load_stream_x4(from)
+            }
+        };
         // This thread's pieces of one iteration; zeros where there is no key.
-        let fetch = |rows: *const T, stride: u32, iteration: u32| {
+        let fetch = |spread: Spread, rows: *const T, stride: u32, width: u32, iteration: u32| {
             let mut held = [[0u32; 4]; MAX_PIECES];
             let mut u = 0;
             while u < spread.unroll {
-                let key = first_key + key_of(iteration, u) as i32;
+                let key = first_key + key_of(spread, iteration, u) as i32;
                 let mut chunk = 0;
                 while chunk < spread.chunks {
-                    if any.has(key) && element(chunk) < dims.head_dim {
-                        let at = key as usize * stride as usize + element(chunk) as usize;
-                        held[u * spread.chunks + chunk] = global::load_stream_x4(rows.add(at));
+                    if any.has(key) && element(spread, chunk) < width {
+                        let at = key as usize * stride as usize + element(spread, chunk) as usize;
+                        held[u * spread.chunks + chunk] = load(rows.add(at));
                     }
                     chunk += 1;
                 }
@@ -163,12 +189,15 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
             }
             held
         };
+        let fetch_k = |iteration: u32| fetch(of_k, k, dims.k_token_stride, dims.head_dim, iteration);
+        let fetch_v = |iteration: u32| fetch(of_v, v, dims.v_token_stride, dims.head_dim_v, iteration);
         let weights = shared::base();
-        let maxima = weights + decode_results_bytes(DIM as u32, ROWS as u32);
+        let maxima = weights + decode_results_bytes(DIM_V as u32, ROWS as u32);
         let sums = maxima + WARPS * ROWS as u32 * 4;
 
-        let mut held = fetch(k, dims.k_token_stride, start);
-        let mut queries = [[0.0f32; 8]; ROWS];
+        let (start, end) = iterations(of_k);
+        let mut held = fetch_k(start);
+        let mut queries = [[0.0f32; LANE]; ROWS];
         let mut row = 0;
         while row < ROWS {
             if first_row + (row as u32) < end_row {
@@ -176,10 +205,16 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
                 let at =
                     offset(batch, dims.q_batch_stride, query, dims.q_token_stride, head, dims.q_head_stride);
                 let mut chunk = 0;
-                while chunk < spread.chunks {
-                    if element(chunk) < dims.head_dim {
+                while chunk < of_k.chunks {
+                    if element(of_k, chunk) < dims.head_dim {
                         let mut values = [0.0; 8];
-                        T::unpack(global::load_nc_x4(q.add(at + element(chunk) as usize)), &mut values);
+                        let from = q.add(at + element(of_k, chunk) as usize);
+                        let piece = if DIM > MAX_PREFILL_DIM as usize {
+                            load_piece(from, dims)
+                        } else {
+                            global::load_nc_x4(from)
+                        };
+                        T::unpack(piece, &mut values);
                         let mut j = 0;
                         while j < T::PER_16_BYTES {
                             queries[row][chunk * T::PER_16_BYTES + j] = values[j] * dims.scale;
@@ -193,16 +228,16 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
         }
 
         // Scores.
-        let lanes_per_row = spread.lanes / ROWS as u32;
+        let (member, lanes_per_row) = (thread % of_k.lanes, of_k.lanes / ROWS as u32);
         let mut iteration = start;
         while iteration < end {
             let mut u = 0;
-            while u < spread.unroll {
+            while u < of_k.unroll {
                 let mut dots = [0.0f32; ROWS];
                 let mut chunk = 0;
-                while chunk < spread.chunks {
+                while chunk < of_k.chunks {
                     let mut values = [0.0; 8];
-                    T::unpack(held[u * spread.chunks + chunk], &mut values);
+                    T::unpack(held[u * of_k.chunks + chunk], &mut values);
                     let mut j = 0;
                     while j < T::PER_16_BYTES {
                         let mut row = 0;
@@ -215,19 +250,20 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
                     }
                     chunk += 1;
                 }
-                let score = sum_rows(dots, spread.lanes);
+                let score = sum_rows(dots, of_k.lanes);
                 if member % lanes_per_row == 0 {
                     let row = member / lanes_per_row;
-                    shared::store_f32(weights + (key_of(iteration, u) * ROWS as u32 + row) * 4, score);
+                    shared::store_f32(weights + (key_of(of_k, iteration, u) * ROWS as u32 + row) * 4, score);
                 }
                 u += 1;
             }
             iteration += 1;
             if iteration < end {
-                held = fetch(k, dims.k_token_stride, iteration);
+                held = fetch_k(iteration);
             }
         }
-        held = fetch(v, dims.v_token_stride, start);
+        let (start, end) = iterations(of_v);
+        held = fetch_v(start);
         thread::sync_threads();
 
         // Weights: a warp does 64 keys, a lane every (32 / ROWS)-th key of one row.
@@ -313,27 +349,37 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
         }
 
         // Values.
-        let mut result = [[0.0f32; 8]; ROWS];
+        let mut result = [[0.0f32; LANE_V]; ROWS];
         let mut iteration = start;
         while iteration < end {
-            let key = first_key + (iteration * spread.step) as i32;
-            if key >= all.lo && key + spread.step as i32 <= all.hi {
-                add_values::<T, DIM, ROWS, false>(&mut result, weights, &held, key_of(iteration, 0));
+            let key = first_key + (iteration * of_v.step) as i32;
+            if key >= all.lo && key + of_v.step as i32 <= all.hi {
+                add_values::<T, DIM_V, ROWS, LANE_V, false>(
+                    &mut result,
+                    weights,
+                    &held,
+                    key_of(of_v, iteration, 0),
+                );
             } else {
-                add_values::<T, DIM, ROWS, true>(&mut result, weights, &held, key_of(iteration, 0));
+                add_values::<T, DIM_V, ROWS, LANE_V, true>(
+                    &mut result,
+                    weights,
+                    &held,
+                    key_of(of_v, iteration, 0),
+                );
             }
             iteration += 1;
             if iteration < end {
-                held = fetch(v, dims.v_token_stride, iteration);
+                held = fetch_v(iteration);
             }
         }
         let mut row = 0;
         while row < ROWS {
             let mut j = 0;
-            while j < spread.chunks * T::PER_16_BYTES {
+            while j < of_v.chunks * T::PER_16_BYTES {
                 let mut stage = 0;
                 while stage < 5 {
-                    let mask = spread.lanes << stage;
+                    let mask = of_v.lanes << stage;
                     if mask < 32 {
                         result[row][j] += warp::shuffle_xor_f32(warp::FULL_MASK, result[row][j], mask);
                     }
@@ -345,13 +391,13 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
         }
         // The weights have been used: their place is free.
         thread::sync_threads();
-        if lane < spread.lanes {
+        if lane < of_v.lanes {
             let mut row = 0;
             while row < ROWS {
                 let mut chunk = 0;
-                while chunk < spread.chunks {
-                    let at =
-                        weights + ((warp_idx * ROWS as u32 + row as u32) * DIM as u32 + element(chunk)) * 4;
+                while chunk < of_v.chunks {
+                    let at = weights
+                        + ((warp_idx * ROWS as u32 + row as u32) * DIM_V as u32 + element(of_v, chunk)) * 4;
                     let mut j = 0;
                     while j < T::PER_16_BYTES {
                         let values = &result[row];
@@ -368,16 +414,16 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
             }
         }
         thread::sync_threads();
-        let quads = DIM as u32 / 4;
+        let quads = DIM_V as u32 / 4;
         let mut i = thread;
         while i < ROWS as u32 * quads {
             let (row, col) = (i / quads, i % quads * 4);
-            if first_row + row < end_row && col < dims.head_dim {
+            if first_row + row < end_row && col < dims.head_dim_v {
                 let of_warp =
-                    |w: u32| shared::load_f32x4(weights + ((w * ROWS as u32 + row) * DIM as u32 + col) * 4);
+                    |w: u32| shared::load_f32x4(weights + ((w * ROWS as u32 + row) * DIM_V as u32 + col) * 4);
                 let (a, b, c, d) = (of_warp(0), of_warp(1), of_warp(2), of_warp(3));
                 let total = |j: usize| ((a[j] + b[j]) + (c[j] + d[j])).to_bits();
-                let at = slot(first_row + row) * dims.head_dim as usize + col as usize;
+                let at = slot(first_row + row) * dims.head_dim_v as usize + col as usize;
                 global::store_x4(partial.add(at), [total(0), total(1), total(2), total(3)]);
             }
             i += THREADS;
@@ -391,13 +437,19 @@ pub(super) unsafe fn split<T: Element, const DIM: usize, const ROWS: usize>(
 /// # Safety
 /// - *initialised*: a barrier since the weights were written.
 #[inline(always)]
-unsafe fn add_values<T: Element, const DIM: usize, const ROWS: usize, const MASKED: bool>(
-    result: &mut [[f32; 8]; ROWS],
+unsafe fn add_values<
+    T: Element,
+    const DIM_V: usize,
+    const ROWS: usize,
+    const LANE_V: usize,
+    const MASKED: bool,
+>(
+    result: &mut [[f32; LANE_V]; ROWS],
     weights: u32,
     held: &[[u32; 4]; MAX_PIECES],
     first: u32,
 ) {
-    let spread = Spread::new(DIM, T::PER_16_BYTES, ROWS);
+    let spread = Spread::new(DIM_V, T::PER_16_BYTES, ROWS);
     let mut u = 0;
     while u < spread.unroll {
         // SAFETY: a key of the split; the caller's promise.

@@ -4,7 +4,7 @@
 //! adds up every eighth split's result, four columns per lane and access; the eight sums meet in shared memory. All of
 //! it is in the order of the splits, which depends on the row alone.
 
-use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MERGE_THREADS, SPLIT_KEYS};
+use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM_V, MERGE_THREADS, SPLIT_KEYS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
@@ -33,7 +33,7 @@ pub(super) unsafe fn row<T: Element>(
     let (seq_q, heads) = (dims.seq_q.max(1), dims.heads_q.max(1));
     let (query, head, batch) = (row % seq_q, row / seq_q % heads, row / seq_q / heads);
     let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
-    let dim = dims.head_dim;
+    let dim = dims.head_dim_v;
     // SAFETY: splits in which the row sees a key were written by the decode kernel, and lie inside the workspace —
     // Attention::run. The loops' bounds are the same in a whole warp, the barrier is outside of all.
     unsafe {
@@ -88,16 +88,16 @@ pub(super) unsafe fn row<T: Element>(
                 }
                 split += UNROLL as u32 * WARPS;
             }
-            shared::store_f32x4(shared::base() + (warp_idx * MAX_HEAD_DIM + col) * 4, total);
+            shared::store_f32x4(shared::base() + (warp_idx * MAX_HEAD_DIM_V + col) * 4, total);
             col += 128;
         }
         thread::sync_threads();
-        let col = thread::thread_idx_x();
-        if col < dim {
+        let mut col = thread::thread_idx_x();
+        while col < dim {
             let mut total = 0.0;
             let mut i = 0;
             while i < WARPS {
-                total += shared::load_f32(shared::base() + (i * MAX_HEAD_DIM + col) * 4);
+                total += shared::load_f32(shared::base() + (i * MAX_HEAD_DIM_V + col) * 4);
                 i += 1;
             }
             let value = if sum == 0.0 { 0.0 } else { total * math::rcp(sum) };
@@ -110,8 +110,9 @@ pub(super) unsafe fn row<T: Element>(
                 dims.out_head_stride,
             );
             global::store(out.add(at + col as usize), T::from_f32(value));
+            col += MERGE_THREADS;
         }
-        if col == 0 && !lse.is_null() {
+        if thread::thread_idx_x() == 0 && !lse.is_null() {
             let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
             global::store(lse.add(at), log_sum_exp::<T>(m, sum));
         }

@@ -115,7 +115,7 @@ macro_rules! entry {
             unsafe { prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, kv_lens, out, lse, &dims) }
         }
     };
-    ($entry:ident, $type:ident, Decode, $dim:literal, $rows:literal) => {
+    ($entry:ident, $type:ident, Decode, $dim:literal, $dim_v:literal, $rows:literal) => {
         /// Entry point; see `decode` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -132,7 +132,16 @@ macro_rules! entry {
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { decode::split::<$type, $dim, $rows>(q, k, v, kv_lens, partial, stats, &dims) }
+            unsafe {
+                decode::split::<
+                    $type,
+                    $dim,
+                    $dim_v,
+                    $rows,
+                    { decode::per_lane($dim) },
+                    { decode::per_lane($dim_v) },
+                >(q, k, v, kv_lens, partial, stats, &dims)
+            }
         }
     };
     ($entry:ident, $type:ident, Merge $(,)?) => {

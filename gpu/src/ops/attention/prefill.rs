@@ -55,7 +55,7 @@ fn piece_address<const DIM: usize>(base: u32, row: u32, piece: u32) -> u32 {
     base + row * (DIM as u32 * 4) + ((piece ^ (row & 7)) << 4)
 }
 
-/// This thread's pieces of the rows `first..` of a tile of k or v, zeros from row `limit` on and beyond `head_dim`.
+/// This thread's pieces of the rows `first..` of a tile of k or v, zeros from row `limit` on and beyond `width`.
 ///
 /// # Safety
 /// - Rows below `limit` are *in-bounds* — checked in `Attention::run`.
@@ -63,6 +63,7 @@ fn piece_address<const DIM: usize>(base: u32, row: u32, piece: u32) -> u32 {
 unsafe fn fetch<T: Element, const DIM: usize, const KEYS: usize>(
     rows: *const T,
     token_stride: u32,
+    width: u32,
     first: i32,
     limit: i32,
     dims: &AttentionDims,
@@ -73,7 +74,7 @@ unsafe fn fetch<T: Element, const DIM: usize, const KEYS: usize>(
     while i < KEYS * DIM / T::PER_16_BYTES / THREADS as usize {
         let piece = thread::thread_idx_x() + i as u32 * THREADS;
         let (row, col) = (first + (piece / per_row) as i32, piece % per_row * T::PER_16_BYTES as u32);
-        if row < limit && col < dims.head_dim {
+        if row < limit && col < width {
             // SAFETY: the row is below the limit, the column inside the head.
             held[i] =
                 unsafe { load_piece(rows.add(row as usize * token_stride as usize + col as usize), dims) };
@@ -165,7 +166,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
 
         let keys = KEYS as i32;
         let mut key = any.lo / keys * keys;
-        let mut held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, key, any.hi, dims);
+        let mut held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, dims.head_dim, key, any.hi, dims);
 
         let per_row = (DIM / T::PER_16_BYTES) as u32;
         let mut piece = thread::thread_idx_x();
@@ -198,7 +199,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
         while key < any.hi {
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
-            held = fetch::<T, DIM, KEYS>(v, dims.v_token_stride, key, any.hi, dims);
+            held = fetch::<T, DIM, KEYS>(v, dims.v_token_stride, dims.head_dim_v, key, any.hi, dims);
             scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
             let whole = key >= all.lo && key + keys <= all.hi;
             if whole {
@@ -212,7 +213,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             thread::sync_threads();
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
-            held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, key + keys, any.hi, dims);
+            held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, dims.head_dim, key + keys, any.hi, dims);
             if whole {
                 accumulate::<DIM, KEYS, LANES, false>(&mut state, kv_base, x, (any.hi - key) as u32);
             } else {
@@ -246,7 +247,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
         while piece < num_rows * per_row {
             let (row, col) = (piece / per_row, piece % per_row);
             let (query, element) = (first_query + row, col * T::PER_16_BYTES as u32);
-            if query < end_query && element < dims.head_dim {
+            if query < end_query && element < dims.head_dim_v {
                 let first = col * (T::PER_16_BYTES as u32 / 4);
                 let lower = shared::load_f32x4(piece_address::<DIM>(q_base, row, first));
                 let upper = if T::PER_16_BYTES == 8 {

@@ -118,6 +118,7 @@ impl AttentionBlock {
             heads_q,
             heads_kv,
             head_dim,
+            head_dim_v: head_dim,
             dtype,
             scale: None,
             mask: Mask::Causal,

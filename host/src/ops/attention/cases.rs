@@ -18,8 +18,12 @@ pub struct AttentionCase {
     pub heads_q: usize,
     /// Key and value heads.
     pub heads_kv: usize,
-    /// Elements of a head.
+    /// Elements of a head of q and k.
     pub head_dim: usize,
+    /// Elements of a head of v and out.
+    pub head_dim_v: usize,
+    /// Whether v is the first columns of k's rows, as in latent attention.
+    pub is_latent: bool,
     /// Which keys a query sees.
     pub mask: Mask,
 }
@@ -40,6 +44,8 @@ const fn prefill(
         heads_q: heads.0,
         heads_kv: heads.1,
         head_dim,
+        head_dim_v: head_dim,
+        is_latent: false,
         mask,
     }
 }
@@ -52,7 +58,24 @@ const fn decode(
     head_dim: usize,
 ) -> AttentionCase {
     let (heads_q, heads_kv) = heads;
-    AttentionCase { name, batch, seq_q: 1, seq_kv, heads_q, heads_kv, head_dim, mask: Mask::Causal }
+    AttentionCase {
+        name,
+        batch,
+        seq_q: 1,
+        seq_kv,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v: head_dim,
+        is_latent: false,
+        mask: Mask::Causal,
+    }
+}
+
+/// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
+const fn latent(name: &'static str, batch: usize, heads: usize, seq_kv: usize) -> AttentionCase {
+    let case = decode(name, batch, (heads, 1), seq_kv, 576);
+    AttentionCase { head_dim_v: 512, is_latent: true, ..case }
 }
 
 /// Keys of a sequence that is decoded.
@@ -87,6 +110,10 @@ pub const CASES: &[AttentionCase] = cases! {
         decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
         decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
         decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),
+        latent("glm-4.7-flash latent decode 1", 1, 20, CONTEXT),
+        latent("glm-4.7-flash latent decode 8", 8, 20, CONTEXT),
+        latent("glm-4.7-flash latent decode 32", 32, 20, CONTEXT),
+        latent("glm-4.7-flash latent decode 128", 128, 20, CONTEXT),
         // One frame of 4096 patches.
         prefill("qwen3-vl-2b vision prefill 4096", 1, (16, 16), 4096, 64, Mask::None),
     ];

@@ -38,7 +38,8 @@ struct Row {
 }
 
 fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut AttentionArgs<'_>) {
-    let (seq_q, head_dim) = (dims.seq_q as usize, dims.head_dim as usize);
+    let (seq_q, head_dim, head_dim_v) =
+        (dims.seq_q as usize, dims.head_dim as usize, dims.head_dim_v as usize);
     let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
     let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
     let kv_lens = args.kv_lens.as_ref().map(|kv_lens| kv_lens.host_slice::<u32>());
@@ -70,22 +71,22 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 q[start..][..head_dim].iter().map(|value| value.to_f32() * scale)
             })
             .collect();
-        let new_row = |_| Row { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim] };
+        let new_row = |_| Row { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim_v] };
         let mut rows: Vec<Row> = pairs().map(new_row).collect();
-        let (mut keys, mut values) = (vec![0.0; KEYS * head_dim], vec![0.0; KEYS * head_dim]);
+        let (mut keys, mut values) = (vec![0.0; KEYS * head_dim], vec![0.0; KEYS * head_dim_v]);
         let mut weights = [0.0; KEYS];
         for first in (any_lo / KEYS * KEYS..any_hi).step_by(KEYS) {
             let span = first.max(any_lo)..(first + KEYS).min(any_hi);
             for key in span {
-                let at = (key - first) * head_dim..(key - first + 1) * head_dim;
+                let at = |width: usize| (key - first) * width..(key - first + 1) * width;
                 let k_row = place(batch, dims.k_batch_stride)
                     + place(key, dims.k_token_stride)
                     + place(head_kv, dims.k_head_stride);
                 let v_row = place(batch, dims.v_batch_stride)
                     + place(key, dims.v_token_stride)
                     + place(head_kv, dims.v_head_stride);
-                widen(&k[k_row..][..head_dim], &mut keys[at.clone()]);
-                widen(&v[v_row..][..head_dim], &mut values[at]);
+                widen(&k[k_row..][..head_dim], &mut keys[at(head_dim)]);
+                widen(&v[v_row..][..head_dim_v], &mut values[at(head_dim_v)]);
             }
             for (index, (row, (query, _))) in std::iter::zip(&mut rows, pairs()).enumerate() {
                 let (lo, hi) = visible(dims, len, query as u32);
@@ -108,7 +109,9 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 for key in span {
                     let weight = (weights[key] - base).exp();
                     row.sum += weight;
-                    for (out, value) in std::iter::zip(&mut row.out, &values[key * head_dim..][..head_dim]) {
+                    for (out, value) in
+                        std::iter::zip(&mut row.out, &values[key * head_dim_v..][..head_dim_v])
+                    {
                         *out += weight * value;
                     }
                 }
@@ -120,7 +123,7 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 + place(query, dims.out_token_stride)
                 + place(head, dims.out_head_stride);
             // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements).
-            let out = unsafe { out.part(start, head_dim) };
+            let out = unsafe { out.part(start, head_dim_v) };
             let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
             for (out, value) in std::iter::zip(out, &row.out) {
                 *out = T::from_f32(if empty { 0.0 } else { value * inverse });

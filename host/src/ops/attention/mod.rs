@@ -8,7 +8,9 @@ mod select;
 mod workspace;
 
 use abi::DType;
-use abi::ops::attention::{AttentionDims, AttentionTile, AttentionVariant, SPLIT_KEYS};
+use abi::ops::attention::{
+    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS,
+};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -49,8 +51,10 @@ pub struct AttentionProblem {
     pub heads_q: usize,
     /// Key and value heads: query head h uses number `h / (heads_q / heads_kv)`.
     pub heads_kv: usize,
-    /// Elements of a head: a multiple of 8 from 32 to 256.
+    /// Elements of a head of q and k: a multiple of 8 from 32 to 576.
     pub head_dim: usize,
+    /// Elements of a head of v and out: a multiple of 8 from 32 to 512.
+    pub head_dim_v: usize,
     /// Type of q, k, v and out.
     pub dtype: DType,
     /// What q·kᵀ is multiplied by before the softmax; `head_dim`^−½ if none.
@@ -75,12 +79,12 @@ pub struct AttentionArgs<'a> {
     pub q: TensorView<'a>,
     /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use.
     pub k: TensorView<'a>,
-    /// The same.
+    /// `[batch, seq_kv, heads_kv, head_dim_v]`. It may be a part of k's own rows, as in latent attention.
     pub v: TensorView<'a>,
     /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
     /// `seq_kv` is taken as `seq_kv`. Keys beyond are never read.
     pub kv_lens: Option<TensorView<'a>>,
-    /// `[batch, seq_q, heads_q, head_dim]`.
+    /// `[batch, seq_q, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
     /// `[batch, heads_q, seq_q]` f32, if there: the natural logarithm of the sum of the exponentials of a row's scores.
     pub lse: Option<TensorViewMut<'a>>,
@@ -98,11 +102,15 @@ pub struct AttentionArgs<'a> {
 /// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries take
 /// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
 /// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many.
+/// Heads wider than 256 take the same kernels for any number of queries and any alignment.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
-/// **Aliasing**: out and lse may not overlap the other tensors.
+/// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.
+/// **Memory**: the decode kernels leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory. Heads
+/// wider than 256 have those kernels only, so plan them for few queries at a time.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors, for `head_dim` up to 64, 128 and 256.
+/// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
+/// and 512.
 /// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
 /// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023).
 ///
@@ -112,8 +120,8 @@ pub struct AttentionArgs<'a> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
 /// let problem = AttentionProblem {
-///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, dtype: DType::BF16,
-///     scale: None, mask: Mask::Causal, window: None,
+///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, head_dim_v: 128,
+///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None,
 /// };
 /// let attention = Attention::plan(&device, problem)?;
 /// let q = Tensor::zeros(&stream, &[1, 512, 32, 128], DType::BF16)?;
@@ -227,13 +235,13 @@ impl Attention {
         let decodes = variants.iter().any(|variant| matches!(variant.tile, AttentionTile::Decode { .. }));
         let splits = match select::merge(problem.dtype) {
             Some(merge) if decodes => {
-                let seq_q = match origin {
-                    Origin::Selected => problem.seq_q.min(MAX_DECODE_QUERIES),
-                    Origin::Forced => problem.seq_q,
+                let seq_q = match choice.variant.tile {
+                    AttentionTile::Decode { .. } => problem.seq_q,
+                    _ => problem.seq_q.min(MAX_DECODE_QUERIES),
                 };
                 let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
                 let rows = [problem.batch, problem.heads_q, seq_q, num_splits];
-                let workspace = Workspace::new(device, rows, problem.head_dim)?;
+                let workspace = Workspace::new(device, rows, problem.head_dim_v)?;
                 Some(Box::new(Splits { merge: Loaded::new(device, merge)?, workspace }))
             }
             _ => None,
@@ -288,14 +296,14 @@ impl Attention {
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
         let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
-        let AttentionProblem { heads_q, heads_kv, head_dim, dtype, .. } = self.problem;
+        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = self.problem;
         let device = &self.device;
         q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
         let (batch, seq_q) = (q.shape()[0], q.shape()[1]);
         k.expect(OP, "k", device, dtype, &[Some(batch), None, Some(heads_kv), Some(head_dim)])?;
         let seq_kv = k.shape()[1];
-        v.expect(OP, "v", device, dtype, &[Some(batch), Some(seq_kv), Some(heads_kv), Some(head_dim)])?;
-        out.expect(OP, "out", device, dtype, &[Some(batch), Some(seq_q), Some(heads_q), Some(head_dim)])?;
+        v.expect(OP, "v", device, dtype, &[Some(batch), Some(seq_kv), Some(heads_kv), Some(head_dim_v)])?;
+        out.expect(OP, "out", device, dtype, &[Some(batch), Some(seq_q), Some(heads_q), Some(head_dim_v)])?;
         for (argument, view) in [("q", q), ("k", k), ("v", v)] {
             view.expect_inner_contiguous(OP, argument)?;
         }
@@ -344,6 +352,7 @@ impl Attention {
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
+            head_dim_v: head_dim_v as u32,
             causal: u32::from(self.problem.mask == Mask::Causal),
             window: self.problem.window.unwrap_or(seq_kv).min(seq_kv) as u32,
             vector: u32::from(vector),
@@ -373,7 +382,17 @@ impl Attention {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let AttentionProblem {
-            batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, dtype, mask, window, ..
+            batch,
+            seq_q,
+            seq_kv,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            dtype,
+            mask,
+            window,
+            ..
         } = self.problem;
         // Pairs of a query and a key that it sees.
         let window = window.unwrap_or(seq_kv).min(seq_kv);
@@ -384,16 +403,17 @@ impl Attention {
                 hi - own.saturating_sub(window).min(hi)
             })
             .sum();
-        let elements = batch * head_dim * 2 * (seq_q * heads_q + seq_kv * heads_kv);
+        let elements = batch * (head_dim + head_dim_v) * (seq_q * heads_q + seq_kv * heads_kv);
+        let values = if head_dim_v == head_dim { String::new() } else { format!(" and {head_dim_v}") };
         let work = |why, tile, threads| Work {
             problem: format!(
-                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]"
+                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{values}"
             ),
             why,
             tile,
             threads,
             bytes: (elements * dtype.bytes()) as u64,
-            flops: (4 * batch * heads_q * head_dim * pairs) as u64,
+            flops: (2 * batch * heads_q * (head_dim + head_dim_v) * pairs) as u64,
         };
         match &self.backend {
             Backend::Cpu => {
@@ -489,7 +509,8 @@ impl Kernel for Attention {
 }
 
 fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
-    let AttentionProblem { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, dtype, .. } = *problem;
+    let AttentionProblem { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } =
+        *problem;
     let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
     for (what, size) in [("batch", batch), ("heads_q", heads_q)] {
         check_size(OP, "problem", what, size)?;
@@ -506,8 +527,12 @@ fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
             format!("{heads_q} and {heads_kv}"),
         );
     }
-    if !(32..=256).contains(&head_dim) || !head_dim.is_multiple_of(8) {
-        return invalid("head_dim a multiple of 8 from 32 to 256", head_dim.to_string());
+    for (name, size, most) in
+        [("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", head_dim_v, MAX_HEAD_DIM_V)]
+    {
+        if !(32..=most as usize).contains(&size) || !size.is_multiple_of(8) {
+            return invalid(&format!("{name} a multiple of 8 from 32 to {most}"), size.to_string());
+        }
     }
     if !dtype.is_float() {
         return invalid("dtype f32, f16 or bf16", dtype.name().into());

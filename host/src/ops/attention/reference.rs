@@ -13,8 +13,10 @@ pub struct Sequence {
     pub heads_q: usize,
     /// Key and value heads.
     pub heads_kv: usize,
-    /// Elements of a head.
+    /// Elements of a head of q and k.
     pub head_dim: usize,
+    /// Elements of a head of v and out.
+    pub head_dim_v: usize,
     /// What the scores are multiplied by.
     pub scale: f64,
     /// Which keys a query sees.
@@ -32,8 +34,9 @@ impl Sequence {
     }
 }
 
-/// Attention of one sequence, `q` `[seq_q, heads_q, head_dim]`, `k` and `v` `[len, heads_kv, head_dim]`. Returns out, shaped
-/// like q, and the log-sum-exp of the scores, `[heads_q, seq_q]`.
+/// Attention of one sequence, `q` `[seq_q, heads_q, head_dim]`, `k` `[len, heads_kv, head_dim]` and `v`
+/// `[len, heads_kv, head_dim_v]`. Returns out, `[seq_q, heads_q, head_dim_v]`, and the log-sum-exp of the scores,
+/// `[heads_q, seq_q]`.
 ///
 /// The softmax in two passes: maximum, then sums. `store` is the rounding of a value that is stored: the identity for
 /// the specification.
@@ -44,18 +47,18 @@ pub fn attention<A: Real>(
     v: &[f64],
     store: impl Fn(A) -> A,
 ) -> (Vec<f64>, Vec<f64>) {
-    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, .. } = *sequence;
+    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, .. } = *sequence;
     let group = heads_q / heads_kv;
-    let mut out = vec![0.0; seq_q * heads_q * head_dim];
+    let mut out = vec![0.0; seq_q * heads_q * head_dim_v];
     let mut lse = vec![f64::NEG_INFINITY; heads_q * seq_q];
     for head in 0..heads_q {
-        let kv_row = |key: usize| (key * heads_kv + head / group) * head_dim;
+        let kv_row = |key: usize, width: usize| (key * heads_kv + head / group) * width;
         for query in 0..seq_q {
-            let start = (query * heads_q + head) * head_dim;
-            let row = &q[start..][..head_dim];
+            let place = query * heads_q + head;
+            let row = &q[place * head_dim..][..head_dim];
             let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
             let dot = |key: usize| -> A {
-                std::iter::zip(row, &k[kv_row(key)..][..head_dim])
+                std::iter::zip(row, &k[kv_row(key, head_dim)..][..head_dim])
                     .map(|(&a, &b)| A::real(a) * A::real(b))
                     .sum()
             };
@@ -69,9 +72,10 @@ pub fn attention<A: Real>(
                 continue;
             }
             lse[head * seq_q + query] = (max + sum.ln()).to_real();
-            for (col, out) in out[start..][..head_dim].iter_mut().enumerate() {
+            for (col, out) in out[place * head_dim_v..][..head_dim_v].iter_mut().enumerate() {
                 let terms = std::iter::zip(&weights, &keys);
-                let total: A = terms.map(|(&weight, &key)| weight * A::real(v[kv_row(key) + col])).sum();
+                let total: A =
+                    terms.map(|(&weight, &key)| weight * A::real(v[kv_row(key, head_dim_v) + col])).sum();
                 *out = store(total / sum).to_real();
             }
         }
@@ -85,19 +89,19 @@ pub fn attention<A: Real>(
 /// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as with
 /// scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
 pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
-    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, scale, .. } = *sequence;
+    let Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, .. } = *sequence;
     let group = heads_q / heads_kv;
-    let mut out = vec![0.0; seq_q * heads_q * head_dim];
+    let mut out = vec![0.0; seq_q * heads_q * head_dim_v];
     let mut lse = vec![0.0; heads_q * seq_q];
     for head in 0..heads_q {
-        let kv_row = |key: usize| (key * heads_kv + head / group) * head_dim;
+        let kv_row = |key: usize, width: usize| (key * heads_kv + head / group) * width;
         for query in 0..seq_q {
-            let start = (query * heads_q + head) * head_dim;
-            let row = &q[start..][..head_dim];
+            let place = query * heads_q + head;
+            let row = &q[place * head_dim..][..head_dim];
             let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
             let dots = |absolute: fn(f64) -> f64| -> Vec<f64> {
                 let dot = |&key: &usize| -> f64 {
-                    std::iter::zip(row, &k[kv_row(key)..][..head_dim])
+                    std::iter::zip(row, &k[kv_row(key, head_dim)..][..head_dim])
                         .map(|(a, b)| absolute(a * b * scale))
                         .sum()
                 };
@@ -109,8 +113,8 @@ pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<
             let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp() / sum).collect();
             let condition: f64 = std::iter::zip(&weights, &terms).map(|(p, a)| p * a).sum();
             lse[head * seq_q + query] = 1.0 + (max + sum.ln()).abs() + condition;
-            for (col, out) in out[start..][..head_dim].iter_mut().enumerate() {
-                let value = |key: usize| v[kv_row(key) + col];
+            for (col, out) in out[place * head_dim_v..][..head_dim_v].iter_mut().enumerate() {
+                let value = |key: usize| v[kv_row(key, head_dim_v) + col];
                 let mean: f64 = std::iter::zip(&weights, &keys).map(|(p, &key)| p * value(key)).sum();
                 for ((p, a), &key) in weights.iter().zip(&terms).zip(&keys) {
                     *out += p * (value(key).abs() + (value(key) - mean).abs() * (1.0 + a));

@@ -25,15 +25,16 @@ impl AttentionChoice {
         variant: &'static AttentionVariant,
         problem: &AttentionProblem,
     ) -> Result<Self, Error> {
-        let max_head_dim = variant.tile.max_head_dim();
         let merge = matches!(variant.tile, AttentionTile::Merge {});
-        if merge || variant.dtype != problem.dtype || problem.head_dim > max_head_dim as usize {
+        if merge || !holds(variant, problem) {
+            let (head_dim, head_dim_v) = variant.tile.max_head_dims();
             let expected = if merge {
                 "a prefill or decode kernel".into()
             } else {
-                format!("{} of head_dim up to {max_head_dim}", variant.dtype)
+                format!("{} of head dims up to {head_dim} and {head_dim_v}", variant.dtype)
             };
-            let got = format!("{} for {} of head_dim {}", variant.entry, problem.dtype, problem.head_dim);
+            let AttentionProblem { dtype, head_dim, head_dim_v, .. } = problem;
+            let got = format!("{} for {dtype} of head dims {head_dim} and {head_dim_v}", variant.entry);
             return Err(Error::invalid(OP, "variant", expected, got));
         }
         Ok(AttentionChoice { variant, why: "asked for".into() })
@@ -45,47 +46,56 @@ pub(super) fn merge(dtype: DType) -> Option<&'static AttentionVariant> {
     VARIANTS.iter().find(|v| v.dtype == dtype && v.tile == AttentionTile::Merge {})
 }
 
+/// Whether a kernel is for the type and the heads of a problem.
+fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
+    let (head_dim, head_dim_v) = variant.tile.max_head_dims();
+    variant.dtype == problem.dtype
+        && problem.head_dim <= head_dim as usize
+        && problem.head_dim_v <= head_dim_v as usize
+}
+
+/// The smallest prefill kernel that holds the heads; none for wide ones.
+fn prefill(problem: &AttentionProblem) -> Option<&'static AttentionVariant> {
+    VARIANTS.iter().find(|v| matches!(v.tile, AttentionTile::Prefill { .. }) && holds(v, problem))
+}
+
+/// The smallest decode kernel that holds the heads, and the rows if one of them does.
+fn decode(problem: &AttentionProblem, rows: usize) -> Option<&'static AttentionVariant> {
+    let fits = |v: &&AttentionVariant| matches!(v.tile, AttentionTile::Decode { .. }) && holds(v, problem);
+    // The table goes from small to large.
+    let smallest = VARIANTS.iter().find(fits)?.tile.max_head_dims();
+    let mut fitting = VARIANTS.iter().filter(fits).filter(|v| v.tile.max_head_dims() == smallest);
+    let most = fitting.clone().next_back();
+    fitting.find(|v| rows <= v.tile.rows() as usize).or(most)
+}
+
 /// The kernel for tensors whose rows are not aligned to 16 bytes.
 pub(super) fn unaligned(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
-    let holds = |variant: &&AttentionVariant| {
-        variant.dtype == problem.dtype
-            && matches!(variant.tile, AttentionTile::Prefill { dim, .. } if problem.head_dim <= dim as usize)
-    };
-    VARIANTS.iter().find(holds).ok_or_else(|| unsupported_dtype(problem))
+    prefill(problem).or_else(|| decode(problem, usize::MAX)).ok_or_else(|| unsupported_dtype(problem))
 }
 
 fn unsupported_dtype(problem: &AttentionProblem) -> Error {
     Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name())
 }
 
-/// The kernel for `seq_q` queries of each sequence: decode for a few, prefill for more, the smallest that holds the head and,
-/// for decode, the rows that share a key head. Does not depend on the number of sequences or keys.
+/// The kernel for `seq_q` queries of each sequence: decode for a few and for wide heads, else prefill, the smallest that holds
+/// the head and, for decode, the rows that share a key head. Does not depend on the number of sequences or keys.
 pub fn select(
     _limits: &DeviceLimits,
     problem: &AttentionProblem,
     seq_q: usize,
 ) -> Result<AttentionChoice, Error> {
     let rows = seq_q * (problem.heads_q / problem.heads_kv.max(1));
-    let decode = (1..=MAX_DECODE_QUERIES).contains(&seq_q);
-    let most_rows = VARIANTS.iter().filter(|v| matches!(v.tile, AttentionTile::Decode { .. }));
-    let most_rows = most_rows.map(|v| v.tile.rows() as usize).max().unwrap_or(1);
-    let holds = |variant: &&AttentionVariant| {
-        variant.dtype == problem.dtype
-            && match variant.tile {
-                AttentionTile::Prefill { dim, .. } => !decode && problem.head_dim <= dim as usize,
-                AttentionTile::Decode { dim, rows: most } => {
-                    decode && problem.head_dim <= dim as usize && rows.min(most_rows) <= most as usize
-                }
-                AttentionTile::Merge {} => false,
-            }
+    let few = (1..=MAX_DECODE_QUERIES).contains(&seq_q);
+    let (variant, why) = match prefill(problem) {
+        Some(variant) if !few => (Some(variant), format!("more than {MAX_DECODE_QUERIES} queries")),
+        Some(_) => {
+            let why = format!("at most {MAX_DECODE_QUERIES} queries: {rows} rows share each key");
+            (decode(problem, rows), why)
+        }
+        None => (decode(problem, rows), format!("wide heads: {rows} rows share each key")),
     };
-    // The table goes from small to large.
-    let variant = VARIANTS.iter().find(holds).ok_or_else(|| unsupported_dtype(problem))?;
-    let why = if decode {
-        format!("at most {MAX_DECODE_QUERIES} queries: {rows} rows share each key")
-    } else {
-        format!("more than {MAX_DECODE_QUERIES} queries")
-    };
+    let variant = variant.ok_or_else(|| unsupported_dtype(problem))?;
     Ok(AttentionChoice { variant, why })
 }
 
@@ -104,6 +114,7 @@ mod tests {
             heads_q,
             heads_kv,
             head_dim,
+            head_dim_v: head_dim,
             dtype,
             scale: None,
             mask: Mask::Causal,
@@ -132,6 +143,25 @@ mod tests {
     }
 
     #[test]
+    fn choice_by_both_head_dims() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            ((64, 128), 1, "attention_bf16__decode_d128_r4__sm61"),
+            ((192, 128), 1, "attention_bf16__decode_d256_r4__sm61"),
+            ((192, 128), 9, "attention_bf16__prefill_d256__sm61"),
+            ((576, 512), 1, "attention_bf16__decode_d576v512_r4__sm61"),
+            ((576, 512), 100, "attention_bf16__decode_d576v512_r4__sm61"),
+            ((64, 264), 100, "attention_bf16__decode_d576v512_r4__sm61"),
+        ];
+        for ((head_dim, head_dim_v), seq_q, entry) in table {
+            let problem = AttentionProblem { head_dim_v, ..problem(DType::BF16, 4, 1, head_dim) };
+            assert_eq!(select(&limits, &problem, seq_q).unwrap().variant.entry, entry);
+        }
+        let wide = AttentionProblem { head_dim_v: 512, ..problem(DType::F32, 40, 2, 576) };
+        assert_eq!(unaligned(&wide).unwrap().entry, "attention_f32__decode_d576v512_r4__sm61");
+    }
+
+    #[test]
     fn forced_kernels_must_fit() {
         let named = |entry: &str| VARIANTS.iter().find(|v| v.entry == entry).unwrap();
         let problem = problem(DType::BF16, 4, 4, 80);
@@ -139,13 +169,13 @@ mod tests {
         let message = |entry| AttentionChoice::forced(named(entry), &problem).unwrap_err().to_string();
         assert_eq!(
             message("attention_bf16__prefill_d64__sm61"),
-            "attention: variant: expected bf16 of head_dim up to 64, got attention_bf16__prefill_d64__sm61 for bf16 of \
-             head_dim 80"
+            "attention: variant: expected bf16 of head dims up to 64 and 64, got attention_bf16__prefill_d64__sm61 for bf16 \
+             of head dims 80 and 80"
         );
         assert_eq!(
             message("attention_bf16__merge__sm61"),
             "attention: variant: expected a prefill or decode kernel, got attention_bf16__merge__sm61 for bf16 of \
-             head_dim 80"
+             head dims 80 and 80"
         );
     }
 }
