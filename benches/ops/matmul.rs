@@ -25,8 +25,8 @@ pub fn bench(bencher: &mut Bencher) {
 }
 
 fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
-    let &MatmulCase { m, n, k, .. } = case;
-    let problem = MatmulProblem { m, n, k, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None };
+    let &MatmulCase { batch, m, n, k, .. } = case;
+    let problem = MatmulProblem { batch, m, n, k, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None };
     let named = bencher.kernel.as_deref();
     let mut variants = VARIANTS.iter().chain(WGMMA_VARIANTS);
     let plan = match variants.find(|variant| Some(variant.entry) == named) {
@@ -36,7 +36,7 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let report = plan.report();
     let work = Work {
         dtype: DTYPE.name(),
-        shape: json!({ "m": m, "n": n, "k": k }),
+        shape: json!({ "batch": batch, "m": m, "n": n, "k": k }),
         bytes: report.bytes,
         flops: report.flops,
     };
@@ -44,12 +44,21 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
         return Ok(());
     }
     let mut sets = bencher.sets(|bencher, seed| {
-        let a = bencher.random(&[m, k], DTYPE, seed)?;
-        let b = bencher.random(&[n, k], DTYPE, 1000 + seed)?;
-        Ok(Set { a, b, out: Tensor::empty(&bencher.stream, &[m, n], DTYPE)? })
+        let a = bencher.random(&[batch * m, k], DTYPE, seed)?;
+        let b = bencher.random(&[batch * n, k], DTYPE, 1000 + seed)?;
+        Ok(Set { a, b, out: Tensor::empty(&bencher.stream, &[batch * m, n], DTYPE)? })
     })?;
     let run = |stream: &Stream, set: &mut Set| {
-        let args = MatmulArgs { a: set.a.view(), b: set.b.view(), bias: None, out: set.out.view_mut() };
+        let (a, b, out) = (set.a.view(), set.b.view(), set.out.view_mut());
+        let args = match batch {
+            1 => MatmulArgs { a, b, bias: None, out },
+            _ => MatmulArgs {
+                a: a.reshape(&[batch, m, k])?,
+                b: b.reshape(&[batch, n, k])?,
+                bias: None,
+                out: out.reshape(&[batch, m, n])?,
+            },
+        };
         plan.run(stream, args)
     };
     let verify = |stream: &Stream, set: &Set| {

@@ -249,7 +249,20 @@ def linear_activation(case, shape):
 
 
 def matmul(case, shape):
-    dtype = DTYPES[case["dtype"]]
+    dtype, batch = DTYPES[case["dtype"]], shape.get("batch", 1)
+    if batch > 1:
+
+        def inputs(generator):
+            x = normal(generator, batch, shape["m"], shape["k"], dtype=dtype)
+            w = normal(generator, batch, shape["n"], shape["k"], dtype=dtype)
+            return x, w.mul_(shape["k"] ** -0.5).transpose(1, 2)
+
+        return Operator(
+            inputs,
+            lambda x, w: x[0, :1].float() @ w[0].float(),
+            [Peer("torch.bmm (cuBLAS)", torch.bmm)],
+            sample=lambda result: result[0, :1],
+        )
     return Operator(
         lambda generator: _linear_inputs(generator, shape, dtype),
         lambda x, w: x[:1].float() @ w.float().T,

@@ -404,6 +404,23 @@ macro_rules! view_methods {
                 Ok($view { raw: self.raw.reshape(shape)?, life: PhantomData })
             }
 
+            /// The same elements with two axes in each other's place.
+            pub fn swap_axes(mut self, a: usize, b: usize) -> Result<Self, Error> {
+                let rank = self.raw.shape.rank;
+                if a >= rank || b >= rank {
+                    let expected = format!("axes of {:?}", self.raw.shape);
+                    return Err(Error::invalid(
+                        "TensorView::swap_axes",
+                        "axes",
+                        expected,
+                        format!("{a} and {b}"),
+                    ));
+                }
+                self.raw.shape.values.swap(a, b);
+                self.raw.strides.values.swap(a, b);
+                Ok(self)
+            }
+
             /// Checks rank, sizes, type and place, for the operator `op` and its argument `argument`. A size of `None`
             /// takes any.
             pub(crate) fn expect(
@@ -475,6 +492,17 @@ view_methods!(TensorView);
 view_methods!(TensorViewMut);
 
 impl TensorView<'_> {
+    /// The same elements so many times along an axis of size 1, without a copy.
+    pub fn repeat(mut self, axis: usize, times: usize) -> Result<Self, Error> {
+        if self.raw.shape.get(axis) != Some(&1) {
+            let expected = format!("an axis of size 1 of {:?}", self.raw.shape);
+            return Err(Error::invalid("TensorView::repeat", "axis", expected, axis.to_string()));
+        }
+        self.raw.shape.values[axis] = times;
+        self.raw.strides.values[axis] = 0;
+        Ok(self)
+    }
+
     /// The elements in order, after all work on `stream` so far; the view must be contiguous.
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>, Error> {
         self.expect_type::<T>("TensorView::to_vec")?;
@@ -714,6 +742,33 @@ mod tests {
             prop_assert_eq!(part.shape()[axis], range.len());
             prop_assert_eq!(view_offsets(&part, 1 << 20), wanted);
         }
+    }
+
+    #[test]
+    fn swapped_axes() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        let tensor = Tensor::zeros(&stream, &[2, 3, 5], DType::F32)?;
+        let view = tensor.view().swap_axes(0, 1)?;
+        assert_eq!((view.shape(), view.strides()), (&[3, 2, 5][..], &[5, 15, 1][..]));
+        assert_eq!(
+            view.swap_axes(0, 3).unwrap_err().to_string(),
+            "TensorView::swap_axes: axes: expected axes of [3, 2, 5], got 0 and 3"
+        );
+        Ok(())
+    }
+
+    #[test]
+    fn repeated_axes() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        let tensor = Tensor::zeros(&stream, &[2, 1, 5], DType::F32)?;
+        let view = tensor.view().repeat(1, 3)?;
+        assert_eq!((view.shape(), view.strides()), (&[2, 3, 5][..], &[5, 0, 1][..]));
+        assert!(!view.is_contiguous());
+        assert_eq!(
+            view.repeat(0, 3).unwrap_err().to_string(),
+            "TensorView::repeat: axis: expected an axis of size 1 of [2, 3, 5], got 0"
+        );
+        Ok(())
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! The matrix product against its reference.
 
-use abi::ops::matmul::{MatmulVariant, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{MatmulTile, MatmulVariant, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
 use warpforge::ops::matmul::reference;
 use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
-use warpforge::{DType, Device, Error, Tensor};
+use warpforge::{DType, Device, Error, Tensor, TensorView, TensorViewMut};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
@@ -43,7 +43,7 @@ fn case() -> impl Strategy<Value = Case> {
     let k = prop_oneof![3 => dims_from(1, &[8, 16, 32], 130), 1 => dims_from(1, &[128, 512], 1100)];
     ((types(), m, n, k, bias()), (layout(), layout(), layout()), finite_values(), any::<u64>()).prop_map(
         |(((dtype, out_dtype), m, n, k, bias), (a_layout, b_layout, out_layout), kind, seed)| {
-            let problem = MatmulProblem { m, n, k, dtype, out_dtype, bias };
+            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias };
             Case { problem, a_layout, b_layout, out_layout, kind, seed }
         },
     )
@@ -54,7 +54,7 @@ fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
     let sizes = (2usize..9, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
     (types(), sizes, bias(), layout(), any::<u64>()).prop_map(
         |((dtype, out_dtype), (m, n, k), bias, moved, seed)| {
-            (contiguous(MatmulProblem { m, n, k, dtype, out_dtype, bias }, seed), moved)
+            (contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias }, seed), moved)
         },
     )
 }
@@ -62,7 +62,7 @@ fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
 fn many_rows() -> impl Strategy<Value = Case> {
     let sizes = (18usize..300, dims_from(1, &[64, 128], 300), dims_from(1, &[8, 16, 32], 200));
     (types(), sizes, any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), seed)| {
-        contiguous(MatmulProblem { m, n, k, dtype, out_dtype, bias: Bias::None }, seed)
+        contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias: Bias::None }, seed)
     })
 }
 
@@ -71,11 +71,64 @@ fn contiguous(problem: MatmulProblem, seed: u64) -> Case {
     Case { problem, a_layout: place, b_layout: place, out_layout: place, kind: Values::Normal, seed }
 }
 
+/// How the matrices of a stack lie in memory.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// One after the other.
+    Stacked,
+    /// A row of each in turn, as the heads of tokens do.
+    Interleaved,
+}
+
+impl Order {
+    /// Rows of a stack, in the order of memory; and back, where sizes are swapped.
+    fn rows(self, values: &[f64], [outer, inner, cols]: [usize; 3]) -> Vec<f64> {
+        match self {
+            Order::Stacked => values.to_vec(),
+            Order::Interleaved => (0..inner)
+                .flat_map(|row| (0..outer).map(move |matrix| (matrix * inner + row) * cols))
+                .flat_map(|start| &values[start..][..cols])
+                .copied()
+                .collect(),
+        }
+    }
+
+    /// The stack that rows in memory are.
+    fn view<'a>(
+        self,
+        rows: TensorView<'a>,
+        [batch, inner, cols]: [usize; 3],
+    ) -> Result<TensorView<'a>, Error> {
+        match self {
+            Order::Stacked => rows.reshape(&[batch, inner, cols]),
+            Order::Interleaved => rows.reshape(&[inner, batch, cols])?.swap_axes(0, 1),
+        }
+    }
+}
+
+/// Several products of a run, and how a, b and out lie.
+fn batched() -> impl Strategy<Value = (Case, [Order; 3])> {
+    let m = prop_oneof![3 => 0usize..10, 1 => dims(&[16, 64], 70)];
+    let sizes = (0usize..6, m, dims_from(1, &[8, 64], 70), dims_from(1, &[8, 64, 256], 300));
+    let order = || prop_oneof![Just(Order::Stacked), Just(Order::Interleaved)];
+    let orders = (order(), order(), order());
+    (types(), sizes, bias(), (layout(), layout(), layout()), orders, any::<u64>()).prop_map(
+        |((dtype, out_dtype), (batch, m, n, k), bias, layouts, (a, b, out), seed)| {
+            let (a_layout, b_layout, out_layout) = layouts;
+            // Planned for more than run, now and then.
+            let batch = batch.max(usize::from(seed % 4 != 0));
+            let problem = MatmulProblem { batch, m, n, k, dtype, out_dtype, bias };
+            let kind = Values::Normal;
+            (Case { problem, a_layout, b_layout, out_layout, kind, seed }, [a, b, out])
+        },
+    )
+}
+
 impl Case {
     fn work(&self) -> usize {
-        let MatmulProblem { m, n, k, .. } = self.problem;
+        let MatmulProblem { batch, m, n, k, .. } = self.problem;
         // Of few rows: a warp per column and 8 rows.
-        m.div_ceil(8) * n * (1500 + 4 * k) + self.work_in_tiles()
+        batch * (m.div_ceil(8) * n * (1500 + 4 * k) + self.work_in_tiles())
     }
 
     /// Tiles of 64, whose operands are read from shared memory.
@@ -175,6 +228,48 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     Ok(())
 }
 
+/// Several products by the planned kernels or given ones, each against its reference.
+fn run_batched(
+    device: &Device,
+    (case, orders): &(Case, [Order; 3]),
+    variant: Option<&'static MatmulVariant>,
+) -> Result<(), TestCaseError> {
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias } = case.problem;
+    let [a_order, b_order, out_order] = *orders;
+    let a = values(case.kind, dtype, batch * m * k, case.seed);
+    let b = values(case.kind, dtype, batch * n * k, case.seed ^ 1);
+    let added = (bias == Bias::PerColumn).then(|| values(case.kind, dtype, n, case.seed ^ 2));
+    let stream = device.stream().map_err(fail)?;
+    let rows = |values: &[f64], cols, layout| Rows::input(&stream, dtype, values, cols, layout).map_err(fail);
+    let a_rows = rows(&a_order.rows(&a, [batch, m, k]), k, case.a_layout)?;
+    let b_rows = rows(&b_order.rows(&b, [batch, n, k]), k, case.b_layout)?;
+    let bias_rows = added.as_deref().map(|bias| rows(bias, n, Layout::default())).transpose()?;
+    let bias_view = bias_rows.as_ref().map(|bias| bias.view().reshape(&[n])).transpose().map_err(fail)?;
+    let mut out = Rows::output(&stream, out_dtype, batch * m, n, case.out_layout).map_err(fail)?;
+    let args = MatmulArgs {
+        a: a_order.view(a_rows.view(), [batch, m, k]).map_err(fail)?,
+        b: b_order.view(b_rows.view(), [batch, n, k]).map_err(fail)?,
+        bias: bias_view,
+        out: match out_order {
+            Order::Stacked => out.view_mut().reshape(&[batch, m, n]),
+            Order::Interleaved => out.view_mut().reshape(&[m, batch, n]).and_then(|out| out.swap_axes(0, 1)),
+        }
+        .map_err(fail)?,
+    };
+    let problem = MatmulProblem { batch: batch.max(1), m: m + case.seed as usize % 3, ..case.problem };
+    let plan = plan(device, problem, variant)?;
+    plan.run(&stream, args).map_err(fail)?;
+    let got = out_order.rows(&out.read(&stream)?, [m, batch, n]);
+    for product in 0..batch {
+        let part = |values: &[f64], len: usize| values[product * len..][..len].to_vec();
+        let (a, b) = (part(&a, m * k), part(&b, n * k));
+        let expected = Expected::of(&case.problem, (&a, &b, added.as_deref()));
+        let what = format!("{}, product {product}", plan.report().variant);
+        expected.check(&what, &part(&got, m * n), &case.problem)?;
+    }
+    Ok(())
+}
+
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
     every_kernel("matmul", case(), |case| 4 * case.work(), run_variants)
@@ -200,6 +295,26 @@ proptest! {
     #[test]
     fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
         run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// Several products at once, stacked or with their rows in turns.
+    #[test]
+    fn several_products((case, on) in on_executors(batched, |(case, _)| case.work())) {
+        for device in &on.devices() {
+            run_batched(device, &case, None)?;
+        }
+    }
+
+    /// The same by every kernel that has the layers of blocks.
+    #[test]
+    fn several_products_by_every_variant(
+        (case, on) in on_executors(batched, |(case, _)| 4 * case.work()),
+    ) {
+        for device in &on.cards() {
+            for variant in variants(&case.0.problem).filter(|v| !matches!(v.tile, MatmulTile::Wgmma { .. })) {
+                run_batched(device, &case, Some(variant))?;
+            }
+        }
     }
 
     /// A row gives the same bits alone and among others, wherever it lies in memory: among the products of few rows.
@@ -258,7 +373,7 @@ fn empty() -> Result<(), TestCaseError> {
         for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0], [0, 70, 0], [3, 0, 0]] {
             for bias in [Bias::None, Bias::PerColumn] {
                 let dtype = DType::BF16;
-                let problem = MatmulProblem { m, n, k, dtype, out_dtype: DType::F32, bias };
+                let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: DType::F32, bias };
                 let plan = plan(device, problem, None)?;
                 let a = Tensor::zeros(&stream, &[m, k], dtype).map_err(fail)?;
                 let b = Tensor::zeros(&stream, &[n, k], dtype).map_err(fail)?;
@@ -290,7 +405,8 @@ fn empty() -> Result<(), TestCaseError> {
 fn special_values() -> Result<(), TestCaseError> {
     for (m, n, k) in [(1, 9, 40), (7, 33, 257), (70, 66, 50)] {
         for dtype in DType::FLOATS {
-            let case = contiguous(MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None }, 4);
+            let case =
+                contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None }, 4);
             for device in &devices_for(case.work()) {
                 let (mut a, mut b, _) = inputs(&case);
                 a[(m - 1) * k + k - 1] = f64::NAN;
@@ -318,7 +434,8 @@ fn special_values() -> Result<(), TestCaseError> {
 fn long_k() -> Result<(), TestCaseError> {
     for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
         let dtype = DType::BF16;
-        let problem = MatmulProblem { m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
+        let problem =
+            MatmulProblem { batch: 1, m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
         let case = contiguous(problem, 9);
         let (a, b, bias) = inputs(&case);
         let inputs = (&a[..], &b[..], bias.as_deref());
@@ -338,7 +455,7 @@ fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
     for device in &devices() {
         let stream = device.stream()?;
-        let problem = MatmulProblem { m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias: Bias::None };
+        let problem = MatmulProblem { batch: 1, m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias: Bias::None };
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |bias, a: &Tensor, b: &Tensor, added: Option<&Tensor>, out: &mut Tensor| {
             let plan = Matmul::plan(device, MatmulProblem { bias, ..problem })?;
@@ -384,23 +501,53 @@ fn bad_input() -> Result<(), Error> {
         let plan = Matmul::plan(device, problem)?;
         let transposed = tensor(&[8, 4], dtype)?;
         // SAFETY: 4 × 8 elements of the tensor, which lives longer.
-        let columns = unsafe {
-            warpforge::TensorView::from_raw(device, transposed.view().address(), &[4, 8], &[1, 4], dtype)?
-        };
+        let columns =
+            unsafe { TensorView::from_raw(device, transposed.view().address(), &[4, 8], &[1, 4], dtype)? };
         let args = MatmulArgs { a: columns, b: b.view(), bias: None, out: out.view_mut() };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "matmul: a: expected stride 1 in the last dimension, got 4"
         );
         // SAFETY: inside the tensor, which lives longer and is not used otherwise.
-        let overlapping = unsafe {
-            warpforge::TensorViewMut::from_raw(device, out.view().address(), &[4, 6], &[3, 1], dtype)?
-        };
+        let overlapping =
+            unsafe { TensorViewMut::from_raw(device, out.view().address(), &[4, 6], &[3, 1], dtype)? };
         let args = MatmulArgs { a: a.view(), b: b.view(), bias: None, out: overlapping };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "matmul: out: expected rows that do not overlap: a stride of at least 6, got 3"
         );
+        let (a, b) = (tensor(&[2, 4, 8], dtype)?, tensor(&[2, 6, 8], dtype)?);
+        let message = |batch, b: TensorView<'_>, out: TensorViewMut<'_>| {
+            let plan = Matmul::plan(device, MatmulProblem { batch, ..problem })?;
+            let args = MatmulArgs { a: a.view(), b, bias: None, out };
+            Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        let mut out = tensor(&[2, 4, 6], dtype)?;
+        assert_eq!(
+            message(1, b.view(), out.view_mut())?,
+            "matmul: a: expected at most 1 products, as planned, got 2"
+        );
+        assert_eq!(
+            message(2, b.view().slice(0, 0..1)?, out.view_mut())?,
+            "matmul: b: expected shape [2, 6, 8], got [1, 6, 8]"
+        );
+        assert_eq!(
+            message(2, b.view(), out.view_mut().reshape(&[8, 6])?)?,
+            "matmul: out: expected shape [2, 4, 6], got [8, 6]"
+        );
+        for (strides, least) in [([23, 6, 1], 24), ([6, 11, 1], 12)] {
+            // SAFETY: inside the tensor, which lives longer and is not used otherwise.
+            let overlapping = unsafe {
+                TensorViewMut::from_raw(device, out.view().address(), &[2, 4, 6], &strides, dtype)?
+            };
+            let got = strides[0].max(strides[1]);
+            assert_eq!(
+                message(2, b.view(), overlapping)?,
+                format!(
+                    "matmul: out: expected rows that do not overlap: a stride of at least {least}, got {got}"
+                )
+            );
+        }
         let unsupported =
             |problem: MatmulProblem| Matmul::supports(device, &problem).unwrap_err().to_string();
         assert_eq!(
@@ -415,6 +562,12 @@ fn bad_input() -> Result<(), Error> {
             unsupported(MatmulProblem { k: 1 << 31, ..problem }),
             "matmul: problem: expected k below 2^31, got 2147483648"
         );
+        for batch in [0, 1 << 16] {
+            assert_eq!(
+                unsupported(MatmulProblem { batch, ..problem }),
+                format!("matmul: problem: expected batch from 1 to 65535, got {batch}")
+            );
+        }
         if device.limits().is_some() {
             let other =
                 VARIANTS.iter().find(|variant| variant.dtype == DType::F32).expect("a kernel for f32");

@@ -122,8 +122,15 @@ fn measure_copy(bencher: &Bencher) -> Result<f64, Failure> {
 
 fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
     const DTYPE: DType = DType::BF16;
-    let problem =
-        MatmulProblem { m: size, n: size, k: size, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None };
+    let problem = MatmulProblem {
+        batch: 1,
+        m: size,
+        n: size,
+        k: size,
+        dtype: DTYPE,
+        out_dtype: DTYPE,
+        bias: Bias::None,
+    };
     let plan = Matmul::plan(&bencher.device, problem)?;
     let [a, b] = [1, 2].map(|seed| bencher.random(&[size, size], DTYPE, seed));
     let (a, b) = (a?, b?);

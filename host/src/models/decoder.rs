@@ -134,6 +134,7 @@ impl DecoderBlock {
             head: Matmul::plan(
                 device,
                 MatmulProblem {
+                    batch: 1,
                     m: logit_rows,
                     n: vocab_size,
                     k: hidden_size,

@@ -18,20 +18,26 @@ pub struct MatmulDims {
     pub b_stride: u32,
     /// From one row of out to the next.
     pub out_stride: u32,
+    /// From one product's a to the next; the grid's z counts products.
+    pub a_batch_stride: u32,
+    /// From one product's b to the next.
+    pub b_batch_stride: u32,
+    /// From one product's out to the next.
+    pub out_batch_stride: u32,
     /// What may be moved in pieces: [`A_IN_PIECES`], [`B_IN_PIECES`], [`OUT_IN_QUADS`].
     pub access: u32,
     /// Binary logarithm of the number of warps that share a column's k in the `Gemv` tiles, at most 3.
     pub split_log2: u32,
 }
 
-const _: () = assert!(size_of::<MatmulDims>() == 32);
+const _: () = assert!(size_of::<MatmulDims>() == 44);
 impl crate::Params for MatmulDims {}
 
-/// In [`MatmulDims::access`]: address and stride of a are multiples of 16 bytes.
+/// In [`MatmulDims::access`]: address and strides of a are multiples of 16 bytes.
 pub const A_IN_PIECES: u32 = 1;
-/// In [`MatmulDims::access`]: address and stride of b are multiples of 16 bytes.
+/// In [`MatmulDims::access`]: address and strides of b are multiples of 16 bytes.
 pub const B_IN_PIECES: u32 = 2;
-/// In [`MatmulDims::access`]: address and stride of out are multiples of 4 elements.
+/// In [`MatmulDims::access`]: address and strides of out are multiples of 4 elements.
 pub const OUT_IN_QUADS: u32 = 4;
 
 /// In [`MatmulDims::access`]: address and stride of out are multiples of 16 bytes, and its tensor map is there.
@@ -100,7 +106,7 @@ impl MatmulTile {
         }
     }
 
-    /// Blocks of a launch; `split_log2` counts for the `Gemv` tiles only.
+    /// Blocks of one product; `split_log2` counts for the `Gemv` tiles only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),

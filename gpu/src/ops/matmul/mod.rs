@@ -6,17 +6,33 @@
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
 //!
 //! Both multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, after the bias.
+//! sums are f32, and out is rounded once, after the bias. Of several products of the same size each has a layer of blocks.
 
 use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel};
+use cuda_std::{global, kernel, thread};
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
 use crate::tile::operand::Operand;
 use crate::tile::{gemv, simt};
+
+/// Where the operands and the result of this block's product begin.
+#[inline(always)]
+fn of_product<T, O>(
+    a: *const T,
+    b: *const T,
+    out: *mut O,
+    dims: &MatmulDims,
+) -> (*const T, *const T, *mut O) {
+    let product = thread::block_idx_z() as usize;
+    (
+        a.wrapping_add(product * dims.a_batch_stride as usize),
+        b.wrapping_add(product * dims.b_batch_stride as usize),
+        out.wrapping_add(product * dims.out_batch_stride as usize),
+    )
+}
 
 /// One tile of the product.
 ///
@@ -33,6 +49,7 @@ unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(
     T: Operand<Sum = f32> + Element,
     O: Element,
 {
+    let (a, b, out) = of_product(a, b, out, dims);
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
@@ -66,6 +83,7 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     T: Operand<Sum = f32> + Element,
     O: Element,
 {
+    let (a, b, out) = of_product(a, b, out, dims);
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
         gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(a, b, dims, |row, col, mut value| {

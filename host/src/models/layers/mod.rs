@@ -101,7 +101,7 @@ impl Phase<'_> {
     pub(super) fn matmul(&self, n: usize, k: usize, bias: bool) -> Result<Matmul, Error> {
         let (m, dtype) = (self.tokens(), self.dtype);
         let bias = if bias { Bias::PerColumn } else { Bias::None };
-        Matmul::plan(self.stream.device(), MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias })
+        Matmul::plan(self.stream.device(), MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias })
     }
 
     /// The decoder's norm over rows of `cols`.

@@ -7,6 +7,8 @@ use crate::ops::Phase;
 pub struct MatmulCase {
     /// Model, layer and phase.
     pub name: &'static str,
+    /// Products.
+    pub batch: usize,
     /// Rows of a: tokens.
     pub m: usize,
     /// Rows of b: output features.
@@ -16,12 +18,17 @@ pub struct MatmulCase {
 }
 
 const fn plain(name: &'static str, m: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, m, n, k }
+    MatmulCase { name, batch: 1, m, n, k }
+}
+
+/// A product for each of the heads of so many tokens.
+const fn per_head(name: &'static str, heads: usize, tokens: usize, n: usize, k: usize) -> MatmulCase {
+    MatmulCase { name, batch: heads, m: tokens, n, k }
 }
 
 /// A linear layer of n output and k input features.
 pub(crate) const fn linear(name: &'static str, phase: Phase, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, m: phase.tokens(), n, k }
+    MatmulCase { name, batch: 1, m: phase.tokens(), n, k }
 }
 
 /// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the first.
@@ -47,6 +54,15 @@ pub const CASES: &[MatmulCase] = cases! {
         plain("qwen3-vl-2b vision fc2 prefill 4096", 4096, 1024, 4096),
         plain("qwen3-vl-2b merger fc1 prefill 1024", 1024, 4096, 4096),
         plain("qwen3-vl-2b merger fc2 prefill 1024", 1024, 2048, 4096),
+        // Latent attention: queries into the latent space, results out of it.
+        per_head("glm-4.7-flash w_uk decode 1", 20, 1, 512, 192),
+        per_head("glm-4.7-flash w_uk decode 8", 20, 8, 512, 192),
+        per_head("glm-4.7-flash w_uk decode 32", 20, 32, 512, 192),
+        per_head("glm-4.7-flash w_uk decode 128", 20, 128, 512, 192),
+        per_head("glm-4.7-flash w_uv decode 1", 20, 1, 256, 512),
+        per_head("glm-4.7-flash w_uv decode 8", 20, 8, 256, 512),
+        per_head("glm-4.7-flash w_uv decode 32", 20, 32, 256, 512),
+        per_head("glm-4.7-flash w_uv decode 128", 20, 128, 256, 512),
     ];
     phases: [
         "qwen3-0.6b qkv" => (4096, 1024),

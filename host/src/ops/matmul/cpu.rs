@@ -39,31 +39,37 @@ fn with_scratch(body: impl FnOnce(&mut [f32], &mut [f32], &mut [f32])) {
     });
 }
 
-pub(super) fn run(dtype: DType, out_dtype: DType, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+pub(super) fn run(dtype: DType, out_dtype: DType, batch: u32, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
     match (dtype, out_dtype) {
-        (DType::F16, DType::F16) => product::<f16, f16>(dims, args),
-        (DType::F16, _) => product::<f16, f32>(dims, args),
-        (DType::BF16, DType::BF16) => product::<bf16, bf16>(dims, args),
-        (DType::BF16, _) => product::<bf16, f32>(dims, args),
-        _ => product::<f32, f32>(dims, args),
+        (DType::F16, DType::F16) => products::<f16, f16>(batch, dims, args),
+        (DType::F16, _) => products::<f16, f32>(batch, dims, args),
+        (DType::BF16, DType::BF16) => products::<bf16, bf16>(batch, dims, args),
+        (DType::BF16, _) => products::<bf16, f32>(batch, dims, args),
+        _ => products::<f32, f32>(batch, dims, args),
     }
 }
 
-fn product<T: FloatElement, O: FloatElement>(dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+fn products<T: FloatElement, O: FloatElement>(batch: u32, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
     let (a, b) = (args.a.host_slice::<T>(), args.b.host_slice::<T>());
     let bias = args.bias.as_ref().map(|bias| bias.host_slice::<T>());
     let out = SharedSlice::new(args.out.host_slice_mut::<O>());
-    let store = |row: usize, col: usize, sums: &[f32]| {
-        // SAFETY: rows do not overlap (Matmul::run), and each stretch of a row is stored once.
-        let out = unsafe { out.part(row * dims.out_stride as usize + col, sums.len()) };
-        for (i, (out, &sum)) in std::iter::zip(out, sums).enumerate() {
-            *out = O::from_f32(bias.map_or(sum, |bias| sum + bias[col + i].to_f32()));
+    for product in 0..batch as usize {
+        // No elements of an operand if k is 0.
+        let a = a.get(product * dims.a_batch_stride as usize..).unwrap_or_default();
+        let b = b.get(product * dims.b_batch_stride as usize..).unwrap_or_default();
+        let start = product * dims.out_batch_stride as usize;
+        let store = |row: usize, col: usize, sums: &[f32]| {
+            // SAFETY: rows do not overlap (Matmul::run), and each stretch of a row is stored once.
+            let out = unsafe { out.part(start + row * dims.out_stride as usize + col, sums.len()) };
+            for (i, (out, &sum)) in std::iter::zip(out, sums).enumerate() {
+                *out = O::from_f32(bias.map_or(sum, |bias| sum + bias[col + i].to_f32()));
+            }
+        };
+        if dims.m as usize <= DOT_MAX_ROWS {
+            dots(a, b, dims, store);
+        } else {
+            tiles(a, b, dims, store);
         }
-    };
-    if dims.m as usize <= DOT_MAX_ROWS {
-        dots(a, b, dims, store);
-    } else {
-        tiles(a, b, dims, store);
     }
 }
 

@@ -41,6 +41,8 @@ pub enum Bias {
 /// What is to be multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatmulProblem {
+    /// Most products of a run, all of the same size: 1 for a single one.
+    pub batch: usize,
     /// Most rows of a in a run.
     pub m: usize,
     /// Rows of b.
@@ -55,22 +57,23 @@ pub struct MatmulProblem {
     pub bias: Bias,
 }
 
-/// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
+/// The tensors of a run: matrices, or for several products stacks of them. Rows and matrices may have any stride, elements of
+/// a row are neighbours.
 #[derive(Debug)]
 pub struct MatmulArgs<'a> {
-    /// `[m, k]`.
+    /// `[m, k]` or `[batch, m, k]`.
     pub a: TensorView<'a>,
-    /// `[n, k]`: a weight as checkpoints store it, out features × in features.
+    /// `[n, k]` or `[batch, n, k]`: a weight as checkpoints store it, out features × in features.
     pub b: TensorView<'a>,
-    /// `[n]`, there if it was planned.
+    /// `[n]`, there if it was planned; the same for all products.
     pub bias: Option<TensorView<'a>>,
-    /// `[m, n]`.
+    /// `[m, n]` or `[batch, m, n]`.
     pub out: TensorViewMut<'a>,
 }
 
 /// Matrix product with a transposed right operand, a linear layer: `out[i, j] = Σ_l a[i, l] · b[j, l] + bias[j]`.
 ///
-/// An empty sum (k = 0) is 0.
+/// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
 /// once. On Hopper's tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 64
@@ -78,10 +81,11 @@ pub struct MatmulArgs<'a> {
 /// **Determinism**: bitwise the same from run to run. On a card there are three kinds of kernels, which sum in different
 /// orders: for up to 16 rows; for more; and on Hopper, of f16 and bf16 and more than 16 rows, for operands whose addresses
 /// and strides are multiples of 16 bytes. Among the products of one kind a row's result depends on that row alone, not on
-/// the others or their number. On the CPU that holds for up to 8 rows.
+/// the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
+/// from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the SIMT kernels on all floors; from sm_90a on, tensor cores for f16 and bf16.
+/// **Architectures**: the SIMT kernels on all floors; from sm_90a on, tensor cores for f16 and bf16 in single products.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::matmul::*};
@@ -89,7 +93,7 @@ pub struct MatmulArgs<'a> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
 /// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
-/// let problem = MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
 /// let matmul = Matmul::plan(&device, problem)?;
 /// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
 /// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
@@ -180,18 +184,17 @@ impl Matmul {
     /// Runs once. See [`Matmul`].
     pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
-        let MatmulProblem { m, n, k, dtype, out_dtype, bias } = self.problem;
-        let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype, bias, bias_dtype: dtype };
-        let mut dims =
-            shapes.check(OP, &self.device, ["a", "b"], &args.a, &args.b, args.bias.as_ref(), &args.out)?;
+        let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
+        let Some((batch, mut dims)) = self.check(&args)? else { return Ok(()) };
         match &self.backend {
             Backend::Cpu => {
-                cpu::run(dtype, out_dtype, &dims, &mut args);
+                cpu::run(dtype, out_dtype, batch, &dims, &mut args);
                 Ok(())
             }
             Backend::Cuda { kernels, wgmma, wgmma_from } => {
                 let rows = dims.m as usize;
                 if rows >= *wgmma_from
+                    && batch == 1
                     && let Some((variant, entry)) = self.fastest(wgmma, &dims)
                 {
                     return self.run_wgmma(stream, variant, entry, &args, dims);
@@ -210,9 +213,64 @@ impl Matmul {
                 let params = [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
                 // the grid covers the product exactly, which `select` found to fit; shared memory is the tile's.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+                unsafe { entry.launch(stream, [grid, 1, batch], [THREADS, 1, 1], &params) }
             }
         }
+    }
+
+    /// Checks the tensors; the number of products, and sizes and strides of the launch. None if there is no product.
+    fn check(&self, args: &MatmulArgs<'_>) -> Result<Option<(u32, MatmulDims)>, Error> {
+        let MatmulProblem { batch: max_batch, m, n, k, dtype, out_dtype, bias } = self.problem;
+        let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype, bias, bias_dtype: dtype };
+        let MatmulArgs { a, b, bias, out } = args;
+        let names = ["a", "b"];
+        if a.shape().len() != 3 {
+            let dims = shapes.check(OP, &self.device, names, a, b, bias.as_ref(), &out.as_view())?;
+            return Ok(Some((1, dims)));
+        }
+        a.expect(OP, "a", &self.device, dtype, &[None, None, Some(k)])?;
+        let (batch, rows) = (a.shape()[0], a.shape()[1]);
+        if batch > max_batch {
+            let expected = format!("at most {max_batch} products, as planned");
+            return Err(Error::invalid(OP, "a", expected, batch.to_string()));
+        }
+        b.expect(OP, "b", &self.device, dtype, &[Some(batch), Some(n), Some(k)])?;
+        out.expect(OP, "out", &self.device, out_dtype, &[Some(batch), Some(rows), Some(n)])?;
+        if batch == 0 {
+            return Ok(None);
+        }
+        let out = out.as_view();
+        let mut dims =
+            shapes.check(OP, &self.device, names, &first(a)?, &first(b)?, bias.as_ref(), &first(&out)?)?;
+        let stride = |argument, view: &TensorView<'_>| {
+            let one = batch == 1 || view.is_empty();
+            if one { Ok(0) } else { check_size(OP, argument, "stride", view.strides()[0]) }
+        };
+        dims.a_batch_stride = stride("a", a)?;
+        dims.b_batch_stride = stride("b", b)?;
+        dims.out_batch_stride = stride("out", &out)?;
+        let per_piece = (16 / dtype.bytes()) as u32;
+        for (flag, stride, elements) in [
+            (A_IN_PIECES, dims.a_batch_stride, per_piece),
+            (B_IN_PIECES, dims.b_batch_stride, per_piece),
+            (OUT_IN_QUADS, dims.out_batch_stride, 4),
+        ] {
+            if !stride.is_multiple_of(elements) {
+                dims.access &= !flag;
+            }
+        }
+        // Rows of different products may take turns: each axis must step over all that the finer one reaches.
+        let mut axes = [(batch, dims.out_batch_stride), (rows, dims.out_stride)];
+        axes.sort_by_key(|&(_, stride)| stride);
+        let mut reach = n;
+        for (size, stride) in axes.into_iter().filter(|&(size, _)| size > 1 && !out.is_empty()) {
+            if (stride as usize) < reach {
+                let expected = format!("rows that do not overlap: a stride of at least {reach}");
+                return Err(Error::invalid(OP, "out", expected, stride.to_string()));
+            }
+            reach += (size - 1) * stride as usize;
+        }
+        Ok(Some((batch as u32, dims)))
     }
 
     /// The fastest of Hopper's kernels for a launch; none if TMA cannot address the operands.
@@ -291,15 +349,16 @@ impl Matmul {
 
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
-        let MatmulProblem { m, n, k, dtype, out_dtype, bias } = self.problem;
-        let operands = m * k + n * k + if bias == Bias::PerColumn { n } else { 0 };
+        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias } = self.problem;
+        let operands = batch * (m * k + n * k) + if bias == Bias::PerColumn { n } else { 0 };
+        let products = if batch == 1 { String::new() } else { format!("{batch} times ") };
         let work = |why, tile, threads| Work {
-            problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ {dtype} to {out_dtype}"),
+            problem: format!("{products}[{m}, {k}] · [{n}, {k}]ᵀ {dtype} to {out_dtype}"),
             why,
             tile,
             threads,
-            bytes: (operands * dtype.bytes() + m * n * out_dtype.bytes()) as u64,
-            flops: 2 * (m * n * k) as u64,
+            bytes: (operands * dtype.bytes() + batch * m * n * out_dtype.bytes()) as u64,
+            flops: 2 * (batch * m * n * k) as u64,
         };
         match &self.backend {
             Backend::Cuda { wgmma, wgmma_from, .. }
@@ -325,7 +384,20 @@ impl Matmul {
         let MatmulProblem { m, n, k, .. } = self.problem;
         let [m, n, k] = [m, n, k].map(|size| size as u32);
         let access = if k.is_multiple_of(8) { A_IN_PIECES | B_IN_PIECES } else { 0 };
-        MatmulDims { m, n, k, a_stride: k, b_stride: k, out_stride: n, access, split_log2: 0 }
+        let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
+        MatmulDims {
+            m,
+            n,
+            k,
+            a_stride: k,
+            b_stride: k,
+            out_stride: n,
+            a_batch_stride,
+            b_batch_stride,
+            out_batch_stride,
+            access,
+            split_log2: 0,
+        }
     }
 }
 
@@ -343,6 +415,11 @@ impl Kernel for Matmul {
     fn optimization_report(&self) -> OptimizationReport {
         self.report()
     }
+}
+
+/// The first matrix of a stack.
+fn first<'a>(stack: &TensorView<'a>) -> Result<TensorView<'a>, Error> {
+    stack.slice(0, 0..1)?.reshape(&stack.shape()[1..])
 }
 
 /// The address of an optional input: null if there is none.
@@ -391,7 +468,7 @@ impl Shapes {
         a: &TensorView<'_>,
         b: &TensorView<'_>,
         bias: Option<&TensorView<'_>>,
-        out: &TensorViewMut<'_>,
+        out: &TensorView<'_>,
     ) -> Result<MatmulDims, Error> {
         let [max_rows, n, k] = self.sizes;
         a.expect(op, a_name, device, self.dtype, &[None, Some(k)])?;
@@ -441,6 +518,9 @@ impl Shapes {
             a_stride: row_stride(op, a_name, a.shape(), a.strides())?,
             b_stride: row_stride(op, b_name, b.shape(), b.strides())?,
             out_stride,
+            a_batch_stride: 0,
+            b_batch_stride: 0,
+            out_batch_stride: 0,
             access,
             split_log2: 0,
         })
@@ -448,9 +528,12 @@ impl Shapes {
 }
 
 fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
-    let MatmulProblem { m, n, k, dtype, out_dtype, .. } = *problem;
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, .. } = *problem;
     for (name, size) in [("m", m), ("n", n), ("k", k)] {
         check_size(OP, "problem", name, size)?;
+    }
+    if !(1..1 << 16).contains(&batch) {
+        return Err(Error::invalid(OP, "problem", "batch from 1 to 65535", batch.to_string()));
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));

@@ -55,7 +55,7 @@ impl Wanted {
     }
 }
 
-/// The tiles for every number of rows up to `m`, fewest rows first.
+/// The tiles for every number of rows up to `m`, fewest rows first; n is the columns of all products together.
 pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
     let num_sms = limits.num_sms.max(1) as usize;
     // From so many tile rows on the large tile gives every multiprocessor a block.
@@ -86,7 +86,8 @@ pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
 
 /// Binary logarithm of the warps that share a column's k: enough warps for the memory, but four pieces for every lane.
 ///
-/// It decides the order of a sum, so it depends on n, k, type and device only, not on the number of rows.
+/// It decides the order of a sum, so it depends on n (of all products together), k, type and device only, not on the number
+/// of rows.
 pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType) -> u32 {
     let pieces = k / (16 / dtype.bytes());
     let wanted = GEMV_WARPS_PER_SM * limits.num_sms.max(1) as usize;
@@ -120,13 +121,13 @@ impl MatmulChoice {
         variant: &'static MatmulVariant,
         problem: &MatmulProblem,
     ) -> Result<Self, Error> {
-        let MatmulProblem { m, n, k, dtype, out_dtype, .. } = *problem;
+        let MatmulProblem { batch, m, n, k, dtype, out_dtype, .. } = *problem;
         if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || variant.floor > limits.floor {
             let expected = format!("{} to {} on {}", variant.dtype, variant.out_dtype, variant.floor);
             let got = format!("{dtype} to {out_dtype} on {}", limits.floor);
             return Err(Error::invalid(OP, "variant", expected, got));
         }
-        let split_log2 = split_log2(limits, n, k, dtype);
+        let split_log2 = split_log2(limits, n.saturating_mul(batch), k, dtype);
         check_blocks(OP, variant.tile, split_log2, m, n)?;
         Ok(MatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
     }
@@ -135,9 +136,9 @@ impl MatmulChoice {
 /// The kernels for every number of rows up to the problem's, fewest rows first: a run takes the first that is for its
 /// rows.
 pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<MatmulChoice>, Error> {
-    let MatmulProblem { m, n, dtype, out_dtype, .. } = *problem;
+    let MatmulProblem { batch, m, n, dtype, out_dtype, .. } = *problem;
     let mut choices = Vec::new();
-    for Rung { max_rows, tile, why } in ladder(limits, m, n) {
+    for Rung { max_rows, tile, why } in ladder(limits, m, n.saturating_mul(batch)) {
         let fits = |variant: &&MatmulVariant| {
             (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
                 && variant.floor <= limits.floor
@@ -153,11 +154,12 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
     Ok(choices)
 }
 
-/// Hopper's kernels for a problem; none for other cards and types.
+/// Hopper's kernels for a problem; none for other cards and types, and for several products, whose tensor maps would need a
+/// third dimension.
 pub(super) fn wgmma(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'static MatmulVariant> {
-    let MatmulProblem { m, dtype, out_dtype, .. } = *problem;
+    let MatmulProblem { batch, m, dtype, out_dtype, .. } = *problem;
     let fits = |variant: &&MatmulVariant| {
-        m > GEMV_MAX_ROWS
+        (batch, m > GEMV_MAX_ROWS) == (1, true)
             && (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
             && variant.floor <= limits.floor
             && variant.tile.smem_bytes(dtype) <= limits.smem_per_block_bytes
@@ -208,7 +210,8 @@ mod tests {
             (H200, 0, 0, DType::F32, "matmul_f32__gemv1__sm61"),
         ];
         for (limits, m, n, dtype, entry) in table {
-            let problem = MatmulProblem { m, n, k: 1024, dtype, out_dtype: dtype, bias: Bias::None };
+            let problem =
+                MatmulProblem { batch: 1, m, n, k: 1024, dtype, out_dtype: dtype, bias: Bias::None };
             let choices = select(&limits, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{m} × {n} {dtype}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows < b.max_rows));
@@ -220,7 +223,8 @@ mod tests {
     fn every_type_has_every_tile() {
         for dtype in DType::FLOATS {
             for out_dtype in [dtype, DType::F32] {
-                let problem = MatmulProblem { m: 9999, n: 512, k: 64, dtype, out_dtype, bias: Bias::None };
+                let problem =
+                    MatmulProblem { batch: 1, m: 9999, n: 512, k: 64, dtype, out_dtype, bias: Bias::None };
                 let choices = select(&H200, &problem).unwrap();
                 assert_eq!(choices.len(), 6);
                 assert!(choices.iter().all(|choice| choice.variant.out_dtype == out_dtype));
@@ -242,7 +246,7 @@ mod tests {
             ([64, 4096, 4096], &["n64", "n128"]),
         ] {
             let dtype = DType::BF16;
-            let problem = MatmulProblem { m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
             let clocks = |v: &&MatmulVariant| wgmma_clocks(v.tile, m as u32, n as u32, k as u32, 132);
             let chosen = wgmma(&hopper, &problem).into_iter().min_by_key(clocks).expect("a tile");
             let name = chosen.entry.trim_start_matches("matmul_bf16__").trim_end_matches("__sm90a");
@@ -252,6 +256,7 @@ mod tests {
             wgmma(
                 &H200,
                 &MatmulProblem {
+                    batch: 1,
                     m: 512,
                     n: 512,
                     k: 64,
@@ -284,6 +289,7 @@ mod tests {
     fn more_blocks_than_a_grid_has() {
         let most = (1 << 31) - 1;
         let problem = MatmulProblem {
+            batch: 1,
             m: most,
             n: most,
             k: 1,

@@ -158,8 +158,15 @@ impl MatmulI8 {
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
         let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype, bias, bias_dtype: out_dtype };
         let names = ["qa", "qb"];
-        let mut dims =
-            shapes.check(OP, &self.device, names, &args.qa, &args.qb, args.bias.as_ref(), &args.out)?;
+        let mut dims = shapes.check(
+            OP,
+            &self.device,
+            names,
+            &args.qa,
+            &args.qb,
+            args.bias.as_ref(),
+            &args.out.as_view(),
+        )?;
         let rows = dims.m as usize;
         for (name, scale, len) in [("a_scale", &args.a_scale, rows), ("b_scale", &args.b_scale, n)] {
             scale.expect(OP, name, &self.device, DType::F32, &[Some(len)])?;
