@@ -44,8 +44,8 @@ fn time(bencher: &mut Bencher, case: &KvAppendCase) -> Result<(), Failure> {
         Ok(Set { k: random(seed)?, v: random(1000 + seed)?, k_cache: cache()?, v_cache: cache()? })
     })?;
     let run = |stream: &Stream, set: &mut Set| {
-        let (k, v, slots) = (set.k.view(), set.v.view(), slots.view());
-        let (k_cache, v_cache) = (set.k_cache.view_mut(), set.v_cache.view_mut());
+        let (k, v, slots) = (set.k.view(), Some(set.v.view()), slots.view());
+        let (k_cache, v_cache) = (set.k_cache.view_mut(), Some(set.v_cache.view_mut()));
         plan.run(stream, KvAppendArgs { k, v, slots, k_cache, v_cache })
     };
     let verify = |stream: &Stream, set: &Set| {

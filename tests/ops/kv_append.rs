@@ -17,21 +17,24 @@ struct Case {
     heads: usize,
     head_dim: usize,
     num_slots: usize,
+    has_values: bool,
     from: Layout,
     to: Layout,
     seed: u64,
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let sizes = (floats(), dims(&[1, 16], 40), 1usize..5, dims_from(1, &[64, 128], 160), 0usize..90);
+    let sizes =
+        (floats(), dims(&[1, 16], 40), 1usize..5, dims_from(1, &[64, 128], 160), 0usize..90, any::<bool>());
     let layout = || (stride_padding(), 0usize..9).prop_map(|(padding, offset)| Layout { padding, offset });
     (sizes, layout(), layout(), any::<u64>()).prop_map(
-        |((dtype, tokens, heads, head_dim, num_slots), from, to, seed)| Case {
+        |((dtype, tokens, heads, head_dim, num_slots, has_values), from, to, seed)| Case {
             dtype,
             tokens,
             heads,
             head_dim,
             num_slots,
+            has_values,
             from,
             to,
             seed,
@@ -57,7 +60,7 @@ fn slots(case: &Case) -> Vec<u32> {
 }
 
 fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) -> Result<(), TestCaseError> {
-    let Case { dtype, tokens, heads, head_dim, num_slots, from, to, seed } = *case;
+    let Case { dtype, tokens, heads, head_dim, num_slots, has_values, from, to, seed } = *case;
     let width = heads * head_dim;
     let stream = device.stream().map_err(fail)?;
     let problem = KvAppendProblem { tokens, heads, head_dim, dtype };
@@ -77,14 +80,24 @@ fn run(device: &Device, case: &Case, variant: Option<&'static KvAppendVariant>) 
         (rows(seed ^ 2, num_slots, to)?, rows(seed ^ 3, num_slots, to)?);
     let args = KvAppendArgs {
         k: k_rows.view().reshape(&[tokens, heads, head_dim]).map_err(fail)?,
-        v: v_rows.view().reshape(&[tokens, heads, head_dim]).map_err(fail)?,
+        v: if has_values {
+            Some(v_rows.view().reshape(&[tokens, heads, head_dim]).map_err(fail)?)
+        } else {
+            None
+        },
         slots: slots_tensor.view(),
         k_cache: k_cache.view_mut().reshape(&[num_slots, heads, head_dim]).map_err(fail)?,
-        v_cache: v_cache.view_mut().reshape(&[num_slots, heads, head_dim]).map_err(fail)?,
+        v_cache: if has_values {
+            Some(v_cache.view_mut().reshape(&[num_slots, heads, head_dim]).map_err(fail)?)
+        } else {
+            None
+        },
     };
     plan.run(&stream, args).map_err(fail)?;
     reference::kv_append(&k, &slots, &mut k_want, width);
-    reference::kv_append(&v, &slots, &mut v_want, width);
+    if has_values {
+        reference::kv_append(&v, &slots, &mut v_want, width);
+    }
     prop_assert_eq!(k_cache.read(&stream)?, k_want, "k, {}", plan.report().variant);
     prop_assert_eq!(v_cache.read(&stream)?, v_want, "v, {}", plan.report().variant);
     Ok(())
@@ -142,10 +155,10 @@ fn bad_input() -> Result<(), Error> {
             let mut v_cache = zeros(&[num_slots[1], 2, 8], DType::F32)?;
             let args = KvAppendArgs {
                 k: k.view(),
-                v: k.view(),
+                v: Some(k.view()),
                 slots: slots.view(),
                 k_cache: k_cache.view_mut(),
-                v_cache: v_cache.view_mut(),
+                v_cache: Some(v_cache.view_mut()),
             };
             Ok(plan.run(&stream, args).unwrap_err().to_string())
         };
@@ -158,6 +171,15 @@ fn bad_input() -> Result<(), Error> {
             "kv_append: v_cache: expected shape [4, 2, 8], got [5, 2, 8]"
         );
         assert_eq!(message(2, [4, 4], DType::I32)?, "kv_append: slots: expected u32, got i32");
+        let (k, slots) =
+            (Tensor::zeros(&stream, &[2, 2, 8], DType::F32)?, Tensor::zeros(&stream, &[2], DType::U32)?);
+        let mut k_cache = Tensor::zeros(&stream, &[4, 2, 8], DType::F32)?;
+        let (slots, k_cache) = (slots.view(), k_cache.view_mut());
+        let args = KvAppendArgs { k: k.view(), v: Some(k.view()), slots, k_cache, v_cache: None };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "kv_append: v_cache: expected a tensor, as v is one, got none"
+        );
         let none = KvAppendProblem { heads: 0, ..problem };
         assert_eq!(
             KvAppend::supports(device, &none).unwrap_err().to_string(),

@@ -1,4 +1,4 @@
-//! Append to a key/value cache: `k_cache[slots[t]] = k[t]`, `v_cache[slots[t]] = v[t]`.
+//! Append to a key/value cache: `k_cache[slots[t]] = k[t]`, `v_cache[slots[t]] = v[t]`; v may be null.
 //!
 //! Work split: a thread copies one piece of 16 bytes of a (token, head) row, of k and of v; neighbouring threads take
 //! neighbouring pieces. The slots come from device memory, so a recorded decode step appends at the right place each
@@ -55,9 +55,11 @@ unsafe fn vector<T: Element, const PIECE: u32>(
     // SAFETY: `place` gives offsets inside the tensors.
     unsafe {
         if let Some([from_k, from_v, to]) = place::<PIECE>(slots, dims) {
-            let (key, value) = (global::load_x4(k.add(from_k)), global::load_x4(v.add(from_v)));
+            let key = global::load_x4(k.add(from_k));
+            if !v.is_null() {
+                global::store_x4(v_cache.add(to), global::load_x4(v.add(from_v)));
+            }
             global::store_x4(k_cache.add(to), key);
-            global::store_x4(v_cache.add(to), value);
         }
     }
 }
@@ -77,7 +79,9 @@ unsafe fn scalar<T: Element>(
     unsafe {
         if let Some([from_k, from_v, to]) = place::<1>(slots, dims) {
             global::store(k_cache.add(to), global::load(k.add(from_k)));
-            global::store(v_cache.add(to), global::load(v.add(from_v)));
+            if !v.is_null() {
+                global::store(v_cache.add(to), global::load(v.add(from_v)));
+            }
         }
     }
 }

@@ -193,10 +193,10 @@ impl AttentionBlock {
         let slots = cache.k.shape()[0] * capacity;
         let args = KvAppendArgs {
             k: k.as_view(),
-            v,
+            v: Some(v),
             slots: step.slots,
             k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
-            v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
+            v_cache: Some(cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?),
         };
         self.append.run(stream, args)?;
 

@@ -34,5 +34,7 @@ fn rows<T: Element>(problem: KvAppendProblem, dims: &KvAppendDims, args: &mut Kv
         }
     };
     copy(args.k.host_slice(), args.k_cache.host_slice_mut(), dims.k_token_stride, dims.k_head_stride);
-    copy(args.v.host_slice(), args.v_cache.host_slice_mut(), dims.v_token_stride, dims.v_head_stride);
+    if let (Some(v), Some(v_cache)) = (&args.v, &mut args.v_cache) {
+        copy(v.host_slice(), v_cache.host_slice_mut(), dims.v_token_stride, dims.v_head_stride);
+    }
 }

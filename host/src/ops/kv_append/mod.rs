@@ -12,7 +12,7 @@ use abi::ops::kv_append::{KvAppendDims, KvAppendTile, KvAppendVariant, THREADS};
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
-use crate::launch::Entry;
+use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
 use crate::stream::Stream;
@@ -41,14 +41,14 @@ pub struct KvAppendProblem {
 pub struct KvAppendArgs<'a> {
     /// `[tokens, heads, head_dim]`, stride 1 in the last dimension.
     pub k: TensorView<'a>,
-    /// The same shape.
-    pub v: TensorView<'a>,
+    /// The same shape; none for a cache whose rows are keys and values at once (latent attention).
+    pub v: Option<TensorView<'a>>,
     /// `[tokens]` u32: where each token goes. Distinct; one beyond the caches is skipped.
     pub slots: TensorView<'a>,
     /// `[slots, heads, head_dim]`, stride 1 in the last dimension.
     pub k_cache: TensorViewMut<'a>,
-    /// The same shape and strides.
-    pub v_cache: TensorViewMut<'a>,
+    /// The same shape and strides; there if v is.
+    pub v_cache: Option<TensorViewMut<'a>>,
 }
 
 /// Copies the keys and values of new tokens into their slots of a cache.
@@ -126,9 +126,11 @@ impl KvAppend {
             Backend::Cpu => cpu::run(self.problem, &dims, &mut args),
             Backend::Cuda { variant, entry, unaligned } => {
                 let KvAppendArgs { k, v, slots, k_cache, v_cache } = &args;
-                let aligned =
-                    [k.is_aligned_16(), v.is_aligned_16(), k_cache.is_aligned_16(), v_cache.is_aligned_16()];
-                let vector = variant.tile == KvAppendTile::Vector && aligned == [true; 4];
+                let aligned = k.is_aligned_16()
+                    && k_cache.is_aligned_16()
+                    && v.is_none_or(|v| v.is_aligned_16())
+                    && v_cache.as_ref().is_none_or(TensorViewMut::is_aligned_16);
+                let vector = variant.tile == KvAppendTile::Vector && aligned;
                 let per_piece = if vector { 16 / self.problem.dtype.bytes() } else { 1 };
                 let entry = if vector { entry } else { unaligned };
                 dims.pieces = (self.problem.head_dim / per_piece) as u32;
@@ -136,10 +138,10 @@ impl KvAppend {
                 let grid = check_size(OP, "k", "number of blocks", blocks as usize)?;
                 let params = [
                     (*k).into(),
-                    (*v).into(),
+                    v.map_or(Param::Address(0), Param::from),
                     (*slots).into(),
                     k_cache.into(),
-                    v_cache.into(),
+                    Param::optional(v_cache.as_ref()),
                     (&dims).into(),
                 ];
                 // SAFETY: `check` found every row inside its view, and `aligned` what is copied in pieces of 16 bytes.
@@ -154,20 +156,33 @@ impl KvAppend {
         let device = &self.device;
         k.expect(OP, "k", device, dtype, &[None, Some(heads), Some(head_dim)])?;
         let tokens = k.shape()[0];
-        v.expect(OP, "v", device, dtype, &[Some(tokens), Some(heads), Some(head_dim)])?;
         slots.expect(OP, "slots", device, DType::U32, &[Some(tokens)])?;
         k_cache.expect(OP, "k_cache", device, dtype, &[None, Some(heads), Some(head_dim)])?;
         let num_slots = k_cache.shape()[0];
-        v_cache.expect(OP, "v_cache", device, dtype, &[Some(num_slots), Some(heads), Some(head_dim)])?;
         k.expect_inner_contiguous(OP, "k")?;
-        v.expect_inner_contiguous(OP, "v")?;
         slots.expect_inner_contiguous(OP, "slots")?;
         k_cache.expect_inner_contiguous(OP, "k_cache")?;
-        v_cache.expect_inner_contiguous(OP, "v_cache")?;
-        if k_cache.strides() != v_cache.strides() {
-            let (expected, got) =
-                (format!("strides {:?}", k_cache.strides()), format!("{:?}", v_cache.strides()));
-            return Err(Error::invalid(OP, "v_cache", expected, got));
+        match (v, v_cache) {
+            (None, None) => {}
+            (Some(v), Some(v_cache)) => {
+                v.expect(OP, "v", device, dtype, &[Some(tokens), Some(heads), Some(head_dim)])?;
+                v_cache.expect(
+                    OP,
+                    "v_cache",
+                    device,
+                    dtype,
+                    &[Some(num_slots), Some(heads), Some(head_dim)],
+                )?;
+                v.expect_inner_contiguous(OP, "v")?;
+                v_cache.expect_inner_contiguous(OP, "v_cache")?;
+                if k_cache.strides() != v_cache.strides() {
+                    let (expected, got) =
+                        (format!("strides {:?}", k_cache.strides()), format!("{:?}", v_cache.strides()));
+                    return Err(Error::invalid(OP, "v_cache", expected, got));
+                }
+            }
+            (Some(_), None) => return Err(Error::invalid(OP, "v_cache", "a tensor, as v is one", "none")),
+            (None, Some(_)) => return Err(Error::invalid(OP, "v_cache", "none, as v is none", "a tensor")),
         }
         if tokens > max_tokens {
             let expected = format!("at most {max_tokens} tokens, as planned");
@@ -181,8 +196,8 @@ impl KvAppend {
             num_slots: check_size(OP, "k_cache", "number of slots", num_slots)?,
             k_token_stride: stride("k", k.strides()[0])?,
             k_head_stride: stride("k", k.strides()[1])?,
-            v_token_stride: stride("v", v.strides()[0])?,
-            v_head_stride: stride("v", v.strides()[1])?,
+            v_token_stride: v.map_or(Ok(0), |v| stride("v", v.strides()[0]))?,
+            v_head_stride: v.map_or(Ok(0), |v| stride("v", v.strides()[1]))?,
             slot_stride: stride("k_cache", k_cache.strides()[0])?,
             cache_head_stride: stride("k_cache", k_cache.strides()[1])?,
         })
