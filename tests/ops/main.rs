@@ -3,6 +3,7 @@
 
 mod faults;
 mod harness;
+mod latent;
 
 mod attention;
 mod copy;

@@ -233,6 +233,52 @@ proptest! {
     }
 }
 
+/// Latent attention: the last columns of every query head, and of the keys' joint projection, in place or to other rows.
+#[test]
+fn parts_of_heads() -> Result<(), TestCaseError> {
+    let (tokens, style) = (5, RopeStyle::Interleaved);
+    for (heads, width, rotary_dim) in [(20, 256, 64), (1, 576, 64), (4, 40, 16), (3, 37, 10)] {
+        for dtype in DType::FLOATS {
+            let problem = RopeProblem { tokens, heads, head_dim: rotary_dim, rotary_dim, style, dtype };
+            let start = width - rotary_dim;
+            let data = values(Values::Normal, dtype, tokens * heads * width, 3);
+            let part: Vec<f64> = data.chunks(width).flat_map(|head| &head[start..]).copied().collect();
+            let at = positions(tokens, 5);
+            for device in &devices() {
+                let stream = device.stream()?;
+                let tables = RopeTables::new(&stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION)?;
+                let (cos, sin) = (wide(&stream, tables.cos())?, wide(&stream, tables.sin())?);
+                let shape = shape_of(&problem);
+                let (want, terms) = reference::rope::<f64>(&part, &at, (&cos, &sin), shape, |v| v);
+                let (naive, _) = reference::rope::<f32>(&part, &at, (&cos, &sin), shape, store(dtype));
+                let at = Tensor::from_slice(&stream, &[tokens], &at)?;
+                let row = heads * width;
+                let mut rows = Rows::input(&stream, dtype, &data, row, Layout::default())?;
+                let mut apart = Rows::input(&stream, dtype, &data, row, Layout::default())?;
+                let plan = Rope::plan(device, problem)?;
+                let (shape, range) = ([tokens, heads, width], start..width);
+                let x = RopeInput::From(rows.view().reshape(&shape)?.slice(2, range.clone())?);
+                let out = apart.view_mut().reshape(&shape)?.slice(2, range.clone())?;
+                plan.run(&stream, RopeArgs { x, positions: at.view(), tables: &tables, out })?;
+                let out = rows.view_mut().reshape(&shape)?.slice(2, range)?;
+                plan.run(
+                    &stream,
+                    RopeArgs { x: RopeInput::InPlace, positions: at.view(), tables: &tables, out },
+                )?;
+                let got = rows.read(&stream)?;
+                assert_eq!(got, apart.read(&stream)?, "{device:?} {dtype} {heads} of {width}");
+                for (got, before) in std::iter::zip(got.chunks(width), data.chunks(width)) {
+                    assert_eq!(got[..start], before[..start], "{device:?}: before the rotated part");
+                }
+                let got: Vec<f64> = got.chunks(width).flat_map(|head| &head[start..]).copied().collect();
+                let tolerance = Tolerance::new(dtype, Scale::Given(&terms), 3);
+                check(&format!("{device:?}"), &got, &want, &naive, &tolerance)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// cos and sin are the f64 values rounded once, at every position.
 #[test]
 fn tables() -> Result<(), TestCaseError> {
