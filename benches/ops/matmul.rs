@@ -1,6 +1,6 @@
 //! The matrix product at the shapes of its cases.
 
-use abi::ops::matmul::{VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{MMA_VARIANTS, SKINNY_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use half::bf16;
 use serde_json::json;
 use warpforge::ops::matmul::{Bias, CASES, Matmul, MatmulArgs, MatmulCase, MatmulProblem, reference};
@@ -28,7 +28,7 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let &MatmulCase { batch, m, n, k, .. } = case;
     let problem = MatmulProblem { batch, m, n, k, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None };
     let named = bencher.kernel.as_deref();
-    let mut variants = VARIANTS.iter().chain(WGMMA_VARIANTS);
+    let mut variants = VARIANTS.iter().chain(MMA_VARIANTS).chain(SKINNY_VARIANTS).chain(WGMMA_VARIANTS);
     let plan = match variants.find(|variant| Some(variant.entry) == named) {
         Some(variant) => Matmul::plan_with(&bencher.device, problem, variant)?,
         None => Matmul::plan(&bencher.device, problem)?,

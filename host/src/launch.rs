@@ -62,6 +62,11 @@ impl Entry {
         Entry { name, dynamic_smem_bytes, cluster: 1, kernel: Loaded::Simulated(simulator, arch) }
     }
 
+    /// Blocks of a cluster in x.
+    pub(crate) fn cluster(&self) -> u32 {
+        self.cluster
+    }
+
     /// The same kernel, launched in clusters of so many blocks in x, which divide every grid.
     pub(crate) fn in_clusters(self, cluster: u32) -> Self {
         Entry { cluster, ..self }

@@ -4,14 +4,21 @@
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: [`mma`] |
+//! | `Skinny` | up to 64 rows, from sm_80 on | a block, or a cluster of them, per 64 columns: [`skinny`] |
+//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 128 × 64 to 128 × 256: [`wgmma`] |
 //!
-//! Both multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
+//! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, after the bias. Of several products of the same size each has a layer of blocks.
 
 use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread};
 
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod mma;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod skinny;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
@@ -122,6 +129,83 @@ macro_rules! entries {
     )*};
 }
 abi::matmul_table!(entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! mma_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
+             stages: $stages:literal };)*) => {$(
+        /// Entry point; see [`mma`] and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = $threads, min_blocks = $blocks)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
+            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            let (a, b, out) = of_product(a, b, out, &dims);
+            // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — Matmul::run.
+            unsafe {
+                mma::multiply::<
+                    $type,
+                    $out,
+                    $bm,
+                    $bn,
+                    { EDGE / 16 },
+                    { EDGE / 8 },
+                    { $bm * 4 / $threads },
+                    { $bn * 4 / $threads },
+                    $stages,
+                    $threads,
+                >(a, b, bias, out, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::matmul_mma_table!(mma_entries);
+
+/// Kernels in clusters are in Hopper's images alone, the others in those between.
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! skinny_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Skinny { rows: $rows:literal, blocks: $blocks:literal, clustered: $clustered:literal };)*) => {$(
+        skinny_entry!($floor, $entry, $type, $out, $rows, $blocks);
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! skinny_entry {
+    (Sm80, $($rest:tt)*) => { skinny_entry!($($rest)*, Alone); };
+    (Sm90a, $($rest:tt)*) => {
+        #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+        skinny_entry!($($rest)*, Cluster);
+    };
+    ($entry:ident, $type:ident, $out:ident, $rows:literal, $blocks:literal, $sharing:ident) => {
+        /// Entry point; see [`skinny`] and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = $blocks)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
+            let (a, b, out) = of_product(a, b, out, &dims);
+            // SAFETY: blocks of 256 threads, a cluster per 64 columns, the tile's shared memory — Matmul::run.
+            unsafe {
+                skinny::multiply::<
+                    $type,
+                    $out,
+                    skinny::$sharing,
+                    $rows,
+                    { $rows / 8 },
+                    { $rows / 16 },
+                    { abi::ops::matmul::SKINNY_STAGES },
+                >(a, b, bias, out, &dims)
+            }
+        }
+    };
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::matmul_skinny_table!(skinny_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_entries {

@@ -8,7 +8,7 @@ pub(crate) mod select;
 
 use abi::DType;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, MatmulVariant, OUT_BY_TMA, OUT_IN_QUADS, THREADS,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, MatmulVariant, OUT_BY_TMA, OUT_IN_PIECES, OUT_IN_QUADS,
     WGMMA_BK, WGMMA_BM, WGMMA_THREADS,
 };
 
@@ -76,16 +76,17 @@ pub struct MatmulArgs<'a> {
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
-/// once. On Hopper's tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 64
-/// are added in f32.
-/// **Determinism**: bitwise the same from run to run. On a card there are three kinds of kernels, which sum in different
-/// orders: for up to 16 rows; for more; and on Hopper, of f16 and bf16 and more than 16 rows, for operands whose addresses
-/// and strides are multiples of 16 bytes. Among the products of one kind a row's result depends on that row alone, not on
-/// the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
-/// from the same one alone, since the planned number decides how many warps share a sum.
+/// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
+/// added in f32.
+/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For
+/// f16 and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: for up to 64 rows; and for more, with
+/// other ones on Hopper. For everything else: for up to 16 rows; and for more. Among the products of one kind a row's result
+/// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among
+/// others may differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the SIMT kernels on all floors; from sm_90a on, tensor cores for f16 and bf16 in single products.
+/// **Architectures**: the SIMT kernels on all floors; tensor cores for f16 and bf16 from sm_80 on, with Hopper's own kernels for
+/// single products from sm_90a on.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::matmul::*};
@@ -116,9 +117,8 @@ enum Backend {
     Cuda {
         /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride.
         kernels: Vec<(MatmulChoice, Entry)>,
-        /// Hopper's kernels, which take operands that TMA can address, from `wgmma_from` rows on.
-        wgmma: Vec<(&'static MatmulVariant, Entry)>,
-        wgmma_from: usize,
+        /// The tensor cores' kernels, which take operands in pieces of 16 bytes.
+        tensor: Vec<(&'static MatmulVariant, Entry)>,
     },
 }
 
@@ -135,11 +135,11 @@ impl Matmul {
         let Some(limits) = device.limits() else {
             return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
         };
-        let wgmma = select::wgmma(&limits, &problem);
-        Self::new(device, problem, select(&limits, &problem)?, wgmma, select::GEMV_MAX_ROWS + 1)
+        let tensor = select::tensor(&limits, &problem);
+        Self::new(device, problem, select(&limits, &problem)?, tensor)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One that needs TMA is left out
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
     /// where an operand's address or stride does not suit it.
     pub fn plan_with(
         device: &Device,
@@ -152,10 +152,10 @@ impl Matmul {
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
-            MatmulTile::Wgmma { .. } => {
-                Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0)
+            MatmulTile::Mma { .. } | MatmulTile::Skinny { .. } | MatmulTile::Wgmma { .. } => {
+                Self::new(device, problem, select(&limits, &problem)?, vec![variant])
             }
-            _ => Self::new(device, problem, vec![choice], Vec::new(), 0),
+            _ => Self::new(device, problem, vec![choice], Vec::new()),
         }
     }
 
@@ -163,21 +163,24 @@ impl Matmul {
         device: &Device,
         problem: MatmulProblem,
         choices: Vec<MatmulChoice>,
-        wgmma: Vec<&'static MatmulVariant>,
-        wgmma_from: usize,
+        tensor: Vec<&'static MatmulVariant>,
     ) -> Result<Self, Error> {
+        let num_sms = device.profile().num_sms;
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
                 MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
+                MatmulTile::Skinny { clustered: true, .. } => {
+                    entry.in_clusters(select::skinny_ranks(num_sms, problem.n, problem.k))
+                }
                 _ => entry,
             })
         };
         let kernels = choices.into_iter().map(|choice| Ok((choice.clone(), load(choice.variant)?)));
         let kernels = kernels.collect::<Result<_, Error>>()?;
-        let wgmma = wgmma.into_iter().map(|variant| Ok((variant, load(variant)?)));
-        let wgmma = wgmma.collect::<Result<_, Error>>()?;
-        let backend = Backend::Cuda { kernels, wgmma, wgmma_from };
+        let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
+        let tensor = tensor.collect::<Result<_, Error>>()?;
+        let backend = Backend::Cuda { kernels, tensor };
         Ok(Matmul { device: device.clone(), problem, backend })
     }
 
@@ -191,13 +194,13 @@ impl Matmul {
                 cpu::run(dtype, out_dtype, batch, &dims, &mut args);
                 Ok(())
             }
-            Backend::Cuda { kernels, wgmma, wgmma_from } => {
+            Backend::Cuda { kernels, tensor } => {
                 let rows = dims.m as usize;
-                if rows >= *wgmma_from
-                    && batch == 1
-                    && let Some((variant, entry)) = self.fastest(wgmma, &dims)
-                {
-                    return self.run_wgmma(stream, variant, entry, &args, dims);
+                if let Some((variant, entry)) = self.fastest(tensor, batch, &dims) {
+                    return match variant.tile {
+                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims),
+                        _ => launch(stream, variant, entry, batch, &args, &dims),
+                    };
                 }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
                     return Err(Error::invalid(
@@ -208,12 +211,7 @@ impl Matmul {
                     ));
                 };
                 dims.split_log2 = choice.split_log2;
-                let grid = choice.variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
-                let MatmulArgs { a, b, bias, out } = &args;
-                let params = [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), (&dims).into()];
-                // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
-                // the grid covers the product exactly, which `select` found to fit; shared memory is the tile's.
-                unsafe { entry.launch(stream, [grid, 1, batch], [THREADS, 1, 1], &params) }
+                launch(stream, choice.variant, entry, batch, &args, &dims)
             }
         }
     }
@@ -254,6 +252,7 @@ impl Matmul {
             (A_IN_PIECES, dims.a_batch_stride, per_piece),
             (B_IN_PIECES, dims.b_batch_stride, per_piece),
             (OUT_IN_QUADS, dims.out_batch_stride, 4),
+            (OUT_IN_PIECES, dims.out_batch_stride, (16 / out_dtype.bytes()) as u32),
         ] {
             if !stride.is_multiple_of(elements) {
                 dims.access &= !flag;
@@ -273,20 +272,31 @@ impl Matmul {
         Ok(Some((batch as u32, dims)))
     }
 
-    /// The fastest of Hopper's kernels for a launch; none if TMA cannot address the operands.
+    /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.
     fn fastest<'a>(
         &self,
-        wgmma: &'a [(&'static MatmulVariant, Entry)],
+        tensor: &'a [(&'static MatmulVariant, Entry)],
+        batch: u32,
         dims: &MatmulDims,
     ) -> Option<&'a (&'static MatmulVariant, Entry)> {
         let operands = A_IN_PIECES | B_IN_PIECES;
-        if dims.access & operands != operands || dims.m == 0 || dims.n == 0 || dims.k == 0 {
+        // A single row needs no stride: what is not a multiple of a piece is left out for all numbers of rows alike.
+        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(8);
+        if !in_pieces || dims.m == 0 || dims.n == 0 || dims.k == 0 {
             return None;
         }
         let num_sms = self.device.profile().num_sms;
-        wgmma
-            .iter()
-            .min_by_key(|(variant, _)| select::wgmma_clocks(variant.tile, dims.m, dims.n, dims.k, num_sms))
+        let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| {
+            select::tensor_clocks(variant.tile, batch, dims.m, dims.n, dims.k, num_sms)
+        };
+        // Each kind is faster than the next wherever it can be used at all.
+        let few = |tile| matches!(tile, MatmulTile::Skinny { rows, .. } if dims.m <= rows);
+        let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
+        let any = |tile| matches!(tile, MatmulTile::Mma { .. });
+        let best = |kind: &dyn Fn(MatmulTile) -> bool| {
+            tensor.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
+        };
+        best(&few).or_else(|| best(&single)).or_else(|| best(&any))
     }
 
     fn run_wgmma(
@@ -322,10 +332,7 @@ impl Matmul {
         let b_map = matrix(dtype, b.address(), [dims.n, dims.k, dims.b_stride], bn / cluster)?;
         // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill 16
         // bytes would be written over.
-        let in_boxes = out_dtype.bytes() == 2
-            && dims.n.is_multiple_of(8)
-            && out.address().is_multiple_of(16)
-            && (dims.m == 1 || dims.out_stride.is_multiple_of(8));
+        let in_boxes = out_dtype.bytes() == 2 && dims.n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
             matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
@@ -361,16 +368,16 @@ impl Matmul {
             flops: 2 * (batch * m * n * k) as u64,
         };
         match &self.backend {
-            Backend::Cuda { wgmma, wgmma_from, .. }
-                if m >= *wgmma_from
-                    && let Some((variant, entry)) = self.fastest(wgmma, &self.aligned_dims()) =>
+            Backend::Cuda { tensor, .. }
+                if let Some((variant, entry)) = self.fastest(tensor, batch as u32, &self.aligned_dims()) =>
             {
-                let why = format!("the least clocks of {} tiles by waves and steps", wgmma.len());
-                let work = work(why, format!("{:?}", variant.tile), WGMMA_THREADS);
+                let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
+                let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }
             Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
-                let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), THREADS);
+                let tile = choice.variant.tile;
+                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }
             _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "panels".into(), 1)),
@@ -420,6 +427,24 @@ impl Kernel for Matmul {
 /// The first matrix of a stack.
 fn first<'a>(stack: &TensorView<'a>) -> Result<TensorView<'a>, Error> {
     stack.slice(0, 0..1)?.reshape(&stack.shape()[1..])
+}
+
+/// A kernel with a block per tile.
+fn launch(
+    stream: &Stream,
+    variant: &MatmulVariant,
+    entry: &Entry,
+    batch: u32,
+    args: &MatmulArgs<'_>,
+    dims: &MatmulDims,
+) -> Result<(), Error> {
+    let grid = variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32 * entry.cluster();
+    let MatmulArgs { a, b, bias, out } = args;
+    let params = [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), dims.into()];
+    // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest`
+    // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
+    // tile's.
+    unsafe { entry.launch(stream, [grid, 1, batch], [variant.tile.threads(), 1, 1], &params) }
 }
 
 /// The address of an optional input: null if there is none.
@@ -508,6 +533,7 @@ impl Shapes {
             (A_IN_PIECES, rows_aligned!(a, per_piece)),
             (B_IN_PIECES, rows_aligned!(b, per_piece)),
             (OUT_IN_QUADS, rows_aligned!(out, 4)),
+            (OUT_IN_PIECES, rows_aligned!(out, 16 / self.out_dtype.bytes())),
         ] {
             access |= if is_set { flag } else { 0 };
         }

@@ -1,7 +1,10 @@
 //! Which kernels a matrix product takes.
 
 use abi::DType;
-use abi::ops::matmul::{MatmulTile, MatmulVariant, VARIANTS, WARPS, WGMMA_BK, WGMMA_BM, WGMMA_VARIANTS};
+use abi::ops::matmul::{
+    MMA_BK, MMA_VARIANTS, MatmulTile, MatmulVariant, SKINNY_BK, SKINNY_COLS, SKINNY_VARIANTS, VARIANTS,
+    WARPS, WGMMA_BK, WGMMA_BM, WGMMA_VARIANTS,
+};
 
 use super::{MatmulProblem, OP};
 use crate::device::DeviceLimits;
@@ -154,33 +157,60 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
     Ok(choices)
 }
 
-/// Hopper's kernels for a problem; none for other cards and types, and for several products, whose tensor maps would need a
-/// third dimension.
-pub(super) fn wgmma(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'static MatmulVariant> {
-    let MatmulProblem { batch, m, dtype, out_dtype, .. } = *problem;
+/// The tensor cores' kernels for a problem; none for other cards and types.
+pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'static MatmulVariant> {
+    let MatmulProblem { dtype, out_dtype, .. } = *problem;
     let fits = |variant: &&MatmulVariant| {
-        (batch, m > GEMV_MAX_ROWS) == (1, true)
-            && (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
+        (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
             && variant.floor <= limits.floor
             && variant.tile.smem_bytes(dtype) <= limits.smem_per_block_bytes
     };
-    WGMMA_VARIANTS.iter().filter(fits).collect()
+    WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(SKINNY_VARIANTS).filter(fits).collect()
 }
 
-/// About how many clocks a launch of a `Wgmma` tile takes: to compare tiles, not to foretell times.
+/// Blocks that share k in a cluster of a `Skinny` tile: as many as give every multiprocessor two blocks, but four steps of k
+/// to each.
 ///
-/// A multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a clock per
-/// column for each of the two warpgroups' 64 rows and 16 k, and a hundred more to hand the stage over; the loads of a step
-/// come at 56 bytes per clock. The constants are those that order the tiles as an H200 does.
-pub(super) fn wgmma_clocks(tile: MatmulTile, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
-    let MatmulTile::Wgmma { bn, cluster, .. } = tile else { return u64::MAX };
-    let tiles = tile.blocks(m, n, 0);
-    let waves = tiles.div_ceil(u64::from((num_sms / cluster).max(1)));
-    let multiply = 4 * bn;
-    let load = (WGMMA_BM + bn / cluster) * 128 / 56;
-    let steps = u64::from(k.div_ceil(WGMMA_BK));
-    let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
-    waves * (steps * (u64::from(multiply.max(load)) + hand_over) + epilogue) + fill
+/// It decides the order of a sum, so it depends on n, k and the card only, not on the number of rows.
+pub(super) fn skinny_ranks(num_sms: u32, n: usize, k: usize) -> u32 {
+    let (blocks, steps) = (n.div_ceil(SKINNY_COLS as usize), k.div_ceil(SKINNY_BK as usize));
+    let mut ranks = 1;
+    while ranks < 8 && blocks * ranks < 2 * num_sms as usize && steps >= 8 * ranks {
+        ranks *= 2;
+    }
+    ranks as u32
+}
+
+/// About how many clocks a launch of a tile of the tensor cores takes: to compare tiles of a kind, not to foretell times.
+///
+/// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
+/// clock per column for each of the two warpgroups' 64 rows and 16 k, and a hundred more to hand the stage over; the loads
+/// of a step come at 56 bytes per clock. The constants are those that order the tiles as an H200 does.
+///
+/// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
+/// step of a warp that has little to multiply waits for shared memory instead.
+pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
+    let tiles = tile.blocks(m, n, 0) * u64::from(batch);
+    match tile {
+        MatmulTile::Wgmma { bn, cluster, .. } => {
+            let waves = tiles.div_ceil(u64::from((num_sms / cluster).max(1)));
+            let multiply = 4 * bn;
+            let load = (WGMMA_BM + bn / cluster) * 128 / 56;
+            let steps = u64::from(k.div_ceil(WGMMA_BK));
+            let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
+            waves * (steps * (u64::from(multiply.max(load)) + hand_over) + epilogue) + fill
+        }
+        MatmulTile::Mma { bm, bn, blocks, .. } => {
+            let steps = u64::from(k.div_ceil(MMA_BK));
+            let step = u64::from(bm * bn * MMA_BK / 1024).max(u64::from(bm + bn)) + 30;
+            // Blocks of a multiprocessor in turn, as many as there are at most.
+            let turns = tiles.div_ceil(u64::from(num_sms));
+            turns * (steps * step + u64::from(bm * bn / 32)) + 600 * turns.div_ceil(u64::from(blocks))
+        }
+        // The fewest rows that are enough.
+        MatmulTile::Skinny { rows, clustered, .. } => u64::from(2 * rows) + u64::from(!clustered),
+        _ => u64::MAX,
+    }
 }
 
 #[cfg(test)]
@@ -247,13 +277,15 @@ mod tests {
         ] {
             let dtype = DType::BF16;
             let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
-            let clocks = |v: &&MatmulVariant| wgmma_clocks(v.tile, m as u32, n as u32, k as u32, 132);
-            let chosen = wgmma(&hopper, &problem).into_iter().min_by_key(clocks).expect("a tile");
+            let clocks = |v: &&MatmulVariant| tensor_clocks(v.tile, 1, m as u32, n as u32, k as u32, 132);
+            let of_hopper = |v: &&MatmulVariant| matches!(v.tile, MatmulTile::Wgmma { .. });
+            let chosen =
+                tensor(&hopper, &problem).into_iter().filter(of_hopper).min_by_key(clocks).expect("a tile");
             let name = chosen.entry.trim_start_matches("matmul_bf16__").trim_end_matches("__sm90a");
             assert!(fastest.contains(&name), "{m} × {n} × {k}: {name}");
         }
         assert!(
-            wgmma(
+            tensor(
                 &H200,
                 &MatmulProblem {
                     batch: 1,

@@ -1,0 +1,313 @@
+//! Matrix products on the tensor cores of Ampere and later: `cp.async` fills a ring of stages, warps multiply by `mma.sync`.
+//!
+//! ```text
+//! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is 32 of k, rows of 64 bytes
+//!
+//! before     steps 0 … STAGES−2 are on their way
+//! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
+//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16 for every 16 × 8 of the warp)
+//! at the end bias, rounding, 16-byte stores straight from registers
+//! ```
+//!
+//! - Rows of 64 bytes lie without gaps; a piece of 16 bytes is moved by an exclusive or with bits of its row, so that the
+//!   eight rows that `ldmatrix` reads at a time come from different banks: rows r … r + 7 of a by `r / 2 % 4`.
+//! - The columns of an `mma` are dealt out so that a thread ends up with neighbouring ones. With `W` columns to a warp,
+//!   column i of the j-th `mma` is column `i / 2 · W / 4 + 2 j + i % 2`: a thread's sums of a row are `W / 4` in a row, which
+//!   it stores by 16 bytes and without shared memory. Rows of b are therefore moved by `r / (W / 4) % 4`.
+//! - The tails of m, n and k are filled with zeros by `cp.async`.
+//! - A sum is one chain over k in steps of 16, the same in every tile and wherever a row lies.
+
+use abi::ops::matmul::{MMA_BK, MatmulDims, OUT_IN_PIECES};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{cp_async, global, matrix, mma, shared, thread};
+
+const BK: u32 = MMA_BK;
+/// Bytes of a row of a stage.
+const ROW_BYTES: u32 = BK * 2;
+/// Rows of tiles that are walked together, so that blocks that run at the same time share rows of both operands in L2.
+const BAND: u32 = 8;
+
+/// Rows and columns of a warp's part of a tile.
+pub const fn warp_edge(bm: u32, bn: u32, threads: u32) -> usize {
+    (bm * bn / (threads / 32)).isqrt() as usize
+}
+
+/// What `mma.sync` multiplies.
+pub trait Multiplicand: Element {
+    /// `c + a · b` for 16 × 8 × 16.
+    ///
+    /// # Safety
+    /// - *converged*: all 32 lanes execute it.
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
+}
+
+impl Multiplicand for bf16 {
+    #[inline(always)]
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { mma::m16n8k16_f32_bf16(a, b, c) }
+    }
+}
+
+impl Multiplicand for f16 {
+    #[inline(always)]
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { mma::m16n8k16_f32_f16(a, b, c) }
+    }
+}
+
+/// Tile row and column of this block, tile columns within bands of tile rows.
+#[inline(always)]
+fn tile_of_block<const BM: u32, const BN: u32>(dims: &MatmulDims) -> (u32, u32) {
+    let (tiles_m, tiles_n) = (dims.m.div_ceil(BM).max(1), dims.n.div_ceil(BN).max(1));
+    let block = thread::block_idx_x();
+    let (band, within) = (block / (BAND * tiles_n), block % (BAND * tiles_n));
+    let first = band * BAND;
+    let height = (tiles_m - first).clamp(1, BAND);
+    (first + within % height, within / height)
+}
+
+/// This thread's share of the rows of an operand that a step copies: the piece of one column of pieces, of every
+/// `THREADS / 4`-th row.
+struct Share<T> {
+    /// The piece of the first row.
+    from: *const T,
+    stride: u32,
+    /// Rows of the operand from the first one on.
+    rows: u32,
+    row: u32,
+    piece: u32,
+}
+
+impl<T> Share<T> {
+    #[inline(always)]
+    fn new(operand: *const T, stride: u32, rows: u32, first_row: u32) -> Self {
+        let (row, piece) = (thread::thread_idx_x() / 4, thread::thread_idx_x() % 4);
+        let at = (first_row + row) as usize * stride as usize + piece as usize * 8;
+        Share { from: operand.wrapping_add(at), stride, rows: rows.saturating_sub(first_row), row, piece }
+    }
+
+    /// Starts the copies of `COUNT` pieces at column `k` of `end`, rows moved by `row / MOVE % 4`.
+    ///
+    /// # Safety
+    /// - Rows of the operand *in-bounds* and aligned to 16 bytes; the stage at `to` is nobody's.
+    #[inline(always)]
+    unsafe fn start<const COUNT: usize, const THREADS: u32, const MOVE: u32>(
+        &self,
+        k: u32,
+        end: u32,
+        to: u32,
+    ) {
+        let left = end.saturating_sub(k + self.piece * 8);
+        let bytes = if left < 8 { left * 2 } else { 16 };
+        let mut i = 0;
+        while i < COUNT {
+            let step = i as u32 * (THREADS / 4);
+            let row = self.row + step;
+            let moved = self.piece ^ (row / MOVE % 4);
+            let bytes = if row < self.rows { bytes } else { 0 };
+            let at = step as usize * self.stride as usize + k as usize;
+            // SAFETY: `bytes` bytes from an existing row on; none where there is no row.
+            unsafe {
+                cp_async::cg_16_fill(to + row * ROW_BYTES + moved * 16, self.from.wrapping_add(at), bytes);
+            }
+            i += 1;
+        }
+    }
+}
+
+/// One tile of `out = a · bᵀ + bias`: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
+/// `COUNT_B` of b per step.
+///
+/// # Safety
+/// - *converged*: all `THREADS` threads of the block, a warp for each part of the tile; shared memory as
+///   `MatmulTile::smem_bytes` says.
+/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in `Matmul::run`.
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Multiplicand,
+    O: Element,
+    const BM: u32,
+    const BN: u32,
+    const FM: usize,
+    const FN: usize,
+    const COUNT_A: usize,
+    const COUNT_B: usize,
+    const STAGES: u32,
+    const THREADS: u32,
+>(
+    a: *const T,
+    b: *const T,
+    bias: *const T,
+    out: *mut O,
+    dims: &MatmulDims,
+) {
+    let (warp_rows, warp_cols) = (16 * FM as u32, 8 * FN as u32);
+    let per_thread = warp_cols / 4;
+    let stage_bytes = (BM + BN) * ROW_BYTES;
+    let base = shared::base();
+    let (tile_m, tile_n) = tile_of_block::<BM, BN>(dims);
+    let (row, col) = (tile_m * BM, tile_n * BN);
+    let steps = dims.k.div_ceil(BK);
+
+    let (warp, lane) = (thread::warp_idx(), thread::lane());
+    let warp_row = warp % (BM / warp_rows) * warp_rows;
+    let warp_col = warp / (BM / warp_rows) * warp_cols;
+    // Which row of the first 16, and which piece of its 2, this lane tells `ldmatrix`.
+    let (a_row, a_piece) = (warp_row + lane % 16, lane / 16);
+    let b_col = lane % 8;
+    let b_row = warp_col + b_col / 2 * per_thread + b_col % 2 + lane / 16 * 2;
+    let b_piece = lane / 8 % 2;
+
+    let share_a = Share::new(a, dims.a_stride, dims.m, row);
+    let share_b = Share::new(b, dims.b_stride, dims.n, col);
+    let mut sums = [[[0f32; 4]; FN]; FM];
+    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
+    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
+    let promotes = size_of::<O>() == 4;
+    // SAFETY: a stage is filled by copies that all threads have waited for before the barrier, and filled anew after the
+    // barrier that follows its last reading.
+    unsafe {
+        let start = |step: u32| {
+            if step < steps {
+                let (k, to) = (step * BK, base + step % STAGES * stage_bytes);
+                share_a.start::<COUNT_A, THREADS, 2>(k, dims.k, to);
+                if FN == 8 {
+                    share_b.start::<COUNT_B, THREADS, 16>(k, dims.k, to + BM * ROW_BYTES);
+                } else {
+                    share_b.start::<COUNT_B, THREADS, 8>(k, dims.k, to + BM * ROW_BYTES);
+                }
+            }
+            cp_async::commit_group();
+        };
+        let mut step = 0;
+        while step + 1 < STAGES {
+            start(step);
+            step += 1;
+        }
+        let mut step = 0;
+        while step < steps {
+            if STAGES == 4 {
+                cp_async::wait_group::<2>()
+            } else {
+                cp_async::wait_group::<1>()
+            }
+            thread::sync_threads();
+            start(step + STAGES - 1);
+            let a_at = base + step % STAGES * stage_bytes;
+            let b_at = a_at + BM * ROW_BYTES;
+            let mut step_sums = [[[0f32; 4]; FN]; FM];
+            let mut half = 0;
+            while half < 2 {
+                let mut rows_a = [[0u32; 4]; FM];
+                let mut i = 0;
+                while i < FM {
+                    let row = a_row + 16 * i as u32;
+                    let moved = (2 * half + a_piece) ^ (row / 2 % 4);
+                    rows_a[i] = matrix::load_x4(a_at + row * ROW_BYTES + moved * 16);
+                    i += 1;
+                }
+                let mut rows_b = [[0u32; 2]; FN];
+                let mut j = 0;
+                while j < FN {
+                    let row = b_row + 2 * j as u32;
+                    let moved = (2 * half + b_piece) ^ (row / per_thread % 4);
+                    let [b0, b1, b2, b3] = matrix::load_x4(b_at + row * ROW_BYTES + moved * 16);
+                    rows_b[j] = [b0, b1];
+                    rows_b[j + 1] = [b2, b3];
+                    j += 2;
+                }
+                let mut i = 0;
+                while i < FM {
+                    let mut j = 0;
+                    while j < FN {
+                        let to = if promotes { &mut step_sums } else { &mut sums };
+                        to[i][j] = T::multiply_add(rows_a[i], rows_b[j], to[i][j]);
+                        j += 1;
+                    }
+                    i += 1;
+                }
+                half += 1;
+            }
+            if promotes {
+                add(&mut sums, &step_sums);
+            }
+            step += 1;
+        }
+        cp_async::wait_group::<0>();
+    }
+
+    let first_col = col + warp_col + lane % 4 * per_thread;
+    let mut j = 0;
+    // Eight neighbouring columns at a time: four `mma` of two.
+    while j < FN / 4 {
+        let col = first_col + 8 * j as u32;
+        let mut added = [0f32; 8];
+        if !bias.is_null() {
+            let mut c = 0;
+            while c < 8 {
+                if col + (c as u32) < dims.n {
+                    // SAFETY: inside bias.
+                    added[c] = unsafe { global::load(bias.add(col as usize + c)) }.to_f32();
+                }
+                c += 1;
+            }
+        }
+        let mut i = 0;
+        while i < 2 * FM {
+            let row = row + warp_row + 8 * i as u32 + lane / 4;
+            let mut values = [0f32; 8];
+            let mut c = 0;
+            while c < 8 {
+                values[c] = sums[i / 2][4 * j + c / 2][i % 2 * 2 + c % 2] + added[c];
+                c += 1;
+            }
+            if row < dims.m && col < dims.n {
+                // SAFETY: the row and column exist, and are this thread's alone.
+                unsafe { store_octet(out, row, col, &values, dims) };
+            }
+            i += 1;
+        }
+        j += 1;
+    }
+}
+
+/// Adds each sum to its total, rounding to nearest.
+#[inline(always)]
+fn add<const FM: usize, const FN: usize>(total: &mut [[[f32; 4]; FN]; FM], sums: &[[[f32; 4]; FN]; FM]) {
+    let mut i = 0;
+    while i < FM * FN * 4 {
+        total[i / 4 / FN][i / 4 % FN][i % 4] += sums[i / 4 / FN][i / 4 % FN][i % 4];
+        i += 1;
+    }
+}
+
+/// Rounds and stores the elements `col..col + 8` of a row of out, as far as they exist.
+///
+/// # Safety
+/// - The row *in-bounds(out)* and aligned as `dims.access` says; *exclusive*: these elements are this thread's.
+#[inline(always)]
+unsafe fn store_octet<O: Element>(out: *mut O, row: u32, col: u32, values: &[f32; 8], dims: &MatmulDims) {
+    // SAFETY: col + i < n in every branch — the caller's row.
+    unsafe {
+        let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+        if dims.access & OUT_IN_PIECES != 0 && dims.n - col >= 8 {
+            if O::PER_16_BYTES == 8 {
+                global::store_x4(to, O::pack(values));
+            } else {
+                let [v0, v1, v2, v3, v4, v5, v6, v7] = *values;
+                global::store_x4(to, O::pack(&[v0, v1, v2, v3, 0.0, 0.0, 0.0, 0.0]));
+                global::store_x4(to.add(4), O::pack(&[v4, v5, v6, v7, 0.0, 0.0, 0.0, 0.0]));
+            }
+        } else {
+            let mut i = 0;
+            while i < 8 {
+                if (i as u32) < dims.n - col {
+                    global::store(to.add(i), O::from_f32(values[i]));
+                }
+                i += 1;
+            }
+        }
+    }
+}
