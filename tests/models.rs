@@ -8,7 +8,9 @@ use testkit::compare::relative_l2;
 use testkit::golden::{self, Array};
 use testkit::gpu::workspace_root;
 use testkit::simulator::Card;
-use warpforge::models::{Logits, Model, ModelConfig, Observed, Sampler, Session, SessionOptions};
+use warpforge::models::{
+    Logits, Model, ModelConfig, Observed, PatchGrid, Sampler, Session, SessionOptions, Visual,
+};
 use warpforge::ops::sampling::Sampling;
 use warpforge::{Arch, DType, Device};
 
@@ -52,9 +54,36 @@ impl Case {
         &array.f32().expect(name)[index * len..][..len]
     }
 
-    fn greedy(&self) -> Vec<u32> {
-        self.arrays["greedy"].i32().expect("greedy").iter().map(|&id| id as u32).collect()
+    /// The images of the prompt, if it has any: how many patches each has, and the patches of all.
+    fn images(&self) -> (Vec<PatchGrid>, &[f32]) {
+        let Some(grids) = self.arrays.get("image_grid_thw") else { return (Vec::new(), &[]) };
+        let sizes: Vec<usize> = grids.i32().expect("sizes").iter().map(|&size| size as usize).collect();
+        let grid = |size: &[usize]| PatchGrid { frames: size[0], rows: size[1], cols: size[2] };
+        (sizes.chunks(3).map(grid).collect(), self.arrays["pixel_values"].f32().expect("pixel_values"))
     }
+
+    /// What transformers continued the first prompt with, if it did.
+    fn greedy(&self) -> Option<Vec<u32>> {
+        let ids = self.arrays.get("greedy")?.i32().expect("greedy");
+        Some(ids.iter().map(|&id| id as u32).collect())
+    }
+}
+
+/// Images cut out of the patches of all.
+fn visuals<'a>((grids, mut patches): (&[PatchGrid], &'a [f32])) -> Vec<Visual<'a>> {
+    let len = patches.len() / grids.iter().map(PatchGrid::patches).sum::<usize>().max(1);
+    let mut cut = |&grid: &PatchGrid| {
+        let (own, rest) = patches.split_at(grid.patches() * len);
+        patches = rest;
+        Visual { grid, patches: own }
+    };
+    grids.iter().map(&mut cut).collect()
+}
+
+/// Sessions of the golden cases: f32 or bf16, with room for their images.
+fn options(case: &Case, chunk: usize) -> SessionOptions {
+    let max_patches = case.images().0.iter().map(PatchGrid::patches).sum();
+    SessionOptions { capacity: 80, chunk, logits: Logits::All, max_patches, ..SessionOptions::default() }
 }
 
 fn session(
@@ -67,9 +96,18 @@ fn session(
 }
 
 fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, warpforge::Error> {
+    greedy_visual(session, prompt, &[], num_tokens)
+}
+
+fn greedy_visual(
+    session: &mut Session,
+    prompt: &[u32],
+    visuals: &[Visual<'_>],
+    num_tokens: usize,
+) -> Result<Vec<u32>, warpforge::Error> {
     session.truncate(0, 0)?;
     let mut sampler = Sampler::new(session, Sampling::Greedy)?;
-    session.prefill(0, prompt)?;
+    session.prefill_visual(0, prompt, visuals)?;
     let mut ids = Vec::new();
     while ids.len() < num_tokens {
         ids.push(sampler.sample(session)?[0]);
@@ -80,17 +118,22 @@ fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Ve
 
 /// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens.
 fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
-    let options = SessionOptions { capacity: 80, chunk, logits: Logits::All, ..SessionOptions::default() };
-    let mut session = session(device, &case.folder, DType::F32, options)?;
+    let mut session = session(device, &case.folder, DType::F32, options(case, chunk))?;
+    let (grids, patches) = case.images();
+    let visuals = visuals((&grids, patches));
     let num_layers = session.model().config().decoder.layers.len();
+    let vision = session.model().config().vision.as_ref();
+    let deepstack = vision.map_or(0, |vision| vision.deepstack_blocks.len());
+    let visual_tokens = vision.map_or(vec![], |vision| vec![vision.image_token, vision.video_token]);
     for (index, prompt) in case.prompts().iter().enumerate() {
         session.truncate(0, 0)?;
         let stream = session.stream().clone();
         let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); num_layers + 1];
         let mut logits = Vec::new();
-        session.prefill_with(
+        session.prefill_visual_with(
             0,
             prompt,
+            &visuals,
             &mut |which, tensor| {
                 let layer = match which {
                     Observed::LayerInput(layer) => layer,
@@ -106,7 +149,15 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
         )?;
         // In order, so that the first message names the layer before which something went wrong.
         for (layer, hidden) in hidden.iter().enumerate() {
-            let error = relative_l2(hidden, case.sequence(&format!("hidden.{layer}"), index));
+            let want = case.sequence(&format!("hidden.{layer}"), index);
+            // transformers keeps the outputs of layers before features of images are added.
+            let is_kept =
+                |row: usize| !(1..=deepstack).contains(&layer) || !visual_tokens.contains(&prompt[row]);
+            let kept = |rows: &[f32]| -> Vec<f32> {
+                let rows = rows.chunks(rows.len() / prompt.len()).enumerate();
+                rows.filter(|&(row, _)| is_kept(row)).flat_map(|(_, row)| row).copied().collect()
+            };
+            let error = relative_l2(&kept(hidden), &kept(want));
             assert!(
                 error <= 1e-4,
                 "{}, {device:?}, sequence {index}: input of layer {layer}: {error:.2e}",
@@ -116,15 +167,15 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
         let error = relative_l2(&logits, case.sequence("logits", index));
         assert!(error <= 1e-4, "{}, {device:?}, sequence {index}: logits: {error:.2e}", case.name);
     }
-    let want = case.greedy();
-    let got = greedy(&mut session, &case.prompts()[0], want.len())?;
+    let Some(want) = case.greedy() else { return Ok(()) };
+    let got = greedy_visual(&mut session, &case.prompts()[0], &visuals, want.len())?;
     assert_eq!(got, want, "{}, {device:?}: greedy tokens", case.name);
     Ok(())
 }
 
 #[test]
 fn golden_f32_on_the_cpu() -> Outcome {
-    for name in ["qwen3", "qwen3_sliding"] {
+    for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
         let case = Case::load(name)?;
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
@@ -137,7 +188,7 @@ fn golden_f32_on_the_cpu() -> Outcome {
 #[test]
 fn golden_f32_in_the_simulator() -> Outcome {
     let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
-    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5)] {
+    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_vl", 16)] {
         matches_transformers(&device, &Case::load(name)?, chunk)?;
     }
     Ok(())
@@ -146,7 +197,7 @@ fn golden_f32_in_the_simulator() -> Outcome {
 #[test]
 fn golden_f32_on_the_card() -> Outcome {
     for device in cards() {
-        for name in ["qwen3", "qwen3_sliding"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
             let case = Case::load(name)?;
             for chunk in [64, 5] {
                 matches_transformers(&device, &case, chunk)?;
@@ -162,16 +213,16 @@ fn golden_bf16() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
     for device in devices {
-        for name in ["qwen3", "qwen3_sliding"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
             let case = Case::load(name)?;
-            let options =
-                SessionOptions { capacity: 80, chunk: 64, logits: Logits::All, ..SessionOptions::default() };
-            let mut session = session(&device, &case.folder, DType::BF16, options)?;
+            let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
+            let (grids, patches) = case.images();
+            let visuals = visuals((&grids, patches));
             let stream = session.stream().clone();
             let (mut got, mut want, mut yardstick) = (Vec::new(), Vec::new(), Vec::new());
             for (index, prompt) in case.prompts().iter().enumerate() {
                 session.truncate(0, 0)?;
-                session.prefill_with(0, prompt, &mut |_, _| Ok(()), &mut |_, rows| {
+                session.prefill_visual_with(0, prompt, &visuals, &mut |_, _| Ok(()), &mut |_, rows| {
                     got.extend(rows.to_vec::<f32>(&stream)?);
                     Ok(())
                 })?;
@@ -234,6 +285,125 @@ fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
         }
         assert_eq!(got, want, "{device:?}");
     }
+    Ok(())
+}
+
+/// The tokens behind an image one after another, and a continuation, against the whole prompt each time.
+#[test]
+fn decode_after_an_image() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let images = visuals((&grids, patches));
+    let mut prompt = case.prompts()[0].clone();
+    let want = case.sequence("logits", 0);
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let mut session = session(&device, &case.folder, DType::F32, options(&case, 64))?;
+        let stream = session.stream().clone();
+        let config = session.model().config();
+        let (vocab, image_token) = (config.decoder.vocab_size, config.vision.as_ref().unwrap().image_token);
+        let first = prompt.iter().rposition(|&id| id == image_token).unwrap() + 1;
+        assert!(first < prompt.len());
+        session.prefill_visual(0, &prompt[..first], &images)?;
+        for index in first..prompt.len() {
+            let logits = session.decode(&prompt[index..index + 1])?.to_vec::<f32>(&stream)?;
+            let error = relative_l2(&logits, &want[index * vocab..(index + 1) * vocab]);
+            assert!(error <= 1e-4, "{device:?}: logits of token {index}: {error:.2e}");
+        }
+        let continuation = greedy_visual(&mut session, &prompt, &images, 12)?;
+        prompt.truncate(case.prompts()[0].len());
+        for &id in &continuation {
+            assert_eq!(greedy_visual(&mut session, &prompt, &images, 1)?, [id], "{device:?}");
+            prompt.push(id);
+        }
+        prompt.truncate(case.prompts()[0].len());
+    }
+    Ok(())
+}
+
+/// What a session remembers of images: later prompts, copies and cuts of a sequence go on as one long prompt would.
+#[test]
+fn prompts_go_on_after_images() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let images = visuals((&grids, patches));
+    let image = &case.prompts()[0];
+    let prompt = [&image[..], &[5, 6, 7], &image[..], &[9]].concat();
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let options = SessionOptions { batch: 2, capacity: 120, max_patches: 192, ..options(&case, 32) };
+        let mut session = session(&device, &case.folder, DType::F32, options)?;
+        let stream = session.stream().clone();
+        let both = [images[0], images[0]];
+        let whole = session.prefill_visual(0, &prompt, &both)?.to_vec::<f32>(&stream)?;
+
+        session.prefill_visual(1, image, &images)?;
+        session.prefill(1, &[1, 2])?;
+        session.truncate(1, image.len())?;
+        session.prefill(1, &[5, 6, 7])?;
+        session.fork(1, 0)?;
+        session.prefill_visual(0, image, &images)?;
+        let parts = session.prefill(0, &[9])?.to_vec::<f32>(&stream)?;
+
+        // A video of the same image twice, its frames where the images were.
+        let config = session.model().config().vision.clone().unwrap();
+        let frames = [patches, patches].concat();
+        let video = Visual { grid: PatchGrid { frames: 2, ..grids[0] }, patches: &frames };
+        let frame = |&id: &u32| if id == config.image_token { config.video_token } else { id };
+        session.truncate(0, 0)?;
+        let prompt: Vec<u32> = prompt.iter().map(frame).collect();
+        let of_video = session.prefill_visual(0, &prompt, &[video])?.to_vec::<f32>(&stream)?;
+        assert_eq!(of_video, whole, "{device:?}");
+        let error = relative_l2(&parts, &whole);
+        assert!(error <= 1e-5, "{device:?}: {error:.2e}");
+    }
+    Ok(())
+}
+
+/// Mistakes with images: each is an error that names what was expected, and leaves the session as it was.
+#[test]
+fn bad_images() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let image = visuals((&grids, patches))[0];
+    let ids = &case.prompts()[0];
+    let device = Device::cpu();
+    let mut blind =
+        session(&device, &case.folder, DType::F32, SessionOptions { max_patches: 0, ..options(&case, 64) })?;
+    assert_eq!(
+        blind.prefill_visual(0, ids, &[image]).unwrap_err().to_string(),
+        "Session: visuals: expected none in a session without max_patches, got 1"
+    );
+    let mut session = session(&device, &case.folder, DType::F32, options(&case, 64))?;
+    let mut message = |ids: &[u32], visuals: &[Visual<'_>]| {
+        session.prefill_visual(0, ids, visuals).unwrap_err().to_string()
+    };
+    assert_eq!(
+        message(ids, &[image, image]),
+        "Session: visuals: expected at most 96 patches altogether, got 192"
+    );
+    let odd = Visual { grid: PatchGrid { frames: 1, rows: 3, cols: 32 }, ..image };
+    assert_eq!(
+        message(ids, &[odd]),
+        "Session: visuals: expected rows and columns in multiples of 2, 1 to 96 patches, got 1 x 3 x 32"
+    );
+    let short = Visual { patches: &image.patches[1..], ..image };
+    assert_eq!(
+        message(ids, &[short]),
+        "Session: visuals: expected 1536 numbers for each of 96 patches, got 147455"
+    );
+    assert_eq!(
+        message(&[1, 2, 3], &[image]),
+        "Session: ids: expected placeholders for every image and frame, got 1 without"
+    );
+    assert_eq!(session.len(0), 0);
+    let text = Model::load(&device, &golden::folder("qwen3"), DType::F32, &mut |_| {})?;
+    assert_eq!(
+        text.session(SessionOptions { max_patches: 4, ..SessionOptions::default() }).unwrap_err().to_string(),
+        "Session: max_patches: expected 0 for a model without a vision tower, got 4"
+    );
     Ok(())
 }
 

@@ -157,6 +157,30 @@ def embedding(case, shape):
     )
 
 
+def embedding_bag(case, shape):
+    dtype, vocab, cols = DTYPES[case["dtype"]], shape["vocab"], shape["cols"]
+    sizes, tables = (shape["tokens"], shape["bag"]), {}
+
+    def inputs(generator):
+        # One table for all sets, as ours.
+        if "table" not in tables:
+            tables["table"] = normal(generator, vocab, cols, dtype=dtype)
+        ids = torch.randint(vocab, sizes, generator=generator, device=generator.device, dtype=torch.int32)
+        weights = torch.rand(sizes, generator=generator, device=generator.device)
+        return normal(generator, sizes[0], cols, dtype=dtype), ids, weights, tables["table"]
+
+    def gathered(x, ids, weights, table):
+        return (x + (table[ids.long()].float() * weights[..., None]).sum(1)).to(dtype)
+
+    def bag(x, ids, weights, table):
+        return x + F.embedding_bag(ids, table, per_sample_weights=weights.to(dtype), mode="sum")
+
+    def expected(x, ids, weights, table):
+        return x[:1].float() + (table[ids[:1].long()].float() * weights[:1, :, None]).sum(1)
+
+    return Operator(inputs, expected, [*both(gathered, "torch eager"), Peer("F.embedding_bag", bag)])
+
+
 def glu(case, shape):
     dtype = DTYPES[case["dtype"]]
     activation = {
@@ -166,13 +190,14 @@ def glu(case, shape):
     }[shape["activation"]]
 
     def inputs(generator):
-        return [normal(generator, shape["rows"], shape["cols"], dtype=dtype) for _ in range(2)]
+        tensors = 2 if shape.get("up", True) else 1
+        return [normal(generator, shape["rows"], shape["cols"], dtype=dtype) for _ in range(tensors)]
 
-    def run(gate, up):
-        return activation(gate) * up
+    def run(gate, up=None):
+        return activation(gate) if up is None else activation(gate) * up
 
-    def expected(gate, up):
-        return activation(gate[:1].float()) * up[:1].float()
+    def expected(gate, up=None):
+        return run(gate[:1].float(), None if up is None else up[:1].float())
 
     return Operator(inputs, expected, both(run, "torch eager"))
 
@@ -223,6 +248,27 @@ def kv_append(case, shape):
         [*both(run, "Tensor.index_copy_"), Peer("Triton", by_triton)],
         sample=lambda v_cache: v_cache[-1:],
     )
+
+
+def layernorm(case, shape):
+    dtype, eps, cols = DTYPES[case["dtype"]], shape["eps"], shape["cols"]
+    adds = shape["residual"] == "add"
+
+    def inputs(generator):
+        x = [normal(generator, shape["rows"], cols, dtype=dtype) for _ in range(2 if adds else 1)]
+        return normal(generator, cols, dtype=dtype), normal(generator, cols, dtype=dtype), *x
+
+    def run(weight, bias, x, residual=None):
+        total = x if residual is None else x + residual
+        out = F.layer_norm(total, (cols,), weight, bias, eps)
+        return out if residual is None else (out, total)
+
+    def expected(weight, bias, x, residual=None):
+        total = (x[:1] if residual is None else x[:1] + residual[:1]).float()
+        return F.layer_norm(total, (cols,), weight.float(), bias.float(), eps)
+
+    sample = (lambda result: result[0][:1]) if adds else (lambda result: result[:1])
+    return Operator(inputs, expected, both(run, "F.layer_norm"), sample=sample)
 
 
 def linear_activation(case, shape):
@@ -491,6 +537,26 @@ def sampling(case, shape):
     )
 
 
+def scatter_rows(case, shape):
+    dtype, rows, num_rows, cols = DTYPES[case["dtype"]], shape["rows"], shape["num_rows"], shape["cols"]
+    adds = shape["store"] == "add"
+
+    def inputs(generator):
+        x, out = normal(generator, rows, cols, dtype=dtype), normal(generator, num_rows, cols, dtype=dtype)
+        # Backwards from the last row, as ours.
+        return x, torch.arange(num_rows - 1, num_rows - 1 - rows, -1, device=generator.device), out
+
+    def run(x, ids, out):
+        # A sum out of place, which can be checked however often it ran before.
+        return out.index_add(0, ids, x) if adds else out.index_copy_(0, ids, x)
+
+    def expected(x, ids, out):
+        return x[:1].float() + out[-1:].float() if adds else x[:1].float()
+
+    name = "Tensor.index_add" if adds else "Tensor.index_copy_"
+    return Operator(inputs, expected, both(run, name), sample=lambda out: out[-1:])
+
+
 def transpose(case, shape):
     dtype = DTYPES[case["dtype"]]
 
@@ -516,9 +582,11 @@ OPERATORS = {
         attention,
         copy,
         embedding,
+        embedding_bag,
         glu,
         grouped_matmul,
         kv_append,
+        layernorm,
         linear_activation,
         matmul,
         matmul_fp8,
@@ -528,6 +596,7 @@ OPERATORS = {
         rmsnorm,
         rope,
         sampling,
+        scatter_rows,
         transpose,
     )
 }

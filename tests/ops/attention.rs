@@ -106,9 +106,12 @@ impl Case {
 
 const HEADS: [(usize, usize); 8] = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (5, 1), (8, 1), (18, 2)];
 /// Of q and k, and of v.
-const HEAD_DIMS: [(usize, usize); 18] = [
+const HEAD_DIMS: [(usize, usize); 21] = [
     (64, 64),
     (128, 128),
+    (8, 8),
+    (16, 16),
+    (24, 8),
     (32, 32),
     (40, 40),
     (72, 72),
@@ -775,18 +778,18 @@ fn bad_input() -> Result<(), Error> {
                 AttentionProblem { heads_kv: 0, ..problem },
                 "heads_q a multiple of heads_kv, both at least 1, got 4 and 0",
             ),
-            (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 32 to 576, got 68"),
+            (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 8 to 576, got 68"),
             (
                 AttentionProblem { head_dim: 584, ..problem },
-                "head_dim a multiple of 8 from 32 to 576, got 584",
+                "head_dim a multiple of 8 from 8 to 576, got 584",
             ),
             (
                 AttentionProblem { head_dim_v: 520, ..problem },
-                "head_dim_v a multiple of 8 from 32 to 512, got 520",
+                "head_dim_v a multiple of 8 from 8 to 512, got 520",
             ),
             (
-                AttentionProblem { head_dim_v: 24, ..problem },
-                "head_dim_v a multiple of 8 from 32 to 512, got 24",
+                AttentionProblem { head_dim_v: 28, ..problem },
+                "head_dim_v a multiple of 8 from 8 to 512, got 28",
             ),
             (AttentionProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
             (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),

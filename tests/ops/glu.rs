@@ -16,6 +16,8 @@ use crate::harness::{
 #[derive(Clone, Debug)]
 struct Case {
     problem: GluProblem,
+    /// Else the activation alone.
+    has_up: bool,
     gate: Layout,
     up: Layout,
     out: Layout,
@@ -47,8 +49,18 @@ fn case() -> impl Strategy<Value = Case> {
         layout().prop_map(|all| [all; 3]),
         (layout(), layout(), layout()).prop_map(|(gate, up, out)| [gate, up, out]),
     ];
-    (problem, layouts, any_values(), any_values(), any::<u64>()).prop_map(
-        |(problem, [gate, up, out], gates, ups, seed)| Case { problem, gate, up, out, gates, ups, seed },
+    let has_up = prop_oneof![3 => Just(true), 1 => Just(false)];
+    (problem, has_up, layouts, any_values(), any_values(), any::<u64>()).prop_map(
+        |(problem, has_up, [gate, up, out], gates, ups, seed)| Case {
+            problem,
+            has_up,
+            gate,
+            up,
+            out,
+            gates,
+            ups,
+            seed,
+        },
     )
 }
 
@@ -77,7 +89,11 @@ fn run(device: &Device, case: &Case, variant: Option<&'static GluVariant>) -> Re
     };
     let plan = plan.map_err(fail)?;
     let gate = values(case.gates, dtype, rows * cols, case.seed);
-    let up = values(case.ups, dtype, rows * cols, case.seed ^ 1);
+    let up = if case.has_up {
+        values(case.ups, dtype, rows * cols, case.seed ^ 1)
+    } else {
+        vec![1.0; rows * cols]
+    };
     let gate_rows = Rows::input(&stream, dtype, &gate, cols, case.gate).map_err(fail)?;
     let up_rows = Rows::input(&stream, dtype, &up, cols, case.up).map_err(fail)?;
     let mut out = Rows::output(&stream, dtype, rows, cols, case.out).map_err(fail)?;
@@ -85,7 +101,8 @@ fn run(device: &Device, case: &Case, variant: Option<&'static GluVariant>) -> Re
         // Rows cannot tell how many empty rows there are.
         return Ok(());
     }
-    let args = GluArgs { gate: gate_rows.view(), up: up_rows.view(), out: out.view_mut() };
+    let args =
+        GluArgs { gate: gate_rows.view(), up: case.has_up.then(|| up_rows.view()), out: out.view_mut() };
     plan.run(&stream, args).map_err(fail)?;
     check_glu(plan.report().variant, &out.read(&stream)?, (&gate, &up), activation, dtype)
 }
@@ -142,7 +159,7 @@ proptest! {
                 let gate = Rows::input(&stream, dtype, gate, cols, Layout::default()).map_err(fail)?;
                 let up = Rows::input(&stream, dtype, up, cols, Layout::default()).map_err(fail)?;
                 let mut out = Rows::output(&stream, dtype, rows, cols, Layout::default()).map_err(fail)?;
-                let args = GluArgs { gate: gate.view(), up: up.view(), out: out.view_mut() };
+                let args = GluArgs { gate: gate.view(), up: Some(up.view()), out: out.view_mut() };
                 plan.run(&stream, args).map_err(fail)?;
                 out.read(&stream)
             };
@@ -166,7 +183,7 @@ fn halves_of_one_tensor() -> Result<(), TestCaseError> {
             let gate = joint.view().slice(1, 0..cols)?;
             let up = joint.view().slice(1, cols..2 * cols)?;
             let problem = GluProblem { rows, cols, dtype, activation: Activation::Silu };
-            Glu::plan(device, problem)?.run(&stream, GluArgs { gate, up, out: out.view_mut() })?;
+            Glu::plan(device, problem)?.run(&stream, GluArgs { gate, up: Some(up), out: out.view_mut() })?;
             let half = |start: usize| -> Vec<f64> {
                 data.chunks(2 * cols).flat_map(|row| &row[start..start + cols]).copied().collect()
             };
@@ -192,7 +209,7 @@ fn extreme_gates() -> Result<(), TestCaseError> {
                 let gate_row = Rows::input(&stream, dtype, &gate, gate.len(), Layout::default())?;
                 let up_row = Rows::input(&stream, dtype, &up, gate.len(), Layout::default())?;
                 let mut out = Rows::output(&stream, dtype, 1, gate.len(), Layout::default())?;
-                let args = GluArgs { gate: gate_row.view(), up: up_row.view(), out: out.view_mut() };
+                let args = GluArgs { gate: gate_row.view(), up: Some(up_row.view()), out: out.view_mut() };
                 plan.run(&stream, args)?;
                 let got = out.read(&stream)?;
                 check_glu(plan.report().variant, &got, (&gate, &up), activation, dtype)?;
@@ -215,7 +232,7 @@ fn bad_input() -> Result<(), Error> {
         let plan = Glu::plan(device, problem)?;
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |gate: &Tensor, up: &Tensor, out: &mut Tensor| {
-            let args = GluArgs { gate: gate.view(), up: up.view(), out: out.view_mut() };
+            let args = GluArgs { gate: gate.view(), up: Some(up.view()), out: out.view_mut() };
             plan.run(&stream, args).unwrap_err().to_string()
         };
         let good = tensor(&[4, 64], DType::F32)?;

@@ -298,6 +298,23 @@ fn tables() -> Result<(), TestCaseError> {
             let given = RopeTables::from_angles(&stream, &angles, freqs.len(), factor)?;
             testkit::compare::assert_bits_eq(&given.cos().to_vec::<f32>(&stream)?, &f32s(&cos));
             testkit::compare::assert_bits_eq(&given.sin().to_vec::<f32>(&stream)?, &f32s(&sin));
+            // Others written over them, in whole or in part: the rest stays.
+            let mut set = RopeTables::from_angles(&stream, &vec![1.0; angles.len()], freqs.len(), 1.0)?;
+            for rows in [max_position, max_position / 2] {
+                set.set_angles(&stream, &angles[..rows * freqs.len()], factor)?;
+                testkit::compare::assert_bits_eq(&set.cos().to_vec::<f32>(&stream)?, &f32s(&cos));
+                testkit::compare::assert_bits_eq(&set.sin().to_vec::<f32>(&stream)?, &f32s(&sin));
+            }
+            let too_many = set.set_angles(&stream, &vec![0.0; angles.len() + freqs.len()], factor);
+            assert_eq!(
+                too_many.unwrap_err().to_string(),
+                format!(
+                    "rope: angles: expected a multiple of {} angles, at most {}, got {}",
+                    freqs.len(),
+                    angles.len(),
+                    angles.len() + freqs.len()
+                )
+            );
         }
     }
     Ok(())

@@ -6,10 +6,14 @@ pub mod attention;
 pub mod copy;
 #[cfg(feature = "embedding")]
 pub mod embedding;
+#[cfg(feature = "embedding_bag")]
+pub mod embedding_bag;
 #[cfg(feature = "glu")]
 pub mod glu;
 #[cfg(feature = "kv_append")]
 pub mod kv_append;
+#[cfg(feature = "layernorm")]
+pub mod layernorm;
 #[cfg(feature = "matmul")]
 pub mod matmul;
 #[cfg(feature = "matmul_i8")]
@@ -20,5 +24,7 @@ pub mod rmsnorm;
 pub mod rope;
 #[cfg(feature = "sampling")]
 pub mod sampling;
+#[cfg(feature = "scatter_rows")]
+pub mod scatter_rows;
 #[cfg(feature = "transpose")]
 pub mod transpose;

@@ -3,6 +3,7 @@
 pub mod activation;
 pub mod gemv;
 pub mod operand;
+pub mod packed;
 pub mod reduce;
 pub mod scan;
 pub mod simt;

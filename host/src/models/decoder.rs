@@ -26,8 +26,13 @@ pub struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    fn new(config: &DecoderConfig, loader: &mut Loader<'_>, index: usize) -> Result<Self, Error> {
-        let prefix = format!("model.layers.{index}");
+    fn new(
+        config: &DecoderConfig,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+        index: usize,
+    ) -> Result<Self, Error> {
+        let prefix = format!("{prefix}.layers.{index}");
         let name = |part: &str| format!("{prefix}.{part}");
         let (layer, hidden_size) = (&config.layers[index], config.hidden_size);
         let input_norm = loader.gain(&name("input_layernorm.weight"), hidden_size)?;
@@ -52,13 +57,14 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    pub(super) fn new(config: &DecoderConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
+    /// Of tensors whose names begin with `prefix`.
+    pub(super) fn new(config: &DecoderConfig, loader: &mut Loader<'_>, prefix: &str) -> Result<Self, Error> {
         let &DecoderConfig { vocab_size, hidden_size, tie_word_embeddings, .. } = config;
-        let embedding = loader.matrix("model.embed_tokens.weight", vocab_size, hidden_size)?;
+        let embedding = loader.matrix(&format!("{prefix}.embed_tokens.weight"), vocab_size, hidden_size)?;
         let layers = (0..config.layers.len())
-            .map(|index| DecoderLayer::new(config, loader, index))
+            .map(|index| DecoderLayer::new(config, loader, prefix, index))
             .collect::<Result<_, _>>()?;
-        let norm = loader.gain("model.norm.weight", hidden_size)?;
+        let norm = loader.gain(&format!("{prefix}.norm.weight"), hidden_size)?;
         let head = if tie_word_embeddings {
             None
         } else {
@@ -175,6 +181,9 @@ impl DecoderBlock {
         let mut projected = projected.view_mut().slice(0, 0..tokens)?;
         let table = decoder.embedding.view();
         embedding.run(stream, EmbeddingArgs { ids: step.ids, table, out: residual.reborrow() })?;
+        if let Some(rows) = step.visual {
+            rows.replace(stream, residual.reborrow())?;
+        }
         for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
             let (mixer, feed_forward) = of_layer[index];
             let weight = layer.input_norm.view();
@@ -200,6 +209,9 @@ impl DecoderBlock {
                 normed.as_view(),
                 projected.reborrow(),
             )?;
+            if let Some(rows) = step.visual {
+                rows.add(stream, index, projected.reborrow())?;
+            }
         }
         let args = RmsNormArgs {
             x: projected.as_view(),

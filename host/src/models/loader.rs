@@ -97,6 +97,11 @@ impl<'a> Loader<'a> {
         self.stacked(&[(name.into(), rows)], cols)
     }
 
+    /// A tensor of more dimensions as a matrix: all but the first in one.
+    pub(super) fn flattened(&mut self, name: &str, rows: usize, rest: &[usize]) -> Result<Tensor, Error> {
+        self.load(&[(name, [&[rows], rest].concat())], &[rows, rest.iter().product()])
+    }
+
     /// Matrices of the same width above each other: their names and rows.
     pub(super) fn stacked(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Tensor, Error> {
         let shapes: Vec<(&str, Vec<usize>)> =
@@ -161,7 +166,7 @@ impl<'a> Loader<'a> {
 }
 
 /// Values in their storage type.
-fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
+pub(super) fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
     match dtype {
         DType::F16 => values.iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect(),
         DType::BF16 => values.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect(),

@@ -11,11 +11,12 @@ mod loader;
 mod model;
 mod sampler;
 mod session;
+mod vision;
 mod weights;
 
 pub use config::{
     Architecture, AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig,
-    ModelConfig, NormConfig, RopeConfig, RopeKind, YarnRope,
+    ModelConfig, NormConfig, RopeConfig, RopeKind, VisionConfig, YarnRope,
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
@@ -24,4 +25,5 @@ pub use loader::LoadProgress;
 pub use model::Model;
 pub use sampler::Sampler;
 pub use session::{Logits, Session, SessionOptions};
+pub use vision::{LayerNormWeights, PatchGrid, PatchMerger, VisionBlock, VisionTower, Visual};
 pub use weights::{Requirements, TensorData, Weights};

@@ -7,7 +7,7 @@ use abi::DType;
 
 use super::decoder::Decoder;
 use super::loader::{LoadProgress, Loader};
-use super::{ModelConfig, Session, SessionOptions, Weights};
+use super::{ModelConfig, Session, SessionOptions, VisionTower, Weights};
 use crate::device::Device;
 use crate::error::Error;
 
@@ -17,6 +17,7 @@ pub struct Model {
     device: Device,
     config: Arc<ModelConfig>,
     decoder: Arc<Decoder>,
+    tower: Option<Arc<VisionTower>>,
     dtype: DType,
 }
 
@@ -34,22 +35,28 @@ impl Model {
         let config = ModelConfig::from_dir(dir)?;
         let weights = Weights::open(dir)?;
         let stream = device.stream()?;
-        let build = |loader: &mut Loader<'_>| Decoder::new(&config.decoder, loader);
-        let decoder = Loader::from_checkpoint(&weights, &stream, dtype, progress, build)?;
+        let build = |loader: &mut Loader<'_>| build(&config, loader);
+        let parts = Loader::from_checkpoint(&weights, &stream, dtype, progress, build)?;
         stream.synchronize()?;
-        Self::new(device, config, decoder, dtype)
+        Ok(Self::new(device, config, parts, dtype))
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
     pub fn random(device: &Device, config: ModelConfig, dtype: DType, seed: u64) -> Result<Self, Error> {
         let stream = device.stream()?;
-        let decoder = Loader::random(seed, &stream, dtype, |loader| Decoder::new(&config.decoder, loader))?;
+        let parts = Loader::random(seed, &stream, dtype, |loader| build(&config, loader))?;
         stream.synchronize()?;
-        Self::new(device, config, decoder, dtype)
+        Ok(Self::new(device, config, parts, dtype))
     }
 
-    fn new(device: &Device, config: ModelConfig, decoder: Decoder, dtype: DType) -> Result<Self, Error> {
-        Ok(Model { device: device.clone(), config: Arc::new(config), decoder: Arc::new(decoder), dtype })
+    fn new(
+        device: &Device,
+        config: ModelConfig,
+        (decoder, tower): (Decoder, Option<VisionTower>),
+        dtype: DType,
+    ) -> Self {
+        let (decoder, tower) = (Arc::new(decoder), tower.map(Arc::new));
+        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype }
     }
 
     /// Where it is.
@@ -67,6 +74,11 @@ impl Model {
         &self.decoder
     }
 
+    /// Those of its vision tower, if it has one.
+    pub fn tower(&self) -> Option<&VisionTower> {
+        self.tower.as_deref()
+    }
+
     /// Type of weights and activations.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -76,4 +88,11 @@ impl Model {
     pub fn session(&self, options: SessionOptions) -> Result<Session, Error> {
         Session::new(self.clone(), options)
     }
+}
+
+/// All weights of a model.
+fn build(config: &ModelConfig, loader: &mut Loader<'_>) -> Result<(Decoder, Option<VisionTower>), Error> {
+    let decoder = Decoder::new(&config.decoder, loader, config.architecture.decoder_prefix())?;
+    let tower = config.vision.as_ref().map(|vision| VisionTower::new(vision, loader)).transpose()?;
+    Ok((decoder, tower))
 }

@@ -8,6 +8,7 @@ use super::Model;
 use super::config::DecoderConfig;
 use super::decoder::{DecoderBlock, Observer};
 use super::layers::{Cache, Phase, Step, Visible};
+use super::vision::{Visual, VisualInputs};
 use crate::device::Place;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
@@ -29,11 +30,13 @@ pub struct SessionOptions {
     pub chunk: usize,
     /// Which rows of logits a prefill gives.
     pub logits: Logits,
+    /// Most patches of the images and videos of a prompt; 0 for text alone, which takes no memory for a vision tower.
+    pub max_patches: usize,
 }
 
 impl Default for SessionOptions {
     fn default() -> Self {
-        SessionOptions { batch: 1, capacity: 2048, chunk: 512, logits: Logits::Last }
+        SessionOptions { batch: 1, capacity: 2048, chunk: 512, logits: Logits::Last, max_patches: 0 }
     }
 }
 
@@ -57,6 +60,8 @@ pub struct Session {
     /// The recorded decode step, once there is one.
     decode_graph: DecodeGraph,
     ropes: RopeTables,
+    /// If it takes images and videos.
+    visual: Option<VisualInputs>,
     /// Of each layer.
     caches: Vec<Cache>,
     inputs: Inputs,
@@ -64,6 +69,9 @@ pub struct Session {
     logits: Tensor,
     /// Tokens in the caches, per sequence.
     lens: Vec<usize>,
+    /// Per sequence, ascending: tokens from which on positions are behind the number of the token, and by how much. An image
+    /// has more tokens than it takes positions.
+    shifts: Vec<Vec<(usize, usize)>>,
     /// Rows of the logits buffer that the last call gave.
     logit_rows: Range<usize>,
 }
@@ -80,7 +88,7 @@ enum DecodeGraph {
 
 impl Session {
     pub(super) fn new(model: Model, options: SessionOptions) -> Result<Self, Error> {
-        let SessionOptions { batch, capacity, chunk, logits } = options;
+        let SessionOptions { batch, capacity, chunk, logits, max_patches } = options;
         for (argument, size) in [("batch", batch), ("capacity", capacity), ("chunk", chunk)] {
             if size == 0 {
                 return Err(Error::invalid(OP, argument, "at least 1", "0"));
@@ -108,6 +116,14 @@ impl Session {
         let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;
         let rope = &config.rope;
         let ropes = RopeTables::new(&stream, &rope.inv_freq(), rope.attention_factor(), capacity)?;
+        let visual = match &model.config().vision {
+            _ if max_patches == 0 => None,
+            Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, max_patches, chunk)?),
+            None => {
+                let expected = "0 for a model without a vision tower";
+                return Err(Error::invalid(OP, "max_patches", expected, max_patches.to_string()));
+            }
+        };
         let decode_graph = if matches!(model.device().place(), Place::Cuda(_)) {
             DecodeGraph::NotRun
         } else {
@@ -122,10 +138,12 @@ impl Session {
             decode,
             decode_graph,
             ropes,
+            visual,
             caches,
             inputs,
             logits,
             lens,
+            shifts: vec![Vec::new(); batch],
             logit_rows: 0..0,
         })
     }
@@ -160,10 +178,12 @@ impl Session {
         self.caches.iter().map(Cache::bytes).sum()
     }
 
-    /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing.
+    /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing. What follows an image that is
+    /// cut by it is treated as text in the place of the image's rest.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
         let current = self.checked_len("sequence", sequence)?;
         self.lens[sequence] = len.min(current);
+        self.shifts[sequence].retain(|&(from, _)| from <= len);
         Ok(())
     }
 
@@ -176,6 +196,7 @@ impl Session {
                 cache.copy_sequence(&self.stream, from, to)?;
             }
             self.lens[to] = len;
+            self.shifts[to] = self.shifts[from].clone();
         }
         Ok(())
     }
@@ -187,16 +208,16 @@ impl Session {
         })
     }
 
-    /// What the operators chose, for prefill and for decode.
-    pub fn optimization_reports(&self) -> [(&'static str, Vec<OptimizationReport>); 2] {
-        [("prefill", self.prefill.reports()), ("decode", self.decode.reports())]
+    /// What the operators chose, for the vision tower if there is one, for prefill and for decode.
+    pub fn optimization_reports(&self) -> [(&'static str, Vec<OptimizationReport>); 3] {
+        let visual = self.visual.as_ref().map_or(Vec::new(), VisualInputs::reports);
+        [("vision", visual), ("prefill", self.prefill.reports()), ("decode", self.decode.reports())]
     }
 
     /// Appends a prompt, or a part of one, to a sequence. Returns the logits of its last token, `[1, vocab]` f32, which
     /// stay until the next call.
     pub fn prefill(&mut self, sequence: usize, ids: &[u32]) -> Result<TensorView<'_>, Error> {
-        self.prefill_with(sequence, ids, &mut |_, _| Ok(()), &mut |_, _| Ok(()))?;
-        self.logits()
+        self.prefill_visual(sequence, ids, &[])
     }
 
     /// Like [`Self::prefill`], showing inner tensors to `observe`, and to `logits` for each chunk the index of its first
@@ -208,6 +229,32 @@ impl Session {
         observe: &mut Observer<'_>,
         logits: &mut dyn FnMut(usize, TensorView<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
+        self.prefill_visual_with(sequence, ids, &[], observe, logits)
+    }
+
+    /// Like [`Self::prefill`], for a prompt with images and videos in order of their appearance.
+    ///
+    /// An image has a placeholder token for each group of patches that become one, in a row, and so has each frame of a video:
+    /// see [`VisionConfig::image_token`](super::VisionConfig::image_token).
+    pub fn prefill_visual(
+        &mut self,
+        sequence: usize,
+        ids: &[u32],
+        visuals: &[Visual<'_>],
+    ) -> Result<TensorView<'_>, Error> {
+        self.prefill_visual_with(sequence, ids, visuals, &mut |_, _| Ok(()), &mut |_, _| Ok(()))?;
+        self.logits()
+    }
+
+    /// [`Self::prefill_visual`] and [`Self::prefill_with`] in one.
+    pub fn prefill_visual_with(
+        &mut self,
+        sequence: usize,
+        ids: &[u32],
+        visuals: &[Visual<'_>],
+        observe: &mut Observer<'_>,
+        logits: &mut dyn FnMut(usize, TensorView<'_>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let _range = nvtx::range("prefill");
         self.check_ids(ids)?;
         let len = self.checked_len("sequence", sequence)?;
@@ -215,6 +262,19 @@ impl Session {
             return Err(Error::invalid(OP, "ids", "at least one token", "none"));
         }
         self.check_room(len, ids.len())?;
+        let shift = self.shift(sequence);
+        let prompt = match (&mut self.visual, self.model.tower()) {
+            _ if visuals.is_empty() => None,
+            (Some(visual), Some(tower)) => {
+                let prompt = visual.place(ids, visuals, (len, shift))?;
+                visual.encode(&self.stream, tower, visuals)?;
+                Some(prompt)
+            }
+            _ => {
+                let expected = "none in a session without max_patches";
+                return Err(Error::invalid(OP, "visuals", expected, visuals.len().to_string()));
+            }
+        };
         let SessionOptions { chunk, capacity, .. } = self.options;
         let num_chunks = ids.len().div_ceil(chunk);
         for (index, part) in ids.chunks(chunk).enumerate() {
@@ -222,23 +282,34 @@ impl Session {
             let tokens = part.len();
             let positions = start..start + tokens;
             let slots = positions.clone().map(|position| sequence * capacity + position);
-            self.inputs.set(&self.stream, part, positions.map(|p| p as u32), slots, &[])?;
+            self.inputs.set(&self.stream, part, positions.map(|p| (p - shift) as u32), slots, &[])?;
             let is_last = index + 1 == num_chunks;
             let logit_rows = match self.options.logits {
                 Logits::All => tokens,
                 Logits::Last if is_last => 1,
                 Logits::Last => 0,
             };
+            let rows = match (&prompt, &mut self.visual) {
+                (Some(prompt), Some(visual)) => {
+                    Some(visual.rows_of(&self.stream, prompt, (index * chunk, tokens))?)
+                }
+                _ => None,
+            };
+            let (ropes, positions) = match &rows {
+                Some(rows) => (rows.ropes, rows.positions),
+                None => (&self.ropes, self.inputs.row(POSITIONS, tokens)?),
+            };
             let step = Step {
                 stream: &self.stream,
-                ropes: &self.ropes,
+                ropes,
                 batch: 1,
                 seq: tokens,
                 sequences: sequence..sequence + 1,
                 visible: Visible::Uniform(start + tokens),
                 ids: self.inputs.row(IDS, tokens)?,
-                positions: self.inputs.row(POSITIONS, tokens)?,
+                positions,
                 slots: self.inputs.row(SLOTS, tokens)?,
+                visual: rows.as_ref(),
             };
             let out = match logit_rows {
                 0 => None,
@@ -246,6 +317,9 @@ impl Session {
             };
             self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, observe)?;
             self.lens[sequence] += tokens;
+            if let Some(prompt) = &prompt {
+                self.shifts[sequence].extend(prompt.shifts(start + 1..start + tokens + 1));
+            }
             if logit_rows > 0 {
                 self.logit_rows = logit_rows - 1..logit_rows;
                 let rows = self.logits.view().slice(0, 0..logit_rows)?;
@@ -268,7 +342,8 @@ impl Session {
             self.check_room(len, 1)?;
         }
         let lens: Vec<u32> = self.lens.iter().map(|&len| len as u32 + 1).collect();
-        let positions: Vec<u32> = self.lens.iter().map(|&len| len as u32).collect();
+        let position = |(sequence, &len): (usize, &usize)| (len - self.shift(sequence)) as u32;
+        let positions: Vec<u32> = self.lens.iter().enumerate().map(position).collect();
         let slots: Vec<usize> =
             self.lens.iter().enumerate().map(|(sequence, &len)| sequence * capacity + len).collect();
         self.inputs.set(&self.stream, ids, positions.into_iter(), slots.into_iter(), &lens)?;
@@ -283,6 +358,7 @@ impl Session {
                 ids: self.inputs.row(IDS, batch)?,
                 positions: self.inputs.row(POSITIONS, batch)?,
                 slots: self.inputs.row(SLOTS, batch)?,
+                visual: None,
             };
             let logits = self.logits.view_mut().slice(0, 0..batch)?;
             let decoder = self.model.decoder();
@@ -314,6 +390,11 @@ impl Session {
     /// before either. They are overwritten by the next call.
     pub fn logits(&self) -> Result<TensorView<'_>, Error> {
         self.logits.view().slice(0, self.logit_rows.clone())
+    }
+
+    /// By how much the position of a sequence's next token is behind its number.
+    fn shift(&self, sequence: usize) -> usize {
+        self.shifts[sequence].last().map_or(0, |&(_, shift)| shift)
     }
 
     /// Token ids that the embedding has; the kernels cannot report others.

@@ -60,19 +60,31 @@ impl Phase {
 pub mod attention;
 pub mod copy;
 pub mod embedding;
+pub mod embedding_bag;
 pub mod glu;
 pub mod kv_append;
+pub mod layernorm;
 pub mod matmul;
 pub mod matmul_i8;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;
+pub mod scatter_rows;
 pub mod transpose;
 
 pub(crate) mod parallel;
 pub mod reference;
 
 use crate::error::Error;
+
+/// What a result does to what its tensor holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Store {
+    /// It takes its place.
+    Replace,
+    /// It is added to it, in f32, and the sum rounded once.
+    Add,
+}
 
 /// A size or stride as the kernels take it: below 2^31.
 pub(crate) fn check_size(

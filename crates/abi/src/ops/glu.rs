@@ -10,7 +10,7 @@ pub struct GluDims {
     pub tiles: RowTiles,
     /// From one row of the gate to the next.
     pub gate_stride: u32,
-    /// The same for up.
+    /// The same for up, where there is one.
     pub up_stride: u32,
     /// The same for out.
     pub out_stride: u32,

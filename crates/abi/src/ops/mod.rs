@@ -6,13 +6,16 @@
 pub mod attention;
 pub mod copy;
 pub mod embedding;
+pub mod embedding_bag;
 pub mod glu;
 pub mod kv_append;
+pub mod layernorm;
 pub mod matmul;
 pub mod matmul_i8;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;
+pub mod scatter_rows;
 pub mod transpose;
 
 /// Every operator family: a feature of the `gpu` crate, and an image of its own per floor.
@@ -20,13 +23,16 @@ pub const FAMILIES: &[&str] = &[
     "attention",
     "copy",
     "embedding",
+    "embedding_bag",
     "glu",
     "kv_append",
+    "layernorm",
     "matmul",
     "matmul_i8",
     "rmsnorm",
     "rope",
     "sampling",
+    "scatter_rows",
     "transpose",
 ];
 
@@ -41,8 +47,10 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         attention::VARIANTS,
         copy::VARIANTS,
         embedding::VARIANTS,
+        embedding_bag::VARIANTS,
         glu::VARIANTS,
         kv_append::VARIANTS,
+        layernorm::VARIANTS,
         matmul::VARIANTS,
         matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
@@ -50,6 +58,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         rmsnorm::VARIANTS,
         rope::VARIANTS,
         sampling::VARIANTS,
+        scatter_rows::VARIANTS,
         transpose::VARIANTS
     );
     all.filter(move |(name, _)| *name == family).map(|(_, entry)| entry)

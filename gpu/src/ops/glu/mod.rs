@@ -1,4 +1,4 @@
-//! Gated linear unit activation: `out = act(gate) · up`.
+//! Gated linear unit activation: `out = act(gate) · up`, or the activation alone where up is null.
 //!
 //! Work split: every piece of 16 bytes is alike; `abi::RowTiles` deals them to blocks in tiles of 2^c pieces by several
 //! rows, so that rows of any length fill the blocks. Thread t of a block takes places t and t + 256 of the tile:
@@ -47,7 +47,9 @@ unsafe fn by_piece<T: Element>(
             let (inside, row, col) = place(i);
             if inside {
                 gates[i] = global::load_stream_x4(gate.add(row * dims.gate_stride as usize + col));
-                ups[i] = global::load_stream_x4(up.add(row * dims.up_stride as usize + col));
+                if !up.is_null() {
+                    ups[i] = global::load_stream_x4(up.add(row * dims.up_stride as usize + col));
+                }
             }
             i += 1;
         }
@@ -55,9 +57,11 @@ unsafe fn by_piece<T: Element>(
         while i < PIECES {
             let (inside, row, col) = place(i);
             if inside {
-                let (mut g, mut u) = ([0.0; 8], [0.0; 8]);
+                let (mut g, mut u) = ([0.0; 8], [1.0; 8]);
                 T::unpack(gates[i], &mut g);
-                T::unpack(ups[i], &mut u);
+                if !up.is_null() {
+                    T::unpack(ups[i], &mut u);
+                }
                 let mut j = 0;
                 while j < T::PER_16_BYTES {
                     g[j] = act(g[j]) * u[j];
@@ -91,7 +95,11 @@ unsafe fn by_element<T: Element>(
             // SAFETY: row < rows and col < cols keep every access inside the views — Glu::run.
             unsafe {
                 let g = global::load(gate.add(row * dims.gate_stride as usize + col)).to_f32();
-                let u = global::load(up.add(row * dims.up_stride as usize + col)).to_f32();
+                let u = if up.is_null() {
+                    1.0
+                } else {
+                    global::load(up.add(row * dims.up_stride as usize + col)).to_f32()
+                };
                 global::store(out.add(row * dims.out_stride as usize + col), T::from_f32(act(g) * u));
             }
         }

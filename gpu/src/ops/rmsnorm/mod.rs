@@ -17,6 +17,7 @@ use abi::ops::rmsnorm::RmsNormDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
+use crate::tile::packed::add_packed;
 use crate::tile::reduce::block_sum_f32;
 
 /// Where a row lies in x, out and the residual.
@@ -132,20 +133,6 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
             i += 1;
         }
     }
-}
-
-/// Elementwise sum of two packed pieces, rounded to `T`.
-#[inline(always)]
-fn add_packed<T: Element>(a: [u32; 4], b: [u32; 4]) -> [u32; 4] {
-    let (mut x, mut y) = ([0.0; 8], [0.0; 8]);
-    T::unpack(a, &mut x);
-    T::unpack(b, &mut y);
-    let mut j = 0;
-    while j < T::PER_16_BYTES {
-        x[j] += y[j];
-        j += 1;
-    }
-    T::pack(&x)
 }
 
 /// A block walks over one row element by element, twice: the fallback for any length, stride and alignment.

@@ -2,6 +2,7 @@
 
 mod fields;
 mod qwen3;
+mod qwen3_vl;
 mod rope;
 
 use std::path::Path;
@@ -28,6 +29,8 @@ pub struct ModelConfig {
     pub architecture: Architecture,
     /// The numbers of its text decoder.
     pub decoder: DecoderConfig,
+    /// Those of its vision tower, if it has one.
+    pub vision: Option<VisionConfig>,
     /// The type in which the weights were published, if the file says so.
     pub dtype: Option<DType>,
     /// Tokens that end a generation; may be empty.
@@ -42,6 +45,8 @@ pub struct ModelConfig {
 pub enum Architecture {
     /// Dense Qwen3: grouped-query attention with per-head q and k norms, SwiGLU.
     Qwen3,
+    /// The same decoder with a vision tower: Qwen3-VL.
+    Qwen3Vl,
 }
 
 /// The numbers of a text decoder.
@@ -121,6 +126,57 @@ pub struct MlpConfig {
     pub activation: Activation,
 }
 
+/// The numbers of a vision tower, and of how its output enters the decoder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VisionConfig {
+    /// Number of blocks.
+    pub depth: usize,
+    /// Width of a patch's features; a multiple of four times `heads`.
+    pub hidden_size: usize,
+    /// Attention heads of a block.
+    pub heads: usize,
+    /// Width of the inner activation of a block's MLP.
+    pub intermediate_size: usize,
+    /// That activation.
+    pub activation: Activation,
+    /// Channels of a pixel.
+    pub channels: usize,
+    /// Frames of a patch.
+    pub temporal_patch_size: usize,
+    /// Height and width of a patch, in pixels.
+    pub patch_size: usize,
+    /// Patches that become a token are so many in height and in width.
+    pub merge_size: usize,
+    /// Width of the features that the decoder gets: its hidden size.
+    pub out_hidden_size: usize,
+    /// Height and width of the table of learned positions.
+    pub position_grid: usize,
+    /// Blocks after which features are taken for the first decoder layers, ascending: the n-th for layer n.
+    pub deepstack_blocks: Vec<usize>,
+    /// Of the decoder's rotary frequencies, how many turn with a token's time, its row and its column.
+    pub mrope_section: [usize; 3],
+    /// The token in whose place a part of an image goes.
+    pub image_token: u32,
+    /// The same for a frame of a video.
+    pub video_token: u32,
+    /// The token before an image or frame.
+    pub vision_start_token: u32,
+    /// The token after it.
+    pub vision_end_token: u32,
+}
+
+impl VisionConfig {
+    /// Numbers of a patch: its pixels' channels.
+    pub fn patch_len(&self) -> usize {
+        self.channels * self.temporal_patch_size * self.patch_size * self.patch_size
+    }
+
+    /// Patches that become a token.
+    pub fn patches_per_token(&self) -> usize {
+        self.merge_size * self.merge_size
+    }
+}
+
 impl ModelConfig {
     /// Reads `config.json` in `dir`, and the token ids of `generation_config.json` over it where that file exists.
     ///
@@ -153,16 +209,33 @@ impl ModelConfig {
     fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
         let fields = Fields::top(root, path)?;
         let architecture = Architecture::read(&fields)?;
-        let decoder = match architecture {
-            Architecture::Qwen3 => qwen3::read(&fields)?,
+        let (decoder, vision) = match architecture {
+            Architecture::Qwen3 => (qwen3::read(&fields)?, None),
+            Architecture::Qwen3Vl => {
+                let (decoder, vision) = qwen3_vl::read(&fields)?;
+                (decoder, Some(vision))
+            }
+        };
+        // Where the decoder's own fields are.
+        let text = match architecture {
+            Architecture::Qwen3 => None,
+            Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config", "text_config.")?),
+        };
+        let dtype = match (read_dtype(&fields)?, &text) {
+            (None, Some(text)) => read_dtype(text)?,
+            (dtype, _) => dtype,
         };
         let mut config = ModelConfig {
             architecture,
             decoder,
-            dtype: read_dtype(&fields)?,
+            vision,
+            dtype,
             eos_token_ids: Vec::new(),
             bos_token_id: None,
         };
+        if let Some(text) = text {
+            config.read_token_ids(&text)?;
+        }
         config.read_token_ids(&fields)?;
         Ok(config)
     }
@@ -185,12 +258,21 @@ impl ModelConfig {
 }
 
 impl Architecture {
+    /// What the names of the decoder's tensors begin with, but for the head's.
+    pub(super) fn decoder_prefix(self) -> &'static str {
+        match self {
+            Architecture::Qwen3 => "model",
+            Architecture::Qwen3Vl => "model.language_model",
+        }
+    }
+
     /// The values of `model_type` that are built.
-    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3"];
+    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_vl"];
 
     fn read(fields: &Fields) -> Result<Architecture, ModelError> {
         match fields.required("model_type", "a string", Value::as_str)? {
             "qwen3" => Ok(Architecture::Qwen3),
+            "qwen3_vl" => Ok(Architecture::Qwen3Vl),
             found => Err(ModelError::UnknownModelType {
                 path: fields.path.into(),
                 found: found.into(),

@@ -14,13 +14,22 @@ use crate::ops::rmsnorm::NormWeight;
 
 /// With the defaults of the type's configuration class.
 pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
+    read_dense(fields, 10_000.0, 32_768)
+}
+
+/// With these defaults of the rotary base and the longest sequence.
+pub(super) fn read_dense(
+    fields: &Fields,
+    theta: f64,
+    max_positions: usize,
+) -> Result<DecoderConfig, ModelError> {
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
     let attention = read_attention(fields, 128)?;
     let mlp = MlpConfig {
         intermediate_size: fields.size("intermediate_size", 22016)?,
-        activation: read_activation(fields)?,
+        activation: read_activation(fields, "silu")?,
     };
-    let max_position_embeddings = fields.size("max_position_embeddings", 32768)?;
+    let max_position_embeddings = fields.size("max_position_embeddings", max_positions)?;
     let layers = layer_windows(fields, num_layers)?
         .into_iter()
         .map(|window| LayerConfig {
@@ -38,7 +47,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
         rope: RopeConfig::read(
             fields,
             RopeDefaults {
-                theta: 10000.0,
+                theta,
                 partial_rotary_factor: 1.0,
                 head_dim: attention.head_dim,
                 max_position_embeddings,
@@ -110,9 +119,9 @@ fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>
     types.iter().enumerate().map(layer_window).collect()
 }
 
-pub(super) fn read_activation(fields: &Fields) -> Result<Activation, ModelError> {
+pub(super) fn read_activation(fields: &Fields, default: &str) -> Result<Activation, ModelError> {
     const SUPPORTED: &[&str] = &["silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new"];
-    match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or("silu") {
+    match fields.optional("hidden_act", "a string", Value::as_str)?.unwrap_or(default) {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
         "gelu" => Ok(Activation::GeluErf),

@@ -87,7 +87,7 @@ impl MlpBlock {
         let cols = activated.shape()[1];
         let gate = gate_up.as_view().slice(1, 0..cols)?;
         let up = gate_up.as_view().slice(1, cols..2 * cols)?;
-        self.glu.run(stream, GluArgs { gate, up, out: activated.reborrow() })?;
+        self.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
         weights.down.run(stream, &self.down_plan, activated.as_view(), out)
     }
 }

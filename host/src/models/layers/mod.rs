@@ -17,6 +17,7 @@ use abi::DType;
 
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
 use super::loader::Loader;
+use super::vision::VisualRows;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
 use crate::ops::matmul::{Bias, Matmul, MatmulProblem};
@@ -128,10 +129,12 @@ pub(super) struct Step<'a> {
     pub(super) visible: Visible<'a>,
     /// `[tokens]` u32: token ids.
     pub(super) ids: TensorView<'a>,
-    /// `[tokens]` u32: positions in their sequences.
+    /// `[tokens]` u32: rows of `ropes`: positions in their sequences, or places in a chunk whose angles are its own.
     pub(super) positions: TensorView<'a>,
     /// `[tokens]` u32: rows of the cache, all its sequences in one.
     pub(super) slots: TensorView<'a>,
+    /// Features of images that take the places of tokens, if the prompt has any.
+    pub(super) visual: Option<&'a VisualRows<'a>>,
 }
 
 /// Keys that are visible to the last token of a sequence.

@@ -51,9 +51,9 @@ pub struct AttentionProblem {
     pub heads_q: usize,
     /// Key and value heads: query head h uses number `h / (heads_q / heads_kv)`.
     pub heads_kv: usize,
-    /// Elements of a head of q and k: a multiple of 8 from 32 to 576.
+    /// Elements of a head of q and k: a multiple of 8 from 8 to 576.
     pub head_dim: usize,
-    /// Elements of a head of v and out: a multiple of 8 from 32 to 512.
+    /// Elements of a head of v and out: a multiple of 8 from 8 to 512.
     pub head_dim_v: usize,
     /// Type of q, k, v and out.
     pub dtype: DType,
@@ -530,8 +530,8 @@ fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     for (name, size, most) in
         [("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", head_dim_v, MAX_HEAD_DIM_V)]
     {
-        if !(32..=most as usize).contains(&size) || !size.is_multiple_of(8) {
-            return invalid(&format!("{name} a multiple of 8 from 32 to {most}"), size.to_string());
+        if !(8..=most as usize).contains(&size) || !size.is_multiple_of(8) {
+            return invalid(&format!("{name} a multiple of 8 from 8 to {most}"), size.to_string());
         }
     }
     if !dtype.is_float() {

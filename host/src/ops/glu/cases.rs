@@ -14,15 +14,22 @@ pub struct GluCase {
     pub cols: usize,
     /// Activation of the gate.
     pub activation: Activation,
+    /// Whether something is gated.
+    pub has_up: bool,
 }
 
 const fn plain(name: &'static str, activation: Activation) -> GluCase {
-    GluCase { name, rows: 32768, cols: 9728, activation }
+    GluCase { name, rows: 32768, cols: 9728, activation, has_up: true }
+}
+
+/// The activation of an MLP without a gate.
+const fn alone(name: &'static str, rows: usize, activation: Activation) -> GluCase {
+    GluCase { name, rows, cols: 4096, activation, has_up: false }
 }
 
 /// SwiGLU in a model that gives a token to so many experts.
 const fn case(name: &'static str, phase: Phase, experts: usize, cols: usize) -> GluCase {
-    GluCase { name, rows: phase.tokens() * experts, cols, activation: Activation::Silu }
+    GluCase { name, rows: phase.tokens() * experts, cols, activation: Activation::Silu, has_up: true }
 }
 
 /// The shapes.
@@ -32,6 +39,8 @@ pub const CASES: &[GluCase] = cases! {
         plain("anchor 32768x9728", Activation::Silu),
         plain("32768x9728 gelu_tanh", Activation::GeluTanh),
         plain("32768x9728 gelu_erf", Activation::GeluErf),
+        alone("qwen3-vl-2b vision prefill 4096", 4096, Activation::GeluTanh),
+        alone("qwen3-vl-2b merger prefill 1024", 1024, Activation::GeluErf),
     ];
     phases: [
         "qwen3-0.6b" => (1, 3072),

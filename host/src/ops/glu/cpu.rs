@@ -26,19 +26,28 @@ fn of_type<T: FloatElement>(activation: Activation, args: &mut GluArgs<'_>) {
 
 fn rows<T: FloatElement>(args: &mut GluArgs<'_>, act: impl Fn(f32) -> f32 + Sync + Send) {
     let [rows, cols] = *args.out.shape() else { return };
-    let (gate_stride, up_stride, out_stride) =
-        (args.gate.strides()[0], args.up.strides()[0], args.out.strides()[0]);
+    let (gate_stride, out_stride) = (args.gate.strides()[0], args.out.strides()[0]);
     if args.out.is_empty() {
         return;
     }
-    let (gate, up) = (args.gate.host_slice::<T>(), args.up.host_slice::<T>());
+    let gate = args.gate.host_slice::<T>();
+    let up = args.up.as_ref().map(|up| (up.host_slice::<T>(), up.strides()[0]));
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     for_rows(rows, rows * cols, |row| {
-        let (gate, up) = (&gate[row * gate_stride..][..cols], &up[row * up_stride..][..cols]);
+        let gate = &gate[row * gate_stride..][..cols];
         // SAFETY: the rows of a view that is written do not overlap.
         let out = unsafe { out.part(row * out_stride, cols) };
-        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-            *out = T::from_f32(act(gate.to_f32()) * up.to_f32());
+        match up {
+            Some((up, stride)) => {
+                for ((out, gate), up) in out.iter_mut().zip(gate).zip(&up[row * stride..][..cols]) {
+                    *out = T::from_f32(act(gate.to_f32()) * up.to_f32());
+                }
+            }
+            None => {
+                for (out, gate) in out.iter_mut().zip(gate) {
+                    *out = T::from_f32(act(gate.to_f32()));
+                }
+            }
         }
     });
 }

@@ -12,7 +12,7 @@ use abi::{DType, RowTiles};
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
-use crate::launch::Entry;
+use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
@@ -43,15 +43,15 @@ pub struct GluProblem {
 pub struct GluArgs<'a> {
     /// What the activation is applied to.
     pub gate: TensorView<'a>,
-    /// What it gates.
-    pub up: TensorView<'a>,
+    /// What it gates; without, the result is the activation itself.
+    pub up: Option<TensorView<'a>>,
     /// Output.
     pub out: TensorViewMut<'a>,
 }
 
 /// Gated linear unit activation, elementwise.
 ///
-/// `out = act(gate) · up`, with act of [`Activation`].
+/// `out = act(gate) · up`, with act of [`Activation`]; `out = act(gate)` if there is no up.
 ///
 /// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU, 2^-20.5 for GELU
 /// with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing cancels for negative
@@ -75,7 +75,7 @@ pub struct GluArgs<'a> {
 /// let gate_up = Tensor::zeros(&stream, &[4, 2 * 9728], DType::BF16)?;
 /// let mut out = Tensor::empty(&stream, &[4, 9728], DType::BF16)?;
 /// let (gate, up) = (gate_up.view().slice(1, 0..9728)?, gate_up.view().slice(1, 9728..2 * 9728)?);
-/// glu.run(&stream, GluArgs { gate, up, out: out.view_mut() })?;
+/// glu.run(&stream, GluArgs { gate, up: Some(up), out: out.view_mut() })?;
 /// println!("{}", glu.report());
 /// # Ok(())
 /// # }
@@ -148,7 +148,7 @@ impl Glu {
                 let GluArgs { gate, up, out } = &args;
                 let aligned = choice.variant.tile == GluTile::Pieces
                     && gate.is_aligned_16()
-                    && up.is_aligned_16()
+                    && up.is_none_or(|up| up.is_aligned_16())
                     && out.is_aligned_16();
                 let (entry, per_piece) =
                     if aligned { (entry, 16 / self.problem.dtype.bytes()) } else { (unaligned, 1) };
@@ -156,7 +156,8 @@ impl Glu {
                 let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
                 let [gate_stride, up_stride, out_stride] = strides;
                 let dims = GluDims { tiles, gate_stride, up_stride, out_stride };
-                let params = [(*gate).into(), (*up).into(), out.into(), (&dims).into()];
+                let params =
+                    [(*gate).into(), up.map_or(Param::Address(0), Param::from), out.into(), (&dims).into()];
                 // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
                 // pieces of 16 bytes; the kernel leaves out what is beyond rows and cols.
                 unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
@@ -174,20 +175,22 @@ impl Glu {
             let expected = format!("at most {max_rows} rows, as planned");
             return Err(Error::invalid(OP, "gate", expected, rows.to_string()));
         }
-        up.expect(OP, "up", &self.device, dtype, &[Some(rows), Some(cols)])?;
         out.expect(OP, "out", &self.device, dtype, &[Some(rows), Some(cols)])?;
         gate.expect_inner_contiguous(OP, "gate")?;
-        up.expect_inner_contiguous(OP, "up")?;
         out.expect_inner_contiguous(OP, "out")?;
-        let strides = [
-            check_size(OP, "gate", "stride", gate.strides()[0])?,
-            check_size(OP, "up", "stride", up.strides()[0])?,
-            check_size(OP, "out", "stride", out.strides()[0])?,
-        ];
-        Ok((rows as u32, strides))
+        let up_stride = match up {
+            Some(up) => {
+                up.expect(OP, "up", &self.device, dtype, &[Some(rows), Some(cols)])?;
+                up.expect_inner_contiguous(OP, "up")?;
+                check_size(OP, "up", "stride", up.strides()[0])?
+            }
+            None => 0,
+        };
+        let gate_stride = check_size(OP, "gate", "stride", gate.strides()[0])?;
+        Ok((rows as u32, [gate_stride, up_stride, check_size(OP, "out", "stride", out.strides()[0])?]))
     }
 
-    /// What was chosen, and what a run of the planned size should take.
+    /// What was chosen, and what a run of the planned size with an up should take.
     pub fn report(&self) -> OptimizationReport {
         let GluProblem { rows, cols, dtype, activation } = self.problem;
         let work = |why: &str, tile: String, threads| Work {

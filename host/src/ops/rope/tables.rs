@@ -1,5 +1,6 @@
 //! cos and sin of every position.
 
+use abi::DType;
 use rayon::prelude::*;
 
 use super::OP;
@@ -47,6 +48,26 @@ impl RopeTables {
         Self::build(stream, angles.len() / pairs, pairs, attention_factor, angle)
     }
 
+    /// Writes given angles in radians, `[positions, pairs]`, over the first positions, after the stream's work so far: for
+    /// tables that are made once and serve prompt after prompt. Allocates nothing on the device.
+    pub fn set_angles(
+        &mut self,
+        stream: &Stream,
+        angles: &[f64],
+        attention_factor: f64,
+    ) -> Result<(), Error> {
+        let (pairs, most) = (self.pairs(), self.cos.len());
+        if !angles.len().is_multiple_of(pairs) || angles.len() > most {
+            let expected = format!("a multiple of {pairs} angles, at most {most}");
+            return Err(Error::invalid(OP, "angles", expected, angles.len().to_string()));
+        }
+        let angle = |position: usize, pair: usize| angles[position * pairs + pair];
+        let (cos, sin) = cos_sin(angles.len() / pairs, pairs, attention_factor, angle);
+        self.cos.view().expect(OP, "tables", stream.device(), DType::F32, &[None, None])?;
+        stream.upload(self.cos.view_mut().address(), bytemuck::cast_slice(&cos))?;
+        stream.upload(self.sin.view_mut().address(), bytemuck::cast_slice(&sin))
+    }
+
     fn build(
         stream: &Stream,
         max_position: usize,
@@ -59,22 +80,11 @@ impl RopeTables {
             let got = format!("{max_position} positions of {pairs} pairs");
             return Err(Error::invalid(OP, "tables", "at least one position and one pair", got));
         }
-        let Some(len) = max_position.checked_mul(pairs).filter(|&len| len <= isize::MAX as usize / 4) else {
+        if max_position.checked_mul(pairs).is_none_or(|len| len > isize::MAX as usize / 4) {
             let got = format!("[{max_position}, {pairs}]");
             return Err(Error::invalid(OP, "tables", "a size that fits the address space", got));
-        };
-        let (mut cos, mut sin) = (vec![0f32; len], vec![0f32; len]);
-        // Rows in groups, so that a task is worth its start.
-        const ROWS: usize = 256;
-        let chunks = cos.par_chunks_mut(ROWS * pairs).zip(sin.par_chunks_mut(ROWS * pairs));
-        chunks.enumerate().for_each(|(chunk, (cos, sin))| {
-            for (row, (cos, sin)) in cos.chunks_mut(pairs).zip(sin.chunks_mut(pairs)).enumerate() {
-                for (pair, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
-                    let (s, c) = angle(chunk * ROWS + row, pair).sin_cos();
-                    (*cos, *sin) = ((c * attention_factor) as f32, (s * attention_factor) as f32);
-                }
-            }
-        });
+        }
+        let (cos, sin) = cos_sin(max_position, pairs, attention_factor, angle);
         let shape = [max_position, pairs];
         Ok(RopeTables {
             cos: Tensor::from_slice(stream, &shape, &cos)?,
@@ -101,4 +111,26 @@ impl RopeTables {
     pub fn pairs(&self) -> usize {
         self.cos.shape()[1]
     }
+}
+
+/// cos and sin of `[positions, pairs]` angles, times a factor; rounded once.
+fn cos_sin(
+    positions: usize,
+    pairs: usize,
+    factor: f64,
+    angle: impl Fn(usize, usize) -> f64 + Sync,
+) -> (Vec<f32>, Vec<f32>) {
+    let (mut cos, mut sin) = (vec![0f32; positions * pairs], vec![0f32; positions * pairs]);
+    // Rows in groups, so that a task is worth its start.
+    const ROWS: usize = 256;
+    let chunks = cos.par_chunks_mut(ROWS * pairs).zip(sin.par_chunks_mut(ROWS * pairs));
+    chunks.enumerate().for_each(|(chunk, (cos, sin))| {
+        for (row, (cos, sin)) in cos.chunks_mut(pairs).zip(sin.chunks_mut(pairs)).enumerate() {
+            for (pair, (cos, sin)) in cos.iter_mut().zip(sin).enumerate() {
+                let (s, c) = angle(chunk * ROWS + row, pair).sin_cos();
+                (*cos, *sin) = ((c * factor) as f32, (s * factor) as f32);
+            }
+        }
+    });
+    (cos, sin)
 }

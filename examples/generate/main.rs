@@ -1,5 +1,7 @@
 //! Writes text with a model: `cargo run --release --example generate`.
 
+mod pictures;
+
 use std::collections::HashMap;
 use std::error::Error;
 use std::io::Write;
@@ -8,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
+use pictures::Pictures;
 use safetensors::tensor::{Dtype, TensorView};
 use tokenizers::Tokenizer;
 use warpforge::models::{Logits, Model, ModelConfig, Sampler, SessionOptions};
@@ -26,6 +29,14 @@ struct Options {
     /// Token ids to continue, instead of text.
     #[arg(long, value_delimiter = ',')]
     ids: Option<Vec<u32>>,
+    /// A PNG or JPEG file for a model that sees; may be given several times. Images come before the text, or in the places of
+    /// single image tokens in it.
+    #[arg(long)]
+    image: Vec<PathBuf>,
+    /// Images that are cut into patches already: a safetensors file with `pixel_values` f32, [patches, numbers], and
+    /// `image_grid_thw`, [images, 3].
+    #[arg(long, conflicts_with = "image")]
+    pixel_values: Option<PathBuf>,
     /// Most tokens to write.
     #[arg(long, default_value_t = 96)]
     max_new_tokens: usize,
@@ -97,6 +108,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         }
         (None, None) => return Err("--prompt needs a tokenizer.json; use --ids without one".into()),
     };
+    let (pictures, prompt) = look_at_pictures(options, &config, prompt)?;
 
     let started = Instant::now();
     let bar = ProgressBar::new(0)
@@ -110,7 +122,13 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
 
     let capacity = prompt.len() + options.max_new_tokens;
     let logits = if options.dump_logits.is_some() { Logits::All } else { Logits::Last };
-    let mut session = model.session(SessionOptions { batch: 1, capacity, chunk: 512, logits })?;
+    let mut session = model.session(SessionOptions {
+        batch: 1,
+        capacity,
+        chunk: 512,
+        logits,
+        max_patches: pictures.num_patches(),
+    })?;
     if options.report {
         for (phase, reports) in session.optimization_reports() {
             for report in reports {
@@ -123,7 +141,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let stream = session.stream().clone();
     let mut dumped: Vec<f32> = Vec::new();
     let started = Instant::now();
-    session.prefill_with(0, &prompt, &mut |_, _| Ok(()), &mut |_, rows| {
+    session.prefill_visual_with(0, &prompt, &pictures.visuals(), &mut |_, _| Ok(()), &mut |_, rows| {
         if options.dump_logits.is_some() {
             dumped.extend(rows.to_vec::<f32>(&stream)?);
         }
@@ -168,6 +186,24 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     }
     print_speed(prompt.len(), prefill_time, new_ids.len(), decode_time);
     Ok(())
+}
+
+/// The images, and the prompt with a placeholder for each token of theirs.
+fn look_at_pictures(
+    options: &Options,
+    config: &ModelConfig,
+    prompt: Vec<u32>,
+) -> Result<(Pictures, Vec<u32>), Box<dyn Error>> {
+    if options.image.is_empty() && options.pixel_values.is_none() {
+        return Ok((Pictures::default(), prompt));
+    }
+    let Some(vision) = &config.vision else { return Err("this model does not see images".into()) };
+    let pictures = match &options.pixel_values {
+        Some(path) => Pictures::from_tensors(vision, path)?,
+        None => Pictures::from_files(vision, &options.image)?,
+    };
+    let prompt = pictures.insert(vision, &prompt)?;
+    Ok((pictures, prompt))
 }
 
 /// Prints text as soon as it is whole characters: a token may end in the middle of one.

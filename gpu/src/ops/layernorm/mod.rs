@@ -1,0 +1,239 @@
+//! LayerNorm, with an optional residual added first: `h = x + residual; out = (h − mean) · rsqrt(variance + eps) · w + b`.
+//!
+//! Work split: a row belongs to a warp (8 rows per block) or to a block. Each thread holds its pieces of the row in
+//! registers, so the row is read once and the variance is that of the differences from the mean, without the cancellation
+//! of mean square less squared mean; thread t of n takes pieces t, t + n, …, so a warp's load is one contiguous stretch:
+//!
+//! ```text
+//! row   | piece 0 | piece 1 | … | piece n-1 | piece n | …      a piece is 16 bytes
+//! thread    0         1             n-1          0
+//! ```
+//!
+//! Bound by memory: all loads of a thread are issued before the first use. The choice depends on the row's length only, so
+//! a row's result does not depend on how many rows there are.
+
+use abi::ops::layernorm::LayerNormDims;
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel, math, thread, warp};
+
+use crate::tile::packed::add_packed;
+use crate::tile::reduce::block_sum_f32;
+
+/// The tensors of a launch.
+struct Tensors<T> {
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    bias: *const T,
+    out: *mut T,
+}
+
+/// A thread's part of the work: it is `member` of the `members` that hold `row`.
+struct Share {
+    row: u32,
+    member: u32,
+    members: u32,
+}
+
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members, and is called twice.
+///
+/// # Safety
+/// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
+/// - Pointers, strides and `cols` are *in-bounds* and *aligned(16)* — checked in `LayerNorm::run`, which takes another tile
+///   otherwise. `residual` is null if there is none.
+#[inline(always)]
+unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
+    tensors: Tensors<T>,
+    dims: &LayerNormDims,
+    share: Share,
+    sum: impl Fn(f32) -> f32,
+) {
+    let Tensors { x, residual, weight, bias, out } = tensors;
+    let Share { row, member, members } = share;
+    let at = |stride: u32, chunk: u32| row as usize * stride as usize + chunk as usize * T::PER_16_BYTES;
+    let num_chunks = if row < dims.rows { dims.cols / T::PER_16_BYTES as u32 } else { 0 };
+    let mut held = [[0u32; 4]; CHUNKS];
+    // SAFETY: chunk < num_chunks keeps every access inside its row, and the rows inside their buffers — LayerNorm::run.
+    unsafe {
+        let mut i = 0;
+        while i < CHUNKS {
+            let chunk = member + i as u32 * members;
+            if chunk < num_chunks {
+                held[i] = global::load_stream_x4(x.add(at(dims.x_stride, chunk)));
+            }
+            i += 1;
+        }
+        if !residual.is_null() {
+            let mut added = [[0u32; 4]; CHUNKS];
+            let mut i = 0;
+            while i < CHUNKS {
+                let chunk = member + i as u32 * members;
+                if chunk < num_chunks {
+                    added[i] = global::load_x4(residual.add(at(dims.residual_stride, chunk)));
+                }
+                i += 1;
+            }
+            let mut i = 0;
+            while i < CHUNKS {
+                let chunk = member + i as u32 * members;
+                // Rounded to the stored type before the norm, so that the norm is that of what is stored.
+                held[i] = add_packed::<T>(held[i], added[i]);
+                if chunk < num_chunks {
+                    global::store_x4(residual.add(at(dims.residual_stride, chunk)), held[i]);
+                }
+                i += 1;
+            }
+        }
+        // What a thread holds beyond the row is zero, which a sum does not see.
+        let mut total = 0.0;
+        let mut i = 0;
+        while i < CHUNKS {
+            let mut values = [0.0; 8];
+            T::unpack(held[i], &mut values);
+            let mut j = 0;
+            while j < T::PER_16_BYTES {
+                total += values[j];
+                j += 1;
+            }
+            i += 1;
+        }
+        let mean = sum(total) * dims.inv_cols;
+        let mut square = 0.0;
+        let mut i = 0;
+        while i < CHUNKS {
+            if member + i as u32 * members < num_chunks {
+                let mut values = [0.0; 8];
+                T::unpack(held[i], &mut values);
+                let mut j = 0;
+                while j < T::PER_16_BYTES {
+                    let difference = values[j] - mean;
+                    square = math::fma(difference, difference, square);
+                    j += 1;
+                }
+            }
+            i += 1;
+        }
+        let scale = math::rsqrt(math::fma(sum(square), dims.inv_cols, dims.eps));
+        let mut i = 0;
+        while i < CHUNKS {
+            let chunk = member + i as u32 * members;
+            if chunk < num_chunks {
+                let (mut values, mut gains, mut offsets) = ([0.0; 8], [0.0; 8], [0.0; 8]);
+                let element = chunk as usize * T::PER_16_BYTES;
+                T::unpack(held[i], &mut values);
+                T::unpack(global::load_nc_x4(weight.add(element)), &mut gains);
+                T::unpack(global::load_nc_x4(bias.add(element)), &mut offsets);
+                let mut j = 0;
+                while j < T::PER_16_BYTES {
+                    values[j] = math::fma((values[j] - mean) * scale, gains[j], offsets[j]);
+                    j += 1;
+                }
+                global::store_x4(out.add(at(dims.out_stride, chunk)), T::pack(&values));
+            }
+            i += 1;
+        }
+    }
+}
+
+/// A block walks over one row element by element, three times: the fallback for any length, stride and alignment.
+///
+/// # Safety
+/// - One block per row, all its threads (*converged*); rows *in-bounds* — checked in `LayerNorm::run`.
+#[inline(always)]
+unsafe fn row_by_element<T: Element>(tensors: Tensors<T>, dims: &LayerNormDims) {
+    let Tensors { x, residual, weight, bias, out } = tensors;
+    let row = thread::block_idx_x() as usize;
+    let (member, members) = (thread::thread_idx_x(), thread::block_dim_x());
+    // SAFETY: col < cols keeps every access inside its row — LayerNorm::run. The later passes read back what this same
+    // thread wrote in the first. The barrier is between the two uses of the sum's shared memory.
+    unsafe {
+        let x = x.add(row * dims.x_stride as usize);
+        let stored = residual.wrapping_add(row * dims.residual_stride as usize);
+        let value_at = |col: u32| {
+            if residual.is_null() {
+                global::load(x.add(col as usize)).to_f32()
+            } else {
+                global::load(stored.add(col as usize)).to_f32()
+            }
+        };
+        let mut total = 0.0;
+        let mut col = member;
+        while col < dims.cols {
+            if !residual.is_null() {
+                let sum = global::load(x.add(col as usize)).to_f32() + value_at(col);
+                global::store(stored.add(col as usize), T::from_f32(sum));
+            }
+            total += value_at(col);
+            col += members;
+        }
+        let mean = block_sum_f32(total) * dims.inv_cols;
+        thread::sync_threads();
+        let mut square = 0.0;
+        let mut col = member;
+        while col < dims.cols {
+            let difference = value_at(col) - mean;
+            square = math::fma(difference, difference, square);
+            col += members;
+        }
+        let scale = math::rsqrt(math::fma(block_sum_f32(square), dims.inv_cols, dims.eps));
+        let out = out.add(row * dims.out_stride as usize);
+        let mut col = member;
+        while col < dims.cols {
+            let gain = global::load(weight.add(col as usize)).to_f32();
+            let offset = global::load(bias.add(col as usize)).to_f32();
+            let value = math::fma((value_at(col) - mean) * scale, gain, offset);
+            global::store(out.add(col as usize), T::from_f32(value));
+            col += members;
+        }
+    }
+}
+
+macro_rules! body {
+    (Warp, $type:ident, $tensors:ident, $dims:ident, $chunks:literal) => {{
+        let row = thread::block_idx_x() * (thread::block_dim_x() / 32) + thread::warp_idx();
+        let share = Share { row, member: thread::lane(), members: 32 };
+        // SAFETY: whole warps, and the sum is over the lanes of the warp, which all have the same `row`.
+        unsafe { rows_in_registers::<$type, $chunks>($tensors, &$dims, share, |v| warp::sum_f32::<32>(v)) }
+    }};
+    (Block, $type:ident, $tensors:ident, $dims:ident, $chunks:literal) => {{
+        let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
+        let share = Share { row, member, members };
+        let sum = |value| {
+            // SAFETY: all threads of the block take part; the barrier lets the next sum have the same shared memory.
+            unsafe {
+                let total = block_sum_f32(value);
+                thread::sync_threads();
+                total
+            }
+        };
+        // SAFETY: one block per row, all its threads take part in the sums; the grid has `rows` blocks — LayerNorm::run.
+        unsafe { rows_in_registers::<$type, $chunks>($tensors, &$dims, share, sum) }
+    }};
+    (Scalar, $type:ident, $tensors:ident, $dims:ident $(,)?) => {{
+        // SAFETY: one block per row — LayerNorm::run.
+        unsafe { row_by_element::<$type>($tensors, &$dims) }
+    }};
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+        /// Entry point; see the module and `abi::ops::layernorm`.
+        ///
+        /// # Safety
+        /// - Arguments as `LayerNorm::run` checks them.
+        #[kernel]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            x: *const $type,
+            residual: *mut $type,
+            weight: *const $type,
+            bias: *const $type,
+            out: *mut $type,
+            dims: LayerNormDims,
+        ) {
+            let tensors = Tensors { x, residual, weight, bias, out };
+            body!($tile, $type, tensors, dims, $($value),*)
+        }
+    )*};
+}
+abi::layernorm_table!(entries);

@@ -1,0 +1,107 @@
+//! `model_type: "qwen3_vl"`: a dense Qwen3 decoder that sees images and videos through a vision tower.
+
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::{DecoderConfig, MAX_LAYERS, MAX_SIZE, VisionConfig, qwen3};
+use crate::models::ModelError;
+
+/// The decoder, and the tower.
+pub(super) fn read(top: &Fields) -> Result<(DecoderConfig, VisionConfig), ModelError> {
+    let text = object(top, "text_config", "text_config.")?;
+    let decoder = DecoderConfig {
+        tie_word_embeddings: top.flag("tie_word_embeddings")?.unwrap_or(false),
+        ..qwen3::read_dense(&text, 500_000.0, 128_000)?
+    };
+    let vision = read_vision(top, &object(top, "vision_config", "vision_config.")?)?;
+    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: top.path.into(), rule, got });
+    if vision.out_hidden_size != decoder.hidden_size {
+        let rule = "vision_config.out_hidden_size must be text_config.hidden_size";
+        return inconsistent(rule, format!("{} and {}", vision.out_hidden_size, decoder.hidden_size));
+    }
+    if vision.deepstack_blocks.len() > decoder.layers.len() {
+        let rule = "there must be a decoder layer for each of vision_config.deepstack_visual_indexes";
+        return inconsistent(rule, format!("{} and {}", decoder.layers.len(), vision.deepstack_blocks.len()));
+    }
+    let mrope_section = read_sections(&text)?;
+    let pairs = decoder.rope.rotary_dim / 2;
+    if mrope_section.iter().sum::<usize>() != pairs {
+        let rule = "the sections of mrope_section must make up half the head";
+        return inconsistent(rule, format!("{mrope_section:?} and {pairs}"));
+    }
+    Ok((decoder, VisionConfig { mrope_section, ..vision }))
+}
+
+/// The object `key` of the file.
+pub(super) fn object<'a>(top: &Fields<'a>, key: &str, prefix: &'a str) -> Result<Fields<'a>, ModelError> {
+    Ok(Fields { path: top.path, prefix, map: top.required(key, "an object", Value::as_object)? })
+}
+
+fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError> {
+    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let depth = fields.integer("depth", 1..=MAX_LAYERS)?.unwrap_or(27);
+    let positions = fields.size("num_position_embeddings", 2304)?;
+    let grid = positions.isqrt();
+    if grid * grid != positions {
+        return inconsistent("num_position_embeddings must be a square", positions.to_string());
+    }
+    let (hidden_size, heads) = (fields.size("hidden_size", 1152)?, fields.size("num_heads", 16)?);
+    if !hidden_size.is_multiple_of(4 * heads) {
+        let rule = "vision_config.hidden_size must be a multiple of four times num_heads";
+        return inconsistent(rule, format!("{hidden_size} and {heads}"));
+    }
+    let blocks = |value: &Value| -> Option<Vec<usize>> {
+        let block = |value: &Value| usize::try_from(value.as_u64()?).ok();
+        value.as_array()?.iter().map(block).collect()
+    };
+    let deepstack_blocks = fields.optional("deepstack_visual_indexes", "a list of block numbers", blocks)?;
+    let deepstack_blocks = deepstack_blocks.unwrap_or_else(|| vec![8, 16, 24]);
+    if !deepstack_blocks.is_sorted_by(|a, b| a < b)
+        || deepstack_blocks.last().is_some_and(|&last| last >= depth)
+    {
+        let rule = "vision_config.deepstack_visual_indexes must ascend and be below depth";
+        return inconsistent(rule, format!("{deepstack_blocks:?} and {depth}"));
+    }
+    let token = |key: &str, default: usize| -> Result<u32, ModelError> {
+        Ok(top.integer(key, 0..=MAX_SIZE)?.unwrap_or(default) as u32)
+    };
+    Ok(VisionConfig {
+        depth,
+        hidden_size,
+        heads,
+        intermediate_size: fields.size("intermediate_size", 4304)?,
+        activation: qwen3::read_activation(fields, "gelu_pytorch_tanh")?,
+        channels: fields.size("in_channels", 3)?,
+        temporal_patch_size: fields.size("temporal_patch_size", 2)?,
+        patch_size: fields.size("patch_size", 16)?,
+        merge_size: fields.size("spatial_merge_size", 2)?,
+        out_hidden_size: fields.size("out_hidden_size", 3584)?,
+        position_grid: grid,
+        deepstack_blocks,
+        mrope_section: [0; 3],
+        image_token: token("image_token_id", 151655)?,
+        video_token: token("video_token_id", 151656)?,
+        vision_start_token: token("vision_start_token_id", 151652)?,
+        vision_end_token: token("vision_end_token_id", 151653)?,
+    })
+}
+
+/// `mrope_section`, wherever the rotary parameters are.
+fn read_sections(text: &Fields) -> Result<[usize; 3], ModelError> {
+    let sections = |value: &Value| {
+        let sizes: Option<Vec<usize>> =
+            value.as_array()?.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
+        <[usize; 3]>::try_from(sizes?).ok()
+    };
+    for (key, prefix) in
+        [("rope_scaling", "text_config.rope_scaling."), ("rope_parameters", "text_config.rope_parameters.")]
+    {
+        if let Some(map) = text.nullable(key, "an object", Value::as_object)? {
+            let rope = Fields { path: text.path, prefix, map };
+            if let Some(found) = rope.nullable("mrope_section", "a list of three sizes", sections)? {
+                return Ok(found);
+            }
+        }
+    }
+    Ok([24, 20, 20])
+}

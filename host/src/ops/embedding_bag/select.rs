@@ -1,0 +1,80 @@
+//! Which kernel a weighted sum of table rows takes.
+
+use abi::ops::embedding_bag::{EmbeddingBagTile, EmbeddingBagVariant, VARIANTS};
+
+use super::{EmbeddingBagProblem, OP};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// A kernel and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EmbeddingBagChoice {
+    /// The kernel.
+    pub variant: &'static EmbeddingBagVariant,
+    /// Why this one.
+    pub why: &'static str,
+}
+
+impl EmbeddingBagChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(
+        variant: &'static EmbeddingBagVariant,
+        problem: &EmbeddingBagProblem,
+    ) -> Result<Self, Error> {
+        let whole = variant.tile == EmbeddingBagTile::Scalar || is_whole_pieces(problem);
+        if variant.dtype == problem.dtype && whole {
+            return Ok(EmbeddingBagChoice { variant, why: "asked for" });
+        }
+        let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
+        let expected = format!("{}{pieces}", variant.dtype);
+        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+    }
+}
+
+fn is_whole_pieces(problem: &EmbeddingBagProblem) -> bool {
+    (problem.cols * problem.dtype.bytes()).is_multiple_of(16)
+}
+
+/// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
+pub fn select(_limits: &DeviceLimits, problem: &EmbeddingBagProblem) -> Result<EmbeddingBagChoice, Error> {
+    let (tile, why) = if is_whole_pieces(problem) {
+        (EmbeddingBagTile::Pieces, "rows are whole pieces of 16 bytes")
+    } else {
+        (EmbeddingBagTile::Scalar, "rows are not whole pieces of 16 bytes")
+    };
+    Ok(EmbeddingBagChoice { variant: variant(problem, tile)?, why })
+}
+
+/// The kernel of a tile.
+pub(super) fn variant(
+    problem: &EmbeddingBagProblem,
+    tile: EmbeddingBagTile,
+) -> Result<&'static EmbeddingBagVariant, Error> {
+    let fits = |variant: &&EmbeddingBagVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
+    VARIANTS.iter().find(fits).ok_or_else(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::*;
+    use crate::ops::Store;
+
+    #[test]
+    fn choice_by_row_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            (DType::BF16, 2048, "embedding_bag_bf16__pieces__sm61"),
+            (DType::BF16, 12, "embedding_bag_bf16__scalar__sm61"),
+            (DType::F32, 12, "embedding_bag_f32__pieces__sm61"),
+            (DType::F16, 0, "embedding_bag_f16__pieces__sm61"),
+        ];
+        for (dtype, cols, entry) in table {
+            let problem =
+                EmbeddingBagProblem { tokens: 7, bag: 4, vocab: 100, cols, dtype, store: Store::Add };
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! LayerNorm on the CPU: rows in parallel.
+
+use abi::DType;
+use abi::ops::layernorm::LayerNormDims;
+use half::{bf16, f16};
+
+use super::LayerNormArgs;
+use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::tensor::FloatElement;
+
+pub(super) fn run(dtype: DType, dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
+    match dtype {
+        DType::F16 => rows::<f16>(dims, args),
+        DType::BF16 => rows::<bf16>(dims, args),
+        _ => rows::<f32>(dims, args),
+    }
+}
+
+fn rows<T: FloatElement>(dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
+    let (rows, cols) = (dims.rows as usize, dims.cols as usize);
+    if rows == 0 {
+        return;
+    }
+    let (x, weight, bias) =
+        (args.x.host_slice::<T>(), args.weight.host_slice::<T>(), args.bias.host_slice::<T>());
+    let out = SharedSlice::new(args.out.host_slice_mut::<T>());
+    let residual = args.residual.as_mut().map(|residual| SharedSlice::new(residual.host_slice_mut::<T>()));
+    for_rows(rows, rows * cols, |row| {
+        let x = &x[row * dims.x_stride as usize..][..cols];
+        // SAFETY: the rows of a view that is written do not overlap.
+        let out = unsafe { out.part(row * dims.out_stride as usize, cols) };
+        let h: &[T] = match residual {
+            None => x,
+            Some(residual) => {
+                // SAFETY: as for out.
+                let sum = unsafe { residual.part(row * dims.residual_stride as usize, cols) };
+                for (sum, x) in sum.iter_mut().zip(x) {
+                    *sum = T::from_f32(sum.to_f32() + x.to_f32());
+                }
+                sum
+            }
+        };
+        let mean = h.iter().map(|h| h.to_f32()).sum::<f32>() * dims.inv_cols;
+        let variance = h.iter().map(|h| (h.to_f32() - mean).powi(2)).sum::<f32>() * dims.inv_cols;
+        let scale = 1.0 / (variance + dims.eps).sqrt();
+        for col in 0..cols {
+            let normed = (h[col].to_f32() - mean) * scale;
+            out[col] = T::from_f32(normed * weight[col].to_f32() + bias[col].to_f32());
+        }
+    });
+}

@@ -1,0 +1,79 @@
+//! Which kernel a scatter of rows takes.
+
+use abi::ops::scatter_rows::{ScatterRowsTile, ScatterRowsVariant, VARIANTS};
+
+use super::{OP, ScatterRowsProblem};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// A kernel and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ScatterRowsChoice {
+    /// The kernel.
+    pub variant: &'static ScatterRowsVariant,
+    /// Why this one.
+    pub why: &'static str,
+}
+
+impl ScatterRowsChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(
+        variant: &'static ScatterRowsVariant,
+        problem: &ScatterRowsProblem,
+    ) -> Result<Self, Error> {
+        let whole = variant.tile == ScatterRowsTile::Scalar || is_whole_pieces(problem);
+        if variant.dtype == problem.dtype && whole {
+            return Ok(ScatterRowsChoice { variant, why: "asked for" });
+        }
+        let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
+        let expected = format!("{}{pieces}", variant.dtype);
+        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+    }
+}
+
+fn is_whole_pieces(problem: &ScatterRowsProblem) -> bool {
+    (problem.cols * problem.dtype.bytes()).is_multiple_of(16)
+}
+
+/// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
+pub fn select(_limits: &DeviceLimits, problem: &ScatterRowsProblem) -> Result<ScatterRowsChoice, Error> {
+    let (tile, why) = if is_whole_pieces(problem) {
+        (ScatterRowsTile::Pieces, "rows are whole pieces of 16 bytes")
+    } else {
+        (ScatterRowsTile::Scalar, "rows are not whole pieces of 16 bytes")
+    };
+    Ok(ScatterRowsChoice { variant: variant(problem, tile)?, why })
+}
+
+/// The kernel of a tile.
+pub(super) fn variant(
+    problem: &ScatterRowsProblem,
+    tile: ScatterRowsTile,
+) -> Result<&'static ScatterRowsVariant, Error> {
+    let fits = |variant: &&ScatterRowsVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
+    VARIANTS.iter().find(fits).ok_or_else(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::*;
+    use crate::ops::Store;
+
+    #[test]
+    fn choice_by_row_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let table = [
+            (DType::BF16, 2048, "scatter_rows_bf16__pieces__sm61"),
+            (DType::BF16, 12, "scatter_rows_bf16__scalar__sm61"),
+            (DType::F32, 12, "scatter_rows_f32__pieces__sm61"),
+            (DType::F16, 0, "scatter_rows_f16__pieces__sm61"),
+        ];
+        for (dtype, cols, entry) in table {
+            let problem = ScatterRowsProblem { rows: 7, cols, dtype, store: Store::Add };
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! LayerNorm against its reference.
+
+use abi::ops::layernorm::{LayerNormVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
+use warpforge::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem, Residual, reference};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+};
+
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    x: Layout,
+    out: Layout,
+    residual: Residual,
+    eps: f32,
+    /// Added to every element of x: rows far from zero, whose variance cancels if it is computed carelessly.
+    offset: f64,
+    kind: Values,
+    seed: u64,
+}
+
+fn layout() -> impl Strategy<Value = Layout> {
+    (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
+        .prop_map(|(padding, offset)| Layout { padding, offset })
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let sizes = (floats(), dims(&[8, 32], 70), dims_from(1, &[32, 48, 128, 1024, 4096], 5000));
+    // The same layout for all half of the time: otherwise the paths by pieces of 16 bytes are rare.
+    let layouts =
+        prop_oneof![layout().prop_map(|all| [all; 2]), (layout(), layout()).prop_map(|(x, out)| [x, out])];
+    let kinds = (
+        prop_oneof![Just(Residual::None), Just(Residual::Add)],
+        prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
+        prop_oneof![2 => Just(0.0), 1 => Just(3.0), 1 => Just(-100.0)],
+        finite_values(),
+        any::<u64>(),
+    );
+    (sizes, layouts, kinds).prop_map(
+        |((dtype, rows, cols), [x, out], (residual, eps, offset, kind, seed))| Case {
+            dtype,
+            rows,
+            cols,
+            x,
+            out,
+            residual,
+            eps,
+            offset,
+            kind,
+            seed,
+        },
+    )
+}
+
+impl Case {
+    fn work(&self) -> usize {
+        work(self.rows, self.cols)
+    }
+}
+
+/// A block of 256 threads for a row, which adds up two sums.
+fn work(rows: usize, cols: usize) -> usize {
+    rows * (256 * 120 + 8 * cols)
+}
+
+/// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
+fn run(
+    device: &Device,
+    case: &Case,
+    variant: Option<&'static LayerNormVariant>,
+) -> Result<(), TestCaseError> {
+    let Case { dtype, rows, cols, residual, eps, .. } = *case;
+    let stream = device.stream().map_err(fail)?;
+    let problem = LayerNormProblem { rows, cols, dtype, eps };
+    let plan = match variant {
+        None => LayerNorm::plan(device, problem),
+        Some(variant) => LayerNorm::plan_with(device, problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+
+    let x: Vec<f64> =
+        values(case.kind, dtype, rows * cols, case.seed).into_iter().map(|x| x + case.offset).collect();
+    let x = testkit::round::round_all(dtype, &x);
+    let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
+    let bias = values(Values::Normal, dtype, cols, case.seed ^ 2);
+    let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 3));
+    let input = |values: &[f64], layout| Rows::input(&stream, dtype, values, cols, layout).map_err(fail);
+    let (x_rows, weight_row) = (input(&x, case.x)?, input(&weight, Layout::default())?);
+    let bias_row = input(&bias, Layout::default())?;
+    let mut sum = added.as_ref().map(|added| input(added, case.x)).transpose()?;
+    let mut out = Rows::output(&stream, dtype, rows, cols, case.out).map_err(fail)?;
+    let args = LayerNormArgs {
+        x: x_rows.view(),
+        residual: sum.as_mut().map(|sum| sum.view_mut()),
+        weight: weight_row.view().reshape(&[cols]).map_err(fail)?,
+        bias: bias_row.view().reshape(&[cols]).map_err(fail)?,
+        out: out.view_mut(),
+    };
+    plan.run(&stream, args).map_err(fail)?;
+
+    let (eps, gains) = (f64::from(eps), (&weight[..], &bias[..]));
+    let want = reference::layernorm::<f64>(&x, added.as_deref(), gains, eps, |v| v);
+    let what = plan.report().variant;
+    let element = Tolerance::new(dtype, Scale::Element, 1);
+    let mut normed = want.sum.clone();
+    if let Some(sum) = sum {
+        let naive = reference::layernorm::<f32>(&x, added.as_deref(), gains, eps, store(dtype));
+        normed = sum.read(&stream)?;
+        check(what, &normed, &want.sum, &naive.sum, &element)?;
+    }
+    // Of what is stored: where elements are nearly equal, a rounding of the sum is magnified without bound.
+    let want = reference::layernorm::<f64>(&normed, None, gains, eps, |v| v);
+    let naive = reference::layernorm::<f32>(&normed, None, gains, eps, store(dtype));
+    let tolerance = Tolerance::new(dtype, Scale::Given(&want.terms), 2 * cols + 8);
+    check(what, &out.read(&stream)?, &want.out, &naive.out, &tolerance)
+}
+
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let Case { rows, cols, dtype, eps, .. } = *case;
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|variant| variant.dtype == dtype) {
+            if wanted(variant.entry)
+                && LayerNorm::plan_with(device, LayerNormProblem { rows, cols, dtype, eps }, variant).is_ok()
+            {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("layernorm", case(), |case| 3 * case.work(), run_variants)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant((case, on) in on_executors(case, |case| 3 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// A row gives the same bits alone and among others.
+    #[test]
+    fn rows_are_independent(
+        ((dtype, rows, cols, seed), on) in on_executors(
+            || (floats(), 2usize..40, dims_from(1, &[128, 1024], 3000), any::<u64>()),
+            |&(_, rows, cols, _)| work(rows, cols),
+        ),
+    ) {
+        for device in &on.devices() {
+            let stream = device.stream().map_err(fail)?;
+            let data = values(Values::Normal, dtype, rows * cols, seed);
+            let vector = values(Values::Normal, dtype, cols, seed ^ 1);
+            let run = |rows: usize, data: &[f64]| -> Result<Vec<f64>, TestCaseError> {
+                let plan = LayerNorm::plan(device, LayerNormProblem { rows, cols, dtype, eps: 1e-6 });
+                let x = Rows::input(&stream, dtype, data, cols, Layout::default()).map_err(fail)?;
+                let gain = Rows::input(&stream, dtype, &vector, cols, Layout::default()).map_err(fail)?;
+                let mut out = Rows::output(&stream, dtype, rows, cols, Layout::default()).map_err(fail)?;
+                let weight = gain.view().reshape(&[cols]).map_err(fail)?;
+                let (x, residual, bias) = (x.view(), None, weight);
+                let args = LayerNormArgs { x, residual, weight, bias, out: out.view_mut() };
+                plan.map_err(fail)?.run(&stream, args).map_err(fail)?;
+                out.read(&stream)
+            };
+            let together = run(rows, &data)?;
+            let row = seed as usize % rows;
+            let alone = run(1, &data[row * cols..][..cols])?;
+            prop_assert_eq!(&together[row * cols..][..cols], &alone[..], "{:?}", device);
+        }
+    }
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        let problem = LayerNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6 };
+        let plan = LayerNorm::plan(device, problem)?;
+        let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message = |x: &Tensor, vectors: [&Tensor; 2], out: &mut Tensor| {
+            let [weight, bias] = vectors.map(Tensor::view);
+            let args = LayerNormArgs { x: x.view(), residual: None, weight, bias, out: out.view_mut() };
+            plan.run(&stream, args).unwrap_err().to_string()
+        };
+        let (x, vector) = (tensor(&[4, 64], DType::F32)?, tensor(&[64], DType::F32)?);
+        let mut out = tensor(&[4, 64], DType::F32)?;
+        assert_eq!(
+            message(&tensor(&[4, 65], DType::F32)?, [&vector; 2], &mut out),
+            "layernorm: x: expected shape [any, 64], got [4, 65]"
+        );
+        assert_eq!(
+            message(&x, [&tensor(&[64], DType::BF16)?, &vector], &mut out),
+            "layernorm: weight: expected f32, got bf16"
+        );
+        assert_eq!(
+            message(&x, [&vector, &tensor(&[63], DType::F32)?], &mut out),
+            "layernorm: bias: expected shape [64], got [63]"
+        );
+        assert_eq!(
+            message(&tensor(&[5, 64], DType::F32)?, [&vector; 2], &mut tensor(&[5, 64], DType::F32)?),
+            "layernorm: x: expected at most 4 rows, as planned, got 5"
+        );
+        assert_eq!(
+            message(&x, [&vector; 2], &mut tensor(&[3, 64], DType::F32)?),
+            "layernorm: out: expected shape [4, 64], got [3, 64]"
+        );
+        let mut residual = tensor(&[4, 32], DType::F32)?;
+        let args = LayerNormArgs {
+            x: x.view(),
+            residual: Some(residual.view_mut()),
+            weight: vector.view(),
+            bias: vector.view(),
+            out: out.view_mut(),
+        };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "layernorm: residual: expected shape [4, 64], got [4, 32]"
+        );
+        let refused = |problem| LayerNorm::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            refused(LayerNormProblem { dtype: DType::I8, ..problem }),
+            "layernorm: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            refused(LayerNormProblem { cols: 0, ..problem }),
+            "layernorm: problem: expected at least one column, got 0"
+        );
+        assert_eq!(
+            refused(LayerNormProblem { eps: -1.0, ..problem }),
+            "layernorm: problem: expected a finite eps of at least 0, got -1"
+        );
+    }
+    Ok(())
+}
