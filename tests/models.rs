@@ -175,7 +175,7 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
 
 #[test]
 fn golden_f32_on_the_cpu() -> Outcome {
-    for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
+    for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
         let case = Case::load(name)?;
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
@@ -188,7 +188,7 @@ fn golden_f32_on_the_cpu() -> Outcome {
 #[test]
 fn golden_f32_in_the_simulator() -> Outcome {
     let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
-    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_vl", 16)] {
+    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_moe", 64), ("qwen3_vl", 16)] {
         matches_transformers(&device, &Case::load(name)?, chunk)?;
     }
     Ok(())
@@ -197,7 +197,7 @@ fn golden_f32_in_the_simulator() -> Outcome {
 #[test]
 fn golden_f32_on_the_card() -> Outcome {
     for device in cards() {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
             let case = Case::load(name)?;
             for chunk in [64, 5] {
                 matches_transformers(&device, &case, chunk)?;
@@ -213,7 +213,7 @@ fn golden_bf16() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
     for device in devices {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_vl"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
             let case = Case::load(name)?;
             let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
             let (grids, patches) = case.images();
@@ -462,6 +462,51 @@ fn bad_calls() -> Outcome {
         session.decode(&[1]).unwrap_err().to_string(),
         "Session: ids: expected at most 0 more tokens (the cache holds 8 of 8), got 1"
     );
+    Ok(())
+}
+
+/// Experts as transformers stacks them in memory, gate rows above up rows, give what those of the published files do.
+#[test]
+fn experts_in_one_tensor() -> Outcome {
+    let golden = golden::folder("qwen3_moe");
+    let folder = tempfile::tempdir()?;
+    std::fs::copy(golden.join("config.json"), folder.path().join("config.json"))?;
+    let bytes = std::fs::read(golden.join("model.safetensors"))?;
+    let all = safetensors::SafeTensors::deserialize(&bytes)?;
+    let mut tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, view) in all.tensors() {
+        if !name.contains(".experts.") {
+            tensors.push((name, view.dtype(), view.shape().to_vec(), view.data().to_vec()));
+        }
+    }
+    for layer in 0..3 {
+        let prefix = format!("model.layers.{layer}.mlp.experts");
+        for (fused, parts, shape) in [
+            ("gate_up_proj", &["gate_proj", "up_proj"][..], vec![8, 96, 64]),
+            ("down_proj", &["down_proj"], vec![8, 64, 48]),
+        ] {
+            let mut data = Vec::new();
+            for expert in 0..8 {
+                for part in parts {
+                    data.extend_from_slice(all.tensor(&format!("{prefix}.{expert}.{part}.weight"))?.data());
+                }
+            }
+            tensors.push((format!("{prefix}.{fused}"), safetensors::Dtype::F32, shape, data));
+        }
+    }
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, dtype, shape, data)| {
+            Ok((name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data)?))
+        })
+        .collect::<Result<_, safetensors::SafeTensorError>>()?;
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors"))?;
+    let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
+        let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
+        let stream = session.stream().clone();
+        session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
+    };
+    assert_eq!(logits(folder.path())?, logits(&golden)?);
     Ok(())
 }
 

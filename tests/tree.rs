@@ -32,8 +32,8 @@ fn every_operator_has_its_five_places() {
     for (folder, others) in [
         ("crates/abi/src/ops", &["mod"][..]),
         ("gpu/src/ops", &["mod"]),
-        ("host/src/ops", &["mod", "parallel", "reference"]),
-        ("tests/ops", &["faults", "harness", "latent", "main"]),
+        ("host/src/ops", &["mod", "parallel", "reference", "workspace"]),
+        ("tests/ops", &["faults", "harness", "latent", "main", "moe"]),
         ("benches/ops", &["harness", "main", "models"]),
     ] {
         let found: Vec<String> =

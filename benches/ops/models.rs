@@ -8,7 +8,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use warpforge::models::{Model, ModelConfig, Sampler, Session, SessionOptions};
+use warpforge::models::{
+    FeedForwardConfig, MixerConfig, Model, ModelConfig, Sampler, Session, SessionOptions,
+};
 use warpforge::ops::sampling::Sampling;
 use warpforge::{DType, Error};
 
@@ -150,15 +152,28 @@ struct Cost {
 impl Cost {
     fn of(config: &ModelConfig) -> Self {
         let d = &config.decoder;
-        let (q, kv) = (d.heads_q * d.head_dim, d.heads_kv * d.head_dim);
-        let layer = d.hidden_size * (2 * q + 2 * kv) + 3 * d.hidden_size * d.intermediate_size;
-        let head = d.vocab_size * d.hidden_size * DTYPE.bytes();
-        Cost {
-            weights: d.num_layers * layer * DTYPE.bytes() + head,
-            head,
-            cache: 2 * d.num_layers * kv * DTYPE.bytes(),
-            attention: 4 * d.num_layers * q,
+        let (mut weights, mut cache, mut attention) = (0, 0, 0);
+        for layer in &d.layers {
+            if let MixerConfig::Attention(heads) = layer.mixer {
+                let (q, kv) = (heads.heads_q * heads.head_dim, heads.heads_kv * heads.head_dim);
+                weights += d.hidden_size * (2 * q + 2 * kv);
+                cache += 2 * kv;
+                attention += 4 * q;
+            }
+            weights += match layer.feed_forward {
+                FeedForwardConfig::Mlp(mlp) => 3 * d.hidden_size * mlp.intermediate_size,
+                // Those of one token.
+                FeedForwardConfig::Moe(moe) => {
+                    let experts = moe.top_k * moe.expert.intermediate_size
+                        + moe.shared.map_or(0, |shared| shared.mlp.intermediate_size);
+                    d.hidden_size * (moe.num_experts + 3 * experts)
+                }
+                _ => 0,
+            };
         }
+        let head = d.vocab_size * d.hidden_size * DTYPE.bytes();
+        let (weights, cache) = (weights * DTYPE.bytes() + head, cache * DTYPE.bytes());
+        Cost { weights, head, cache, attention }
     }
 
     /// The head runs for the last token only.

@@ -204,19 +204,33 @@ def glu(case, shape):
 
 def grouped_matmul(case, shape):
     dtype, experts, m = DTYPES[case["dtype"]], shape["experts"], shape["m"]
+    fan_out, weights = shape["fan_out"], {}
+    used = min(m, experts)
+    step = experts // used
 
     def inputs(generator):
-        x = normal(generator, m, shape["k"], dtype=dtype)
-        w = normal(generator, experts, shape["n"], shape["k"], dtype=dtype)
-        # Every expert has as many rows.
-        ends = torch.arange(1, experts + 1, device=generator.device, dtype=torch.int32) * (m // experts)
-        return x, w, ends
+        device = generator.device
+        # One set of weights for all sets, as ours.
+        if "w" not in weights:
+            weights["w"] = normal(generator, experts, shape["n"], shape["k"], dtype=dtype)
+        x = normal(generator, m // max(fan_out, 1), shape["k"], dtype=dtype)
+        # As many experts as there are rows for, with as many rows each; others for each set.
+        first = torch.randint(step, (), generator=generator, device=device)
+        expert = torch.arange(experts, device=device)
+        rank = ((expert - first).div(step, rounding_mode="floor") + 1).clamp(0, used)
+        # Backwards, so that the order matters.
+        order = torch.arange(m - 1, -1, -1, device=device)
+        return x, weights["w"], (m * rank // used).to(torch.int32), order
 
-    def run(x, w, ends):
-        return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+    def rows(x, order):
+        return x[order // fan_out] if fan_out else x
 
-    def expected(x, w, ends):
-        return x[:1].float() @ w[0].float().T
+    def run(x, w, ends, order):
+        return torch._grouped_mm(rows(x, order), w.transpose(-2, -1), offs=ends)
+
+    def expected(x, w, ends, order):
+        expert = (ends <= 0).sum()
+        return rows(x, order[:1])[:1].float() @ w[expert].float().T
 
     return Operator(inputs, expected, [Peer("torch._grouped_mm", run)])
 
@@ -414,6 +428,79 @@ def matmul_i8(case, shape):
     return operator
 
 
+def moe_combine(case, shape):
+    dtype, tokens, top_k, cols = DTYPES[case["dtype"]], shape["tokens"], shape["top_k"], shape["cols"]
+    has_shared, has_gate = shape["shared"] != "none", shape["shared"] == "gated"
+
+    def inputs(generator):
+        y = normal(generator, tokens * top_k, cols, dtype=dtype)
+        weights = normal(generator, tokens, top_k, dtype=torch.float32)
+        # Backwards, so that the positions matter.
+        positions = torch.arange(tokens * top_k - 1, -1, -1, device=generator.device).view(tokens, top_k)
+        shared = normal(generator, tokens, cols, dtype=dtype) if has_shared else None
+        gate = normal(generator, tokens, 1, dtype=torch.float32) if has_gate else None
+        return y, weights, positions, shared, gate
+
+    def run(y, weights, positions, shared, gate):
+        out = (y[positions].float() * weights[..., None]).sum(1)
+        if shared is not None:
+            out = out + (shared if gate is None else torch.sigmoid(gate) * shared)
+        return out.to(dtype)
+
+    def expected(y, weights, positions, shared, gate):
+        first = [None if tensor is None else tensor[:1] for tensor in (weights, positions, shared, gate)]
+        return run(y, *first).float()
+
+    return Operator(inputs, expected, both(run, "torch eager"))
+
+
+def moe_permute(case, shape):
+    tokens, top_k, experts = shape["tokens"], shape["top_k"], shape["experts"]
+
+    def inputs(generator):
+        device = generator.device
+        return [torch.randint(experts, (tokens, top_k), generator=generator, device=device, dtype=torch.int32)]
+
+    def run(ids):
+        ids = ids.flatten()
+        expert, order = ids.sort(stable=True)
+        bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(order.numel(), device=ids.device)
+        return torch.searchsorted(expert, bounds), order, positions
+
+    def expected(ids):
+        counts = torch.bincount(ids.flatten(), minlength=experts).cumsum(0)
+        return F.pad(counts, (1, 0)).float()
+
+    return Operator(inputs, expected, both(run, "Tensor.sort"), sample=lambda result: result[0].float())
+
+
+def moe_router(case, shape):
+    dtype, tokens, experts, top_k = DTYPES[case["dtype"]], shape["tokens"], shape["experts"], shape["top_k"]
+    is_sigmoid = shape["score"] == "sigmoid"
+
+    def inputs(generator):
+        bias = normal(generator, experts, dtype=torch.float32)
+        return normal(generator, tokens, experts, dtype=dtype), bias
+
+    def run(logits, bias):
+        logits = logits.float()
+        if is_sigmoid:
+            scores = logits.sigmoid()
+            ids = (scores + bias).topk(top_k, sorted=True).indices
+            weights = scores.gather(-1, ids)
+        else:
+            weights, ids = logits.softmax(-1).topk(top_k, sorted=True)
+        return ids, weights / weights.sum(-1, keepdim=True) * shape["scale"]
+
+    def expected(logits, bias):
+        # The weights alone, since equal logits may be chosen in any order.
+        return run(logits[:1], bias)[1]
+
+    return Operator(inputs, expected, both(run, "topk and eager"), sample=lambda result: result[1][:1])
+
+
 def quantize_rows(case, shape):
     dtype = DTYPES[case["dtype"]]
 
@@ -592,6 +679,9 @@ OPERATORS = {
         matmul_fp8,
         matmul_i4,
         matmul_i8,
+        moe_combine,
+        moe_permute,
+        moe_router,
         quantize_rows,
         rmsnorm,
         rope,

@@ -471,6 +471,19 @@ macro_rules! view_methods {
                 }
             }
 
+            /// Checks that the elements lie without gaps.
+            pub(crate) fn expect_contiguous(
+                &self,
+                op: &'static str,
+                argument: &'static str,
+            ) -> Result<(), Error> {
+                if self.is_contiguous() {
+                    Ok(())
+                } else {
+                    Err(Error::invalid(op, argument, "contiguous", format!("strides {:?}", self.strides())))
+                }
+            }
+
             /// Whether rows can be read in pieces of 16 bytes: address, all strides but the last, and the last dimension
             /// are multiples of 16 bytes.
             pub(crate) fn is_aligned_16(&self) -> bool {

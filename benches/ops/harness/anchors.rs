@@ -37,17 +37,6 @@ pub fn list(bencher: &mut Bencher) {
             },
         );
     }
-    let (experts, m, n, k) = (128, 32768, 1536, 2048_u64);
-    bencher.announce(
-        "grouped_matmul",
-        "anchor 128 experts",
-        Work {
-            dtype: "bf16",
-            shape: json!({ "experts": experts, "m": m, "n": n, "k": k }),
-            bytes: HALF * (experts * n * k + m * k + m * n),
-            flops: 2 * m * n * k,
-        },
-    );
     let (m, n, k) = (128, 16384, 4096_u64);
     for activation in ["gelu", "silu"] {
         bencher.announce(

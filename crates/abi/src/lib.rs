@@ -8,6 +8,7 @@
 
 mod arch;
 mod dtype;
+pub mod exact;
 pub mod ops;
 pub mod philox;
 mod row_tiles;

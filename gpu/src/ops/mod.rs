@@ -10,6 +10,8 @@ pub mod embedding;
 pub mod embedding_bag;
 #[cfg(feature = "glu")]
 pub mod glu;
+#[cfg(feature = "grouped_matmul")]
+pub mod grouped_matmul;
 #[cfg(feature = "kv_append")]
 pub mod kv_append;
 #[cfg(feature = "layernorm")]
@@ -18,6 +20,12 @@ pub mod layernorm;
 pub mod matmul;
 #[cfg(feature = "matmul_i8")]
 pub mod matmul_i8;
+#[cfg(feature = "moe_combine")]
+pub mod moe_combine;
+#[cfg(feature = "moe_permute")]
+pub mod moe_permute;
+#[cfg(feature = "moe_router")]
+pub mod moe_router;
 #[cfg(feature = "rmsnorm")]
 pub mod rmsnorm;
 #[cfg(feature = "rope")]

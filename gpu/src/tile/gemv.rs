@@ -179,7 +179,16 @@ unsafe fn sum_over_lanes<S: Sum, const SUMS: usize>(mut sums: [S; SUMS]) -> S {
     sums[0]
 }
 
-/// Calls `finish(row, col, sum)` for every element of `a · bᵀ` that is this block's. `SUMS` is `ROWS · COLS`.
+/// First row and stretch of columns of this block. Blocks of the same columns are neighbours, so that b is read from memory
+/// once.
+#[inline(always)]
+pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
+    let row_blocks = dims.m.div_ceil(ROWS as u32).max(1);
+    (thread::block_idx_x() % row_blocks * ROWS as u32, thread::block_idx_x() / row_blocks)
+}
+
+/// Calls `finish(row, col, sum)` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the
+/// stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` says where a row of a begins.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.
@@ -193,26 +202,23 @@ pub unsafe fn multiply<
     const SUMS: usize,
     const UNROLL: usize,
 >(
-    a: *const T,
+    a_row: impl Fn(u32) -> *const T,
     b: *const T,
     dims: &MatmulDims,
+    (first_row, col_block): (u32, u32),
     finish: impl Fn(u32, u32, T::Sum),
 ) {
     let groups = WARPS >> dims.split_log2;
-    let row_blocks = dims.m.div_ceil(ROWS as u32).max(1);
-    // Blocks of the same columns are neighbours, so that b is read from memory once.
-    let first_row = thread::block_idx_x() % row_blocks * ROWS as u32;
-    let first_group = thread::block_idx_x() / row_blocks * groups;
+    let first_group = col_block * groups;
     let first_col = |group: u32| (first_group + group) * COLS as u32;
 
     let group = thread::warp_idx() >> dims.split_log2;
     let part = thread::warp_idx() & ((1 << dims.split_log2) - 1);
     // Rows and columns past the end are computed from the last one, and not stored.
-    let mut rows = [a; ROWS];
+    let mut rows = [b; ROWS];
     let mut i = 0;
     while i < ROWS {
-        let row = (first_row + i as u32).min(dims.m - 1);
-        rows[i] = a.wrapping_add(row as usize * dims.a_stride as usize);
+        rows[i] = a_row((first_row + i as u32).min(dims.m - 1));
         i += 1;
     }
     let mut cols = [b; COLS];

@@ -45,6 +45,13 @@ pub fn tile_of_block<const EDGE: u32>(dims: &MatmulDims) -> (u32, u32) {
     (first + within % height, within / height)
 }
 
+/// Where row `row` of a begins, if the rows lie one after another.
+#[inline(always)]
+pub fn strided<T>(a: *const T, dims: &MatmulDims) -> impl Fn(u32) -> *const T {
+    let stride = dims.a_stride as usize;
+    move |row| a.wrapping_add(row as usize * stride)
+}
+
 /// Where this thread's elements are: its row and its column, each in groups of four.
 #[inline(always)]
 fn position() -> (u32, u32) {
@@ -67,7 +74,8 @@ unsafe fn store_piece<T: Operand, const EDGE: u32>(at: u32, piece: [u32; 4]) {
     }
 }
 
-/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`.
+/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`. `a_row` says where a row of a
+/// begins; it is asked for rows past the end too, which are not read.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.
@@ -75,7 +83,7 @@ unsafe fn store_piece<T: Operand, const EDGE: u32>(at: u32, piece: [u32; 4]) {
 /// - *exclusive*: the block's `2 · 2 · EDGE · bk` words of dynamic shared memory are used for nothing else.
 #[inline(always)]
 pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
-    a: *const T,
+    a_row: impl Fn(u32) -> *const T,
     b: *const T,
     dims: &MatmulDims,
     tile_m: u32,
@@ -92,7 +100,7 @@ pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
     let (row_a, row_b) = (tile_m * EDGE + row, tile_n * EDGE + row);
     let len_a = if row_a < dims.m { dims.k } else { 0 };
     let len_b = if row_b < dims.n { dims.k } else { 0 };
-    let mut from_a = a.wrapping_add(row_a as usize * dims.a_stride as usize + start as usize);
+    let mut from_a = a_row(row_a).wrapping_add(start as usize);
     let mut from_b = b.wrapping_add(row_b as usize * dims.b_stride as usize + start as usize);
     let (a_in_pieces, b_in_pieces) = (dims.access & A_IN_PIECES != 0, dims.access & B_IN_PIECES != 0);
     let store_at =

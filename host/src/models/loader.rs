@@ -99,7 +99,7 @@ impl<'a> Loader<'a> {
 
     /// A tensor of more dimensions as a matrix: all but the first in one.
     pub(super) fn flattened(&mut self, name: &str, rows: usize, rest: &[usize]) -> Result<Tensor, Error> {
-        self.load(&[(name, [&[rows], rest].concat())], &[rows, rest.iter().product()])
+        self.load(self.dtype, &[(name, [&[rows], rest].concat())], &[rows, rest.iter().product()])
     }
 
     /// Matrices of the same width above each other: their names and rows.
@@ -107,14 +107,48 @@ impl<'a> Loader<'a> {
         let shapes: Vec<(&str, Vec<usize>)> =
             parts.iter().map(|(name, rows)| (name.as_str(), vec![*rows, cols])).collect();
         let rows = parts.iter().map(|(_, rows)| rows).sum();
-        self.load(&shapes, &[rows, cols])
+        self.load(self.dtype, &shapes, &[rows, cols])
+    }
+
+    /// Matrices of all experts, `[experts, rows, cols]`: the tensor `fused` if the checkpoint has it, else those that
+    /// `parts` names for each expert, of equal heights, above each other.
+    pub(super) fn of_experts(
+        &mut self,
+        fused: &str,
+        shape: [usize; 3],
+        parts: impl Fn(usize) -> Vec<String>,
+    ) -> Result<Tensor, Error> {
+        if self.contains(fused) {
+            return self.load(self.dtype, &[(fused, shape.to_vec())], &shape);
+        }
+        let [experts, rows, cols] = shape;
+        let names: Vec<Vec<String>> = (0..experts).map(parts).collect();
+        let shapes: Vec<(&str, Vec<usize>)> = names
+            .iter()
+            .flat_map(|names| names.iter().map(|name| (name.as_str(), vec![rows / names.len(), cols])))
+            .collect();
+        self.load(self.dtype, &shapes, &shape)
+    }
+
+    /// Whether the checkpoint has a tensor of this name.
+    fn contains(&self, name: &str) -> bool {
+        match &self.source {
+            Source::Check(requirements) => requirements.weights().contains(name),
+            Source::Checkpoint(weights) => weights.contains(name),
+            Source::Random { .. } => false,
+        }
     }
 
     /// Vectors one after another: their names and lengths.
     pub(super) fn vectors(&mut self, parts: &[(String, usize)]) -> Result<Tensor, Error> {
+        self.vectors_as(self.dtype, parts)
+    }
+
+    /// The same in a type of their own.
+    pub(super) fn vectors_as(&mut self, dtype: DType, parts: &[(String, usize)]) -> Result<Tensor, Error> {
         let shapes: Vec<(&str, Vec<usize>)> =
             parts.iter().map(|(name, len)| (name.as_str(), vec![*len])).collect();
-        self.load(&shapes, &[parts.iter().map(|(_, len)| len).sum()])
+        self.load(dtype, &shapes, &[parts.iter().map(|(_, len)| len).sum()])
     }
 
     /// The gains of a norm.
@@ -125,8 +159,8 @@ impl<'a> Loader<'a> {
         self.vectors(&[(name.into(), len)])
     }
 
-    fn load(&mut self, parts: &[(&str, Vec<usize>)], shape: &[usize]) -> Result<Tensor, Error> {
-        let (stream, dtype) = (self.stream, self.dtype);
+    fn load(&mut self, dtype: DType, parts: &[(&str, Vec<usize>)], shape: &[usize]) -> Result<Tensor, Error> {
+        let stream = self.stream;
         match &mut self.source {
             Source::Check(requirements) => {
                 for (name, shape) in parts {
@@ -148,6 +182,8 @@ impl<'a> Loader<'a> {
                 }
                 Ok(tensor)
             }
+            // The block is of the weights' type; what has one of its own is a bias.
+            Source::Random { block, .. } if block.dtype() != dtype => Tensor::zeros(stream, shape, dtype),
             Source::Random { block, start } => {
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
                 let len = tensor.len();

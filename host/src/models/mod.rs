@@ -16,11 +16,11 @@ mod weights;
 
 pub use config::{
     Architecture, AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig,
-    ModelConfig, NormConfig, RopeConfig, RopeKind, VisionConfig, YarnRope,
+    ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind, SharedExpertConfig, VisionConfig, YarnRope,
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
-pub use layers::{Attention, FeedForward, Linear, Mixer, Mlp};
+pub use layers::{Attention, FeedForward, Linear, Mixer, Mlp, Moe};
 pub use loader::LoadProgress;
 pub use model::Model;
 pub use sampler::Sampler;

@@ -186,6 +186,11 @@ impl Entry {
 }
 
 impl Requirements<'_> {
+    /// What is asked.
+    pub(super) fn weights(&self) -> &Weights {
+        self.weights
+    }
+
     /// Requires the tensor `name` with this shape and one of the types [`DType::FLOATS`].
     pub fn tensor(&mut self, name: impl Into<String>, shape: &[usize]) -> &mut Self {
         let name = name.into();

@@ -62,10 +62,14 @@ pub mod copy;
 pub mod embedding;
 pub mod embedding_bag;
 pub mod glu;
+pub mod grouped_matmul;
 pub mod kv_append;
 pub mod layernorm;
 pub mod matmul;
 pub mod matmul_i8;
+pub mod moe_combine;
+pub mod moe_permute;
+pub mod moe_router;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;
@@ -74,6 +78,7 @@ pub mod transpose;
 
 pub(crate) mod parallel;
 pub mod reference;
+pub(crate) mod workspace;
 
 use crate::error::Error;
 

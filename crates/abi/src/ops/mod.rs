@@ -8,10 +8,14 @@ pub mod copy;
 pub mod embedding;
 pub mod embedding_bag;
 pub mod glu;
+pub mod grouped_matmul;
 pub mod kv_append;
 pub mod layernorm;
 pub mod matmul;
 pub mod matmul_i8;
+pub mod moe_combine;
+pub mod moe_permute;
+pub mod moe_router;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;
@@ -25,10 +29,14 @@ pub const FAMILIES: &[&str] = &[
     "embedding",
     "embedding_bag",
     "glu",
+    "grouped_matmul",
     "kv_append",
     "layernorm",
     "matmul",
     "matmul_i8",
+    "moe_combine",
+    "moe_permute",
+    "moe_router",
     "rmsnorm",
     "rope",
     "sampling",
@@ -49,12 +57,16 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         embedding::VARIANTS,
         embedding_bag::VARIANTS,
         glu::VARIANTS,
+        grouped_matmul::VARIANTS,
         kv_append::VARIANTS,
         layernorm::VARIANTS,
         matmul::VARIANTS,
         matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
         matmul_i8::QUANTIZE_VARIANTS,
+        moe_combine::VARIANTS,
+        moe_permute::VARIANTS,
+        moe_router::VARIANTS,
         rmsnorm::VARIANTS,
         rope::VARIANTS,
         sampling::VARIANTS,

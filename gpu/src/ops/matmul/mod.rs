@@ -60,7 +60,7 @@ unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = simt::multiply::<T, EDGE, PER>(a, b, dims, tile_m, tile_n);
+        let sums = simt::multiply::<T, EDGE, PER>(simt::strided(a, dims), b, dims, tile_m, tile_n);
         simt::for_quads::<f32, EDGE, PER>(&sums, dims, tile_m, tile_n, |row, col, mut values| {
             if !bias.is_null() {
                 let bias = simt::load_quad(bias, col, dims.n);
@@ -93,13 +93,19 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     let (a, b, out) = of_product(a, b, out, dims);
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
-        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(a, b, dims, |row, col, mut value| {
-            if !bias.is_null() {
-                value += global::load(bias.add(col as usize)).to_f32();
-            }
-            let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-            global::store(to, O::from_f32(value));
-        });
+        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
+            simt::strided(a, dims),
+            b,
+            dims,
+            gemv::place_of_block::<ROWS>(dims),
+            |row, col, mut value| {
+                if !bias.is_null() {
+                    value += global::load(bias.add(col as usize)).to_f32();
+                }
+                let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+                global::store(to, O::from_f32(value));
+            },
+        );
     }
 }
 

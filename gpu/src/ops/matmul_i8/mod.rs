@@ -35,7 +35,7 @@ unsafe fn tile<O: Element, const EDGE: u32, const PER: usize>(
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = simt::multiply::<i8, EDGE, PER>(a, b, dims, tile_m, tile_n);
+        let sums = simt::multiply::<i8, EDGE, PER>(simt::strided(a, dims), b, dims, tile_m, tile_n);
         simt::for_quads::<i32, EDGE, PER>(&sums, dims, tile_m, tile_n, |row, col, sums| {
             let row_scale = global::load(a_scale.add(row as usize));
             let col_scales = simt::load_quad(b_scale, col, dims.n);
@@ -80,15 +80,21 @@ unsafe fn few_rows<
 ) {
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
-        gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(a, b, dims, |row, col, sum| {
-            let row_scale = global::load(a_scale.add(row as usize));
-            let mut value = scaled(sum, row_scale, global::load(b_scale.add(col as usize)));
-            if !bias.is_null() {
-                value += global::load(bias.add(col as usize)).to_f32();
-            }
-            let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-            global::store(to, O::from_f32(value));
-        });
+        gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
+            simt::strided(a, dims),
+            b,
+            dims,
+            gemv::place_of_block::<ROWS>(dims),
+            |row, col, sum| {
+                let row_scale = global::load(a_scale.add(row as usize));
+                let mut value = scaled(sum, row_scale, global::load(b_scale.add(col as usize)));
+                if !bias.is_null() {
+                    value += global::load(bias.add(col as usize)).to_f32();
+                }
+                let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+                global::store(to, O::from_f32(value));
+            },
+        );
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod fields;
 mod qwen3;
+mod qwen3_moe;
 mod qwen3_vl;
 mod rope;
 
@@ -12,6 +13,7 @@ use abi::ops::glu::Activation;
 use serde_json::Value;
 
 use super::ModelError;
+use crate::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
 use crate::ops::rmsnorm::NormWeight;
 pub(super) use fields::read_json;
 use fields::{Fields, parse_json};
@@ -45,6 +47,8 @@ pub struct ModelConfig {
 pub enum Architecture {
     /// Dense Qwen3: grouped-query attention with per-head q and k norms, SwiGLU.
     Qwen3,
+    /// Qwen3 with a mixture of experts.
+    Qwen3Moe,
     /// The same decoder with a vision tower: Qwen3-VL.
     Qwen3Vl,
 }
@@ -115,6 +119,8 @@ pub struct AttentionConfig {
 pub enum FeedForwardConfig {
     /// A gated MLP.
     Mlp(MlpConfig),
+    /// A mixture of experts.
+    Moe(MoeConfig),
 }
 
 /// A gated MLP: `down(act(gate(x)) ⊙ up(x))`.
@@ -124,6 +130,49 @@ pub struct MlpConfig {
     pub intermediate_size: usize,
     /// The gate's activation.
     pub activation: Activation,
+}
+
+/// A mixture of experts, each a gated MLP, of which a router chooses some for each token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MoeConfig {
+    /// Experts.
+    pub num_experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// An expert.
+    pub expert: MlpConfig,
+    /// What a router's logit is turned into.
+    pub score: RouterScore,
+    /// Whether a bias is added to the scores for the choice.
+    pub correction_bias: bool,
+    /// Groups that bound the choice.
+    pub groups: Option<ExpertGroups>,
+    /// What the chosen experts' weights are.
+    pub weights: RouterWeights,
+    /// What the weights are multiplied by.
+    pub scale: f32,
+    /// Whether the weights are rounded to the type of the activations.
+    pub round_weights: bool,
+    /// An expert that every token has.
+    pub shared: Option<SharedExpertConfig>,
+}
+
+/// An expert that every token has, besides those that are chosen for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SharedExpertConfig {
+    /// The expert.
+    pub mlp: MlpConfig,
+    /// Its name in a checkpoint, below the layer's `mlp`.
+    pub name: &'static str,
+    /// Whether its result is multiplied by the sigmoid of a logit of its own, `shared_expert_gate` in a checkpoint.
+    pub gate: bool,
+}
+
+impl MoeConfig {
+    /// Whether the router has a row for the shared expert.
+    pub(super) fn has_shared_gate(&self) -> bool {
+        self.shared.is_some_and(|shared| shared.gate)
+    }
 }
 
 /// The numbers of a vision tower, and of how its output enters the decoder.
@@ -211,6 +260,7 @@ impl ModelConfig {
         let architecture = Architecture::read(&fields)?;
         let (decoder, vision) = match architecture {
             Architecture::Qwen3 => (qwen3::read(&fields)?, None),
+            Architecture::Qwen3Moe => (qwen3_moe::read(&fields)?, None),
             Architecture::Qwen3Vl => {
                 let (decoder, vision) = qwen3_vl::read(&fields)?;
                 (decoder, Some(vision))
@@ -218,7 +268,7 @@ impl ModelConfig {
         };
         // Where the decoder's own fields are.
         let text = match architecture {
-            Architecture::Qwen3 => None,
+            Architecture::Qwen3 | Architecture::Qwen3Moe => None,
             Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config", "text_config.")?),
         };
         let dtype = match (read_dtype(&fields)?, &text) {
@@ -261,17 +311,18 @@ impl Architecture {
     /// What the names of the decoder's tensors begin with, but for the head's.
     pub(super) fn decoder_prefix(self) -> &'static str {
         match self {
-            Architecture::Qwen3 => "model",
+            Architecture::Qwen3 | Architecture::Qwen3Moe => "model",
             Architecture::Qwen3Vl => "model.language_model",
         }
     }
 
     /// The values of `model_type` that are built.
-    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_vl"];
+    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_moe", "qwen3_vl"];
 
     fn read(fields: &Fields) -> Result<Architecture, ModelError> {
         match fields.required("model_type", "a string", Value::as_str)? {
             "qwen3" => Ok(Architecture::Qwen3),
+            "qwen3_moe" => Ok(Architecture::Qwen3Moe),
             "qwen3_vl" => Ok(Architecture::Qwen3Vl),
             found => Err(ModelError::UnknownModelType {
                 path: fields.path.into(),

@@ -24,7 +24,7 @@ pub(super) fn read_dense(
     max_positions: usize,
 ) -> Result<DecoderConfig, ModelError> {
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
-    let attention = read_attention(fields, 128)?;
+    let attention = read_attention(fields, 32, 128)?;
     let mlp = MlpConfig {
         intermediate_size: fields.size("intermediate_size", 22016)?,
         activation: read_activation(fields, "silu")?,
@@ -56,12 +56,16 @@ pub(super) fn read_dense(
     })
 }
 
-/// Heads and biases, without a window.
-pub(super) fn read_attention(fields: &Fields, head_dim: usize) -> Result<AttentionConfig, ModelError> {
+/// Heads and biases, without a window, with the defaults of key and value heads and of a head's width.
+pub(super) fn read_attention(
+    fields: &Fields,
+    heads_kv: usize,
+    head_dim: usize,
+) -> Result<AttentionConfig, ModelError> {
     let heads_q = fields.size("num_attention_heads", 32)?;
     let heads_kv = match fields.map.get("num_key_value_heads") {
         Some(Value::Null) => heads_q,
-        _ => fields.size("num_key_value_heads", 32)?,
+        _ => fields.size("num_key_value_heads", heads_kv)?,
     };
     let head_dim = fields.size("head_dim", head_dim)?;
     let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });

@@ -6,10 +6,12 @@
 mod attention;
 mod linear;
 mod mlp;
+mod moe;
 
 pub use attention::Attention;
 pub use linear::Linear;
 pub use mlp::Mlp;
+pub use moe::Moe;
 
 use std::ops::Range;
 
@@ -27,6 +29,7 @@ use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use attention::{AttentionBlock, KeysValues};
 use mlp::MlpBlock;
+use moe::MoeBlock;
 
 /// What mixes the tokens of a sequence.
 #[derive(Debug)]
@@ -37,11 +40,15 @@ pub enum Mixer {
 }
 
 /// What works on each token alone.
+// One per layer, which stays where it is made.
+#[expect(clippy::large_enum_variant)]
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum FeedForward {
     /// A gated MLP.
     Mlp(Mlp),
+    /// A mixture of experts.
+    Moe(Moe),
 }
 
 impl Mixer {
@@ -71,9 +78,13 @@ impl FeedForward {
         loader: &mut Loader<'_>,
         prefix: &str,
     ) -> Result<Self, Error> {
+        let prefix = format!("{prefix}.mlp");
         match config {
             FeedForwardConfig::Mlp(config) => {
-                Ok(FeedForward::Mlp(Mlp::new(config, hidden_size, loader, &format!("{prefix}.mlp"))?))
+                Ok(FeedForward::Mlp(Mlp::new(config, hidden_size, loader, &prefix)?))
+            }
+            FeedForwardConfig::Moe(config) => {
+                Ok(FeedForward::Moe(Moe::new(config, hidden_size, loader, &prefix)?))
             }
         }
     }
@@ -225,21 +236,26 @@ impl MixerBlock {
 }
 
 /// A feed-forward part planned for one phase, with the memory between its operators.
+// One per kind and phase, which stays where it is made.
+#[expect(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub(super) enum FeedForwardBlock {
     Mlp(MlpBlock),
+    Moe(MoeBlock),
 }
 
 impl FeedForwardBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &FeedForwardConfig) -> Result<Self, Error> {
         match config {
             FeedForwardConfig::Mlp(config) => Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config)?)),
+            FeedForwardConfig::Moe(config) => Ok(FeedForwardBlock::Moe(MoeBlock::new(phase, config)?)),
         }
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         match self {
             FeedForwardBlock::Mlp(block) => block.reports(),
+            FeedForwardBlock::Moe(block) => block.reports(),
         }
     }
 
@@ -252,6 +268,8 @@ impl FeedForwardBlock {
     ) -> Result<(), Error> {
         match (self, weights) {
             (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => block.run(step, weights, x, out),
+            (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => block.run(step, weights, x, out),
+            _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }
     }
 }

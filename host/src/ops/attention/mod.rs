@@ -5,7 +5,6 @@ mod cases;
 mod cpu;
 pub mod reference;
 mod select;
-mod workspace;
 
 use abi::DType;
 use abi::ops::attention::{
@@ -18,9 +17,9 @@ use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
+use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
-use crate::tensor::{TensorView, TensorViewMut};
-use workspace::Workspace;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
 pub use cases::{AttentionCase, CASES};
 pub use select::{AttentionChoice, MAX_DECODE_QUERIES, select};
@@ -180,7 +179,9 @@ impl Loaded {
 #[derive(Debug)]
 struct Splits {
     merge: Loaded,
-    workspace: Workspace,
+    /// What the splits leave for the merge, both `[sequence, head, query, split, …]` f32: unfinished results of `head_dim`;
+    /// maximum and sum of the weights.
+    workspace: Workspace<2>,
 }
 
 impl Attention {
@@ -240,8 +241,13 @@ impl Attention {
                     _ => problem.seq_q.min(MAX_DECODE_QUERIES),
                 };
                 let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
-                let rows = [problem.batch, problem.heads_q, seq_q, num_splits];
-                let workspace = Workspace::new(device, rows, problem.head_dim_v)?;
+                let workspace = Workspace::new(device, |stream| {
+                    let tensor = |width| {
+                        let shape = [problem.batch, problem.heads_q, seq_q, num_splits, width];
+                        Tensor::empty(stream, &shape, DType::F32)
+                    };
+                    Ok([tensor(problem.head_dim_v)?, tensor(2)?])
+                })?;
                 Some(Box::new(Splits { merge: Loaded::new(device, merge)?, workspace }))
             }
             _ => None,
@@ -463,7 +469,8 @@ fn decode(
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
-    let (partial, stats) = (workspace.partial.view(), workspace.stats.view());
+    let [partial, stats] = &workspace.tensors;
+    let (partial, stats) = (partial.view(), stats.view());
     let params =
         [(*q).into(), (*k).into(), (*v).into(), kv_lens(), partial.into(), stats.into(), dims.into()];
     let merge_params =

@@ -65,11 +65,22 @@ fn products<T: FloatElement, O: FloatElement>(batch: u32, dims: &MatmulDims, arg
                 *out = O::from_f32(bias.map_or(sum, |bias| sum + bias[col + i].to_f32()));
             }
         };
-        if dims.m as usize <= DOT_MAX_ROWS {
-            dots(a, b, dims, store);
-        } else {
-            tiles(a, b, dims, store);
-        }
+        let k = dims.k as usize;
+        sums(|row| &a[row * dims.a_stride as usize..][..k], b, dims, store);
+    }
+}
+
+/// Calls `store(row, first column, sums)` for the columns of every row, in stretches; `a_row` gives the rows of a.
+pub(crate) fn sums<'a, T: FloatElement>(
+    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    b: &[T],
+    dims: &MatmulDims,
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+) {
+    if dims.m as usize <= DOT_MAX_ROWS {
+        dots(a_row, b, dims, store);
+    } else {
+        tiles(a_row, b, dims, store);
     }
 }
 
@@ -100,9 +111,9 @@ fn dot(x: &[f32], y: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
-/// Calls `store(row, first column, sums)` for the columns of every row, in stretches.
-fn dots<T: FloatElement>(
-    a: &[T],
+/// As [`sums`].
+fn dots<'a, T: FloatElement>(
+    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     b: &[T],
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
@@ -116,10 +127,7 @@ fn dots<T: FloatElement>(
             for start in (0..k).step_by(PANEL) {
                 let len = PANEL.min(k - start);
                 for row in 0..m {
-                    widen(
-                        &a[row * dims.a_stride as usize + start..][..len],
-                        &mut a_panel[row * PANEL..][..len],
-                    );
+                    widen(&a_row(row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
                 }
                 for col in 0..cols {
                     widen(&b[(first + col) * dims.b_stride as usize + start..][..len], &mut b_row[..len]);
@@ -135,9 +143,9 @@ fn dots<T: FloatElement>(
     });
 }
 
-/// As [`dots`].
-fn tiles<T: FloatElement>(
-    a: &[T],
+/// As [`sums`].
+fn tiles<'a, T: FloatElement>(
+    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     b: &[T],
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
@@ -152,8 +160,7 @@ fn tiles<T: FloatElement>(
             for start in (0..k).step_by(PANEL) {
                 let len = PANEL.min(k - start);
                 for row in 0..rows {
-                    let from = &a[(first_row + row) * dims.a_stride as usize + start..][..len];
-                    widen(from, &mut a_panel[row * PANEL..][..len]);
+                    widen(&a_row(first_row + row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
                 }
                 for col in 0..cols {
                     let from = &b[(first_col + col) * dims.b_stride as usize + start..][..len];

@@ -2,7 +2,7 @@
 //! properties, `benches/ops/matmul.rs` the bench.
 
 mod cases;
-mod cpu;
+pub(crate) mod cpu;
 pub mod reference;
 pub(crate) mod select;
 

@@ -1,8 +1,6 @@
-//! What the splits of decode leave for the merge.
+//! Device memory that a plan holds for its runs.
 
 use std::sync::{Mutex, MutexGuard};
-
-use abi::DType;
 
 use crate::device::Device;
 use crate::error::Error;
@@ -11,33 +9,32 @@ use crate::tensor::Tensor;
 
 /// Device memory of a plan, which its runs use one after the other, also from several streams.
 #[derive(Debug)]
-pub(super) struct Workspace {
-    /// Unfinished results, `[sequence, head, query, split, head_dim]`.
-    pub(super) partial: Tensor,
-    /// Maximum and sum of the weights, `[sequence, head, query, split, 2]`.
-    pub(super) stats: Tensor,
+pub(crate) struct Workspace<const N: usize> {
+    /// Its tensors, with undefined contents at first.
+    pub(crate) tensors: [Tensor; N],
     /// The stream that the tensors belong to.
     owner: Stream,
     /// The stream of the last run.
     last: Mutex<Option<Stream>>,
 }
 
-impl Workspace {
-    /// Room for this many sequences, heads, queries and splits.
-    pub(super) fn new(device: &Device, sizes: [usize; 4], head_dim: usize) -> Result<Self, Error> {
+impl<const N: usize> Workspace<N> {
+    /// Tensors that `make` makes in the given stream.
+    pub(crate) fn new(
+        device: &Device,
+        make: impl FnOnce(&Stream) -> Result<[Tensor; N], Error>,
+    ) -> Result<Self, Error> {
         let owner = device.stream()?;
-        let [batch, heads, seq_q, splits] = sizes;
-        let partial = Tensor::empty(&owner, &[batch, heads, seq_q, splits, head_dim], DType::F32)?;
-        let stats = Tensor::empty(&owner, &[batch, heads, seq_q, splits, 2], DType::F32)?;
+        let tensors = make(&owner)?;
         // The memory may have had another user. Waiting here leaves the first run nothing to wait for, so it can be the
         // one that is recorded.
         owner.synchronize()?;
-        Ok(Workspace { partial, stats, owner, last: Mutex::new(None) })
+        Ok(Workspace { tensors, owner, last: Mutex::new(None) })
     }
 
     /// Makes `stream` wait for the last run if that was in another stream. Nobody else enqueues a run until the guard is
     /// dropped.
-    pub(super) fn enter(&self, stream: &Stream) -> Result<MutexGuard<'_, Option<Stream>>, Error> {
+    pub(crate) fn enter(&self, stream: &Stream) -> Result<MutexGuard<'_, Option<Stream>>, Error> {
         // The stream is replaced as a whole: a panic elsewhere leaves it consistent.
         let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(last) = &*last {
@@ -48,7 +45,7 @@ impl Workspace {
     }
 }
 
-impl Drop for Workspace {
+impl<const N: usize> Drop for Workspace<N> {
     fn drop(&mut self) {
         let last = self.last.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(last) = last {

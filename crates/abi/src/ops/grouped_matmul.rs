@@ -1,0 +1,197 @@
+//! Grouped matrix product, each group of rows with a weight of its own: parameters and entry points.
+//!
+//! The tiles are cut as those of [`super::matmul`]. A launch has a block for each pair of a *slot*, which is a place for a tile's
+//! rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are counted from the
+//! number of rows and experts, and some stay empty.
+
+use super::matmul::{THREADS, WARPS};
+use crate::{Arch, DType};
+
+/// Sizes and strides of one launch, in elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupedMatmulDims {
+    /// Rows of out.
+    pub rows: u32,
+    /// Rows of x.
+    pub x_rows: u32,
+    /// Groups.
+    pub experts: u32,
+    /// Rows of a weight, columns of out.
+    pub n: u32,
+    /// Columns of x and of the weights.
+    pub k: u32,
+    /// Rows of out that are made of one row of x, which the order names; 0: row i of out is made of row i of x.
+    pub fan_out: u32,
+    /// From one row of x to the next.
+    pub x_stride: u32,
+    /// From one row of a weight to the next.
+    pub w_stride: u32,
+    /// From one weight to the next.
+    pub w_expert_stride: u32,
+    /// From one row of out to the next.
+    pub out_stride: u32,
+    /// What may be moved in pieces, as in `MatmulDims` with x for a and w for b.
+    pub access: u32,
+    /// As in `MatmulDims`.
+    pub split_log2: u32,
+    /// Stretches of columns: blocks of a slot.
+    pub col_blocks: u32,
+    /// What a slot is: [`SLOTS_ARE_ROWS`] or [`SLOTS_ARE_TILES`].
+    pub slots: u32,
+}
+
+const _: () = assert!(size_of::<GroupedMatmulDims>() == 56);
+impl crate::Params for GroupedMatmulDims {}
+
+/// In [`GroupedMatmulDims::slots`]: slot s is sorted row s, and empty unless a tile begins there.
+pub const SLOTS_ARE_ROWS: u32 = 0;
+/// In [`GroupedMatmulDims::slots`]: the slots of expert e begin at `⌊offsets[e] / tile rows⌋ + e`.
+///
+/// The next expert's begin at least `⌈rows of e / tile rows⌉` later, so every tile has a slot.
+pub const SLOTS_ARE_TILES: u32 = 1;
+
+/// How a group's product is cut up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupedMatmulTile {
+    /// A block makes `bm` rows and `bn` columns, `bk` of k at a time: as `MatmulTile::Simt`.
+    Simt {
+        /// Rows of the tile.
+        bm: u32,
+        /// Columns of the tile.
+        bn: u32,
+        /// Elements of k per step.
+        bk: u32,
+    },
+    /// For few rows: a warp, or several that share k, makes `rows` rows of `cols` columns: as `MatmulTile::Gemv`.
+    Gemv {
+        /// Rows of x that are held against each piece of the weight.
+        rows: u32,
+        /// Columns of a warp.
+        cols: u32,
+        /// Pieces of each row of the weight that a lane has in flight.
+        unroll: u32,
+    },
+}
+
+impl GroupedMatmulTile {
+    /// Rows of a tile.
+    pub const fn rows(self) -> u32 {
+        match self {
+            GroupedMatmulTile::Simt { bm, .. } => bm,
+            GroupedMatmulTile::Gemv { rows, .. } => rows,
+        }
+    }
+
+    /// Dynamic shared memory in bytes. A `Simt` tile holds two steps of both operands in f32.
+    pub const fn smem_bytes(self) -> u32 {
+        match self {
+            GroupedMatmulTile::Simt { bm, bn, bk } => 2 * (bm + bn) * bk * 4,
+            GroupedMatmulTile::Gemv { rows, cols, .. } => WARPS * rows * cols * 4,
+        }
+    }
+
+    /// Stretches of columns.
+    pub const fn col_blocks(self, n: u32, split_log2: u32) -> u32 {
+        let cols = match self {
+            GroupedMatmulTile::Simt { bn, .. } => bn,
+            GroupedMatmulTile::Gemv { cols, .. } => cols * (WARPS >> split_log2),
+        };
+        n.div_ceil(cols)
+    }
+
+    /// What slots are, and how many there are: the fewer of the two kinds.
+    pub const fn slots(self, rows: u32, experts: u32) -> (u32, u64) {
+        let tiles = (rows / self.rows()) as u64 + experts as u64;
+        if (rows as u64) < tiles { (SLOTS_ARE_ROWS, rows as u64) } else { (SLOTS_ARE_TILES, tiles) }
+    }
+}
+
+/// One kernel of the operator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupedMatmulVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of all matrices.
+    pub dtype: DType,
+    /// How a group's product is cut up.
+    pub tile: GroupedMatmulTile,
+    /// What it needs at least.
+    pub floor: Arch,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! grouped_matmul_table {
+    ($callback:path) => {
+        $callback! {
+            grouped_matmul_f32__gemv1__sm61 => f32, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            grouped_matmul_f32__gemv2__sm61 => f32, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            grouped_matmul_f32__gemv4__sm61 => f32, F32, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            grouped_matmul_f32__gemv8__sm61 => f32, F32, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            grouped_matmul_f32__m64n64k16__sm61 => f32, F32, Sm61, Simt { bm: 64, bn: 64, bk: 16 };
+            grouped_matmul_f32__m128n128k8__sm61 => f32, F32, Sm61, Simt { bm: 128, bn: 128, bk: 8 };
+            grouped_matmul_f16__gemv1__sm61 => f16, F16, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            grouped_matmul_f16__gemv2__sm61 => f16, F16, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            grouped_matmul_f16__gemv4__sm61 => f16, F16, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            grouped_matmul_f16__gemv8__sm61 => f16, F16, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            grouped_matmul_f16__m64n64k32__sm61 => f16, F16, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            grouped_matmul_f16__m128n128k16__sm61 => f16, F16, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+            grouped_matmul_bf16__gemv1__sm61 => bf16, BF16, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
+            grouped_matmul_bf16__gemv2__sm61 => bf16, BF16, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
+            grouped_matmul_bf16__gemv4__sm61 => bf16, BF16, Sm61, Gemv { rows: 4, cols: 2, unroll: 2 };
+            grouped_matmul_bf16__gemv8__sm61 => bf16, BF16, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
+            grouped_matmul_bf16__m64n64k32__sm61 => bf16, BF16, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
+            grouped_matmul_bf16__m128n128k16__sm61 => bf16, BF16, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+        }
+    };
+}
+
+macro_rules! variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        /// Every kernel of the operator.
+        pub const VARIANTS: &[GroupedMatmulVariant] = &[$(GroupedMatmulVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            tile: GroupedMatmulTile::$tile { $($field: $value),* },
+            floor: Arch::$floor,
+        }),*];
+    };
+}
+grouped_matmul_table!(variants);
+
+const _: () = {
+    let mut i = 0;
+    while i < VARIANTS.len() {
+        let GroupedMatmulVariant { dtype, tile, .. } = VARIANTS[i];
+        assert!(tile.smem_bytes() <= 48 << 10);
+        if let GroupedMatmulTile::Simt { bm, bn, bk } = tile {
+            assert!(bm == bn && bk * dtype.bytes() as u32 == THREADS / bm * 16);
+        }
+        i += 1;
+    }
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every tile has a slot, and no two the same: what the kernels count on.
+    #[test]
+    fn slots_of_tiles() {
+        for variant in VARIANTS.iter().filter(|variant| variant.dtype == DType::F32) {
+            let tile_rows = variant.tile.rows();
+            for sizes in [&[0, 5, 0, 0, 64, 1, 63, 200][..], &[1, 1, 1], &[0], &[129], &[0, 0, 128, 0]] {
+                let (mut start, mut next) = (0, 0);
+                for (expert, &size) in sizes.iter().enumerate() {
+                    let first = start / tile_rows + expert as u32;
+                    assert!(first >= next);
+                    start += size;
+                    next = first + size.div_ceil(tile_rows);
+                }
+                assert!(u64::from(next) <= (start / tile_rows) as u64 + sizes.len() as u64);
+            }
+        }
+    }
+}

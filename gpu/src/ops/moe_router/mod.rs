@@ -1,0 +1,224 @@
+//! Router of a mixture of experts: scores, choice and weights of a token's experts.
+//!
+//! Work split: a warp per token, four to a block. Lane l has the experts l, l + 32, …, whose order it keeps as integer keys
+//! in shared memory (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
+//!
+//! ```text
+//! logits  | e0 | e1 | … | e31 | e32 | …           lane 0: e0, e32, …
+//! 1. keys of the logits; their maximum
+//! 2. softmax: the sum of e^(logit − max), each lane's in order, then a fixed tree
+//! 3. bias: keys of score + bias
+//! 4. groups: lane g adds up the two largest of group g; the best groups are taken one after another, and the keys of the
+//!    others become 0
+//! 5. top_k times: the largest key of the warp, the lowest expert among equals; its lane makes it 0 and looks for its next
+//! 6. lane j: the weight of the expert that was chosen j-th
+//! ```
+//!
+//! Some hundred bytes to a few kilobytes per token: bound by latency, of which step 5 is the most. Rows are read once, by
+//! neighbouring lanes side by side; pieces of 16 bytes would leave most lanes without work.
+
+use abi::ops::moe_router::{
+    MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, Scores, WARPS, weight,
+};
+use abi::ops::sampling::{key, logit};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::warp::{FULL_MASK, shuffle_idx_f32, shuffle_xor, sum_f32, sync_warp};
+use cuda_std::{global, kernel, shared, thread};
+
+/// Maximum over the warp of a rank: key above, and the index's complement below, so that the lowest of equals wins.
+///
+/// # Safety
+/// - *converged*: all 32 lanes execute it.
+#[inline(always)]
+unsafe fn best((mut key, mut index): (u32, u32)) -> (u32, u32) {
+    let mut step = 16;
+    while step > 0 {
+        // SAFETY: all lanes take part — the caller.
+        let (other_key, other) =
+            unsafe { (shuffle_xor(FULL_MASK, key, step), shuffle_xor(FULL_MASK, index, step)) };
+        if other_key > key || (other_key == key && other < index) {
+            (key, index) = (other_key, other);
+        }
+        step /= 2;
+    }
+    (key, index)
+}
+
+/// Routes this warp's token.
+///
+/// # Safety
+/// - Blocks of 32 · [`WARPS`] threads; `bias` is null or holds `experts` numbers; tensors *in-bounds* for `dims` — checked in
+///   `MoeRouter::run`.
+/// - *exclusive*: `WARPS · experts` words of dynamic shared memory are used for nothing else.
+#[inline(always)]
+unsafe fn route<T: Element>(
+    logits: *const T,
+    bias: *const f32,
+    ids: *mut u32,
+    weights: *mut f32,
+    dims: &MoeRouterDims,
+) {
+    let token = thread::block_idx_x() * WARPS + thread::warp_idx();
+    let (lane, experts) = (thread::lane(), dims.experts);
+    if token >= dims.tokens {
+        return;
+    }
+    let row = logits.wrapping_add(token as usize * dims.logits_stride as usize);
+    let keys = shared::base() + thread::warp_idx() * experts * 4;
+    let at = |expert: u32| keys + 4 * expert;
+    // SAFETY: experts below `experts` are in the row, the bias and this warp's keys; a warp leaves or stays as a whole, and
+    // all branches around shuffles are the same for all lanes. Keys are touched by their own lane only, but for the groups'
+    // scores, which lie between two barriers.
+    unsafe {
+        let mut max_key = 0;
+        let mut expert = lane;
+        while expert < experts {
+            let key = key(global::load(row.add(expert as usize)).to_f32());
+            shared::store_u32(at(expert), key + 1);
+            max_key = key.max(max_key);
+            expert += 32;
+        }
+        let scores = if dims.options & SIGMOID != 0 {
+            Scores::SIGMOID
+        } else {
+            let max = logit(best((max_key, 0)).0);
+            let mut sum = 0.0;
+            let mut expert = lane;
+            while expert < experts {
+                sum += Scores::power(logit(shared::load_u32(at(expert)) - 1), max);
+                expert += 32;
+            }
+            Scores::softmax(max, sum_f32::<32>(sum))
+        };
+        if !bias.is_null() {
+            let mut expert = lane;
+            while expert < experts {
+                let score = scores.of(logit(shared::load_u32(at(expert)) - 1));
+                let choice = score + global::load(bias.add(expert as usize));
+                shared::store_u32(at(expert), key(choice) + 1);
+                expert += 32;
+            }
+        }
+        if dims.num_groups > 1 {
+            let value = |entry: u32| {
+                let value = logit(entry.saturating_sub(1));
+                if bias.is_null() { scores.of(value) } else { value }
+            };
+            drop_groups(dims, at, value);
+        }
+
+        let mine = || {
+            let (mut found, mut index) = (0, u32::MAX);
+            let mut expert = lane;
+            while expert < experts {
+                let entry = shared::load_u32(at(expert));
+                // In ascending order, so only a larger one replaces.
+                if entry > found {
+                    (found, index) = (entry, expert);
+                }
+                expert += 32;
+            }
+            (found, index)
+        };
+        let mut candidate = mine();
+        let mut chosen = 0;
+        let mut j = 0;
+        while j < dims.top_k {
+            // There is one: the groups that are left have top_k experts — MoeRouter::plan.
+            let expert = best(candidate).1;
+            chosen = if lane == j { expert } else { chosen };
+            if expert & 31 == lane {
+                shared::store_u32(at(expert), 0);
+                candidate = mine();
+            }
+            j += 1;
+        }
+
+        let score = scores.of(global::load(row.add(chosen as usize)).to_f32());
+        let mut sum = 0.0;
+        if dims.options & NORMALISED != 0 {
+            let mut j = 0;
+            while j < dims.top_k {
+                sum += shuffle_idx_f32(FULL_MASK, score, j);
+                j += 1;
+            }
+        }
+        if lane < dims.top_k {
+            let exact = weight(score, sum, dims.options, dims.scale);
+            let rounded = match dims.options & (ROUND_F16 | ROUND_BF16) {
+                0 => exact,
+                ROUND_F16 => f16::from_f32(exact).to_f32(),
+                _ => <bf16 as Element>::from_f32(exact).to_f32(),
+            };
+            let to = token as usize * dims.top_k as usize + lane as usize;
+            global::store(ids.add(to), chosen);
+            global::store(weights.add(to), rounded);
+        }
+    }
+}
+
+/// Makes the keys of all groups but the best 0. The score of a group is the sum of its two largest values.
+///
+/// # Safety
+/// - *converged*: all 32 lanes; keys as in [`route`].
+#[inline(always)]
+unsafe fn drop_groups(dims: &MoeRouterDims, at: impl Fn(u32) -> u32, value: impl Fn(u32) -> f32) {
+    let lane = thread::lane();
+    let mut candidate = (0, u32::MAX);
+    // SAFETY: lane < num_groups keeps experts below num_groups · group_size = experts; the keys were written before the
+    // first barrier and change after the second.
+    unsafe {
+        sync_warp(FULL_MASK);
+        if lane < dims.num_groups {
+            let (mut first, mut second) = (0, 0);
+            let mut i = 0;
+            while i < dims.group_size {
+                let entry = shared::load_u32(at(lane * dims.group_size + i));
+                (first, second) = if entry > first { (entry, first) } else { (first, entry.max(second)) };
+                i += 1;
+            }
+            candidate = (key(value(first) + value(second)) + 1, lane);
+        }
+        sync_warp(FULL_MASK);
+        let mut kept = 0u32;
+        let mut i = 0;
+        while i < dims.top_groups {
+            let group = best(candidate).1;
+            kept |= 1 << (group & 31);
+            if group == lane {
+                candidate = (0, u32::MAX);
+            }
+            i += 1;
+        }
+        let mut expert = lane;
+        while expert < dims.experts {
+            // At least 2 — MoeRouter::plan; `max` tells the compiler, which would otherwise keep a panic path.
+            if kept >> ((expert / dims.group_size.max(1)) & 31) & 1 == 0 {
+                shared::store_u32(at(expert), 0);
+            }
+            expert += 32;
+        }
+    }
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident;)*) => {$(
+        /// Entry point; see the module and `abi::ops::moe_router`.
+        ///
+        /// # Safety
+        /// - Arguments as `MoeRouter::run` checks them.
+        #[kernel(max_threads = 128)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            logits: *const $type,
+            bias: *const f32,
+            ids: *mut u32,
+            weights: *mut f32,
+            dims: MoeRouterDims,
+        ) {
+            // SAFETY: the same contract.
+            unsafe { route(logits, bias, ids, weights, &dims) }
+        }
+    )*};
+}
+abi::moe_router_table!(entries);

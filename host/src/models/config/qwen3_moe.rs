@@ -1,0 +1,116 @@
+//! `model_type: "qwen3_moe"`: Qwen3's attention, and a mixture of experts in some or all layers.
+
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::qwen3::{read_activation, read_attention, read_eps};
+use super::rope::{RopeConfig, RopeDefaults};
+use super::{
+    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
+    MlpConfig, MoeConfig, NormConfig,
+};
+use crate::models::ModelError;
+use crate::ops::moe_router::{RouterScore, RouterWeights};
+use crate::ops::rmsnorm::NormWeight;
+
+/// With the defaults of the type's configuration class.
+pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
+    let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(24);
+    let hidden_size = fields.size("hidden_size", 2048)?;
+    let heads_q = fields.size("num_attention_heads", 32)?;
+    // All layers slide, or none.
+    let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
+    let window = match fields.map.get("sliding_window") {
+        Some(Value::Null) => None,
+        _ if !enabled => None,
+        _ => Some(fields.size("sliding_window", 4096)?),
+    };
+    let attention = AttentionConfig { window, ..read_attention(fields, 4, hidden_size / heads_q)? };
+    let mlp = MlpConfig {
+        intermediate_size: fields.size("intermediate_size", 6144)?,
+        activation: read_activation(fields, "silu")?,
+    };
+    let defaults = MoeDefaults { num_experts: 128, top_k: 8, normalised: false, intermediate_size: 768 };
+    let moe = read_moe(fields, defaults)?;
+    let layers = sparse_layers(fields, num_layers)?.into_iter().map(|is_sparse| LayerConfig {
+        mixer: MixerConfig::Attention(attention),
+        feed_forward: match moe {
+            Some(moe) if is_sparse => FeedForwardConfig::Moe(moe),
+            _ => FeedForwardConfig::Mlp(mlp),
+        },
+    });
+    let max_position_embeddings = fields.size("max_position_embeddings", 32768)?;
+    Ok(DecoderConfig {
+        vocab_size: fields.size("vocab_size", 151936)?,
+        hidden_size,
+        norm: NormConfig { eps: read_eps(fields)?, weight: NormWeight::Plain },
+        layers: layers.collect(),
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        max_position_embeddings,
+        rope: RopeConfig::read(
+            fields,
+            RopeDefaults {
+                theta: 10000.0,
+                partial_rotary_factor: 1.0,
+                head_dim: attention.head_dim,
+                max_position_embeddings,
+            },
+        )?,
+    })
+}
+
+/// What a model type assumes of its experts.
+pub(super) struct MoeDefaults {
+    pub(super) num_experts: usize,
+    pub(super) top_k: usize,
+    /// Of `norm_topk_prob`.
+    pub(super) normalised: bool,
+    pub(super) intermediate_size: usize,
+}
+
+/// The experts of the Qwen models, by softmax and without a shared one; none if there are no experts.
+pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<MoeConfig>, ModelError> {
+    let named = |key| fields.integer(key, 0..=MAX_SIZE);
+    let num_experts = match named("num_experts")? {
+        Some(num_experts) => num_experts,
+        None => named("num_local_experts")?.unwrap_or(defaults.num_experts),
+    };
+    if num_experts == 0 {
+        return Ok(None);
+    }
+    let top_k = fields.size("num_experts_per_tok", defaults.top_k)?;
+    if top_k > num_experts {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "num_experts_per_tok must be at most num_experts",
+            got: format!("{top_k} and {num_experts}"),
+        });
+    }
+    let normalised = fields.flag("norm_topk_prob")?.unwrap_or(defaults.normalised);
+    Ok(Some(MoeConfig {
+        num_experts,
+        top_k,
+        expert: MlpConfig {
+            intermediate_size: fields.size("moe_intermediate_size", defaults.intermediate_size)?,
+            activation: read_activation(fields, "silu")?,
+        },
+        score: RouterScore::Softmax,
+        correction_bias: false,
+        groups: None,
+        weights: if normalised { RouterWeights::Normalised } else { RouterWeights::Scores },
+        scale: 1.0,
+        round_weights: true,
+        shared: None,
+    }))
+}
+
+/// Which layers have experts: every `decoder_sparse_step`th, but for those of `mlp_only_layers`.
+pub(super) fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let step = fields.size("decoder_sparse_step", 1)?;
+    let indices = |value: &Value| {
+        let index = |value: &Value| value.as_u64().and_then(|index| usize::try_from(index).ok());
+        value.as_array()?.iter().map(index).collect::<Option<Vec<usize>>>()
+    };
+    let dense = fields.nullable("mlp_only_layers", "a list of layers", indices)?.unwrap_or_default();
+    Ok((0..num_layers).map(|layer| (layer + 1).is_multiple_of(step) && !dense.contains(&layer)).collect())
+}

@@ -1,0 +1,251 @@
+//! The mixture of experts.
+
+use abi::DType;
+
+use super::mlp::MlpBlock;
+use super::{Linear, Mlp, Phase, Step};
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport};
+use crate::models::config::MoeConfig;
+use crate::models::loader::Loader;
+use crate::ops::glu::{Glu, GluArgs, GluProblem};
+use crate::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
+use crate::ops::matmul::{Bias, Matmul, MatmulProblem};
+use crate::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
+use crate::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
+use crate::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
+#[derive(Debug)]
+pub struct Moe {
+    /// A row for each expert; where the shared expert has a gate, that gate's row below them.
+    pub router: Linear,
+    /// `[experts]` f32: added to the scores for the choice only.
+    pub correction_bias: Option<Tensor>,
+    /// `[experts, 2 · intermediate, hidden]`: gate rows, then up rows, of each expert.
+    pub gate_up: Tensor,
+    /// `[experts, hidden, intermediate]`.
+    pub down: Tensor,
+    /// What every token has besides its experts.
+    pub shared: Option<Mlp>,
+}
+
+impl Moe {
+    pub(super) fn new(
+        config: &MoeConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        let &MoeConfig { num_experts, expert, correction_bias, shared, .. } = config;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let (router, shared_gate) = (name("gate"), name("shared_expert_gate"));
+        let mut rows = vec![(router.as_str(), num_experts)];
+        if config.has_shared_gate() {
+            rows.push((shared_gate.as_str(), 1));
+        }
+        let of_expert = |expert: usize, part: &str| format!("{prefix}.experts.{expert}.{part}.weight");
+        let (gate_up_rows, down_rows) = (2 * expert.intermediate_size, hidden_size);
+        let gate_up = loader.of_experts(
+            &name("experts.gate_up_proj"),
+            [num_experts, gate_up_rows, hidden_size],
+            |expert| vec![of_expert(expert, "gate_proj"), of_expert(expert, "up_proj")],
+        )?;
+        let down = loader.of_experts(
+            &name("experts.down_proj"),
+            [num_experts, down_rows, expert.intermediate_size],
+            |expert| vec![of_expert(expert, "down_proj")],
+        )?;
+        let bias = correction_bias
+            .then(|| loader.vectors_as(DType::F32, &[(name("gate.e_score_correction_bias"), num_experts)]));
+        let shared = shared.map(|shared| Mlp::new(&shared.mlp, hidden_size, loader, &name(shared.name)));
+        Ok(Moe {
+            router: Linear::new(loader, &rows, hidden_size, false)?,
+            correction_bias: bias.transpose()?,
+            gate_up,
+            down,
+            shared: shared.transpose()?,
+        })
+    }
+}
+
+#[derive(Debug)]
+pub(in crate::models) struct MoeBlock {
+    config: MoeConfig,
+    router_plan: Matmul,
+    router: MoeRouter,
+    permute: MoePermute,
+    gate_up_plan: GroupedMatmul,
+    glu: Glu,
+    down_plan: GroupedMatmul,
+    shared: Option<MlpBlock>,
+    combine: MoeCombine,
+    /// `[tokens, experts]` f32, and a column more for the shared expert's gate.
+    logits: Tensor,
+    /// `[tokens, top_k]`: experts, weights, and rows of the sorted pairs.
+    ids: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    /// `[experts + 1]` and `[pairs]`: where each expert's pairs begin, and the sorted pairs.
+    offsets: Tensor,
+    order: Tensor,
+    /// A row for each sorted pair: gate and up; their product; the experts' results.
+    gate_up: Tensor,
+    activated: Tensor,
+    projected: Tensor,
+    /// `[tokens, hidden]`: the shared expert's result.
+    shared_out: Option<Tensor>,
+}
+
+impl MoeBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig) -> Result<Self, Error> {
+        let &MoeConfig { num_experts: experts, top_k, expert, score, groups, weights, scale, .. } = config;
+        let &Phase { stream, dtype, .. } = phase;
+        let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
+        let (rows, inner) = (tokens * top_k, expert.intermediate_size);
+        let router_rows = experts + usize::from(config.has_shared_gate());
+        // In f32: rounded logits would let near experts change places.
+        let router = MatmulProblem {
+            batch: 1,
+            m: tokens,
+            n: router_rows,
+            k: hidden_size,
+            dtype,
+            out_dtype: DType::F32,
+            bias: Bias::None,
+        };
+        let weight_dtype = if config.round_weights { dtype } else { DType::F32 };
+        let choice = MoeRouterProblem {
+            tokens,
+            experts,
+            top_k,
+            dtype: DType::F32,
+            score,
+            groups,
+            weights,
+            scale,
+            weight_dtype,
+        };
+        let product = |n, k, from| {
+            GroupedMatmul::plan(device, GroupedMatmulProblem { rows, experts, n, k, dtype, from })
+        };
+        let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
+        let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
+        let shared = config.shared.map(|shared| MlpBlock::new(phase, &shared.mlp));
+        let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
+        Ok(MoeBlock {
+            config: *config,
+            router_plan: Matmul::plan(device, router)?,
+            router: MoeRouter::plan(device, choice)?,
+            permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
+            gate_up_plan: product(2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
+            glu: Glu::plan(device, glu)?,
+            down_plan: product(hidden_size, inner, GroupedRows::Sorted)?,
+            shared: shared.transpose()?,
+            combine: MoeCombine::plan(device, combine)?,
+            logits: empty(&[tokens, router_rows], DType::F32)?,
+            ids: empty(&[tokens, top_k], DType::U32)?,
+            weights: empty(&[tokens, top_k], DType::F32)?,
+            positions: empty(&[tokens, top_k], DType::U32)?,
+            offsets: empty(&[experts + 1], DType::U32)?,
+            order: empty(&[rows], DType::U32)?,
+            gate_up: empty(&[rows, 2 * inner], dtype)?,
+            activated: empty(&[rows, inner], dtype)?,
+            projected: empty(&[rows, hidden_size], dtype)?,
+            shared_out: config.shared.map(|_| phase.rows(&[hidden_size])).transpose()?,
+        })
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        let mut reports = vec![
+            self.router_plan.optimization_report(),
+            self.router.optimization_report(),
+            self.permute.optimization_report(),
+            self.gate_up_plan.optimization_report(),
+            self.glu.optimization_report(),
+            self.down_plan.optimization_report(),
+        ];
+        reports.extend(self.shared.iter().flat_map(MlpBlock::reports));
+        reports.push(self.combine.optimization_report());
+        reports
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Moe,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let MoeConfig { num_experts, top_k, expert, .. } = self.config;
+        let (stream, tokens) = (step.stream, x.shape()[0]);
+        let (rows, pairs) = (0..tokens, 0..tokens * top_k);
+        let inner = expert.intermediate_size;
+
+        let mut logits = self.logits.view_mut().slice(0, rows.clone())?;
+        let mut ids = self.ids.view_mut().slice(0, rows.clone())?;
+        let mut pair_weights = self.weights.view_mut().slice(0, rows.clone())?;
+        weights.router.run(stream, &self.router_plan, x, logits.reborrow())?;
+        let args = MoeRouterArgs {
+            logits: logits.as_view().slice(1, 0..num_experts)?,
+            bias: weights.correction_bias.as_ref().map(Tensor::view),
+            ids: ids.reborrow(),
+            weights: pair_weights.reborrow(),
+        };
+        self.router.run(stream, args)?;
+
+        let mut order = self.order.view_mut().slice(0, pairs.clone())?;
+        let mut positions = self.positions.view_mut().slice(0, rows.clone())?;
+        let args = MoePermuteArgs {
+            ids: ids.as_view(),
+            offsets: self.offsets.view_mut(),
+            order: order.reborrow(),
+            positions: positions.reborrow(),
+        };
+        self.permute.run(stream, args)?;
+
+        let offsets = self.offsets.view();
+        let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;
+        let mut activated = self.activated.view_mut().slice(0, pairs.clone())?;
+        let mut projected = self.projected.view_mut().slice(0, pairs)?;
+        let args = GroupedMatmulArgs {
+            x,
+            w: weights.gate_up.view(),
+            offsets,
+            order: Some(order.as_view()),
+            out: gate_up.reborrow(),
+        };
+        self.gate_up_plan.run(stream, args)?;
+        let gate = gate_up.as_view().slice(1, 0..inner)?;
+        let up = gate_up.as_view().slice(1, inner..2 * inner)?;
+        self.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+        let args = GroupedMatmulArgs {
+            x: activated.as_view(),
+            w: weights.down.view(),
+            offsets,
+            order: None,
+            out: projected.reborrow(),
+        };
+        self.down_plan.run(stream, args)?;
+
+        let mut shared_out = self.shared_out.as_mut().map(Tensor::view_mut);
+        if let (Some(block), Some(mlp), Some(shared_out)) =
+            (&mut self.shared, &weights.shared, &mut shared_out)
+        {
+            block.run(step, mlp, x, shared_out.reborrow().slice(0, rows.clone())?)?;
+        }
+        let has_gate = self.config.has_shared_gate();
+        let gate = has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?;
+        let shared = shared_out.as_ref().map(|shared| shared.as_view().slice(0, rows)).transpose()?;
+        let args = MoeCombineArgs {
+            y: projected.as_view(),
+            weights: pair_weights.as_view(),
+            positions: positions.as_view(),
+            shared,
+            gate,
+            out,
+        };
+        self.combine.run(stream, args)
+    }
+}

@@ -1,0 +1,63 @@
+//! The grouped product on the CPU: expert after expert, each as a matrix product, parallel over its columns.
+
+use abi::DType;
+use abi::ops::grouped_matmul::GroupedMatmulDims;
+use abi::ops::matmul::MatmulDims;
+use half::{bf16, f16};
+
+use super::GroupedMatmulArgs;
+use crate::ops::matmul::cpu::sums;
+use crate::ops::parallel::SharedSlice;
+use crate::tensor::FloatElement;
+
+pub(super) fn run(dtype: DType, dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
+    match dtype {
+        DType::F16 => experts::<f16>(dims, args),
+        DType::BF16 => experts::<bf16>(dims, args),
+        _ => experts::<f32>(dims, args),
+    }
+}
+
+fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
+    let (x, w) = (args.x.host_slice::<T>(), args.w.host_slice::<T>());
+    let offsets = args.offsets.host_slice::<u32>();
+    let order = args.order.as_ref().map(|order| order.host_slice::<u32>());
+    let out = SharedSlice::new(args.out.host_slice_mut::<T>());
+    let k = dims.k as usize;
+    for (expert, bounds) in offsets.windows(2).enumerate() {
+        // Bounded as on a card: wrong numbers give wrong rows.
+        let [start, end] = [bounds[0].min(dims.rows), bounds[1].min(dims.rows)];
+        if start >= end || dims.n == 0 {
+            continue;
+        }
+        let own = MatmulDims {
+            m: end - start,
+            n: dims.n,
+            k: dims.k,
+            a_stride: dims.x_stride,
+            b_stride: dims.w_stride,
+            out_stride: dims.out_stride,
+            a_batch_stride: 0,
+            b_batch_stride: 0,
+            out_batch_stride: 0,
+            access: 0,
+            split_log2: 0,
+        };
+        let row_of = |row: usize| {
+            let sorted = start as usize + row;
+            let from = order.map_or(sorted, |order| (order[sorted] / dims.fan_out.max(1)) as usize);
+            let from = from.min(dims.x_rows as usize - 1);
+            // No elements have no place.
+            if k == 0 { &[] } else { &x[from * dims.x_stride as usize..][..k] }
+        };
+        let w = if k == 0 { &[] } else { &w[expert * dims.w_expert_stride as usize..] };
+        sums(row_of, w, &own, |row, col, sums| {
+            let to = (start as usize + row) * dims.out_stride as usize + col;
+            // SAFETY: rows do not overlap (GroupedMatmul::run), and each stretch of a row is stored once.
+            let out = unsafe { out.part(to, sums.len()) };
+            for (out, &sum) in std::iter::zip(out, sums) {
+                *out = T::from_f32(sum);
+            }
+        });
+    }
+}

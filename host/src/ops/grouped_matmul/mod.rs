@@ -1,0 +1,319 @@
+//! Grouped matrix product: `abi::ops::grouped_matmul` has the kernel table, `gpu/src/ops/grouped_matmul` the kernels,
+//! `tests/ops/grouped_matmul.rs` the properties, `benches/ops/grouped_matmul.rs` the bench.
+
+mod cases;
+mod cpu;
+pub mod reference;
+mod select;
+
+use abi::DType;
+use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulVariant};
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_QUADS, THREADS};
+
+use crate::device::Device;
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::launch::Entry;
+use crate::nvtx;
+use crate::ops::matmul::{optional, row_stride, rows_aligned};
+use crate::ops::{check_blocks, check_size};
+use crate::stream::Stream;
+use crate::tensor::{TensorView, TensorViewMut};
+
+pub use cases::{CASES, GroupedMatmulCase};
+pub use select::{GroupedMatmulChoice, select};
+
+const OP: &str = "grouped_matmul";
+
+/// Which row of x a row of out is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupedRows {
+    /// Row i of out of row i of x.
+    Sorted,
+    /// Row i of out of row `order[i] / fan_out` of x: of the token of a pair.
+    Gathered {
+        /// Rows of out for each row of x: experts of a token.
+        fan_out: usize,
+    },
+}
+
+/// What is to be multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupedMatmulProblem {
+    /// Most rows of out in a run, of all groups.
+    pub rows: usize,
+    /// Groups, each with a weight of its own.
+    pub experts: usize,
+    /// Rows of a weight.
+    pub n: usize,
+    /// Columns of x and of the weights.
+    pub k: usize,
+    /// Type of all matrices.
+    pub dtype: DType,
+    /// Which row of x a row of out is made of.
+    pub from: GroupedRows,
+}
+
+/// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
+#[derive(Debug)]
+pub struct GroupedMatmulArgs<'a> {
+    /// `[rows, k]`; `[rows / fan_out, k]` if its rows are gathered.
+    pub x: TensorView<'a>,
+    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features.
+    pub w: TensorView<'a>,
+    /// `[experts + 1]` u32: rows `offsets[e]..offsets[e + 1]` of out are expert e's. Ascending, at most `rows`.
+    pub offsets: TensorView<'a>,
+    /// `[rows]` u32, there if rows are gathered.
+    pub order: Option<TensorView<'a>>,
+    /// `[rows, n]`; rows of no expert stay as they are.
+    pub out: TensorViewMut<'a>,
+}
+
+/// Matrix product of groups of rows, each group with a weight of its own.
+///
+/// `out[i, j] = Σ_l x[row(i), l] · w[e, j, l]` for `offsets[e] ≤ i < offsets[e + 1]`, with `row(i)` of [`GroupedRows`].
+///
+/// Groups may be of any size, also empty. Their bounds are read on the device, so that a recorded graph is right for
+/// whatever [`super::moe_permute`] found: only `rows` decides about the launch. An empty sum (k = 0) is 0.
+///
+/// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once.
+/// **Determinism**: bitwise the same from run to run. On a card there are two kinds of kernels, which sum in different
+/// orders: for up to 16 rows per expert on average, and for more. Among the products of one kind, which the number of rows
+/// alone decides, a row's result depends on that row and its expert, not on the other rows, their number or their experts. On
+/// the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8 on which place among them it has.
+/// **Aliasing**: out may not overlap the other tensors.
+/// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors.
+///
+/// ```no_run
+/// # use host::{Device, DType, Tensor, ops::grouped_matmul::*};
+/// # fn main() -> Result<(), host::Error> {
+/// let device = Device::cpu();
+/// let stream = device.stream()?;
+/// let (tokens, top_k, experts, n, k, dtype) = (4, 8, 128, 1536, 2048, DType::BF16);
+/// let from = GroupedRows::Gathered { fan_out: top_k };
+/// let problem = GroupedMatmulProblem { rows: tokens * top_k, experts, n, k, dtype, from };
+/// let product = GroupedMatmul::plan(&device, problem)?;
+/// let x = Tensor::zeros(&stream, &[tokens, k], dtype)?;
+/// let w = Tensor::zeros(&stream, &[experts, n, k], dtype)?;
+/// let offsets = Tensor::zeros(&stream, &[experts + 1], DType::U32)?;
+/// let order = Tensor::zeros(&stream, &[tokens * top_k], DType::U32)?;
+/// let mut out = Tensor::empty(&stream, &[tokens * top_k, n], dtype)?;
+/// let order = Some(order.view());
+/// let args = GroupedMatmulArgs { x: x.view(), w: w.view(), offsets: offsets.view(), order, out: out.view_mut() };
+/// product.run(&stream, args)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct GroupedMatmul {
+    device: Device,
+    problem: GroupedMatmulProblem,
+    /// Kernels for every number of rows up to the planned one, fewest first; none on the CPU.
+    kernels: Vec<(GroupedMatmulChoice, Entry)>,
+}
+
+impl GroupedMatmul {
+    /// Whether `device` can do it.
+    pub fn supports(device: &Device, problem: &GroupedMatmulProblem) -> Result<(), Error> {
+        check_problem(problem)?;
+        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    }
+
+    /// Checks the problem, chooses kernels and loads them.
+    pub fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let choices = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
+        Self::new(device, problem, choices.unwrap_or_default())
+    }
+
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+    pub fn plan_with(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        variant: &'static GroupedMatmulVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let forced = |limits| GroupedMatmulChoice::forced(&limits, variant, &problem);
+        let choice = device.limits().map(forced).transpose()?;
+        Self::new(device, problem, choice.into_iter().collect())
+    }
+
+    fn new(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        choices: Vec<GroupedMatmulChoice>,
+    ) -> Result<Self, Error> {
+        let load = |choice: GroupedMatmulChoice| {
+            let variant = choice.variant;
+            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
+            Ok::<_, Error>((choice, entry))
+        };
+        let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
+        Ok(GroupedMatmul { device: device.clone(), problem, kernels })
+    }
+
+    /// Runs once. See [`GroupedMatmul`].
+    pub fn run(&self, stream: &Stream, mut args: GroupedMatmulArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
+        let mut dims = self.check(&args)?;
+        if self.device.limits().is_none() {
+            cpu::run(self.problem.dtype, &dims, &mut args);
+            return Ok(());
+        }
+        let rows = dims.rows as usize;
+        let Some((choice, entry)) = self.kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
+            let expected = format!("at most {} rows, as planned", self.problem.rows);
+            return Err(Error::invalid(OP, "out", expected, rows.to_string()));
+        };
+        dims.split_log2 = choice.split_log2;
+        dims.col_blocks = choice.variant.tile.col_blocks(dims.n, dims.split_log2);
+        let (kind, slots) = choice.variant.tile.slots(dims.rows, dims.experts);
+        dims.slots = kind;
+        let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", slots * u64::from(dims.col_blocks))? };
+        let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
+        let params = [
+            (*x).into(),
+            (*w).into(),
+            (*offsets).into(),
+            optional(order.as_ref()),
+            out.into(),
+            (&dims).into(),
+        ];
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned; the grid has
+        // every column of every slot; shared memory is the tile's.
+        unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn check(&self, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {
+        let GroupedMatmulArgs { x, w, offsets, order, out } = args;
+        let GroupedMatmulProblem { rows: max_rows, experts, n, k, dtype, from } = self.problem;
+        let device = &self.device;
+        out.expect(OP, "out", device, dtype, &[None, Some(n)])?;
+        out.expect_inner_contiguous(OP, "out")?;
+        let rows = out.shape()[0];
+        if rows > max_rows {
+            let expected = format!("at most {max_rows} rows, as planned");
+            return Err(Error::invalid(OP, "out", expected, rows.to_string()));
+        }
+        let (fan_out, x_rows) = match from {
+            GroupedRows::Sorted => (0, rows),
+            GroupedRows::Gathered { fan_out } => {
+                if !rows.is_multiple_of(fan_out) {
+                    let expected = format!("a multiple of {fan_out} rows");
+                    return Err(Error::invalid(OP, "out", expected, rows.to_string()));
+                }
+                (fan_out, rows / fan_out)
+            }
+        };
+        x.expect(OP, "x", device, dtype, &[Some(x_rows), Some(k)])?;
+        x.expect_inner_contiguous(OP, "x")?;
+        w.expect(OP, "w", device, dtype, &[Some(experts), Some(n), Some(k)])?;
+        w.expect_inner_contiguous(OP, "w")?;
+        offsets.expect(OP, "offsets", device, DType::U32, &[Some(experts + 1)])?;
+        offsets.expect_contiguous(OP, "offsets")?;
+        match (from, order) {
+            (GroupedRows::Sorted, None) => {}
+            (GroupedRows::Gathered { .. }, Some(order)) => {
+                order.expect(OP, "order", device, DType::U32, &[Some(rows)])?;
+                order.expect_contiguous(OP, "order")?;
+            }
+            (GroupedRows::Sorted, Some(_)) => {
+                return Err(Error::invalid(OP, "order", "none, as planned", "a tensor"));
+            }
+            (GroupedRows::Gathered { .. }, None) => {
+                return Err(Error::invalid(OP, "order", "a tensor, as planned", "none"));
+            }
+        }
+        let out_stride = row_stride(OP, "out", out.shape(), out.strides())?;
+        if rows > 1 && (out_stride as usize) < n {
+            let expected = format!("rows that do not overlap: a stride of at least {n}");
+            return Err(Error::invalid(OP, "out", expected, out_stride.to_string()));
+        }
+        let per_piece = 16 / dtype.bytes();
+        let w_aligned = w.address().is_multiple_of(16)
+            && (experts <= 1 || w.strides()[0].is_multiple_of(per_piece))
+            && (n <= 1 || w.strides()[1].is_multiple_of(per_piece));
+        let mut access = 0;
+        for (flag, is_set) in [
+            (A_IN_PIECES, rows_aligned!(x, per_piece)),
+            (B_IN_PIECES, w_aligned),
+            (OUT_IN_QUADS, rows_aligned!(out, 4)),
+        ] {
+            access |= if is_set { flag } else { 0 };
+        }
+        let weight = [experts, n * k];
+        Ok(GroupedMatmulDims {
+            rows: check_size(OP, "out", "rows", rows)?,
+            x_rows: x_rows as u32,
+            experts: experts as u32,
+            n: n as u32,
+            k: k as u32,
+            fan_out: fan_out as u32,
+            x_stride: row_stride(OP, "x", x.shape(), x.strides())?,
+            w_stride: row_stride(OP, "w", &w.shape()[1..], &w.strides()[1..])?,
+            w_expert_stride: row_stride(OP, "w", &weight, w.strides())?,
+            out_stride,
+            access,
+            split_log2: 0,
+            col_blocks: 0,
+            slots: 0,
+        })
+    }
+
+    /// What was chosen, and what a run of the planned size should take, if every expert has rows.
+    pub fn report(&self) -> OptimizationReport {
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = self.problem;
+        let x_rows = match from {
+            GroupedRows::Sorted => rows,
+            GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
+        };
+        let last = self.kernels.last();
+        let work = Work {
+            problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
+            why: last.map_or("no card".into(), |(choice, _)| choice.why.clone()),
+            tile: last.map_or("panels".into(), |(choice, _)| format!("{:?}", choice.variant.tile)),
+            threads: THREADS,
+            bytes: ((experts.min(rows) * n * k + x_rows * k + rows * n) * dtype.bytes()) as u64,
+            flops: 2 * (rows * n * k) as u64,
+        };
+        OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work)
+    }
+}
+
+impl Kernel for GroupedMatmul {
+    type Args<'a> = GroupedMatmulArgs<'a>;
+
+    fn op(&self) -> &'static str {
+        OP
+    }
+
+    fn forward(&self, stream: &Stream, args: GroupedMatmulArgs<'_>) -> Result<(), Error> {
+        self.run(stream, args)
+    }
+
+    fn optimization_report(&self) -> OptimizationReport {
+        self.report()
+    }
+}
+
+fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = *problem;
+    for (name, size) in [("rows", rows), ("experts", experts), ("n", n), ("k", k)] {
+        check_size(OP, "problem", name, size)?;
+    }
+    check_size(OP, "problem", "size of a weight", n.saturating_mul(k))?;
+    // A slot's number and the offsets are added up in 32 bits.
+    check_size(OP, "problem", "rows and experts", rows + experts)?;
+    if experts == 0 {
+        return Err(Error::invalid(OP, "problem", "at least one expert", "0"));
+    }
+    if from == (GroupedRows::Gathered { fan_out: 0 }) {
+        return Err(Error::invalid(OP, "problem", "a fan_out of at least 1", "0"));
+    }
+    if !dtype.is_float() {
+        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+    }
+    Ok(())
+}

@@ -1,0 +1,37 @@
+//! The grouped product as plain loops: the specification.
+
+use crate::ops::matmul::reference::matmul;
+use crate::ops::reference::Real;
+
+/// Sizes of a grouped product.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// Rows of a weight.
+    pub n: usize,
+    /// Columns of x and of the weights.
+    pub k: usize,
+    /// Rows of out for each row of x, which the order names.
+    pub fan_out: Option<usize>,
+}
+
+/// The rows of out; NaN in those of no expert. See [`super::GroupedMatmul`].
+///
+/// `store` is the rounding of a value that is stored: the identity for the specification.
+pub fn grouped_matmul<A: Real>(
+    x: &[f64],
+    w: &[f64],
+    offsets: &[u32],
+    order: &[u32],
+    Sizes { n, k, fan_out }: Sizes,
+    store: impl Fn(A) -> A,
+) -> Vec<f64> {
+    let mut out = vec![f64::NAN; order.len() * n];
+    for (expert, bounds) in offsets.windows(2).enumerate() {
+        for row in bounds[0] as usize..bounds[1] as usize {
+            let from = fan_out.map_or(row, |fan_out| order[row] as usize / fan_out);
+            let (x, w) = (&x[from * k..][..k], &w[expert * n * k..][..n * k]);
+            out[row * n..][..n].copy_from_slice(&matmul(x, w, None, [1, n, k], &store));
+        }
+    }
+    out
+}

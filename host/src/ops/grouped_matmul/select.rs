@@ -1,0 +1,128 @@
+//! Which kernels a grouped product takes.
+
+use abi::ops::grouped_matmul::{GroupedMatmulVariant, VARIANTS};
+
+use super::{GroupedMatmulProblem, OP};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+use crate::ops::matmul::select::split_log2;
+
+/// A kernel and how it is launched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupedMatmulChoice {
+    /// The kernel.
+    pub variant: &'static GroupedMatmulVariant,
+    /// For up to so many rows.
+    pub max_rows: usize,
+    /// Binary logarithm of the warps that share a column's k.
+    pub split_log2: u32,
+    /// Why this one.
+    pub why: String,
+}
+
+/// Rows of a tile by the number of rows, which is all that the host knows: rows of an expert on average decide, in halves.
+///
+/// A tile of few rows may need a second reading of the weight, from L2; one of many computes rows that are not there. Up to
+/// 16 rows the kernels for few are meant to win, as they do in the matrix product.
+const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256, 64), (usize::MAX, 128)];
+
+impl GroupedMatmulChoice {
+    /// This kernel for any number of rows, if it can do the problem.
+    pub(super) fn forced(
+        limits: &DeviceLimits,
+        variant: &'static GroupedMatmulVariant,
+        problem: &GroupedMatmulProblem,
+    ) -> Result<Self, Error> {
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, .. } = *problem;
+        if variant.dtype != dtype || variant.floor > limits.floor {
+            let expected = format!("{} on {}", variant.dtype, variant.floor);
+            return Err(Error::invalid(OP, "variant", expected, format!("{dtype} on {}", limits.floor)));
+        }
+        let split_log2 = split_log2(limits, n, k, dtype);
+        let (_, slots) = variant.tile.slots(rows as u32, experts as u32);
+        let blocks = slots * u64::from(variant.tile.col_blocks(n as u32, split_log2));
+        if blocks > i32::MAX as u64 {
+            let got = format!("{rows} rows of {n} in {blocks} blocks");
+            return Err(Error::invalid(OP, "problem", "at most 2^31 - 1 blocks", got));
+        }
+        Ok(GroupedMatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
+    }
+}
+
+/// The kernels for every number of rows up to the problem's, fewest rows first: a run takes the first that is for its
+/// rows.
+pub fn select(
+    limits: &DeviceLimits,
+    problem: &GroupedMatmulProblem,
+) -> Result<Vec<GroupedMatmulChoice>, Error> {
+    let GroupedMatmulProblem { rows, experts, dtype, .. } = *problem;
+    let mut choices = Vec::new();
+    for (halves, tile_rows) in RUNGS {
+        let max_rows = halves.saturating_mul(experts) / 2;
+        let fits = |variant: &&GroupedMatmulVariant| {
+            variant.dtype == dtype && variant.floor <= limits.floor && variant.tile.rows() == tile_rows
+        };
+        let Some(variant) = VARIANTS.iter().find(fits) else {
+            return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+        };
+        let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
+        let choice = GroupedMatmulChoice::forced(limits, variant, &largest)?;
+        let max_rows = if halves == usize::MAX { usize::MAX } else { max_rows };
+        let why = match halves {
+            usize::MAX => "more rows of each expert on average".into(),
+            _ => format!("up to {} rows of each of {experts} experts on average", halves as f64 / 2.0),
+        };
+        choices.push(GroupedMatmulChoice { max_rows, why, ..choice });
+        if rows <= max_rows {
+            break;
+        }
+    }
+    Ok(choices)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::{Arch, DType};
+
+    use super::super::GroupedRows;
+    use super::*;
+
+    const LIMITS: DeviceLimits =
+        DeviceLimits { floor: Arch::Sm61, num_sms: 132, smem_per_block_bytes: 48 << 10 };
+
+    #[test]
+    fn choice_by_rows() {
+        let table = [
+            (0, 128, DType::BF16, "grouped_matmul_bf16__gemv1__sm61"),
+            (8, 128, DType::BF16, "grouped_matmul_bf16__gemv1__sm61"),
+            (65, 128, DType::F16, "grouped_matmul_f16__gemv2__sm61"),
+            (256, 128, DType::F32, "grouped_matmul_f32__gemv4__sm61"),
+            (257, 128, DType::BF16, "grouped_matmul_bf16__gemv8__sm61"),
+            (2048, 128, DType::BF16, "grouped_matmul_bf16__gemv8__sm61"),
+            (2049, 128, DType::BF16, "grouped_matmul_bf16__m64n64k32__sm61"),
+            (32768, 128, DType::F32, "grouped_matmul_f32__m64n64k16__sm61"),
+            (32769, 128, DType::BF16, "grouped_matmul_bf16__m128n128k16__sm61"),
+            (1, 1, DType::BF16, "grouped_matmul_bf16__gemv2__sm61"),
+        ];
+        for (rows, experts, dtype, entry) in table {
+            let from = GroupedRows::Sorted;
+            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from };
+            let choices = select(&LIMITS, &problem).unwrap();
+            assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
+            assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
+            assert!(choices.last().unwrap().max_rows >= rows);
+        }
+    }
+
+    #[test]
+    fn more_blocks_than_a_grid_has() {
+        let (rows, n) = (1 << 30, 1 << 30);
+        let (dtype, from) = (DType::F32, GroupedRows::Sorted);
+        let problem = GroupedMatmulProblem { rows, experts: 2, n, k: 1, dtype, from };
+        let message = select(&LIMITS, &problem).unwrap_err().to_string();
+        assert!(
+            message.starts_with("grouped_matmul: problem: expected at most 2^31 - 1 blocks"),
+            "{message}"
+        );
+    }
+}

@@ -1,0 +1,390 @@
+//! The grouped product against its reference.
+
+use abi::ops::grouped_matmul::{GroupedMatmulVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::strategies::{Rng, Values, dims_from, finite_values, stride_padding};
+use warpforge::ops::grouped_matmul::reference::{self, Sizes};
+use warpforge::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+};
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: GroupedMatmulProblem,
+    /// Rows of each expert.
+    groups: Vec<usize>,
+    x_layout: Layout,
+    w_layout: Layout,
+    out_layout: Layout,
+    kind: Values,
+    seed: u64,
+}
+
+fn layout() -> impl Strategy<Value = Layout> {
+    let offset = prop_oneof![3 => Just(0usize), 1 => 1usize..9];
+    (stride_padding(), offset).prop_map(|(padding, offset)| Layout { padding, offset })
+}
+
+/// Rows of each expert: many experts with few, few with many, one with all; some with none.
+fn groups() -> impl Strategy<Value = Vec<usize>> {
+    let few = prop::collection::vec(prop_oneof![1 => Just(0usize), 3 => 0usize..4], 1..40);
+    let many = prop::collection::vec(prop_oneof![1 => Just(0usize), 3 => dims_from(0, &[8, 64], 140)], 1..4);
+    let one = (1usize..6, 0usize..6, 1usize..150).prop_map(|(experts, owner, rows)| {
+        (0..experts).map(|expert| if expert == owner % experts { rows } else { 0 }).collect()
+    });
+    prop_oneof![3 => few, 2 => many, 1 => one]
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let n = dims_from(1, &[8, 64], 140);
+    let k = prop_oneof![3 => dims_from(1, &[8, 16, 32], 130), 1 => dims_from(1, &[128, 512], 600)];
+    // Most experts of a token.
+    let fan_out = prop_oneof![1 => Just(0usize), 1 => 1usize..5];
+    let layouts = (layout(), layout(), layout());
+    (floats(), groups(), n, k, fan_out, layouts, finite_values(), any::<u64>()).prop_map(
+        |(dtype, groups, n, k, fan_out, (x_layout, w_layout, out_layout), kind, seed)| {
+            let rows: usize = groups.iter().sum();
+            // The largest that divides the rows.
+            let fan_out = (1..=fan_out).rev().find(|fan_out| rows.is_multiple_of(*fan_out));
+            let from = fan_out.map_or(GroupedRows::Sorted, |fan_out| GroupedRows::Gathered { fan_out });
+            let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from };
+            Case { problem, groups, x_layout, w_layout, out_layout, kind, seed }
+        },
+    )
+}
+
+impl Case {
+    fn offsets(&self) -> Vec<u32> {
+        let ends = self.groups.iter().scan(0, |end, rows| {
+            *end += *rows as u32;
+            Some(*end)
+        });
+        std::iter::once(0).chain(ends).collect()
+    }
+
+    /// A permutation of the rows.
+    fn order(&self) -> Vec<u32> {
+        let mut rng = Rng::new(self.seed ^ 7);
+        let mut order: Vec<u32> = (0..self.problem.rows as u32).collect();
+        for i in (1..order.len()).rev() {
+            order.swap(i, rng.below(i + 1));
+        }
+        order
+    }
+
+    fn fan_out(&self) -> Option<usize> {
+        match self.problem.from {
+            GroupedRows::Sorted => None,
+            GroupedRows::Gathered { fan_out } => Some(fan_out),
+        }
+    }
+
+    fn x_rows(&self) -> usize {
+        self.problem.rows / self.fan_out().unwrap_or(1)
+    }
+
+    /// Of few rows: a warp per column and 8 rows; and blocks that find nothing.
+    fn work(&self) -> usize {
+        let GroupedMatmulProblem { rows, experts, n, k, .. } = self.problem;
+        let slots: usize = self.groups.iter().map(|rows| rows.div_ceil(8)).sum();
+        slots * n * (1500 + 4 * k) + (rows + experts) * n.div_ceil(32) * 256 * 20 + self.work_in_tiles()
+    }
+
+    /// Tiles of 64, whose operands are read from shared memory.
+    fn work_in_tiles(&self) -> usize {
+        let GroupedMatmulProblem { rows, experts, n, k, .. } = self.problem;
+        let rows_of_tiles: usize = self.groups.iter().map(|rows| rows.next_multiple_of(64)).sum();
+        let empty = (rows / 64 + experts) * n.div_ceil(64) * 256 * 20;
+        rows_of_tiles * n.next_multiple_of(64) * (k + 100) / 8 + empty
+    }
+}
+
+/// Inputs as exact f64: x and the weights.
+fn inputs(case: &Case) -> (Vec<f64>, Vec<f64>) {
+    let GroupedMatmulProblem { experts, n, k, dtype, .. } = case.problem;
+    let x = values(case.kind, dtype, case.x_rows() * k, case.seed);
+    (x, values(case.kind, dtype, experts * n * k, case.seed ^ 1))
+}
+
+fn product(
+    device: &Device,
+    case: &Case,
+    variant: Option<&'static GroupedMatmulVariant>,
+    (x, w): (&[f64], &[f64]),
+) -> Result<Vec<f64>, TestCaseError> {
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let plan = match variant {
+        None => GroupedMatmul::plan(device, case.problem),
+        Some(variant) => GroupedMatmul::plan_with(device, case.problem, variant),
+    };
+    let plan = plan.map_err(fail)?;
+    let x = Rows::input(&stream, dtype, x, k, case.x_layout).map_err(fail)?;
+    let w = Rows::input(&stream, dtype, w, k, case.w_layout).map_err(fail)?;
+    let offsets = Tensor::from_slice(&stream, &[experts + 1], &case.offsets()).map_err(fail)?;
+    let order = Tensor::from_slice(&stream, &[rows], &case.order()).map_err(fail)?;
+    let mut out = Rows::output(&stream, dtype, rows, n, case.out_layout).map_err(fail)?;
+    let args = GroupedMatmulArgs {
+        x: x.view(),
+        w: w.view().reshape(&[experts, n, k]).map_err(fail)?,
+        offsets: offsets.view(),
+        order: case.fan_out().map(|_| order.view()),
+        out: out.view_mut(),
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    out.read(&stream)
+}
+
+/// The specification, the naive computation, and the sum of the terms' absolute values.
+struct Expected {
+    want: Vec<f64>,
+    naive: Vec<f64>,
+    terms: Vec<f64>,
+}
+
+impl Expected {
+    fn of(case: &Case, (x, w): (&[f64], &[f64])) -> Self {
+        let GroupedMatmulProblem { n, k, dtype, .. } = case.problem;
+        let sizes = Sizes { n, k, fan_out: case.fan_out() };
+        let (offsets, order) = (case.offsets(), case.order());
+        let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
+        let (x_terms, w_terms) = (absolute(x), absolute(w));
+        Expected {
+            want: reference::grouped_matmul::<f64>(x, w, &offsets, &order, sizes, |v| v),
+            naive: reference::grouped_matmul::<f32>(x, w, &offsets, &order, sizes, store(dtype)),
+            terms: reference::grouped_matmul::<f64>(&x_terms, &w_terms, &offsets, &order, sizes, |v| v),
+        }
+    }
+
+    fn check(&self, what: &str, got: &[f64], case: &Case) -> Result<(), TestCaseError> {
+        let GroupedMatmulProblem { k, dtype, .. } = case.problem;
+        let tolerance = Tolerance::new(dtype, Scale::Given(&self.terms), k + 1);
+        check(what, got, &self.want, &self.naive, &tolerance)
+    }
+}
+
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let (x, w) = inputs(case);
+    let mut expected = None;
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|v| v.dtype == case.problem.dtype && wanted(v.entry)) {
+            let got = product(device, case, Some(variant), (&x, &w))?;
+            let expected = expected.get_or_insert_with(|| Expected::of(case, (&x, &w)));
+            expected.check(variant.entry, &got, case)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("grouped_matmul", case(), |case| 4 * case.work(), run_variants)
+}
+
+/// Few rows of each expert, fewer than 8 on the CPU's account, and contiguous.
+fn few_rows() -> impl Strategy<Value = Case> {
+    let groups = prop::collection::vec(0usize..9, 1..12)
+        .prop_filter("rows", |groups| groups.iter().sum::<usize>() > 0);
+    let sizes = (dims_from(1, &[8, 64], 70), dims_from(1, &[128, 1024], 1200));
+    (floats(), groups, sizes, any::<u64>())
+        .prop_map(|(dtype, groups, (n, k), seed)| contiguous(dtype, groups, n, k, seed))
+}
+
+fn contiguous(dtype: DType, groups: Vec<usize>, n: usize, k: usize, seed: u64) -> Case {
+    let (rows, from) = (groups.iter().sum(), GroupedRows::Gathered { fan_out: 1 });
+    let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from };
+    let place = Layout::default();
+    let (x_layout, w_layout, out_layout) = (place, place, place);
+    Case { problem, groups, x_layout, w_layout, out_layout, kind: Values::Normal, seed }
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(64))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        let (x, w) = inputs(&case);
+        let expected = Expected::of(&case, (&x, &w));
+        for device in &on.devices() {
+            let got = product(device, &case, None, (&x, &w))?;
+            expected.check(&format!("{device:?}"), &got, &case)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// A row gives the same bits alone and among others, and by all kernels of a kind.
+    #[test]
+    fn rows_are_independent((case, on) in on_executors(few_rows, |case| 7 * case.work())) {
+        let (x, w) = inputs(&case);
+        let GroupedMatmulProblem { rows, n, k, .. } = case.problem;
+        let row = case.seed as usize % rows;
+        let expert = case.offsets()[1..].iter().filter(|&&end| end as usize <= row).count();
+        let mut groups = vec![0; case.groups.len()];
+        groups[expert] = 1;
+        let alone = contiguous(case.problem.dtype, groups, n, k, case.seed);
+        let from = case.order()[row] as usize;
+        for device in &on.devices() {
+            let mut seen: [Option<Vec<f64>>; 2] = [None, None];
+            for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.problem.dtype) {
+                let together = product(device, &case, Some(variant), (&x, &w))?;
+                let apart = product(device, &alone, Some(variant), (&x[from * k..][..k], &w))?;
+                prop_assert_eq!(&together[row * n..][..n], &apart[..], "{} {:?}", variant.entry, device);
+                let of_kind = &mut seen[usize::from(variant.entry.contains("gemv"))];
+                prop_assert_eq!(of_kind.get_or_insert_with(|| together.clone()), &together);
+            }
+        }
+    }
+}
+
+/// Sizes of zero: nothing to do, or an empty sum.
+#[test]
+fn empty() -> Result<(), TestCaseError> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        for (rows, n, k) in [(0, 5, 7), (6, 0, 7), (0, 0, 0), (6, 70, 0)] {
+            let (dtype, from) = (DType::BF16, GroupedRows::Sorted);
+            let problem = GroupedMatmulProblem { rows, experts: 2, n, k, dtype, from };
+            let plan = GroupedMatmul::plan(device, problem)?;
+            let zeros = |shape: &[usize]| Tensor::zeros(&stream, shape, dtype);
+            let (x, w) = (zeros(&[rows, k])?, zeros(&[2, n, k])?);
+            let offsets = Tensor::from_slice(&stream, &[3], &[0, 1.min(rows as u32), rows as u32])?;
+            let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
+            let args = GroupedMatmulArgs {
+                x: x.view(),
+                w: w.view(),
+                offsets: offsets.view(),
+                order: None,
+                out: out.view_mut(),
+            };
+            plan.run(&stream, args)?;
+            assert_eq!(out.read(&stream)?, vec![0.0; rows * n], "{rows} {n} {k}");
+        }
+    }
+    Ok(())
+}
+
+/// Rows of no expert stay as they are, and wrong offsets and orders reach nothing that is out of bounds.
+#[test]
+fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
+    let (dtype, from) = (DType::F32, GroupedRows::Gathered { fan_out: 2 });
+    for rows in [4, 140] {
+        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 4, dtype, from };
+        for device in &devices() {
+            let stream = device.stream()?;
+            let plan = GroupedMatmul::plan(device, problem)?;
+            let ones = |n: usize| values(Values::Normal, dtype, n, 0).iter().map(|_| 1.0).collect::<Vec<_>>();
+            let place = Layout::default();
+            let x = Rows::input(&stream, dtype, &ones(rows * 2), 4, place)?;
+            let w = Rows::input(&stream, dtype, &ones(48), 4, place)?;
+            let run = |offsets: [u32; 4], order: &[u32]| -> Result<Vec<f32>, TestCaseError> {
+                let offsets = Tensor::from_slice(&stream, &[4], &offsets)?;
+                let order = Tensor::from_slice(&stream, &[rows], order)?;
+                let mut out = Tensor::from_slice(&stream, &[rows, 4], &vec![-1.0f32; rows * 4])?;
+                let args = GroupedMatmulArgs {
+                    x: x.view(),
+                    w: w.view().reshape(&[3, 4, 4])?,
+                    offsets: offsets.view(),
+                    order: Some(order.view()),
+                    out: out.view_mut(),
+                };
+                plan.run(&stream, args)?;
+                Ok(out.to_vec(&stream)?)
+            };
+            let order: Vec<u32> = (0..rows as u32).collect();
+            let last = rows as u32 - 1;
+            let got = run([0, 1, 1, last], &order)?;
+            let want = [vec![4.0; 4 * last as usize], vec![-1.0; 4]].concat();
+            assert_eq!(got, want, "{device:?}");
+            let got = run([0, 1, u32::MAX, u32::MAX], &vec![u32::MAX; rows])?;
+            assert!(got.iter().all(|&value| value == 4.0 || value == -1.0), "{device:?}");
+            run([u32::MAX, 2, 1, 0], &order)?;
+            run([1 << 31, 3, 0, 1 << 31], &order)?;
+        }
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    let dtype = DType::BF16;
+    let from = GroupedRows::Gathered { fan_out: 2 };
+    let problem = GroupedMatmulProblem { rows: 4, experts: 3, n: 6, k: 8, dtype, from };
+    for device in &devices() {
+        let stream = device.stream()?;
+        let message =
+            |from, x: &[usize], w: &[usize], offsets: usize, order: Option<usize>, out: &[usize]| {
+                let plan = GroupedMatmul::plan(device, GroupedMatmulProblem { from, ..problem })?;
+                let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+                let (x, w, mut out) = (tensor(x, dtype)?, tensor(w, dtype)?, tensor(out, dtype)?);
+                let offsets = tensor(&[offsets], DType::U32)?;
+                let order = order.map(|order| tensor(&[order], DType::U32)).transpose()?;
+                let args = GroupedMatmulArgs {
+                    x: x.view(),
+                    w: w.view(),
+                    offsets: offsets.view(),
+                    order: order.as_ref().map(Tensor::view),
+                    out: out.view_mut(),
+                };
+                Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+            };
+        let w = &[3, 6, 8];
+        assert_eq!(
+            message(from, &[3, 8], w, 4, Some(6), &[6, 6])?,
+            "grouped_matmul: out: expected at most 4 rows, as planned, got 6"
+        );
+        assert_eq!(
+            message(from, &[2, 8], w, 4, Some(3), &[3, 6])?,
+            "grouped_matmul: out: expected a multiple of 2 rows, got 3"
+        );
+        assert_eq!(
+            message(from, &[4, 8], w, 4, Some(4), &[4, 6])?,
+            "grouped_matmul: x: expected shape [2, 8], got [4, 8]"
+        );
+        assert_eq!(
+            message(from, &[2, 8], &[2, 6, 8], 4, Some(4), &[4, 6])?,
+            "grouped_matmul: w: expected shape [3, 6, 8], got [2, 6, 8]"
+        );
+        assert_eq!(
+            message(from, &[2, 8], w, 3, Some(4), &[4, 6])?,
+            "grouped_matmul: offsets: expected shape [4], got [3]"
+        );
+        assert_eq!(
+            message(from, &[2, 8], w, 4, None, &[4, 6])?,
+            "grouped_matmul: order: expected a tensor, as planned, got none"
+        );
+        assert_eq!(
+            message(GroupedRows::Sorted, &[4, 8], w, 4, Some(4), &[4, 6])?,
+            "grouped_matmul: order: expected none, as planned, got a tensor"
+        );
+        let refused = |problem| GroupedMatmul::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            refused(GroupedMatmulProblem { experts: 0, ..problem }),
+            "grouped_matmul: problem: expected at least one expert, got 0"
+        );
+        assert_eq!(
+            refused(GroupedMatmulProblem { from: GroupedRows::Gathered { fan_out: 0 }, ..problem }),
+            "grouped_matmul: problem: expected a fan_out of at least 1, got 0"
+        );
+        assert_eq!(
+            refused(GroupedMatmulProblem { dtype: DType::I8, ..problem }),
+            "grouped_matmul: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            refused(GroupedMatmulProblem { n: 1 << 20, k: 1 << 11, ..problem }),
+            "grouped_matmul: problem: expected size of a weight below 2^31, got 2147483648"
+        );
+    }
+    Ok(())
+}
