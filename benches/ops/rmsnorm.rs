@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use warpforge::ops::rmsnorm::{
-    CASES, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
+    CASES, Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
 };
 use warpforge::{DType, Stream, Tensor};
 
@@ -14,6 +14,7 @@ const EPS: f32 = 1e-6;
 struct Set {
     x: Tensor,
     residual: Option<Tensor>,
+    gate: Option<Tensor>,
     out: Tensor,
 }
 
@@ -24,12 +25,16 @@ pub fn bench(bencher: &mut Bencher) {
 }
 
 fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
-    let &RmsNormCase { rows, cols, residual, weight: kind, .. } = case;
+    let &RmsNormCase { rows, cols, residual, weight: kind, gate, .. } = case;
     let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: EPS, weight: kind };
     let plan = RmsNorm::plan(&bencher.device, problem)?;
     let (row_tensors, residual_name) = match residual {
         Residual::None => (2, "none"),
         Residual::Add => (4, "add"),
+    };
+    let (gate_tensors, gate_name) = match gate {
+        Gate::None => (0, "none"),
+        Gate::Silu => (1, "silu"),
     };
     let (offset, weight_name) = match kind {
         NormWeight::Plain => (0.0, "plain"),
@@ -38,9 +43,10 @@ fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
     let work = Work {
         dtype: DTYPE.name(),
         shape: json!({
-            "rows": rows, "cols": cols, "residual": residual_name, "weight": weight_name, "eps": 1e-6,
+            "rows": rows, "cols": cols, "residual": residual_name, "weight": weight_name, "gate": gate_name,
+            "eps": 1e-6,
         }),
-        bytes: ((row_tensors * rows + 1) * cols * DTYPE.bytes()) as u64,
+        bytes: (((row_tensors + gate_tensors) * rows + 1) * cols * DTYPE.bytes()) as u64,
         flops: (4 * rows * cols) as u64,
     };
     if !bencher.starts(work)? {
@@ -52,21 +58,26 @@ fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
             Residual::None => None,
             Residual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
         };
+        let gate = match gate {
+            Gate::None => None,
+            Gate::Silu => Some(bencher.random(&[rows, cols], DTYPE, 2000 + seed)?),
+        };
         let out = Tensor::empty(&bencher.stream, &[rows, cols], DTYPE)?;
-        Ok(Set { x: bencher.random(&[rows, cols], DTYPE, seed)?, residual, out })
+        Ok(Set { x: bencher.random(&[rows, cols], DTYPE, seed)?, residual, gate, out })
     })?;
     // Of the first set, before a run changes the residual.
     let set = &sets[0];
     let x = first_row(&set.x, &bencher.stream)?;
     let residual = set.residual.as_ref().map(|sum| first_row(sum, &bencher.stream)).transpose()?;
+    let gate_row = set.gate.as_ref().map(|gate| first_row(gate, &bencher.stream)).transpose()?;
     let gain = first_row(&weight, &bencher.stream)?;
-    let (want, _) = reference::rmsnorm::<f64>(&x, residual.as_deref(), &gain, cols, 1e-6, offset, |v| v);
+    let input =
+        reference::Input { x: &x, residual: residual.as_deref(), weight: &gain, gate: gate_row.as_deref() };
+    let (want, _) = reference::rmsnorm::<f64>(input, cols, 1e-6, offset, |v| v);
     let run = |stream: &Stream, set: &mut Set| {
         let residual = set.residual.as_mut().map(|residual| residual.view_mut());
-        plan.run(
-            stream,
-            RmsNormArgs { x: set.x.view(), residual, weight: weight.view(), out: set.out.view_mut() },
-        )
+        let (x, weight, gate) = (set.x.view(), weight.view(), set.gate.as_ref().map(|gate| gate.view()));
+        plan.run(stream, RmsNormArgs { x, residual, weight, gate, out: set.out.view_mut() })
     };
     let verify = |stream: &Stream, set: &Set| expect_close(DTYPE, &first_row(&set.out, stream)?, &want);
     bencher.time(&plan.report(), &mut sets, run, verify)

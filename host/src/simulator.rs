@@ -217,7 +217,7 @@ mod tests {
         };
         let (x, weight) = (part(0, &[2, 4], &[4, 1])?, part(2, &[4], &[1])?);
         let out = all.view_mut().slice(0, 3..5)?;
-        plan.run(&stream, RmsNormArgs { x, residual: None, weight, out })
+        plan.run(&stream, RmsNormArgs { x, residual: None, weight, gate: None, out })
     }
 
     #[test]
@@ -233,7 +233,7 @@ mod tests {
             [
                 "allocate 512",
                 "assign 4096 512 80",
-                "rmsnorm_f32__lanes8__sm61 sm_61 [1, 1, 1] [256, 1, 1] 128 [8, 8, 8, 8, 48]",
+                "rmsnorm_f32__lanes8__sm61 sm_61 [1, 1, 1] [256, 1, 1] 128 [8, 8, 8, 8, 8, 56]",
                 "assign 4096 512 0"
             ]
         );

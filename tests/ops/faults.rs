@@ -145,7 +145,7 @@ fn norm(device: &Device, x: &Rows, skip: usize, rows: usize) -> Result<String, T
     // SAFETY: inside the rows' buffer, guard bands included, which lives longer.
     let x = unsafe { TensorView::from_raw(device, address, &[rows, 64], &[64, 1], dtype)? };
     let weight = weight.view().reshape(&[64])?;
-    let args = RmsNormArgs { x, residual: None, weight, out: out.view_mut() };
+    let args = RmsNormArgs { x, residual: None, weight, gate: None, out: out.view_mut() };
     let error = RmsNorm::plan(device, problem)?.run(&stream, args).expect_err("a defect");
     assert!(matches!(error, Error::Simulation { .. }), "{error:?}");
     Ok(error.to_string())

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
 use warpforge::ops::rmsnorm::reference;
-use warpforge::ops::rmsnorm::{NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem};
+use warpforge::ops::rmsnorm::{Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
@@ -20,6 +20,7 @@ struct Case {
     layout: Layout,
     residual: Residual,
     weight: NormWeight,
+    gate: Gate,
     eps: f32,
     kind: Values,
     seed: u64,
@@ -31,14 +32,15 @@ fn case() -> impl Strategy<Value = Case> {
     let kinds = (
         prop_oneof![Just(Residual::None), Just(Residual::Add)],
         prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
+        prop_oneof![2 => Just(Gate::None), 1 => Just(Gate::Silu)],
         prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
         finite_values(),
         any::<u64>(),
     );
     (sizes, layout, kinds).prop_map(
-        |((dtype, rows, cols), (padding, offset), (residual, weight, eps, kind, seed))| {
+        |((dtype, rows, cols), (padding, offset), (residual, weight, gate, eps, kind, seed))| {
             let layout = Layout { padding, offset };
-            Case { dtype, rows, cols, layout, residual, weight, eps, kind, seed }
+            Case { dtype, rows, cols, layout, residual, weight, gate, eps, kind, seed }
         },
     )
 }
@@ -56,7 +58,7 @@ fn work(rows: usize, cols: usize) -> usize {
 
 /// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
 fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -> Result<(), TestCaseError> {
-    let Case { dtype, rows, cols, layout, residual, weight: kind, eps, .. } = *case;
+    let Case { dtype, rows, cols, layout, residual, weight: kind, gate, eps, .. } = *case;
     let stream = device.stream().map_err(fail)?;
     let problem = RmsNormProblem { rows, cols, dtype, eps, weight: kind };
     let plan = match variant {
@@ -68,6 +70,7 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
     let x = values(case.kind, dtype, rows * cols, case.seed);
     let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
     let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 2));
+    let gates = (gate == Gate::Silu).then(|| values(Values::Normal, dtype, rows * cols, case.seed ^ 3));
     let x_rows = Rows::input(&stream, dtype, &x, cols, layout).map_err(fail)?;
     let weight_tensor = Rows::input(&stream, dtype, &weight, cols, Layout::default()).map_err(fail)?;
     let mut sum = added
@@ -75,18 +78,29 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
         .map(|added| Rows::input(&stream, dtype, added, cols, layout))
         .transpose()
         .map_err(fail)?;
+    let gate_rows = gates
+        .as_ref()
+        .map(|gates| Rows::input(&stream, dtype, gates, cols, layout))
+        .transpose()
+        .map_err(fail)?;
     let mut out = Rows::output(&stream, dtype, rows, cols, layout).map_err(fail)?;
     let weight_view = weight_tensor.view().reshape(&[cols]).map_err(fail)?;
     let residual_view = sum.as_mut().map(|sum| sum.view_mut());
-    let args =
-        RmsNormArgs { x: x_rows.view(), residual: residual_view, weight: weight_view, out: out.view_mut() };
+    let args = RmsNormArgs {
+        x: x_rows.view(),
+        residual: residual_view,
+        weight: weight_view,
+        gate: gate_rows.as_ref().map(|gates| gates.view()),
+        out: out.view_mut(),
+    };
     plan.run(&stream, args).map_err(fail)?;
 
     let offset = if kind == NormWeight::ZeroCentred { 1.0 } else { 0.0 };
     let eps = f64::from(eps);
-    let (want, want_sum) = reference::rmsnorm::<f64>(&x, added.as_deref(), &weight, cols, eps, offset, |v| v);
-    let (naive, naive_sum) =
-        reference::rmsnorm::<f32>(&x, added.as_deref(), &weight, cols, eps, offset, store(dtype));
+    let input =
+        reference::Input { x: &x, residual: added.as_deref(), weight: &weight, gate: gates.as_deref() };
+    let (want, want_sum) = reference::rmsnorm::<f64>(input, cols, eps, offset, |v| v);
+    let (naive, naive_sum) = reference::rmsnorm::<f32>(input, cols, eps, offset, store(dtype));
     let what = plan.report().variant;
     // A gain of weight + 1 cancels where the weight is near −1: the error then scales with the row, not the element.
     let tolerance = Tolerance::new(dtype, Scale::Rows(cols), cols + 8);
@@ -152,7 +166,7 @@ proptest! {
                 let weight = Rows::input(&stream, dtype, &weight, cols, Layout::default()).map_err(fail)?;
                 let mut out = Rows::output(&stream, dtype, rows, cols, Layout::default()).map_err(fail)?;
                 let weight = weight.view().reshape(&[cols]).map_err(fail)?;
-                let args = RmsNormArgs { x: x.view(), residual: None, weight, out: out.view_mut() };
+                let args = RmsNormArgs { x: x.view(), residual: None, weight, gate: None, out: out.view_mut() };
                 plan.run(&stream, args).map_err(fail)?;
                 out.read(&stream)
             };
@@ -187,14 +201,16 @@ fn per_head() -> Result<(), Box<dyn std::error::Error>> {
             x: part,
             residual: None,
             weight: weight_rows.view().reshape(&[cols])?,
+            gate: None,
             out: out.view_mut(),
         };
         RmsNorm::plan(device, problem)?.run(&stream, args)?;
         let got: Vec<f64> = out.to_f32_vec(&stream)?.into_iter().map(f64::from).collect();
         let rows: Vec<f64> =
             data.chunks(width).flat_map(|token| &token[256..256 + heads * cols]).copied().collect();
-        let (want, _) = reference::rmsnorm::<f64>(&rows, None, &weight, cols, 1e-6, 0.0, |v| v);
-        let (naive, _) = reference::rmsnorm::<f32>(&rows, None, &weight, cols, 1e-6, 0.0, store(DType::BF16));
+        let input = reference::Input { x: &rows, residual: None, weight: &weight, gate: None };
+        let (want, _) = reference::rmsnorm::<f64>(input, cols, 1e-6, 0.0, |v| v);
+        let (naive, _) = reference::rmsnorm::<f32>(input, cols, 1e-6, 0.0, store(DType::BF16));
         let tolerance = Tolerance::new(DType::BF16, Scale::Rows(cols), cols + 8);
         testkit::compare::assert_within_naive(&got, &want, &naive, &tolerance);
     }
@@ -211,8 +227,8 @@ fn bad_input() -> Result<(), Error> {
         let plan = RmsNorm::plan(device, problem)?;
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |x: &Tensor, weight: &Tensor, out: &mut Tensor| {
-            let args =
-                RmsNormArgs { x: x.view(), residual: None, weight: weight.view(), out: out.view_mut() };
+            let (weight, out) = (weight.view(), out.view_mut());
+            let args = RmsNormArgs { x: x.view(), residual: None, weight, gate: None, out };
             plan.run(&stream, args).unwrap_err().to_string()
         };
         let (x, weight) = (tensor(&[4, 64], DType::F32)?, tensor(&[64], DType::F32)?);

@@ -48,6 +48,52 @@ pub fn silu(x: f32) -> f32 {
     times_sigmoid(x, x)
 }
 
+/// 1 / (1 + e^−x), error 2^−21; NaN for NaN.
+#[inline(always)]
+pub fn sigmoid(x: f32) -> f32 {
+    // `exp_neg` takes a NaN for a number.
+    if x.is_nan() { x } else { times_sigmoid(1.0, x) }
+}
+
+/// e^x, within 1 ulp whatever the size of x; 0 below 2^−126, infinite from 88 on, NaN for NaN.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product with
+    // `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Beyond −104 and 88 there is nothing to round.
+    const ROUND: f32 = 12_582_912.0;
+    const LN_2_HIGH: f32 = 0.693_145_75;
+    const LN_2_LOW: f32 = 1.428_606_8e-6;
+    // The Taylor polynomial of e^rest, whose remainder is below 2^-27, times a power of two that `ex2` has exactly.
+    const TAYLOR: [f32; 8] = [1.0, 1.0, 0.5, 1.0 / 6.0, 1.0 / 24.0, 1.0 / 120.0, 1.0 / 720.0, 1.0 / 5040.0];
+    let scaled = x * math::LOG2_E;
+    let (whole, rest) = if x < -104.0 {
+        (scaled, 0.0)
+    } else if x > 88.0 {
+        (f32::INFINITY, 0.0)
+    } else {
+        let whole = (scaled + ROUND) - ROUND;
+        (whole, math::fma(whole, -LN_2_LOW, math::fma(whole, -LN_2_HIGH, x)))
+    };
+    polynomial(&TAYLOR, rest) * math::ex2(whole)
+}
+
+/// ln(1 + e^x), within 2 ulp, from 20 on x itself; NaN for NaN.
+#[inline(always)]
+pub fn softplus(x: f32) -> f32 {
+    // ln(1 + y) = 2 artanh(z) with z = y / (2 + y), at most 1/3: the series 2 Σ z^(2i+1) / (2i + 1), to 5e-9 relative.
+    const REST: [f32; 7] = [2.0 / 3.0, 2.0 / 5.0, 2.0 / 7.0, 2.0 / 9.0, 2.0 / 11.0, 2.0 / 13.0, 2.0 / 15.0];
+    let y = exp(-math::abs(x));
+    let divisor = 2.0 + y;
+    let z = math::div(y, divisor);
+    // What rounding took from the sum and the quotient: the first term is all but a few per cent of the result.
+    let lost = (math::fma(-z, divisor, y) - z * (y - (divisor - 2.0))) * 2.0 * math::rcp(divisor);
+    let square = z * z;
+    let rest = math::fma(z * square, polynomial(&REST, square), lost);
+    let log = math::fma(2.0, z, rest);
+    let positive = if x > 0.0 { x } else { 0.0 };
+    if x > 20.0 { x } else { positive + log }
+}
+
 /// GELU by its approximation x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), error (1 + |z|) · 2^−21 with z twice the
 /// argument of tanh.
 ///
@@ -163,6 +209,25 @@ mod tests {
             let error = worst(gelu_erf, gelu, one, range);
             assert!(error < 0.8 * 2f64.powf(-20.5), "gelu_erf {error:e}");
         }
+    }
+
+    #[test]
+    fn exponentials_are_as_stated() {
+        let one = |_| 1.0;
+        for range in [(-87.0, 87.9), (-3.0, 3.0), (-1e-3, 1e-3)] {
+            let error = worst(exp, f64::exp, one, range);
+            assert!(error < 2f64.powi(-23), "exp {error:e}");
+            let error = worst(super::sigmoid, sigmoid, one, range);
+            assert!(error < 0.6 * 2f64.powi(-21), "sigmoid {error:e}");
+            let error = worst(softplus, |x| x.exp().ln_1p(), one, range);
+            assert!(error < 2f64.powi(-22), "softplus {error:e}");
+        }
+        assert!(exp(f32::NAN).is_nan() && super::sigmoid(f32::NAN).is_nan() && softplus(f32::NAN).is_nan());
+        assert_eq!((exp(f32::INFINITY), exp(f32::NEG_INFINITY), exp(0.0)), (f32::INFINITY, 0.0, 1.0));
+        assert_eq!((super::sigmoid(f32::INFINITY), super::sigmoid(f32::NEG_INFINITY)), (1.0, 0.0));
+        assert_eq!((softplus(f32::INFINITY), softplus(f32::NEG_INFINITY)), (f32::INFINITY, 0.0));
+        assert_eq!((softplus(f32::MAX), softplus(f32::MIN)), (f32::MAX, 0.0));
+        assert_eq!((exp(-88.0), exp(-1e30), exp(89.0)), (0.0, 0.0, f32::INFINITY));
     }
 
     #[test]

@@ -7,6 +7,8 @@
 use cuda_std::cvt::Element;
 use cuda_std::math;
 
+use super::activation::exp;
+
 /// Only f32 has four elements in 16 bytes.
 const fn is_f32<T: Element>() -> bool {
     T::PER_16_BYTES == 4
@@ -19,28 +21,7 @@ pub fn weight<T: Element>(x: f32) -> f32 {
     if !is_f32::<T>() {
         return math::ex2(x);
     }
-    // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product with
-    // `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Below −104 the result is zero anyway.
-    const ROUND: f32 = 12_582_912.0;
-    const LN_2_HIGH: f32 = 0.693_145_75;
-    const LN_2_LOW: f32 = 1.428_606_8e-6;
-    let scaled = x * math::LOG2_E;
-    let (whole, rest) = if x < -104.0 {
-        (scaled, 0.0)
-    } else {
-        let whole = (scaled + ROUND) - ROUND;
-        (whole, math::fma(whole, -LN_2_LOW, math::fma(whole, -LN_2_HIGH, x)))
-    };
-    // The Taylor polynomial of e^rest, whose remainder is below 2^-27, times a power of two that `ex2` has exactly.
-    let mut sum = 1.0 / 5040.0;
-    sum = math::fma(sum, rest, 1.0 / 720.0);
-    sum = math::fma(sum, rest, 1.0 / 120.0);
-    sum = math::fma(sum, rest, 1.0 / 24.0);
-    sum = math::fma(sum, rest, 1.0 / 6.0);
-    sum = math::fma(sum, rest, 0.5);
-    sum = math::fma(sum, rest, 1.0);
-    sum = math::fma(sum, rest, 1.0);
-    sum * math::ex2(whole)
+    exp(x)
 }
 
 /// ln Σexp of natural scores, from the largest score and the sum of the weights; −∞ of no scores.

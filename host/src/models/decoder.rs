@@ -189,9 +189,15 @@ impl DecoderBlock {
             let weight = layer.input_norm.view();
             let out = normed.reborrow();
             let args = if index == 0 {
-                RmsNormArgs { x: residual.as_view(), residual: None, weight, out }
+                RmsNormArgs { x: residual.as_view(), residual: None, weight, gate: None, out }
             } else {
-                RmsNormArgs { x: projected.as_view(), residual: Some(residual.reborrow()), weight, out }
+                RmsNormArgs {
+                    x: projected.as_view(),
+                    residual: Some(residual.reborrow()),
+                    weight,
+                    gate: None,
+                    out,
+                }
             };
             norm.run(stream, args)?;
             observe(Observed::LayerInput(index), residual.as_view())?;
@@ -200,6 +206,7 @@ impl DecoderBlock {
                 x: projected.as_view(),
                 residual: Some(residual.reborrow()),
                 weight: layer.post_attention_norm.view(),
+                gate: None,
                 out: normed.reborrow(),
             };
             norm.run(stream, args)?;
@@ -217,6 +224,7 @@ impl DecoderBlock {
             x: projected.as_view(),
             residual: Some(residual.reborrow()),
             weight: decoder.norm.view(),
+            gate: None,
             out: normed.reborrow(),
         };
         norm.run(stream, args)?;

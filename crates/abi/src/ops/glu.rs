@@ -35,11 +35,14 @@ pub enum Activation {
     GeluTanh,
     /// x/2 · (1 + erf(x/√2)).
     GeluErf,
+    /// 1 / (1 + e^−x): a plain gate, as of an attention's output.
+    Sigmoid,
 }
 
 impl Activation {
     /// Every activation.
-    pub const ALL: [Activation; 3] = [Activation::Silu, Activation::GeluTanh, Activation::GeluErf];
+    pub const ALL: [Activation; 4] =
+        [Activation::Silu, Activation::GeluTanh, Activation::GeluErf, Activation::Sigmoid];
 
     /// The name in messages.
     pub const fn name(self) -> &'static str {
@@ -47,6 +50,7 @@ impl Activation {
             Activation::Silu => "silu",
             Activation::GeluTanh => "gelu_tanh",
             Activation::GeluErf => "gelu_erf",
+            Activation::Sigmoid => "sigmoid",
         }
     }
 }
@@ -84,18 +88,24 @@ macro_rules! glu_table {
             glu_f32_gelu_tanh__scalar__sm61 => f32, F32, gelu_tanh, GeluTanh, Scalar;
             glu_f32_gelu_erf__pieces__sm61 => f32, F32, gelu_erf, GeluErf, Pieces;
             glu_f32_gelu_erf__scalar__sm61 => f32, F32, gelu_erf, GeluErf, Scalar;
+            glu_f32_sigmoid__pieces__sm61 => f32, F32, sigmoid, Sigmoid, Pieces;
+            glu_f32_sigmoid__scalar__sm61 => f32, F32, sigmoid, Sigmoid, Scalar;
             glu_f16_silu__pieces__sm61 => f16, F16, silu, Silu, Pieces;
             glu_f16_silu__scalar__sm61 => f16, F16, silu, Silu, Scalar;
             glu_f16_gelu_tanh__pieces__sm61 => f16, F16, gelu_tanh, GeluTanh, Pieces;
             glu_f16_gelu_tanh__scalar__sm61 => f16, F16, gelu_tanh, GeluTanh, Scalar;
             glu_f16_gelu_erf__pieces__sm61 => f16, F16, gelu_erf, GeluErf, Pieces;
             glu_f16_gelu_erf__scalar__sm61 => f16, F16, gelu_erf, GeluErf, Scalar;
+            glu_f16_sigmoid__pieces__sm61 => f16, F16, sigmoid, Sigmoid, Pieces;
+            glu_f16_sigmoid__scalar__sm61 => f16, F16, sigmoid, Sigmoid, Scalar;
             glu_bf16_silu__pieces__sm61 => bf16, BF16, silu, Silu, Pieces;
             glu_bf16_silu__scalar__sm61 => bf16, BF16, silu, Silu, Scalar;
             glu_bf16_gelu_tanh__pieces__sm61 => bf16, BF16, gelu_tanh, GeluTanh, Pieces;
             glu_bf16_gelu_tanh__scalar__sm61 => bf16, BF16, gelu_tanh, GeluTanh, Scalar;
             glu_bf16_gelu_erf__pieces__sm61 => bf16, BF16, gelu_erf, GeluErf, Pieces;
             glu_bf16_gelu_erf__scalar__sm61 => bf16, BF16, gelu_erf, GeluErf, Scalar;
+            glu_bf16_sigmoid__pieces__sm61 => bf16, BF16, sigmoid, Sigmoid, Pieces;
+            glu_bf16_sigmoid__scalar__sm61 => bf16, BF16, sigmoid, Sigmoid, Scalar;
         }
     };
 }

@@ -24,6 +24,10 @@ pub struct RmsNormDims {
     pub residual_token_stride: u32,
     /// The same for the residual.
     pub residual_head_stride: u32,
+    /// The same for the gate.
+    pub gate_token_stride: u32,
+    /// The same for the gate.
+    pub gate_head_stride: u32,
     /// 1/cols.
     pub inv_cols: f32,
     /// Added to the mean square, inside the root.
@@ -32,7 +36,7 @@ pub struct RmsNormDims {
     pub weight_offset: f32,
 }
 
-const _: () = assert!(size_of::<RmsNormDims>() == 48);
+const _: () = assert!(size_of::<RmsNormDims>() == 56);
 impl crate::Params for RmsNormDims {}
 
 /// How a row is spread over threads.
@@ -78,7 +82,7 @@ impl RmsNormTile {
 pub struct RmsNormVariant {
     /// The entry point's name.
     pub entry: &'static str,
-    /// Type of x, weight, residual and out.
+    /// Type of all tensors.
     pub dtype: DType,
     /// How a row is spread over threads.
     pub tile: RmsNormTile,

@@ -15,7 +15,7 @@ use abi::ops::glu::{BLOCK_PIECES_LOG2, GluDims, PIECES_PER_THREAD, THREADS};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread};
 
-use crate::tile::activation::{gelu_erf, gelu_tanh, silu};
+use crate::tile::activation::{gelu_erf, gelu_tanh, sigmoid, silu};
 
 const PIECES: usize = PIECES_PER_THREAD as usize;
 

@@ -1,4 +1,5 @@
-//! RMSNorm, with an optional residual added first: `h = x + residual; out = h · rsqrt(mean(h²) + eps) · (w + offset)`.
+//! RMSNorm, with an optional residual added first: `h = x + residual; out = h · rsqrt(mean(h²) + eps) · (w + offset)`, and
+//! an optional gate at the end: `out · silu(gate)`.
 //!
 //! Work split: a row belongs to 8 to 32 lanes (short rows, several per block), or to a block. Each thread holds its
 //! pieces of the row in registers, so the row is read once; thread t of n takes pieces t, t + n, …, which makes every
@@ -17,14 +18,16 @@ use abi::ops::rmsnorm::RmsNormDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
+use crate::tile::activation::silu;
 use crate::tile::packed::add_packed;
 use crate::tile::reduce::block_sum_f32;
 
-/// Where a row lies in x, out and the residual.
+/// Where a row lies in x, out, the residual and the gate.
 struct Row {
     x: usize,
     out: usize,
     residual: usize,
+    gate: usize,
 }
 
 impl Row {
@@ -40,6 +43,7 @@ impl Row {
             x: offset(dims.x_token_stride, dims.x_head_stride),
             out: offset(dims.out_token_stride, dims.out_head_stride),
             residual: offset(dims.residual_token_stride, dims.residual_head_stride),
+            gate: offset(dims.gate_token_stride, dims.gate_head_stride),
         }
     }
 }
@@ -56,12 +60,14 @@ struct Share {
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
 /// - Pointers, strides and `cols` are *in-bounds* and *aligned(16)* — checked in `RmsNorm::run`, which takes another
-///   tile otherwise. `residual` is null if there is none.
+///   tile otherwise. `residual` and `gate` are null if there is none.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
+    gate: *const T,
     out: *mut T,
     dims: &RmsNormDims,
     share: Share,
@@ -128,6 +134,15 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                     values[j] = values[j] * scale * (gains[j] + dims.weight_offset);
                     j += 1;
                 }
+                if !gate.is_null() {
+                    let mut gates = [0.0; 8];
+                    T::unpack(global::load_stream_x4(gate.add(at.gate + element(chunk))), &mut gates);
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        values[j] *= silu(gates[j]);
+                        j += 1;
+                    }
+                }
                 global::store_x4(out.add(at.out + element(chunk)), T::pack(&values));
             }
             i += 1;
@@ -144,6 +159,7 @@ unsafe fn row_by_element<T: Element>(
     x: *const T,
     residual: *mut T,
     weight: *const T,
+    gate: *const T,
     out: *mut T,
     dims: &RmsNormDims,
 ) {
@@ -174,33 +190,37 @@ unsafe fn row_by_element<T: Element>(
                 global::load(residual.add(at.residual + col as usize)).to_f32()
             };
             let gain = global::load(weight.add(col as usize)).to_f32() + dims.weight_offset;
-            global::store(out.add(at.out + col as usize), T::from_f32(value * scale * gain));
+            let mut value = value * scale * gain;
+            if !gate.is_null() {
+                value *= silu(global::load(gate.add(at.gate + col as usize)).to_f32());
+            }
+            global::store(out.add(at.out + col as usize), T::from_f32(value));
             col += members;
         }
     }
 }
 
 macro_rules! body {
-    (Lanes, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident, $lanes:literal, $chunks:literal) => {{
+    (Lanes, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident, $lanes:literal, $chunks:literal) => {{
         let group = thread::thread_idx_x() / $lanes;
         let row = thread::block_idx_x() * (thread::block_dim_x() / $lanes) + group;
         let share = Share { row, member: thread::thread_idx_x() % $lanes, members: $lanes };
         // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`.
         unsafe {
-            rows_in_registers::<$type, $chunks>($x, $r, $w, $o, &$dims, share, |v| warp::sum_f32::<$lanes>(v))
+            rows_in_registers::<$type, $chunks>($x, $r, $w, $g, $o, &$dims, share, |v| warp::sum_f32::<$lanes>(v))
         }
     }};
-    (Block, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident, $chunks:literal) => {{
+    (Block, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident, $chunks:literal) => {{
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
         // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run.
         unsafe {
-            rows_in_registers::<$type, $chunks>($x, $r, $w, $o, &$dims, share, |v| block_sum_f32(v))
+            rows_in_registers::<$type, $chunks>($x, $r, $w, $g, $o, &$dims, share, |v| block_sum_f32(v))
         }
     }};
-    (Scalar, $type:ident, $x:ident, $r:ident, $w:ident, $o:ident, $dims:ident $(,)?) => {{
+    (Scalar, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident $(,)?) => {{
         // SAFETY: one block per row — RmsNorm::run.
-        unsafe { row_by_element::<$type>($x, $r, $w, $o, &$dims) }
+        unsafe { row_by_element::<$type>($x, $r, $w, $g, $o, &$dims) }
     }};
 }
 
@@ -212,8 +232,15 @@ macro_rules! entries {
         /// - Arguments as `RmsNorm::run` checks them.
         #[kernel]
         #[allow(non_snake_case)]
-        pub unsafe fn $entry(x: *const $type, residual: *mut $type, weight: *const $type, out: *mut $type, dims: RmsNormDims) {
-            body!($tile, $type, x, residual, weight, out, dims, $($value),*)
+        pub unsafe fn $entry(
+            x: *const $type,
+            residual: *mut $type,
+            weight: *const $type,
+            gate: *const $type,
+            out: *mut $type,
+            dims: RmsNormDims,
+        ) {
+            body!($tile, $type, x, residual, weight, gate, out, dims, $($value),*)
         }
     )*};
 }

@@ -184,7 +184,10 @@ impl AttentionBlock {
             (&self.k_norm, &self.k_rope, heads(k_start..v_start)?, &weights.k_norm, &mut k),
         ];
         for (norm, rope, x, gain, out) in parts {
-            norm.run(stream, RmsNormArgs { x, residual: None, weight: gain.view(), out: out.reborrow() })?;
+            norm.run(
+                stream,
+                RmsNormArgs { x, residual: None, weight: gain.view(), gate: None, out: out.reborrow() },
+            )?;
             let (x, positions, tables) = (RopeInput::InPlace, step.positions, step.ropes);
             rope.run(stream, RopeArgs { x, positions, tables, out: out.reborrow() })?;
         }

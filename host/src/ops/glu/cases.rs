@@ -39,6 +39,7 @@ pub const CASES: &[GluCase] = cases! {
         plain("anchor 32768x9728", Activation::Silu),
         plain("32768x9728 gelu_tanh", Activation::GeluTanh),
         plain("32768x9728 gelu_erf", Activation::GeluErf),
+        plain("32768x9728 sigmoid", Activation::Sigmoid),
         alone("qwen3-vl-2b vision prefill 4096", 4096, Activation::GeluTanh),
         alone("qwen3-vl-2b merger prefill 1024", 1024, Activation::GeluErf),
     ];

@@ -18,9 +18,10 @@ pub(super) fn run(dtype: DType, activation: Activation, args: &mut GluArgs<'_>) 
 
 fn of_type<T: FloatElement>(activation: Activation, args: &mut GluArgs<'_>) {
     match activation {
-        Activation::Silu => rows::<T>(args, |x| times_sigmoid(x, x)),
+        Activation::Silu => rows::<T>(args, silu),
         Activation::GeluTanh => rows::<T>(args, gelu_tanh),
         Activation::GeluErf => rows::<T>(args, gelu_erf),
+        Activation::Sigmoid => rows::<T>(args, sigmoid),
     }
 }
 
@@ -61,6 +62,11 @@ fn times_sigmoid(x: f32, z: f32) -> f32 {
     (if z < 0.0 { x * power } else { x }) / (1.0 + power)
 }
 
+/// x · sigmoid(x).
+pub(crate) fn silu(x: f32) -> f32 {
+    times_sigmoid(x, x)
+}
+
 /// (1 + tanh(z/2)) / 2 is sigmoid(z).
 fn gelu_tanh(x: f32) -> f32 {
     const LINEAR: f32 = 1.595_769; // 2 √(2/π)
@@ -72,4 +78,10 @@ fn gelu_erf(x: f32) -> f32 {
         return -0.0;
     }
     0.5 * x * libm::erfcf(-x * std::f32::consts::FRAC_1_SQRT_2)
+}
+
+/// 1 / (1 + e^−x).
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    let power = (-x.abs()).exp();
+    (if x < 0.0 { power } else { 1.0 }) / (1.0 + power)
 }

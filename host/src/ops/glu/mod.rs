@@ -20,6 +20,7 @@ use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::glu::Activation;
 pub use cases::{CASES, GluCase};
+pub(crate) use cpu::{sigmoid, silu};
 pub use select::{GluChoice, select};
 
 const OP: &str = "glu";
@@ -53,11 +54,11 @@ pub struct GluArgs<'a> {
 ///
 /// `out = act(gate) · up`, with act of [`Activation`]; `out = act(gate)` if there is no up.
 ///
-/// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU, 2^-20.5 for GELU
-/// with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing cancels for negative
-/// gates.
-/// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), act(NaN) = NaN; the product is that of IEEE 754, so that
-/// act(−inf) · inf is NaN.
+/// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU and the sigmoid,
+/// 2^-20.5 for GELU with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing cancels
+/// for negative gates.
+/// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), for the sigmoid 1 and 0; act(NaN) = NaN; the product is that
+/// of IEEE 754, so that act(−inf) · inf is NaN.
 /// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.

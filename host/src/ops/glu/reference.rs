@@ -16,7 +16,7 @@ pub fn glu<A: Real>(gate: &[f64], up: &[f64], activation: Activation, store: imp
 /// The GELUs are written so that nothing cancels for negative x, where the specification would lose digits even in f64:
 /// (1 + tanh(z/2)) / 2 = 1 / (1 + e^−z), and 1 + erf(t) = erfc(−t).
 pub fn act<A: Real>(activation: Activation, x: A) -> A {
-    if x == A::neg_infinity() {
+    if x == A::neg_infinity() && activation != Activation::Sigmoid {
         return A::neg_zero();
     }
     let half = A::real(0.5);
@@ -27,6 +27,7 @@ pub fn act<A: Real>(activation: Activation, x: A) -> A {
             let t = -x * A::real(std::f64::consts::FRAC_1_SQRT_2);
             half * x * A::real(libm::erfc(t.to_real()))
         }
+        Activation::Sigmoid => A::one() / (A::one() + (-x).exp()),
     }
 }
 
@@ -40,7 +41,7 @@ fn tanh_argument<A: Real>(x: A) -> A {
 /// error d of z into |z| · d.
 pub fn magnitude(gate: f64, up: f64, activation: Activation) -> f64 {
     let z = match activation {
-        Activation::Silu => 0.0,
+        Activation::Silu | Activation::Sigmoid => 0.0,
         Activation::GeluTanh => tanh_argument(gate),
         Activation::GeluErf => gate * gate / 2.0,
     };

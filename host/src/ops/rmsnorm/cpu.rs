@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::RmsNormArgs;
 use crate::error::Error;
+use crate::ops::glu;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
@@ -21,6 +22,7 @@ pub(super) fn run(dtype: DType, dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) 
 fn rows<T: FloatElement>(dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {
     let (rows, cols, heads) = (dims.rows as usize, dims.cols as usize, dims.heads as usize);
     let (x, weight) = (args.x.host_slice::<T>(), args.weight.host_slice::<T>());
+    let gate = args.gate.as_ref().map(|gate| gate.host_slice::<T>());
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     let residual = args.residual.as_mut().map(|residual| SharedSlice::new(residual.host_slice_mut::<T>()));
     let offset = |row: usize, token_stride: u32, head_stride: u32| {
@@ -30,11 +32,14 @@ fn rows<T: FloatElement>(dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {
         let x = &x[offset(row, dims.x_token_stride, dims.x_head_stride)..][..cols];
         // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements).
         let out = unsafe { out.part(offset(row, dims.out_token_stride, dims.out_head_stride), cols) };
+        let gate =
+            gate.map(|gate| &gate[offset(row, dims.gate_token_stride, dims.gate_head_stride)..][..cols]);
         let mut row_of = |h: &dyn Fn(usize) -> f32| {
             let square: f32 = (0..cols).map(|col| h(col) * h(col)).sum();
             let scale = 1.0 / (square * dims.inv_cols + dims.eps).sqrt();
             for col in 0..cols {
-                out[col] = T::from_f32(h(col) * scale * (weight[col].to_f32() + dims.weight_offset));
+                let normed = h(col) * scale * (weight[col].to_f32() + dims.weight_offset);
+                out[col] = T::from_f32(gate.map_or(normed, |gate| normed * glu::silu(gate[col].to_f32())));
             }
         };
         match residual {

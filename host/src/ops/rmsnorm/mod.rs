@@ -18,7 +18,7 @@ use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use cases::{CASES, Residual, RmsNormCase};
+pub use cases::{CASES, Gate, Residual, RmsNormCase};
 pub use select::{RmsNormChoice, select};
 
 const OP: &str = "rmsnorm";
@@ -59,7 +59,7 @@ pub struct RmsNormProblem {
 }
 
 /// The tensors of a run. `T` rows are `[T, cols]`, or `[T / heads, heads, cols]` with any strides but 1 in the last
-/// dimension; the three row tensors have the same shape.
+/// dimension; all row tensors have the same shape.
 #[derive(Debug)]
 pub struct RmsNormArgs<'a> {
     /// Input.
@@ -68,20 +68,24 @@ pub struct RmsNormArgs<'a> {
     pub residual: Option<TensorViewMut<'a>>,
     /// `[cols]`.
     pub weight: TensorView<'a>,
+    /// If there: what is normalised and weighted is multiplied by its SiLU.
+    pub gate: Option<TensorView<'a>>,
     /// Output.
     pub out: TensorViewMut<'a>,
 }
 
 /// Root mean square layer normalisation of rows.
 ///
-/// `h = x` or `residual + x`; `out = h · rsqrt(mean(h²) + eps) · (weight + offset)`, offset 1 for zero-centred weights.
+/// `h = x` or `residual + x`; `out = h · rsqrt(mean(h²) + eps) · (weight + offset)`, offset 1 for zero-centred weights;
+/// with a gate `out · silu(gate)`: norm first, gate second.
 ///
 /// **Arithmetic**: f32 throughout, `rsqrt` within 2^-22.9; out is rounded once, h once if there is a residual.
 /// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: Zhang and Sennrich, *Root Mean Square Layer Normalization* (2019), equation 4.
+/// **Source**: Zhang and Sennrich, *Root Mean Square Layer Normalization* (2019), equation 4; the gate as in Yang et al.,
+/// *Gated Delta Networks* (2024), section 3.4.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::rmsnorm::*};
@@ -93,7 +97,8 @@ pub struct RmsNormArgs<'a> {
 /// let x = Tensor::zeros(&stream, &[4, 2560], DType::BF16)?;
 /// let weight = Tensor::zeros(&stream, &[2560], DType::BF16)?;
 /// let mut out = Tensor::empty(&stream, &[4, 2560], DType::BF16)?;
-/// let args = RmsNormArgs { x: x.view(), residual: None, weight: weight.view(), out: out.view_mut() };
+/// let (weight, out) = (weight.view(), out.view_mut());
+/// let args = RmsNormArgs { x: x.view(), residual: None, weight, gate: None, out };
 /// rmsnorm.run(&stream, args)?;
 /// println!("{}", rmsnorm.report());
 /// # Ok(())
@@ -164,15 +169,17 @@ impl RmsNorm {
         match &self.backend {
             Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
             Backend::Cuda { choice, entry, unaligned } => {
-                let RmsNormArgs { x, residual, weight, out } = &args;
+                let RmsNormArgs { x, residual, weight, gate, out } = &args;
                 let aligned = x.is_aligned_16()
                     && weight.is_aligned_16()
                     && out.is_aligned_16()
-                    && residual.as_ref().is_none_or(|residual| residual.is_aligned_16());
+                    && residual.as_ref().is_none_or(|residual| residual.is_aligned_16())
+                    && gate.is_none_or(|gate| gate.is_aligned_16());
                 let params = [
                     (*x).into(),
                     Param::optional(residual.as_ref()),
                     (*weight).into(),
+                    gate.map_or(Param::Address(0), Param::from),
                     out.into(),
                     (&dims).into(),
                 ];
@@ -189,7 +196,7 @@ impl RmsNorm {
     }
 
     fn check(&self, args: &RmsNormArgs<'_>) -> Result<RmsNormDims, Error> {
-        let RmsNormArgs { x, residual, weight, out } = args;
+        let RmsNormArgs { x, residual, weight, gate, out } = args;
         let RmsNormProblem { rows: max_rows, cols, dtype, eps, weight: kind } = self.problem;
         let shape: Vec<Option<usize>> = match *x.shape() {
             [_, _, _] => vec![None, None, Some(cols)],
@@ -205,6 +212,10 @@ impl RmsNorm {
         if let Some(residual) = residual {
             residual.expect(OP, "residual", &self.device, dtype, &same)?;
             residual.expect_inner_contiguous(OP, "residual")?;
+        }
+        if let Some(gate) = gate {
+            gate.expect(OP, "gate", &self.device, dtype, &same)?;
+            gate.expect_inner_contiguous(OP, "gate")?;
         }
         let rows = x.len() / cols;
         if rows > max_rows {
@@ -230,6 +241,8 @@ impl RmsNorm {
         let residual_strides =
             residual.as_ref().map(|residual| strides("residual", residual.strides())).transpose()?;
         let (residual_token_stride, residual_head_stride) = residual_strides.unwrap_or((0, 0));
+        let gate_strides = gate.map(|gate| strides("gate", gate.strides())).transpose()?;
+        let (gate_token_stride, gate_head_stride) = gate_strides.unwrap_or((0, 0));
         let heads = if let [_, heads, _] = *x.shape() { heads.max(1) as u32 } else { 1 };
         Ok(RmsNormDims {
             rows: rows as u32,
@@ -241,6 +254,8 @@ impl RmsNorm {
             out_head_stride,
             residual_token_stride,
             residual_head_stride,
+            gate_token_stride,
+            gate_head_stride,
             inv_cols: 1.0 / cols as f32,
             eps,
             weight_offset: kind.offset(),
