@@ -32,7 +32,7 @@ fn every_operator_has_its_five_places() {
     for (folder, others) in [
         ("crates/abi/src/ops", &["mod"][..]),
         ("gpu/src/ops", &["mod"]),
-        ("host/src/ops", &["mod", "parallel", "reference", "workspace"]),
+        ("host/src/ops", &["mod", "packed", "parallel", "reference", "workspace"]),
         ("tests/ops", &["faults", "harness", "latent", "main", "moe"]),
         ("benches/ops", &["harness", "main", "models"]),
     ] {

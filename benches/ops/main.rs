@@ -3,9 +3,11 @@
 mod harness;
 
 mod attention;
+mod causal_conv1d;
 mod copy;
 mod embedding;
 mod embedding_bag;
+mod gated_delta;
 mod glu;
 mod grouped_matmul;
 mod kv_append;
@@ -28,9 +30,11 @@ use harness::{Bencher, Failure, Options, anchors};
 fn main() -> Result<(), Failure> {
     let mut bencher = Bencher::new(Options::parse())?;
     attention::bench(&mut bencher);
+    causal_conv1d::bench(&mut bencher);
     copy::bench(&mut bencher);
     embedding::bench(&mut bencher);
     embedding_bag::bench(&mut bencher);
+    gated_delta::bench(&mut bencher);
     glu::bench(&mut bencher);
     grouped_matmul::bench(&mut bencher);
     kv_append::bench(&mut bencher);

@@ -121,6 +121,27 @@ def attention(case, shape):
     return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
 
+def causal_conv1d(case, shape):
+    dtype, tokens, sequences = DTYPES[case["dtype"]], shape["tokens"], shape["sequences"]
+    channels, width = shape["channels"], shape["width"]
+
+    def inputs(generator):
+        x = normal(generator, sequences, tokens, channels, dtype=dtype)
+        weight = normal(generator, channels, width, dtype=dtype)
+        return x, weight, normal(generator, sequences, channels, width - 1, dtype=dtype)
+
+    def run(x, weight, state):
+        window = torch.cat([state, x.transpose(1, 2)], -1)
+        out = F.silu(F.conv1d(window, weight[:, None], groups=channels))
+        return out.transpose(1, 2), window[..., tokens:].contiguous()
+
+    def expected(x, weight, state):
+        window = torch.cat([state[0].float(), x[0, :1].float().T], -1)
+        return F.silu((window * weight.float()).sum(-1))[None]
+
+    return Operator(inputs, expected, both(run, "F.conv1d"), sample=lambda result: result[0][0, :1])
+
+
 def copy(case, shape):
     rows, cols = shape["rows"], shape["cols"]
     src_type, dst_type = DTYPES[shape["src"]], DTYPES[shape["dst"]]
@@ -187,6 +208,7 @@ def glu(case, shape):
         "silu": F.silu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "gelu_erf": F.gelu,
+        "sigmoid": torch.sigmoid,
     }[shape["activation"]]
 
     def inputs(generator):
@@ -200,6 +222,74 @@ def glu(case, shape):
         return run(gate[:1].float(), None if up is None else up[:1].float())
 
     return Operator(inputs, expected, both(run, "torch eager"))
+
+
+def gated_delta(case, shape):
+    dtype, tokens, sequences = DTYPES[case["dtype"]], shape["tokens"], shape["sequences"]
+    heads_k, heads_v, dim_k, dim_v = (shape[name] for name in ("heads_k", "heads_v", "dim_k", "dim_v"))
+    chunk = 64
+    if tokens > 1 and tokens % chunk:
+        raise Missing("no peer is written for a prompt that is no whole number of chunks")
+
+    def inputs(generator):
+        def draw(*sizes, dtype=dtype):
+            return normal(generator, sequences, *sizes, dtype=dtype)
+
+        q, k = (draw(tokens, heads_k, dim_k) for _ in range(2))
+        b, a = (draw(tokens, heads_v) for _ in range(2))
+        a_log, dt_bias = (normal(generator, heads_v, dtype=torch.float32) for _ in range(2))
+        state = draw(heads_v, dim_k, dim_v, dtype=torch.float32)
+        return q, k, draw(tokens, heads_v, dim_v), b, a, a_log, dt_bias, state
+
+    def prepare(q, k, v, b, a, a_log, dt_bias):
+        """Heads before tokens, in f32, with norms and gates."""
+
+        def unit(x):
+            x = x.float()
+            x = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+            return x.repeat_interleave(heads_v // heads_k, 2).transpose(1, 2)
+
+        log_decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
+        gates = [gate.transpose(1, 2) for gate in (b.float().sigmoid(), log_decay)]
+        return unit(q) * dim_k**-0.5, unit(k), v.float().transpose(1, 2), *gates
+
+    def step(q, k, v, beta, log_decay, state):
+        """One token."""
+        state = state * log_decay.exp()[..., None, None]
+        change = beta[..., None] * (v - torch.einsum("shk,shkv->shv", k, state))
+        state = state + k[..., None] * change[..., None, :]
+        return torch.einsum("shk,shkv->shv", q, state), state
+
+    def run(*tensors):
+        *tensors, state = tensors
+        tensors = prepare(*tensors)
+        if tokens == 1:
+            out, state = step(*(tensor[:, :, 0] for tensor in tensors), state)
+            return out[:, None].to(dtype), state
+        q, k, v, beta, log_decay = (tensor.unflatten(2, (-1, chunk)) for tensor in tensors)
+        gamma = log_decay.cumsum(-1)
+        decay = (gamma[..., :, None] - gamma[..., None, :]).tril().exp().tril()
+        weighted = k * beta[..., None]
+        lower = (weighted @ k.mT * decay).tril(-1)
+        right = torch.cat([v * beta[..., None], weighted * gamma.exp()[..., None]], -1)
+        solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+        values, weights = solved.split([dim_v, dim_k], -1)
+        scores = q @ k.mT * decay
+        outs = []
+        for i in range(tokens // chunk):
+            new = values[:, :, i] - weights[:, :, i] @ state
+            outs.append(q[:, :, i] * gamma[:, :, i].exp()[..., None] @ state + scores[:, :, i] @ new)
+            end = gamma[:, :, i, -1:]
+            kept = k[:, :, i] * (end - gamma[:, :, i]).exp()[..., None]
+            state = state * end.exp()[..., None] + kept.mT @ new
+        return torch.cat(outs, 2).transpose(1, 2).to(dtype), state
+
+    def expected(*tensors):
+        *tensors, state = tensors
+        out, _ = step(*(tensor[:1, :, 0] for tensor in prepare(*tensors)), state[:1])
+        return out[:, 0]
+
+    return Operator(inputs, expected, both(run, "torch eager"), sample=lambda result: result[0][:1, 0, 0])
 
 
 def grouped_matmul(case, shape):
@@ -524,10 +614,20 @@ def quantize_rows(case, shape):
 def rmsnorm(case, shape):
     dtype, eps, cols = DTYPES[case["dtype"]], shape["eps"], shape["cols"]
     adds, offset = shape["residual"] == "add", {"plain": 0, "zero_centred": 1}[shape["weight"]]
+    gated = shape["gate"] == "silu"
 
     def inputs(generator):
-        x = [normal(generator, shape["rows"], cols, dtype=dtype) for _ in range(2 if adds else 1)]
+        x = [normal(generator, shape["rows"], cols, dtype=dtype) for _ in range(1 + adds + gated)]
         return normal(generator, cols, dtype=dtype), *x
+
+    def run_gated(weight, x, gate):
+        return F.rms_norm(x, (cols,), weight, eps) * F.silu(gate)
+
+    def expected_gated(weight, x, gate):
+        return F.rms_norm(x[:1].float(), (cols,), weight.float(), eps) * F.silu(gate[:1].float())
+
+    if gated:
+        return Operator(inputs, expected_gated, both(run_gated, "F.rms_norm and F.silu"))
 
     def run(weight, x, residual=None):
         total = x if residual is None else x + residual
@@ -667,9 +767,11 @@ OPERATORS = {
     function.__name__: function
     for function in (
         attention,
+        causal_conv1d,
         copy,
         embedding,
         embedding_bag,
+        gated_delta,
         glu,
         grouped_matmul,
         kv_append,

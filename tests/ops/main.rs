@@ -6,9 +6,11 @@ mod harness;
 mod latent;
 
 mod attention;
+mod causal_conv1d;
 mod copy;
 mod embedding;
 mod embedding_bag;
+mod gated_delta;
 mod glu;
 mod grouped_matmul;
 mod kv_append;

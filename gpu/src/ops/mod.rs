@@ -2,12 +2,16 @@
 
 #[cfg(feature = "attention")]
 pub mod attention;
+#[cfg(feature = "causal_conv1d")]
+pub mod causal_conv1d;
 #[cfg(feature = "copy")]
 pub mod copy;
 #[cfg(feature = "embedding")]
 pub mod embedding;
 #[cfg(feature = "embedding_bag")]
 pub mod embedding_bag;
+#[cfg(feature = "gated_delta")]
+pub mod gated_delta;
 #[cfg(feature = "glu")]
 pub mod glu;
 #[cfg(feature = "grouped_matmul")]

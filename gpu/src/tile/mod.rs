@@ -6,5 +6,6 @@ pub mod operand;
 pub mod packed;
 pub mod reduce;
 pub mod scan;
+pub mod sequences;
 pub mod simt;
 pub mod softmax;

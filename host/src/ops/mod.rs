@@ -58,9 +58,11 @@ impl Phase {
 }
 
 pub mod attention;
+pub mod causal_conv1d;
 pub mod copy;
 pub mod embedding;
 pub mod embedding_bag;
+pub mod gated_delta;
 pub mod glu;
 pub mod grouped_matmul;
 pub mod kv_append;
@@ -76,6 +78,7 @@ pub mod sampling;
 pub mod scatter_rows;
 pub mod transpose;
 
+pub(crate) mod packed;
 pub(crate) mod parallel;
 pub mod reference;
 pub(crate) mod workspace;

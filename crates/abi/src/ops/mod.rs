@@ -4,9 +4,11 @@
 //! from, in `gpu` the entry points themselves. An entry is named `<op>_<dtype>__<tile>__<floor>`.
 
 pub mod attention;
+pub mod causal_conv1d;
 pub mod copy;
 pub mod embedding;
 pub mod embedding_bag;
+pub mod gated_delta;
 pub mod glu;
 pub mod grouped_matmul;
 pub mod kv_append;
@@ -25,9 +27,11 @@ pub mod transpose;
 /// Every operator family: a feature of the `gpu` crate, and an image of its own per floor.
 pub const FAMILIES: &[&str] = &[
     "attention",
+    "causal_conv1d",
     "copy",
     "embedding",
     "embedding_bag",
+    "gated_delta",
     "glu",
     "grouped_matmul",
     "kv_append",
@@ -53,9 +57,11 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
     }
     let all = named!(
         attention::VARIANTS,
+        causal_conv1d::VARIANTS,
         copy::VARIANTS,
         embedding::VARIANTS,
         embedding_bag::VARIANTS,
+        gated_delta::VARIANTS,
         glu::VARIANTS,
         grouped_matmul::VARIANTS,
         kv_append::VARIANTS,

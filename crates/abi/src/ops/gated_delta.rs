@@ -1,0 +1,154 @@
+//! Gated delta rule: parameters and entry points.
+
+use crate::DType;
+
+/// Sizes and strides of one launch, in elements.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GatedDeltaDims {
+    /// Tokens of all sequences: none of the offsets is taken to be more.
+    pub tokens: u32,
+    /// Sequences.
+    pub sequences: u32,
+    /// Slots of the state: a sequence with a slot number beyond them is skipped.
+    pub num_slots: u32,
+    /// Value heads.
+    pub heads_v: u32,
+    /// Value heads of one key head.
+    pub group: u32,
+    /// Elements of a key head.
+    pub dim_k: u32,
+    /// Elements of a value head.
+    pub dim_v: u32,
+    /// Slices of [`SLICE`] columns that a value head has.
+    pub slices: u32,
+    /// The sum of [`ROWS_IN_PIECES`] and [`STATE_IN_PIECES`], where they hold.
+    pub access: u32,
+    /// First place of this pass, for the chunked form: see [`CHUNK`].
+    pub first_place: u32,
+    /// Places of this pass.
+    pub num_places: u32,
+    /// From one token to the next, in q.
+    pub q_token_stride: u32,
+    /// From one head to the next, in q.
+    pub q_head_stride: u32,
+    /// The same for k.
+    pub k_token_stride: u32,
+    /// The same for k.
+    pub k_head_stride: u32,
+    /// The same for v.
+    pub v_token_stride: u32,
+    /// The same for v.
+    pub v_head_stride: u32,
+    /// From one token to the next, in b.
+    pub b_stride: u32,
+    /// The same for a.
+    pub a_stride: u32,
+    /// The same for out.
+    pub out_token_stride: u32,
+    /// From one head to the next, in out.
+    pub out_head_stride: u32,
+    /// From one slot to the next.
+    pub slot_stride: u32,
+    /// What q is multiplied by after its norm.
+    pub scale: f32,
+}
+
+const _: () = assert!(size_of::<GatedDeltaDims>() == 92);
+impl crate::Params for GatedDeltaDims {}
+
+/// In [`GatedDeltaDims::access`]: rows of q and k can be read in pieces of 16 bytes.
+pub const ROWS_IN_PIECES: u32 = 1;
+/// In [`GatedDeltaDims::access`]: rows of the state can be read and written in pieces of 16 bytes.
+pub const STATE_IN_PIECES: u32 = 2;
+
+/// The most elements of a key head.
+pub const MAX_DIM_K: u32 = 128;
+/// Columns of the state of one block.
+pub const SLICE: u32 = 32;
+
+/// Tokens of a chunk.
+///
+/// Sequence s with tokens `offsets[s]..offsets[s + 1]` has its chunks at the places from `offsets[s] / CHUNK + s` on. That
+/// leaves at least as many as it has chunks, so that a kernel finds a place's sequence from the offsets alone.
+pub const CHUNK: u32 = 1 << CHUNK_LOG2;
+/// Logarithm of [`CHUNK`].
+pub const CHUNK_LOG2: u32 = 6;
+
+/// What the `Chunk` kernels leave in the workspace for each place and value head, in f32: two matrices of [`CHUNK`] rows and
+/// columns and four columns; see `gpu/src/ops/gated_delta/chunk.rs`.
+pub const PLACE_ELEMENTS: u32 = 2 * CHUNK * CHUNK + 4 * CHUNK;
+
+/// What a kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GatedDeltaTile {
+    /// A block walks through a sequence token by token, with a slice of the state in registers.
+    Recurrent,
+    /// First half of the chunked form: a block does what a chunk needs of keys, queries and gates.
+    Chunk,
+    /// Second half: a block walks through a sequence chunk by chunk, with a slice of the state in shared memory.
+    Scan,
+}
+
+impl GatedDeltaTile {
+    /// Threads of a block.
+    pub const fn threads(self) -> u32 {
+        match self {
+            GatedDeltaTile::Recurrent => 128,
+            GatedDeltaTile::Chunk | GatedDeltaTile::Scan => 256,
+        }
+    }
+
+    /// Shared memory of a block in bytes, for a `dim_k` of up to [`MAX_DIM_K`].
+    ///
+    /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state, the
+    /// chunk's values, a tile of 64 by 64.
+    pub const fn smem_bytes(self) -> u32 {
+        match self {
+            GatedDeltaTile::Recurrent => 0,
+            GatedDeltaTile::Chunk => (2 * CHUNK * CHUNK + 5 * CHUNK) * 4,
+            GatedDeltaTile::Scan => (MAX_DIM_K * SLICE + CHUNK * SLICE + CHUNK * CHUNK) * 4,
+        }
+    }
+}
+
+/// One kernel of the operator.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GatedDeltaVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of q, k, v, b, a and out.
+    pub dtype: DType,
+    /// What it does.
+    pub tile: GatedDeltaTile,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! gated_delta_table {
+    ($callback:path) => {
+        $callback! {
+            gated_delta_f32__recurrent__sm61 => f32, F32, Recurrent;
+            gated_delta_f32__chunk__sm61 => f32, F32, Chunk;
+            gated_delta_f32__scan__sm61 => f32, F32, Scan;
+            gated_delta_f16__recurrent__sm61 => f16, F16, Recurrent;
+            gated_delta_f16__chunk__sm61 => f16, F16, Chunk;
+            gated_delta_f16__scan__sm61 => f16, F16, Scan;
+            gated_delta_bf16__recurrent__sm61 => bf16, BF16, Recurrent;
+            gated_delta_bf16__chunk__sm61 => bf16, BF16, Chunk;
+            gated_delta_bf16__scan__sm61 => bf16, BF16, Scan;
+        }
+    };
+}
+
+macro_rules! variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident;)*) => {
+        /// Every kernel of the operator.
+        pub const VARIANTS: &[GatedDeltaVariant] = &[$(GatedDeltaVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            tile: GatedDeltaTile::$tile,
+        }),*];
+    };
+}
+gated_delta_table!(variants);

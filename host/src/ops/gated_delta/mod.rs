@@ -1,0 +1,453 @@
+//! Gated delta rule: `abi::ops::gated_delta` has the kernel table, `gpu/src/ops/gated_delta` the kernels,
+//! `tests/ops/gated_delta.rs` the properties, `benches/ops/gated_delta.rs` the bench.
+
+mod cases;
+mod cpu;
+pub mod reference;
+mod select;
+
+use abi::DType;
+use abi::ops::gated_delta::{
+    CHUNK_LOG2, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE,
+    STATE_IN_PIECES,
+};
+
+use crate::device::Device;
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::launch::Entry;
+use crate::nvtx;
+use crate::ops::workspace::Workspace;
+use crate::ops::{check_blocks, check_size};
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+pub use cases::{CASES, GatedDeltaCase};
+pub use select::{Form, MAX_RECURRENT_TOKENS, select};
+
+const OP: &str = "gated_delta";
+
+/// What is to be computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GatedDeltaProblem {
+    /// Most tokens of a run, over all sequences.
+    pub tokens: usize,
+    /// Most sequences of a run.
+    pub sequences: usize,
+    /// Most tokens of a sequence, as far as is known: what the form is chosen by. A run with more is right too.
+    pub longest: usize,
+    /// Heads of q and k.
+    pub heads_k: usize,
+    /// Heads of v and of the state, a multiple of `heads_k`: value head h uses key head `h / (heads_v / heads_k)`.
+    pub heads_v: usize,
+    /// Elements of a key head: up to 128.
+    pub dim_k: usize,
+    /// Elements of a value head.
+    pub dim_v: usize,
+    /// Type of q, k, v, b, a and out.
+    pub dtype: DType,
+}
+
+/// The tensors of a run. Stride 1 in the last dimension.
+#[derive(Debug)]
+pub struct GatedDeltaArgs<'a> {
+    /// `[tokens, heads_k, dim_k]`: the sequences' tokens, one sequence after the other. Before its norm.
+    pub q: TensorView<'a>,
+    /// `[tokens, heads_k, dim_k]`, before its norm.
+    pub k: TensorView<'a>,
+    /// `[tokens, heads_v, dim_v]`.
+    pub v: TensorView<'a>,
+    /// `[tokens, heads_v]`: how much of a correction is made, before the sigmoid.
+    pub b: TensorView<'a>,
+    /// `[tokens, heads_v]`: how much is forgotten, before `dt_bias` and the softplus.
+    pub a: TensorView<'a>,
+    /// `[heads_v]` f32.
+    pub a_log: TensorView<'a>,
+    /// `[heads_v]` f32.
+    pub dt_bias: TensorView<'a>,
+    /// `[sequences + 1]` u32: sequence s has the tokens `offsets[s]..offsets[s + 1]`. They do not fall, and are at most the
+    /// number of tokens; a token in none of them is left out.
+    pub offsets: TensorView<'a>,
+    /// `[sequences]` u32: where each sequence's state is. Distinct; a sequence whose slot is beyond the state is skipped.
+    pub slots: TensorView<'a>,
+    /// `[slots, heads_v, dim_k, dim_v]` f32, the last three dimensions contiguous. Read and brought up to date; zeros before
+    /// a sequence's first token. A copy of a slot is a copy of the sequence.
+    pub state: TensorViewMut<'a>,
+    /// `[tokens, heads_v, dim_v]`.
+    pub out: TensorViewMut<'a>,
+}
+
+/// The gated delta rule: linear attention whose state is decayed and corrected by each token, over packed sequences.
+///
+/// For each value head, with q and k of its key head, and from token to token:
+///
+/// ```text
+/// β = sigmoid(b)    g = −exp(a_log) · softplus(a + dt_bias)
+/// q ← q · rsqrt(Σq² + 1e-6) · dim_k^−½    k ← k · rsqrt(Σk² + 1e-6)
+/// S ← e^g · S
+/// S ← S + k ⊗ β (v − Sᵀ k)
+/// out = Sᵀ q
+/// ```
+///
+/// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and an e^g below 2^-126
+/// counts as 0.
+/// **Forms**: the recurrence as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as
+/// matrix products, which is another order of the same sums. Sums over |q|² and |k|² must stay below 3e38.
+/// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is
+/// cut into runs can change the last bits in the chunked form, not in the recurrent one, nor on the CPU.
+/// **Special values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column.
+/// **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last one waits for that. A
+/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive
+/// the plan.
+/// **Aliasing**: out and state may not overlap the other tensors.
+/// **Graphs**: offsets and slots are read when the kernels run.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors.
+/// **Source**: Yang et al., *Gated Delta Networks* (2024), equation 10; the chunked form as in section 3.3 there and in Yang et
+/// al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length* (2024), section 3.
+///
+/// ```no_run
+/// # use host::{Device, DType, Tensor, ops::gated_delta::*};
+/// # fn main() -> Result<(), host::Error> {
+/// let device = Device::cpu();
+/// let stream = device.stream()?;
+/// let problem = GatedDeltaProblem {
+///     tokens: 2048, sequences: 1, longest: 2048, heads_k: 16, heads_v: 32, dim_k: 128, dim_v: 128, dtype: DType::BF16,
+/// };
+/// let gated_delta = GatedDelta::plan(&device, problem)?;
+/// let q = Tensor::zeros(&stream, &[2048, 16, 128], DType::BF16)?;
+/// let v = Tensor::zeros(&stream, &[2048, 32, 128], DType::BF16)?;
+/// let gates = Tensor::zeros(&stream, &[2048, 32], DType::BF16)?;
+/// let weights = Tensor::zeros(&stream, &[32], DType::F32)?;
+/// let offsets = Tensor::from_slice(&stream, &[2], &[0u32, 2048])?;
+/// let slots = Tensor::from_slice(&stream, &[1], &[0u32])?;
+/// let mut state = Tensor::zeros(&stream, &[1, 32, 128, 128], DType::F32)?;
+/// let mut out = Tensor::empty(&stream, &[2048, 32, 128], DType::BF16)?;
+/// let args = GatedDeltaArgs {
+///     q: q.view(), k: q.view(), v: v.view(), b: gates.view(), a: gates.view(), a_log: weights.view(),
+///     dt_bias: weights.view(), offsets: offsets.view(), slots: slots.view(), state: state.view_mut(),
+///     out: out.view_mut(),
+/// };
+/// gated_delta.run(&stream, args)?;
+/// println!("{}", gated_delta.report());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct GatedDelta {
+    device: Device,
+    problem: GatedDeltaProblem,
+    backend: Backend,
+}
+
+#[derive(Debug)]
+enum Backend {
+    Cpu,
+    Recurrent { entry: Entry, why: &'static str },
+    Chunked(Box<Chunked>),
+}
+
+#[derive(Debug)]
+struct Chunked {
+    chunk: Entry,
+    scan: Entry,
+    why: &'static str,
+    /// Most places of a pass.
+    pass: u32,
+    /// What `chunk` leaves for `scan`: `PLACE_ELEMENTS` for each place of a pass and value head.
+    workspace: Workspace<1>,
+}
+
+impl GatedDelta {
+    /// Whether `device` can do it.
+    pub fn supports(_device: &Device, problem: &GatedDeltaProblem) -> Result<(), Error> {
+        check_problem(problem)
+    }
+
+    /// Checks the problem, chooses a form, loads its kernels, and allocates the workspace.
+    pub fn plan(device: &Device, problem: GatedDeltaProblem) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let choice = device.limits().map(|limits| select(&limits, &problem));
+        Self::new(device, problem, choice)
+    }
+
+    /// Plans with a form of the caller's choice.
+    pub fn plan_with(device: &Device, problem: GatedDeltaProblem, form: Form) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        Self::new(device, problem, device.limits().map(|_| (form, "asked for")))
+    }
+
+    fn new(
+        device: &Device,
+        problem: GatedDeltaProblem,
+        choice: Option<(Form, &'static str)>,
+    ) -> Result<Self, Error> {
+        let load = |tile: GatedDeltaTile| {
+            let variant = select::variant(problem.dtype, tile)?;
+            device.entry(OP, variant.entry, tile.smem_bytes())
+        };
+        let backend = match choice {
+            None => Backend::Cpu,
+            Some((Form::Recurrent, why)) => {
+                Backend::Recurrent { entry: load(GatedDeltaTile::Recurrent)?, why }
+            }
+            Some((Form::Chunked { pass }, why)) => {
+                let pass = pass.clamp(1, places(problem.tokens as u32, problem.sequences as u32).max(1));
+                let elements = pass as usize * problem.heads_v * PLACE_ELEMENTS as usize;
+                Backend::Chunked(Box::new(Chunked {
+                    chunk: load(GatedDeltaTile::Chunk)?,
+                    scan: load(GatedDeltaTile::Scan)?,
+                    why,
+                    pass,
+                    workspace: Workspace::new(device, |stream| {
+                        Ok([Tensor::empty(stream, &[elements], DType::F32)?])
+                    })?,
+                }))
+            }
+        };
+        Ok(GatedDelta { device: device.clone(), problem, backend })
+    }
+
+    /// Runs once. See [`GatedDelta`].
+    pub fn run(&self, stream: &Stream, mut args: GatedDeltaArgs<'_>) -> Result<(), Error> {
+        let _range = nvtx::range(OP);
+        let dims = self.check(&args)?;
+        if dims.sequences == 0 || dims.tokens == 0 {
+            return Ok(());
+        }
+        match &self.backend {
+            Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
+            Backend::Recurrent { entry, .. } => {
+                let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = &args;
+                let grid = blocks(&[dims.sequences, dims.heads_v, dims.slices])?;
+                let params = [
+                    (*q).into(),
+                    (*k).into(),
+                    (*v).into(),
+                    (*b).into(),
+                    (*a).into(),
+                    (*a_log).into(),
+                    (*dt_bias).into(),
+                    (*offsets).into(),
+                    (*slots).into(),
+                    state.into(),
+                    out.into(),
+                    (&dims).into(),
+                ];
+                let threads = GatedDeltaTile::Recurrent.threads();
+                // SAFETY: `check` found every row of every tensor inside its view, and `access` what is read in pieces of 16
+                // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
+                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
+            }
+            Backend::Chunked(chunked) => chunked.run(stream, &args, dims),
+        }
+    }
+
+    fn check(&self, args: &GatedDeltaArgs<'_>) -> Result<GatedDeltaDims, Error> {
+        let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = args;
+        let GatedDeltaProblem { heads_k, heads_v, dim_k, dim_v, dtype, .. } = self.problem;
+        let device = &self.device;
+        q.expect(OP, "q", device, dtype, &[None, Some(heads_k), Some(dim_k)])?;
+        let tokens = q.shape()[0];
+        k.expect(OP, "k", device, dtype, &[Some(tokens), Some(heads_k), Some(dim_k)])?;
+        v.expect(OP, "v", device, dtype, &[Some(tokens), Some(heads_v), Some(dim_v)])?;
+        b.expect(OP, "b", device, dtype, &[Some(tokens), Some(heads_v)])?;
+        a.expect(OP, "a", device, dtype, &[Some(tokens), Some(heads_v)])?;
+        a_log.expect(OP, "a_log", device, DType::F32, &[Some(heads_v)])?;
+        dt_bias.expect(OP, "dt_bias", device, DType::F32, &[Some(heads_v)])?;
+        slots.expect(OP, "slots", device, DType::U32, &[None])?;
+        let sequences = slots.shape()[0];
+        offsets.expect(OP, "offsets", device, DType::U32, &[Some(sequences + 1)])?;
+        state.expect(OP, "state", device, DType::F32, &[None, Some(heads_v), Some(dim_k), Some(dim_v)])?;
+        out.expect(OP, "out", device, dtype, &[Some(tokens), Some(heads_v), Some(dim_v)])?;
+        for (argument, view) in [
+            ("q", q),
+            ("k", k),
+            ("v", v),
+            ("b", b),
+            ("a", a),
+            ("a_log", a_log),
+            ("dt_bias", dt_bias),
+            ("offsets", offsets),
+            ("slots", slots),
+        ] {
+            view.expect_inner_contiguous(OP, argument)?;
+        }
+        out.expect_inner_contiguous(OP, "out")?;
+        // The stride of a single element is of no account.
+        let inner = std::iter::zip(&state.shape()[1..], &state.strides()[1..]);
+        if !std::iter::zip(inner, [dim_k * dim_v, dim_v, 1])
+            .all(|((&size, &stride), whole)| size <= 1 || stride == whole)
+        {
+            let expected = format!("strides [any, {}, {dim_v}, 1]", dim_k * dim_v);
+            return Err(Error::invalid(OP, "state", expected, format!("{:?}", state.strides())));
+        }
+        let planned = [
+            ("q", "tokens", tokens, self.problem.tokens),
+            ("slots", "sequences", sequences, self.problem.sequences),
+        ];
+        for (argument, what, got, most) in planned {
+            if got > most {
+                let expected = format!("at most {most} {what}, as planned");
+                return Err(Error::invalid(OP, argument, expected, got.to_string()));
+            }
+        }
+        let strides = |argument, strides: &[usize]| -> Result<[u32; 2], Error> {
+            let stride = |axis: usize| check_size(OP, argument, "stride", strides[axis]);
+            Ok([stride(0)?, stride(1)?])
+        };
+        let [q_token_stride, q_head_stride] = strides("q", q.strides())?;
+        let [k_token_stride, k_head_stride] = strides("k", k.strides())?;
+        let [v_token_stride, v_head_stride] = strides("v", v.strides())?;
+        let [b_stride, _] = strides("b", b.strides())?;
+        let [a_stride, _] = strides("a", a.strides())?;
+        let [out_token_stride, out_head_stride] = strides("out", out.strides())?;
+        let flag = |holds: bool, flag: u32| if holds { flag } else { 0 };
+        Ok(GatedDeltaDims {
+            tokens: tokens as u32,
+            sequences: sequences as u32,
+            num_slots: check_size(OP, "state", "number of slots", state.shape()[0])?,
+            heads_v: heads_v as u32,
+            group: (heads_v / heads_k) as u32,
+            dim_k: dim_k as u32,
+            dim_v: dim_v as u32,
+            slices: (dim_v as u32).div_ceil(SLICE),
+            access: flag(q.is_aligned_16() && k.is_aligned_16(), ROWS_IN_PIECES)
+                | flag(state.is_aligned_16(), STATE_IN_PIECES),
+            first_place: 0,
+            num_places: 0,
+            q_token_stride,
+            q_head_stride,
+            k_token_stride,
+            k_head_stride,
+            v_token_stride,
+            v_head_stride,
+            b_stride,
+            a_stride,
+            out_token_stride,
+            out_head_stride,
+            slot_stride: check_size(OP, "state", "stride", state.strides()[0])?,
+            scale: 1.0 / (dim_k as f32).sqrt(),
+        })
+    }
+
+    /// What was chosen, and what a run of the planned size should take.
+    pub fn report(&self) -> OptimizationReport {
+        let GatedDeltaProblem { tokens, sequences, heads_k, heads_v, dim_k, dim_v, dtype, .. } = self.problem;
+        let rows = tokens * (2 * heads_k * dim_k + 2 * heads_v * dim_v + 2 * heads_v);
+        let (entry, tile, why) = match &self.backend {
+            Backend::Cpu => (None, None, "no card"),
+            Backend::Recurrent { entry, why } => (Some(entry), Some(GatedDeltaTile::Recurrent), *why),
+            Backend::Chunked(chunked) => (Some(&chunked.scan), Some(GatedDeltaTile::Scan), chunked.why),
+        };
+        let work = Work {
+            problem: format!(
+                "[{tokens}, {heads_v}, {dim_v}] {dtype}, {heads_k} key heads of {dim_k}, {sequences} sequences"
+            ),
+            why: why.into(),
+            tile: tile.map_or("heads".into(), |tile| format!("{tile:?}")),
+            threads: tile.map_or(1, GatedDeltaTile::threads),
+            bytes: (rows * dtype.bytes() + 2 * sequences * heads_v * dim_k * dim_v * 4) as u64,
+            // Of the recurrence: decay, prediction, correction and output.
+            flops: (7 * tokens * heads_v * dim_k * dim_v) as u64,
+        };
+        OptimizationReport::new(OP, &self.device, entry, work)
+    }
+}
+
+impl Chunked {
+    fn run(&self, stream: &Stream, args: &GatedDeltaArgs<'_>, mut dims: GatedDeltaDims) -> Result<(), Error> {
+        let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = args;
+        let scan_grid = blocks(&[dims.sequences, dims.heads_v, dims.slices])?;
+        let [workspace] = &self.workspace.tensors;
+        let workspace = workspace.view();
+        let places = places(dims.tokens, dims.sequences);
+        let _alone = self.workspace.enter(stream)?;
+        while dims.first_place < places {
+            dims.num_places = (places - dims.first_place).min(self.pass);
+            let chunk_grid = blocks(&[dims.num_places, dims.heads_v])?;
+            let chunk_params = [
+                (*q).into(),
+                (*k).into(),
+                (*b).into(),
+                (*a).into(),
+                (*a_log).into(),
+                (*dt_bias).into(),
+                (*offsets).into(),
+                workspace.into(),
+                (&dims).into(),
+            ];
+            let scan_params = [
+                (*q).into(),
+                (*k).into(),
+                (*v).into(),
+                (*offsets).into(),
+                (*slots).into(),
+                state.into(),
+                out.into(),
+                workspace.into(),
+                (&dims).into(),
+            ];
+            let (chunk, scan) = (GatedDeltaTile::Chunk.threads(), GatedDeltaTile::Scan.threads());
+            // SAFETY: as for the recurrent form; the workspace has room for the places of a pass, of which a run of at most
+            // the planned tokens and sequences has no more, and no run of another stream uses it until this one is done.
+            unsafe {
+                self.chunk.launch(stream, [chunk_grid, 1, 1], [chunk, 1, 1], &chunk_params)?;
+                self.scan.launch(stream, [scan_grid, 1, 1], [scan, 1, 1], &scan_params)?;
+            }
+            dims.first_place += dims.num_places;
+        }
+        Ok(())
+    }
+}
+
+/// Places of the chunks of so many tokens and sequences: see `abi::ops::gated_delta::CHUNK`.
+fn places(tokens: u32, sequences: u32) -> u32 {
+    (tokens >> CHUNK_LOG2) + sequences
+}
+
+/// Blocks altogether.
+fn blocks(factors: &[u32]) -> Result<u32, Error> {
+    check_blocks(OP, "q", factors.iter().map(|&factor| u64::from(factor)).product())
+}
+
+impl Kernel for GatedDelta {
+    type Args<'a> = GatedDeltaArgs<'a>;
+
+    fn op(&self) -> &'static str {
+        OP
+    }
+
+    fn forward(&self, stream: &Stream, args: GatedDeltaArgs<'_>) -> Result<(), Error> {
+        self.run(stream, args)
+    }
+
+    fn optimization_report(&self) -> OptimizationReport {
+        self.report()
+    }
+}
+
+fn check_problem(problem: &GatedDeltaProblem) -> Result<(), Error> {
+    let GatedDeltaProblem { tokens, sequences, longest: _, heads_k, heads_v, dim_k, dim_v, dtype } = *problem;
+    let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
+    // Places are counted in u32.
+    for (what, size) in [("tokens", tokens), ("sequences", sequences)] {
+        if size >= 1 << 30 {
+            return invalid(&format!("{what} below 2^30"), size.to_string());
+        }
+    }
+    if heads_k == 0 || heads_v == 0 || !heads_v.is_multiple_of(heads_k) {
+        let expected = "heads_v a multiple of heads_k, both at least 1";
+        return invalid(expected, format!("{heads_v} and {heads_k}"));
+    }
+    if !(1..=MAX_DIM_K as usize).contains(&dim_k) {
+        return invalid("dim_k from 1 to 128", dim_k.to_string());
+    }
+    if dim_v == 0 || heads_v.saturating_mul(dim_v) >= 1 << 24 {
+        return invalid("dim_v at least 1, and heads_v · dim_v below 2^24", format!("{heads_v} · {dim_v}"));
+    }
+    if !dtype.is_float() {
+        return invalid("dtype f32, f16 or bf16", dtype.name().into());
+    }
+    Ok(())
+}

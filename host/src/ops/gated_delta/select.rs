@@ -1,0 +1,80 @@
+//! Which form the gated delta rule takes.
+
+use abi::DType;
+use abi::ops::gated_delta::{GatedDeltaTile, GatedDeltaVariant, VARIANTS};
+
+use super::{GatedDeltaProblem, OP};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// The most tokens of a sequence for which the recurrence is taken: a chunk of 64 costs about as much as these.
+pub const MAX_RECURRENT_TOKENS: usize = 16;
+
+/// How the recurrence is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Token by token.
+    Recurrent,
+    /// 64 tokens at a time.
+    Chunked {
+        /// Most chunks of a pass over the tokens, plus one for each sequence; at least 1. The workspace is 33 KiB for each of
+        /// them and value head. It does not show in the result.
+        pass: u32,
+    },
+}
+
+/// The pass that `select` takes: 4096 tokens fill any card.
+const PASS: u32 = 64;
+
+/// The form, and why. By the planned length alone, so that a plan's results do not depend on how a run is packed.
+pub fn select(_limits: &DeviceLimits, problem: &GatedDeltaProblem) -> (Form, &'static str) {
+    if problem.longest <= MAX_RECURRENT_TOKENS {
+        (Form::Recurrent, "short sequences: the state's bytes count")
+    } else {
+        (Form::Chunked { pass: PASS }, "long sequences: chunks are matrix products")
+    }
+}
+
+/// The kernel of a type.
+pub(super) fn variant(dtype: DType, tile: GatedDeltaTile) -> Result<&'static GatedDeltaVariant, Error> {
+    let found = VARIANTS.iter().find(|variant| (variant.dtype, variant.tile) == (dtype, tile));
+    found.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()))
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::Arch;
+
+    use super::*;
+
+    #[test]
+    fn choice_by_length() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        for (longest, form) in [
+            (0, Form::Recurrent),
+            (1, Form::Recurrent),
+            (16, Form::Recurrent),
+            (17, Form::Chunked { pass: PASS }),
+        ] {
+            let problem = GatedDeltaProblem {
+                tokens: 64,
+                sequences: 64,
+                longest,
+                heads_k: 1,
+                heads_v: 2,
+                dim_k: 128,
+                dim_v: 128,
+                dtype: DType::BF16,
+            };
+            assert_eq!(select(&limits, &problem).0, form, "{longest}");
+        }
+    }
+
+    /// Every floor's cards take the shared memory.
+    #[test]
+    fn shared_memory_fits() {
+        for variant in VARIANTS {
+            assert!(variant.tile.smem_bytes() <= 48 << 10, "{}", variant.entry);
+        }
+    }
+}

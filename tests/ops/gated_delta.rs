@@ -1,0 +1,636 @@
+//! The gated delta rule against its reference.
+
+use std::ops::Range;
+
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance};
+use testkit::round::round_all;
+use testkit::strategies::{Rng, Values, dims_from, finite_values, stride_padding};
+use warpforge::ops::gated_delta::{Form, GatedDelta, GatedDeltaArgs, GatedDeltaProblem, reference};
+use warpforge::{DType, Device, Error, Tensor};
+
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, values,
+};
+
+/// How much tokens forget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Decay {
+    /// g of about −0.1 to −20.
+    Usual,
+    /// g of about −1e-6.
+    Least,
+    /// g of about −1e4.
+    Most,
+    /// Each token one of these.
+    Mixed,
+}
+
+/// What the keys are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Keys {
+    Of(Values),
+    /// All the same: the correction of one token is undone by the next.
+    Same,
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    heads_k: usize,
+    group: usize,
+    dim_k: usize,
+    dim_v: usize,
+    /// Tokens of each sequence.
+    lens: Vec<usize>,
+    layout: Layout,
+    decay: Decay,
+    keys: Keys,
+    values: Values,
+    /// Most places of a pass of the chunked form.
+    pass: u32,
+    seed: u64,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let len = prop_oneof![
+        2 => proptest::sample::select(&[0usize, 1, 2, 3, 5][..]),
+        2 => proptest::sample::select(&[16usize, 63, 64, 65, 129][..]),
+        1 => 0usize..100,
+    ];
+    let sizes = (
+        floats(),
+        1usize..3,
+        1usize..3,
+        dims_from(1, &[8, 32, 64], 128),
+        dims_from(1, &[4, 32], 40),
+        proptest::collection::vec(len, 0..4),
+    );
+    let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
+        .prop_map(|(padding, offset)| Layout { padding, offset });
+    let decay = prop_oneof![
+        3 => Just(Decay::Usual),
+        1 => Just(Decay::Least),
+        1 => Just(Decay::Most),
+        1 => Just(Decay::Mixed),
+    ];
+    let keys = prop_oneof![
+        4 => Just(Keys::Of(Values::Normal)),
+        1 => Just(Keys::Of(Values::Tiny)),
+        1 => Just(Keys::Of(Values::Zeros)),
+        1 => Just(Keys::Same),
+    ];
+    let kinds = (layout, decay, keys, finite_values(), 1u32..6, any::<u64>());
+    (sizes, kinds).prop_map(
+        |((dtype, heads_k, group, dim_k, dim_v, lens), (layout, decay, keys, values, pass, seed))| Case {
+            dtype,
+            heads_k,
+            group,
+            dim_k,
+            dim_v,
+            lens,
+            layout,
+            decay,
+            keys,
+            values,
+            pass,
+            seed,
+        },
+    )
+}
+
+impl Case {
+    fn heads_v(&self) -> usize {
+        self.heads_k * self.group
+    }
+
+    fn tokens(&self) -> usize {
+        self.lens.iter().sum()
+    }
+
+    fn work(&self, form: Form) -> usize {
+        match form {
+            Form::Recurrent => self.tokens() * self.heads_v() * self.dim_v.div_ceil(8) * 5500,
+            Form::Chunked { .. } => {
+                let chunks: usize = self.lens.iter().map(|len| len.div_ceil(64)).sum();
+                let chunk = 256 * (300 + 100 * self.dim_k.div_ceil(32));
+                let scan = 256 * (500 + 600 * self.dim_k.div_ceil(64));
+                chunks * self.heads_v() * (chunk + scan * self.dim_v.div_ceil(32))
+            }
+        }
+    }
+
+    fn both(&self) -> usize {
+        self.work(Form::Recurrent) + self.work(self.chunked())
+    }
+
+    fn chunked(&self) -> Form {
+        Form::Chunked { pass: self.pass }
+    }
+
+    fn problem(&self) -> GatedDeltaProblem {
+        let Case { dtype, heads_k, dim_k, dim_v, .. } = *self;
+        let (tokens, sequences) = (self.tokens(), self.lens.len());
+        let longest = self.lens.iter().copied().max().unwrap_or(0);
+        let heads_v = self.heads_v();
+        GatedDeltaProblem { tokens, sequences, longest, heads_k, heads_v, dim_k, dim_v, dtype }
+    }
+}
+
+/// The inputs of a run.
+#[derive(Clone)]
+struct Data {
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    b: Vec<f64>,
+    a: Vec<f64>,
+    a_log: Vec<f64>,
+    dt_bias: Vec<f64>,
+    slots: Vec<u32>,
+    state: Vec<f64>,
+}
+
+impl Data {
+    fn new(case: &Case) -> Self {
+        let Case { dtype, heads_k, dim_k, dim_v, decay, keys, seed, .. } = *case;
+        let (tokens, heads_v, sequences) = (case.tokens(), case.heads_v(), case.lens.len());
+        let mut rng = Rng::new(seed);
+        // Distinct slots in a random order, of one more than there are sequences.
+        let mut slots: Vec<u32> = (0..sequences as u32 + 1).collect();
+        for i in (1..slots.len()).rev() {
+            slots.swap(i, rng.below(i + 1));
+        }
+        slots.truncate(sequences);
+        let keys_width = heads_k * dim_k;
+        let k = match keys {
+            Keys::Of(kind) => values(kind, dtype, tokens * keys_width, seed ^ 1),
+            Keys::Same => values(Values::Normal, dtype, keys_width, seed ^ 1).repeat(tokens),
+        };
+        let mut a = |_| match (decay, rng.below(4)) {
+            (Decay::Least, _) | (Decay::Mixed, 0) => -14.0,
+            (Decay::Most, _) | (Decay::Mixed, 1) => 600.0,
+            _ => rng.normal(),
+        };
+        let a: Vec<f64> = (0..tokens * heads_v).map(&mut a).collect();
+        let b = values(Values::Normal, dtype, tokens * heads_v, seed ^ 2);
+        Data {
+            q: values(Values::Normal, dtype, tokens * keys_width, seed ^ 3),
+            k,
+            v: values(case.values, dtype, tokens * heads_v * dim_v, seed ^ 4),
+            b: round_all(dtype, &b.iter().map(|b| 3.0 * b).collect::<Vec<_>>()),
+            a: round_all(dtype, &a),
+            // As they are initialised: ln of 1 to 16.
+            a_log: round_all(
+                DType::F32,
+                &(0..heads_v).map(|_| (1.0 + 15.0 * rng.uniform()).ln()).collect::<Vec<_>>(),
+            ),
+            dt_bias: values(Values::Normal, DType::F32, heads_v, seed ^ 5),
+            state: values(Values::Normal, DType::F32, (sequences + 1) * heads_v * dim_k * dim_v, seed ^ 6),
+            slots,
+        }
+    }
+
+    /// Only the tokens of these ranges, one range for each sequence.
+    fn part(&self, case: &Case, ranges: &[Range<usize>]) -> Self {
+        let pick = |rows: &[f64], width: usize| -> Vec<f64> {
+            ranges.iter().flat_map(|range| &rows[range.start * width..range.end * width]).copied().collect()
+        };
+        let (keys_width, heads_v) = (case.heads_k * case.dim_k, case.heads_v());
+        Data {
+            q: pick(&self.q, keys_width),
+            k: pick(&self.k, keys_width),
+            v: pick(&self.v, heads_v * case.dim_v),
+            b: pick(&self.b, heads_v),
+            a: pick(&self.a, heads_v),
+            ..self.clone()
+        }
+    }
+}
+
+/// Tokens of each sequence.
+fn ranges(lens: &[usize]) -> Vec<Range<usize>> {
+    lens.iter()
+        .scan(0, |end, &len| {
+            *end += len;
+            Some(*end - len..*end)
+        })
+        .collect()
+}
+
+/// Output and state after a run of sequences of these lengths.
+fn run_once(
+    device: &Device,
+    case: &Case,
+    data: &Data,
+    lens: &[usize],
+    form: Option<Form>,
+) -> Result<(Vec<f64>, Vec<f64>), TestCaseError> {
+    let Case { dtype, heads_k, dim_k, dim_v, layout, .. } = *case;
+    let (heads_v, tokens) = (case.heads_v(), lens.iter().sum::<usize>());
+    let stream = device.stream().map_err(fail)?;
+    let plan = match form {
+        None => GatedDelta::plan(device, case.problem()),
+        Some(form) => GatedDelta::plan_with(device, case.problem(), form),
+    };
+    let plan = plan.map_err(fail)?;
+    let rows =
+        |dtype, values: &[f64], width| Rows::input(&stream, dtype, values, width, layout).map_err(fail);
+    let (q, k) = (rows(dtype, &data.q, heads_k * dim_k)?, rows(dtype, &data.k, heads_k * dim_k)?);
+    let v = rows(dtype, &data.v, heads_v * dim_v)?;
+    let (b, a) = (rows(dtype, &data.b, heads_v)?, rows(dtype, &data.a, heads_v)?);
+    let (a_log, dt_bias) =
+        (rows(DType::F32, &data.a_log, heads_v)?, rows(DType::F32, &data.dt_bias, heads_v)?);
+    let mut state = rows(DType::F32, &data.state, heads_v * dim_k * dim_v)?;
+    let num_slots = data.state.len() / (heads_v * dim_k * dim_v);
+    let mut out = Rows::output(&stream, dtype, tokens, heads_v * dim_v, layout).map_err(fail)?;
+    let mut offsets = vec![0];
+    offsets.extend(ranges(lens).iter().map(|range| range.end as u32));
+    let offsets = Tensor::from_slice(&stream, &[lens.len() + 1], &offsets).map_err(fail)?;
+    let slots = Tensor::from_slice(&stream, &[lens.len()], &data.slots).map_err(fail)?;
+    let args = GatedDeltaArgs {
+        q: q.view().reshape(&[tokens, heads_k, dim_k]).map_err(fail)?,
+        k: k.view().reshape(&[tokens, heads_k, dim_k]).map_err(fail)?,
+        v: v.view().reshape(&[tokens, heads_v, dim_v]).map_err(fail)?,
+        b: b.view(),
+        a: a.view(),
+        a_log: a_log.view().reshape(&[heads_v]).map_err(fail)?,
+        dt_bias: dt_bias.view().reshape(&[heads_v]).map_err(fail)?,
+        offsets: offsets.view(),
+        slots: slots.view(),
+        state: state.view_mut().reshape(&[num_slots, heads_v, dim_k, dim_v]).map_err(fail)?,
+        out: out.view_mut().reshape(&[tokens, heads_v, dim_v]).map_err(fail)?,
+    };
+    plan.run(&stream, args).map_err(fail)?;
+    Ok((out.read(&stream)?, state.read(&stream)?))
+}
+
+/// What must come out, how far the naive computation is from it, and what errors are relative to.
+struct Expected {
+    out: Vec<f64>,
+    out_naive: Vec<f64>,
+    out_terms: Vec<f64>,
+    state: Vec<f64>,
+    state_naive: Vec<f64>,
+    state_terms: Vec<f64>,
+}
+
+fn expected(case: &Case, data: &Data) -> Expected {
+    let Case { dtype, heads_k, group, dim_k, dim_v, .. } = *case;
+    let (heads_v, tokens) = (case.heads_v(), case.tokens());
+    let outs = || vec![0.0; tokens * heads_v * dim_v];
+    let mut all = Expected {
+        out: outs(),
+        out_naive: outs(),
+        out_terms: outs(),
+        state: data.state.clone(),
+        state_naive: data.state.clone(),
+        state_terms: data.state.clone(),
+    };
+    for (range, &slot) in ranges(&case.lens).into_iter().zip(&data.slots) {
+        for head in 0..heads_v {
+            let column = |rows: &[f64], heads: usize, head: usize, dim: usize| -> Vec<f64> {
+                range.clone().flat_map(|t| &rows[(t * heads + head) * dim..][..dim]).copied().collect()
+            };
+            let size = dim_k * dim_v;
+            let at = (slot as usize * heads_v + head) * size..(slot as usize * heads_v + head + 1) * size;
+            let (q, k) = (
+                column(&data.q, heads_k, head / group, dim_k),
+                column(&data.k, heads_k, head / group, dim_k),
+            );
+            let v = column(&data.v, heads_v, head, dim_v);
+            let (b, a) = (column(&data.b, heads_v, head, 1), column(&data.a, heads_v, head, 1));
+            let input = reference::Head {
+                q: &q,
+                k: &k,
+                v: &v,
+                b: &b,
+                a: &a,
+                a_log: data.a_log[head],
+                dt_bias: data.dt_bias[head],
+                state: &data.state[at.clone()],
+            };
+            let want = reference::gated_delta::<f64>(input, dim_k, |v| v);
+            let naive = reference::gated_delta::<f32>(input, dim_k, store(dtype));
+            all.state[at.clone()].copy_from_slice(&want.state);
+            all.state_naive[at.clone()].copy_from_slice(&naive.state);
+            all.state_terms[at].copy_from_slice(&want.state_terms);
+            for (i, t) in range.clone().enumerate() {
+                let (from, to) = (i * dim_v..(i + 1) * dim_v, (t * heads_v + head) * dim_v);
+                all.out[to..to + dim_v].copy_from_slice(&want.out[from.clone()]);
+                all.out_naive[to..to + dim_v].copy_from_slice(&naive.out[from.clone()]);
+                all.out_terms[to..to + dim_v].copy_from_slice(&want.out_terms[from]);
+            }
+        }
+    }
+    all
+}
+
+impl Expected {
+    fn check(&self, what: &str, case: &Case, out: &[f64], state: &[f64]) -> Result<(), TestCaseError> {
+        // The norms, the prediction, the correction and the read of one token.
+        let roundings = 3 * case.dim_k + 12;
+        let tolerance = Tolerance::new(case.dtype, Scale::Given(&self.out_terms), roundings);
+        check(what, out, &self.out, &self.out_naive, &tolerance)?;
+        let tolerance = Tolerance::new(DType::F32, Scale::Given(&self.state_terms), roundings);
+        check(&format!("{what}, state"), state, &self.state, &self.state_naive, &tolerance)
+    }
+}
+
+fn run(device: &Device, case: &Case, form: Option<Form>) -> Result<(), TestCaseError> {
+    let data = Data::new(case);
+    let (out, state) = run_once(device, case, &data, &case.lens, form)?;
+    expected(case, &data).check(&format!("{form:?}"), case, &out, &state)
+}
+
+/// The wanted kernels that can do the case.
+fn run_forms(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    for device in cards {
+        for (form, kernel) in [(Form::Recurrent, "recurrent"), (case.chunked(), "scan")] {
+            if wanted(&format!("gated_delta_{}__{kernel}__sm61", case.dtype)) {
+                run(device, case, Some(form))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("gated_delta", case(), Case::both, run_forms)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(48))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned((case, on) in on_executors(case, Case::both)) {
+        for device in &on.devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Both forms, on every floor.
+    #[test]
+    fn every_form((case, on) in on_executors(case, Case::both)) {
+        run_forms(&on.cards(), &case, EVERY)?;
+    }
+
+    /// Sequences give the same bits packed together and alone.
+    #[test]
+    fn packing_does_not_show((case, on) in on_executors(case, |case| 2 * case.both())) {
+        let data = Data::new(&case);
+        for device in &on.devices() {
+            for form in [Form::Recurrent, case.chunked()] {
+                let (out, state) = run_once(device, &case, &data, &case.lens, Some(form))?;
+                let (mut alone, mut alone_state) = (Vec::new(), data.state.clone());
+                for (range, &slot) in ranges(&case.lens).iter().zip(&data.slots) {
+                    let part = Data { slots: vec![slot], state: alone_state, ..data.part(&case, &[range.clone()]) };
+                    let (rows, next) = run_once(device, &case, &part, &[range.len()], Some(form))?;
+                    alone.extend(rows);
+                    alone_state = next;
+                }
+                prop_assert_eq!(&out, &alone);
+                prop_assert_eq!(&state, &alone_state);
+            }
+        }
+    }
+
+    /// Prefill in pieces of any size and then decode is as good as one pass; in the recurrent form, bit for bit.
+    #[test]
+    fn cuts_do_not_matter(
+        ((case, cuts), on) in on_executors(
+            || (case(), [0.0f64..=1.0, 0.0..=1.0]),
+            |(case, _)| 2 * case.both(),
+        ),
+    ) {
+        let data = Data::new(&case);
+        let want = expected(&case, &data);
+        for device in &on.devices() {
+            let (whole, whole_state) = run_once(device, &case, &data, &case.lens, Some(Form::Recurrent))?;
+            for last in [case.chunked(), Form::Recurrent] {
+                // Two pieces, and the rest.
+                let mut part = data.clone();
+                let mut out = vec![f64::NAN; want.out.len()];
+                let width = case.heads_v() * case.dim_v;
+                let at = |range: &Range<usize>, cut: f64| range.start + (range.len() as f64 * cut) as usize;
+                let (low, high) = (cuts[0].min(cuts[1]), cuts[0].max(cuts[1]));
+                let mut state = data.state.clone();
+                for (from, to, form) in [(0.0, low, last), (low, high, last), (high, 1.0, Form::Recurrent)] {
+                    let pieces: Vec<Range<usize>> =
+                        ranges(&case.lens).iter().map(|range| at(range, from)..at(range, to)).collect();
+                    let lens: Vec<usize> = pieces.iter().map(|piece| piece.len()).collect();
+                    part = Data { state, ..data.part(&case, &pieces) };
+                    let (rows, next) = run_once(device, &case, &part, &lens, Some(form))?;
+                    state = next;
+                    for (piece, rows_at) in pieces.iter().zip(ranges(&lens)) {
+                        out[piece.start * width..piece.end * width]
+                            .copy_from_slice(&rows[rows_at.start * width..rows_at.end * width]);
+                    }
+                }
+                if last == Form::Recurrent {
+                    prop_assert_eq!(&out, &whole);
+                    prop_assert_eq!(&state, &whole_state);
+                }
+                want.check(&format!("{last:?} in pieces"), &case, &out, &state)?;
+            }
+        }
+    }
+}
+
+fn one_head(dtype: DType, tokens: usize, dim_k: usize, dim_v: usize) -> Case {
+    Case {
+        dtype,
+        heads_k: 1,
+        group: 1,
+        dim_k,
+        dim_v,
+        lens: vec![tokens],
+        layout: Layout::default(),
+        decay: Decay::Usual,
+        keys: Keys::Of(Values::Normal),
+        values: Values::Normal,
+        pass: 64,
+        seed: 11,
+    }
+}
+
+/// A token that is not a number reaches no earlier token and no other column.
+#[test]
+fn nan_goes_forward_only() -> Result<(), TestCaseError> {
+    let (tokens, bad, dim_v) = (70, 40, 8);
+    let case = one_head(DType::F32, tokens, 8, dim_v);
+    for device in &devices_for(case.both()) {
+        for form in [Form::Recurrent, case.chunked()] {
+            let data = Data::new(&case);
+            let mut value = data.clone();
+            value.v[bad * dim_v + 3] = f64::NAN;
+            let mut key = data.clone();
+            key.k[bad * 8] = f64::NAN;
+            let mut gate = data.clone();
+            gate.a[bad] = f64::NAN;
+            let mut query = data;
+            query.q[bad * 8] = f64::NAN;
+            let whole = |token: usize, _: usize| token >= bad;
+            let column = |token: usize, col: usize| token >= bad && col == 3;
+            let row = |token: usize, _: usize| token == bad;
+            let cases: [(_, &Data, &dyn Fn(usize, usize) -> bool); 4] =
+                [("v", &value, &column), ("k", &key, &whole), ("a", &gate, &whole), ("q", &query, &row)];
+            for (what, data, is_nan) in cases {
+                let (out, _) = run_once(device, &case, data, &case.lens, Some(form))?;
+                for (index, value) in out.iter().enumerate() {
+                    let (token, col) = (index / dim_v, index % dim_v);
+                    assert_eq!(
+                        value.is_nan(),
+                        is_nan(token, col),
+                        "{what} {token} {col} {form:?} {device:?}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A copied slot goes on as the original does, and the original is not touched by it.
+#[test]
+fn a_copy_of_a_slot_is_a_fork() -> Result<(), Box<dyn std::error::Error>> {
+    let (heads, dim) = (2, 16);
+    for device in &devices() {
+        let stream = device.stream()?;
+        let (tokens, dtype) = (3, DType::F32);
+        let problem = GatedDeltaProblem {
+            tokens,
+            sequences: 2,
+            longest: tokens,
+            heads_k: heads,
+            heads_v: heads,
+            dim_k: dim,
+            dim_v: dim,
+            dtype,
+        };
+        let plan = GatedDelta::plan(device, problem)?;
+        let random = |shape: &[usize], seed| {
+            let values = testkit::strategies::fill(Values::Normal, dtype, shape.iter().product(), seed);
+            Tensor::from_slice(&stream, shape, &values)
+        };
+        let mut state = random(&[3, heads, dim, dim], 1)?;
+        let weights = random(&[heads], 2)?;
+        let mut step = |state: &mut Tensor, slots: &[u32], seeds: &[u64]| -> Result<Vec<f32>, Error> {
+            let tokens = slots.len();
+            let rows = |width: usize, which: u64| -> Result<Tensor, Error> {
+                let values: Vec<f32> = seeds
+                    .iter()
+                    .flat_map(|seed| {
+                        testkit::strategies::fill(Values::Normal, dtype, width, 10 * seed + which)
+                    })
+                    .collect();
+                Tensor::from_slice(&stream, &[tokens, width], &values)
+            };
+            let (q, k, v) = (rows(heads * dim, 0)?, rows(heads * dim, 1)?, rows(heads * dim, 2)?);
+            let (b, a) = (rows(heads, 3)?, rows(heads, 4)?);
+            let offsets: Vec<u32> = (0..=tokens as u32).collect();
+            let offsets = Tensor::from_slice(&stream, &[tokens + 1], &offsets)?;
+            let slots = Tensor::from_slice(&stream, &[tokens], slots)?;
+            let mut out = Tensor::empty(&stream, &[tokens, heads, dim], dtype)?;
+            let shape = [tokens, heads, dim];
+            let args = GatedDeltaArgs {
+                q: q.view().reshape(&shape)?,
+                k: k.view().reshape(&shape)?,
+                v: v.view().reshape(&shape)?,
+                b: b.view(),
+                a: a.view(),
+                a_log: weights.view(),
+                dt_bias: weights.view(),
+                offsets: offsets.view(),
+                slots: slots.view(),
+                state: state.view_mut(),
+                out: out.view_mut(),
+            };
+            plan.run(&stream, args)?;
+            out.to_vec(&stream)
+        };
+        step(&mut state, &[0], &[1])?;
+        let copy = Tensor::from_slice(&stream, &[3, heads, dim, dim], &state.to_vec::<f32>(&stream)?)?;
+        stream.copy(copy.view().slice(0, 0..1)?, state.view_mut().slice(0, 2..3)?)?;
+        // The same token for both, then different ones.
+        let both = step(&mut state, &[0, 2], &[2, 2])?;
+        assert_eq!(both[..heads * dim], both[heads * dim..], "{device:?}");
+        let apart = step(&mut state, &[0, 2], &[3, 4])?;
+        assert_ne!(apart[..heads * dim], apart[heads * dim..], "{device:?}");
+        let mut unforked = copy;
+        step(&mut unforked, &[0], &[2])?;
+        assert_eq!(step(&mut unforked, &[0], &[3])?, apart[..heads * dim], "{device:?}");
+    }
+    Ok(())
+}
+
+/// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        let problem = GatedDeltaProblem {
+            tokens: 4,
+            sequences: 2,
+            longest: 4,
+            heads_k: 1,
+            heads_v: 2,
+            dim_k: 8,
+            dim_v: 4,
+            dtype: DType::BF16,
+        };
+        let plan = GatedDelta::plan(device, problem)?;
+        let zeros = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
+        let message =
+            |tokens: usize, heads_v: usize, sequences: usize, state_type| -> Result<String, Error> {
+                let (q, v) =
+                    (zeros(&[tokens, 1, 8], DType::BF16)?, zeros(&[tokens, heads_v, 4], DType::BF16)?);
+                let (gates, weights) = (zeros(&[tokens, 2], DType::BF16)?, zeros(&[2], DType::F32)?);
+                let (offsets, slots) =
+                    (zeros(&[sequences + 1], DType::U32)?, zeros(&[sequences], DType::U32)?);
+                let mut state = zeros(&[2, 2, 8, 4], state_type)?;
+                let mut out = zeros(&[tokens, 2, 4], DType::BF16)?;
+                let args = GatedDeltaArgs {
+                    q: q.view(),
+                    k: q.view(),
+                    v: v.view(),
+                    b: gates.view(),
+                    a: gates.view(),
+                    a_log: weights.view(),
+                    dt_bias: weights.view(),
+                    offsets: offsets.view(),
+                    slots: slots.view(),
+                    state: state.view_mut(),
+                    out: out.view_mut(),
+                };
+                Ok(plan.run(&stream, args).unwrap_err().to_string())
+            };
+        assert_eq!(
+            message(5, 2, 2, DType::F32)?,
+            "gated_delta: q: expected at most 4 tokens, as planned, got 5"
+        );
+        assert_eq!(message(4, 3, 2, DType::F32)?, "gated_delta: v: expected shape [4, 2, 4], got [4, 3, 4]");
+        assert_eq!(
+            message(4, 2, 3, DType::F32)?,
+            "gated_delta: slots: expected at most 2 sequences, as planned, got 3"
+        );
+        assert_eq!(message(4, 2, 2, DType::BF16)?, "gated_delta: state: expected f32, got bf16");
+        for (wrong, expected) in [
+            (GatedDeltaProblem { dim_k: 129, ..problem }, "dim_k from 1 to 128, got 129"),
+            (
+                GatedDeltaProblem { heads_k: 3, ..problem },
+                "heads_v a multiple of heads_k, both at least 1, got 2 and 3",
+            ),
+            (GatedDeltaProblem { dtype: DType::U32, ..problem }, "dtype f32, f16 or bf16, got u32"),
+        ] {
+            assert_eq!(
+                GatedDelta::supports(device, &wrong).unwrap_err().to_string(),
+                format!("gated_delta: problem: expected {expected}")
+            );
+        }
+    }
+    Ok(())
+}
