@@ -83,7 +83,7 @@ fn visuals<'a>((grids, mut patches): (&[PatchGrid], &'a [f32])) -> Vec<Visual<'a
 /// Sessions of the golden cases: f32 or bf16, with room for their images.
 fn options(case: &Case, chunk: usize) -> SessionOptions {
     let max_patches = case.images().0.iter().map(PatchGrid::patches).sum();
-    SessionOptions { capacity: 80, chunk, logits: Logits::All, max_patches, ..SessionOptions::default() }
+    SessionOptions { capacity: 96, chunk, logits: Logits::All, max_patches, ..SessionOptions::default() }
 }
 
 fn session(
@@ -175,7 +175,7 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
 
 #[test]
 fn golden_f32_on_the_cpu() -> Outcome {
-    for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
+    for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
         let case = Case::load(name)?;
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
@@ -188,7 +188,9 @@ fn golden_f32_on_the_cpu() -> Outcome {
 #[test]
 fn golden_f32_in_the_simulator() -> Outcome {
     let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
-    for (name, chunk) in [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_moe", 64), ("qwen3_vl", 16)] {
+    let cases =
+        [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_moe", 64), ("qwen3_next", 29), ("qwen3_vl", 16)];
+    for (name, chunk) in cases {
         matches_transformers(&device, &Case::load(name)?, chunk)?;
     }
     Ok(())
@@ -197,7 +199,7 @@ fn golden_f32_in_the_simulator() -> Outcome {
 #[test]
 fn golden_f32_on_the_card() -> Outcome {
     for device in cards() {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
             let case = Case::load(name)?;
             for chunk in [64, 5] {
                 matches_transformers(&device, &case, chunk)?;
@@ -213,7 +215,7 @@ fn golden_bf16() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
     for device in devices {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_vl"] {
+        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
             let case = Case::load(name)?;
             let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
             let (grids, patches) = case.images();
@@ -412,9 +414,11 @@ fn bad_images() -> Outcome {
 fn a_fork_goes_on_as_its_sequence() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
-    for device in devices {
+    for (device, name) in
+        devices.into_iter().flat_map(|device| ["qwen3", "qwen3_next"].map(|name| (device.clone(), name)))
+    {
         let options = SessionOptions { batch: 3, capacity: 24, ..SessionOptions::default() };
-        let mut session = session(&device, &golden::folder("qwen3"), DType::F32, options)?;
+        let mut session = session(&device, &golden::folder(name), DType::F32, options)?;
         let stream = session.stream().clone();
         session.prefill(2, &[5, 6, 7, 8])?;
         session.prefill(0, &[9])?;
@@ -431,6 +435,31 @@ fn a_fork_goes_on_as_its_sequence() -> Outcome {
             session.fork(0, 3).unwrap_err().to_string(),
             "Session: to: expected a sequence below 3, got 3"
         );
+    }
+    Ok(())
+}
+
+/// A delta net forgets all or nothing: a sequence begins anew, but does not go back a few tokens.
+#[test]
+fn a_recurrent_state_is_not_cropped() -> Outcome {
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let options = SessionOptions { batch: 2, capacity: 24, ..SessionOptions::default() };
+        let mut session = session(&device, &golden::folder("qwen3_next"), DType::F32, options)?;
+        let stream = session.stream().clone();
+        session.prefill(1, &[7, 7, 7])?;
+        let first = session.prefill(0, &[5, 6, 7])?.to_vec::<f32>(&stream)?;
+        assert_eq!(
+            session.truncate(0, 2).unwrap_err().to_string(),
+            "Session: len: expected 0 or 3: a recurrent state cannot be cropped, got 2"
+        );
+        session.truncate(0, 3)?;
+        assert_eq!(session.len(0), 3);
+        session.truncate(0, 0)?;
+        let again = session.prefill(0, &[5, 6, 7])?.to_vec::<f32>(&stream)?;
+        assert_eq!(first, again, "{device:?}");
+        assert_eq!((session.len(0), session.len(1)), (3, 3));
     }
     Ok(())
 }

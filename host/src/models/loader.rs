@@ -1,5 +1,7 @@
 //! Where modules get their weights from.
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::{Requirements, Weights};
@@ -137,6 +139,37 @@ impl<'a> Loader<'a> {
             Source::Checkpoint(weights) => weights.contains(name),
             Source::Random { .. } => false,
         }
+    }
+
+    /// Matrices above each other (`row` is the shape of a row), with the rows of all of them then in another order: ranges of
+    /// rows, each row in one.
+    pub(super) fn reordered(
+        &mut self,
+        parts: &[(String, usize)],
+        row: &[usize],
+        order: &[Range<usize>],
+    ) -> Result<Tensor, Error> {
+        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+        let shapes: Vec<(&str, Vec<usize>)> =
+            parts.iter().map(|(name, rows)| (name.as_str(), [&[*rows], row].concat())).collect();
+        let tensor = self.load(self.dtype, &shapes, &[&[rows], row].concat())?;
+        // While it is only checked what is there, and of random rows, the order is of no account.
+        if !matches!(self.source, Source::Checkpoint(_)) {
+            return Ok(tensor);
+        }
+        let mut reordered = Tensor::empty(self.stream, tensor.shape(), self.dtype)?;
+        let mut end = 0;
+        for range in order {
+            let to = reordered.view_mut().slice(0, end..end + range.len())?;
+            self.stream.copy(tensor.view().slice(0, range.clone())?, to)?;
+            end += range.len();
+        }
+        Ok(reordered)
+    }
+
+    /// The taps of a depthwise convolution, `[channels, width]`; a checkpoint has them as `[channels, 1, width]`.
+    pub(super) fn depthwise(&mut self, name: &str, channels: usize, width: usize) -> Result<Tensor, Error> {
+        self.load(self.dtype, &[(name, vec![channels, 1, width])], &[channels, width])
     }
 
     /// Vectors one after another: their names and lengths.

@@ -15,12 +15,13 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MixerConfig, MlpConfig,
-    ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind, SharedExpertConfig, VisionConfig, YarnRope,
+    Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig,
+    MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind, SharedExpertConfig,
+    VisionConfig, YarnRope,
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
-pub use layers::{Attention, FeedForward, Linear, Mixer, Mlp, Moe};
+pub use layers::{Attention, DeltaNet, FeedForward, Linear, Mixer, Mlp, Moe};
 pub use loader::LoadProgress;
 pub use model::Model;
 pub use sampler::Sampler;

@@ -112,7 +112,7 @@ impl Session {
             .iter()
             .map(|layer| Cache::new(&layer.mixer, &stream, dtype, batch, capacity))
             .collect::<Result<_, _>>()?;
-        let inputs = Inputs::new(&stream, chunk.max(batch))?;
+        let inputs = Inputs::new(&stream, chunk.max(batch + 1))?;
         let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;
         let rope = &config.rope;
         let ropes = RopeTables::new(&stream, &rope.inv_freq(), rope.attention_factor(), capacity)?;
@@ -179,10 +179,23 @@ impl Session {
     }
 
     /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing. What follows an image that is
-    /// cut by it is treated as text in the place of the image's rest.
+    /// cut by it is treated as text in the place of the image's rest. The state of a delta net can only forget all of them: an
+    /// error for other lengths, where [`Self::fork`] is the way to go back.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
         let current = self.checked_len("sequence", sequence)?;
-        self.lens[sequence] = len.min(current);
+        if len >= current {
+            return Ok(());
+        }
+        if len > 0 && !self.caches.iter().all(Cache::can_be_cropped) {
+            let expected = format!("0 or {current}: a recurrent state cannot be cropped");
+            return Err(Error::invalid(OP, "len", expected, len.to_string()));
+        }
+        if len == 0 {
+            for cache in &mut self.caches {
+                cache.clear(&self.stream, sequence)?;
+            }
+        }
+        self.lens[sequence] = len;
         self.shifts[sequence].retain(|&(from, _)| from <= len);
         Ok(())
     }
@@ -282,7 +295,8 @@ impl Session {
             let tokens = part.len();
             let positions = start..start + tokens;
             let slots = positions.clone().map(|position| sequence * capacity + position);
-            self.inputs.set(&self.stream, part, positions.map(|p| (p - shift) as u32), slots, &[])?;
+            let positions = positions.map(|position| (position - shift) as u32);
+            self.inputs.set(&self.stream, part, positions, slots, &[], sequence..sequence + 1)?;
             let is_last = index + 1 == num_chunks;
             let logit_rows = match self.options.logits {
                 Logits::All => tokens,
@@ -309,6 +323,8 @@ impl Session {
                 ids: self.inputs.row(IDS, tokens)?,
                 positions,
                 slots: self.inputs.row(SLOTS, tokens)?,
+                sequence_ids: self.inputs.row(SEQUENCES, 1)?,
+                offsets: self.inputs.row(OFFSETS, 2)?,
                 visual: rows.as_ref(),
             };
             let out = match logit_rows {
@@ -346,7 +362,7 @@ impl Session {
         let positions: Vec<u32> = self.lens.iter().enumerate().map(position).collect();
         let slots: Vec<usize> =
             self.lens.iter().enumerate().map(|(sequence, &len)| sequence * capacity + len).collect();
-        self.inputs.set(&self.stream, ids, positions.into_iter(), slots.into_iter(), &lens)?;
+        self.inputs.set(&self.stream, ids, positions.into_iter(), slots.into_iter(), &lens, 0..batch)?;
         let mut run = |stream: &Stream| {
             let step = Step {
                 stream,
@@ -358,6 +374,8 @@ impl Session {
                 ids: self.inputs.row(IDS, batch)?,
                 positions: self.inputs.row(POSITIONS, batch)?,
                 slots: self.inputs.row(SLOTS, batch)?,
+                sequence_ids: self.inputs.row(SEQUENCES, batch)?,
+                offsets: self.inputs.row(OFFSETS, batch + 1)?,
                 visual: None,
             };
             let logits = self.logits.view_mut().slice(0, 0..batch)?;
@@ -423,7 +441,7 @@ impl Session {
 /// What a step reads that differs from step to step, in device memory, so that a recorded step reads the new values.
 #[derive(Debug)]
 struct Inputs {
-    /// `[4, width]` u32.
+    /// `[6, width]` u32.
     rows: Tensor,
 }
 
@@ -432,17 +450,21 @@ const IDS: usize = 0;
 const POSITIONS: usize = 1;
 const SLOTS: usize = 2;
 const LENS: usize = 3;
+const SEQUENCES: usize = 4;
+const OFFSETS: usize = 5;
+/// How many there are.
+const ROWS: usize = 6;
 
 impl Inputs {
-    fn new(stream: &Stream, tokens: usize) -> Result<Self, Error> {
-        Ok(Inputs { rows: Tensor::empty(stream, &[4, tokens], DType::U32)? })
+    fn new(stream: &Stream, width: usize) -> Result<Self, Error> {
+        Ok(Inputs { rows: Tensor::empty(stream, &[ROWS, width], DType::U32)? })
     }
 
     fn row(&self, row: usize, len: usize) -> Result<TensorView<'_>, Error> {
         self.rows.view().slice(0, row..row + 1)?.slice(1, 0..len)?.reshape(&[len])
     }
 
-    /// Uploads all rows in one copy.
+    /// Uploads all rows in one copy. Each of the sequences has as many of the tokens.
     fn set(
         &mut self,
         stream: &Stream,
@@ -450,9 +472,10 @@ impl Inputs {
         positions: impl Iterator<Item = u32>,
         slots: impl Iterator<Item = usize>,
         lens: &[u32],
+        sequences: Range<usize>,
     ) -> Result<(), Error> {
         let width = self.rows.shape()[1];
-        let mut values = vec![0u32; 4 * width];
+        let mut values = vec![0u32; ROWS * width];
         let mut fill = |row: usize, from: &mut dyn Iterator<Item = u32>| {
             for (slot, value) in std::iter::zip(&mut values[row * width..(row + 1) * width], from) {
                 *slot = value;
@@ -462,6 +485,9 @@ impl Inputs {
         fill(POSITIONS, &mut { positions });
         fill(SLOTS, &mut slots.map(|slot| slot as u32));
         fill(LENS, &mut lens.iter().copied());
+        let (batch, tokens) = (sequences.len(), ids.len());
+        fill(SEQUENCES, &mut sequences.map(|sequence| sequence as u32));
+        fill(OFFSETS, &mut (0..=batch).map(|sequence| (sequence * tokens / batch) as u32));
         stream.upload(self.rows.view().address(), bytemuck::cast_slice(&values))
     }
 }

@@ -3,6 +3,7 @@
 mod fields;
 mod qwen3;
 mod qwen3_moe;
+mod qwen3_next;
 mod qwen3_vl;
 mod rope;
 
@@ -49,6 +50,8 @@ pub enum Architecture {
     Qwen3,
     /// Qwen3 with a mixture of experts.
     Qwen3Moe,
+    /// Gated delta nets, with gated attention in every fourth layer, and a mixture of experts.
+    Qwen3Next,
     /// The same decoder with a vision tower: Qwen3-VL.
     Qwen3Vl,
 }
@@ -96,6 +99,8 @@ pub struct LayerConfig {
 pub enum MixerConfig {
     /// Softmax attention over cached keys and values.
     Attention(AttentionConfig),
+    /// A gated delta net, whose state has a fixed size.
+    DeltaNet(DeltaNetConfig),
 }
 
 /// Grouped-query attention with a norm per head on q and k.
@@ -111,6 +116,35 @@ pub struct AttentionConfig {
     pub bias: bool,
     /// The sliding window in tokens, the query's own position included; `None` attends to everything before.
     pub window: Option<usize>,
+    /// Whether the attended values are multiplied by the sigmoid of a gate, which the q projection gives beside each head.
+    pub output_gate: bool,
+}
+
+/// A gated delta net: a short convolution over q, k and v, the gated delta rule, a gated norm per head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeltaNetConfig {
+    /// Heads of q and k.
+    pub heads_k: usize,
+    /// Heads of v, a multiple of `heads_k`.
+    pub heads_v: usize,
+    /// Width of a head of q and k.
+    pub dim_k: usize,
+    /// Width of a head of v.
+    pub dim_v: usize,
+    /// Tokens that the convolution sees, the own included.
+    pub conv_width: usize,
+}
+
+impl DeltaNetConfig {
+    /// Channels of the convolution: q, k and v.
+    pub(super) fn channels(&self) -> usize {
+        2 * self.heads_k * self.dim_k + self.heads_v * self.dim_v
+    }
+
+    /// Rows of all input projections: q, k, v, z, b and a.
+    pub(super) fn input_rows(&self) -> usize {
+        self.channels() + self.heads_v * (self.dim_v + 2)
+    }
 }
 
 /// What follows the mixer.
@@ -261,6 +295,7 @@ impl ModelConfig {
         let (decoder, vision) = match architecture {
             Architecture::Qwen3 => (qwen3::read(&fields)?, None),
             Architecture::Qwen3Moe => (qwen3_moe::read(&fields)?, None),
+            Architecture::Qwen3Next => (qwen3_next::read(&fields)?, None),
             Architecture::Qwen3Vl => {
                 let (decoder, vision) = qwen3_vl::read(&fields)?;
                 (decoder, Some(vision))
@@ -268,7 +303,7 @@ impl ModelConfig {
         };
         // Where the decoder's own fields are.
         let text = match architecture {
-            Architecture::Qwen3 | Architecture::Qwen3Moe => None,
+            Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => None,
             Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config", "text_config.")?),
         };
         let dtype = match (read_dtype(&fields)?, &text) {
@@ -311,18 +346,19 @@ impl Architecture {
     /// What the names of the decoder's tensors begin with, but for the head's.
     pub(super) fn decoder_prefix(self) -> &'static str {
         match self {
-            Architecture::Qwen3 | Architecture::Qwen3Moe => "model",
+            Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => "model",
             Architecture::Qwen3Vl => "model.language_model",
         }
     }
 
     /// The values of `model_type` that are built.
-    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_moe", "qwen3_vl"];
+    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl"];
 
     fn read(fields: &Fields) -> Result<Architecture, ModelError> {
         match fields.required("model_type", "a string", Value::as_str)? {
             "qwen3" => Ok(Architecture::Qwen3),
             "qwen3_moe" => Ok(Architecture::Qwen3Moe),
+            "qwen3_next" => Ok(Architecture::Qwen3Next),
             "qwen3_vl" => Ok(Architecture::Qwen3Vl),
             found => Err(ModelError::UnknownModelType {
                 path: fields.path.into(),

@@ -24,7 +24,7 @@ pub(super) fn read_dense(
     max_positions: usize,
 ) -> Result<DecoderConfig, ModelError> {
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
-    let attention = read_attention(fields, 32, 128)?;
+    let attention = read_attention(fields, 32, 32, 128)?;
     let mlp = MlpConfig {
         intermediate_size: fields.size("intermediate_size", 22016)?,
         activation: read_activation(fields, "silu")?,
@@ -56,13 +56,15 @@ pub(super) fn read_dense(
     })
 }
 
-/// Heads and biases, without a window, with the defaults of key and value heads and of a head's width.
+/// Heads and biases, without a window or a gate, with the defaults of query heads, of key and value heads, and of a head's
+/// width.
 pub(super) fn read_attention(
     fields: &Fields,
+    heads_q: usize,
     heads_kv: usize,
     head_dim: usize,
 ) -> Result<AttentionConfig, ModelError> {
-    let heads_q = fields.size("num_attention_heads", 32)?;
+    let heads_q = fields.size("num_attention_heads", heads_q)?;
     let heads_kv = match fields.map.get("num_key_value_heads") {
         Some(Value::Null) => heads_q,
         _ => fields.size("num_key_value_heads", heads_kv)?,
@@ -77,7 +79,7 @@ pub(super) fn read_attention(
         return inconsistent("head_dim must be even", head_dim.to_string());
     }
     let bias = fields.flag("attention_bias")?.unwrap_or(false);
-    Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None })
+    Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None, output_gate: false })
 }
 
 pub(super) fn read_eps(fields: &Fields) -> Result<f32, ModelError> {

@@ -25,7 +25,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
         _ if !enabled => None,
         _ => Some(fields.size("sliding_window", 4096)?),
     };
-    let attention = AttentionConfig { window, ..read_attention(fields, 4, hidden_size / heads_q)? };
+    let attention = AttentionConfig { window, ..read_attention(fields, 32, 4, hidden_size / heads_q)? };
     let mlp = MlpConfig {
         intermediate_size: fields.size("intermediate_size", 6144)?,
         activation: read_activation(fields, "silu")?,

@@ -1,4 +1,4 @@
-//! Grouped-query attention with a norm per head on q and k.
+//! Grouped-query attention with a norm per head on q and k, and perhaps a gate on its output.
 
 use std::ops::Range;
 
@@ -10,6 +10,7 @@ use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::AttentionConfig;
 use crate::models::loader::Loader;
 use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask};
+use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
 use crate::ops::matmul::Matmul;
 use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
@@ -20,7 +21,7 @@ use crate::tensor::{Tensor, TensorView, TensorViewMut};
 /// Grouped-query attention with a norm per head on q and k.
 #[derive(Debug)]
 pub struct Attention {
-    /// q, k and v projections, above each other.
+    /// q, k and v projections, above each other; with an output gate, its rows below them.
     pub qkv: Linear,
     /// Gain of the norm of each query head.
     pub q_norm: Tensor,
@@ -37,13 +38,24 @@ impl Attention {
         loader: &mut Loader<'_>,
         prefix: &str,
     ) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, .. } = config;
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_gate, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (q, k, v, o) = (name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj"));
         let (q_rows, kv_rows) = (heads_q * head_dim, heads_kv * head_dim);
         let rows = [(q.as_str(), q_rows), (k.as_str(), kv_rows), (v.as_str(), kv_rows)];
+        let qkv = if output_gate {
+            // A checkpoint has the rows of each head's q, then those of its gate.
+            let head = |part: usize| {
+                (part..2 * heads_q).step_by(2).map(|part| part * head_dim..(part + 1) * head_dim)
+            };
+            let key_values = 2 * q_rows..2 * q_rows + 2 * kv_rows;
+            let order: Vec<_> = head(0).chain([key_values]).chain(head(1)).collect();
+            Linear::reordered(loader, &[(&q, 2 * q_rows), rows[1], rows[2]], hidden_size, bias, &order)?
+        } else {
+            Linear::new(loader, &rows, hidden_size, bias)?
+        };
         Ok(Attention {
-            qkv: Linear::new(loader, &rows, hidden_size, bias)?,
+            qkv,
             q_norm: loader.gain(&name("q_norm.weight"), head_dim)?,
             k_norm: loader.gain(&name("k_norm.weight"), head_dim)?,
             o: Linear::new(loader, &[(o.as_str(), hidden_size)], q_rows, bias)?,
@@ -90,8 +102,11 @@ pub(in crate::models) struct AttentionBlock {
     k_rope: Rope,
     append: KvAppend,
     attention: attention::Attention,
+    /// Of the output, and what it leaves: `[tokens, heads_q · head_dim]`.
+    gate: Option<(Glu, Tensor)>,
     o_plan: Matmul,
-    /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads.
+    /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then the
+    /// gates of the query heads, if there are any.
     qkv: Tensor,
     /// `[tokens, heads_q, head_dim]`
     q: Tensor,
@@ -103,7 +118,7 @@ pub(in crate::models) struct AttentionBlock {
 
 impl AttentionBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &AttentionConfig) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, window } = config;
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, window, output_gate } = config;
         let &Phase { batch, seq, capacity, dtype, .. } = phase;
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
         let (device, tokens) = (phase.stream.device(), phase.tokens());
@@ -125,7 +140,12 @@ impl AttentionBlock {
             window,
         };
         let q_cols = heads_q * head_dim;
-        let qkv_cols = (heads_q + 2 * heads_kv) * head_dim;
+        let gate_cols = if output_gate { q_cols } else { 0 };
+        let qkv_cols = q_cols + 2 * heads_kv * head_dim + gate_cols;
+        let gate = || -> Result<_, Error> {
+            let problem = GluProblem { rows: tokens, cols: q_cols, dtype, activation: Activation::Sigmoid };
+            Ok((Glu::plan(device, problem)?, phase.rows(&[q_cols])?))
+        };
         Ok(AttentionBlock {
             config: *config,
             qkv_plan: phase.matmul(qkv_cols, hidden_size, bias)?,
@@ -135,6 +155,7 @@ impl AttentionBlock {
             k_rope: rope(heads_kv)?,
             append: KvAppend::plan(device, KvAppendProblem { tokens, heads: heads_kv, head_dim, dtype })?,
             attention: attention::Attention::plan(device, attention)?,
+            gate: if output_gate { Some(gate()?) } else { None },
             o_plan: phase.matmul(hidden_size, q_cols, bias)?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
@@ -144,7 +165,7 @@ impl AttentionBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        vec![
+        let mut reports = vec![
             self.qkv_plan.optimization_report(),
             self.q_norm.optimization_report(),
             self.k_norm.optimization_report(),
@@ -152,8 +173,10 @@ impl AttentionBlock {
             self.k_rope.optimization_report(),
             self.append.optimization_report(),
             self.attention.optimization_report(),
-            self.o_plan.optimization_report(),
-        ]
+        ];
+        reports.extend(self.gate.iter().map(|(glu, _)| glu.optimization_report()));
+        reports.push(self.o_plan.optimization_report());
+        reports
     }
 
     pub(super) fn run(
@@ -216,6 +239,13 @@ impl AttentionBlock {
             lse: None,
         };
         self.attention.run(stream, args)?;
-        weights.o.run(stream, &self.o_plan, attended.as_view(), out)
+        let Some((glu, gated)) = &mut self.gate else {
+            return weights.o.run(stream, &self.o_plan, attended.as_view(), out);
+        };
+        let mut gated = gated.view_mut().slice(0, 0..tokens)?;
+        let gates_start = v_start + heads_kv * head_dim;
+        let gate = qkv.as_view().slice(1, gates_start..gates_start + heads_q * head_dim)?;
+        glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })?;
+        weights.o.run(stream, &self.o_plan, gated.as_view(), out)
     }
 }

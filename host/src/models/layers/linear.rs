@@ -1,5 +1,7 @@
 //! Linear layers.
 
+use std::ops::Range;
+
 use crate::error::Error;
 use crate::models::loader::Loader;
 use crate::ops::matmul::{Matmul, MatmulArgs};
@@ -28,6 +30,22 @@ impl Linear {
         };
         let weight = loader.stacked(&named("weight"), cols)?;
         let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
+        Ok(Linear { weight, bias })
+    }
+
+    /// The same with the rows of all of them in another order: ranges of rows, each row in one.
+    pub(in crate::models) fn reordered(
+        loader: &mut Loader<'_>,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+        order: &[Range<usize>],
+    ) -> Result<Self, Error> {
+        let named = |suffix: &str| -> Vec<(String, usize)> {
+            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
+        };
+        let weight = loader.reordered(&named("weight"), &[cols], order)?;
+        let bias = if bias { Some(loader.reordered(&named("bias"), &[], order)?) } else { None };
         Ok(Linear { weight, bias })
     }
 

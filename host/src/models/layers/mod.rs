@@ -4,11 +4,13 @@
 //! A session has a block for each *kind* of part, a configuration, in each phase, and a cache for each layer.
 
 mod attention;
+mod delta_net;
 mod linear;
 mod mlp;
 mod moe;
 
 pub use attention::Attention;
+pub use delta_net::DeltaNet;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use moe::Moe;
@@ -28,6 +30,7 @@ use crate::ops::rope::RopeTables;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use attention::{AttentionBlock, KeysValues};
+use delta_net::{DeltaNetBlock, DeltaState};
 use mlp::MlpBlock;
 use moe::MoeBlock;
 
@@ -37,6 +40,8 @@ use moe::MoeBlock;
 pub enum Mixer {
     /// Softmax attention.
     Attention(Attention),
+    /// A gated delta net.
+    DeltaNet(Box<DeltaNet>),
 }
 
 /// What works on each token alone.
@@ -66,6 +71,12 @@ impl Mixer {
                 loader,
                 &format!("{prefix}.self_attn"),
             )?)),
+            MixerConfig::DeltaNet(config) => Ok(Mixer::DeltaNet(Box::new(DeltaNet::new(
+                config,
+                hidden_size,
+                loader,
+                &format!("{prefix}.linear_attn"),
+            )?))),
         }
     }
 }
@@ -144,6 +155,10 @@ pub(super) struct Step<'a> {
     pub(super) positions: TensorView<'a>,
     /// `[tokens]` u32: rows of the cache, all its sequences in one.
     pub(super) slots: TensorView<'a>,
+    /// `[batch]` u32: the sequences of the cache, as `sequences`.
+    pub(super) sequence_ids: TensorView<'a>,
+    /// `[batch + 1]` u32: where each one's tokens begin, and their end.
+    pub(super) offsets: TensorView<'a>,
     /// Features of images that take the places of tokens, if the prompt has any.
     pub(super) visual: Option<&'a VisualRows<'a>>,
 }
@@ -167,6 +182,7 @@ impl Step<'_> {
 #[derive(Debug)]
 pub(super) enum Cache {
     KeysValues(KeysValues),
+    Delta(DeltaState),
 }
 
 impl Cache {
@@ -182,6 +198,7 @@ impl Cache {
             MixerConfig::Attention(config) => {
                 Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, batch, capacity)?))
             }
+            MixerConfig::DeltaNet(config) => Ok(Cache::Delta(DeltaState::new(config, stream, dtype, batch)?)),
         }
     }
 
@@ -189,6 +206,7 @@ impl Cache {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Cache::KeysValues(cache) => cache.bytes(),
+            Cache::Delta(cache) => cache.bytes(),
         }
     }
 
@@ -196,6 +214,24 @@ impl Cache {
     pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
         match self {
             Cache::KeysValues(cache) => cache.copy_sequence(stream, from, to),
+            Cache::Delta(cache) => cache.copy_sequence(stream, from, to),
+        }
+    }
+
+    /// Whether the last tokens of a sequence can be forgotten while those before are kept.
+    pub(super) fn can_be_cropped(&self) -> bool {
+        match self {
+            Cache::KeysValues(_) => true,
+            Cache::Delta(_) => false,
+        }
+    }
+
+    /// Forgets all tokens of a sequence.
+    pub(super) fn clear(&mut self, stream: &Stream, sequence: usize) -> Result<(), Error> {
+        match self {
+            // Nobody reads beyond a sequence's length.
+            Cache::KeysValues(_) => Ok(()),
+            Cache::Delta(cache) => cache.clear(stream, sequence),
         }
     }
 }
@@ -203,19 +239,26 @@ impl Cache {
 /// A mixer planned for one phase, with the memory between its operators.
 #[derive(Debug)]
 pub(super) enum MixerBlock {
-    Attention(AttentionBlock),
+    Attention(Box<AttentionBlock>),
+    DeltaNet(Box<DeltaNetBlock>),
 }
 
 impl MixerBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &MixerConfig) -> Result<Self, Error> {
         match config {
-            MixerConfig::Attention(config) => Ok(MixerBlock::Attention(AttentionBlock::new(phase, config)?)),
+            MixerConfig::Attention(config) => {
+                Ok(MixerBlock::Attention(Box::new(AttentionBlock::new(phase, config)?)))
+            }
+            MixerConfig::DeltaNet(config) => {
+                Ok(MixerBlock::DeltaNet(Box::new(DeltaNetBlock::new(phase, config)?)))
+            }
         }
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         match self {
             MixerBlock::Attention(block) => block.reports(),
+            MixerBlock::DeltaNet(block) => block.reports(),
         }
     }
 
@@ -231,6 +274,10 @@ impl MixerBlock {
             (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
                 block.run(step, weights, cache, x, out)
             }
+            (MixerBlock::DeltaNet(block), Mixer::DeltaNet(weights), Cache::Delta(cache)) => {
+                block.run(step, weights, cache, x, out)
+            }
+            _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
         }
     }
 }

@@ -1,0 +1,109 @@
+//! `model_type: "qwen3_next"`: gated delta nets with gated attention between them, and a mixture of experts in each layer.
+
+use abi::ops::glu::Activation;
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::qwen3::{read_activation, read_attention, read_eps};
+use super::qwen3_moe::{MoeDefaults, read_moe, sparse_layers};
+use super::rope::{RopeConfig, RopeDefaults};
+use super::{
+    AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MixerConfig,
+    MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
+};
+use crate::models::ModelError;
+use crate::ops::rmsnorm::NormWeight;
+
+/// With the defaults of the type's configuration class. The gate of the attention and the zero-centred norms are of the
+/// class, not of the file.
+pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
+    let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(48);
+    let attention = AttentionConfig { output_gate: true, ..read_attention(fields, 16, 2, 256)? };
+    let delta_net = read_delta_net(fields)?;
+    let activation = read_activation(fields, "silu")?;
+    if activation != Activation::Silu {
+        // The convolution has it too.
+        return Err(fields.unsupported("hidden_act", activation.name().into(), &["silu", "swish"]));
+    }
+    let mlp = MlpConfig { intermediate_size: fields.size("intermediate_size", 5632)?, activation };
+    let shared = SharedExpertConfig {
+        mlp: MlpConfig {
+            intermediate_size: fields.size("shared_expert_intermediate_size", 512)?,
+            activation,
+        },
+        name: "shared_expert",
+        gate: true,
+    };
+    let defaults = MoeDefaults { num_experts: 512, top_k: 10, normalised: true, intermediate_size: 512 };
+    let moe = read_moe(fields, defaults)?.map(|moe| MoeConfig { shared: Some(shared), ..moe });
+    let feed_forwards = sparse_layers(fields, num_layers)?.into_iter().map(|is_sparse| match moe {
+        Some(moe) if is_sparse => FeedForwardConfig::Moe(moe),
+        _ => FeedForwardConfig::Mlp(mlp),
+    });
+    let mixers = full_attention_layers(fields, num_layers)?.into_iter().map(|is_full| {
+        if is_full { MixerConfig::Attention(attention) } else { MixerConfig::DeltaNet(delta_net) }
+    });
+    let layers =
+        mixers.zip(feed_forwards).map(|(mixer, feed_forward)| LayerConfig { mixer, feed_forward }).collect();
+    let max_position_embeddings = fields.size("max_position_embeddings", 32768)?;
+    Ok(DecoderConfig {
+        vocab_size: fields.size("vocab_size", 151936)?,
+        hidden_size: fields.size("hidden_size", 2048)?,
+        norm: NormConfig { eps: read_eps(fields)?, weight: NormWeight::ZeroCentred },
+        layers,
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        max_position_embeddings,
+        rope: RopeConfig::read(
+            fields,
+            RopeDefaults {
+                theta: 10000.0,
+                partial_rotary_factor: 0.25,
+                head_dim: attention.head_dim,
+                max_position_embeddings,
+            },
+        )?,
+    })
+}
+
+fn read_delta_net(fields: &Fields) -> Result<DeltaNetConfig, ModelError> {
+    let config = DeltaNetConfig {
+        heads_k: fields.size("linear_num_key_heads", 16)?,
+        heads_v: fields.size("linear_num_value_heads", 32)?,
+        dim_k: fields.size("linear_key_head_dim", 128)?,
+        dim_v: fields.size("linear_value_head_dim", 128)?,
+        conv_width: fields.integer("linear_conv_kernel_dim", 2..=4)?.unwrap_or(4),
+    };
+    if !config.heads_v.is_multiple_of(config.heads_k) {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "linear_num_value_heads must be a multiple of linear_num_key_heads",
+            got: format!("{} and {}", config.heads_v, config.heads_k),
+        });
+    }
+    Ok(config)
+}
+
+/// Which layers have attention: those that `layer_types` marks, or else every `full_attention_interval`th.
+fn full_attention_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let Some(types) = fields.nullable("layer_types", "a list of strings", Value::as_array)? else {
+        let interval = fields.size("full_attention_interval", 4)?;
+        return Ok((0..num_layers).map(|layer| (layer + 1).is_multiple_of(interval)).collect());
+    };
+    if types.len() != num_layers {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "layer_types must have num_hidden_layers entries",
+            got: format!("{} and {num_layers}", types.len()),
+        });
+    }
+    let is_full = |(layer, kind): (usize, &Value)| match kind.as_str() {
+        Some("full_attention") => Ok(true),
+        Some("linear_attention") => Ok(false),
+        _ => Err(fields.unsupported(
+            &format!("layer_types[{layer}]"),
+            kind.to_string(),
+            &["full_attention", "linear_attention"],
+        )),
+    };
+    types.iter().enumerate().map(is_full).collect()
+}

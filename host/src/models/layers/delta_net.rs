@@ -1,0 +1,234 @@
+//! The gated delta net: linear attention with a state of fixed size.
+
+use abi::DType;
+
+use super::{Linear, Phase, Step, copy_row};
+use crate::error::Error;
+use crate::kernel::{Kernel, OptimizationReport};
+use crate::models::config::DeltaNetConfig;
+use crate::models::loader::Loader;
+use crate::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
+use crate::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
+use crate::ops::matmul::Matmul;
+use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
+
+/// Gated delta net: projections, a short convolution over time, the delta rule, a gated norm per head.
+#[derive(Debug)]
+pub struct DeltaNet {
+    /// All projections of the input above each other: q, k, v, z, b, a, each head by head.
+    pub input: Linear,
+    /// `[channels, width]`: taps of the convolution over q, k and v.
+    pub conv: Tensor,
+    /// `[heads_v]` f32: logarithm of the rate of decay.
+    pub a_log: Tensor,
+    /// `[heads_v]` f32: added to a.
+    pub dt_bias: Tensor,
+    /// `[dim_v]`: gain of the norm of each head.
+    pub norm: Tensor,
+    /// Output projection.
+    pub out: Linear,
+}
+
+impl DeltaNet {
+    pub(super) fn new(
+        config: &DeltaNetConfig,
+        hidden_size: usize,
+        loader: &mut Loader<'_>,
+        prefix: &str,
+    ) -> Result<Self, Error> {
+        let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, conv_width } = config;
+        let name = |part: &str| format!("{prefix}.{part}");
+        let (qkvz, ba, out) = (name("in_proj_qkvz"), name("in_proj_ba"), name("out_proj"));
+        // A checkpoint has them by key head: q | k | v | z of the first, of the second, …; then b | a in the same way.
+        let group = heads_v / heads_k;
+        let (values, per_head) = (group * dim_v, 2 * dim_k + 2 * group * dim_v);
+        let by_head = |first: usize, per_head: usize, start: usize, len: usize| {
+            (0..heads_k).map(move |head| {
+                let start = first + head * per_head + start;
+                start..start + len
+            })
+        };
+        let gates = heads_k * per_head;
+        let order: Vec<_> = by_head(0, per_head, 0, dim_k)
+            .chain(by_head(0, per_head, dim_k, dim_k))
+            .chain(by_head(0, per_head, 2 * dim_k, values))
+            .chain(by_head(0, per_head, 2 * dim_k + values, values))
+            .chain(by_head(gates, 2 * group, 0, group))
+            .chain(by_head(gates, 2 * group, group, group))
+            .collect();
+        let rows = [(qkvz.as_str(), gates), (ba.as_str(), 2 * heads_v)];
+        let per_value_head = |part: &str| [(name(part), heads_v)];
+        Ok(DeltaNet {
+            input: Linear::reordered(loader, &rows, hidden_size, false, &order)?,
+            conv: loader.depthwise(&name("conv1d.weight"), config.channels(), conv_width)?,
+            a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
+            dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,
+            norm: loader.gain(&name("norm.weight"), dim_v)?,
+            out: Linear::new(loader, &[(out.as_str(), hidden_size)], heads_v * dim_v, false)?,
+        })
+    }
+}
+
+/// What is left of all tokens: a fixed size, which cannot be cropped.
+#[derive(Debug)]
+pub(in crate::models) struct DeltaState {
+    /// `[batch, channels, width − 1]`: the last inputs of the convolution.
+    window: Tensor,
+    /// `[batch, heads_v, dim_k, dim_v]` f32.
+    state: Tensor,
+}
+
+impl DeltaState {
+    pub(super) fn new(
+        config: &DeltaNetConfig,
+        stream: &Stream,
+        dtype: DType,
+        batch: usize,
+    ) -> Result<Self, Error> {
+        let &DeltaNetConfig { heads_v, dim_k, dim_v, conv_width, .. } = config;
+        Ok(DeltaState {
+            window: Tensor::zeros(stream, &[batch, config.channels(), conv_width - 1], dtype)?,
+            state: Tensor::zeros(stream, &[batch, heads_v, dim_k, dim_v], DType::F32)?,
+        })
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.window.bytes() + self.state.bytes()
+    }
+
+    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
+        copy_row(stream, &mut self.window, from, to)?;
+        copy_row(stream, &mut self.state, from, to)
+    }
+
+    /// As before a sequence's first token.
+    pub(super) fn clear(&mut self, stream: &Stream, sequence: usize) -> Result<(), Error> {
+        for tensor in [&mut self.window, &mut self.state] {
+            let row_bytes = tensor.bytes() / tensor.shape()[0];
+            stream.fill_zero(tensor.view().address() + (sequence * row_bytes) as u64, row_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+pub(in crate::models) struct DeltaNetBlock {
+    config: DeltaNetConfig,
+    input_plan: Matmul,
+    conv: CausalConv1d,
+    rule: GatedDelta,
+    norm: RmsNorm,
+    out_plan: Matmul,
+    /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`: q, k, v, z, b, a.
+    projected: Tensor,
+    /// `[tokens, channels]`: q, k, v.
+    convolved: Tensor,
+    /// `[tokens, heads_v, dim_v]`
+    mixed: Tensor,
+    /// `[tokens, heads_v, dim_v]`
+    normed: Tensor,
+}
+
+impl DeltaNetBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &DeltaNetConfig) -> Result<Self, Error> {
+        let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, conv_width: width } = config;
+        let &Phase { stream, batch: sequences, seq: longest, dtype, .. } = phase;
+        let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
+        let (channels, cols) = (config.channels(), config.input_rows());
+        let rule = GatedDeltaProblem { tokens, sequences, longest, heads_k, heads_v, dim_k, dim_v, dtype };
+        let norm = RmsNormProblem {
+            rows: tokens * heads_v,
+            cols: dim_v,
+            dtype,
+            eps: phase.config.norm.eps,
+            // Whatever the other norms' weights mean.
+            weight: NormWeight::Plain,
+        };
+        Ok(DeltaNetBlock {
+            config: *config,
+            input_plan: phase.matmul(cols, hidden_size, false)?,
+            conv: CausalConv1d::plan(
+                device,
+                CausalConv1dProblem { tokens, sequences, channels, width, dtype },
+            )?,
+            rule: GatedDelta::plan(device, rule)?,
+            norm: RmsNorm::plan(device, norm)?,
+            out_plan: phase.matmul(hidden_size, heads_v * dim_v, false)?,
+            projected: phase.rows(&[cols])?,
+            convolved: phase.rows(&[channels])?,
+            mixed: phase.rows(&[heads_v, dim_v])?,
+            normed: phase.rows(&[heads_v, dim_v])?,
+        })
+    }
+
+    pub(super) fn reports(&self) -> Vec<OptimizationReport> {
+        vec![
+            self.input_plan.optimization_report(),
+            self.conv.optimization_report(),
+            self.rule.optimization_report(),
+            self.norm.optimization_report(),
+            self.out_plan.optimization_report(),
+        ]
+    }
+
+    pub(super) fn run(
+        &mut self,
+        step: &Step<'_>,
+        weights: &DeltaNet,
+        cache: &mut DeltaState,
+        x: TensorView<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, .. } = self.config;
+        let (stream, tokens) = (step.stream, step.tokens());
+        let (keys, values, channels) = (heads_k * dim_k, heads_v * dim_v, self.config.channels());
+        let mut projected = self.projected.view_mut().slice(0, 0..tokens)?;
+        let mut convolved = self.convolved.view_mut().slice(0, 0..tokens)?;
+        let mut mixed = self.mixed.view_mut().slice(0, 0..tokens)?;
+        let mut normed = self.normed.view_mut().slice(0, 0..tokens)?;
+        weights.input.run(stream, &self.input_plan, x, projected.reborrow())?;
+        let projected = projected.as_view();
+
+        let args = CausalConv1dArgs {
+            x: projected.slice(1, 0..channels)?,
+            weight: weights.conv.view(),
+            bias: None,
+            offsets: step.offsets,
+            slots: step.sequence_ids,
+            state: cache.window.view_mut(),
+            out: convolved.reborrow(),
+        };
+        self.conv.run(stream, args)?;
+
+        let convolved = convolved.as_view();
+        let gates = channels + values;
+        let args = GatedDeltaArgs {
+            q: convolved.slice(1, 0..keys)?.reshape(&[tokens, heads_k, dim_k])?,
+            k: convolved.slice(1, keys..2 * keys)?.reshape(&[tokens, heads_k, dim_k])?,
+            v: convolved.slice(1, 2 * keys..channels)?.reshape(&[tokens, heads_v, dim_v])?,
+            b: projected.slice(1, gates..gates + heads_v)?,
+            a: projected.slice(1, gates + heads_v..gates + 2 * heads_v)?,
+            a_log: weights.a_log.view(),
+            dt_bias: weights.dt_bias.view(),
+            offsets: step.offsets,
+            slots: step.sequence_ids,
+            state: cache.state.view_mut(),
+            out: mixed.reborrow(),
+        };
+        self.rule.run(stream, args)?;
+
+        let z = projected.slice(1, channels..gates)?.reshape(&[tokens, heads_v, dim_v])?;
+        let args = RmsNormArgs {
+            x: mixed.as_view(),
+            residual: None,
+            weight: weights.norm.view(),
+            gate: Some(z),
+            out: normed.reborrow(),
+        };
+        self.norm.run(stream, args)?;
+        let normed = normed.as_view().reshape(&[tokens, values])?;
+        weights.out.run(stream, &self.out_plan, normed, out)
+    }
+}
