@@ -27,6 +27,9 @@ fn cards() -> Vec<Device> {
     }
 }
 
+/// The golden checkpoints of the models that are built.
+const GOLDEN: [&str; 6] = ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "glm4_moe_lite", "qwen3_vl"];
+
 struct Case {
     name: &'static str,
     folder: PathBuf,
@@ -175,10 +178,37 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
 
 #[test]
 fn golden_f32_on_the_cpu() -> Outcome {
-    for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
+    for name in GOLDEN {
         let case = Case::load(name)?;
         for chunk in [64, 16, 5] {
             matches_transformers(&Device::cpu(), &case, chunk)?;
+        }
+    }
+    Ok(())
+}
+
+/// Token by token through the cache: the same logits as of the whole prompt.
+#[test]
+fn golden_f32_by_decode_steps() -> Outcome {
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        // A decode step is text.
+        if name == "qwen3_vl" {
+            continue;
+        }
+        for device in cards().into_iter().chain([Device::cpu()]) {
+            let options = SessionOptions { capacity: 96, ..SessionOptions::default() };
+            let mut session = session(&device, &case.folder, DType::F32, options)?;
+            let stream = session.stream().clone();
+            for (index, prompt) in case.prompts().iter().enumerate() {
+                session.truncate(0, 0)?;
+                let mut logits = session.prefill(0, &prompt[..1])?.to_vec::<f32>(&stream)?;
+                for &id in &prompt[1..] {
+                    logits.extend(session.decode(&[id])?.to_vec::<f32>(&stream)?);
+                }
+                let error = relative_l2(&logits, case.sequence("logits", index));
+                assert!(error <= 1e-4, "{name}, {device:?}, sequence {index}: logits: {error:.2e}");
+            }
         }
     }
     Ok(())
@@ -188,8 +218,14 @@ fn golden_f32_on_the_cpu() -> Outcome {
 #[test]
 fn golden_f32_in_the_simulator() -> Outcome {
     let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
-    let cases =
-        [("qwen3", 64), ("qwen3_sliding", 5), ("qwen3_moe", 64), ("qwen3_next", 29), ("qwen3_vl", 16)];
+    let cases = [
+        ("qwen3", 64),
+        ("qwen3_sliding", 5),
+        ("qwen3_moe", 64),
+        ("qwen3_next", 29),
+        ("qwen3_vl", 16),
+        ("glm4_moe_lite", 16),
+    ];
     for (name, chunk) in cases {
         matches_transformers(&device, &Case::load(name)?, chunk)?;
     }
@@ -199,7 +235,7 @@ fn golden_f32_in_the_simulator() -> Outcome {
 #[test]
 fn golden_f32_on_the_card() -> Outcome {
     for device in cards() {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
+        for name in GOLDEN {
             let case = Case::load(name)?;
             for chunk in [64, 5] {
                 matches_transformers(&device, &case, chunk)?;
@@ -215,7 +251,7 @@ fn golden_bf16() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
     for device in devices {
-        for name in ["qwen3", "qwen3_sliding", "qwen3_moe", "qwen3_next", "qwen3_vl"] {
+        for name in GOLDEN {
             let case = Case::load(name)?;
             let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
             let (grids, patches) = case.images();
@@ -261,12 +297,19 @@ fn demo_model_writes_the_expected_text() -> Outcome {
 /// Sequences of different lengths in one batch write what each writes alone.
 #[test]
 fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
-    let folder = workspace_root().join("assets/demo-model");
-    let prompts: [&[u32]; 3] = [&[0, 439, 1153, 994, 265], &[0, 457, 519, 352, 314, 307, 438], &[0]];
+    let demo: [&[u32]; 3] = [&[0, 439, 1153, 994, 265], &[0, 457, 519, 352, 314, 307, 438], &[0]];
+    let small: [&[u32]; 3] = [&[3, 370, 21, 99, 265], &[8, 57, 219, 352, 314, 307, 38], &[5]];
+    let models = [
+        (workspace_root().join("assets/demo-model"), demo),
+        // A cache of latent rows, and experts that the sequences share.
+        (golden::folder("glm4_moe_lite"), small),
+    ];
     let mut devices = cards();
     devices.push(Device::cpu());
-    for device in devices {
-        let model = Model::load(&device, &folder, DType::F32, &mut |_| {})?;
+    for (device, (folder, prompts)) in
+        devices.iter().flat_map(|device| models.iter().map(move |model| (device, model)))
+    {
+        let model = Model::load(device, folder, DType::F32, &mut |_| {})?;
         let options = SessionOptions { capacity: 64, ..SessionOptions::default() };
         let mut alone = model.session(options)?;
         let want: Vec<Vec<u32>> =
@@ -414,11 +457,9 @@ fn bad_images() -> Outcome {
 fn a_fork_goes_on_as_its_sequence() -> Outcome {
     let mut devices = cards();
     devices.push(Device::cpu());
-    for (device, name) in
-        devices.into_iter().flat_map(|device| ["qwen3", "qwen3_next"].map(|name| (device.clone(), name)))
-    {
+    for (device, name) in devices.iter().flat_map(|device| GOLDEN.map(|name| (device, name))) {
         let options = SessionOptions { batch: 3, capacity: 24, ..SessionOptions::default() };
-        let mut session = session(&device, &golden::folder(name), DType::F32, options)?;
+        let mut session = session(device, &golden::folder(name), DType::F32, options)?;
         let stream = session.stream().clone();
         session.prefill(2, &[5, 6, 7, 8])?;
         session.prefill(0, &[9])?;
@@ -428,8 +469,9 @@ fn a_fork_goes_on_as_its_sequence() -> Outcome {
         let vocab = session.model().config().decoder.vocab_size;
         for ids in [[1, 1, 1], [2, 3, 2], [4, 4, 4]] {
             let logits = session.decode(&ids)?.to_vec::<f32>(&stream)?;
-            assert_eq!(logits[..vocab], logits[2 * vocab..], "{device:?}");
-            assert_eq!(logits[..vocab] == logits[vocab..2 * vocab], ids == [1, 1, 1], "{device:?}");
+            assert_eq!(logits[..vocab], logits[2 * vocab..], "{name} on {device:?}");
+            let is_same = logits[..vocab] == logits[vocab..2 * vocab];
+            assert_eq!(is_same, ids == [1, 1, 1], "{name} on {device:?}");
         }
         assert_eq!(
             session.fork(0, 3).unwrap_err().to_string(),

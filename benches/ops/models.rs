@@ -154,11 +154,25 @@ impl Cost {
         let d = &config.decoder;
         let (mut weights, mut cache, mut attention) = (0, 0, 0);
         for layer in &d.layers {
-            if let MixerConfig::Attention(heads) = layer.mixer {
-                let (q, kv) = (heads.heads_q * heads.head_dim, heads.heads_kv * heads.head_dim);
-                weights += d.hidden_size * (2 * q + 2 * kv);
-                cache += 2 * kv;
-                attention += 4 * q;
+            match layer.mixer {
+                MixerConfig::Attention(heads) => {
+                    let (q, kv) = (heads.heads_q * heads.head_dim, heads.heads_kv * heads.head_dim);
+                    weights += d.hidden_size * (2 * q + 2 * kv);
+                    cache += 2 * kv;
+                    attention += 4 * q;
+                }
+                MixerConfig::Latent(latent) => {
+                    let (q, value) = (latent.heads * latent.head_dim(), latent.heads * latent.value);
+                    let q_weights =
+                        latent.q_latent.map_or(d.hidden_size * q, |row| row * (d.hidden_size + q));
+                    let kv_weights =
+                        d.hidden_size * latent.row() + latent.latent * (latent.heads * latent.nope + value);
+                    weights += q_weights + kv_weights + value * d.hidden_size;
+                    cache += latent.row();
+                    // With keys and values made for every head, which is less than against the latent rows.
+                    attention += 2 * (q + value);
+                }
+                _ => {}
             }
             weights += match layer.feed_forward {
                 FeedForwardConfig::Mlp(mlp) => 3 * d.hidden_size * mlp.intermediate_size,

@@ -252,13 +252,14 @@ struct Expected {
 }
 
 /// All columns of a row share the errors of its scores, so a case has as many independent errors as rows; the largest of a
-/// few may be next to nothing by luck. The naive result is therefore computed in as many orders as make up this many rows.
+/// few may be next to nothing by luck. The naive result is therefore computed in as many orders as make up this many rows,
+/// at most 256.
 const ROWS: usize = 512;
 
 fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
     let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), head_dim, head_dim_v, .. } = *case;
     let empty = || (Vec::new(), Vec::new());
-    let orders = ROWS.div_ceil((case.lens.len() * seq_q * heads_q).max(1)).min(head_dim);
+    let orders = ROWS.div_ceil((case.lens.len() * seq_q * heads_q).max(1)).min(head_dim).min(256);
     let mut expected = Expected { reference: empty(), naive: vec![empty(); orders], magnitudes: empty() };
     for (index, &len) in case.lens.iter().enumerate() {
         let sequence = case.sequence(len);

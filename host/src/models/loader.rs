@@ -94,6 +94,11 @@ impl<'a> Loader<'a> {
         build(&mut Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} })
     }
 
+    /// The stream that tensors are loaded in.
+    pub(super) fn stream(&self) -> &Stream {
+        self.stream
+    }
+
     /// A matrix `[rows, cols]`.
     pub(super) fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Tensor, Error> {
         self.stacked(&[(name.into(), rows)], cols)

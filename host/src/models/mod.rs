@@ -15,13 +15,13 @@ mod vision;
 mod weights;
 
 pub use config::{
-    Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig,
-    MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind, SharedExpertConfig,
-    VisionConfig, YarnRope,
+    Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LatentConfig,
+    LayerConfig, MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind,
+    SharedExpertConfig, VisionConfig, YarnRope,
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
-pub use layers::{Attention, DeltaNet, FeedForward, Linear, Mixer, Mlp, Moe};
+pub use layers::{Attention, DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe};
 pub use loader::LoadProgress;
 pub use model::Model;
 pub use sampler::Sampler;

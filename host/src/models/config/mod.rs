@@ -1,6 +1,7 @@
 //! `config.json`: which model, and the numbers that define its computation.
 
 mod fields;
+mod glm4_moe_lite;
 mod qwen3;
 mod qwen3_moe;
 mod qwen3_next;
@@ -11,6 +12,7 @@ use std::path::Path;
 
 use abi::DType;
 use abi::ops::glu::Activation;
+use abi::ops::rope::RopeStyle;
 use serde_json::Value;
 
 use super::ModelError;
@@ -54,6 +56,8 @@ pub enum Architecture {
     Qwen3Next,
     /// The same decoder with a vision tower: Qwen3-VL.
     Qwen3Vl,
+    /// GLM-4.7-Flash: latent attention; experts, chosen by sigmoid scores with a correction.
+    Glm4MoeLite,
 }
 
 /// The numbers of a text decoder.
@@ -101,6 +105,8 @@ pub enum MixerConfig {
     Attention(AttentionConfig),
     /// A gated delta net, whose state has a fixed size.
     DeltaNet(DeltaNetConfig),
+    /// Softmax attention over cached latent rows.
+    Latent(LatentConfig),
 }
 
 /// Grouped-query attention with a norm per head on q and k.
@@ -144,6 +150,44 @@ impl DeltaNetConfig {
     /// Rows of all input projections: q, k, v, z, b and a.
     pub(super) fn input_rows(&self) -> usize {
         self.channels() + self.heads_v * (self.dim_v + 2)
+    }
+}
+
+/// Latent attention (MLA): all heads' keys and values are made of one latent row per token. A head of q and k has a part that
+/// is not rotated, *nope*, and one that is, *rope*, which is the same for the keys of all heads.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LatentConfig {
+    /// Heads.
+    pub heads: usize,
+    /// Width of the latent row that queries are made of; `None` makes them of the hidden state.
+    pub q_latent: Option<usize>,
+    /// Width of the latent row that keys and values are made of.
+    pub latent: usize,
+    /// Width of a head's part of q and k that is not rotated.
+    pub nope: usize,
+    /// Width of the part that is rotated; even.
+    pub rope: usize,
+    /// Width of a head's value.
+    pub value: usize,
+    /// Whether the projections into the latent space and out of attention have biases.
+    pub bias: bool,
+    /// Of the norms of the latent rows.
+    pub eps: f32,
+    /// What the scores are multiplied by.
+    pub scale: f32,
+    /// Which elements of a rotated part form a pair.
+    pub style: RopeStyle,
+}
+
+impl LatentConfig {
+    /// Width of a head of q and k.
+    pub fn head_dim(&self) -> usize {
+        self.nope + self.rope
+    }
+
+    /// Width of a cached row.
+    pub fn row(&self) -> usize {
+        self.latent + self.rope
     }
 }
 
@@ -296,6 +340,7 @@ impl ModelConfig {
             Architecture::Qwen3 => (qwen3::read(&fields)?, None),
             Architecture::Qwen3Moe => (qwen3_moe::read(&fields)?, None),
             Architecture::Qwen3Next => (qwen3_next::read(&fields)?, None),
+            Architecture::Glm4MoeLite => (glm4_moe_lite::read(&fields)?, None),
             Architecture::Qwen3Vl => {
                 let (decoder, vision) = qwen3_vl::read(&fields)?;
                 (decoder, Some(vision))
@@ -303,8 +348,8 @@ impl ModelConfig {
         };
         // Where the decoder's own fields are.
         let text = match architecture {
-            Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => None,
             Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config", "text_config.")?),
+            _ => None,
         };
         let dtype = match (read_dtype(&fields)?, &text) {
             (None, Some(text)) => read_dtype(text)?,
@@ -346,13 +391,14 @@ impl Architecture {
     /// What the names of the decoder's tensors begin with, but for the head's.
     pub(super) fn decoder_prefix(self) -> &'static str {
         match self {
-            Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => "model",
             Architecture::Qwen3Vl => "model.language_model",
+            _ => "model",
         }
     }
 
     /// The values of `model_type` that are built.
-    pub const MODEL_TYPES: &'static [&'static str] = &["qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl"];
+    pub const MODEL_TYPES: &'static [&'static str] =
+        &["qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "glm4_moe_lite"];
 
     fn read(fields: &Fields) -> Result<Architecture, ModelError> {
         match fields.required("model_type", "a string", Value::as_str)? {
@@ -360,6 +406,7 @@ impl Architecture {
             "qwen3_moe" => Ok(Architecture::Qwen3Moe),
             "qwen3_next" => Ok(Architecture::Qwen3Next),
             "qwen3_vl" => Ok(Architecture::Qwen3Vl),
+            "glm4_moe_lite" => Ok(Architecture::Glm4MoeLite),
             found => Err(ModelError::UnknownModelType {
                 path: fields.path.into(),
                 found: found.into(),

@@ -40,7 +40,7 @@ pub(super) fn read_dense(
     Ok(DecoderConfig {
         vocab_size: fields.size("vocab_size", 151936)?,
         hidden_size: fields.size("hidden_size", 4096)?,
-        norm: NormConfig { eps: read_eps(fields)?, weight: NormWeight::Plain },
+        norm: NormConfig { eps: read_eps(fields, 1e-6)?, weight: NormWeight::Plain },
         layers,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
         max_position_embeddings,
@@ -82,10 +82,10 @@ pub(super) fn read_attention(
     Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None, output_gate: false })
 }
 
-pub(super) fn read_eps(fields: &Fields) -> Result<f32, ModelError> {
+pub(super) fn read_eps(fields: &Fields, default: f64) -> Result<f32, ModelError> {
     let positive_f32 = |eps: f64| eps as f32 > 0.0 && (eps as f32).is_finite();
     let eps = fields.number("rms_norm_eps", "a positive number in the range of f32", positive_f32)?;
-    Ok(eps.unwrap_or(1e-6) as f32)
+    Ok(eps.unwrap_or(default) as f32)
 }
 
 /// The sliding window of each layer: the one width `sliding_window`, in the layers that `layer_types` marks, or else in

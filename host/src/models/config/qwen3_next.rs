@@ -49,7 +49,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
     Ok(DecoderConfig {
         vocab_size: fields.size("vocab_size", 151936)?,
         hidden_size: fields.size("hidden_size", 2048)?,
-        norm: NormConfig { eps: read_eps(fields)?, weight: NormWeight::ZeroCentred },
+        norm: NormConfig { eps: read_eps(fields, 1e-6)?, weight: NormWeight::ZeroCentred },
         layers,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
         max_position_embeddings,

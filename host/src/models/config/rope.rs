@@ -92,14 +92,8 @@ impl RopeConfig {
     /// non-null `rope_scaling` comes first, and keys that the object lacks are taken from the top level, then from
     /// `defaults`.
     pub(super) fn read(top: &Fields, defaults: RopeDefaults) -> Result<RopeConfig, ModelError> {
-        let empty = Map::new();
-        let (path, object) = (top.path, "an object");
-        let scaling = top.nullable("rope_scaling", object, Value::as_object)?;
-        let rope = match (scaling, top.nullable("rope_parameters", object, Value::as_object)?) {
-            (Some(map), _) => Fields { path, prefix: "rope_scaling.", map },
-            (None, Some(map)) => Fields { path, prefix: "rope_parameters.", map },
-            (None, None) => Fields { path, prefix: "", map: &empty },
-        };
+        let (path, empty) = (top.path, Map::new());
+        let rope = rope_fields(top, &empty)?;
         if let Some((key, value)) = rope.map.iter().find(|(_, value)| value.is_object()) {
             return Err(rope.unsupported(key, value.to_string(), &["one set of parameters for all layers"]));
         }
@@ -129,6 +123,38 @@ impl RopeConfig {
     }
 }
 
+/// The object with the parameters; `empty` where there is none.
+fn rope_fields<'a>(top: &Fields<'a>, empty: &'a Map<String, Value>) -> Result<Fields<'a>, ModelError> {
+    let (path, object) = (top.path, "an object");
+    let scaling = top.nullable("rope_scaling", object, Value::as_object)?;
+    Ok(match (scaling, top.nullable("rope_parameters", object, Value::as_object)?) {
+        (Some(map), _) => Fields { path, prefix: "rope_scaling.", map },
+        (None, Some(map)) => Fields { path, prefix: "rope_parameters.", map },
+        (None, None) => Fields { path, prefix: "", map: empty },
+    })
+}
+
+/// What latent attention multiplies its scores by besides the width's root: 1, or the square of `mscale_all_dim`'s magnitude
+/// where frequencies are stretched.
+pub(super) fn score_factor(top: &Fields) -> Result<f64, ModelError> {
+    let empty = Map::new();
+    let rope = rope_fields(top, &empty)?;
+    let number = |key| rope.number(key, "a number of at least 0", |number| number >= 0.0);
+    let is_default = match rope.map.get("rope_type").or_else(|| rope.map.get("type")) {
+        None | Some(Value::Null) => true,
+        Some(kind) => kind == "default",
+    };
+    match (number("factor")?, number("mscale_all_dim")?) {
+        (Some(factor), Some(scale)) if !is_default => Ok(magnitude(factor, scale).powi(2)),
+        _ => Ok(1.0),
+    }
+}
+
+/// YaRN's `m(factor, scale)`.
+fn magnitude(factor: f64, scale: f64) -> f64 {
+    if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 }
+}
+
 impl RopeKind {
     fn read(rope: &Fields, max_position_embeddings: usize) -> Result<RopeKind, ModelError> {
         let mut kind = None;
@@ -154,14 +180,13 @@ impl YarnRope {
     fn read(rope: &Fields, factor: f64, max_position_embeddings: usize) -> Result<YarnRope, ModelError> {
         let positive = |key| rope.number(key, "a positive number", |number| number > 0.0);
         let scale = |key| rope.number(key, "a number of at least 0", |number| number >= 0.0);
-        let magnitude = |scale: f64| if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 };
         let attention_factor =
             match (positive("attention_factor")?, scale("mscale")?, scale("mscale_all_dim")?) {
                 (Some(stated), _, _) => stated,
                 (None, Some(part), Some(all)) if part != 0.0 && all != 0.0 => {
-                    magnitude(part) / magnitude(all)
+                    magnitude(factor, part) / magnitude(factor, all)
                 }
-                _ => magnitude(1.0),
+                _ => magnitude(factor, 1.0),
             };
         let original = rope.integer("original_max_position_embeddings", 1..=MAX_SIZE)?;
         Ok(YarnRope {

@@ -5,12 +5,14 @@
 
 mod attention;
 mod delta_net;
+mod latent;
 mod linear;
 mod mlp;
 mod moe;
 
 pub use attention::Attention;
 pub use delta_net::DeltaNet;
+pub use latent::LatentAttention;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use moe::Moe;
@@ -31,17 +33,22 @@ use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use attention::{AttentionBlock, KeysValues};
 use delta_net::{DeltaNetBlock, DeltaState};
+use latent::{LatentBlock, LatentRows};
 use mlp::MlpBlock;
 use moe::MoeBlock;
 
 /// What mixes the tokens of a sequence.
 #[derive(Debug)]
 #[non_exhaustive]
+// A few kilobytes for all layers of a model.
+#[expect(clippy::large_enum_variant)]
 pub enum Mixer {
     /// Softmax attention.
     Attention(Attention),
     /// A gated delta net.
     DeltaNet(Box<DeltaNet>),
+    /// Softmax attention over latent rows.
+    Latent(Box<LatentAttention>),
 }
 
 /// What works on each token alone.
@@ -76,6 +83,12 @@ impl Mixer {
                 hidden_size,
                 loader,
                 &format!("{prefix}.linear_attn"),
+            )?))),
+            MixerConfig::Latent(config) => Ok(Mixer::Latent(Box::new(LatentAttention::new(
+                config,
+                hidden_size,
+                loader,
+                &format!("{prefix}.self_attn"),
             )?))),
         }
     }
@@ -183,6 +196,7 @@ impl Step<'_> {
 pub(super) enum Cache {
     KeysValues(KeysValues),
     Delta(DeltaState),
+    LatentRows(LatentRows),
 }
 
 impl Cache {
@@ -199,6 +213,9 @@ impl Cache {
                 Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, batch, capacity)?))
             }
             MixerConfig::DeltaNet(config) => Ok(Cache::Delta(DeltaState::new(config, stream, dtype, batch)?)),
+            MixerConfig::Latent(config) => {
+                Ok(Cache::LatentRows(LatentRows::new(config, stream, dtype, batch, capacity)?))
+            }
         }
     }
 
@@ -207,6 +224,7 @@ impl Cache {
         match self {
             Cache::KeysValues(cache) => cache.bytes(),
             Cache::Delta(cache) => cache.bytes(),
+            Cache::LatentRows(cache) => cache.bytes(),
         }
     }
 
@@ -215,13 +233,14 @@ impl Cache {
         match self {
             Cache::KeysValues(cache) => cache.copy_sequence(stream, from, to),
             Cache::Delta(cache) => cache.copy_sequence(stream, from, to),
+            Cache::LatentRows(cache) => cache.copy_sequence(stream, from, to),
         }
     }
 
     /// Whether the last tokens of a sequence can be forgotten while those before are kept.
     pub(super) fn can_be_cropped(&self) -> bool {
         match self {
-            Cache::KeysValues(_) => true,
+            Cache::KeysValues(_) | Cache::LatentRows(_) => true,
             Cache::Delta(_) => false,
         }
     }
@@ -230,7 +249,7 @@ impl Cache {
     pub(super) fn clear(&mut self, stream: &Stream, sequence: usize) -> Result<(), Error> {
         match self {
             // Nobody reads beyond a sequence's length.
-            Cache::KeysValues(_) => Ok(()),
+            Cache::KeysValues(_) | Cache::LatentRows(_) => Ok(()),
             Cache::Delta(cache) => cache.clear(stream, sequence),
         }
     }
@@ -241,6 +260,7 @@ impl Cache {
 pub(super) enum MixerBlock {
     Attention(Box<AttentionBlock>),
     DeltaNet(Box<DeltaNetBlock>),
+    Latent(Box<LatentBlock>),
 }
 
 impl MixerBlock {
@@ -252,6 +272,7 @@ impl MixerBlock {
             MixerConfig::DeltaNet(config) => {
                 Ok(MixerBlock::DeltaNet(Box::new(DeltaNetBlock::new(phase, config)?)))
             }
+            MixerConfig::Latent(config) => Ok(MixerBlock::Latent(Box::new(LatentBlock::new(phase, config)?))),
         }
     }
 
@@ -259,6 +280,7 @@ impl MixerBlock {
         match self {
             MixerBlock::Attention(block) => block.reports(),
             MixerBlock::DeltaNet(block) => block.reports(),
+            MixerBlock::Latent(block) => block.reports(),
         }
     }
 
@@ -277,6 +299,10 @@ impl MixerBlock {
             (MixerBlock::DeltaNet(block), Mixer::DeltaNet(weights), Cache::Delta(cache)) => {
                 block.run(step, weights, cache, x, out)
             }
+            (MixerBlock::Latent(block), Mixer::Latent(weights), Cache::LatentRows(cache)) => {
+                block.run(step, weights, cache, x, out)
+            }
+            // Weights, blocks and caches are made from one configuration.
             _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
         }
     }

@@ -1,0 +1,141 @@
+//! `model_type: "glm4_moe_lite"`: latent attention; experts in all layers but the first (GLM-4.7-Flash).
+//!
+//! The files' `first_k_dense_replace`, `topk_method`, `scoring_func` and `head_dim` are not read, as by transformers: what they
+//! would say follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published checkpoint's
+//! prediction of the token after the next, which is not built.
+
+use abi::ops::glu::Activation;
+use abi::ops::rope::RopeStyle;
+use serde_json::Value;
+
+use super::fields::Fields;
+use super::qwen3::{read_activation, read_eps};
+use super::rope::{RopeConfig, RopeDefaults, score_factor};
+use super::{
+    DecoderConfig, FeedForwardConfig, LatentConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
+    MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
+};
+use crate::models::ModelError;
+use crate::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
+use crate::ops::rmsnorm::NormWeight;
+
+/// Of the norms of the latent rows, whatever `rms_norm_eps` says: transformers leaves them at its class's default. vLLM, SGLang
+/// and llama.cpp use `rms_norm_eps`.
+const LATENT_EPS: f32 = 1e-6;
+
+/// With the defaults of the type's configuration class.
+pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
+    let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(47);
+    let latent = read_latent(fields)?;
+    let activation = read_activation(fields, "silu")?;
+    let dense = MlpConfig { intermediate_size: fields.size("intermediate_size", 10240)?, activation };
+    let experts = read_experts(fields, activation)?;
+    let max_position_embeddings = fields.size("max_position_embeddings", 202752)?;
+    let layers = sparse_layers(fields, num_layers)?
+        .into_iter()
+        .map(|is_sparse| {
+            let feed_forward =
+                if is_sparse { FeedForwardConfig::Moe(experts) } else { FeedForwardConfig::Mlp(dense) };
+            LayerConfig { mixer: MixerConfig::Latent(latent), feed_forward }
+        })
+        .collect();
+    let defaults = RopeDefaults {
+        theta: 10000.0,
+        partial_rotary_factor: 1.0,
+        head_dim: latent.rope,
+        max_position_embeddings,
+    };
+    let rope = RopeConfig::read(fields, defaults)?;
+    if rope.rotary_dim != latent.rope {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "partial_rotary_factor must leave all qk_rope_head_dim dimensions rotated",
+            got: format!("{} of {}", rope.rotary_dim, latent.rope),
+        });
+    }
+    Ok(DecoderConfig {
+        vocab_size: fields.size("vocab_size", 154_880)?,
+        hidden_size: fields.size("hidden_size", 2048)?,
+        norm: NormConfig { eps: read_eps(fields, 1e-5)?, weight: NormWeight::Plain },
+        layers,
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        max_position_embeddings,
+        rope,
+    })
+}
+
+fn read_latent(fields: &Fields) -> Result<LatentConfig, ModelError> {
+    let q_latent = match fields.map.get("q_lora_rank") {
+        Some(Value::Null) => None,
+        _ => Some(fields.size("q_lora_rank", 768)?),
+    };
+    let nope = fields.size("qk_nope_head_dim", 192)?;
+    let rope = fields.size("qk_rope_head_dim", 64)?;
+    let scale = score_factor(fields)? / ((nope + rope) as f64).sqrt();
+    let is_interleaved = fields.flag("rope_interleave")?.unwrap_or(true);
+    Ok(LatentConfig {
+        heads: fields.size("num_attention_heads", 20)?,
+        q_latent,
+        latent: fields.size("kv_lora_rank", 512)?,
+        nope,
+        rope,
+        value: fields.size("v_head_dim", 256)?,
+        bias: fields.flag("attention_bias")?.unwrap_or(false),
+        eps: LATENT_EPS,
+        scale: scale as f32,
+        style: if is_interleaved { RopeStyle::Interleaved } else { RopeStyle::HalfSplit },
+    })
+}
+
+fn read_experts(fields: &Fields, activation: Activation) -> Result<MoeConfig, ModelError> {
+    let intermediate_size = fields.size("moe_intermediate_size", 1536)?;
+    let mlp = |intermediate_size| MlpConfig { intermediate_size, activation };
+    let num_experts = match fields.integer("n_routed_experts", 1..=MAX_SIZE)? {
+        Some(num_experts) => num_experts,
+        None => fields.size("num_local_experts", 64)?,
+    };
+    let (num_groups, top_groups) = (fields.size("n_group", 1)?, fields.size("topk_group", 1)?);
+    let num_shared = fields.integer("n_shared_experts", 0..=MAX_SIZE)?.unwrap_or(1);
+    let is_normalised = fields.flag("norm_topk_prob")?.unwrap_or(true);
+    let scale = fields.number("routed_scaling_factor", "a number above 0", |scale| scale > 0.0)?;
+    Ok(MoeConfig {
+        num_experts,
+        top_k: fields.size("num_experts_per_tok", 4)?,
+        expert: mlp(intermediate_size),
+        score: RouterScore::Sigmoid,
+        correction_bias: true,
+        groups: (num_groups > 1).then_some(ExpertGroups { num_groups, top_groups }),
+        weights: if is_normalised { RouterWeights::Normalised } else { RouterWeights::Scores },
+        scale: scale.unwrap_or(1.8) as f32,
+        round_weights: false,
+        shared: (num_shared > 0).then(|| SharedExpertConfig {
+            mlp: mlp(intermediate_size.saturating_mul(num_shared)),
+            name: "shared_experts",
+            gate: false,
+        }),
+    })
+}
+
+/// Which layers have experts.
+fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    let Some(types) = fields.nullable("mlp_layer_types", "a list of strings", Value::as_array)? else {
+        return Ok((0..num_layers).map(|layer| layer > 0).collect());
+    };
+    if types.len() != num_layers {
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "mlp_layer_types must have num_hidden_layers entries",
+            got: format!("{} and {num_layers}", types.len()),
+        });
+    }
+    let is_sparse = |(layer, kind): (usize, &Value)| match kind.as_str() {
+        Some("dense") => Ok(false),
+        Some("sparse") => Ok(true),
+        _ => Err(fields.unsupported(
+            &format!("mlp_layer_types[{layer}]"),
+            kind.to_string(),
+            &["dense", "sparse"],
+        )),
+    };
+    types.iter().enumerate().map(is_sparse).collect()
+}
