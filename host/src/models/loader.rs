@@ -33,6 +33,8 @@ enum Source<'a> {
     /// Notes requirements, and hands out empty tensors.
     Check(Requirements<'a>),
     Checkpoint(&'a Weights),
+    /// Notes names and shapes, and hands out empty tensors.
+    List(Vec<(String, Vec<usize>)>),
     /// A block of random elements, which all tensors are made of.
     Random {
         block: Tensor,
@@ -94,6 +96,22 @@ impl<'a> Loader<'a> {
         build(&mut Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} })
     }
 
+    /// Names and shapes of what `build` asks for.
+    pub(super) fn list<T>(
+        stream: &'a Stream,
+        dtype: DType,
+        build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
+    ) -> Result<Vec<(String, Vec<usize>)>, Error> {
+        let source = Source::List(Vec::new());
+        let mut loader =
+            Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
+        build(&mut loader)?;
+        Ok(match loader.source {
+            Source::List(tensors) => tensors,
+            _ => Vec::new(),
+        })
+    }
+
     /// The stream that tensors are loaded in.
     pub(super) fn stream(&self) -> &Stream {
         self.stream
@@ -142,7 +160,7 @@ impl<'a> Loader<'a> {
         match &self.source {
             Source::Check(requirements) => requirements.weights().contains(name),
             Source::Checkpoint(weights) => weights.contains(name),
-            Source::Random { .. } => false,
+            Source::List(_) | Source::Random { .. } => false,
         }
     }
 
@@ -205,6 +223,10 @@ impl<'a> Loader<'a> {
                     requirements.tensor(*name, shape);
                     self.total_bytes += (shape.iter().product::<usize>() * dtype.bytes()) as u64;
                 }
+                Tensor::empty(stream, &[0], dtype)
+            }
+            Source::List(tensors) => {
+                tensors.extend(parts.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone())));
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::Checkpoint(weights) => {

@@ -49,6 +49,11 @@ impl Model {
         Ok(Self::new(device, config, parts, dtype))
     }
 
+    /// Names and shapes of the tensors that a model of this configuration takes from a checkpoint, experts one by one.
+    pub fn tensors(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>, Error> {
+        Loader::list(&Device::cpu().stream()?, DType::BF16, |loader| build(config, loader))
+    }
+
     fn new(
         device: &Device,
         config: ModelConfig,

@@ -79,6 +79,28 @@ pub struct DecoderConfig {
     pub rope: RopeConfig,
 }
 
+impl DecoderConfig {
+    /// Bytes of a sequence's caches with room for `capacity` tokens, in all layers.
+    pub fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
+        self.layers.iter().map(|layer| layer.mixer.cache_bytes(dtype, capacity)).sum()
+    }
+}
+
+impl MixerConfig {
+    fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
+        match self {
+            MixerConfig::Attention(AttentionConfig { heads_kv, head_dim, .. }) => {
+                2 * capacity * heads_kv * head_dim * dtype.bytes()
+            }
+            MixerConfig::DeltaNet(net) => {
+                let state = net.heads_v * net.dim_k * net.dim_v * DType::F32.bytes();
+                state + net.channels() * (net.conv_width - 1) * dtype.bytes()
+            }
+            MixerConfig::Latent(latent) => capacity * latent.row() * dtype.bytes(),
+        }
+    }
+}
+
 /// An RMSNorm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormConfig {
