@@ -1,13 +1,16 @@
 //! LayerNorm, with an optional residual added first: `h = x + residual; out = (h − mean) · rsqrt(variance + eps) · w + b`.
 //!
 //! Work split: a row belongs to a warp (8 rows per block) or to a block. Each thread holds its pieces of the row in
-//! registers, so the row is read once and the variance is that of the differences from the mean, without the cancellation
-//! of mean square less squared mean; thread t of n takes pieces t, t + n, …, so a warp's load is one contiguous stretch:
+//! registers, so the row is read once; thread t of n takes pieces t, t + n, …, so a warp's load is one contiguous stretch:
 //!
 //! ```text
 //! row   | piece 0 | piece 1 | … | piece n-1 | piece n | …      a piece is 16 bytes
 //! thread    0         1             n-1          0
 //! ```
+//!
+//! Mean and variance are those of the differences from a first mean, so nothing cancels where a row is far from zero: the
+//! rounding of the first mean is in the mean of the differences, which is subtracted too (the shifted and corrected two-pass
+//! algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
 //!
 //! Bound by memory: all loads of a thread are issued before the first use. The choice depends on the row's length only, so
 //! a row's result does not depend on how many rows there are.
@@ -35,7 +38,7 @@ struct Share {
     members: u32,
 }
 
-/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members, and is called twice.
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members, and is called three times.
 ///
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
@@ -98,7 +101,7 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
             i += 1;
         }
         let mean = sum(total) * dims.inv_cols;
-        let mut square = 0.0;
+        let (mut rest, mut square) = (0.0, 0.0);
         let mut i = 0;
         while i < CHUNKS {
             if member + i as u32 * members < num_chunks {
@@ -107,13 +110,14 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                 let mut j = 0;
                 while j < T::PER_16_BYTES {
                     let difference = values[j] - mean;
+                    rest += difference;
                     square = math::fma(difference, difference, square);
                     j += 1;
                 }
             }
             i += 1;
         }
-        let scale = math::rsqrt(math::fma(sum(square), dims.inv_cols, dims.eps));
+        let (rest, scale) = finish(sum(rest), sum(square), dims);
         let mut i = 0;
         while i < CHUNKS {
             let chunk = member + i as u32 * members;
@@ -125,13 +129,35 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                 T::unpack(global::load_nc_x4(bias.add(element)), &mut offsets);
                 let mut j = 0;
                 while j < T::PER_16_BYTES {
-                    values[j] = math::fma((values[j] - mean) * scale, gains[j], offsets[j]);
+                    values[j] = math::fma((values[j] - mean - rest) * scale, gains[j], offsets[j]);
                     j += 1;
                 }
                 global::store_x4(out.add(at(dims.out_stride, chunk)), T::pack(&values));
             }
             i += 1;
         }
+    }
+}
+
+/// What is left of the mean, and the factor of what differs from it, of sums of the differences and of their squares.
+#[inline(always)]
+fn finish(rest: f32, square: f32, dims: &LayerNormDims) -> (f32, f32) {
+    let rest = rest * dims.inv_cols;
+    let variance = math::max(math::fma(square, dims.inv_cols, -(rest * rest)), 0.0);
+    (rest, math::rsqrt(variance + dims.eps))
+}
+
+/// A sum over the block that another may follow.
+///
+/// # Safety
+/// - *converged*: all threads of the block. Nothing else lives in the sum's shared memory.
+#[inline(always)]
+unsafe fn block_sum(value: f32) -> f32 {
+    // SAFETY: the caller's promise; the barrier is between the reads of this sum and the writes of the next.
+    unsafe {
+        let total = block_sum_f32(value);
+        thread::sync_threads();
+        total
     }
 }
 
@@ -145,7 +171,7 @@ unsafe fn row_by_element<T: Element>(tensors: Tensors<T>, dims: &LayerNormDims) 
     let row = thread::block_idx_x() as usize;
     let (member, members) = (thread::thread_idx_x(), thread::block_dim_x());
     // SAFETY: col < cols keeps every access inside its row — LayerNorm::run. The later passes read back what this same
-    // thread wrote in the first. The barrier is between the two uses of the sum's shared memory.
+    // thread wrote in the first.
     unsafe {
         let x = x.add(row * dims.x_stride as usize);
         let stored = residual.wrapping_add(row * dims.residual_stride as usize);
@@ -166,22 +192,22 @@ unsafe fn row_by_element<T: Element>(tensors: Tensors<T>, dims: &LayerNormDims) 
             total += value_at(col);
             col += members;
         }
-        let mean = block_sum_f32(total) * dims.inv_cols;
-        thread::sync_threads();
-        let mut square = 0.0;
+        let mean = block_sum(total) * dims.inv_cols;
+        let (mut rest, mut square) = (0.0, 0.0);
         let mut col = member;
         while col < dims.cols {
             let difference = value_at(col) - mean;
+            rest += difference;
             square = math::fma(difference, difference, square);
             col += members;
         }
-        let scale = math::rsqrt(math::fma(block_sum_f32(square), dims.inv_cols, dims.eps));
+        let (rest, scale) = finish(block_sum(rest), block_sum(square), dims);
         let out = out.add(row * dims.out_stride as usize);
         let mut col = member;
         while col < dims.cols {
             let gain = global::load(weight.add(col as usize)).to_f32();
             let offset = global::load(bias.add(col as usize)).to_f32();
-            let value = math::fma((value_at(col) - mean) * scale, gain, offset);
+            let value = math::fma((value_at(col) - mean - rest) * scale, gain, offset);
             global::store(out.add(col as usize), T::from_f32(value));
             col += members;
         }
@@ -198,16 +224,8 @@ macro_rules! body {
     (Block, $type:ident, $tensors:ident, $dims:ident, $chunks:literal) => {{
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
-        let sum = |value| {
-            // SAFETY: all threads of the block take part; the barrier lets the next sum have the same shared memory.
-            unsafe {
-                let total = block_sum_f32(value);
-                thread::sync_threads();
-                total
-            }
-        };
         // SAFETY: one block per row, all its threads take part in the sums; the grid has `rows` blocks — LayerNorm::run.
-        unsafe { rows_in_registers::<$type, $chunks>($tensors, &$dims, share, sum) }
+        unsafe { rows_in_registers::<$type, $chunks>($tensors, &$dims, share, |v| block_sum(v)) }
     }};
     (Scalar, $type:ident, $tensors:ident, $dims:ident $(,)?) => {{
         // SAFETY: one block per row — LayerNorm::run.

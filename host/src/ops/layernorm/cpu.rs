@@ -40,12 +40,26 @@ fn rows<T: FloatElement>(dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
                 sum
             }
         };
-        let mean = h.iter().map(|h| h.to_f32()).sum::<f32>() * dims.inv_cols;
-        let variance = h.iter().map(|h| (h.to_f32() - mean).powi(2)).sum::<f32>() * dims.inv_cols;
-        let scale = 1.0 / (variance + dims.eps).sqrt();
+        let mean = sum(h, |h| h) * dims.inv_cols;
+        // What rounding has left of the mean in the differences, as in the kernels.
+        let rest = sum(h, |h| h - mean) * dims.inv_cols;
+        let square = sum(h, |h| (h - mean).powi(2)) * dims.inv_cols;
+        let scale = 1.0 / ((square - rest * rest).max(0.0) + dims.eps).sqrt();
         for col in 0..cols {
-            let normed = (h[col].to_f32() - mean) * scale;
+            let normed = (h[col].to_f32() - mean - rest) * scale;
             out[col] = T::from_f32(normed * weight[col].to_f32() + bias[col].to_f32());
         }
     });
+}
+
+/// The sum over a row, in 32 parts that are added up at the end, as a warp's lanes would: one after the other the roundings
+/// of a long row would outweigh what is to be corrected.
+fn sum<T: FloatElement>(row: &[T], term: impl Fn(f32) -> f32) -> f32 {
+    let mut parts = [0.0; 32];
+    for values in row.chunks(parts.len()) {
+        for (part, value) in parts.iter_mut().zip(values) {
+            *part += term(value.to_f32());
+        }
+    }
+    parts.iter().sum()
 }

@@ -57,7 +57,7 @@ pub struct LayerNormArgs<'a> {
 /// `h = x` or `residual + x`; `out = (h − mean(h)) · rsqrt(mean((h − mean(h))²) + eps) · weight + bias`.
 ///
 /// **Arithmetic**: f32 throughout, `rsqrt` within 2^-22.9; out is rounded once, h once if there is a residual. The variance
-/// is the biased one, of the differences from the mean.
+/// is the biased one, of the differences from the mean; rows far from zero lose nothing.
 /// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
