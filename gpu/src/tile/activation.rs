@@ -55,9 +55,15 @@ pub fn sigmoid(x: f32) -> f32 {
     if x.is_nan() { x } else { times_sigmoid(1.0, x) }
 }
 
-/// e^x, within 1 ulp whatever the size of x; 0 below 2^−126, infinite from 88 on, NaN for NaN.
+/// e^x, within 1 ulp whatever the size of x; infinite from 88 on, NaN for NaN.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
+    exp_by(x, math::ex2_subnormal)
+}
+
+/// The same with another 2^x, which is asked for whole x only.
+#[inline(always)]
+pub fn exp_by(x: f32, ex2: impl Fn(f32) -> f32) -> f32 {
     // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product with
     // `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Beyond −104 and 88 there is nothing to round.
     const ROUND: f32 = 12_582_912.0;
@@ -74,7 +80,7 @@ pub fn exp(x: f32) -> f32 {
         let whole = (scaled + ROUND) - ROUND;
         (whole, math::fma(whole, -LN_2_LOW, math::fma(whole, -LN_2_HIGH, x)))
     };
-    polynomial(&TAYLOR, rest) * math::ex2(whole)
+    polynomial(&TAYLOR, rest) * ex2(whole)
 }
 
 /// ln(1 + e^x), within 2 ulp, from 20 on x itself; NaN for NaN.
@@ -227,7 +233,8 @@ mod tests {
         assert_eq!((super::sigmoid(f32::INFINITY), super::sigmoid(f32::NEG_INFINITY)), (1.0, 0.0));
         assert_eq!((softplus(f32::INFINITY), softplus(f32::NEG_INFINITY)), (f32::INFINITY, 0.0));
         assert_eq!((softplus(f32::MAX), softplus(f32::MIN)), (f32::MAX, 0.0));
-        assert_eq!((exp(-88.0), exp(-1e30), exp(89.0)), (0.0, 0.0, f32::INFINITY));
+        assert_eq!((exp(-105.0), exp(-1e30), exp(89.0)), (0.0, 0.0, f32::INFINITY));
+        assert!((f64::from(exp(-100.0)) / (-100f64).exp() - 1.0).abs() < 0.03);
     }
 
     #[test]

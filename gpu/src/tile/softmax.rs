@@ -7,7 +7,7 @@
 use cuda_std::cvt::Element;
 use cuda_std::math;
 
-use super::activation::exp;
+use super::activation::exp_by;
 
 /// Only f32 has four elements in 16 bytes.
 const fn is_f32<T: Element>() -> bool {
@@ -21,7 +21,7 @@ pub fn weight<T: Element>(x: f32) -> f32 {
     if !is_f32::<T>() {
         return math::ex2(x);
     }
-    exp(x)
+    exp_by(x, math::ex2)
 }
 
 /// ln Σexp of natural scores, from the largest score and the sum of the weights; −∞ of no scores.

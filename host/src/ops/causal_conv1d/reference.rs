@@ -6,7 +6,7 @@ use crate::ops::reference::Real;
 
 /// Convolves one sequence `x [tokens, channels]`; see [`super::CausalConv1d`]. `state [channels, width − 1]` is brought up to
 /// date. Returns out, and what the error of each element is relative to: Σ|w · x| (+ |bias|) times a bound of the
-/// activation's slope, sigmoid(s) · (1 + |s|) for the sum s.
+/// activation's slope for the sum s, σ(s) · (1 + |s| (1 − σ(s))) with σ the sigmoid.
 ///
 /// `store` is the rounding of a value that is stored: the identity for the specification.
 pub fn causal_conv1d<A: Real>(
@@ -35,7 +35,9 @@ pub fn causal_conv1d<A: Real>(
             }
             out[t * channels + channel] = store(act(Activation::Silu, sum)).to_real();
             let sum = sum.to_real();
-            terms[t * channels + channel] = term * act::<f64>(Activation::Sigmoid, sum) * (1.0 + sum.abs());
+            let sigmoid = act::<f64>(Activation::Sigmoid, sum);
+            let slope = sigmoid * (1.0 + sum.abs() * act::<f64>(Activation::Sigmoid, -sum));
+            terms[t * channels + channel] = term * slope;
         }
         state.copy_from_slice(&inputs[tokens..]);
     }

@@ -89,8 +89,8 @@ pub struct GatedDeltaArgs<'a> {
 /// out = Sᵀ q
 /// ```
 ///
-/// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and an e^g below 2^-126
-/// counts as 0.
+/// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and a g below −256
+/// counts as −256, whose e^g is 0.
 /// **Forms**: the recurrence as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as
 /// matrix products, which is another order of the same sums. Sums over |q|² and |k|² must stay below 3e38.
 /// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is

@@ -46,33 +46,40 @@ pub struct Outcome {
     pub state_terms: Vec<f64>,
 }
 
+/// A row divided by its length.
+fn unit<A: Real>(row: &[f64]) -> Vec<A> {
+    let row: Vec<A> = row.iter().map(|&value| A::real(value)).collect();
+    let square: A = row.iter().map(|&value| value * value).sum();
+    let scale = A::one() / (square + A::real(EPS)).sqrt();
+    row.into_iter().map(|value| value * scale).collect()
+}
+
+/// β and g of a token.
+fn gates<A: Real>(head: Head<'_>, t: usize) -> (A, A) {
+    let x = A::real(head.a[t]) + A::real(head.dt_bias);
+    let softplus = if x > A::real(20.0) { x } else { x.max(A::zero()) + (-x.abs()).exp().ln_1p() };
+    let log_decay = -A::real(head.a_log).exp() * softplus;
+    (act(Activation::Sigmoid, A::real(head.b[t])), log_decay.max(A::real(LEAST_LOG_DECAY)))
+}
+
 /// Runs through the tokens of a head; see [`super::GatedDelta`].
 ///
 /// `store` is the rounding of an output: the identity for the specification. The state is not rounded, since it is f32.
 pub fn gated_delta<A: Real>(head: Head<'_>, dim_k: usize, store: impl Fn(A) -> A) -> Outcome {
-    let Head { q, k, v, b, a, a_log, dt_bias, state } = head;
+    let Head { q, k, v, state, .. } = head;
     let dim_v = state.len() / dim_k;
-    let unit = |row: &[f64]| -> Vec<A> {
-        let row: Vec<A> = row.iter().map(|&value| A::real(value)).collect();
-        let square: A = row.iter().map(|&value| value * value).sum();
-        let scale = A::one() / (square + A::real(EPS)).sqrt();
-        row.into_iter().map(|value| value * scale).collect()
-    };
-    let softplus = |x: A| {
-        let threshold = A::real(20.0);
-        if x > threshold { x } else { x.max(A::zero()) + (-x.abs()).exp().ln_1p() }
-    };
     let mut state: Vec<A> = state.iter().map(|&value| A::real(value)).collect();
     let mut state_terms: Vec<f64> = state.iter().map(|value| value.to_real().abs()).collect();
     // Of each column, the length of the terms of all steps so far.
     let mut lengths = vec![0.0f64; dim_v];
     let (mut out, mut out_terms) = (Vec::with_capacity(v.len()), Vec::with_capacity(v.len()));
     for (t, v) in v.chunks_exact(dim_v).enumerate() {
-        let (q, k) = (unit(&q[t * dim_k..][..dim_k]), unit(&k[t * dim_k..][..dim_k]));
+        let (q, k) = (unit::<A>(&q[t * dim_k..][..dim_k]), unit::<A>(&k[t * dim_k..][..dim_k]));
         let scale = A::one() / A::real(dim_k as f64).sqrt();
-        let beta = act(Activation::Sigmoid, A::real(b[t]));
-        let log_decay = -A::real(a_log).exp() * softplus(A::real(a[t]) + A::real(dt_bias));
-        let decay = if log_decay < A::real(LEAST_LOG_DECAY) { A::zero() } else { log_decay.exp() };
+        let (beta, log_decay) = gates::<A>(head, t);
+        let decay = log_decay.exp();
+        // A relative error of g is one of e^g times |g|.
+        let stretch = 1.0 + log_decay.to_real().abs();
         for (j, &v) in v.iter().enumerate() {
             let mut predicted = A::zero();
             let mut predicted_terms = 0.0;
@@ -80,7 +87,7 @@ pub fn gated_delta<A: Real>(head: Head<'_>, dim_k: usize, store: impl Fn(A) -> A
                 let at = i * dim_v + j;
                 state[at] = decay * state[at];
                 predicted = predicted + state[at] * k;
-                predicted_terms += (state[at] * k).to_real().abs();
+                predicted_terms += stretch * (state[at] * k).to_real().abs();
             }
             let change = beta * (A::real(v) - predicted);
             let change_terms = beta.to_real() * (v.abs() + predicted_terms);
@@ -89,7 +96,7 @@ pub fn gated_delta<A: Real>(head: Head<'_>, dim_k: usize, store: impl Fn(A) -> A
             let (mut read, mut read_terms) = (A::zero(), before * scale.to_real());
             for (i, (&k, &q)) in std::iter::zip(&k, &q).enumerate() {
                 let at = i * dim_v + j;
-                let terms = state[at].to_real().abs() + k.to_real().abs() * change_terms;
+                let terms = stretch * state[at].to_real().abs() + k.to_real().abs() * change_terms;
                 square += terms * terms;
                 state_terms[at] = before + terms;
                 state[at] = state[at] + k * change;
@@ -103,4 +110,73 @@ pub fn gated_delta<A: Real>(head: Head<'_>, dim_k: usize, store: impl Fn(A) -> A
     }
     let state = state.into_iter().map(A::to_real).collect();
     Outcome { out, state, out_terms, state_terms }
+}
+
+/// The same in chunks of so many tokens, as plain loops: in f64 equal to the specification, in f32 what the errors of the
+/// chunked form are measured by. Returns out and the state.
+///
+/// With γ the sums of g in a chunk and D_ts = e^(γ_t − γ_s) for s ≤ t, the corrections of all tokens, d_t = β_t (v_t −
+/// e^γ_t Sᵀ k_t − Σ_{s<t} D_ts (k_t · k_s) d_s), are found from the first to the last. Then `out_t = e^γ_t Sᵀ q_t + Σ_{s≤t}
+/// D_ts (q_t · k_s) d_s`, and `S ← e^γ_C S + Σ_t e^(γ_C − γ_t) k_t ⊗ d_t`.
+pub fn gated_delta_chunked<A: Real>(
+    head: Head<'_>,
+    dim_k: usize,
+    chunk: usize,
+    store: impl Fn(A) -> A,
+) -> (Vec<f64>, Vec<f64>) {
+    let Head { q, k, v, state, .. } = head;
+    let dim_v = state.len() / dim_k;
+    let tokens = v.len() / dim_v;
+    let scale = A::one() / A::real(dim_k as f64).sqrt();
+    let dot = |a: &[A], b: &[A]| std::iter::zip(a, b).map(|(&a, &b)| a * b).sum::<A>();
+    let mut state: Vec<A> = state.iter().map(|&value| A::real(value)).collect();
+    let mut out = vec![0.0; v.len()];
+    for start in (0..tokens).step_by(chunk) {
+        let len = chunk.min(tokens - start);
+        let rows = |rows: &[f64]| -> Vec<Vec<A>> {
+            (start..start + len).map(|t| unit::<A>(&rows[t * dim_k..][..dim_k])).collect()
+        };
+        let (q, k) = (rows(q), rows(k));
+        let gates: Vec<(A, A)> = (start..start + len).map(|t| gates::<A>(head, t)).collect();
+        let gamma: Vec<A> = gates
+            .iter()
+            .scan(A::zero(), |sum, &(_, log_decay)| {
+                *sum = *sum + log_decay;
+                Some(*sum)
+            })
+            .collect();
+        let read = |state: &[A], row: &[A], j: usize| -> A {
+            row.iter().enumerate().map(|(i, &value)| state[i * dim_v + j] * value).sum()
+        };
+        let weights = |rows: &[Vec<A>]| -> Vec<Vec<A>> {
+            let weight = |t: usize, s: usize| (gamma[t] - gamma[s]).exp() * dot(&rows[t], &k[s]);
+            (0..len).map(|t| (0..=t).map(|s| weight(t, s)).collect()).collect()
+        };
+        let (of_keys, of_queries) = (weights(&k), weights(&q));
+        let mut changes: Vec<Vec<A>> = Vec::new();
+        for t in 0..len {
+            let change = |j: usize| {
+                let before: A = (0..t).map(|s| of_keys[t][s] * changes[s][j]).sum();
+                let predicted = gamma[t].exp() * read(&state, &k[t], j) + before;
+                gates[t].0 * (A::real(v[(start + t) * dim_v + j]) - predicted)
+            };
+            let change = (0..dim_v).map(change).collect();
+            changes.push(change);
+        }
+        for t in 0..len {
+            for j in 0..dim_v {
+                let inside: A = (0..=t).map(|s| of_queries[t][s] * changes[s][j]).sum();
+                let value = gamma[t].exp() * read(&state, &q[t], j) + inside;
+                out[(start + t) * dim_v + j] = store(value * scale).to_real();
+            }
+        }
+        let whole = gamma[len - 1];
+        for i in 0..dim_k {
+            for j in 0..dim_v {
+                let added: A = (0..len).map(|t| (whole - gamma[t]).exp() * k[t][i] * changes[t][j]).sum();
+                state[i * dim_v + j] = whole.exp() * state[i * dim_v + j] + added;
+            }
+        }
+    }
+    (out, state.into_iter().map(A::to_real).collect())
 }
