@@ -16,21 +16,52 @@ use warpforge::{DType, Error};
 
 use crate::harness::{Bencher, Failure, Meter, Work};
 
-/// Published configurations: name, and what of config.json counts.
-const MODELS: [(&str, &str); 2] = [
-    (
-        "qwen3-0.6b",
-        r#"{"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": true}"#,
-    ),
-    (
-        "qwen3-4b",
-        r#"{"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 5e6,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": true}"#,
-    ),
+/// A published configuration.
+struct Published {
+    name: &'static str,
+    json: &'static str,
+    /// Layers that are built, if not all.
+    layers: Option<usize>,
+    batches: &'static [usize],
+}
+
+macro_rules! published {
+    ($name:literal, $file:literal, $layers:expr, $batches:expr) => {
+        Published {
+            name: $name,
+            json: include_str!(concat!("../../assets/configs/", $file, ".json")),
+            layers: $layers,
+            batches: $batches,
+        }
+    };
+}
+
+/// The text decoders; 48 layers of Qwen3-Coder-Next are 148 GiB, which no card of today's holds: the first nine of its twelve
+/// groups of four layers are 112 GiB.
+const MODELS: &[Published] = &[
+    published!("qwen3-0.6b", "qwen3-0.6b", None, &[1, 8, 32]),
+    published!("qwen3-4b", "qwen3-4b-instruct-2507", None, &[1, 8, 32]),
+    published!("qwen3-coder-30b", "qwen3-coder-30b-a3b-instruct", None, &[1, 8]),
+    published!("qwen3-coder-next, 36 of 48 layers,", "qwen3-coder-next", Some(36), &[1, 8]),
+    published!("glm-4.7-flash", "glm-4.7-flash", None, &[1, 8]),
+    published!("qwen3-vl-2b", "qwen3-vl-2b-instruct", None, &[1, 8]),
 ];
+
+impl Published {
+    /// What a peer builds the same model from.
+    fn json(&self) -> Result<Value, Failure> {
+        let mut json: Value = serde_json::from_str(self.json)?;
+        if let Some(layers) = self.layers {
+            json["num_hidden_layers"] = layers.into();
+        }
+        Ok(json)
+    }
+
+    fn config(&self) -> Result<ModelConfig, Failure> {
+        Ok(ModelConfig::from_json(&self.json()?.to_string(), Path::new(self.name))?)
+    }
+}
+
 const DTYPE: DType = DType::BF16;
 /// Tokens of the prompt.
 const PROMPT: usize = 2048;
@@ -40,18 +71,19 @@ const STEPS: usize = 48;
 const ENERGY_SECONDS: f64 = 0.5;
 
 pub fn bench(bencher: &mut Bencher) {
-    for (name, text) in MODELS {
+    for published in MODELS {
+        let name = published.name;
         // Made by the first case that is timed.
         let mut model = None;
         bencher.case("model", &format!("{name} prefill {PROMPT}"), |bencher| {
-            let config = ModelConfig::from_json(text, Path::new("config.json"))?;
-            let work = Cost::of(&config).prefill(text)?;
+            let config = published.config()?;
+            let work = work(published, 1, Cost::of(&config)?.prefill())?;
             if bencher.starts(work)? { prefill(bencher, open(&mut model, bencher, config)?) } else { Ok(()) }
         });
-        for batch in [1, 8, 32] {
+        for &batch in published.batches {
             bencher.case("model", &format!("{name} decode {batch}"), |bencher| {
-                let config = ModelConfig::from_json(text, Path::new("config.json"))?;
-                let work = Cost::of(&config).decode(text, batch)?;
+                let config = published.config()?;
+                let work = work(published, batch, Cost::of(&config)?.decode(batch))?;
                 if !bencher.starts(work)? {
                     return Ok(());
                 }
@@ -91,18 +123,24 @@ fn read(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Er
     session.stream().synchronize()
 }
 
+/// All sequences back at the prompt's end; a recurrent state has to read it again.
+fn rewind(session: &mut Session, batch: usize, prompt: &[u32]) -> Result<(), Error> {
+    if session.len(0) >= PROMPT && (0..batch).all(|sequence| session.truncate(sequence, PROMPT).is_ok()) {
+        return Ok(());
+    }
+    read(session, 0, prompt)?;
+    (1..batch).try_for_each(|sequence| session.fork(0, sequence))
+}
+
 fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Failure> {
     let options = SessionOptions { batch, capacity: PROMPT + STEPS, ..SessionOptions::default() };
     let mut session = model.session(options)?;
     let prompt = prompt(model);
-    for sequence in 0..batch {
-        read(&mut session, sequence, &prompt)?;
-    }
     let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
     let mut ids = vec![1; batch];
     let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
         if step % STEPS == 0 {
-            (0..batch).try_for_each(|sequence| session.truncate(sequence, PROMPT))?;
+            rewind(&mut session, batch, &prompt)?;
         }
         session.decode(&ids)?;
         ids = sampler.sample(&session)?;
@@ -140,73 +178,68 @@ fn repeat(
 
 /// What a model's forward pass takes at least.
 struct Cost {
-    /// Bytes of the weights, of which those of the head; of the embedding only single rows are read.
-    weights: usize,
+    /// Elements of the matrices that every token is multiplied by, the head's aside.
+    dense: usize,
     head: usize,
-    /// Bytes of a token in the cache.
+    /// Elements of all experts' matrices, and the share that a token is multiplied by.
+    experts: usize,
+    expert_share: f64,
+    /// Bytes of a sequence's caches after the prompt.
     cache: usize,
     /// Operations of attention for one query and one key, in all layers.
     attention: usize,
 }
 
 impl Cost {
-    fn of(config: &ModelConfig) -> Self {
+    fn of(config: &ModelConfig) -> Result<Self, Failure> {
         let d = &config.decoder;
-        let (mut weights, mut cache, mut attention) = (0, 0, 0);
+        let head = d.vocab_size * d.hidden_size;
+        let (mut dense, mut experts) = (0, 0);
+        for (name, shape) in Model::tensors(config)? {
+            let len: usize = shape.iter().product();
+            if name.contains(".experts.") {
+                experts += len;
+            } else if name.contains(".layers.") {
+                dense += len;
+            }
+        }
+        let (mut attention, mut expert_share) = (0, 0.0);
         for layer in &d.layers {
             match layer.mixer {
-                MixerConfig::Attention(heads) => {
-                    let (q, kv) = (heads.heads_q * heads.head_dim, heads.heads_kv * heads.head_dim);
-                    weights += d.hidden_size * (2 * q + 2 * kv);
-                    cache += 2 * kv;
-                    attention += 4 * q;
-                }
+                MixerConfig::Attention(heads) => attention += 4 * heads.heads_q * heads.head_dim,
+                // With keys and values made for every head, which is less than against the latent rows.
                 MixerConfig::Latent(latent) => {
-                    let (q, value) = (latent.heads * latent.head_dim(), latent.heads * latent.value);
-                    let q_weights =
-                        latent.q_latent.map_or(d.hidden_size * q, |row| row * (d.hidden_size + q));
-                    let kv_weights =
-                        d.hidden_size * latent.row() + latent.latent * (latent.heads * latent.nope + value);
-                    weights += q_weights + kv_weights + value * d.hidden_size;
-                    cache += latent.row();
-                    // With keys and values made for every head, which is less than against the latent rows.
-                    attention += 2 * (q + value);
+                    attention += 2 * latent.heads * (latent.head_dim() + latent.value);
                 }
                 _ => {}
             }
-            weights += match layer.feed_forward {
-                FeedForwardConfig::Mlp(mlp) => 3 * d.hidden_size * mlp.intermediate_size,
-                // Those of one token.
-                FeedForwardConfig::Moe(moe) => {
-                    let experts = moe.top_k * moe.expert.intermediate_size
-                        + moe.shared.map_or(0, |shared| shared.mlp.intermediate_size);
-                    d.hidden_size * (moe.num_experts + 3 * experts)
-                }
-                _ => 0,
-            };
+            if let FeedForwardConfig::Moe(moe) = layer.feed_forward {
+                expert_share = moe.top_k as f64 / moe.num_experts as f64;
+            }
         }
-        let head = d.vocab_size * d.hidden_size * DTYPE.bytes();
-        let (weights, cache) = (weights * DTYPE.bytes() + head, cache * DTYPE.bytes());
-        Cost { weights, head, cache, attention }
+        let cache = d.cache_bytes(DTYPE, PROMPT);
+        Ok(Cost { dense, head, experts, expert_share, cache, attention })
     }
 
-    /// The head runs for the last token only.
-    fn prefill(&self, config: &str) -> Result<Work, Failure> {
+    /// Bytes and operations. The head runs for the last token only.
+    fn prefill(&self) -> (usize, usize) {
         let pairs = PROMPT * (PROMPT + 1) / 2;
-        let linear = 2 * ((self.weights - self.head) * PROMPT + self.head) / DTYPE.bytes();
-        let bytes = self.weights + PROMPT * self.cache;
-        work(config, 1, bytes, linear + pairs * self.attention)
+        let matrices = self.dense + (self.experts as f64 * self.expert_share) as usize;
+        let bytes = (self.dense + self.experts + self.head) * DTYPE.bytes() + self.cache;
+        (bytes, 2 * (matrices * PROMPT + self.head) + pairs * self.attention)
     }
 
-    fn decode(&self, config: &str, batch: usize) -> Result<Work, Failure> {
-        let linear = 2 * self.weights / DTYPE.bytes() * batch;
-        let bytes = self.weights + batch * PROMPT * self.cache;
-        work(config, batch, bytes, linear + batch * PROMPT * self.attention)
+    /// The same for a step of `batch` sequences, each of which has experts of its own while there are any left.
+    fn decode(&self, batch: usize) -> (usize, usize) {
+        let share =
+            |tokens: usize| (self.experts as f64 * (self.expert_share * tokens as f64).min(1.0)) as usize;
+        let bytes = (self.dense + share(batch) + self.head) * DTYPE.bytes() + batch * self.cache;
+        let linear = 2 * (self.dense + share(1) + self.head);
+        (bytes, batch * (linear + PROMPT * self.attention))
     }
 }
 
-fn work(config: &str, batch: usize, bytes: usize, flops: usize) -> Result<Work, Failure> {
-    let config: Value = serde_json::from_str(config)?;
-    let shape = json!({ "config": config, "batch": batch, "prompt": PROMPT, "steps": STEPS });
+fn work(published: &Published, batch: usize, (bytes, flops): (usize, usize)) -> Result<Work, Failure> {
+    let shape = json!({ "config": published.json()?, "batch": batch, "prompt": PROMPT, "steps": STEPS });
     Ok(Work { dtype: DTYPE.name(), shape, bytes: bytes as u64, flops: flops as u64 })
 }
