@@ -549,7 +549,9 @@ def moe_permute(case, shape):
 
     def inputs(generator):
         device = generator.device
-        return [torch.randint(experts, (tokens, top_k), generator=generator, device=device, dtype=torch.int32)]
+        return [
+            torch.randint(experts, (tokens, top_k), generator=generator, device=device, dtype=torch.int32)
+        ]
 
     def run(ids):
         ids = ids.flatten()

@@ -10,7 +10,8 @@
 //! `b / col_blocks`, of either kind (`abi::ops::grouped_matmul`).
 //!
 //! ```text
-//! offsets        0       5 5                    37        two rows of experts a tile: 4
+//! tiles of 4 rows
+//! offsets        0              5 5             37
 //! sorted rows    e0 e0 e0 e0 e0 | e2 e2 e2 … e2 | e3 …
 //! slots of rows  0  -  -  -  4  | 5  -  -  - 9 …           a slot per row, those inside a tile empty
 //! slots of tiles 0: e0 rows 0–3; 1: e0 row 4; 2: e1, empty; 3: e2 rows 0–3; …
