@@ -67,6 +67,8 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         kv_append::VARIANTS,
         layernorm::VARIANTS,
         matmul::VARIANTS,
+        matmul::MMA_VARIANTS,
+        matmul::SKINNY_VARIANTS,
         matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
         matmul_i8::QUANTIZE_VARIANTS,
