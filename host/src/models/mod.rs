@@ -1,7 +1,8 @@
 //! Models from published files: `config.json` and safetensors in, tokens out.
 //!
 //! [`Model::load`] reads the configuration, builds the modules from it by their factories and loads their weights;
-//! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps.
+//! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps. A
+//! [`Visual`] is an image or a video of a prompt.
 
 mod config;
 mod decoder;

@@ -4,9 +4,9 @@
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
-//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: [`mma`] |
-//! | `Skinny` | up to 64 rows, from sm_80 on | a block, or a cluster of them, per 64 columns: [`skinny`] |
-//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 128 × 64 to 128 × 256: [`wgmma`] |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `mma` |
+//! | `Skinny` | up to 64 rows, from sm_80 on | a block, or a cluster of them, per 64 columns: `skinny` |
+//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 128 × 64 to 128 × 256: `wgmma` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, after the bias. Of several products of the same size each has a layer of blocks.
@@ -141,7 +141,7 @@ macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
              stages: $stages:literal };)*) => {$(
-        /// Entry point; see [`mma`] and `abi::ops::matmul`.
+        /// Entry point; see `mma` and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
@@ -187,7 +187,7 @@ macro_rules! skinny_entry {
         skinny_entry!($($rest)*, Cluster);
     };
     ($entry:ident, $type:ident, $out:ident, $rows:literal, $blocks:literal, $sharing:ident) => {
-        /// Entry point; see [`skinny`] and `abi::ops::matmul`.
+        /// Entry point; see `skinny` and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
