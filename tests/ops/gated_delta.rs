@@ -443,7 +443,7 @@ proptest! {
                 let (out, state) = run_once(device, &case, &data, &case.lens, Some(form))?;
                 let (mut alone, mut alone_state) = (Vec::new(), data.state.clone());
                 for (range, &slot) in ranges(&case.lens).iter().zip(&data.slots) {
-                    let part = Data { slots: vec![slot], state: alone_state, ..data.part(&case, &[range.clone()]) };
+                    let part = Data { slots: vec![slot], state: alone_state, ..data.part(&case, std::slice::from_ref(range)) };
                     let (rows, next) = run_once(device, &case, &part, &[range.len()], Some(form))?;
                     alone.extend(rows);
                     alone_state = next;
@@ -575,7 +575,8 @@ fn nan_goes_forward_only() -> Result<(), TestCaseError> {
             let whole = |token: usize, _: usize| token >= bad;
             let column = |token: usize, col: usize| token >= bad && col == 3;
             let row = |token: usize, _: usize| token == bad;
-            let cases: [(_, &Data, &dyn Fn(usize, usize) -> bool); 4] =
+            type IsNan<'a> = &'a dyn Fn(usize, usize) -> bool;
+            let cases: [(_, &Data, IsNan<'_>); 4] =
                 [("v", &value, &column), ("k", &key, &whole), ("a", &gate, &whole), ("q", &query, &row)];
             for (what, data, is_nan) in cases {
                 let (out, _) = run_once(device, &case, data, &case.lens, Some(form))?;
