@@ -51,19 +51,21 @@ fn case() -> impl Strategy<Value = Case> {
 
 /// Few rows and contiguous operands, and where the operands of one row lie.
 fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
-    let rows = prop_oneof![2 => 2usize..9, 1 => 9usize..65];
-    let sizes = (rows, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
+    let sizes = (2usize..9, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
     (types(), sizes, bias(), layout(), any::<u64>()).prop_map(
-        |((dtype, out_dtype), (mut m, n, k), bias, mut moved, seed)| {
-            // The tensor cores' kernels take other addresses and strides than the rest, and more rows.
-            if dtype != DType::F32 && k % 8 == 0 {
-                moved = Layout::default();
-            } else {
-                m = m.min(8);
-            }
+        |((dtype, out_dtype), (m, n, k), bias, moved, seed)| {
             (contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias }, seed), moved)
         },
     )
+}
+
+fn skinny_rows() -> impl Strategy<Value = Case> {
+    let rows = prop_oneof![1usize..17, 17usize..65];
+    let sizes = (rows, dims_from(1, &[8, 64], 200), dims_from(1, &[16, 128], 300));
+    let types = types().prop_filter("of 16 bits", |(dtype, _)| *dtype != DType::F32);
+    (types, sizes, bias(), any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), bias, seed)| {
+        contiguous(MatmulProblem { batch: 1, m, n, k: 8 * k, dtype, out_dtype, bias }, seed)
+    })
 }
 
 fn many_rows() -> impl Strategy<Value = Case> {
@@ -337,9 +339,7 @@ proptest! {
         let problem = case.problem;
         let MatmulProblem { m, n, k, .. } = problem;
         let (a, b, bias) = inputs(&case);
-        let has_tensor_cores =
-            |device: &Device| device.limits().is_some_and(|limits| limits.floor > warpforge::Arch::Sm61);
-        for device in on.devices().iter().filter(|device| m <= 8 || has_tensor_cores(device)) {
+        for device in &on.devices() {
             let plan = plan(device, problem, None)?;
             let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
             let row = case.seed as usize % m;
@@ -351,6 +351,32 @@ proptest! {
             };
             let alone = product(device, &plan, &one, (&a[row * k..][..k], &b, bias.as_deref()))?;
             prop_assert_eq!(&together[row * n..][..n], &alone[..], "{:?}", device);
+        }
+    }
+
+    /// The same by the tensor cores' kernels for few rows, whichever of them.
+    #[test]
+    fn skinny_rows_are_independent((case, on) in on_executors(skinny_rows, |case| 4 * case.work())) {
+        let problem = case.problem;
+        let MatmulProblem { m, n, k, .. } = problem;
+        let (a, b, bias) = inputs(&case);
+        for device in &on.cards() {
+            let floor = device.limits().map(|limits| limits.floor);
+            let mut alone = None;
+            for variant in variants(&problem).filter(|variant| Some(variant.floor) == floor) {
+                let MatmulTile::Skinny { rows, .. } = variant.tile else { continue };
+                let row = case.seed as usize % m.min(16);
+                if alone.is_none() {
+                    let one = Case { problem: MatmulProblem { m: 1, ..problem }, ..case.clone() };
+                    let plan = plan(device, problem, Some(variant))?;
+                    alone = Some(product(device, &plan, &one, (&a[row * k..][..k], &b, bias.as_deref()))?);
+                }
+                if m <= rows as usize {
+                    let plan = plan(device, problem, Some(variant))?;
+                    let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
+                    prop_assert_eq!(Some(&together[row * n..][..n]), alone.as_deref(), "{}", variant.entry);
+                }
+            }
         }
     }
 

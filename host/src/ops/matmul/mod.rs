@@ -78,11 +78,11 @@ pub struct MatmulArgs<'a> {
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
 /// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
 /// added in f32.
-/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For
-/// f16 and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: for up to 64 rows; and for more, with
-/// other ones on Hopper. For everything else: for up to 16 rows; and for more. Among the products of one kind a row's result
-/// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among
-/// others may differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
+/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders: for up
+/// to 16 rows; for more; and of those for f16 and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes,
+/// for up to 64 rows and for more, with other ones on Hopper. Among the products of one kind a row's result depends on that row
+/// alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the
+/// last bits from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the SIMT kernels on all floors; tensor cores for f16 and bf16 from sm_80 on, with Hopper's own kernels for
@@ -117,8 +117,9 @@ enum Backend {
     Cuda {
         /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride.
         kernels: Vec<(MatmulChoice, Entry)>,
-        /// The tensor cores' kernels, which take operands in pieces of 16 bytes.
+        /// The tensor cores' kernels, which take operands in pieces of 16 bytes, from `tensor_from` rows on.
         tensor: Vec<(&'static MatmulVariant, Entry)>,
+        tensor_from: usize,
     },
 }
 
@@ -136,7 +137,7 @@ impl Matmul {
             return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let tensor = select::tensor(&limits, &problem);
-        Self::new(device, problem, select(&limits, &problem)?, tensor)
+        Self::new(device, problem, select(&limits, &problem)?, tensor, select::GEMV_MAX_ROWS + 1)
     }
 
     /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
@@ -153,9 +154,9 @@ impl Matmul {
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
             MatmulTile::Mma { .. } | MatmulTile::Skinny { .. } | MatmulTile::Wgmma { .. } => {
-                Self::new(device, problem, select(&limits, &problem)?, vec![variant])
+                Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0)
             }
-            _ => Self::new(device, problem, vec![choice], Vec::new()),
+            _ => Self::new(device, problem, vec![choice], Vec::new(), 0),
         }
     }
 
@@ -164,6 +165,7 @@ impl Matmul {
         problem: MatmulProblem,
         choices: Vec<MatmulChoice>,
         tensor: Vec<&'static MatmulVariant>,
+        tensor_from: usize,
     ) -> Result<Self, Error> {
         let num_sms = device.profile().num_sms;
         let load = |variant: &'static MatmulVariant| {
@@ -180,7 +182,7 @@ impl Matmul {
         let kernels = kernels.collect::<Result<_, Error>>()?;
         let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
         let tensor = tensor.collect::<Result<_, Error>>()?;
-        let backend = Backend::Cuda { kernels, tensor };
+        let backend = Backend::Cuda { kernels, tensor, tensor_from };
         Ok(Matmul { device: device.clone(), problem, backend })
     }
 
@@ -194,9 +196,11 @@ impl Matmul {
                 cpu::run(dtype, out_dtype, batch, &dims, &mut args);
                 Ok(())
             }
-            Backend::Cuda { kernels, tensor } => {
+            Backend::Cuda { kernels, tensor, tensor_from } => {
                 let rows = dims.m as usize;
-                if let Some((variant, entry)) = self.fastest(tensor, batch, &dims) {
+                if rows >= *tensor_from
+                    && let Some((variant, entry)) = self.fastest(tensor, batch, &dims)
+                {
                     return match variant.tile {
                         MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims),
                         _ => launch(stream, variant, entry, batch, &args, &dims),
@@ -368,8 +372,10 @@ impl Matmul {
             flops: 2 * (batch * m * n * k) as u64,
         };
         match &self.backend {
-            Backend::Cuda { tensor, .. }
-                if let Some((variant, entry)) = self.fastest(tensor, batch as u32, &self.aligned_dims()) =>
+            Backend::Cuda { tensor, tensor_from, .. }
+                if m >= *tensor_from
+                    && let Some((variant, entry)) =
+                        self.fastest(tensor, batch as u32, &self.aligned_dims()) =>
             {
                 let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
                 let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
