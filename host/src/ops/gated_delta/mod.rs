@@ -92,7 +92,8 @@ pub struct GatedDeltaArgs<'a> {
 /// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and a g below −256
 /// counts as −256, whose e^g is 0.
 /// **Forms**: the recurrence as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as
-/// matrix products, which is another order of the same sums. Sums over |q|² and |k|² must stay below 3e38.
+/// matrix products, which is another order of the same sums: there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is
+/// 0, where token by token something of a huge value can be left. Sums over |q|² and |k|² must stay below 3e38.
 /// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is
 /// cut into runs can change the last bits in the chunked form, not in the recurrent one, nor on the CPU.
 /// **Special values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column.
