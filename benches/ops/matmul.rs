@@ -1,9 +1,11 @@
 //! The matrix product at the shapes of its cases.
 
-use abi::ops::matmul::{MMA_VARIANTS, SKINNY_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{MMA_VARIANTS, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use half::bf16;
 use serde_json::json;
-use warpforge::ops::matmul::{Bias, CASES, Matmul, MatmulArgs, MatmulCase, MatmulProblem, reference};
+use warpforge::ops::matmul::{
+    Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, reference,
+};
 use warpforge::{DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
@@ -25,47 +27,58 @@ pub fn bench(bencher: &mut Bencher) {
 }
 
 fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
-    let &MatmulCase { batch, m, n, k, .. } = case;
-    let problem = MatmulProblem { batch, m, n, k, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None };
+    let &MatmulCase { batch, m, n, k, act, .. } = case;
+    let epilogue = Epilogue::of(act);
+    let problem =
+        MatmulProblem { batch, m, n, k, dtype: DTYPE, out_dtype: DTYPE, bias: Bias::None, epilogue };
+    // The gate's rows, then up's.
+    let (b_rows, activation) = match act {
+        Act::None => (n, None),
+        Act::Of(activation) => (n, Some(activation)),
+        Act::Gated(activation) => (2 * n, Some(activation)),
+    };
+    let mut shape = json!({ "batch": batch, "m": m, "n": n, "k": k });
+    if let Some(activation) = activation {
+        shape["activation"] = json!(activation.name());
+        shape["gated"] = json!(b_rows != n);
+    }
     let named = bencher.kernel.as_deref();
-    let mut variants = VARIANTS.iter().chain(MMA_VARIANTS).chain(SKINNY_VARIANTS).chain(WGMMA_VARIANTS);
+    let mut variants = VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).chain(WGMMA_VARIANTS);
     let plan = match variants.find(|variant| Some(variant.entry) == named) {
         Some(variant) => Matmul::plan_with(&bencher.device, problem, variant)?,
         None => Matmul::plan(&bencher.device, problem)?,
     };
     let report = plan.report();
-    let work = Work {
-        dtype: DTYPE.name(),
-        shape: json!({ "batch": batch, "m": m, "n": n, "k": k }),
-        bytes: report.bytes,
-        flops: report.flops,
-    };
+    let work = Work { dtype: DTYPE.name(), shape, bytes: report.bytes, flops: report.flops };
     if !bencher.starts(work)? {
         return Ok(());
     }
     let mut sets = bencher.sets(|bencher, seed| {
         let a = bencher.random(&[batch * m, k], DTYPE, seed)?;
-        let b = bencher.random(&[batch * n, k], DTYPE, 1000 + seed)?;
+        let b = bencher.random(&[batch * b_rows, k], DTYPE, 1000 + seed)?;
         Ok(Set { a, b, out: Tensor::empty(&bencher.stream, &[batch * m, n], DTYPE)? })
     })?;
     let run = |stream: &Stream, set: &mut Set| {
         let (a, b, out) = (set.a.view(), set.b.view(), set.out.view_mut());
         let args = match batch {
-            1 => MatmulArgs { a, b, bias: None, out },
-            _ => MatmulArgs {
-                a: a.reshape(&[batch, m, k])?,
-                b: b.reshape(&[batch, n, k])?,
-                bias: None,
-                out: out.reshape(&[batch, m, n])?,
-            },
+            1 => MatmulArgs::new(a, b, out),
+            _ => MatmulArgs::new(
+                a.reshape(&[batch, m, k])?,
+                b.reshape(&[batch, b_rows, k])?,
+                out.reshape(&[batch, m, n])?,
+            ),
         };
         plan.run(stream, args)
     };
     let verify = |stream: &Stream, set: &Set| {
         let a = first_row(&set.a, stream)?;
-        let b = set.b.view().slice(0, 0..CHECKED.min(n))?.to_vec::<bf16>(stream)?;
-        let b: Vec<f64> = b.into_iter().map(f64::from).collect();
-        let want = reference::matmul::<f64>(&a, &b, None, [1, b.len() / k, k], |v| v);
+        let checked = CHECKED.min(n);
+        let mut b = Vec::new();
+        for first in (0..b_rows).step_by(n) {
+            let rows = set.b.view().slice(0, first..first + checked)?;
+            b.extend(rows.to_vec::<bf16>(stream)?.into_iter().map(f64::from));
+        }
+        let want = reference::fused::<f64>((&a, &b), None, None, [1, checked, k], &epilogue, |v| v);
         expect_close(DTYPE, &first_row(&set.out, stream)?[..want.len()], &want)
     };
     bencher.time(&report, &mut sets, run, verify)

@@ -375,29 +375,6 @@ def layernorm(case, shape):
     return Operator(inputs, expected, both(run, "F.layer_norm"), sample=sample)
 
 
-def linear_activation(case, shape):
-    dtype = DTYPES[case["dtype"]]
-    activation = {"gelu": F.gelu, "silu": F.silu}[shape["activation"]]
-
-    def run(x, w, bias):
-        return activation(F.linear(x, w, bias))
-
-    def inputs(generator):
-        x, w = _linear_inputs(generator, shape, dtype)
-        return x, w, torch.zeros(shape["n"], dtype=dtype, device=generator.device)
-
-    def expected(x, w, bias):
-        return activation(x[:1].float() @ w.float().T)
-
-    peers = both(run, "F.linear (cuBLAS) and eager")
-    if shape["activation"] == "gelu":
-        # cuBLASLt's epilogue computes the tanh form, which is close enough to pass for the other here.
-        peers.append(
-            Peer("_addmm_activation", lambda x, w, b: torch._addmm_activation(b, x, w.t(), use_gelu=True))
-        )
-    return Operator(inputs, expected, peers)
-
-
 def matmul(case, shape):
     dtype, batch = DTYPES[case["dtype"]], shape.get("batch", 1)
     if batch > 1:
@@ -413,11 +390,43 @@ def matmul(case, shape):
             [Peer("torch.bmm (cuBLAS)", torch.bmm)],
             sample=lambda result: result[0, :1],
         )
+    if "activation" in shape:
+        return _matmul_activation(shape, dtype)
     return Operator(
         lambda generator: _linear_inputs(generator, shape, dtype),
         lambda x, w: x[:1].float() @ w.float().T,
         [Peer("F.linear (cuBLAS)", F.linear)],
     )
+
+
+def _matmul_activation(shape, dtype):
+    activation = {
+        "silu": F.silu,
+        "gelu_erf": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }[shape["activation"]]
+    n, gated = shape["n"], shape["gated"]
+
+    def act(product):
+        if not gated:
+            return activation(product)
+        gate, up = product.split(n, dim=-1)
+        return activation(gate) * up
+
+    def run(x, w, bias):
+        return act(F.linear(x, w))
+
+    def inputs(generator):
+        x, w = _linear_inputs(generator, {**shape, "n": 2 * n if gated else n}, dtype)
+        return x, w, torch.zeros(n, dtype=dtype, device=generator.device)
+
+    peers = both(run, "F.linear (cuBLAS) and eager")
+    if shape["activation"].startswith("gelu") and not gated:
+        # cuBLASLt's epilogue computes the tanh form, which is close enough to pass for the other here.
+        peers.append(
+            Peer("_addmm_activation", lambda x, w, b: torch._addmm_activation(b, x, w.t(), use_gelu=True))
+        )
+    return Operator(inputs, lambda x, w, bias: act(x[:1].float() @ w.float().T), peers)
 
 
 def _linear_inputs(generator, shape, dtype):
@@ -778,7 +787,6 @@ OPERATORS = {
         grouped_matmul,
         kv_append,
         layernorm,
-        linear_activation,
         matmul,
         matmul_fp8,
         matmul_i4,

@@ -9,7 +9,7 @@ use abi::Arch;
 use crate::device::HardwareProfile;
 use crate::error::Error;
 use crate::memory::Backing;
-pub use crate::tensor_map::{TensorMap, Tiled};
+pub use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 pub use crate::launch::Param;
 

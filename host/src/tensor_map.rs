@@ -9,7 +9,7 @@ pub struct TensorMap(pub [u64; 16]);
 
 impl abi::Params for TensorMap {}
 
-/// A matrix with dense rows, and the box of it that one copy moves. Shared memory is in the 128-byte swizzle; reads outside
+/// A matrix with dense rows, or a stack of stacks of such, and the box of a matrix that one copy moves. Shared memory is in the 128-byte swizzle; reads outside
 /// the matrix give zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
@@ -23,8 +23,33 @@ pub struct Tiled {
     pub cols: u64,
     /// Bytes from one row to the next, a multiple of 16.
     pub stride_bytes: u64,
+    /// The two dimensions of a stack of stacks of matrices: a map of four dimensions. None: of two.
+    pub outer: Option<[Axis; 2]>,
     /// Rows of the box, 1 to 256.
     pub box_rows: u32,
     /// Elements of a row of the box, at most 128 bytes.
     pub box_cols: u32,
+}
+
+/// A dimension of a tensor map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Axis {
+    /// Elements, at least 1.
+    pub size: u64,
+    /// Bytes from one to the next, a multiple of 16.
+    pub stride_bytes: u64,
+}
+
+impl Tiled {
+    /// The map's dimensions, innermost first: sizes, strides of all but the first, the box, and how many there are.
+    pub fn dims(&self) -> ([u64; 4], [u64; 3], [u32; 4], usize) {
+        let rank = if self.outer.is_some() { 4 } else { 2 };
+        let [inner, outer] = self.outer.unwrap_or([Axis { size: 1, stride_bytes: 16 }; 2]);
+        (
+            [self.cols, self.rows, inner.size, outer.size],
+            [self.stride_bytes, inner.stride_bytes, outer.stride_bytes],
+            [self.box_cols, self.box_rows, 1, 1],
+            rank,
+        )
+    }
 }

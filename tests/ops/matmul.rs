@@ -1,12 +1,13 @@
 //! The matrix product against its reference.
 
-use abi::ops::matmul::{MMA_VARIANTS, MatmulTile, MatmulVariant, SKINNY_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
+use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::reference;
-use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
-use warpforge::{DType, Device, Error, Tensor, TensorView, TensorViewMut};
+use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual};
+use warpforge::{DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
@@ -32,6 +33,21 @@ fn bias() -> impl Strategy<Value = Bias> {
     prop_oneof![Just(Bias::None), Just(Bias::PerColumn)]
 }
 
+/// None half of the time; of the others, each activation by itself and as a gate.
+fn epilogue() -> impl Strategy<Value = Epilogue> {
+    let activation =
+        prop_oneof![Just(Activation::Silu), Just(Activation::GeluTanh), Just(Activation::GeluErf)];
+    let act = (0..4, activation).prop_map(|(kind, activation)| match kind {
+        0 => Act::None,
+        1 => Act::Of(activation),
+        _ => Act::Gated(activation),
+    });
+    let scale = prop_oneof![Just(1.0), Just(-0.37f32)];
+    let fused =
+        (act, scale, any::<bool>()).prop_map(|(act, scale, residual)| Epilogue { scale, act, residual });
+    prop_oneof![Just(Epilogue::NONE), fused]
+}
+
 /// The type of the operands, and of out.
 fn types() -> impl Strategy<Value = (DType, DType)> {
     (floats(), any::<bool>()).prop_map(|(dtype, wide)| (dtype, if wide { DType::F32 } else { dtype }))
@@ -41,9 +57,10 @@ fn case() -> impl Strategy<Value = Case> {
     let m = prop_oneof![2 => dims(&[2, 4, 8], 17), 1 => dims(&[64], 140)];
     let n = dims_from(1, &[8, 64], 140);
     let k = prop_oneof![3 => dims_from(1, &[8, 16, 32], 130), 1 => dims_from(1, &[128, 512], 1100)];
-    ((types(), m, n, k, bias()), (layout(), layout(), layout()), finite_values(), any::<u64>()).prop_map(
-        |(((dtype, out_dtype), m, n, k, bias), (a_layout, b_layout, out_layout), kind, seed)| {
-            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias };
+    let ends = (bias(), epilogue());
+    ((types(), m, n, k, ends), (layout(), layout(), layout()), finite_values(), any::<u64>()).prop_map(
+        |(((dtype, out_dtype), m, n, k, (bias, epilogue)), (a_layout, b_layout, out_layout), kind, seed)| {
+            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue };
             Case { problem, a_layout, b_layout, out_layout, kind, seed }
         },
     )
@@ -52,26 +69,42 @@ fn case() -> impl Strategy<Value = Case> {
 /// Few rows and contiguous operands, and where the operands of one row lie.
 fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
     let sizes = (2usize..9, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
-    (types(), sizes, bias(), layout(), any::<u64>()).prop_map(
-        |((dtype, out_dtype), (m, n, k), bias, moved, seed)| {
-            (contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias }, seed), moved)
+    (types(), sizes, (bias(), epilogue()), layout(), any::<u64>()).prop_map(
+        |((dtype, out_dtype), (m, n, k), (bias, epilogue), moved, seed)| {
+            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue };
+            (contiguous(problem, seed), moved)
         },
     )
 }
 
-fn skinny_rows() -> impl Strategy<Value = Case> {
+fn streamed_rows() -> impl Strategy<Value = Case> {
     let rows = prop_oneof![1usize..17, 17usize..65];
     let sizes = (rows, dims_from(1, &[8, 64], 200), dims_from(1, &[16, 128], 300));
     let types = types().prop_filter("of 16 bits", |(dtype, _)| *dtype != DType::F32);
-    (types, sizes, bias(), any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), bias, seed)| {
-        contiguous(MatmulProblem { batch: 1, m, n, k: 8 * k, dtype, out_dtype, bias }, seed)
+    let ends = (bias(), epilogue());
+    (types, sizes, ends, any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), (bias, epilogue), seed)| {
+        contiguous(MatmulProblem { batch: 1, m, n, k: 8 * k, dtype, out_dtype, bias, epilogue }, seed)
     })
+}
+
+/// What the tensor cores' kernels take in pieces, with all that an epilogue can be.
+fn aligned() -> impl Strategy<Value = Case> {
+    let sizes = (1usize..150, 1usize..24, 1usize..20);
+    let dtypes = (prop_oneof![Just(DType::BF16), Just(DType::F16)], any::<bool>());
+    (dtypes, sizes, bias(), epilogue(), any::<u64>()).prop_map(
+        |((dtype, wide), (m, n, k), bias, epilogue, seed)| {
+            let out_dtype = if wide { DType::F32 } else { dtype };
+            let (n, k) = (8 * n, 8 * k);
+            contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue }, seed)
+        },
+    )
 }
 
 fn many_rows() -> impl Strategy<Value = Case> {
     let sizes = (18usize..300, dims_from(1, &[64, 128], 300), dims_from(1, &[8, 16, 32], 200));
-    (types(), sizes, any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), seed)| {
-        contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias: Bias::None }, seed)
+    (types(), sizes, epilogue(), any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), epilogue, seed)| {
+        let bias = Bias::None;
+        contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue }, seed)
     })
 }
 
@@ -121,59 +154,131 @@ fn batched() -> impl Strategy<Value = (Case, [Order; 3])> {
     let sizes = (0usize..6, m, dims_from(1, &[8, 64], 70), dims_from(1, &[8, 64, 256], 300));
     let order = || prop_oneof![Just(Order::Stacked), Just(Order::Interleaved)];
     let orders = (order(), order(), order());
-    (types(), sizes, bias(), (layout(), layout(), layout()), orders, any::<u64>()).prop_map(
-        |((dtype, out_dtype), (batch, m, n, k), bias, layouts, (a, b, out), seed)| {
+    let ends = (bias(), epilogue());
+    (types(), sizes, ends, (layout(), layout(), layout()), orders, any::<u64>()).prop_map(
+        |((dtype, out_dtype), (batch, m, n, k), (bias, epilogue), layouts, (a, b, out), seed)| {
             let (a_layout, b_layout, out_layout) = layouts;
             // Planned for more than run, now and then.
             let batch = batch.max(usize::from(seed % 4 != 0));
-            let problem = MatmulProblem { batch, m, n, k, dtype, out_dtype, bias };
+            let problem = MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue };
             let kind = Values::Normal;
             (Case { problem, a_layout, b_layout, out_layout, kind, seed }, [a, b, out])
         },
     )
 }
 
+/// Rows of b: twice as many if the product is gated.
+fn b_rows(problem: &MatmulProblem) -> usize {
+    if matches!(problem.epilogue.act, Act::Gated(_)) { 2 * problem.n } else { problem.n }
+}
+
 impl Case {
     fn work(&self) -> usize {
-        let MatmulProblem { batch, m, n, k, .. } = self.problem;
+        let MatmulProblem { batch, m, k, .. } = self.problem;
+        let n = b_rows(&self.problem);
         // Of few rows: a warp per column and 8 rows.
         batch * (m.div_ceil(8) * n * (1500 + 4 * k) + self.work_in_tiles())
     }
 
     /// Tiles of 64, whose operands are read from shared memory.
     fn work_in_tiles(&self) -> usize {
-        let MatmulProblem { m, n, k, .. } = self.problem;
+        let MatmulProblem { m, k, .. } = self.problem;
+        let n = b_rows(&self.problem);
         m.next_multiple_of(64) * n.next_multiple_of(64) * (k + 100) / 8
     }
 }
 
-/// Inputs as exact f64: a, b and the bias if there is one.
-fn inputs(case: &Case) -> (Vec<f64>, Vec<f64>, Option<Vec<f64>>) {
-    let MatmulProblem { m, n, k, dtype, bias, .. } = case.problem;
-    let a = values(case.kind, dtype, m * k, case.seed);
-    let b = values(case.kind, dtype, n * k, case.seed ^ 1);
-    let bias = (bias == Bias::PerColumn).then(|| values(case.kind, dtype, n, case.seed ^ 2));
-    (a, b, bias)
+/// Inputs as exact f64; the rows of b are those of the gate, then those of up.
+#[derive(Clone)]
+struct Inputs {
+    a: Vec<f64>,
+    b: Vec<f64>,
+    bias: Option<Vec<f64>>,
+    residual: Option<Vec<f64>>,
 }
 
-/// The product by a plan, which is also given the name for messages.
-fn product(
-    device: &Device,
-    plan: &Matmul,
-    case: &Case,
-    (a, b, bias): (&[f64], &[f64], Option<&[f64]>),
-) -> Result<Vec<f64>, TestCaseError> {
-    let MatmulProblem { m, n, k, dtype, out_dtype, .. } = case.problem;
+impl Inputs {
+    /// The rows `rows` of a and the residual.
+    fn rows(&self, rows: std::ops::Range<usize>, &MatmulProblem { n, k, .. }: &MatmulProblem) -> Inputs {
+        let part = |values: &[f64], cols: usize| values[rows.start * cols..rows.end * cols].to_vec();
+        let residual = self.residual.as_ref().map(|residual| part(residual, n));
+        Inputs { a: part(&self.a, k), residual, ..self.clone() }
+    }
+}
+
+/// The inputs of a case, of all its products.
+fn inputs(case: &Case) -> Inputs {
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue } = case.problem;
+    let b_rows = b_rows(&case.problem);
+    Inputs {
+        a: values(case.kind, dtype, batch * m * k, case.seed),
+        b: values(case.kind, dtype, batch * b_rows * k, case.seed ^ 1),
+        bias: (bias == Bias::PerColumn).then(|| values(case.kind, dtype, b_rows, case.seed ^ 2)),
+        residual: epilogue.residual.then(|| values(case.kind, out_dtype, batch * m * n, case.seed ^ 3)),
+    }
+}
+
+/// Memory for the bias and for the residual if it has its own, and out, which may hold it.
+struct Ends {
+    bias: Option<Rows>,
+    residual: Option<Rows>,
+    out: Rows,
+}
+
+impl Ends {
+    /// Residual and out of these rows, one after the other.
+    fn new(stream: &Stream, case: &Case, inputs: &Inputs, rows: usize) -> Result<Self, Error> {
+        let MatmulProblem { n, dtype, out_dtype, .. } = case.problem;
+        let bias = |bias: &Vec<f64>| Rows::input(stream, dtype, bias, bias.len(), Layout::default());
+        // Strides of its own, unless it lies in out.
+        let in_place = case.seed.is_multiple_of(2);
+        let residual = |values: &Vec<f64>, layout| Rows::input(stream, out_dtype, values, n, layout);
+        let (out, own) = match &inputs.residual {
+            Some(values) if in_place => (residual(values, case.out_layout)?, None),
+            values => {
+                let own = values.as_ref().map(|values| residual(values, case.a_layout)).transpose()?;
+                (Rows::output(stream, out_dtype, rows, n, case.out_layout)?, own)
+            }
+        };
+        Ok(Ends { bias: inputs.bias.as_ref().map(bias).transpose()?, residual: own, out })
+    }
+}
+
+/// The product by a plan.
+fn product(device: &Device, plan: &Matmul, case: &Case, inputs: &Inputs) -> Result<Vec<f64>, TestCaseError> {
+    let MatmulProblem { m, n, k, dtype, epilogue, .. } = case.problem;
     let stream = device.stream().map_err(fail)?;
-    let a = Rows::input(&stream, dtype, a, k, case.a_layout).map_err(fail)?;
-    let b = Rows::input(&stream, dtype, b, k, case.b_layout).map_err(fail)?;
-    let bias = bias.map(|bias| Rows::input(&stream, dtype, bias, n, Layout::default())).transpose();
+    let a = Rows::input(&stream, dtype, &inputs.a, k, case.a_layout).map_err(fail)?;
+    // A gated product's rows: gate above up, apart, or each row of the gate beside one of up.
+    let gated = matches!(epilogue.act, Act::Gated(_));
+    let (gate, up) = inputs.b.split_at(n * k);
+    let rows = |values: &[f64], cols| Rows::input(&stream, dtype, values, cols, case.b_layout).map_err(fail);
+    let (b, apart) = match case.seed % 3 {
+        0 if gated => (rows(gate, k)?, Some(rows(up, k)?)),
+        1 if gated => {
+            let beside = std::iter::zip(gate.chunks(k), up.chunks(k)).flat_map(|(gate, up)| [gate, up]);
+            (rows(&beside.collect::<Vec<_>>().concat(), 2 * k)?, None)
+        }
+        _ => (rows(&inputs.b, k)?, None),
+    };
+    let (b, up) = match apart.as_ref() {
+        Some(up) => (b.view(), Some(up.view())),
+        None if gated && case.seed % 3 == 1 => {
+            let half = |cols| b.view().slice(1, cols).map_err(fail);
+            (half(0..k)?, Some(half(k..2 * k)?))
+        }
+        None => (b.view(), None),
+    };
+    let mut ends = Ends::new(&stream, case, inputs, m).map_err(fail)?;
+    let residual = match &ends.residual {
+        Some(residual) => Some(Residual::Tensor(residual.view())),
+        None => epilogue.residual.then_some(Residual::InPlace),
+    };
+    let bias = ends.bias.as_ref().map(|bias| bias.view().reshape(&[b_rows(&case.problem)])).transpose();
     let bias = bias.map_err(fail)?;
-    let bias = bias.as_ref().map(|bias| bias.view().reshape(&[n])).transpose().map_err(fail)?;
-    let mut out = Rows::output(&stream, out_dtype, m, n, case.out_layout).map_err(fail)?;
-    let args = MatmulArgs { a: a.view(), b: b.view(), bias, out: out.view_mut() };
+    let args = MatmulArgs { a: a.view(), b, up, bias, residual, out: ends.out.view_mut() };
     plan.run(&stream, args).map_err(fail)?;
-    out.read(&stream)
+    ends.out.read(&stream)
 }
 
 /// The specification, the naive computation, and the sum of the terms' absolute values.
@@ -184,20 +289,35 @@ struct Expected {
 }
 
 impl Expected {
-    fn of(problem: &MatmulProblem, (a, b, bias): (&[f64], &[f64], Option<&[f64]>)) -> Self {
-        let &MatmulProblem { m, n, k, out_dtype, .. } = problem;
+    fn of(problem: &MatmulProblem, inputs: &Inputs) -> Self {
+        let &MatmulProblem { m, n, k, out_dtype, ref epilogue, .. } = problem;
         let sizes = [m, n, k];
+        let Inputs { a, b, bias, residual } = inputs;
+        let (bias, residual) = (bias.as_deref(), residual.as_deref());
         let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
-        let bias_terms = bias.map(absolute);
+        // Without the activation, whose slope is at most 1.13: of a gated product both factors.
+        let b_rows = b_rows(problem);
+        let scale = f64::from(epilogue.scale.abs());
+        let sums = reference::matmul::<f64>(&absolute(a), &absolute(b), None, [m, b_rows, k], |v| v);
+        let linear = |row: usize, col: usize| {
+            scale * sums[row * b_rows + col] + bias.map_or(0.0, |bias| bias[col].abs())
+        };
+        let term = |index: usize| {
+            let (row, col) = (index / n, index % n);
+            let up = if b_rows == n { 1.0 } else { linear(row, n + col) };
+            linear(row, col) * up + residual.map_or(0.0, |residual| residual[index].abs())
+        };
         Expected {
-            want: reference::matmul::<f64>(a, b, bias, sizes, |v| v),
-            naive: reference::matmul::<f32>(a, b, bias, sizes, store(out_dtype)),
-            terms: reference::matmul::<f64>(&absolute(a), &absolute(b), bias_terms.as_deref(), sizes, |v| v),
+            want: reference::fused::<f64>((a, b), bias, residual, sizes, epilogue, |v| v),
+            naive: reference::fused::<f32>((a, b), bias, residual, sizes, epilogue, store(out_dtype)),
+            terms: (0..m * n).map(term).collect(),
         }
     }
 
     fn check(&self, what: &str, got: &[f64], problem: &MatmulProblem) -> Result<(), TestCaseError> {
-        let tolerance = Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + 1);
+        // A multiplication, an addition, six operations of an activation and two behind it.
+        let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
+        let tolerance = Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps);
         check(what, got, &self.want, &self.naive, &tolerance)
     }
 }
@@ -220,22 +340,21 @@ fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static MatmulVari
     VARIANTS
         .iter()
         .chain(MMA_VARIANTS)
-        .chain(SKINNY_VARIANTS)
+        .chain(STREAM_VARIANTS)
         .chain(WGMMA_VARIANTS)
         .filter(move |variant| (variant.dtype, variant.out_dtype) == types)
 }
 
 /// The wanted kernels that can do the case.
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
-    let (a, b, bias) = inputs(case);
-    let inputs = (&a[..], &b[..], bias.as_deref());
+    let inputs = inputs(case);
     let mut expected = None;
     for device in cards {
         let floor = device.limits().map(|limits| limits.floor);
         for variant in variants(&case.problem).filter(|v| Some(v.floor) <= floor && wanted(v.entry)) {
             let plan = plan(device, case.problem, Some(variant))?;
-            let got = product(device, &plan, case, inputs)?;
-            let expected = expected.get_or_insert_with(|| Expected::of(&case.problem, inputs));
+            let got = product(device, &plan, case, &inputs)?;
+            let expected = expected.get_or_insert_with(|| Expected::of(&case.problem, &inputs));
             expected.check(variant.entry, &got, &case.problem)?;
         }
     }
@@ -248,38 +367,51 @@ fn run_batched(
     (case, orders): &(Case, [Order; 3]),
     variant: Option<&'static MatmulVariant>,
 ) -> Result<(), TestCaseError> {
-    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias } = case.problem;
+    let MatmulProblem { batch, m, n, k, dtype, epilogue, .. } = case.problem;
+    let (b_rows, inputs) = (b_rows(&case.problem), inputs(case));
     let [a_order, b_order, out_order] = *orders;
-    let a = values(case.kind, dtype, batch * m * k, case.seed);
-    let b = values(case.kind, dtype, batch * n * k, case.seed ^ 1);
-    let added = (bias == Bias::PerColumn).then(|| values(case.kind, dtype, n, case.seed ^ 2));
     let stream = device.stream().map_err(fail)?;
-    let rows = |values: &[f64], cols, layout| Rows::input(&stream, dtype, values, cols, layout).map_err(fail);
-    let a_rows = rows(&a_order.rows(&a, [batch, m, k]), k, case.a_layout)?;
-    let b_rows = rows(&b_order.rows(&b, [batch, n, k]), k, case.b_layout)?;
-    let bias_rows = added.as_deref().map(|bias| rows(bias, n, Layout::default())).transpose()?;
-    let bias_view = bias_rows.as_ref().map(|bias| bias.view().reshape(&[n])).transpose().map_err(fail)?;
-    let mut out = Rows::output(&stream, out_dtype, batch * m, n, case.out_layout).map_err(fail)?;
+    let rows = |values: &[f64], layout| Rows::input(&stream, dtype, values, k, layout).map_err(fail);
+    let a_rows = rows(&a_order.rows(&inputs.a, [batch, m, k]), case.a_layout)?;
+    let b_memory = rows(&b_order.rows(&inputs.b, [batch, b_rows, k]), case.b_layout)?;
+    let residual = inputs.residual.as_ref().map(|residual| out_order.rows(residual, [batch, m, n]));
+    let mut ends =
+        Ends::new(&stream, case, &Inputs { residual, ..inputs.clone() }, batch * m).map_err(fail)?;
+    let residual = match &ends.residual {
+        Some(residual) => {
+            Some(Residual::Tensor(out_order.view(residual.view(), [batch, m, n]).map_err(fail)?))
+        }
+        None => epilogue.residual.then_some(Residual::InPlace),
+    };
+    let bias = ends.bias.as_ref().map(|bias| bias.view().reshape(&[b_rows])).transpose().map_err(fail)?;
     let args = MatmulArgs {
         a: a_order.view(a_rows.view(), [batch, m, k]).map_err(fail)?,
-        b: b_order.view(b_rows.view(), [batch, n, k]).map_err(fail)?,
-        bias: bias_view,
+        b: b_order.view(b_memory.view(), [batch, b_rows, k]).map_err(fail)?,
+        up: None,
+        bias,
+        residual,
         out: match out_order {
-            Order::Stacked => out.view_mut().reshape(&[batch, m, n]),
-            Order::Interleaved => out.view_mut().reshape(&[m, batch, n]).and_then(|out| out.swap_axes(0, 1)),
+            Order::Stacked => ends.out.view_mut().reshape(&[batch, m, n]),
+            Order::Interleaved => {
+                ends.out.view_mut().reshape(&[m, batch, n]).and_then(|out| out.swap_axes(0, 1))
+            }
         }
         .map_err(fail)?,
     };
     let problem = MatmulProblem { batch: batch.max(1), m: m + case.seed as usize % 3, ..case.problem };
     let plan = plan(device, problem, variant)?;
     plan.run(&stream, args).map_err(fail)?;
-    let got = out_order.rows(&out.read(&stream)?, [m, batch, n]);
+    let got = out_order.rows(&ends.out.read(&stream)?, [m, batch, n]);
     for product in 0..batch {
         let part = |values: &[f64], len: usize| values[product * len..][..len].to_vec();
-        let (a, b) = (part(&a, m * k), part(&b, n * k));
-        let expected = Expected::of(&case.problem, (&a, &b, added.as_deref()));
+        let own = Inputs {
+            a: part(&inputs.a, m * k),
+            b: part(&inputs.b, b_rows * k),
+            bias: inputs.bias.clone(),
+            residual: inputs.residual.as_ref().map(|residual| part(residual, m * n)),
+        };
         let what = format!("{}, product {product}", plan.report().variant);
-        expected.check(&what, &part(&got, m * n), &case.problem)?;
+        Expected::of(&case.problem, &own).check(&what, &part(&got, m * n), &case.problem)?;
     }
     Ok(())
 }
@@ -295,12 +427,11 @@ proptest! {
     /// What `plan` chooses, on every device.
     #[test]
     fn planned((case, on) in on_executors(case, Case::work)) {
-        let (a, b, bias) = inputs(&case);
-        let inputs = (&a[..], &b[..], bias.as_deref());
-        let expected = Expected::of(&case.problem, inputs);
+        let inputs = inputs(&case);
+        let expected = Expected::of(&case.problem, &inputs);
         for device in &on.devices() {
             let plan = plan(device, case.problem, None)?;
-            let got = product(device, &plan, &case, inputs)?;
+            let got = product(device, &plan, &case, &inputs)?;
             expected.check(plan.report().variant, &got, &case.problem)?;
         }
     }
@@ -309,6 +440,17 @@ proptest! {
     #[test]
     fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
         run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// The same with operands in pieces, which the tensor cores' kernels take: one of the kernels for each case.
+    #[test]
+    fn a_variant_aligned((case, on) in on_executors(aligned, |case| 4 * case.work())) {
+        for card in on.cards() {
+            let floor = card.limits().map(|limits| limits.floor);
+            let fits: Vec<_> = variants(&case.problem).filter(|variant| Some(variant.floor) <= floor).collect();
+            let chosen = fits[case.seed as usize / 6 % fits.len()].entry;
+            run_variants(&[card], &case, &|entry| entry == chosen)?;
+        }
     }
 
     /// Several products at once, stacked or with their rows in turns.
@@ -333,49 +475,55 @@ proptest! {
         }
     }
 
-    /// A row gives the same bits alone and among others, wherever it lies in memory: among the products of few rows.
+    /// A row gives the same bits alone and among others, wherever it lies in memory, among the products of few rows; for the
+    /// types of the tensor cores wherever that is at multiples of 16 bytes.
     #[test]
     fn few_rows_are_independent(((case, moved), on) in on_executors(few_rows, |(case, _)| 2 * case.work())) {
         let problem = case.problem;
-        let MatmulProblem { m, n, k, .. } = problem;
-        let (a, b, bias) = inputs(&case);
+        let MatmulProblem { m, n, .. } = problem;
+        let inputs = inputs(&case);
         for device in &on.devices() {
             let plan = plan(device, problem, None)?;
-            let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
-            let row = case.seed as usize % m;
-            let one = Case {
-                problem: MatmulProblem { m: 1, ..problem },
+            let together = product(device, &plan, &case, &inputs)?;
+            // A single row of the tensor cores' types has kernels of its own.
+            let (rows, moved) = match problem.dtype {
+                DType::F32 => (1, moved),
+                _ => (2, Layout { padding: 8 * moved.padding.div_ceil(8), offset: 8 * moved.offset }),
+            };
+            let row = case.seed as usize % (m + 1 - rows);
+            let part = Case {
+                problem: MatmulProblem { m: rows, ..problem },
                 a_layout: moved,
                 b_layout: moved,
                 ..case.clone()
             };
-            let alone = product(device, &plan, &one, (&a[row * k..][..k], &b, bias.as_deref()))?;
-            prop_assert_eq!(&together[row * n..][..n], &alone[..], "{:?}", device);
+            let alone = product(device, &plan, &part, &inputs.rows(row..row + rows, &problem))?;
+            prop_assert_eq!(&together[row * n..][..rows * n], &alone[..], "{:?}", device);
         }
     }
 
     /// The same by the tensor cores' kernels for few rows, whichever of them.
     #[test]
-    fn skinny_rows_are_independent((case, on) in on_executors(skinny_rows, |case| 4 * case.work())) {
+    fn streamed_rows_are_independent((case, on) in on_executors(streamed_rows, |case| 4 * case.work())) {
         let problem = case.problem;
-        let MatmulProblem { m, n, k, .. } = problem;
-        let (a, b, bias) = inputs(&case);
+        let MatmulProblem { m, n, .. } = problem;
+        let inputs = inputs(&case);
         for device in &on.cards() {
             let floor = device.limits().map(|limits| limits.floor);
             let mut alone = None;
-            for variant in variants(&problem).filter(|variant| Some(variant.floor) == floor) {
-                let MatmulTile::Skinny { rows, .. } = variant.tile else { continue };
-                let row = case.seed as usize % m.min(16);
+            for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
+                if !matches!(variant.tile, MatmulTile::Stream { .. }) {
+                    continue;
+                }
+                let row = case.seed as usize % m;
                 if alone.is_none() {
                     let one = Case { problem: MatmulProblem { m: 1, ..problem }, ..case.clone() };
                     let plan = plan(device, problem, Some(variant))?;
-                    alone = Some(product(device, &plan, &one, (&a[row * k..][..k], &b, bias.as_deref()))?);
+                    alone = Some(product(device, &plan, &one, &inputs.rows(row..row + 1, &problem))?);
                 }
-                if m <= rows as usize {
-                    let plan = plan(device, problem, Some(variant))?;
-                    let together = product(device, &plan, &case, (&a, &b, bias.as_deref()))?;
-                    prop_assert_eq!(Some(&together[row * n..][..n]), alone.as_deref(), "{}", variant.entry);
-                }
+                let plan = plan(device, problem, Some(variant))?;
+                let together = product(device, &plan, &case, &inputs)?;
+                prop_assert_eq!(Some(&together[row * n..][..n]), alone.as_deref(), "{}", variant.entry);
             }
         }
     }
@@ -384,23 +532,27 @@ proptest! {
     #[test]
     fn many_rows_are_independent((case, on) in on_executors(many_rows, |case| 4 * case.work_in_tiles())) {
         let problem = case.problem;
-        let MatmulProblem { m, n, k, .. } = problem;
+        let MatmulProblem { m, n, .. } = problem;
         let cards = on.cards();
         if !cards.is_empty() {
-            let (a, b, _) = inputs(&case);
+            let inputs = inputs(&case);
             for device in &cards {
-                let tiles = variants(&problem).filter(|variant| variant.entry.contains("__m"));
                 let floor = device.limits().map(|limits| limits.floor);
-                let mut all: [Vec<Vec<f64>>; 2] = Default::default();
-                for variant in tiles.filter(|variant| Some(variant.floor) <= floor) {
+                let mut all: [Vec<Vec<f64>>; 3] = Default::default();
+                for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
+                    let kind = match variant.tile {
+                        MatmulTile::Simt { .. } => 0,
+                        MatmulTile::Mma { .. } => 1,
+                        MatmulTile::Wgmma { .. } => 2,
+                        _ => continue,
+                    };
                     let plan = plan(device, problem, Some(variant))?;
                     let part = 17 + case.seed as usize % (m - 17);
                     let fewer = Case { problem: MatmulProblem { m: part, ..problem }, ..case.clone() };
-                    let rows = &a[(m - part) * k..];
-                    let together = product(device, &plan, &case, (&a, &b, None))?;
-                    let apart = product(device, &plan, &fewer, (rows, &b, None))?;
+                    let together = product(device, &plan, &case, &inputs)?;
+                    let apart = product(device, &plan, &fewer, &inputs.rows(m - part..m, &problem))?;
                     prop_assert_eq!(&together[(m - part) * n..], &apart[..], "{}", variant.entry);
-                    all[usize::from(matches!(variant.tile, MatmulTile::Mma { .. }))].push(together);
+                    all[kind].push(together);
                 }
                 prop_assert!(all.iter().all(|kind| kind.windows(2).all(|pair| pair[0] == pair[1])));
             }
@@ -416,7 +568,9 @@ fn empty() -> Result<(), TestCaseError> {
         for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0], [0, 70, 0], [3, 0, 0]] {
             for bias in [Bias::None, Bias::PerColumn] {
                 let dtype = DType::BF16;
-                let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: DType::F32, bias };
+                let epilogue = Epilogue::NONE;
+                let problem =
+                    MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: DType::F32, bias, epilogue };
                 let plan = plan(device, problem, None)?;
                 let a = Tensor::zeros(&stream, &[m, k], dtype).map_err(fail)?;
                 let b = Tensor::zeros(&stream, &[n, k], dtype).map_err(fail)?;
@@ -430,7 +584,7 @@ fn empty() -> Result<(), TestCaseError> {
                     Bias::PerColumn => Some(added_rows.view().reshape(&[n]).map_err(fail)?),
                 };
                 let mut out = Rows::output(&stream, DType::F32, m, n, Layout::default()).map_err(fail)?;
-                let args = MatmulArgs { a: a.view(), b: b.view(), bias: view, out: out.view_mut() };
+                let args = MatmulArgs { bias: view, ..MatmulArgs::new(a.view(), b.view(), out.view_mut()) };
                 plan.run(&stream, args).map_err(fail)?;
                 let want: Vec<f64> = match bias {
                     Bias::None => vec![0.0; m * n],
@@ -448,20 +602,31 @@ fn empty() -> Result<(), TestCaseError> {
 fn special_values() -> Result<(), TestCaseError> {
     for (m, n, k) in [(1, 9, 40), (7, 33, 257), (70, 66, 50)] {
         for dtype in DType::FLOATS {
-            let case =
-                contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None }, 4);
+            let case = contiguous(
+                MatmulProblem {
+                    batch: 1,
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    out_dtype: dtype,
+                    bias: Bias::None,
+                    epilogue: Epilogue::NONE,
+                },
+                4,
+            );
             for device in &devices_for(case.work()) {
-                let (mut a, mut b, _) = inputs(&case);
-                a[(m - 1) * k + k - 1] = f64::NAN;
-                b[3 * k + 5] = f64::INFINITY;
+                let mut inputs = inputs(&case);
+                inputs.a[(m - 1) * k + k - 1] = f64::NAN;
+                inputs.b[3 * k + 5] = f64::INFINITY;
                 let plan = plan(device, case.problem, None)?;
-                let got = product(device, &plan, &case, (&a, &b, None))?;
+                let got = product(device, &plan, &case, &inputs)?;
                 for (index, value) in got.iter().enumerate() {
                     let (row, col) = (index / n, index % n);
                     if row == m - 1 {
                         assert!(value.is_nan(), "{dtype} [{row}, {col}] = {value}");
                     } else if col == 3 {
-                        assert_eq!(*value, f64::INFINITY * a[row * k + 5], "{dtype} [{row}, {col}]");
+                        assert_eq!(*value, f64::INFINITY * inputs.a[row * k + 5], "{dtype} [{row}, {col}]");
                     } else {
                         assert!(value.is_finite(), "{dtype} [{row}, {col}] = {value}");
                     }
@@ -477,15 +642,22 @@ fn special_values() -> Result<(), TestCaseError> {
 fn long_k() -> Result<(), TestCaseError> {
     for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
         let dtype = DType::BF16;
-        let problem =
-            MatmulProblem { batch: 1, m, n: 37, k, dtype, out_dtype: DType::F32, bias: Bias::PerColumn };
+        let problem = MatmulProblem {
+            batch: 1,
+            m,
+            n: 37,
+            k,
+            dtype,
+            out_dtype: DType::F32,
+            bias: Bias::PerColumn,
+            epilogue: Epilogue::of(Act::Of(Activation::Silu)),
+        };
         let case = contiguous(problem, 9);
-        let (a, b, bias) = inputs(&case);
-        let inputs = (&a[..], &b[..], bias.as_deref());
-        let expected = Expected::of(&problem, inputs);
+        let inputs = inputs(&case);
+        let expected = Expected::of(&problem, &inputs);
         for device in &devices_for(case.work()) {
             let plan = plan(device, problem, None)?;
-            let got = product(device, &plan, &case, inputs)?;
+            let got = product(device, &plan, &case, &inputs)?;
             expected.check(plan.report().variant, &got, &problem)?;
         }
     }
@@ -498,12 +670,13 @@ fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
     for device in &devices() {
         let stream = device.stream()?;
-        let problem = MatmulProblem { batch: 1, m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias: Bias::None };
+        let (bias, epilogue) = (Bias::None, Epilogue::NONE);
+        let problem = MatmulProblem { batch: 1, m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias, epilogue };
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |bias, a: &Tensor, b: &Tensor, added: Option<&Tensor>, out: &mut Tensor| {
             let plan = Matmul::plan(device, MatmulProblem { bias, ..problem })?;
             let bias = added.map(Tensor::view);
-            let args = MatmulArgs { a: a.view(), b: b.view(), bias, out: out.view_mut() };
+            let args = MatmulArgs { bias, ..MatmulArgs::new(a.view(), b.view(), out.view_mut()) };
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };
         let (a, b) = (tensor(&[4, 8], dtype)?, tensor(&[6, 8], dtype)?);
@@ -546,7 +719,7 @@ fn bad_input() -> Result<(), Error> {
         // SAFETY: 4 × 8 elements of the tensor, which lives longer.
         let columns =
             unsafe { TensorView::from_raw(device, transposed.view().address(), &[4, 8], &[1, 4], dtype)? };
-        let args = MatmulArgs { a: columns, b: b.view(), bias: None, out: out.view_mut() };
+        let args = MatmulArgs::new(columns, b.view(), out.view_mut());
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "matmul: a: expected stride 1 in the last dimension, got 4"
@@ -554,7 +727,7 @@ fn bad_input() -> Result<(), Error> {
         // SAFETY: inside the tensor, which lives longer and is not used otherwise.
         let overlapping =
             unsafe { TensorViewMut::from_raw(device, out.view().address(), &[4, 6], &[3, 1], dtype)? };
-        let args = MatmulArgs { a: a.view(), b: b.view(), bias: None, out: overlapping };
+        let args = MatmulArgs::new(a.view(), b.view(), overlapping);
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "matmul: out: expected rows that do not overlap: a stride of at least 6, got 3"
@@ -562,7 +735,7 @@ fn bad_input() -> Result<(), Error> {
         let (a, b) = (tensor(&[2, 4, 8], dtype)?, tensor(&[2, 6, 8], dtype)?);
         let message = |batch, b: TensorView<'_>, out: TensorViewMut<'_>| {
             let plan = Matmul::plan(device, MatmulProblem { batch, ..problem })?;
-            let args = MatmulArgs { a: a.view(), b, bias: None, out };
+            let args = MatmulArgs::new(a.view(), b, out);
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };
         let mut out = tensor(&[2, 4, 6], dtype)?;
@@ -610,6 +783,57 @@ fn bad_input() -> Result<(), Error> {
                 unsupported(MatmulProblem { batch, ..problem }),
                 format!("matmul: problem: expected batch from 1 to 65535, got {batch}")
             );
+        }
+        let epilogue = |act| Epilogue::of(act);
+        assert_eq!(
+            unsupported(MatmulProblem { epilogue: epilogue(Act::Gated(Activation::Sigmoid)), ..problem }),
+            "matmul: problem: expected activation silu, gelu_tanh or gelu_erf, got sigmoid"
+        );
+        assert_eq!(
+            unsupported(MatmulProblem {
+                epilogue: Epilogue { scale: f32::NAN, ..Epilogue::NONE },
+                ..problem
+            }),
+            "matmul: problem: expected a finite scale, got NaN"
+        );
+        let (a, mut out) = (tensor(&[4, 8], dtype)?, tensor(&[4, 6], dtype)?);
+        let mut fused = |epilogue, b: TensorView<'_>, up, bias: Option<TensorView<'_>>, residual| {
+            let planned = if bias.is_some() { Bias::PerColumn } else { Bias::None };
+            let plan = Matmul::plan(device, MatmulProblem { epilogue, bias: planned, ..problem })?;
+            let args = MatmulArgs { a: a.view(), b, up, bias, residual, out: out.view_mut() };
+            Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        let gated = epilogue(Act::Gated(Activation::Silu));
+        let added = Epilogue { residual: true, ..Epilogue::NONE };
+        let (b, both, added_bias) =
+            (tensor(&[6, 8], dtype)?, tensor(&[12, 16], dtype)?, tensor(&[6], dtype)?);
+        let wide = both.view().slice(0, 0..6)?.slice(1, 0..8)?;
+        let residual = tensor(&[4, 7], dtype)?;
+        for (got, expected) in [
+            (fused(gated, b.view(), None, None, None)?, "b: expected shape [12, 8], got [6, 8]"),
+            (
+                fused(gated, b.view(), Some(wide), None, None)?,
+                "up: expected strides as of b: [8, 1], got [16, 1]",
+            ),
+            (
+                fused(gated, both.view().slice(1, 0..8)?, None, Some(added_bias.view()), None)?,
+                "bias: expected shape [12], got [6]",
+            ),
+            (
+                fused(Epilogue::NONE, b.view(), Some(b.view()), None, None)?,
+                "up: expected none, as planned, got a tensor",
+            ),
+            (fused(added, b.view(), None, None, None)?, "residual: expected a tensor, as planned, got none"),
+            (
+                fused(Epilogue::NONE, b.view(), None, None, Some(Residual::InPlace))?,
+                "residual: expected none, as planned, got a tensor",
+            ),
+            (
+                fused(added, b.view(), None, None, Some(Residual::Tensor(residual.view())))?,
+                "residual: expected shape [4, 6], got [4, 7]",
+            ),
+        ] {
+            assert_eq!(got, format!("matmul: {expected}"));
         }
         if device.limits().is_some() {
             let other =

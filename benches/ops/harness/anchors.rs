@@ -37,17 +37,4 @@ pub fn list(bencher: &mut Bencher) {
             },
         );
     }
-    let (m, n, k) = (128, 16384, 4096_u64);
-    for activation in ["gelu", "silu"] {
-        bencher.announce(
-            "linear_activation",
-            &format!("anchor {m}x{n}x{k} {activation}"),
-            Work {
-                dtype: "f16",
-                shape: json!({ "m": m, "n": n, "k": k, "activation": activation }),
-                bytes: HALF * (n * k + m * k + m * n),
-                flops: 2 * m * n * k,
-            },
-        );
-    }
 }

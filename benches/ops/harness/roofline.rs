@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
+use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
 use warpforge::ops::matmul_i8::{MatmulI8, MatmulI8Args, MatmulI8Problem};
 use warpforge::{DType, Tensor};
 
@@ -130,6 +130,7 @@ fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
         dtype: DTYPE,
         out_dtype: DTYPE,
         bias: Bias::None,
+        epilogue: Epilogue::NONE,
     };
     let plan = Matmul::plan(&bencher.device, problem)?;
     let [a, b] = [1, 2].map(|seed| bencher.random(&[size, size], DTYPE, seed));
@@ -138,9 +139,7 @@ fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
     let (timing, _) = timing::time(
         &bencher.stream,
         &mut out,
-        &|stream, out: &mut Tensor| {
-            plan.run(stream, MatmulArgs { a: a.view(), b: b.view(), bias: None, out: out.view_mut() })
-        },
+        &|stream, out: &mut Tensor| plan.run(stream, MatmulArgs::new(a.view(), b.view(), out.view_mut())),
         None,
     )?;
     Ok(timing.median_us)

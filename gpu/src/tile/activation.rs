@@ -4,6 +4,7 @@
 //! accuracy. All give x for +inf, −0 (the limit) for −inf, and NaN for NaN. Errors below are relative, for results that
 //! are normal numbers.
 
+use abi::ops::matmul::{CURVE_END, Curve};
 use cuda_std::math;
 
 /// log2(e) = LOG2_E + LOG2_E_LOW.
@@ -155,6 +156,15 @@ pub fn gelu_erf(x: f32) -> f32 {
     limit(x, x * if size < 1.25 { near } else { far } * last)
 }
 
+/// The activation that a curve describes, where a thread has many of them to compute: 16 instructions. The error is 2^-22 of x,
+/// as that of a sum which x is, and not of the result; results below 2^-126 may be 0.
+#[inline(always)]
+pub fn curve(x: f32, curve: &Curve) -> f32 {
+    let exponent = x * polynomial(curve, math::min(x * x, CURVE_END));
+    // −inf would give inf · 0.
+    math::max(x, f32::MIN) * math::rcp(1.0 + math::ex2(exponent))
+}
+
 /// Horner's rule; the coefficient of x^i is at i.
 #[inline(always)]
 fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
@@ -235,6 +245,37 @@ mod tests {
         assert_eq!((softplus(f32::MAX), softplus(f32::MIN)), (f32::MAX, 0.0));
         assert_eq!((exp(-105.0), exp(-1e30), exp(89.0)), (0.0, 0.0, f32::INFINITY));
         assert!((f64::from(exp(-100.0)) / (-100f64).exp() - 1.0).abs() < 0.03);
+    }
+
+    #[test]
+    fn curves_are_as_stated() {
+        use abi::ops::matmul::{GELU_ERF, GELU_TANH, SILU};
+        let erf = |x: f64| x * 0.5 * libm::erfc(-x * core::f64::consts::FRAC_1_SQRT_2);
+        let exact: [(Curve, &dyn Fn(f64) -> f64); 3] =
+            [(SILU, &|x| x * sigmoid(x)), (GELU_TANH, &|x| x * sigmoid(tanh_argument(x))), (GELU_ERF, &erf)];
+        for (coefficients, exact) in exact {
+            for i in 0..=400_000 {
+                let x = (i - 200_000) as f32 / 1e4;
+                let error = f64::from(curve(x, &coefficients)) - exact(f64::from(x));
+                assert!(
+                    error.abs() <= 2f64.powi(-22) * f64::from(x).abs(),
+                    "{coefficients:?}: {error:e} at {x}"
+                );
+                if x >= -4.5 {
+                    let relative = (error / exact(f64::from(x))).abs();
+                    assert!(x == 0.0 || relative <= 2f64.powi(-11), "{coefficients:?}: {relative:e} at {x}");
+                }
+            }
+            assert!(curve(f32::NAN, &coefficients).is_nan());
+            assert_eq!(curve(f32::INFINITY, &coefficients), f32::INFINITY);
+            assert_eq!(curve(f32::NEG_INFINITY, &coefficients).to_bits(), (-0.0f32).to_bits());
+            for huge in [1e4, 1e20, f32::MAX] {
+                assert_eq!((curve(huge, &coefficients), curve(-huge, &coefficients)), (huge, 0.0));
+            }
+            for zero in [0.0f32, -0.0] {
+                assert_eq!(curve(zero, &coefficients).to_bits(), zero.to_bits());
+            }
+        }
     }
 
     #[test]

@@ -187,12 +187,15 @@ pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
     (thread::block_idx_x() % row_blocks * ROWS as u32, thread::block_idx_x() / row_blocks)
 }
 
-/// Calls `finish(row, col, sum)` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the
-/// stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` says where a row of a begins.
+/// Calls `finish(row, col, [sum, next])` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the
+/// stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` and `b_row` say where a row begins.
+///
+/// `next` is the sum of the next column, if it is `paired`: then `finish` is called for even columns only.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.
 /// - Rows of a and b *in-bounds* for `dims`, and aligned as `dims.access` says; m and n not 0 — checked in `run`.
+/// - If it is paired, n is even, and so are the block's columns: not all warps share a single one.
 /// - *exclusive*: the first `8 · SUMS` words of dynamic shared memory are used for nothing else.
 #[inline(always)]
 pub unsafe fn multiply<
@@ -203,10 +206,11 @@ pub unsafe fn multiply<
     const UNROLL: usize,
 >(
     a_row: impl Fn(u32) -> *const T,
-    b: *const T,
+    b_row: impl Fn(u32) -> *const T,
     dims: &MatmulDims,
     (first_row, col_block): (u32, u32),
-    finish: impl Fn(u32, u32, T::Sum),
+    paired: bool,
+    finish: impl Fn(u32, u32, [T::Sum; 2]),
 ) {
     let groups = WARPS >> dims.split_log2;
     let first_group = col_block * groups;
@@ -215,17 +219,16 @@ pub unsafe fn multiply<
     let group = thread::warp_idx() >> dims.split_log2;
     let part = thread::warp_idx() & ((1 << dims.split_log2) - 1);
     // Rows and columns past the end are computed from the last one, and not stored.
-    let mut rows = [b; ROWS];
+    let mut rows = [core::ptr::null(); ROWS];
     let mut i = 0;
     while i < ROWS {
         rows[i] = a_row((first_row + i as u32).min(dims.m - 1));
         i += 1;
     }
-    let mut cols = [b; COLS];
+    let mut cols = [core::ptr::null(); COLS];
     let mut j = 0;
     while j < COLS {
-        let col = (first_col(group) + j as u32).min(dims.n - 1);
-        cols[j] = b.wrapping_add(col as usize * dims.b_stride as usize);
+        cols[j] = b_row((first_col(group) + j as u32).min(dims.n - 1));
         j += 1;
     }
 
@@ -275,15 +278,26 @@ pub unsafe fn multiply<
         if member < groups * sums {
             let (group, index) = (member / sums, member % sums);
             let (row, col) = (first_row + index / COLS as u32, first_col(group) + index % COLS as u32);
-            let slot = |part: u32| ((group << dims.split_log2) + part) * sums + index;
-            let mut total = T::Sum::from_word(shared::load_u32(base + 4 * slot(0)));
-            let mut part = 1;
-            while part < 1 << dims.split_log2 {
-                total = total.plus(T::Sum::from_word(shared::load_u32(base + 4 * slot(part))));
-                part += 1;
+            let total = |group: u32, index: u32| {
+                let slot = |part: u32| ((group << dims.split_log2) + part) * sums + index;
+                let mut total = T::Sum::from_word(shared::load_u32(base + 4 * slot(0)));
+                let mut part = 1;
+                while part < 1 << dims.split_log2 {
+                    total = total.plus(T::Sum::from_word(shared::load_u32(base + 4 * slot(part))));
+                    part += 1;
+                }
+                total
+            };
+            if paired && col % 2 != 0 {
+                return;
             }
+            let next = match (paired, COLS) {
+                (false, _) => T::Sum::ZERO,
+                (true, 1) => total(group + 1, index),
+                (true, _) => total(group, index + 1),
+            };
             if row < dims.m && col < dims.n {
-                finish(row, col, total);
+                finish(row, col, [total(group, index), next]);
             }
         }
     }

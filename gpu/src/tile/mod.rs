@@ -2,6 +2,8 @@
 
 pub mod activation;
 pub mod gemv;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod multiplicand;
 pub mod operand;
 pub mod packed;
 pub mod reduce;

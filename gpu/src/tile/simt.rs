@@ -23,7 +23,7 @@
 //!   the padding that would keep a second block out of 64 KiB.
 //! - A sum is one chain of multiply-adds in the order of k: the same for both tile sizes and wherever a row lies.
 
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, OUT_IN_QUADS, THREADS};
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, OUT_IN_PIECES, OUT_IN_QUADS, THREADS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, shared, thread};
 
@@ -52,6 +52,13 @@ pub fn strided<T>(a: *const T, dims: &MatmulDims) -> impl Fn(u32) -> *const T {
     move |row| a.wrapping_add(row as usize * stride)
 }
 
+/// Where row `row` of b begins, likewise.
+#[inline(always)]
+pub fn rows_of_b<T>(b: *const T, dims: &MatmulDims) -> impl Fn(u32) -> *const T {
+    let stride = dims.b_stride as usize;
+    move |row| b.wrapping_add(row as usize * stride)
+}
+
 /// Where this thread's elements are: its row and its column, each in groups of four.
 #[inline(always)]
 fn position() -> (u32, u32) {
@@ -74,8 +81,8 @@ unsafe fn store_piece<T: Operand, const EDGE: u32>(at: u32, piece: [u32; 4]) {
     }
 }
 
-/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`. `a_row` says where a row of a
-/// begins; it is asked for rows past the end too, which are not read.
+/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`. `a_row` and `b_row` say where a
+/// row begins; they are asked for rows past the end too, which are not read.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.
@@ -84,7 +91,7 @@ unsafe fn store_piece<T: Operand, const EDGE: u32>(at: u32, piece: [u32; 4]) {
 #[inline(always)]
 pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
     a_row: impl Fn(u32) -> *const T,
-    b: *const T,
+    b_row: impl Fn(u32) -> *const T,
     dims: &MatmulDims,
     tile_m: u32,
     tile_n: u32,
@@ -101,7 +108,7 @@ pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
     let len_a = if row_a < dims.m { dims.k } else { 0 };
     let len_b = if row_b < dims.n { dims.k } else { 0 };
     let mut from_a = a_row(row_a).wrapping_add(start as usize);
-    let mut from_b = b.wrapping_add(row_b as usize * dims.b_stride as usize + start as usize);
+    let mut from_b = b_row(row_b).wrapping_add(start as usize);
     let (a_in_pieces, b_in_pieces) = (dims.access & A_IN_PIECES != 0, dims.access & B_IN_PIECES != 0);
     let store_at =
         base + piece * T::WORDS as u32 * EDGE * 4 + ((row / 4) ^ (piece * swizzle)) * 16 + row % 4 * 4;
@@ -156,28 +163,76 @@ pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
     sums
 }
 
-/// Calls `quad(row, col, sums)` for every four neighbouring columns of this thread that begin inside the matrix.
+/// Calls `quad(row, col, sums, of_columns)` for every four neighbouring columns of this thread that begin inside the matrix, with
+/// what `columns(col)` is for these columns of all rows.
 #[inline(always)]
-pub fn for_quads<S: Sum, const EDGE: u32, const PER: usize>(
+pub fn for_quads<S: Sum, C, const EDGE: u32, const PER: usize>(
     sums: &[[S; PER]; PER],
     dims: &MatmulDims,
     tile_m: u32,
     tile_n: u32,
-    quad: impl Fn(u32, u32, [S; 4]),
+    columns: impl Fn(u32) -> C,
+    quad: impl Fn(u32, u32, [S; 4], &C),
 ) {
     let (ty, tx) = position();
     let mut j = 0;
     while j < PER / 4 {
         let col = tile_n * EDGE + j as u32 * 64 + tx * 4;
+        let of_columns = columns(col);
         let mut i = 0;
         while i < PER {
             let row = tile_m * EDGE + (i / 4) as u32 * 64 + ty * 4 + (i % 4) as u32;
             if row < dims.m && col < dims.n {
-                quad(row, col, [sums[i][4 * j], sums[i][4 * j + 1], sums[i][4 * j + 2], sums[i][4 * j + 3]]);
+                let j = 4 * j;
+                quad(row, col, [sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]], &of_columns);
             }
             i += 1;
         }
         j += 1;
+    }
+}
+
+/// The same by a loop: the sums go through shared memory, so that there are few copies of a long `quad`.
+///
+/// # Safety
+/// - *converged*: all 256 threads of the block; its first 16 KiB of dynamic shared memory are used for nothing else any more.
+#[inline(always)]
+pub unsafe fn loop_over_quads<C, const EDGE: u32, const PER: usize>(
+    sums: &[[f32; PER]; PER],
+    dims: &MatmulDims,
+    tile_m: u32,
+    tile_n: u32,
+    columns: impl Fn(u32) -> C,
+    quad: impl Fn(u32, u32, [f32; 4], &C),
+) {
+    let (ty, tx) = position();
+    let at = |i: u32| shared::base() + (i * THREADS + thread::thread_idx_x()) * 16;
+    // SAFETY: behind the barrier everybody has read the operands; from then on each thread has places of its own.
+    unsafe {
+        thread::sync_threads();
+        let mut j = 0;
+        while j < PER / 4 {
+            let col = tile_n * EDGE + j as u32 * 64 + tx * 4;
+            let of_columns = columns(col);
+            let mut group = 0;
+            while group < PER / 4 {
+                let mut i = 0;
+                while i < 4 {
+                    let (row, j) = (&sums[4 * group + i], 4 * j);
+                    shared::store_f32x4(at(i as u32), [row[j], row[j + 1], row[j + 2], row[j + 3]]);
+                    i += 1;
+                }
+                let first = tile_m * EDGE + group as u32 * 64 + ty * 4;
+                let rows = dims.m.saturating_sub(first).min(4);
+                let mut i = 0;
+                while i < rows && col < dims.n {
+                    quad(first + i, col, shared::load_f32x4(at(i)), &of_columns);
+                    i += 1;
+                }
+                group += 1;
+            }
+            j += 1;
+        }
     }
 }
 
@@ -208,8 +263,8 @@ pub unsafe fn store_quad<T: Element>(out: *mut T, row: u32, col: u32, values: [f
     // SAFETY: col + i < n in every branch — the caller's row.
     unsafe {
         let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+        let packed = T::pack(&[values[0], values[1], values[2], values[3], 0.0, 0.0, 0.0, 0.0]);
         if dims.access & OUT_IN_QUADS != 0 && dims.n - col >= 4 {
-            let packed = T::pack(&[values[0], values[1], values[2], values[3], 0.0, 0.0, 0.0, 0.0]);
             if T::PER_16_BYTES == 4 {
                 global::store_x4(to, packed);
             } else {
@@ -219,7 +274,53 @@ pub unsafe fn store_quad<T: Element>(out: *mut T, row: u32, col: u32, values: [f
             let mut i = 0;
             while i < 4 {
                 if (i as u32) < dims.n - col {
-                    global::store(to.add(i), T::from_f32(values[i]));
+                    store_packed(to.add(i), packed, i);
+                }
+                i += 1;
+            }
+        }
+    }
+}
+
+/// Stores one of the elements that were packed.
+///
+/// # Safety
+/// - *in-bounds(the buffer of `to`)*; *exclusive*: the element is this thread's.
+#[inline(always)]
+pub unsafe fn store_packed<T: Element>(to: *mut T, packed: [u32; 4], element: usize) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if T::PER_16_BYTES == 4 {
+            global::store(to.cast::<u32>(), packed[element]);
+        } else {
+            global::store(to.cast::<u16>(), (packed[element / 2] >> (element % 2 * 16)) as u16);
+        }
+    }
+}
+
+/// Rounds and stores the elements `col..col + 8` of a row of out, as far as they exist.
+///
+/// # Safety
+/// - The row *in-bounds(out)* and aligned as `dims.access` says; *exclusive*: these elements are this thread's.
+#[inline(always)]
+pub unsafe fn store_octet<O: Element>(out: *mut O, row: u32, col: u32, values: &[f32; 8], dims: &MatmulDims) {
+    let [v0, v1, v2, v3, v4, v5, v6, v7] = *values;
+    // 16 bytes; of four elements, the second four too.
+    let (low, high) = (O::pack(values), O::pack(&[v4, v5, v6, v7, v0, v1, v2, v3]));
+    // SAFETY: col + i < n in every branch — the caller's row.
+    unsafe {
+        let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+        if dims.access & OUT_IN_PIECES != 0 && dims.n - col >= 8 {
+            global::store_x4(to, low);
+            if O::PER_16_BYTES == 4 {
+                global::store_x4(to.add(4), high);
+            }
+        } else {
+            let mut i = 0;
+            while i < 8 {
+                if (i as u32) < dims.n - col {
+                    let packed = if i < O::PER_16_BYTES { low } else { high };
+                    store_packed(to.add(i), packed, i % O::PER_16_BYTES);
                 }
                 i += 1;
             }

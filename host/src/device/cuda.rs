@@ -62,8 +62,8 @@ pub(crate) struct Context {
 impl Context {
     /// Encodes a tensor map.
     pub(crate) fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, Error> {
-        let Tiled { dtype, address, rows, cols, stride_bytes, box_rows, box_cols } = *tiled;
-        let data_type = match dtype {
+        let (dims, strides_bytes, box_dims, rank) = tiled.dims();
+        let data_type = match tiled.dtype {
             DType::F32 => TensorMapDataType::F32,
             DType::F16 => TensorMapDataType::F16,
             DType::BF16 => TensorMapDataType::Bf16,
@@ -73,11 +73,11 @@ impl Context {
         };
         let params = TensorMapParams {
             data_type,
-            address,
-            dims: &[cols, rows],
-            strides_bytes: &[stride_bytes],
-            box_dims: &[box_cols, box_rows],
-            element_strides: &[1, 1],
+            address: tiled.address,
+            dims: &dims[..rank],
+            strides_bytes: &strides_bytes[..rank - 1],
+            box_dims: &box_dims[..rank],
+            element_strides: &[1; 4][..rank],
             interleave: TensorMapInterleave::None,
             swizzle: TensorMapSwizzle::Bytes128,
             l2_promotion: TensorMapL2Promotion::Bytes256,

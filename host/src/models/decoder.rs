@@ -8,7 +8,7 @@ use super::loader::Loader;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use crate::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
+use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
 use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
@@ -147,6 +147,7 @@ impl DecoderBlock {
                     dtype,
                     out_dtype: DType::F32,
                     bias: Bias::None,
+                    epilogue: Epilogue::NONE,
                 },
             )?,
             residual: hidden()?,
@@ -231,7 +232,7 @@ impl DecoderBlock {
         observe(Observed::FinalNorm, normed.as_view())?;
         if let Some(out) = logits {
             let a = normed.as_view().slice(0, tokens - out.shape()[0]..tokens)?;
-            head.run(stream, MatmulArgs { a, b: decoder.head().view(), bias: None, out })?;
+            head.run(stream, MatmulArgs::new(a, decoder.head().view(), out))?;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use crate::{Arch, DType};
 pub struct MatmulDims {
     /// Rows of a and out.
     pub m: u32,
-    /// Rows of b, columns of out.
+    /// Rows of b, columns of out; if the product is gated, of gate and up together.
     pub n: u32,
     /// Columns of a and b.
     pub k: u32,
@@ -26,7 +26,7 @@ pub struct MatmulDims {
     pub out_batch_stride: u32,
     /// What may be moved in pieces: [`A_IN_PIECES`], [`B_IN_PIECES`], [`OUT_IN_QUADS`].
     pub access: u32,
-    /// Binary logarithm of the number of warps that share a column's k in the `Gemv` tiles, at most 3.
+    /// Binary logarithm of the number of warps that share a column's k in the `Gemv` and `Stream` tiles, at most 3.
     pub split_log2: u32,
 }
 
@@ -44,6 +44,58 @@ pub const OUT_IN_QUADS: u32 = 4;
 pub const OUT_IN_PIECES: u32 = 8;
 /// In [`MatmulDims::access`]: the tensor map of out is there, and its tail fills 16 bytes.
 pub const OUT_BY_TMA: u32 = 16;
+
+/// In [`MatmulDims::access`]: address and strides of the residual are multiples of 4 elements.
+pub const RESIDUAL_IN_QUADS: u32 = 32;
+
+/// What becomes of the sums of a launch: `act(scale · sum + bias) + residual`, or if it is gated
+/// `act(scale · gate + bias) · (scale · up + bias) + residual`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatmulEpilogue {
+    /// Factor of the sums.
+    pub scale: f32,
+    /// [`ACTIVATED`] and [`GATED`].
+    pub options: u32,
+    /// From one row of the residual to the next, in elements.
+    pub residual_stride: u32,
+    /// From one product's residual to the next.
+    pub residual_batch_stride: u32,
+    /// The activation: `x / (1 + 2^(x · P(x²)))`, P's coefficients from that of the constant on.
+    pub curve: Curve,
+}
+
+const _: () = assert!(size_of::<MatmulEpilogue>() == 56);
+impl crate::Params for MatmulEpilogue {}
+
+/// In [`MatmulEpilogue::options`]: the curve is the activation of the sums, or of the gate.
+pub const ACTIVATED: u32 = 1;
+/// In [`MatmulEpilogue::options`]: even columns of b are those of the gate, odd ones those of up, of half as many columns of out.
+pub const GATED: u32 = 2;
+
+/// Coefficients of P in `x / (1 + 2^(x · P(min(x², `[`CURVE_END`]`))))`, one form for all activations: a kernel has a hundred
+/// sums in a thread's registers, and so as many copies of the formula.
+pub type Curve = [f32; 10];
+/// From here on P stays the same: the function is within 2^-24 of 0 or x, relative to x.
+pub const CURVE_END: f32 = 28.09;
+/// SiLU: P = −log2(e).
+pub const SILU: Curve = [-core::f32::consts::LOG2_E, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+/// GELU by tanh: −log2(e) · 2 √(2/π) · (1 + 0.044715 x²).
+pub const GELU_TANH: Curve = [-2.302_208_2, -0.102_943_24, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+/// GELU: Φ(x) = 1 / (1 + 2^(x · P(x²))) for P(x²) = log2(Φ(−x) / Φ(x)) / x, interpolated for |x| ≤ 5.3 so that Φ errs by 2^-26,
+/// and relatively by 2^-11 from −4.5 on.
+pub const GELU_ERF: Curve = [
+    -2.302_208_4,
+    -0.104_839_94,
+    1.020_439_45e-4,
+    1.541_91e-4,
+    -9.669_743e-6,
+    7.330_082e-8,
+    2.429_477_4e-8,
+    -1.503_793_8e-9,
+    3.809_258e-11,
+    -3.671_878_6e-13,
+];
 
 /// How the product is cut up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,44 +134,41 @@ pub enum MatmulTile {
         /// Steps of k in shared memory.
         stages: u32,
     },
-    /// Ampere and later, for up to `rows` rows: a block of [`THREADS`] threads makes [`SKINNY_COLS`] columns of all of them,
-    /// its warps share k, and with `clustered` the blocks of a cluster do too.
-    Skinny {
-        /// Most rows.
+    /// Ampere and later, for few rows: a warp, or several that share k, makes `rows` rows of `cols` columns on tensor cores.
+    Stream {
+        /// Rows of a that are held against each piece of b.
         rows: u32,
-        /// Blocks that a multiprocessor is to hold, which bounds the registers.
-        blocks: u32,
-        /// Whether blocks come in clusters.
-        clustered: bool,
+        /// Columns of a warp.
+        cols: u32,
+        /// Steps of 32 k that a warp has in flight.
+        unroll: u32,
     },
-    /// Hopper: persistent blocks of [`WGMMA_THREADS`] threads, whose two warpgroups make tiles of [`WGMMA_BM`] rows and
-    /// `bn` columns, [`WGMMA_BK`] of k at a time.
+    /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn` columns,
+    /// [`WGMMA_BK`] of k at a time.
     Wgmma {
+        /// Rows of the tile: 64 or 128.
+        bm: u32,
         /// Columns of the tile.
         bn: u32,
+        /// Threads of the block: 128, and 128 for each 64 rows.
+        threads: u32,
         /// Steps of k that loads run ahead.
         stages: u32,
-        /// Blocks that share b.
+        /// Blocks that share an operand.
         cluster: u32,
+        /// Whether they lie side by side and share a, instead of one above the other and sharing b.
+        shares_a: bool,
     },
 }
 
 /// Elements of k per step of an `Mma` tile: 64 bytes.
 pub const MMA_BK: u32 = 32;
 
-/// Columns of a `Skinny` tile.
-pub const SKINNY_COLS: u32 = 64;
-/// Elements of k per step of a `Skinny` tile: 256 bytes.
-pub const SKINNY_BK: u32 = 128;
-/// Steps of k in shared memory of a `Skinny` tile.
-pub const SKINNY_STAGES: u32 = 4;
+/// Elements of k that a warp of a `Stream` tile takes before it is the next one's turn: 256 bytes.
+pub const STREAM_BK: u32 = 128;
 
-/// Rows of a `Wgmma` tile.
-pub const WGMMA_BM: u32 = 128;
 /// Elements of k per step of a `Wgmma` tile: 128 bytes.
 pub const WGMMA_BK: u32 = 64;
-/// Threads of a block of a `Wgmma` tile: one warpgroup loads, two multiply.
-pub const WGMMA_THREADS: u32 = 384;
 
 /// Threads of every block.
 pub const THREADS: u32 = 256;
@@ -134,16 +183,14 @@ impl MatmulTile {
                 let words = if matches!(dtype, DType::I8) { bk / 4 } else { bk };
                 2 * (bm + bn) * words * 4
             }
-            MatmulTile::Gemv { rows, cols, .. } => WARPS * rows * cols * 4,
-            MatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_BK * 2,
-            MatmulTile::Skinny { rows, .. } => {
-                let stages = SKINNY_STAGES * (rows + SKINNY_COLS) * SKINNY_BK * 2;
-                let sums = WARPS * rows * SKINNY_COLS * 4;
-                if stages > sums { stages } else { sums }
+            MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
+                WARPS * rows * cols * 4
             }
-            // Stages, two boxes of 64 × 64 elements for each of the two warpgroups that store, two barriers a stage.
-            MatmulTile::Wgmma { bn, stages, .. } => {
-                stages * (WGMMA_BM + bn) * 128 + 4 * 64 * 128 + 16 * stages
+            MatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_BK * 2,
+            // Stages, two boxes of 64 × 64 elements for each warpgroup that stores, two barriers a stage.
+            MatmulTile::Wgmma { bm, bn, stages, .. } => {
+                let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
+                stages * (bm + bn) * 128 + boxes * 64 * 128 + 16 * stages
             }
         }
     }
@@ -151,20 +198,21 @@ impl MatmulTile {
     /// Threads of a block.
     pub const fn threads(self) -> u32 {
         match self {
-            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } | MatmulTile::Skinny { .. } => THREADS,
-            MatmulTile::Mma { threads, .. } => threads,
-            MatmulTile::Wgmma { .. } => WGMMA_THREADS,
+            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } | MatmulTile::Stream { .. } => THREADS,
+            MatmulTile::Mma { threads, .. } | MatmulTile::Wgmma { threads, .. } => threads,
         }
     }
 
-    /// Blocks of one product; `split_log2` counts for the `Gemv` tiles only.
+    /// Blocks of one product, or clusters where they share an operand; `split_log2` counts for the `Gemv` and `Stream` tiles only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),
-            MatmulTile::Gemv { rows, cols, .. } => (rows, cols * (WARPS >> split_log2)),
+            MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
+                (rows, cols * (WARPS >> split_log2))
+            }
             MatmulTile::Mma { bm, bn, .. } => (bm, bn),
-            MatmulTile::Skinny { rows, .. } => (rows, SKINNY_COLS),
-            MatmulTile::Wgmma { bn, cluster, .. } => (WGMMA_BM * cluster, bn),
+            MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
+            MatmulTile::Wgmma { bm, bn, cluster, .. } => (bm * cluster, bn),
         };
         m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
     }
@@ -243,25 +291,21 @@ macro_rules! matmul_mma_table {
 
 /// The same for the kernels of few rows on the tensor cores.
 #[macro_export]
-macro_rules! matmul_skinny_table {
+macro_rules! matmul_stream_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__skinny16__sm80 => bf16, bf16, BF16, BF16, Sm80, Skinny { rows: 16, blocks: 2, clustered: false };
-            matmul_bf16__skinny64__sm80 => bf16, bf16, BF16, BF16, Sm80, Skinny { rows: 64, blocks: 1, clustered: false };
-            matmul_bf16__skinny16__sm90a => bf16, bf16, BF16, BF16, Sm90a, Skinny { rows: 16, blocks: 2, clustered: true };
-            matmul_bf16__skinny64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Skinny { rows: 64, blocks: 1, clustered: true };
-            matmul_bf16_f32__skinny16__sm80 => bf16, f32, BF16, F32, Sm80, Skinny { rows: 16, blocks: 2, clustered: false };
-            matmul_bf16_f32__skinny64__sm80 => bf16, f32, BF16, F32, Sm80, Skinny { rows: 64, blocks: 1, clustered: false };
-            matmul_bf16_f32__skinny16__sm90a => bf16, f32, BF16, F32, Sm90a, Skinny { rows: 16, blocks: 2, clustered: true };
-            matmul_bf16_f32__skinny64__sm90a => bf16, f32, BF16, F32, Sm90a, Skinny { rows: 64, blocks: 1, clustered: true };
-            matmul_f16__skinny16__sm80 => f16, f16, F16, F16, Sm80, Skinny { rows: 16, blocks: 2, clustered: false };
-            matmul_f16__skinny64__sm80 => f16, f16, F16, F16, Sm80, Skinny { rows: 64, blocks: 1, clustered: false };
-            matmul_f16__skinny16__sm90a => f16, f16, F16, F16, Sm90a, Skinny { rows: 16, blocks: 2, clustered: true };
-            matmul_f16__skinny64__sm90a => f16, f16, F16, F16, Sm90a, Skinny { rows: 64, blocks: 1, clustered: true };
-            matmul_f16_f32__skinny16__sm80 => f16, f32, F16, F32, Sm80, Skinny { rows: 16, blocks: 2, clustered: false };
-            matmul_f16_f32__skinny64__sm80 => f16, f32, F16, F32, Sm80, Skinny { rows: 64, blocks: 1, clustered: false };
-            matmul_f16_f32__skinny16__sm90a => f16, f32, F16, F32, Sm90a, Skinny { rows: 16, blocks: 2, clustered: true };
-            matmul_f16_f32__skinny64__sm90a => f16, f32, F16, F32, Sm90a, Skinny { rows: 64, blocks: 1, clustered: true };
+            matmul_bf16__stream8__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            matmul_bf16__stream16__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            matmul_bf16__stream32__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
+            matmul_bf16_f32__stream8__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            matmul_bf16_f32__stream16__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            matmul_bf16_f32__stream32__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
+            matmul_f16__stream8__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            matmul_f16__stream16__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            matmul_f16__stream32__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
+            matmul_f16_f32__stream8__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            matmul_f16_f32__stream16__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            matmul_f16_f32__stream32__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
         }
     };
 }
@@ -271,18 +315,22 @@ macro_rules! matmul_skinny_table {
 macro_rules! matmul_wgmma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 256, stages: 4, cluster: 2 };
-            matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 192, stages: 4, cluster: 2 };
-            matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 2 };
-            matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
-            matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bn: 64, stages: 7, cluster: 1 };
-            matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
-            matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 256, stages: 4, cluster: 2 };
-            matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 192, stages: 4, cluster: 2 };
-            matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 2 };
-            matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
-            matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bn: 64, stages: 7, cluster: 1 };
-            matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bn: 128, stages: 6, cluster: 1 };
+            matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 192, threads: 384, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 2, shares_a: false };
+            matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 64, threads: 384, stages: 7, cluster: 1, shares_a: false };
+            matmul_bf16__m64n64c4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
+            matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
+            matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 192, threads: 384, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 2, shares_a: false };
+            matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
+            matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 64, threads: 384, stages: 7, cluster: 1, shares_a: false };
+            matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
+            matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
+            matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
         }
     };
 }
@@ -305,7 +353,7 @@ pub const VARIANTS: &[MatmulVariant] = matmul_table!(rows);
 /// The kernels of Ampere's tensor cores.
 pub const MMA_VARIANTS: &[MatmulVariant] = matmul_mma_table!(rows);
 /// The kernels of few rows on the tensor cores.
-pub const SKINNY_VARIANTS: &[MatmulVariant] = matmul_skinny_table!(rows);
+pub const STREAM_VARIANTS: &[MatmulVariant] = matmul_stream_table!(rows);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
 pub const WGMMA_VARIANTS: &[MatmulVariant] = matmul_wgmma_table!(rows);
 
@@ -329,6 +377,9 @@ const _: () = {
     while i < WGMMA_VARIANTS.len() {
         let MatmulVariant { dtype, tile, .. } = WGMMA_VARIANTS[i];
         assert!(tile.smem_bytes(dtype) <= 227 << 10);
+        if let MatmulTile::Wgmma { bm, threads, .. } = tile {
+            assert!(threads == 128 + 2 * bm);
+        }
         i += 1;
     }
 };

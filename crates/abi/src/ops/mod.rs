@@ -68,7 +68,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         layernorm::VARIANTS,
         matmul::VARIANTS,
         matmul::MMA_VARIANTS,
-        matmul::SKINNY_VARIANTS,
+        matmul::STREAM_VARIANTS,
         matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
         matmul_i8::QUANTIZE_VARIANTS,

@@ -149,10 +149,17 @@ unsafe fn tile<T, const EDGE: u32, const PER: usize>(
         let (own, tile_m) = (group.dims(dims), group.first / EDGE);
         // Rows past the end are not read; the last stands for them.
         let x_row = |row: u32| x_row(x, order, dims, group.start + row.min(group.rows - 1));
-        let sums = simt::multiply::<T, EDGE, PER>(x_row, w, &own, tile_m, tile_n);
-        simt::for_quads::<f32, EDGE, PER>(&sums, &own, tile_m, tile_n, |row, col, values| {
-            simt::store_quad(out, row, col, values, &own);
-        });
+        let sums = simt::multiply::<T, EDGE, PER>(x_row, simt::rows_of_b(w, &own), &own, tile_m, tile_n);
+        simt::for_quads::<f32, _, EDGE, PER>(
+            &sums,
+            &own,
+            tile_m,
+            tile_n,
+            |_| (),
+            |row, col, values, ()| {
+                simt::store_quad(out, row, col, values, &own);
+            },
+        );
     }
 }
 
@@ -191,7 +198,8 @@ unsafe fn few_rows<
         let own = MatmulDims { m: end, ..group.dims(dims) };
         let place = (group.start + group.first, col_block);
         let x_row = |sorted| x_row(x, order, dims, sorted);
-        gemv::multiply::<T, R, COLS, SUMS, UNROLL>(x_row, w, &own, place, |row, col, sum| {
+        let w_row = simt::rows_of_b(w, &own);
+        gemv::multiply::<T, R, COLS, SUMS, UNROLL>(x_row, w_row, &own, place, false, |row, col, [sum, _]| {
             let to = out.add(row as usize * dims.out_stride as usize + col as usize);
             global::store(to, T::from_f32(sum));
         });

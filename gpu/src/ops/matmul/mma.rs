@@ -6,7 +6,7 @@
 //! before     steps 0 … STAGES−2 are on their way
 //! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
 //!            left ── 2 × (ldmatrix a, b ── mma m16n8k16 for every 16 × 8 of the warp)
-//! at the end bias, rounding, 16-byte stores straight from registers
+//! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
 //! - Rows of 64 bytes lie without gaps; a piece of 16 bytes is moved by an exclusive or with bits of its row, so that the
@@ -17,9 +17,14 @@
 //! - The tails of m, n and k are filled with zeros by `cp.async`.
 //! - A sum is one chain over k in steps of 16, the same in every tile and wherever a row lies.
 
-use abi::ops::matmul::{MMA_BK, MatmulDims, OUT_IN_PIECES};
-use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{cp_async, global, matrix, mma, shared, thread};
+use abi::ops::matmul::{MMA_BK, MatmulDims};
+use cuda_std::cvt::Element;
+use cuda_std::{cp_async, matrix, shared, thread};
+
+use super::Operands;
+use super::epilogue::Epilogue;
+use crate::tile::multiplicand::Multiplicand;
+use crate::tile::simt;
 
 const BK: u32 = MMA_BK;
 /// Bytes of a row of a stage.
@@ -30,31 +35,6 @@ const BAND: u32 = 8;
 /// Rows and columns of a warp's part of a tile.
 pub const fn warp_edge(bm: u32, bn: u32, threads: u32) -> usize {
     (bm * bn / (threads / 32)).isqrt() as usize
-}
-
-/// What `mma.sync` multiplies.
-pub trait Multiplicand: Element {
-    /// `c + a · b` for 16 × 8 × 16.
-    ///
-    /// # Safety
-    /// - *converged*: all 32 lanes execute it.
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
-}
-
-impl Multiplicand for bf16 {
-    #[inline(always)]
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { mma::m16n8k16_f32_bf16(a, b, c) }
-    }
-}
-
-impl Multiplicand for f16 {
-    #[inline(always)]
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { mma::m16n8k16_f32_f16(a, b, c) }
-    }
 }
 
 /// Tile row and column of this block, tile columns within bands of tile rows.
@@ -74,6 +54,8 @@ struct Share<T> {
     /// The piece of the first row.
     from: *const T,
     stride: u32,
+    /// 1 where two rows of the tile are one of the gate and one of up: a row of each operand for every two.
+    halved: u32,
     /// Rows of the operand from the first one on.
     rows: u32,
     row: u32,
@@ -82,10 +64,15 @@ struct Share<T> {
 
 impl<T> Share<T> {
     #[inline(always)]
-    fn new(operand: *const T, stride: u32, rows: u32, first_row: u32) -> Self {
+    fn new(
+        operand_row: impl Fn(u32) -> *const T,
+        (stride, halved): (u32, u32),
+        rows: u32,
+        first_row: u32,
+    ) -> Self {
         let (row, piece) = (thread::thread_idx_x() / 4, thread::thread_idx_x() % 4);
-        let at = (first_row + row) as usize * stride as usize + piece as usize * 8;
-        Share { from: operand.wrapping_add(at), stride, rows: rows.saturating_sub(first_row), row, piece }
+        let from = operand_row(first_row + row).wrapping_add(piece as usize * 8);
+        Share { from, stride, halved, rows: rows.saturating_sub(first_row), row, piece }
     }
 
     /// Starts the copies of `COUNT` pieces at column `k` of `end`, rows moved by `row / MOVE % 4`.
@@ -107,7 +94,8 @@ impl<T> Share<T> {
             let row = self.row + step;
             let moved = self.piece ^ (row / MOVE % 4);
             let bytes = if row < self.rows { bytes } else { 0 };
-            let at = step as usize * self.stride as usize + k as usize;
+            // A multiple of 32 rows on: as many pairs of the gate and up.
+            let at = (step >> self.halved) as usize * self.stride as usize + k as usize;
             // SAFETY: `bytes` bytes from an existing row on; none where there is no row.
             unsafe {
                 cp_async::cg_16_fill(to + row * ROW_BYTES + moved * 16, self.from.wrapping_add(at), bytes);
@@ -117,7 +105,7 @@ impl<T> Share<T> {
     }
 }
 
-/// One tile of `out = a · bᵀ + bias`: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
+/// One tile of the product: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
 /// `COUNT_B` of b per step.
 ///
 /// # Safety
@@ -137,12 +125,10 @@ pub unsafe fn multiply<
     const STAGES: u32,
     const THREADS: u32,
 >(
-    a: *const T,
-    b: *const T,
-    bias: *const T,
-    out: *mut O,
-    dims: &MatmulDims,
+    x: Operands<'_, T>,
+    end: Epilogue<'_, T, O>,
 ) {
+    let dims = x.dims;
     let (warp_rows, warp_cols) = (16 * FM as u32, 8 * FN as u32);
     let per_thread = warp_cols / 4;
     let stage_bytes = (BM + BN) * ROW_BYTES;
@@ -160,8 +146,8 @@ pub unsafe fn multiply<
     let b_row = warp_col + b_col / 2 * per_thread + b_col % 2 + lane / 16 * 2;
     let b_piece = lane / 8 % 2;
 
-    let share_a = Share::new(a, dims.a_stride, dims.m, row);
-    let share_b = Share::new(b, dims.b_stride, dims.n, col);
+    let share_a = Share::new(simt::strided(x.a, dims), (dims.a_stride, 0), dims.m, row);
+    let share_b = Share::new(x.b_row(), (dims.b_stride, u32::from(end.is_gated())), dims.n, col);
     let mut sums = [[[0f32; 4]; FN]; FM];
     // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
     // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
@@ -239,35 +225,62 @@ pub unsafe fn multiply<
     }
 
     let first_col = col + warp_col + lane % 4 * per_thread;
+    let first_row = row + warp_row + lane / 4;
+    if !end.is_plain() {
+        // SAFETY: all threads are here; behind the barrier nobody reads the stages any more.
+        unsafe { thread::sync_threads() };
+    }
     let mut j = 0;
     // Eight neighbouring columns at a time: four `mma` of two.
     while j < FN / 4 {
         let col = first_col + 8 * j as u32;
-        let mut added = [0f32; 8];
-        if !bias.is_null() {
-            let mut c = 0;
-            while c < 8 {
-                if col + (c as u32) < dims.n {
-                    // SAFETY: inside bias.
-                    added[c] = unsafe { global::load(bias.add(col as usize + c)) }.to_f32();
-                }
-                c += 1;
-            }
-        }
-        let mut i = 0;
-        while i < 2 * FM {
-            let row = row + warp_row + 8 * i as u32 + lane / 4;
+        let octet = |i: usize| {
             let mut values = [0f32; 8];
             let mut c = 0;
             while c < 8 {
-                values[c] = sums[i / 2][4 * j + c / 2][i % 2 * 2 + c % 2] + added[c];
+                values[c] = sums[i / 2][4 * j + c / 2][i % 2 * 2 + c % 2];
                 c += 1;
             }
-            if row < dims.m && col < dims.n {
-                // SAFETY: the row and column exist, and are this thread's alone.
-                unsafe { store_octet(out, row, col, &values, dims) };
+            values
+        };
+        // SAFETY: what is stored are rows and columns that exist, and this thread's alone; so are its places in the stages, as
+        // many as 32 bytes of 2 · FM are: half of the tile's sums at most.
+        unsafe {
+            let bias = end.bias::<8>(col);
+            if end.is_plain() {
+                let mut i = 0;
+                while i < 2 * FM {
+                    let (row, mut values) = (first_row + 8 * i as u32, octet(i));
+                    let mut c = 0;
+                    while c < 8 {
+                        values[c] += bias[c];
+                        c += 1;
+                    }
+                    if row < dims.m && col < dims.n {
+                        simt::store_octet(end.out(), row, col, &values, dims);
+                    }
+                    i += 1;
+                }
+            } else {
+                // A loop, not eight copies of it: a long epilogue takes its sums from shared memory.
+                let place =
+                    |i: u32, half: u32| base + ((2 * i + half) * THREADS + thread::thread_idx_x()) * 16;
+                let mut i = 0;
+                while i < 2 * FM {
+                    let [v0, v1, v2, v3, v4, v5, v6, v7] = octet(i);
+                    shared::store_f32x4(place(i as u32, 0), [v0, v1, v2, v3]);
+                    shared::store_f32x4(place(i as u32, 1), [v4, v5, v6, v7]);
+                    i += 1;
+                }
+                let rows = dims.m.saturating_sub(first_row).div_ceil(8).min(2 * FM as u32);
+                let mut i = 0;
+                while i < rows && col < dims.n {
+                    let [v0, v1, v2, v3] = shared::load_f32x4(place(i, 0));
+                    let [v4, v5, v6, v7] = shared::load_f32x4(place(i, 1));
+                    end.octet(first_row + 8 * i, col, [v0, v1, v2, v3, v4, v5, v6, v7], &bias);
+                    i += 1;
+                }
             }
-            i += 1;
         }
         j += 1;
     }
@@ -280,34 +293,5 @@ fn add<const FM: usize, const FN: usize>(total: &mut [[[f32; 4]; FN]; FM], sums:
     while i < FM * FN * 4 {
         total[i / 4 / FN][i / 4 % FN][i % 4] += sums[i / 4 / FN][i / 4 % FN][i % 4];
         i += 1;
-    }
-}
-
-/// Rounds and stores the elements `col..col + 8` of a row of out, as far as they exist.
-///
-/// # Safety
-/// - The row *in-bounds(out)* and aligned as `dims.access` says; *exclusive*: these elements are this thread's.
-#[inline(always)]
-unsafe fn store_octet<O: Element>(out: *mut O, row: u32, col: u32, values: &[f32; 8], dims: &MatmulDims) {
-    // SAFETY: col + i < n in every branch — the caller's row.
-    unsafe {
-        let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-        if dims.access & OUT_IN_PIECES != 0 && dims.n - col >= 8 {
-            if O::PER_16_BYTES == 8 {
-                global::store_x4(to, O::pack(values));
-            } else {
-                let [v0, v1, v2, v3, v4, v5, v6, v7] = *values;
-                global::store_x4(to, O::pack(&[v0, v1, v2, v3, 0.0, 0.0, 0.0, 0.0]));
-                global::store_x4(to.add(4), O::pack(&[v4, v5, v6, v7, 0.0, 0.0, 0.0, 0.0]));
-            }
-        } else {
-            let mut i = 0;
-            while i < 8 {
-                if (i as u32) < dims.n - col {
-                    global::store(to.add(i), O::from_f32(values[i]));
-                }
-                i += 1;
-            }
-        }
     }
 }

@@ -1,44 +1,58 @@
-//! Matrix product with a transposed right operand: `out = a · bᵀ + bias`.
+//! Matrix product with a transposed right operand: `out = act(scale · a · bᵀ + bias) + residual`, or gated.
 //!
 //! | kernels | for | work split |
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `mma` |
-//! | `Skinny` | up to 64 rows, from sm_80 on | a block, or a cluster of them, per 64 columns: `skinny` |
-//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 128 × 64 to 128 × 256: `wgmma` |
+//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `stream` |
+//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, after the bias. Of several products of the same size each has a layer of blocks.
+//! sums are f32, and out is rounded once, behind all of the [`epilogue`]. Of several products of the same size each has a layer of blocks.
 
-use abi::ops::matmul::MatmulDims;
+use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel, thread};
+use cuda_std::{kernel, thread};
 
+mod epilogue;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod mma;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-mod skinny;
+mod stream;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
 use crate::tile::operand::Operand;
 use crate::tile::{gemv, simt};
+use epilogue::{Epilogue, rows_of_b};
 
-/// Where the operands and the result of this block's product begin.
-#[inline(always)]
-fn of_product<T, O>(
+/// Where this block's product finds its operands.
+#[derive(Clone, Copy)]
+struct Operands<'a, T> {
     a: *const T,
     b: *const T,
-    out: *mut O,
-    dims: &MatmulDims,
-) -> (*const T, *const T, *mut O) {
-    let product = thread::block_idx_z() as usize;
-    (
-        a.wrapping_add(product * dims.a_batch_stride as usize),
-        b.wrapping_add(product * dims.b_batch_stride as usize),
-        out.wrapping_add(product * dims.out_batch_stride as usize),
-    )
+    /// If the product is gated, the rows of up, and b those of the gate.
+    up: *const T,
+    dims: &'a MatmulDims,
+    how: &'a MatmulEpilogue,
+}
+
+impl<'a, T> Operands<'a, T> {
+    /// Given those of the first product.
+    #[inline(always)]
+    fn new(a: *const T, b: *const T, up: *const T, dims: &'a MatmulDims, how: &'a MatmulEpilogue) -> Self {
+        let product = thread::block_idx_z() as usize;
+        let b_start = product * dims.b_batch_stride as usize;
+        let a = a.wrapping_add(product * dims.a_batch_stride as usize);
+        Operands { a, b: b.wrapping_add(b_start), up: up.wrapping_add(b_start), dims, how }
+    }
+
+    /// Where the rows of b begin, as tiles see them.
+    #[inline(always)]
+    fn b_row(&self) -> impl Fn(u32) -> *const T + use<T> {
+        rows_of_b(self.b, self.up, self.dims, self.how)
+    }
 }
 
 /// One tile of the product.
@@ -46,32 +60,45 @@ fn of_product<T, O>(
 /// # Safety
 /// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `Matmul::run`.
 #[inline(always)]
-unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(
-    a: *const T,
-    b: *const T,
-    bias: *const T,
-    out: *mut O,
-    dims: &MatmulDims,
-) where
+unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(x: Operands<'_, T>, end: Epilogue<'_, T, O>)
+where
     T: Operand<Sum = f32> + Element,
     O: Element,
 {
-    let (a, b, out) = of_product(a, b, out, dims);
+    let dims = x.dims;
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = simt::multiply::<T, EDGE, PER>(simt::strided(a, dims), b, dims, tile_m, tile_n);
-        simt::for_quads::<f32, EDGE, PER>(&sums, dims, tile_m, tile_n, |row, col, mut values| {
-            if !bias.is_null() {
-                let bias = simt::load_quad(bias, col, dims.n);
-                let mut i = 0;
-                while i < 4 {
-                    values[i] += bias[i];
-                    i += 1;
-                }
-            }
-            simt::store_quad(out, row, col, values, dims);
-        });
+        let sums = simt::multiply::<T, EDGE, PER>(simt::strided(x.a, dims), x.b_row(), dims, tile_m, tile_n);
+        let bias = |col| end.bias::<4>(col);
+        if end.is_plain() {
+            simt::for_quads::<f32, _, EDGE, PER>(
+                &sums,
+                dims,
+                tile_m,
+                tile_n,
+                bias,
+                |row, col, mut sums, bias| {
+                    let mut i = 0;
+                    while i < 4 {
+                        sums[i] += bias[i];
+                        i += 1;
+                    }
+                    simt::store_quad(end.out(), row, col, sums, dims);
+                },
+            );
+        } else {
+            simt::loop_over_quads::<_, EDGE, PER>(
+                &sums,
+                dims,
+                tile_m,
+                tile_n,
+                bias,
+                |row, col, sums, bias| {
+                    end.quad(row, col, sums, bias);
+                },
+            );
+        }
     }
 }
 
@@ -81,30 +108,22 @@ unsafe fn tile<T, O, const EDGE: u32, const PER: usize>(
 /// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `Matmul::run`.
 #[inline(always)]
 unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize, const UNROLL: usize>(
-    a: *const T,
-    b: *const T,
-    bias: *const T,
-    out: *mut O,
-    dims: &MatmulDims,
+    x: Operands<'_, T>,
+    end: Epilogue<'_, T, O>,
 ) where
     T: Operand<Sum = f32> + Element,
     O: Element,
 {
-    let (a, b, out) = of_product(a, b, out, dims);
-    // SAFETY: the caller's promise; every element of out is finished once.
+    // SAFETY: the caller's promise; every element of out is finished once. Where the product is gated, `select` leaves at
+    // least two columns to a block.
     unsafe {
         gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
-            simt::strided(a, dims),
-            b,
-            dims,
-            gemv::place_of_block::<ROWS>(dims),
-            |row, col, mut value| {
-                if !bias.is_null() {
-                    value += global::load(bias.add(col as usize)).to_f32();
-                }
-                let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-                global::store(to, O::from_f32(value));
-            },
+            simt::strided(x.a, x.dims),
+            x.b_row(),
+            x.dims,
+            gemv::place_of_block::<ROWS>(x.dims),
+            end.is_gated(),
+            |row, col, sums| end.element(row, col, sums),
         );
     }
 }
@@ -128,9 +147,20 @@ macro_rules! entries {
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
         #[kernel(max_threads = 256, min_blocks = 2)]
-        #[allow(non_snake_case)]
-        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
-            body!($tile, $type, $out, (a, b, bias, out, &dims), $($value),*)
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            a: *const $type,
+            b: *const $type,
+            up: *const $type,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            let operands = Operands::new(a, b, up, &dims, &how);
+            body!($tile, $type, $out, (operands, end), $($value),*)
         }
     )*};
 }
@@ -146,10 +176,20 @@ macro_rules! mma_entries {
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
         #[kernel(max_threads = $threads, min_blocks = $blocks)]
-        #[allow(non_snake_case)]
-        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            a: *const $type,
+            b: *const $type,
+            up: *const $type,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
             const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
-            let (a, b, out) = of_product(a, b, out, &dims);
+            let operands = Operands::new(a, b, up, &dims, &how);
             // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — Matmul::run.
             unsafe {
                 mma::multiply::<
@@ -163,7 +203,7 @@ macro_rules! mma_entries {
                     { $bn * 4 / $threads },
                     $stages,
                     $threads,
-                >(a, b, bias, out, &dims)
+                >(operands, end)
             }
         }
     )*};
@@ -171,70 +211,73 @@ macro_rules! mma_entries {
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::matmul_mma_table!(mma_entries);
 
-/// Kernels in clusters are in Hopper's images alone, the others in those between.
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-macro_rules! skinny_entries {
+macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Skinny { rows: $rows:literal, blocks: $blocks:literal, clustered: $clustered:literal };)*) => {$(
-        skinny_entry!($floor, $entry, $type, $out, $rows, $blocks);
-    )*};
-}
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-macro_rules! skinny_entry {
-    (Sm80, $($rest:tt)*) => { skinny_entry!($($rest)*, Alone); };
-    (Sm90a, $($rest:tt)*) => {
-        #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-        skinny_entry!($($rest)*, Cluster);
-    };
-    ($entry:ident, $type:ident, $out:ident, $rows:literal, $blocks:literal, $sharing:ident) => {
-        /// Entry point; see `skinny` and `abi::ops::matmul`.
+       Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal };)*) => {$(
+        /// Entry point; see `stream` and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = $blocks)]
-        #[allow(non_snake_case)]
-        pub unsafe fn $entry(a: *const $type, b: *const $type, bias: *const $type, out: *mut $out, dims: MatmulDims) {
-            let (a, b, out) = of_product(a, b, out, &dims);
-            // SAFETY: blocks of 256 threads, a cluster per 64 columns, the tile's shared memory — Matmul::run.
+        #[kernel(max_threads = 256, min_blocks = 2)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            a: *const $type,
+            b: *const $type,
+            up: *const $type,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            let operands = Operands::new(a, b, up, &dims, &how);
+            // SAFETY: blocks of 256 threads, a block per rows and columns, the tile's shared memory — Matmul::run.
             unsafe {
-                skinny::multiply::<
+                stream::multiply::<
                     $type,
                     $out,
-                    skinny::$sharing,
                     $rows,
                     { $rows / 8 },
-                    { $rows / 16 },
-                    { abi::ops::matmul::SKINNY_STAGES },
-                >(a, b, bias, out, &dims)
+                    { $cols / 16 },
+                    { $cols / 8 },
+                    $unroll,
+                >(operands, end)
             }
         }
-    };
+    )*};
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-abi::matmul_skinny_table!(skinny_entries);
+abi::matmul_stream_table!(stream_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Wgmma { bn: $bn:literal, stages: $stages:literal, cluster: $cluster:literal };)*) => {$(
+       Wgmma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, stages: $stages:literal,
+               cluster: $cluster:literal, shares_a: $shares_a:literal };)*) => {$(
         /// Entry point; see the module and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 384, min_blocks = 1)]
+        #[kernel(max_threads = $threads, min_blocks = 1)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             #[grid_constant] a: cuda_std::tma::TensorMap,
             #[grid_constant] b: cuda_std::tma::TensorMap,
+            #[grid_constant] up: cuda_std::tma::TensorMap,
             #[grid_constant] out_map: cuda_std::tma::TensorMap,
             bias: *const $type,
+            residual: *const $out,
             out: *mut $out,
             dims: MatmulDims,
+            how: MatmulEpilogue,
         ) {
-            let maps = wgmma::Maps { a, b, out: out_map };
-            // SAFETY: blocks of 384 threads, clusters and shared memory of the tile — Matmul::run.
+            let maps = wgmma::Maps { a, b, up, out: out_map };
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            // SAFETY: threads, clusters and shared memory of the tile — Matmul::run.
             unsafe {
-                wgmma::multiply::<$type, $out, $bn, { $bn / 2 }, $stages, $cluster>(maps, bias, out, &dims)
+                wgmma::multiply::<$type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(maps, end)
             }
         }
     )*};

@@ -1,24 +1,30 @@
 //! Matrix products on Hopper: TMA feeds a ring of stages, warpgroups multiply from it, TMA takes the result away.
 //!
-//! A block of three warpgroups stays on its multiprocessor and walks over tiles of 128 × `BN`. One thread of the first
-//! warpgroup loads; the other two multiply 64 rows each, with all sums in registers.
+//! A block stays on its multiprocessor and walks over tiles of `BM` × `BN`. One thread of its first warpgroup loads; the
+//! others, one or two, multiply 64 rows each, with all sums in registers.
 //!
 //! ```text
-//! producer   wait empty[s] ── expect bytes ── load a 128 × 64, b BN × 64 ──► full[s]          runs up to STAGES ahead,
+//! producer   wait empty[s] ── expect bytes ── load a BM × 64, b BN × 64 ──► full[s]           runs up to STAGES ahead,
 //! consumers  wait full[s] ── 4 × wgmma m64nBNk16 ── wait for the group before ──► empty[s-1]  also into the next tile
-//! at the end of a tile: bias, rounding, stmatrix to a 64 × 64 box of shared memory, TMA store; the next tile's loads and
+//! at the end of a tile: epilogue, rounding, stmatrix to a 64 × 64 box of shared memory, TMA store; the next tile's loads and
 //! the stores are under way meanwhile
 //!
-//! shared memory   | stage 0: a 16 KiB, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
+//! shared memory   | stage 0: a BM · 128, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
 //! ```
 //!
 //! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements: loads, `wgmma` and `stmatrix` have no bank conflicts.
-//! - `CLUSTER` = 2: two blocks take tiles one above the other and share b: each loads half of it for both. A stage is free
-//!   when the consumers of both blocks have read it, so they arrive at both blocks' barriers.
+//! - The blocks of a cluster share an operand: each loads its part of it for all. With many rows two blocks take tiles one
+//!   above the other and share b. With few (`SHARES_A`) four take tiles side by side and share a, which would else come out
+//!   of L2 more often than the weights. A stage is free when the consumers of all blocks have read it, so they arrive at all
+//!   blocks' barriers.
 //! - One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
 //! - Tiles go in bands of rows, so that the blocks at work at a time share operands in L2.
 //! - The tails of m, n and k cost nothing here: TMA reads zeros outside the tensors and writes nothing there.
-//! - The sums of an element run over k in one order, whatever the tile, m, or the other rows.
+//! - Where the product is gated, a tile's b is `BN / 2` rows of the gate and as many of up, by a load each (in a cluster each block
+//!   loads one of them for both), and the tile of out is half as wide: element for element the registers' first half are gates
+//!   and the second the ups of the same columns.
+//! - The sums of an element run over k in one order, whatever the tile, m, or the other rows: all these kernels give the
+//!   same bits.
 //!
 //! # What was tried, on an H200 against cuBLAS in the same run
 //!
@@ -26,36 +32,39 @@
 //!   `MEMBAR.ALL.GPU`, which waits for all of the thread's memory traffic in every step: 504 instead of 791 TFLOP/s at 8192³.
 //! - 128 × 256 in clusters of two is the fastest tile where it fills the card (8192³: 795 TFLOP/s, 1.09 of cuBLAS; 4096³:
 //!   1.00); 128 × 192 where that leaves fewer multiprocessors idle (2048 × 19456 × 2560: 1.06, 2048 × 1536 × 2048: 0.91).
+//! - For few rows, narrow tiles whose cluster of four shares a: 16, 24, 32 and 64 columns of 64 rows. Only 64 is worth having (64 ×
+//!   4096 × 4096: 13.5 µs, cuBLAS 12.4, the tile of 128 rows 22.6): the shared operand comes in at 25 bytes per clock,
+//!   whatever the width, so narrower tiles pay the same time more often (32 columns: 25.8 µs).
+//! - An activation at the end of a tile costs 128 × 16384 × 4096 1.8 µs of 37.4, SwiGLU 2048 × 2 · 9728 × 2560 12 µs of 320.
 //! - Bounds: at 8192³ the card's power (the clock falls below 1.6 GHz); at short k the end of a tile, about 2000 clocks in
 //!   which the tensor cores rest. A second tile in flight (ping-pong) and a split of k for what does not fill the card are
-//!   not there yet; up to 64 rows a quarter of the memory's rate is reached.
+//!   not there yet.
 
-use abi::ops::matmul::{MatmulDims, OUT_BY_TMA, WGMMA_BK, WGMMA_BM};
+use abi::ops::matmul::{OUT_BY_TMA, WGMMA_BK};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
-use cuda_std::{
-    barrier, cluster, fence, global, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma,
-};
+use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
-const BM: u32 = WGMMA_BM;
+use super::epilogue::Epilogue;
+
 const BK: u32 = WGMMA_BK;
 /// Bytes of a row of a stage, and of a box of out.
 const ROW_BYTES: u32 = 128;
-const A_BYTES: u32 = BM * ROW_BYTES;
 /// 64 × 64 elements of out.
 const BOX_BYTES: u32 = 64 * ROW_BYTES;
-const CONSUMERS: u32 = 2;
 /// Rows of tiles in a band.
 const BAND: u32 = 16;
 
 /// The tensor maps of a launch.
 #[derive(Clone, Copy)]
 pub struct Maps {
-    /// a in boxes of 128 rows.
+    /// a in boxes of a block's share of the rows.
     pub a: *const TensorMap,
-    /// b in boxes of a block's share of the rows.
+    /// b in the same way; if the product is gated, the gate in boxes of half a tile.
     pub b: *const TensorMap,
+    /// Up in the same boxes.
+    pub up: *const TensorMap,
     /// out in boxes of 64 × 64.
     pub out: *const TensorMap,
 }
@@ -87,32 +96,35 @@ impl<const STAGES: u32> Ring<STAGES> {
     }
 }
 
-/// The block's part of `out = a · bᵀ + bias`.
+/// The block's part of the product.
 ///
 /// # Safety
-/// - Blocks of 384 threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
-/// - The maps are those of `Matmul::run`; out and bias *in-bounds* for `dims`.
+/// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
+/// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Element + Multiply<[f32; SUMS]>,
     O: Element,
+    const BM: u32,
     const BN: u32,
     const SUMS: usize,
     const STAGES: u32,
     const CLUSTER: u32,
+    const SHARES_A: bool,
 >(
     maps: Maps,
-    bias: *const T,
-    out: *mut O,
-    dims: &MatmulDims,
+    end: Epilogue<'_, T, O>,
 ) where
     [f32; SUMS]: Registers,
 {
-    let b_bytes = BN * ROW_BYTES;
-    let stage_bytes = A_BYTES + b_bytes;
+    let (dims, gated) = (end.dims, end.is_gated());
+    let (a_bytes, b_bytes) = (BM * ROW_BYTES, BN * ROW_BYTES);
+    let stage_bytes = a_bytes + b_bytes;
+    let consumers = BM / 64;
+    let in_boxes = size_of::<O>() == 2 && BN.is_multiple_of(64);
     let base = shared::base();
     let boxes = base + STAGES * stage_bytes;
-    let barriers = boxes + CONSUMERS * 2 * BOX_BYTES;
+    let barriers = boxes + if BN.is_multiple_of(64) { consumers * 2 * BOX_BYTES } else { 0 };
     let full = |stage: u32| barriers + 8 * stage;
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let rank = if CLUSTER > 1 { cluster::block_rank() } else { 0 };
@@ -123,25 +135,31 @@ pub unsafe fn multiply<
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(full(stage), 1);
-                mbarrier::init(empty(stage), CONSUMERS * CLUSTER);
+                mbarrier::init(empty(stage), consumers * CLUSTER);
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();
             tma::prefetch_map(maps.a);
             tma::prefetch_map(maps.b);
+            if gated {
+                tma::prefetch_map(maps.up);
+            }
         }
         thread::sync_threads();
         if CLUSTER > 1 {
             cluster::sync();
         }
     }
-    let rows = dims.m.div_ceil(BM * CLUSTER);
-    let cols = dims.n.div_ceil(BN);
+    // Blocks of a cluster, and this one's place among them.
+    let (above, beside) = if SHARES_A { (1, CLUSTER) } else { (CLUSTER, 1) };
+    let (rank_m, rank_n) = if SHARES_A { (0, rank) } else { (rank, 0) };
+    let rows = dims.m.div_ceil(BM * above);
+    let cols = dims.n.div_ceil(BN * beside);
     let steps = dims.k.div_ceil(BK);
     let num_tiles = rows * cols;
     let first = thread::block_idx_x() / CLUSTER;
     let stride = thread::grid_dim_x() / CLUSTER;
-    let band = BAND / CLUSTER;
+    let band = BAND / above;
     let warpgroup = thread / 128;
     // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
     // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
@@ -149,14 +167,19 @@ pub unsafe fn multiply<
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
     unsafe {
         if warpgroup == 0 {
-            registers::decrease::<40>();
+            if consumers == 2 {
+                registers::decrease::<40>();
+            }
             if thread == 0 {
                 let mut ring = Ring::<STAGES> { stage: 0, parity: 0 };
+                let shared_b = if gated && rank == 1 { maps.up } else { maps.b };
                 let mut tile = first;
                 while tile < num_tiles {
                     let (row, col) = tile_at(tile, rows, cols, band);
-                    let a_row = ((row * CLUSTER + rank) * BM) as i32;
-                    let b_row = (col * BN + rank * (BN / CLUSTER)) as i32;
+                    let a_row = (row * above + rank_m) * BM;
+                    let b_row = (col * beside + rank_n) * if gated { BN / 2 } else { BN };
+                    // The part of the shared operand that this block loads for all.
+                    let part = rank * (if SHARES_A { BM } else { BN } / CLUSTER);
                     let mut step = 0;
                     while step < steps {
                         let Ring { stage, parity } = ring;
@@ -164,13 +187,28 @@ pub unsafe fn multiply<
                         mbarrier::wait_parity(empty(stage), parity ^ 1);
                         mbarrier::arrive_expect_tx(full(stage), stage_bytes);
                         let k = (step * BK) as i32;
-                        tma::load(at, maps.a, [k, a_row], full(stage));
-                        let b_at = at + A_BYTES + rank * (b_bytes / CLUSTER);
-                        if CLUSTER > 1 {
-                            let all = (1u16 << CLUSTER) - 1;
-                            tma::load_multicast(b_at, maps.b, [k, b_row], full(stage), all);
+                        let (a_at, b_at) = (at, at + a_bytes);
+                        let all = ((1u32 << CLUSTER) - 1) as u16;
+                        if CLUSTER > 1 && SHARES_A {
+                            let (to, from) = (a_at + part * ROW_BYTES, (a_row + part) as i32);
+                            tma::load_multicast(to, maps.a, [k, from], full(stage), all);
                         } else {
-                            tma::load(b_at, maps.b, [k, b_row], full(stage));
+                            tma::load(a_at, maps.a, [k, a_row as i32], full(stage));
+                        }
+                        if CLUSTER > 1 && !SHARES_A {
+                            let from = if gated { b_row } else { b_row + part } as i32;
+                            tma::load_multicast(
+                                b_at + part * ROW_BYTES,
+                                shared_b,
+                                [k, from],
+                                full(stage),
+                                all,
+                            );
+                        } else {
+                            tma::load(b_at, maps.b, [k, b_row as i32], full(stage));
+                            if gated {
+                                tma::load(b_at + b_bytes / 2, maps.up, [k, b_row as i32], full(stage));
+                            }
                         }
                         ring.advance();
                         step += 1;
@@ -181,7 +219,9 @@ pub unsafe fn multiply<
             // The lanes of the first warp come together again for the cluster's barrier.
             warp::sync_warp(warp::FULL_MASK);
         } else {
-            registers::increase::<232>();
+            if consumers == 2 {
+                registers::increase::<232>();
+            }
             let consumer = warpgroup - 1;
             let member = thread % 128;
             let my_boxes = boxes + consumer * 2 * BOX_BYTES;
@@ -209,7 +249,7 @@ pub unsafe fn multiply<
                     mbarrier::wait_parity(full(stage), parity);
                     let a_at = at + consumer * 64 * ROW_BYTES;
                     let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                    let b = Descriptor::<KMajor>::new(at + A_BYTES, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+                    let b = Descriptor::<KMajor>::new(at + a_bytes, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
                     let accumulate =
                         if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
                     wgmma::fence();
@@ -238,18 +278,18 @@ pub unsafe fn multiply<
                     release(before);
                 }
                 let place = Place {
-                    row: (row * CLUSTER + rank) * BM + consumer * 64,
-                    col: col * BN,
+                    row: (row * above + rank_m) * BM + consumer * 64,
+                    col: (col * beside + rank_n) * if gated { BN / 2 } else { BN },
+                    // Sums that are elements of out in the end.
+                    len: if gated { SUMS / 2 } else { SUMS },
                     consumer,
                     member,
                 };
-                if !bias.is_null() {
-                    add_bias(&mut sums, bias, &place, dims);
-                }
-                if size_of::<O>() == 2 && dims.access & OUT_BY_TMA != 0 {
+                finish(&mut sums, &end, &place);
+                if in_boxes && dims.access & OUT_BY_TMA != 0 {
                     store_boxes::<O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place);
                 } else {
-                    store_elements(&sums, out, &place, dims);
+                    store_pairs(&sums, &end, &place);
                 }
                 tile += stride;
             }
@@ -279,6 +319,7 @@ fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
 struct Place {
     row: u32,
     col: u32,
+    len: usize,
     consumer: u32,
     member: u32,
 }
@@ -291,26 +332,78 @@ impl Place {
     }
 }
 
-/// Adds the columns' bias.
+/// Makes the sums elements of out, `place.len` of them.
+///
+/// Step by step over all of them, so that a step that is not asked for costs one branch.
 ///
 /// # Safety
-/// - *in-bounds(bias)*: `dims.n` elements.
+/// - Bias and residual *in-bounds* for the dimensions.
 #[inline(always)]
-unsafe fn add_bias<T: Element, const SUMS: usize>(
+unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
     sums: &mut [f32; SUMS],
-    bias: *const T,
+    end: &Epilogue<'_, T, O>,
     place: &Place,
-    dims: &MatmulDims,
 ) {
-    let (_, first) = place.of_register();
-    let mut i = 0;
-    while i < SUMS {
-        let col = place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
-        // SAFETY: col < n.
-        let value = if col < dims.n { unsafe { global::load(bias.add(col as usize)) }.to_f32() } else { 0.0 };
-        sums[i] += value;
-        sums[i + 2] += value;
-        i += if i % 4 == 0 { 1 } else { 3 };
+    let (row, first) = place.of_register();
+    let col = |i: usize| place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
+    if end.scale() != 1.0 {
+        let mut i = 0;
+        while i < SUMS {
+            sums[i] *= end.scale();
+            i += 1;
+        }
+    }
+    if end.has_bias() {
+        let mut i = 0;
+        while i < SUMS {
+            // SAFETY: of columns that exist — the method.
+            let bias = unsafe {
+                if i >= place.len { end.bias_of_up(col(i - SUMS / 2)) } else { end.bias_of(col(i)) }
+            };
+            sums[i] += bias;
+            sums[i + 2] += bias;
+            i += if i % 4 == 0 { 1 } else { 3 };
+        }
+    }
+    if end.is_activated() {
+        let mut i = 0;
+        while i < SUMS / 2 {
+            sums[i] = end.activated(sums[i]);
+            i += 1;
+        }
+        if !end.is_gated() {
+            while i < SUMS {
+                sums[i] = end.activated(sums[i]);
+                i += 1;
+            }
+        }
+    }
+    if end.is_gated() {
+        let mut i = 0;
+        while i < SUMS / 2 {
+            sums[i] *= sums[i + SUMS / 2];
+            i += 1;
+        }
+    }
+    if end.has_residual() {
+        // Row by row: their registers are two in four.
+        let mut half = 0;
+        while half < 2 {
+            let row = place.row + row + 8 * half as u32;
+            let from = end.residual_row(row);
+            let len = if row < end.dims.m { place.len } else { 0 };
+            let mut i = 2 * half;
+            while i < SUMS {
+                if i < len && col(i) < end.n() {
+                    // SAFETY: the row and column exist, the column is even.
+                    let [low, high] = unsafe { end.residual_pair(from, col(i)) };
+                    sums[i] += low;
+                    sums[i + 1] += high;
+                }
+                i += 4;
+            }
+            half += 1;
+        }
     }
 }
 
@@ -330,13 +423,15 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
     let row = place.member / 32 * 16 + (lane & 7) + (lane & 8);
     let mut i = 0;
     while i < SUMS / 32 {
+        if 32 * i >= place.len {
+            break;
+        }
         let at = boxes + *turn * BOX_BYTES;
         *turn ^= 1;
         // SAFETY: the store of two boxes ago has read its box when all threads have passed the barrier.
         unsafe {
-            if place.member == 0 {
-                tma::wait_group_read::<1>();
-            }
+            // One thread has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
+            tma::wait_group_read::<1>();
             barrier::sync(1 + place.consumer, 128);
             let mut j = 0;
             while j < 4 {
@@ -366,27 +461,31 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
     }
 }
 
-/// Rounds the sums and stores them one by one: for any stride and type of out.
+/// Rounds the sums and stores them from the registers, two at a time: for any stride and type of out.
 ///
 /// # Safety
-/// - *in-bounds(out)* for `dims`; nobody else writes the tile.
+/// - *in-bounds(out)* for the dimensions; nobody else writes the tile.
 #[inline(always)]
-unsafe fn store_elements<O: Element, const SUMS: usize>(
+unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
     sums: &[f32; SUMS],
-    out: *mut O,
+    end: &Epilogue<'_, T, O>,
     place: &Place,
-    dims: &MatmulDims,
 ) {
     let (row, first) = place.of_register();
-    let mut i = 0;
-    while i < SUMS {
-        let row = place.row + row + 8 * (i as u32 / 2 % 2);
-        let col = place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
-        if row < dims.m && col < dims.n {
-            let at = row as usize * dims.out_stride as usize + col as usize;
-            // SAFETY: the element is inside out — the caller.
-            unsafe { global::store(out.add(at), O::from_f32(sums[i])) };
+    let mut half = 0;
+    while half < 2 {
+        let row = place.row + row + 8 * half as u32;
+        let to = end.out_row(row);
+        let len = if row < end.dims.m { place.len } else { 0 };
+        let mut i = 2 * half;
+        while i < SUMS {
+            let col = place.col + first + 8 * (i as u32 / 4);
+            if i < len && col < end.n() {
+                // SAFETY: the row and column exist — the caller.
+                unsafe { end.store_pair(to, col, [sums[i], sums[i + 1]]) };
+            }
+            i += 4;
         }
-        i += 1;
+        half += 1;
     }
 }

@@ -35,26 +35,39 @@ unsafe fn tile<O: Element, const EDGE: u32, const PER: usize>(
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = simt::multiply::<i8, EDGE, PER>(simt::strided(a, dims), b, dims, tile_m, tile_n);
-        simt::for_quads::<i32, EDGE, PER>(&sums, dims, tile_m, tile_n, |row, col, sums| {
-            let row_scale = global::load(a_scale.add(row as usize));
-            let col_scales = simt::load_quad(b_scale, col, dims.n);
-            let mut values = [0.0; 4];
-            let mut i = 0;
-            while i < 4 {
-                values[i] = scaled(sums[i], row_scale, col_scales[i]);
-                i += 1;
-            }
-            if !bias.is_null() {
-                let bias = simt::load_quad(bias, col, dims.n);
+        let sums = simt::multiply::<i8, EDGE, PER>(
+            simt::strided(a, dims),
+            simt::rows_of_b(b, dims),
+            dims,
+            tile_m,
+            tile_n,
+        );
+        simt::for_quads::<i32, _, EDGE, PER>(
+            &sums,
+            dims,
+            tile_m,
+            tile_n,
+            |_| (),
+            |row, col, sums, ()| {
+                let row_scale = global::load(a_scale.add(row as usize));
+                let col_scales = simt::load_quad(b_scale, col, dims.n);
+                let mut values = [0.0; 4];
                 let mut i = 0;
                 while i < 4 {
-                    values[i] += bias[i];
+                    values[i] = scaled(sums[i], row_scale, col_scales[i]);
                     i += 1;
                 }
-            }
-            simt::store_quad(out, row, col, values, dims);
-        });
+                if !bias.is_null() {
+                    let bias = simt::load_quad(bias, col, dims.n);
+                    let mut i = 0;
+                    while i < 4 {
+                        values[i] += bias[i];
+                        i += 1;
+                    }
+                }
+                simt::store_quad(out, row, col, values, dims);
+            },
+        );
     }
 }
 
@@ -82,10 +95,11 @@ unsafe fn few_rows<
     unsafe {
         gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(a, dims),
-            b,
+            simt::rows_of_b(b, dims),
             dims,
             gemv::place_of_block::<ROWS>(dims),
-            |row, col, sum| {
+            false,
+            |row, col, [sum, _]| {
                 let row_scale = global::load(a_scale.add(row as usize));
                 let mut value = scaled(sum, row_scale, global::load(b_scale.add(col as usize)));
                 if !bias.is_null() {

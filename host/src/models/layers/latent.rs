@@ -10,7 +10,7 @@ use crate::models::loader::Loader;
 use crate::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
 use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
-use crate::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
+use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
 use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
 use crate::stream::Stream;
@@ -325,8 +325,8 @@ impl Absorbed {
         let &LatentConfig { heads, latent, nope, value, .. } = config;
         let dtype = phase.dtype;
         let per_head = |n, k| {
-            let (m, out_dtype, bias) = (phase.tokens(), dtype, Bias::None);
-            let problem = MatmulProblem { batch: heads, m, n, k, dtype, out_dtype, bias };
+            let (m, out_dtype, bias, epilogue) = (phase.tokens(), dtype, Bias::None, Epilogue::NONE);
+            let problem = MatmulProblem { batch: heads, m, n, k, dtype, out_dtype, bias, epilogue };
             Matmul::plan(phase.stream.device(), problem)
         };
         Ok(Absorbed {
@@ -354,13 +354,9 @@ impl Absorbed {
         let (tokens, row) = (step.tokens(), config.row());
         let mut absorbed = self.q.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        let args = MatmulArgs {
-            a: q.slice(2, 0..nope)?.swap_axes(0, 1)?,
-            b: weights.k_b.view(),
-            bias: None,
-            out: absorbed.reborrow().slice(2, 0..latent)?.swap_axes(0, 1)?,
-        };
-        self.to_latent.run(stream, args)?;
+        let a = q.slice(2, 0..nope)?.swap_axes(0, 1)?;
+        let projected = absorbed.reborrow().slice(2, 0..latent)?.swap_axes(0, 1)?;
+        self.to_latent.run(stream, MatmulArgs::new(a, weights.k_b.view(), projected))?;
         let x = RopeInput::From(q.slice(2, nope..nope + rope)?);
         let rotated = absorbed.reborrow().slice(2, latent..row)?;
         rope_plan.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
@@ -380,13 +376,10 @@ impl Absorbed {
             lse: None,
         };
         self.attention.run(stream, args)?;
-        let args = MatmulArgs {
-            a: attended.as_view().swap_axes(0, 1)?,
-            b: weights.kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, nope..nope + value)?,
-            bias: None,
-            out: out.swap_axes(0, 1)?,
-        };
-        self.from_latent.run(stream, args)
+        let a = attended.as_view().swap_axes(0, 1)?;
+        let v_b =
+            weights.kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, nope..nope + value)?;
+        self.from_latent.run(stream, MatmulArgs::new(a, v_b, out.swap_axes(0, 1)?))
     }
 }
 
@@ -395,8 +388,9 @@ impl Naive {
         let &LatentConfig { heads, latent, nope, rope, value, .. } = config;
         let &Phase { stream, dtype, capacity, .. } = phase;
         let device = stream.device();
-        let (n, k, out_dtype, bias) = (heads * (nope + value), latent, dtype, Bias::None);
-        let kv_b = MatmulProblem { batch: 1, m: capacity, n, k, dtype, out_dtype, bias };
+        let (n, k, out_dtype) = (heads * (nope + value), latent, dtype);
+        let (bias, epilogue) = (Bias::None, Epilogue::NONE);
+        let kv_b = MatmulProblem { batch: 1, m: capacity, n, k, dtype, out_dtype, bias, epilogue };
         let elements = capacity * heads * nope.max(rope);
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);
         Ok(Naive {
@@ -430,12 +424,8 @@ impl Naive {
             let rows = rows.reshape(&[keys, config.row()])?;
             let mut kv = self.kv.view_mut().slice(0, 0..keys)?;
             let mut k = self.k.view_mut().slice(0, 0..keys)?;
-            let args = MatmulArgs {
-                a: rows.slice(1, 0..latent)?,
-                b: weights.kv_b.view(),
-                bias: None,
-                out: kv.reborrow().reshape(&[keys, heads * (nope + value)])?,
-            };
+            let all = kv.reborrow().reshape(&[keys, heads * (nope + value)])?;
+            let args = MatmulArgs::new(rows.slice(1, 0..latent)?, weights.kv_b.view(), all);
             self.kv_b_plan.run(stream, args)?;
             let (kv, parts) = (kv.as_view(), rows.slice(1, latent..config.row())?);
             let rotated = parts.reshape(&[keys, 1, rope])?.repeat(1, heads)?;

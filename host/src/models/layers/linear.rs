@@ -58,6 +58,6 @@ impl Linear {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let bias = self.bias.as_ref().map(Tensor::view);
-        plan.run(stream, MatmulArgs { a: x, b: self.weight.view(), bias, out })
+        plan.run(stream, MatmulArgs { bias, ..MatmulArgs::new(x, self.weight.view(), out) })
     }
 }

@@ -7,7 +7,6 @@ use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::MlpConfig;
 use crate::models::loader::Loader;
-use crate::ops::glu::{Glu, GluArgs, GluProblem};
 use crate::ops::matmul::Matmul;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
@@ -43,34 +42,26 @@ impl Mlp {
 
 #[derive(Debug)]
 pub(in crate::models) struct MlpBlock {
+    /// With the activation.
     gate_up_plan: Matmul,
-    glu: Glu,
     down_plan: Matmul,
-    /// `[tokens, 2 · intermediate]`: gate, up.
-    gate_up: Tensor,
+    /// `[tokens, intermediate]`
     activated: Tensor,
 }
 
 impl MlpBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig) -> Result<Self, Error> {
         let &MlpConfig { intermediate_size, activation } = config;
-        let (hidden_size, dtype) = (phase.config.hidden_size, phase.dtype);
-        let glu = GluProblem { rows: phase.tokens(), cols: intermediate_size, dtype, activation };
+        let hidden_size = phase.config.hidden_size;
         Ok(MlpBlock {
-            gate_up_plan: phase.matmul(2 * intermediate_size, hidden_size, false)?,
-            glu: Glu::plan(phase.stream.device(), glu)?,
+            gate_up_plan: phase.gated(intermediate_size, hidden_size, activation)?,
             down_plan: phase.matmul(hidden_size, intermediate_size, false)?,
-            gate_up: phase.rows(&[2 * intermediate_size])?,
             activated: phase.rows(&[intermediate_size])?,
         })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        vec![
-            self.gate_up_plan.optimization_report(),
-            self.glu.optimization_report(),
-            self.down_plan.optimization_report(),
-        ]
+        vec![self.gate_up_plan.optimization_report(), self.down_plan.optimization_report()]
     }
 
     pub(super) fn run(
@@ -80,14 +71,8 @@ impl MlpBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let (stream, rows) = (step.stream, 0..x.shape()[0]);
-        let mut gate_up = self.gate_up.view_mut().slice(0, rows.clone())?;
-        let mut activated = self.activated.view_mut().slice(0, rows)?;
-        weights.gate_up.run(stream, &self.gate_up_plan, x, gate_up.reborrow())?;
-        let cols = activated.shape()[1];
-        let gate = gate_up.as_view().slice(1, 0..cols)?;
-        let up = gate_up.as_view().slice(1, cols..2 * cols)?;
-        self.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
-        weights.down.run(stream, &self.down_plan, activated.as_view(), out)
+        let mut activated = self.activated.view_mut().slice(0, 0..x.shape()[0])?;
+        weights.gate_up.run(step.stream, &self.gate_up_plan, x, activated.reborrow())?;
+        weights.down.run(step.stream, &self.down_plan, activated.as_view(), out)
     }
 }

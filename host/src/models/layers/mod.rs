@@ -20,13 +20,14 @@ pub use moe::Moe;
 use std::ops::Range;
 
 use abi::DType;
+use abi::ops::glu::Activation;
 
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
 use super::loader::Loader;
 use super::vision::VisualRows;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
-use crate::ops::matmul::{Bias, Matmul, MatmulProblem};
+use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
 use crate::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use crate::ops::rope::RopeTables;
 use crate::stream::Stream;
@@ -135,9 +136,19 @@ impl Phase<'_> {
 
     /// `[tokens, k] · [n, k]ᵀ`.
     pub(super) fn matmul(&self, n: usize, k: usize, bias: bool) -> Result<Matmul, Error> {
-        let (m, dtype) = (self.tokens(), self.dtype);
         let bias = if bias { Bias::PerColumn } else { Bias::None };
-        Matmul::plan(self.stream.device(), MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias })
+        self.fused(n, k, bias, Act::None)
+    }
+
+    /// `act([tokens, k] · gateᵀ) ⊙ ([tokens, k] · upᵀ)`, `[n, k]` both.
+    pub(super) fn gated(&self, n: usize, k: usize, activation: Activation) -> Result<Matmul, Error> {
+        self.fused(n, k, Bias::None, Act::Gated(activation))
+    }
+
+    fn fused(&self, n: usize, k: usize, bias: Bias, act: Act) -> Result<Matmul, Error> {
+        let (m, dtype, epilogue) = (self.tokens(), self.dtype, Epilogue::of(act));
+        let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias, epilogue };
+        Matmul::plan(self.stream.device(), problem)
     }
 
     /// The decoder's norm over rows of `cols`.

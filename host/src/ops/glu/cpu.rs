@@ -25,6 +25,16 @@ fn of_type<T: FloatElement>(activation: Activation, args: &mut GluArgs<'_>) {
     }
 }
 
+/// The function of an activation.
+pub(crate) fn act(activation: Activation) -> fn(f32) -> f32 {
+    match activation {
+        Activation::Silu => silu,
+        Activation::GeluTanh => gelu_tanh,
+        Activation::GeluErf => gelu_erf,
+        Activation::Sigmoid => sigmoid,
+    }
+}
+
 fn rows<T: FloatElement>(args: &mut GluArgs<'_>, act: impl Fn(f32) -> f32 + Sync + Send) {
     let [rows, cols] = *args.out.shape() else { return };
     let (gate_stride, out_stride) = (args.gate.strides()[0], args.out.strides()[0]);

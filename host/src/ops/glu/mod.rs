@@ -2,7 +2,7 @@
 //! `tests/ops/glu.rs` the properties, `benches/ops/glu.rs` the bench.
 
 mod cases;
-mod cpu;
+pub(crate) mod cpu;
 pub mod reference;
 mod select;
 

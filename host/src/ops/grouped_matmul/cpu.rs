@@ -50,8 +50,9 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
             // No elements have no place.
             if k == 0 { &[] } else { &x[from * dims.x_stride as usize..][..k] }
         };
-        let w = if k == 0 { &[] } else { &w[expert * dims.w_expert_stride as usize..] };
-        sums(row_of, w, &own, |row, col, sums| {
+        let w = w.get(expert * dims.w_expert_stride as usize..).unwrap_or_default();
+        let w_row = |row: usize| if k == 0 { &[] } else { &w[row * dims.w_stride as usize..][..k] };
+        sums(row_of, w_row, &own, |row, col, sums| {
             let to = (start as usize + row) * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (GroupedMatmul::run), and each stretch of a row is stored once.
             let out = unsafe { out.part(to, sums.len()) };

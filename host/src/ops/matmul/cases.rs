@@ -1,5 +1,8 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::ops::glu::Activation;
+
+use super::Act;
 use crate::ops::Phase;
 
 /// One shape.
@@ -11,24 +14,33 @@ pub struct MatmulCase {
     pub batch: usize,
     /// Rows of a: tokens.
     pub m: usize,
-    /// Rows of b: output features.
+    /// Columns of out: output features.
     pub n: usize,
     /// Columns of both: input features.
     pub k: usize,
+    /// The activation, or gate.
+    pub act: Act,
 }
 
-const fn plain(name: &'static str, m: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: 1, m, n, k }
+/// One product as it is.
+pub(crate) const fn plain(name: &'static str, m: usize, n: usize, k: usize) -> MatmulCase {
+    MatmulCase { name, batch: 1, m, n, k, act: Act::None }
 }
+
+const fn fused(name: &'static str, m: usize, n: usize, k: usize, act: Act) -> MatmulCase {
+    MatmulCase { name, batch: 1, m, n, k, act }
+}
+
+const SWIGLU: Act = Act::Gated(Activation::Silu);
 
 /// A product for each of the heads of so many tokens.
 const fn per_head(name: &'static str, heads: usize, tokens: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: heads, m: tokens, n, k }
+    MatmulCase { name, batch: heads, m: tokens, n, k, act: Act::None }
 }
 
 /// A linear layer of n output and k input features.
 pub(crate) const fn linear(name: &'static str, phase: Phase, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: 1, m: phase.tokens(), n, k }
+    MatmulCase { name, batch: 1, m: phase.tokens(), n, k, act: Act::None }
 }
 
 /// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the first.
@@ -46,6 +58,15 @@ pub const CASES: &[MatmulCase] = cases! {
         plain("anchor 64x4096x4096", 64, 4096, 4096),
         plain("anchor 1x19456x2560", 1, 19456, 2560),
         plain("anchor 128x16384x4096", 128, 16384, 4096),
+        fused("anchor 128x16384x4096 gelu", 128, 16384, 4096, Act::Of(Activation::GeluErf)),
+        fused("anchor 128x16384x4096 silu", 128, 16384, 4096, Act::Of(Activation::Silu)),
+        // As "gate+up" below, with the gate.
+        fused("anchor 2048x9728x2560 swiglu", 2048, 9728, 2560, SWIGLU),
+        fused("qwen3-4b swiglu decode 1", 1, 9728, 2560, SWIGLU),
+        fused("qwen3-4b swiglu decode 8", 8, 9728, 2560, SWIGLU),
+        fused("qwen3-4b swiglu decode 32", 32, 9728, 2560, SWIGLU),
+        fused("qwen3-4b swiglu prefill 16384", 16384, 9728, 2560, SWIGLU),
+        fused("qwen3-vl-2b vision fc1+gelu prefill 4096", 4096, 4096, 1024, Act::Of(Activation::GeluTanh)),
         // An image of 1024 × 1024: 4096 patches, merged to 1024 tokens.
         plain("qwen3-vl-2b vision patch prefill 4096", 4096, 1024, 1536),
         plain("qwen3-vl-2b vision qkv prefill 4096", 4096, 3072, 1024),

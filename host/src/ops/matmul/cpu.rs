@@ -7,11 +7,13 @@
 use std::cell::RefCell;
 
 use abi::DType;
-use abi::ops::matmul::MatmulDims;
+use abi::ops::glu::Activation;
+use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::MatmulArgs;
+use super::{MatmulArgs, Residual};
+use crate::ops::glu::cpu::act;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
@@ -39,48 +41,91 @@ fn with_scratch(body: impl FnOnce(&mut [f32], &mut [f32], &mut [f32])) {
     });
 }
 
-pub(super) fn run(dtype: DType, out_dtype: DType, batch: u32, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+pub(super) fn run(
+    dtype: DType,
+    out_dtype: DType,
+    batch: u32,
+    dims: &MatmulDims,
+    how: (&MatmulEpilogue, Option<Activation>),
+    args: &mut MatmulArgs<'_>,
+) {
     match (dtype, out_dtype) {
-        (DType::F16, DType::F16) => products::<f16, f16>(batch, dims, args),
-        (DType::F16, _) => products::<f16, f32>(batch, dims, args),
-        (DType::BF16, DType::BF16) => products::<bf16, bf16>(batch, dims, args),
-        (DType::BF16, _) => products::<bf16, f32>(batch, dims, args),
-        _ => products::<f32, f32>(batch, dims, args),
+        (DType::F16, DType::F16) => products::<f16, f16>(batch, dims, how, args),
+        (DType::F16, _) => products::<f16, f32>(batch, dims, how, args),
+        (DType::BF16, DType::BF16) => products::<bf16, bf16>(batch, dims, how, args),
+        (DType::BF16, _) => products::<bf16, f32>(batch, dims, how, args),
+        _ => products::<f32, f32>(batch, dims, how, args),
     }
 }
 
-fn products<T: FloatElement, O: FloatElement>(batch: u32, dims: &MatmulDims, args: &mut MatmulArgs<'_>) {
+fn products<T: FloatElement, O: FloatElement>(
+    batch: u32,
+    dims: &MatmulDims,
+    (how, activation): (&MatmulEpilogue, Option<Activation>),
+    args: &mut MatmulArgs<'_>,
+) {
     let (a, b) = (args.a.host_slice::<T>(), args.b.host_slice::<T>());
+    let up = args.up.as_ref().map(|up| up.host_slice::<T>());
     let bias = args.bias.as_ref().map(|bias| bias.host_slice::<T>());
+    let residual = match &args.residual {
+        Some(Residual::Tensor(residual)) => Some(residual.host_slice::<O>()),
+        Some(Residual::InPlace) | None => None,
+    };
+    let in_place = matches!(args.residual, Some(Residual::InPlace));
     let out = SharedSlice::new(args.out.host_slice_mut::<O>());
+    let act: fn(f32) -> f32 = activation.map_or(|x| x, act);
+    let k = dims.k as usize;
     for product in 0..batch as usize {
         // No elements of an operand if k is 0.
         let a = a.get(product * dims.a_batch_stride as usize..).unwrap_or_default();
         let b = b.get(product * dims.b_batch_stride as usize..).unwrap_or_default();
-        let start = product * dims.out_batch_stride as usize;
+        let up = up.map(|up| up.get(product * dims.b_batch_stride as usize..).unwrap_or_default());
+        // Gated: the rows of the gate and of up in turn, so that a stretch of sums has both.
+        let b_row = |row: usize| match up {
+            None => &b[row * dims.b_stride as usize..][..k],
+            Some(_) if row.is_multiple_of(2) => &b[row / 2 * dims.b_stride as usize..][..k],
+            Some(up) => &up[row / 2 * dims.b_stride as usize..][..k],
+        };
+        let biased = |col: usize, sum: f32| sum * how.scale + bias.map_or(0.0, |bias| bias[col].to_f32());
+        let n = if up.is_some() { dims.n as usize / 2 } else { dims.n as usize };
+        let value = |col: usize, sums: &[f32], i: usize| match up {
+            None => act(biased(col, sums[i])),
+            Some(_) => act(biased(col, sums[2 * i])) * biased(n + col, sums[2 * i + 1]),
+        };
         let store = |row: usize, col: usize, sums: &[f32]| {
+            let (col, len) = if up.is_some() { (col / 2, sums.len() / 2) } else { (col, sums.len()) };
+            let start = product * dims.out_batch_stride as usize + row * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (Matmul::run), and each stretch of a row is stored once.
-            let out = unsafe { out.part(start + row * dims.out_stride as usize + col, sums.len()) };
-            for (i, (out, &sum)) in std::iter::zip(out, sums).enumerate() {
-                *out = O::from_f32(bias.map_or(sum, |bias| sum + bias[col + i].to_f32()));
+            let out = unsafe { out.part(start, len) };
+            let added = residual.map(|residual| {
+                let start = product * how.residual_batch_stride as usize;
+                &residual[start + row * how.residual_stride as usize + col..][..len]
+            });
+            for (i, out) in out.iter_mut().enumerate() {
+                let value = value(col + i, sums, i);
+                *out = O::from_f32(match added {
+                    Some(added) => value + added[i].to_f32(),
+                    None if in_place => value + out.to_f32(),
+                    None => value,
+                });
             }
         };
-        let k = dims.k as usize;
-        sums(|row| &a[row * dims.a_stride as usize..][..k], b, dims, store);
+        sums(|row| &a[row * dims.a_stride as usize..][..k], b_row, dims, store);
     }
 }
 
-/// Calls `store(row, first column, sums)` for the columns of every row, in stretches; `a_row` gives the rows of a.
+/// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 32; `a_row` and
+/// `b_row` give the operands' rows.
 pub(crate) fn sums<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b: &[T],
+    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
     if dims.m as usize <= DOT_MAX_ROWS {
-        dots(a_row, b, dims, store);
+        dots(a_row, b_row, dims, store);
     } else {
-        tiles(a_row, b, dims, store);
+        tiles(a_row, b_row, dims, store);
     }
 }
 
@@ -114,7 +159,7 @@ fn dot(x: &[f32], y: &[f32]) -> f32 {
 /// As [`sums`].
 fn dots<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b: &[T],
+    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
@@ -122,7 +167,7 @@ fn dots<'a, T: FloatElement>(
     for_rows(n.div_ceil(DOT_COLS), n * k, |block| {
         let first = block * DOT_COLS;
         let cols = DOT_COLS.min(n - first);
-        with_scratch(|a_panel, b_row, sums| {
+        with_scratch(|a_panel, b_panel, sums| {
             sums[..m * DOT_COLS].fill(0.0);
             for start in (0..k).step_by(PANEL) {
                 let len = PANEL.min(k - start);
@@ -130,9 +175,9 @@ fn dots<'a, T: FloatElement>(
                     widen(&a_row(row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
                 }
                 for col in 0..cols {
-                    widen(&b[(first + col) * dims.b_stride as usize + start..][..len], &mut b_row[..len]);
+                    widen(&b_row(first + col)[start..][..len], &mut b_panel[..len]);
                     for row in 0..m {
-                        sums[row * DOT_COLS + col] += dot(&a_panel[row * PANEL..][..len], &b_row[..len]);
+                        sums[row * DOT_COLS + col] += dot(&a_panel[row * PANEL..][..len], &b_panel[..len]);
                     }
                 }
             }
@@ -146,7 +191,7 @@ fn dots<'a, T: FloatElement>(
 /// As [`sums`].
 fn tiles<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b: &[T],
+    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
@@ -163,7 +208,7 @@ fn tiles<'a, T: FloatElement>(
                     widen(&a_row(first_row + row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
                 }
                 for col in 0..cols {
-                    let from = &b[(first_col + col) * dims.b_stride as usize + start..][..len];
+                    let from = &b_row(first_col + col)[start..][..len];
                     widen(from, &mut b_panel[col * PANEL..][..len]);
                 }
                 let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());

@@ -7,9 +7,10 @@ pub mod reference;
 pub(crate) mod select;
 
 use abi::DType;
+use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, MatmulVariant, OUT_BY_TMA, OUT_IN_PIECES, OUT_IN_QUADS,
-    WGMMA_BK, WGMMA_BM, WGMMA_THREADS,
+    A_IN_PIECES, ACTIVATED, B_IN_PIECES, GATED, GELU_ERF, GELU_TANH, MatmulDims, MatmulEpilogue, MatmulTile,
+    MatmulVariant, OUT_BY_TMA, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU, WGMMA_BK,
 };
 
 use crate::device::Device;
@@ -22,8 +23,8 @@ use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::Tiled;
 
-pub(crate) use cases::linear;
 pub use cases::{CASES, MatmulCase};
+pub(crate) use cases::{linear, plain};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
@@ -38,14 +39,54 @@ pub enum Bias {
     PerColumn,
 }
 
+/// What a product goes through on its way to out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Act {
+    /// Nothing.
+    #[default]
+    None,
+    /// The activation of each element.
+    Of(Activation),
+    /// A gated linear unit: b is two weights, that of the gate and that of up, and out is the activation of the gate's product
+    /// times up's.
+    Gated(Activation),
+}
+
+/// What is made of a product before it is stored: `act(scale · product + bias) + residual`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Epilogue {
+    /// Factor of the product.
+    pub scale: f32,
+    /// Activation, by itself or as a gate: SiLU or a GELU.
+    pub act: Act,
+    /// Whether a residual is added.
+    pub residual: bool,
+}
+
+impl Epilogue {
+    /// The product as it is.
+    pub const NONE: Epilogue = Epilogue { scale: 1.0, act: Act::None, residual: false };
+
+    /// The product's activation.
+    pub const fn of(act: Act) -> Self {
+        Epilogue { act, ..Self::NONE }
+    }
+}
+
+impl Default for Epilogue {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
 /// What is to be multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatmulProblem {
     /// Most products of a run, all of the same size: 1 for a single one.
     pub batch: usize,
     /// Most rows of a in a run.
     pub m: usize,
-    /// Rows of b.
+    /// Columns of out, and rows of b; twice as many rows if the product is gated.
     pub n: usize,
     /// Columns of a and b.
     pub k: usize,
@@ -53,8 +94,22 @@ pub struct MatmulProblem {
     pub dtype: DType,
     /// Type of out: that of the operands, or f32.
     pub out_dtype: DType,
-    /// What is added.
+    /// What is added to the sums.
     pub bias: Bias,
+    /// What becomes of them then.
+    pub epilogue: Epilogue,
+}
+
+impl MatmulProblem {
+    /// Whether b is a gate's weight and another.
+    pub(crate) fn is_gated(&self) -> bool {
+        matches!(self.epilogue.act, Act::Gated(_))
+    }
+
+    /// Rows of b, those of up among them.
+    pub(crate) fn b_rows(&self) -> usize {
+        if self.is_gated() { self.n.saturating_mul(2) } else { self.n }
+    }
 }
 
 /// The tensors of a run: matrices, or for several products stacks of them. Rows and matrices may have any stride, elements of
@@ -63,27 +118,54 @@ pub struct MatmulProblem {
 pub struct MatmulArgs<'a> {
     /// `[m, k]` or `[batch, m, k]`.
     pub a: TensorView<'a>,
-    /// `[n, k]` or `[batch, n, k]`: a weight as checkpoints store it, out features × in features.
+    /// `[n, k]` or `[batch, n, k]`: a weight as checkpoints store it, out features × in features. Of a gated product
+    /// `[2 n, k]` or `[batch, 2 n, k]`: the gate's rows, then up's.
     pub b: TensorView<'a>,
-    /// `[n]`, there if it was planned; the same for all products.
+    /// The rows of up, if they are not in b: then both are `[n, k]` or `[batch, n, k]`, of the same strides. Interleaved rows are
+    /// two such views of every second row.
+    pub up: Option<TensorView<'a>>,
+    /// `[n]`, of a gated product `[2 n]` with the gate's first; there if it was planned, the same for all products.
     pub bias: Option<TensorView<'a>>,
+    /// There if it was planned.
+    pub residual: Option<Residual<'a>>,
     /// `[m, n]` or `[batch, m, n]`.
     pub out: TensorViewMut<'a>,
 }
 
+impl<'a> MatmulArgs<'a> {
+    /// The operands and the result alone.
+    pub fn new(a: TensorView<'a>, b: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        MatmulArgs { a, b, up: None, bias: None, residual: None, out }
+    }
+}
+
+/// What is added to a product's activation.
+#[derive(Clone, Copy, Debug)]
+pub enum Residual<'a> {
+    /// What is in out.
+    InPlace,
+    /// Of out's shape and type, rows and matrices of any stride.
+    Tensor(TensorView<'a>),
+}
+
 /// Matrix product with a transposed right operand, a linear layer: `out[i, j] = Σ_l a[i, l] · b[j, l] + bias[j]`.
+///
+/// With an [`Epilogue`] it is `act(scale · Σ + bias) + residual`, and gated
+/// `act(scale · Σ a · gate + bias) · (scale · Σ a · up + bias') + residual`: SwiGLU with SiLU, GEGLU with a GELU (Shazeer, "GLU
+/// Variants Improve Transformer", 2020). The sums never go through memory. |x| times 2^-22 is the most by which the
+/// activation of x errs, as a sum errs that is x; what it makes of large negative x may be 0 below 2^-126.
 ///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
-/// **Arithmetic**: products and sums in f32, whatever the operands' type; the bias is added in f32, and out is rounded
+/// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is rounded
 /// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
 /// added in f32.
-/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders: for up
-/// to 16 rows; for more; and of those for f16 and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes,
-/// for up to 64 rows and for more, with other ones on Hopper. Among the products of one kind a row's result depends on that row
-/// alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the
-/// last bits from the same one alone, since the planned number decides how many warps share a sum.
-/// **Aliasing**: out may not overlap the other tensors.
+/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
+/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper 16), and
+/// more. Else: up to 16 rows, and more. Among the products of one kind a row's result depends on that row alone, not on the others or their
+/// number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits from the same one alone,
+/// since the planned number decides how many warps share a sum.
+/// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the SIMT kernels on all floors; tensor cores for f16 and bf16 from sm_80 on, with Hopper's own kernels for
 /// single products from sm_90a on.
@@ -94,12 +176,13 @@ pub struct MatmulArgs<'a> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
 /// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
-/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+/// let epilogue = Epilogue::NONE;
+/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None, epilogue };
 /// let matmul = Matmul::plan(&device, problem)?;
 /// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
 /// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
 /// let mut out = Tensor::empty(&stream, &[m, n], dtype)?;
-/// matmul.run(&stream, MatmulArgs { a: a.view(), b: b.view(), bias: None, out: out.view_mut() })?;
+/// matmul.run(&stream, MatmulArgs::new(a.view(), b.view(), out.view_mut()))?;
 /// println!("{}", matmul.report());
 /// # Ok(())
 /// # }
@@ -137,7 +220,7 @@ impl Matmul {
             return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let tensor = select::tensor(&limits, &problem);
-        Self::new(device, problem, select(&limits, &problem)?, tensor, select::GEMV_MAX_ROWS + 1)
+        Self::new(device, problem, select(&limits, &problem)?, tensor, select::TENSOR_MIN_ROWS)
     }
 
     /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
@@ -153,7 +236,7 @@ impl Matmul {
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
-            MatmulTile::Mma { .. } | MatmulTile::Skinny { .. } | MatmulTile::Wgmma { .. } => {
+            MatmulTile::Mma { .. } | MatmulTile::Stream { .. } | MatmulTile::Wgmma { .. } => {
                 Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0)
             }
             _ => Self::new(device, problem, vec![choice], Vec::new(), 0),
@@ -167,14 +250,10 @@ impl Matmul {
         tensor: Vec<&'static MatmulVariant>,
         tensor_from: usize,
     ) -> Result<Self, Error> {
-        let num_sms = device.profile().num_sms;
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
                 MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
-                MatmulTile::Skinny { clustered: true, .. } => {
-                    entry.in_clusters(select::skinny_ranks(num_sms, problem.n, problem.k))
-                }
                 _ => entry,
             })
         };
@@ -190,10 +269,16 @@ impl Matmul {
     pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
         let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
-        let Some((batch, mut dims)) = self.check(&args)? else { return Ok(()) };
+        let Some(Launch { batch, mut dims, how, b, up }) = self.check(&args)? else { return Ok(()) };
+        args.b = b;
+        args.up = up;
         match &self.backend {
             Backend::Cpu => {
-                cpu::run(dtype, out_dtype, batch, &dims, &mut args);
+                let activation = match self.problem.epilogue.act {
+                    Act::None => None,
+                    Act::Of(activation) | Act::Gated(activation) => Some(activation),
+                };
+                cpu::run(dtype, out_dtype, batch, &dims, (&how, activation), &mut args);
                 Ok(())
             }
             Backend::Cuda { kernels, tensor, tensor_from } => {
@@ -201,9 +286,10 @@ impl Matmul {
                 if rows >= *tensor_from
                     && let Some((variant, entry)) = self.fastest(tensor, batch, &dims)
                 {
+                    dims.split_log2 = self.stream_split_log2();
                     return match variant.tile {
-                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims),
-                        _ => launch(stream, variant, entry, batch, &args, &dims),
+                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims, &how),
+                        _ => launch(stream, variant, entry, batch, &args, (&dims, &how)),
                     };
                 }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
@@ -215,65 +301,143 @@ impl Matmul {
                     ));
                 };
                 dims.split_log2 = choice.split_log2;
-                launch(stream, choice.variant, entry, batch, &args, &dims)
+                launch(stream, choice.variant, entry, batch, &args, (&dims, &how))
             }
         }
     }
 
-    /// Checks the tensors; the number of products, and sizes and strides of the launch. None if there is no product.
-    fn check(&self, args: &MatmulArgs<'_>) -> Result<Option<(u32, MatmulDims)>, Error> {
-        let MatmulProblem { batch: max_batch, m, n, k, dtype, out_dtype, bias } = self.problem;
-        let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype, bias, bias_dtype: dtype };
-        let MatmulArgs { a, b, bias, out } = args;
-        let names = ["a", "b"];
-        if a.shape().len() != 3 {
-            let dims = shapes.check(OP, &self.device, names, a, b, bias.as_ref(), &out.as_view())?;
-            return Ok(Some((1, dims)));
-        }
-        a.expect(OP, "a", &self.device, dtype, &[None, None, Some(k)])?;
-        let (batch, rows) = (a.shape()[0], a.shape()[1]);
-        if batch > max_batch {
-            let expected = format!("at most {max_batch} products, as planned");
-            return Err(Error::invalid(OP, "a", expected, batch.to_string()));
-        }
-        b.expect(OP, "b", &self.device, dtype, &[Some(batch), Some(n), Some(k)])?;
-        out.expect(OP, "out", &self.device, out_dtype, &[Some(batch), Some(rows), Some(n)])?;
-        if batch == 0 {
-            return Ok(None);
-        }
-        let out = out.as_view();
-        let mut dims =
-            shapes.check(OP, &self.device, names, &first(a)?, &first(b)?, bias.as_ref(), &first(&out)?)?;
-        let stride = |argument, view: &TensorView<'_>| {
-            let one = batch == 1 || view.is_empty();
-            if one { Ok(0) } else { check_size(OP, argument, "stride", view.strides()[0]) }
+    /// Checks the tensors; what is to be launched. None if there is no product.
+    fn check<'a>(&self, args: &MatmulArgs<'a>) -> Result<Option<Launch<'a>>, Error> {
+        let MatmulProblem { batch: max_batch, m, n, k, dtype, out_dtype, bias, epilogue } = self.problem;
+        let MatmulArgs { a, up, out, .. } = args;
+        check_bias(OP, &self.device, (bias, dtype, self.problem.b_rows()), args.bias.as_ref())?;
+        let stacked = a.shape().len() == 3;
+        let batch = if stacked {
+            a.expect(OP, "a", &self.device, dtype, &[None, None, Some(k)])?;
+            let batch = a.shape()[0];
+            if batch > max_batch {
+                let expected = format!("at most {max_batch} products, as planned");
+                return Err(Error::invalid(OP, "a", expected, batch.to_string()));
+            }
+            Some(batch)
+        } else {
+            None
         };
-        dims.a_batch_stride = stride("a", a)?;
-        dims.b_batch_stride = stride("b", b)?;
-        dims.out_batch_stride = stride("out", &out)?;
-        let per_piece = (16 / dtype.bytes()) as u32;
-        for (flag, stride, elements) in [
-            (A_IN_PIECES, dims.a_batch_stride, per_piece),
-            (B_IN_PIECES, dims.b_batch_stride, per_piece),
-            (OUT_IN_QUADS, dims.out_batch_stride, 4),
-            (OUT_IN_PIECES, dims.out_batch_stride, (16 / out_dtype.bytes()) as u32),
-        ] {
-            if !stride.is_multiple_of(elements) {
-                dims.access &= !flag;
+        let shape = |rows, cols| -> Vec<Option<usize>> {
+            batch.map(Some).into_iter().chain([Some(rows), Some(cols)]).collect()
+        };
+        // The gate's rows from here on, and up's.
+        let (b, up) = match (self.problem.is_gated(), up) {
+            (false, None) => {
+                args.b.expect(OP, "b", &self.device, dtype, &shape(n, k))?;
+                (args.b, None)
+            }
+            (false, Some(_)) => return Err(Error::invalid(OP, "up", "none, as planned", "a tensor")),
+            (true, None) => {
+                args.b.expect(OP, "b", &self.device, dtype, &shape(2 * n, k))?;
+                let axis = usize::from(stacked);
+                (args.b.slice(axis, 0..n)?, Some(args.b.slice(axis, n..2 * n)?))
+            }
+            (true, Some(up)) => {
+                args.b.expect(OP, "b", &self.device, dtype, &shape(n, k))?;
+                up.expect(OP, "up", &self.device, dtype, &shape(n, k))?;
+                if !up.is_empty() && up.strides() != args.b.strides() {
+                    let expected = format!("strides as of b: {:?}", args.b.strides());
+                    return Err(Error::invalid(OP, "up", expected, format!("{:?}", up.strides())));
+                }
+                (args.b, Some(*up))
+            }
+        };
+        let residual = match (epilogue.residual, &args.residual) {
+            (false, None) => None,
+            (true, Some(Residual::InPlace)) => Some(out.as_view()),
+            (true, Some(Residual::Tensor(residual))) => {
+                let shape: Vec<_> = out.shape().iter().copied().map(Some).collect();
+                residual.expect(OP, "residual", &self.device, out_dtype, &shape)?;
+                residual.expect_inner_contiguous(OP, "residual")?;
+                Some(*residual)
+            }
+            (false, Some(_)) => return Err(Error::invalid(OP, "residual", "none, as planned", "a tensor")),
+            (true, None) => return Err(Error::invalid(OP, "residual", "a tensor, as planned", "none")),
+        };
+        let mut how = MatmulEpilogue {
+            scale: epilogue.scale,
+            options: 0,
+            residual_stride: 0,
+            residual_batch_stride: 0,
+            curve: [0.0; _],
+        };
+        if let Act::Of(activation) | Act::Gated(activation) = epilogue.act {
+            how.options |= ACTIVATED;
+            how.curve = match activation {
+                Activation::GeluTanh => GELU_TANH,
+                Activation::GeluErf => GELU_ERF,
+                _ => SILU,
+            };
+        }
+        let shapes = Shapes { sizes: [m, n, k], dtype, out_dtype };
+        let names = ["a", "b"];
+        let mut dims = match batch {
+            None => shapes.check(OP, &self.device, names, a, &b, &out.as_view())?,
+            Some(batch) => {
+                let rows = a.shape()[1];
+                out.expect(OP, "out", &self.device, out_dtype, &[Some(batch), Some(rows), Some(n)])?;
+                if batch == 0 {
+                    return Ok(None);
+                }
+                let out = out.as_view();
+                let mut dims =
+                    shapes.check(OP, &self.device, names, &first(a)?, &first(&b)?, &first(&out)?)?;
+                let stride = |argument, view: &TensorView<'_>| {
+                    let one = batch == 1 || view.is_empty();
+                    if one { Ok(0) } else { check_size(OP, argument, "stride", view.strides()[0]) }
+                };
+                dims.a_batch_stride = stride("a", a)?;
+                dims.b_batch_stride = stride("b", &b)?;
+                dims.out_batch_stride = stride("out", &out)?;
+                how.residual_batch_stride =
+                    residual.as_ref().map_or(Ok(0), |view| stride("residual", view))?;
+                let per_piece = (16 / dtype.bytes()) as u32;
+                for (flag, stride, elements) in [
+                    (A_IN_PIECES, dims.a_batch_stride, per_piece),
+                    (B_IN_PIECES, dims.b_batch_stride, per_piece),
+                    (OUT_IN_QUADS, dims.out_batch_stride, 4),
+                    (OUT_IN_PIECES, dims.out_batch_stride, (16 / out_dtype.bytes()) as u32),
+                ] {
+                    if !stride.is_multiple_of(elements) {
+                        dims.access &= !flag;
+                    }
+                }
+                // Rows of different products may take turns: each axis must step over all that the finer one reaches.
+                let mut axes = [(batch, dims.out_batch_stride), (rows, dims.out_stride)];
+                axes.sort_by_key(|&(_, stride)| stride);
+                let mut reach = n;
+                for (size, stride) in axes.into_iter().filter(|&(size, _)| size > 1 && !out.is_empty()) {
+                    if (stride as usize) < reach {
+                        let expected = format!("rows that do not overlap: a stride of at least {reach}");
+                        return Err(Error::invalid(OP, "out", expected, stride.to_string()));
+                    }
+                    reach += (size - 1) * stride as usize;
+                }
+                dims
+            }
+        };
+        if let Some(up) = up {
+            how.options |= GATED;
+            dims.n *= 2;
+            let rows = if stacked && batch != Some(0) { first(&up)? } else { up };
+            if !rows_aligned!(rows, 16 / dtype.bytes()) {
+                dims.access &= !B_IN_PIECES;
             }
         }
-        // Rows of different products may take turns: each axis must step over all that the finer one reaches.
-        let mut axes = [(batch, dims.out_batch_stride), (rows, dims.out_stride)];
-        axes.sort_by_key(|&(_, stride)| stride);
-        let mut reach = n;
-        for (size, stride) in axes.into_iter().filter(|&(size, _)| size > 1 && !out.is_empty()) {
-            if (stride as usize) < reach {
-                let expected = format!("rows that do not overlap: a stride of at least {reach}");
-                return Err(Error::invalid(OP, "out", expected, stride.to_string()));
+        if let Some(residual) = &residual {
+            let rows = if stacked { first(residual)? } else { *residual };
+            how.residual_stride = row_stride(OP, "residual", rows.shape(), rows.strides())?;
+            if rows_aligned!(rows, 4) && how.residual_batch_stride.is_multiple_of(4) {
+                dims.access |= RESIDUAL_IN_QUADS;
             }
-            reach += (size - 1) * stride as usize;
         }
-        Ok(Some((batch as u32, dims)))
+        Ok(Some(Launch { batch: batch.unwrap_or(1) as u32, dims, how, b, up }))
     }
 
     /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.
@@ -290,17 +454,30 @@ impl Matmul {
             return None;
         }
         let num_sms = self.device.profile().num_sms;
-        let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| {
-            select::tensor_clocks(variant.tile, batch, dims.m, dims.n, dims.k, num_sms)
+        let gated = self.problem.is_gated();
+        let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| match variant.tile {
+            // Where half a tile is no whole boxes, out does not leave by TMA.
+            MatmulTile::Wgmma { bm: 128, bn, .. } if gated && !bn.is_multiple_of(128) => u64::MAX,
+            tile => select::tensor_clocks(tile, batch, dims.m, dims.n, dims.k, num_sms),
         };
-        // Each kind is faster than the next wherever it can be used at all.
-        let few = |tile| matches!(tile, MatmulTile::Skinny { rows, .. } if dims.m <= rows);
-        let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
-        let any = |tile| matches!(tile, MatmulTile::Mma { .. });
         let best = |kind: &dyn Fn(MatmulTile) -> bool| {
             tensor.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
         };
-        best(&few).or_else(|| best(&single)).or_else(|| best(&any))
+        // Each kind is faster than the next wherever it can be used at all.
+        let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
+        let any = |tile| matches!(tile, MatmulTile::Mma { .. });
+        let many = best(&single).or_else(|| best(&any));
+        let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
+        let most = if hopper { select::STREAM_MAX_ROWS_HOPPER } else { select::STREAM_MAX_ROWS };
+        let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (dims.m <= most || many.is_none());
+        best(&few).or(many)
+    }
+
+    /// Binary logarithm of the warps that share a column's k in the `Stream` tiles.
+    fn stream_split_log2(&self) -> u32 {
+        let MatmulProblem { batch, k, .. } = self.problem;
+        let num_sms = self.device.profile().num_sms;
+        select::stream_split_log2(num_sms, self.problem.b_rows().saturating_mul(batch), k)
     }
 
     fn run_wgmma(
@@ -310,11 +487,12 @@ impl Matmul {
         entry: &Entry,
         args: &MatmulArgs<'_>,
         mut dims: MatmulDims,
+        how: &MatmulEpilogue,
     ) -> Result<(), Error> {
-        let MatmulTile::Wgmma { bn, cluster, .. } = variant.tile else {
+        let MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } = variant.tile else {
             return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{:?}", variant.tile)));
         };
-        let MatmulArgs { a, b, bias, out } = args;
+        let MatmulArgs { a, b, up, bias, out, .. } = args;
         let (dtype, out_dtype) = (self.problem.dtype, self.problem.out_dtype);
         let matrix = |dtype: DType, address: u64, [rows, cols, stride]: [u32; 3], box_rows: u32| {
             let bytes = dtype.bytes() as u64;
@@ -327,49 +505,73 @@ impl Matmul {
                 rows,
                 cols,
                 stride_bytes: stride * bytes,
+                outer: None,
                 box_rows,
                 box_cols: WGMMA_BK,
             };
             self.device.tensor_map(OP, &tiled)
         };
-        let a_map = matrix(dtype, a.address(), [dims.m, dims.k, dims.a_stride], WGMMA_BM)?;
-        let b_map = matrix(dtype, b.address(), [dims.n, dims.k, dims.b_stride], bn / cluster)?;
+        let (n, b_rows) = if up.is_some() { (dims.n / 2, bn / 2) } else { (dims.n, bn) };
+        // The blocks of a cluster load an equal part each of what they share; of the gate and of up one has each.
+        let (a_box, b_box) = match (shares_a, up) {
+            (true, _) => (bm / cluster, b_rows),
+            (false, Some(_)) => (bm, b_rows),
+            (false, None) => (bm, b_rows / cluster),
+        };
+        let a_map = matrix(dtype, a.address(), [dims.m, dims.k, dims.a_stride], a_box)?;
+        let b_map = matrix(dtype, b.address(), [n, dims.k, dims.b_stride], b_box)?;
+        let up_map = match up {
+            Some(up) => matrix(dtype, up.address(), [n, dims.k, dims.b_stride], b_box)?,
+            None => b_map,
+        };
         // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill 16
         // bytes would be written over.
-        let in_boxes = out_dtype.bytes() == 2 && dims.n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
+        let whole_boxes = up.is_none() || bn.is_multiple_of(128);
+        let in_boxes =
+            whole_boxes && out_dtype.bytes() == 2 && n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
-            matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
+            matrix(out_dtype, out.address(), [dims.m, n, dims.out_stride], 64)?
         } else {
             a_map
         };
         let params = [
             (&a_map).into(),
             (&b_map).into(),
+            (&up_map).into(),
             (&out_map).into(),
             optional(bias.as_ref()),
+            residual(args),
             out.into(),
             (&dims).into(),
+            how.into(),
         ];
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
         let clusters = tiles.min(u64::from(self.device.profile().num_sms / cluster).max(1)) as u32;
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
-        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [WGMMA_THREADS, 1, 1], &params) }
+        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
-        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias } = self.problem;
-        let operands = batch * (m * k + n * k) + if bias == Bias::PerColumn { n } else { 0 };
+        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue } = self.problem;
+        let b_rows = self.problem.b_rows();
+        let operands = batch * (m * k + b_rows * k) + if bias == Bias::PerColumn { b_rows } else { 0 };
+        let outs = batch * m * n * if epilogue.residual { 2 } else { 1 };
+        let act = match epilogue.act {
+            Act::None => String::new(),
+            Act::Of(activation) => format!(", {}", activation.name()),
+            Act::Gated(activation) => format!(", gated by {}", activation.name()),
+        };
         let products = if batch == 1 { String::new() } else { format!("{batch} times ") };
         let work = |why, tile, threads| Work {
-            problem: format!("{products}[{m}, {k}] · [{n}, {k}]ᵀ {dtype} to {out_dtype}"),
+            problem: format!("{products}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
             why,
             tile,
             threads,
-            bytes: (operands * dtype.bytes() + batch * m * n * out_dtype.bytes()) as u64,
-            flops: 2 * (batch * m * n * k) as u64,
+            bytes: (operands * dtype.bytes() + outs * out_dtype.bytes()) as u64,
+            flops: 2 * (batch * m * b_rows * k) as u64,
         };
         match &self.backend {
             Backend::Cuda { tensor, tensor_from, .. }
@@ -394,8 +596,8 @@ impl Matmul {
 impl Matmul {
     /// The planned size with operands that suit every kernel.
     fn aligned_dims(&self) -> MatmulDims {
-        let MatmulProblem { m, n, k, .. } = self.problem;
-        let [m, n, k] = [m, n, k].map(|size| size as u32);
+        let MatmulProblem { m, k, .. } = self.problem;
+        let [m, n, k] = [m, self.problem.b_rows(), k].map(|size| size as u32);
         let access = if k.is_multiple_of(8) { A_IN_PIECES | B_IN_PIECES } else { 0 };
         let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
         MatmulDims {
@@ -430,6 +632,27 @@ impl Kernel for Matmul {
     }
 }
 
+/// What a run comes to.
+struct Launch<'a> {
+    batch: u32,
+    /// n counts the rows of up too.
+    dims: MatmulDims,
+    how: MatmulEpilogue,
+    /// The rows of b, or those of the gate.
+    b: TensorView<'a>,
+    /// Those of up, if the product is gated.
+    up: Option<TensorView<'a>>,
+}
+
+/// The address of the residual: null if there is none.
+fn residual<'a>(args: &MatmulArgs<'_>) -> Param<'a> {
+    Param::Address(match &args.residual {
+        None => 0,
+        Some(Residual::InPlace) => args.out.address(),
+        Some(Residual::Tensor(residual)) => residual.address(),
+    })
+}
+
 /// The first matrix of a stack.
 fn first<'a>(stack: &TensorView<'a>) -> Result<TensorView<'a>, Error> {
     stack.slice(0, 0..1)?.reshape(&stack.shape()[1..])
@@ -442,11 +665,20 @@ fn launch(
     entry: &Entry,
     batch: u32,
     args: &MatmulArgs<'_>,
-    dims: &MatmulDims,
+    (dims, how): (&MatmulDims, &MatmulEpilogue),
 ) -> Result<(), Error> {
     let grid = variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32 * entry.cluster();
-    let MatmulArgs { a, b, bias, out } = args;
-    let params = [(*a).into(), (*b).into(), optional(bias.as_ref()), out.into(), dims.into()];
+    let MatmulArgs { a, b, up, bias, out, .. } = args;
+    let params = [
+        (*a).into(),
+        (*b).into(),
+        optional(up.as_ref()),
+        optional(bias.as_ref()),
+        residual(args),
+        out.into(),
+        dims.into(),
+        how.into(),
+    ];
     // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest`
     // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
     // tile's.
@@ -484,8 +716,24 @@ pub(crate) struct Shapes {
     pub(crate) sizes: [usize; 3],
     pub(crate) dtype: DType,
     pub(crate) out_dtype: DType,
-    pub(crate) bias: Bias,
-    pub(crate) bias_dtype: DType,
+}
+
+/// Checks that a bias of this type and length is there as planned.
+pub(crate) fn check_bias(
+    op: &'static str,
+    device: &Device,
+    (planned, dtype, n): (Bias, DType, usize),
+    bias: Option<&TensorView<'_>>,
+) -> Result<(), Error> {
+    match (planned, bias) {
+        (Bias::None, None) => Ok(()),
+        (Bias::PerColumn, Some(bias)) => {
+            bias.expect(op, "bias", device, dtype, &[Some(n)])?;
+            bias.expect_inner_contiguous(op, "bias")
+        }
+        (Bias::None, Some(_)) => Err(Error::invalid(op, "bias", "none, as planned", "a tensor")),
+        (Bias::PerColumn, None) => Err(Error::invalid(op, "bias", "a tensor, as planned", "none")),
+    }
 }
 
 impl Shapes {
@@ -498,7 +746,6 @@ impl Shapes {
         [a_name, b_name]: [&'static str; 2],
         a: &TensorView<'_>,
         b: &TensorView<'_>,
-        bias: Option<&TensorView<'_>>,
         out: &TensorView<'_>,
     ) -> Result<MatmulDims, Error> {
         let [max_rows, n, k] = self.sizes;
@@ -517,17 +764,6 @@ impl Shapes {
         a.expect_inner_contiguous(op, a_name)?;
         b.expect_inner_contiguous(op, b_name)?;
         out.expect_inner_contiguous(op, "out")?;
-        match (self.bias, bias) {
-            (Bias::None, None) => {}
-            (Bias::PerColumn, Some(bias)) => {
-                bias.expect(op, "bias", device, self.bias_dtype, &[Some(n)])?;
-                bias.expect_inner_contiguous(op, "bias")?;
-            }
-            (Bias::None, Some(_)) => return Err(Error::invalid(op, "bias", "none, as planned", "a tensor")),
-            (Bias::PerColumn, None) => {
-                return Err(Error::invalid(op, "bias", "a tensor, as planned", "none"));
-            }
-        }
         let out_stride = row_stride(op, "out", out.shape(), out.strides())?;
         if m > 1 && (out_stride as usize) < n {
             let expected = format!("rows that do not overlap: a stride of at least {n}");
@@ -560,8 +796,8 @@ impl Shapes {
 }
 
 fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
-    let MatmulProblem { batch, m, n, k, dtype, out_dtype, .. } = *problem;
-    for (name, size) in [("m", m), ("n", n), ("k", k)] {
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, epilogue, .. } = *problem;
+    for (name, size) in [("m", m), ("n", n), ("k", k), ("rows of b", problem.b_rows())] {
         check_size(OP, "problem", name, size)?;
     }
     if !(1..1 << 16).contains(&batch) {
@@ -572,6 +808,12 @@ fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
     }
     if out_dtype != dtype && out_dtype != DType::F32 {
         return Err(Error::invalid(OP, "problem", format!("out_dtype {dtype} or f32"), out_dtype.name()));
+    }
+    if let Act::Of(Activation::Sigmoid) | Act::Gated(Activation::Sigmoid) = epilogue.act {
+        return Err(Error::invalid(OP, "problem", "activation silu, gelu_tanh or gelu_erf", "sigmoid"));
+    }
+    if !epilogue.scale.is_finite() {
+        return Err(Error::invalid(OP, "problem", "a finite scale", epilogue.scale.to_string()));
     }
     Ok(())
 }

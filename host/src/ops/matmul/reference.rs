@@ -1,5 +1,7 @@
 //! The matrix product as plain loops: the specification.
 
+use super::{Act, Epilogue};
+use crate::ops::glu::reference::act;
 use crate::ops::reference::Real;
 
 /// `a · bᵀ + bias` of rows of k; see [`super::Matmul`]. `store` is the rounding of a value that is stored: the identity
@@ -22,6 +24,38 @@ pub fn matmul<A: Real>(
                 sum = sum + A::real(bias[col]);
             }
             out.push(store(sum).to_real());
+        }
+    }
+    out
+}
+
+/// `act(scale · a · bᵀ + bias) + residual`, or gated with the rows of the gate above those of up in b.
+pub fn fused<A: Real>(
+    (a, b): (&[f64], &[f64]),
+    bias: Option<&[f64]>,
+    residual: Option<&[f64]>,
+    [m, n, k]: [usize; 3],
+    epilogue: &Epilogue,
+    store: impl Fn(A) -> A,
+) -> Vec<f64> {
+    let is_gated = matches!(epilogue.act, Act::Gated(_));
+    let b_rows = if is_gated { 2 * n } else { n };
+    // Sums in A are exact in f64, whose rounding to A does nothing.
+    let sums = matmul::<A>(a, b, None, [m, b_rows, k], |sum| sum);
+    let mut out = Vec::with_capacity(m * n);
+    for row in 0..m {
+        let linear = |col: usize| {
+            let sum = A::real(sums[row * b_rows + col]) * A::real(f64::from(epilogue.scale));
+            bias.map_or(sum, |bias| sum + A::real(bias[col]))
+        };
+        for col in 0..n {
+            let value = match epilogue.act {
+                Act::None => linear(col),
+                Act::Of(activation) => act(activation, linear(col)),
+                Act::Gated(activation) => act(activation, linear(col)) * linear(n + col),
+            };
+            let value = residual.map_or(value, |residual| value + A::real(residual[row * n + col]));
+            out.push(store(value).to_real());
         }
     }
     out

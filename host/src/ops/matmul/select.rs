@@ -2,8 +2,8 @@
 
 use abi::DType;
 use abi::ops::matmul::{
-    MMA_BK, MMA_VARIANTS, MatmulTile, MatmulVariant, SKINNY_BK, SKINNY_COLS, SKINNY_VARIANTS, VARIANTS,
-    WARPS, WGMMA_BK, WGMMA_BM, WGMMA_VARIANTS,
+    MMA_BK, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS, WGMMA_BK,
+    WGMMA_VARIANTS,
 };
 
 use super::{MatmulProblem, OP};
@@ -16,6 +16,9 @@ pub(super) const GEMV_MAX_ROWS: usize = 16;
 
 /// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy.
 const GEMV_WARPS_PER_SM: usize = 64;
+
+/// Most of `split_log2` where the product is gated: two columns to a block of the narrowest tile.
+const GATED_MAX_SPLIT_LOG2: u32 = (WARPS / 2).ilog2();
 
 /// A kernel and how it is launched.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,13 +127,16 @@ impl MatmulChoice {
         variant: &'static MatmulVariant,
         problem: &MatmulProblem,
     ) -> Result<Self, Error> {
-        let MatmulProblem { batch, m, n, k, dtype, out_dtype, .. } = *problem;
+        let MatmulProblem { batch, m, k, dtype, out_dtype, .. } = *problem;
+        let n = problem.b_rows();
         if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || variant.floor > limits.floor {
             let expected = format!("{} to {} on {}", variant.dtype, variant.out_dtype, variant.floor);
             let got = format!("{dtype} to {out_dtype} on {}", limits.floor);
             return Err(Error::invalid(OP, "variant", expected, got));
         }
         let split_log2 = split_log2(limits, n.saturating_mul(batch), k, dtype);
+        // A block has both columns of a pair, the gate's and up's.
+        let split_log2 = if problem.is_gated() { split_log2.min(GATED_MAX_SPLIT_LOG2) } else { split_log2 };
         check_blocks(OP, variant.tile, split_log2, m, n)?;
         Ok(MatmulChoice { variant, max_rows: usize::MAX, split_log2, why: "asked for".into() })
     }
@@ -139,7 +145,8 @@ impl MatmulChoice {
 /// The kernels for every number of rows up to the problem's, fewest rows first: a run takes the first that is for its
 /// rows.
 pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<MatmulChoice>, Error> {
-    let MatmulProblem { batch, m, n, dtype, out_dtype, .. } = *problem;
+    let MatmulProblem { batch, m, dtype, out_dtype, .. } = *problem;
+    let n = problem.b_rows();
     let mut choices = Vec::new();
     for Rung { max_rows, tile, why } in ladder(limits, m, n.saturating_mul(batch)) {
         let fits = |variant: &&MatmulVariant| {
@@ -165,37 +172,47 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
             && variant.floor <= limits.floor
             && variant.tile.smem_bytes(dtype) <= limits.smem_per_block_bytes
     };
-    WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(SKINNY_VARIANTS).filter(fits).collect()
+    WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
 }
 
-/// Blocks that share k in a cluster of a `Skinny` tile: as many as give every multiprocessor two blocks, but four steps of k
-/// to each.
+/// Most rows of the `Stream` tiles: where `Mma` does the rest, and where `Wgmma` does.
+pub(super) const STREAM_MAX_ROWS: u32 = 64;
+pub(super) const STREAM_MAX_ROWS_HOPPER: u32 = 16;
+/// A single row is faster by ordinary arithmetic, by a tenth.
+pub(super) const TENSOR_MIN_ROWS: usize = 2;
+
+/// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
+const STREAM_GROUPS_PER_SM: usize = 32;
+
+/// Binary logarithm of the warps that share a column's k in the `Stream` tiles: enough of them for the memory, but two turns
+/// for each.
 ///
-/// It decides the order of a sum, so it depends on n, k and the card only, not on the number of rows.
-pub(super) fn skinny_ranks(num_sms: u32, n: usize, k: usize) -> u32 {
-    let (blocks, steps) = (n.div_ceil(SKINNY_COLS as usize), k.div_ceil(SKINNY_BK as usize));
-    let mut ranks = 1;
-    while ranks < 8 && blocks * ranks < 2 * num_sms as usize && steps >= 8 * ranks {
-        ranks *= 2;
+/// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number of rows.
+pub(super) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
+    let (groups, wanted) = (n.div_ceil(16), STREAM_GROUPS_PER_SM * num_sms.max(1) as usize);
+    let mut split = 0;
+    while 1 << (split + 1) <= WARPS && groups << split < wanted && k >= (4 * STREAM_BK as usize) << split {
+        split += 1;
     }
-    ranks as u32
+    split
 }
 
 /// About how many clocks a launch of a tile of the tensor cores takes: to compare tiles of a kind, not to foretell times.
 ///
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
-/// clock per column for each of the two warpgroups' 64 rows and 16 k, and a hundred more to hand the stage over; the loads
-/// of a step come at 56 bytes per clock. The constants are those that order the tiles as an H200 does.
+/// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
+/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock. The constants are those that order
+/// the tiles as an H200 does.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
 pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
     let tiles = tile.blocks(m, n, 0) * u64::from(batch);
     match tile {
-        MatmulTile::Wgmma { bn, cluster, .. } => {
+        MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {
             let waves = tiles.div_ceil(u64::from((num_sms / cluster).max(1)));
-            let multiply = 4 * bn;
-            let load = (WGMMA_BM + bn / cluster) * 128 / 56;
+            let multiply = 4 * (bm / 64) * (bn / 2).max(16 + bn / 4);
+            let load = if shares_a { bm / cluster + bn } else { bm + bn / cluster } * 128 / 56;
             let steps = u64::from(k.div_ceil(WGMMA_BK));
             let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
             waves * (steps * (u64::from(multiply.max(load)) + hand_over) + epilogue) + fill
@@ -207,8 +224,8 @@ pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
             let turns = tiles.div_ceil(u64::from(num_sms));
             turns * (steps * step + u64::from(bm * bn / 32)) + 600 * turns.div_ceil(u64::from(blocks))
         }
-        // The fewest rows that are enough.
-        MatmulTile::Skinny { rows, clustered, .. } => u64::from(2 * rows) + u64::from(!clustered),
+        // Each pass over b costs about as much as 16 rows do.
+        MatmulTile::Stream { rows, .. } => u64::from(m.div_ceil(rows) * (rows + 16)),
         _ => u64::MAX,
     }
 }
@@ -217,7 +234,7 @@ pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
 mod tests {
     use abi::Arch;
 
-    use super::super::Bias;
+    use super::super::{Bias, Epilogue};
     use super::*;
 
     const H200: DeviceLimits =
@@ -240,8 +257,16 @@ mod tests {
             (H200, 0, 0, DType::F32, "matmul_f32__gemv1__sm61"),
         ];
         for (limits, m, n, dtype, entry) in table {
-            let problem =
-                MatmulProblem { batch: 1, m, n, k: 1024, dtype, out_dtype: dtype, bias: Bias::None };
+            let problem = MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k: 1024,
+                dtype,
+                out_dtype: dtype,
+                bias: Bias::None,
+                epilogue: Epilogue::NONE,
+            };
             let choices = select(&limits, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{m} × {n} {dtype}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows < b.max_rows));
@@ -253,8 +278,16 @@ mod tests {
     fn every_type_has_every_tile() {
         for dtype in DType::FLOATS {
             for out_dtype in [dtype, DType::F32] {
-                let problem =
-                    MatmulProblem { batch: 1, m: 9999, n: 512, k: 64, dtype, out_dtype, bias: Bias::None };
+                let problem = MatmulProblem {
+                    batch: 1,
+                    m: 9999,
+                    n: 512,
+                    k: 64,
+                    dtype,
+                    out_dtype,
+                    bias: Bias::None,
+                    epilogue: Epilogue::NONE,
+                };
                 let choices = select(&H200, &problem).unwrap();
                 assert_eq!(choices.len(), 6);
                 assert!(choices.iter().all(|choice| choice.variant.out_dtype == out_dtype));
@@ -276,7 +309,16 @@ mod tests {
             ([64, 4096, 4096], &["n64", "n128"]),
         ] {
             let dtype = DType::BF16;
-            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None };
+            let problem = MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype: dtype,
+                bias: Bias::None,
+                epilogue: Epilogue::NONE,
+            };
             let clocks = |v: &&MatmulVariant| tensor_clocks(v.tile, 1, m as u32, n as u32, k as u32, 132);
             let of_hopper = |v: &&MatmulVariant| matches!(v.tile, MatmulTile::Wgmma { .. });
             let chosen =
@@ -294,7 +336,8 @@ mod tests {
                     k: 64,
                     dtype: DType::BF16,
                     out_dtype: DType::BF16,
-                    bias: Bias::None
+                    bias: Bias::None,
+                    epilogue: Epilogue::NONE,
                 }
             )
             .is_empty()
@@ -328,6 +371,7 @@ mod tests {
             dtype: DType::F32,
             out_dtype: DType::F32,
             bias: Bias::None,
+            epilogue: Epilogue::NONE,
         };
         let message = select(&H200, &problem).unwrap_err().to_string();
         assert!(message.starts_with("matmul: problem: expected at most 2^31 - 1 blocks, got "), "{message}");

@@ -1,13 +1,13 @@
 //! Shapes that occur, for tests and benches.
 
-use crate::ops::matmul::{MatmulCase, linear};
+use crate::ops::matmul::{MatmulCase, linear, plain};
 
 /// The shapes of the product.
 pub const CASES: &[MatmulCase] = cases! {
     linear;
     one: [
-        MatmulCase { name: "anchor 4096", batch: 1, m: 4096, n: 4096, k: 4096 },
-        MatmulCase { name: "anchor 8192", batch: 1, m: 8192, n: 8192, k: 8192 },
+        plain("anchor 4096", 4096, 4096, 4096),
+        plain("anchor 8192", 8192, 8192, 8192),
     ];
     phases: [
         "qwen3-0.6b qkv" => (4096, 1024),

@@ -17,7 +17,7 @@ use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
-use crate::ops::matmul::{Bias, Shapes, optional};
+use crate::ops::matmul::{Bias, Shapes, check_bias, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -156,17 +156,10 @@ impl MatmulI8 {
     pub fn run(&self, stream: &Stream, mut args: MatmulI8Args<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype, bias, bias_dtype: out_dtype };
+        check_bias(OP, &self.device, (bias, out_dtype, n), args.bias.as_ref())?;
+        let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype };
         let names = ["qa", "qb"];
-        let mut dims = shapes.check(
-            OP,
-            &self.device,
-            names,
-            &args.qa,
-            &args.qb,
-            args.bias.as_ref(),
-            &args.out.as_view(),
-        )?;
+        let mut dims = shapes.check(OP, &self.device, names, &args.qa, &args.qb, &args.out.as_view())?;
         let rows = dims.m as usize;
         for (name, scale, len) in [("a_scale", &args.a_scale, rows), ("b_scale", &args.b_scale, n)] {
             scale.expect(OP, name, &self.device, DType::F32, &[Some(len)])?;

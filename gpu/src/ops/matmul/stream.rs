@@ -1,0 +1,227 @@
+//! Matrix products of few rows on tensor cores: b streams from memory through registers, without shared memory or barriers.
+//!
+//! ```text
+//! out [ROWS, n] = a · bᵀ: a warp makes 16 · TILES columns for all rows; rows of b are the rows of `mma`, rows of a its columns
+//!
+//! row of b   | 128 of k: part 0 | 128 of k: part 1 | … | part 0 | …        2 to 8 warps of a block share k where columns are few
+//! 32 of k    lane (g, t) takes the piece of 16 bytes t of row g: 8 elements, of which words 0 and 1 are the operands of one
+//!            `mma` m16n8k16 and words 2 and 3 those of the next; the same of a, so that both agree on which k is which
+//! at the end the parts' sums through shared memory, in their order
+//! ```
+//!
+//! - What few rows need is bytes of b on their way: `UNROLL` · 2 · `TILES` loads of 16 bytes for each lane before the first
+//!   is used, 64 KiB to a multiprocessor. a is small and comes out of L1 and L2.
+//! - A fragment of an `mma` is eight rows by 16 of k in any order of k that both operands share, so a lane's operands are
+//!   neighbours in memory: no `ldmatrix`, no staging.
+//! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
+//!   and is the same for every `ROWS`.
+
+//!
+//! # What was tried, on an H200
+//!
+//! - Rows of b by `cp.async` into shared memory and `ldmatrix` from it, warps sharing k: 16 × 4096 × 4096 12.9 µs, here 11.8
+//!   (cuBLAS 12.8, the kernels by ordinary arithmetic 24.6); 8 × 2560 × 9728 24.5, here 16.3 (cuBLAS 18.2).
+//! - 32 columns to a warp, which reads a half as often: slower wherever that leaves multiprocessors without a block
+//!   (8 × 2560 × 9728 22.4 µs).
+//! - A single row: ordinary arithmetic is faster by a tenth (4096 × 4096 9.8 µs, here 10.8), since its loads are 512 bytes of a row.
+//! - Bounds: memory from some 20 MB on (8 × 19456 × 2560: 79 % of the copy rate); below that a launch and two trips to memory.
+
+use abi::ops::matmul::{STREAM_BK, THREADS, WARPS};
+use cuda_std::cvt::Element;
+use cuda_std::{global, shared, thread};
+
+use super::Operands;
+use super::epilogue::Epilogue;
+use crate::tile::multiplicand::Multiplicand;
+use crate::tile::{gemv, simt};
+
+/// Elements of k that a step of a warp multiplies: a piece for each lane of four.
+const STEP: u32 = 32;
+const STEPS: usize = (STREAM_BK / STEP) as usize;
+
+/// Where the sum of a row and column lies among those of a warp of `cols` columns.
+#[inline(always)]
+fn sum_address(row: u32, col: u32, cols: u32) -> u32 {
+    (row * cols + (col ^ (row / 2 % 4 * 8 % cols))) * 4
+}
+
+/// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows.
+///
+/// # Safety
+/// - *converged*: all 256 threads of the block; shared memory as `MatmulTile::smem_bytes` says.
+/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes, k a multiple of 8 — checked in `Matmul::run`.
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Multiplicand,
+    O: Element,
+    const ROWS: usize,
+    const FRAGMENTS: usize,
+    const TILES: usize,
+    const PIECES: usize,
+    const UNROLL: usize,
+>(
+    x: Operands<'_, T>,
+    end: Epilogue<'_, T, O>,
+) {
+    let dims = x.dims;
+    let (rows, cols, parts) = (ROWS as u32, 16 * TILES as u32, 1 << dims.split_log2);
+    let (first_row, col_block) = gemv::place_of_block::<ROWS>(dims);
+    let groups = WARPS >> dims.split_log2;
+    let (warp, lane) = (thread::warp_idx(), thread::lane());
+    let (group, part) = (warp >> dims.split_log2, warp & (parts - 1));
+    let first_col = |group: u32| (col_block * groups + group) * cols;
+
+    // Rows past the end are computed from the last one, and not stored.
+    let (a_row, b_row) = (simt::strided(x.a, dims), x.b_row());
+    let mut a = [x.a; FRAGMENTS];
+    let mut i = 0;
+    while i < FRAGMENTS {
+        a[i] = a_row((first_row + 8 * i as u32 + lane / 4).min(dims.m - 1));
+        i += 1;
+    }
+    let mut b = [x.b; PIECES];
+    let mut j = 0;
+    while j < PIECES {
+        b[j] = b_row((first_col(group) + 8 * j as u32 + lane / 4).min(dims.n - 1));
+        j += 1;
+    }
+
+    let mut sums = [[[0f32; 4]; FRAGMENTS]; TILES];
+    let mut k = part * STREAM_BK;
+    while k < dims.k {
+        let own = k + lane % 4 * 8;
+        let mut step = 0;
+        while step < STEPS {
+            let from = own + step as u32 * STEP;
+            // SAFETY: pieces below k lie in their rows — the caller.
+            unsafe {
+                if k + STREAM_BK <= dims.k {
+                    add_steps::<T, O, FRAGMENTS, TILES, PIECES, UNROLL, false>(
+                        &a, &b, from, dims.k, &mut sums,
+                    );
+                } else {
+                    add_steps::<T, O, FRAGMENTS, TILES, PIECES, UNROLL, true>(
+                        &a, &b, from, dims.k, &mut sums,
+                    );
+                }
+            }
+            step += UNROLL;
+        }
+        k += parts * STREAM_BK;
+    }
+
+    let (base, warp_bytes) = (shared::base(), rows * cols * 4);
+    // SAFETY: each warp stores sums in its own words, and they are read after the barrier.
+    unsafe {
+        let mut i = 0;
+        while i < TILES * FRAGMENTS * 4 {
+            let (tile, fragment, element) = (i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4);
+            let col = (tile * 16 + element / 2 * 8) as u32 + lane / 4;
+            let row = (fragment * 8 + element % 2) as u32 + lane % 4 * 2;
+            let at = base + warp * warp_bytes + sum_address(row, col, cols);
+            shared::store_f32(at, sums[tile][fragment][element]);
+            i += 1;
+        }
+        thread::sync_threads();
+        let quads = rows * cols / 4;
+        let mut quad = thread::thread_idx_x();
+        while quad < groups * quads {
+            let (group, row, col) = (quad / quads, quad % quads * 4 / cols, quad * 4 % cols);
+            let at = base + (group << dims.split_log2) * warp_bytes + sum_address(row, col, cols);
+            let mut total = shared::load_f32x4(at);
+            let mut part = 1;
+            while part < parts {
+                add(&mut total, shared::load_f32x4(at + part * warp_bytes));
+                part += 1;
+            }
+            let (row, col) = (first_row + row, first_col(group) + col);
+            if row < dims.m && col < dims.n {
+                end.quad(row, col, total, &end.bias(col));
+            }
+            quad += THREADS;
+        }
+    }
+}
+
+/// Adds the products of `UNROLL` steps from the lane's element `from` on. `GUARDED`: pieces from `k` on are zero and not read.
+///
+/// # Safety
+/// - *converged*: all 32 lanes; the pieces *in-bounds* and *aligned(16)*.
+#[inline(always)]
+unsafe fn add_steps<
+    T: Multiplicand,
+    O: Element,
+    const FRAGMENTS: usize,
+    const TILES: usize,
+    const PIECES: usize,
+    const UNROLL: usize,
+    const GUARDED: bool,
+>(
+    a: &[*const T; FRAGMENTS],
+    b: &[*const T; PIECES],
+    from: u32,
+    k: u32,
+    sums: &mut [[[f32; 4]; FRAGMENTS]; TILES],
+) {
+    let mut pieces_a = [[[0; 4]; FRAGMENTS]; UNROLL];
+    let mut pieces_b = [[[0; 4]; PIECES]; UNROLL];
+    let at = |u: usize| from + u as u32 * STEP;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut u = 0;
+        while u < UNROLL {
+            if !GUARDED || at(u) < k {
+                let mut j = 0;
+                while j < PIECES {
+                    pieces_b[u][j] = global::load_stream_x4(b[j].add(at(u) as usize));
+                    j += 1;
+                }
+            }
+            u += 1;
+        }
+        let mut u = 0;
+        while u < UNROLL {
+            if !GUARDED || at(u) < k {
+                let mut i = 0;
+                while i < FRAGMENTS {
+                    pieces_a[u][i] = global::load_nc_x4(a[i].add(at(u) as usize));
+                    i += 1;
+                }
+            }
+            u += 1;
+        }
+        // Where out is f32, each product is added by itself: see `mma`.
+        let promotes = size_of::<O>() == 4;
+        let mut u = 0;
+        while u < 2 * UNROLL {
+            let (w, u_now) = (u % 2 * 2, u / 2);
+            let mut tile = 0;
+            while tile < TILES {
+                let (upper, lower) = (pieces_b[u_now][2 * tile], pieces_b[u_now][2 * tile + 1]);
+                let rows_b = [upper[w], lower[w], upper[w + 1], lower[w + 1]];
+                let mut i = 0;
+                while i < FRAGMENTS {
+                    let cols_a = [pieces_a[u_now][i][w], pieces_a[u_now][i][w + 1]];
+                    let sum = &mut sums[tile][i];
+                    if promotes {
+                        add(sum, T::multiply_add(rows_b, cols_a, [0.0; 4]));
+                    } else {
+                        *sum = T::multiply_add(rows_b, cols_a, *sum);
+                    }
+                    i += 1;
+                }
+                tile += 1;
+            }
+            u += 1;
+        }
+    }
+}
+
+#[inline(always)]
+fn add(total: &mut [f32; 4], part: [f32; 4]) {
+    let mut i = 0;
+    while i < 4 {
+        total[i] += part[i];
+        i += 1;
+    }
+}

@@ -1,0 +1,63 @@
+//! What the tensor cores multiply and sum in f32.
+
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::mma;
+
+/// The types of 16 bits.
+pub trait Multiplicand: Element {
+    /// Two infinities in a word: the bits of the exponents.
+    const INFINITIES: u32;
+
+    /// `c + a · b` for 16 × 8 × 16.
+    ///
+    /// # Safety
+    /// - *converged*: all 32 lanes execute it.
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
+}
+
+impl Multiplicand for bf16 {
+    const INFINITIES: u32 = bf16::INFINITY.to_bits() as u32 * 0x1_0001;
+
+    #[inline(always)]
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { mma::m16n8k16_f32_bf16(a, b, c) }
+    }
+}
+
+impl Multiplicand for f16 {
+    const INFINITIES: u32 = f16::INFINITY.to_bits() as u32 * 0x1_0001;
+
+    #[inline(always)]
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { mma::m16n8k16_f32_f16(a, b, c) }
+    }
+}
+
+/// The halves of a word that are not finite, by their highest bits.
+#[inline(always)]
+pub fn not_finite<T: Multiplicand>(word: u32) -> u32 {
+    // An exponent of ones and its lowest bit: their sum carries into the sign.
+    let one = T::INFINITIES & !(T::INFINITIES << 1);
+    (word & T::INFINITIES).wrapping_add(one) & 0x8000_8000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_that_are_not_finite() {
+        fn check<T: Multiplicand>(value: impl Fn(u16) -> bool) {
+            for half in 0..=u16::MAX {
+                let (low, high) = (u32::from(half), u32::from(half) << 16);
+                let want = if value(half) { 0 } else { 0x8000 };
+                assert_eq!(not_finite::<T>(low), want, "{half:#x}");
+                assert_eq!(not_finite::<T>(high), want << 16, "{half:#x}");
+            }
+        }
+        check::<bf16>(|bits| bf16::from_bits(bits).is_finite());
+        check::<f16>(|bits| f16::from_bits(bits).is_finite());
+    }
+}
