@@ -1,6 +1,6 @@
 //! Attention against its reference.
 
-use abi::ops::attention::{AttentionVariant, VARIANTS};
+use abi::ops::attention::{AttentionVariant, DECODE_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
@@ -8,11 +8,11 @@ use testkit::round::round_to;
 use testkit::strategies::{Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Sequence, attention, magnitudes};
 use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
-use warpforge::{DType, Device, Error, Tensor};
+use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Executors, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats,
-    on_executors, store, values,
+    EVERY, Executors, Layout, Rows, Wanted, cards_of, check, devices, devices_for, every_kernel, fail,
+    floats, on_executors, store, values,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -317,7 +317,8 @@ fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let mut expected = None;
     for device in cards {
-        for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.dtype) {
+        let variants = VARIANTS.iter().chain(DECODE_MMA_VARIANTS).chain(WGMMA_VARIANTS);
+        for variant in variants.filter(|variant| variant.dtype == case.dtype) {
             if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();
                 let results = compute(device, case, &data, Some(variant))?;
@@ -542,42 +543,93 @@ fn huge_scores() -> TestResult {
     Ok(())
 }
 
-/// A NaN stays in the rows (of v: and the column) that it enters, under a causal mask; all other bits are as without it.
+/// Runs a case with a NaN in q (0), k (1) or v (2) at the query or key of that number, in the last head: it stays in the rows
+/// (of v: and the column) that it enters, and all other bits are as without it.
+fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestResult {
+    let (len, (heads_q, heads_kv), head_dim) = (case.lens[0], case.heads, case.head_dim);
+    let sequence = case.sequence(len);
+    let clean = case.data();
+    let (want, _) = compute(device, case, &clean, None)?;
+    for &(tensor, place) in places {
+        let mut data = clean.clone();
+        let element = match tensor {
+            0 => (place * heads_q + heads_q - 1) * head_dim + 5,
+            _ => (place * heads_kv + heads_kv - 1) * head_dim + 9,
+        };
+        data[tensor][element] = f64::NAN;
+        let (got, _) = compute(device, case, &data, None)?;
+        for (index, (got, want)) in std::iter::zip(&got, &want).enumerate() {
+            let (row, head, col) = (index / head_dim / heads_q, index / head_dim % heads_q, index % head_dim);
+            let enters = sequence.sees(row, place) && head >= heads_q - heads_q / heads_kv;
+            let hit = match tensor {
+                0 => row == place && head == heads_q - 1,
+                1 => enters,
+                _ => enters && col == 9,
+            };
+            let what = format!("{device:?} {case:?} tensor {tensor} at {place} [{row}, {head}, {col}]");
+            if hit {
+                assert!(got.is_nan(), "{what}: {got}");
+            } else {
+                assert_eq!(got.to_bits(), want.to_bits(), "{what}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A NaN at the place of the query before the last.
 #[test]
 fn nan_stays_where_it_is() -> TestResult {
     for dtype in DType::FLOATS {
         for (seq_q, len) in [(70, 90), (3, 300), (4, 256)] {
-            let (heads_q, heads_kv, head_dim) = (4, 2, 64);
-            let case = Case { mask: Mask::Causal, ..plain(dtype, seq_q, len, (heads_q, heads_kv), head_dim) };
-            let clean = case.data();
-            // The key at the place of the query before the last; in the second head.
-            let (query, key) = (seq_q - 2, len - 2);
-            let kv_element = (key * heads_kv + 1) * head_dim + 9;
+            let case = Case { mask: Mask::Causal, ..plain(dtype, seq_q, len, (4, 2), 64) };
             for device in &devices_for(case.work()) {
-                let (want, _) = compute(device, &case, &clean, None)?;
-                for tensor in 0..3 {
-                    let mut data = clean.clone();
-                    let element = if tensor == 0 { (query * heads_q + 3) * head_dim + 5 } else { kv_element };
-                    data[tensor][element] = f64::NAN;
-                    let (got, _) = compute(device, &case, &data, None)?;
-                    for (index, (got, want)) in std::iter::zip(&got, &want).enumerate() {
-                        let (row, head, col) =
-                            (index / head_dim / heads_q, index / head_dim % heads_q, index % head_dim);
-                        let hit = match tensor {
-                            0 => row == query && head == 3,
-                            1 => row >= query && head >= 2,
-                            _ => row >= query && head >= 2 && col == 9,
-                        };
-                        let what =
-                            format!("{device:?} {dtype} {seq_q} tensor {tensor} [{row}, {head}, {col}]");
-                        if hit {
-                            assert!(got.is_nan(), "{what}: {got}");
-                        } else {
-                            assert_eq!(got.to_bits(), want.to_bits(), "{what}");
-                        }
-                    }
-                }
+                nan_stays(device, &case, &[(0, seq_q - 2), (1, len - 2), (2, len - 2)])?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// Tiles of queries and steps of keys on Hopper's tensor cores, at both of whose ends a mask cuts: results, and NaNs that some
+/// rows of a tile see and others do not.
+#[test]
+fn borders_on_tensor_cores() -> TestResult {
+    for device in &cards_of(Arch::Sm90a) {
+        for (dtype, heads, head_dim, window) in [
+            (DType::BF16, (2, 1), 64, None),
+            (DType::F16, (1, 1), 128, Some(100)),
+            (DType::BF16, (1, 1), 256, Some(150)),
+        ] {
+            let case = Case { mask: Mask::Causal, window, ..plain(dtype, 200, 290, heads, head_dim) };
+            let data = case.data();
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+            // Keys that are cut off by the mask at either end.
+            nan_stays(device, &case, &[(0, 140), (1, 180), (2, 120), (2, 260)])?;
+            // All that lies beyond a sequence's keys is NaN.
+            let case = Case { lens: vec![150], capacity: 200, ..case };
+            let data = case.data();
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+        }
+    }
+    Ok(())
+}
+
+/// The same for few queries, which see different keys of one block.
+#[test]
+fn borders_of_few_queries_on_tensor_cores() -> TestResult {
+    for device in &cards_of(Arch::Sm80) {
+        for (dtype, head_dim, window) in
+            [(DType::BF16, 64, None), (DType::F16, 128, Some(40)), (DType::BF16, 256, Some(200))]
+        {
+            let case = Case { mask: Mask::Causal, window, ..plain(dtype, 9, 300, (4, 2), head_dim) };
+            let data = case.data();
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+            let first = 300 - window.unwrap_or(300);
+            nan_stays(device, &case, &[(0, 5), (1, 296), (2, 296), (2, 100), (2, first)])?;
         }
     }
     Ok(())

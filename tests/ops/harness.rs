@@ -71,6 +71,13 @@ pub fn devices_for(work: usize) -> Vec<Device> {
     Executors { simulated: (work <= MAX_SIMULATED_WORK).then_some(floor) }.devices()
 }
 
+/// The cards that run kernels of this floor, simulated ones too.
+pub fn cards_of(arch: Arch) -> Vec<Device> {
+    let mut devices = devices();
+    devices.retain(|device| floor(device) == Some(arch));
+    devices
+}
+
 fn is_simulated(device: &Device) -> bool {
     matches!(device.place(), Place::Simulated(_))
 }

@@ -157,8 +157,8 @@ impl Simulator for Card {
     }
 
     fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String> {
-        let Tiled { dtype, address, rows, cols, stride_bytes, box_rows, box_cols } = *tiled;
-        let element = match dtype {
+        let (dims, strides_bytes, box_dims, rank) = tiled.dims();
+        let element = match tiled.dtype {
             DType::F32 => Element::F32,
             DType::F16 => Element::F16,
             DType::BF16 => Element::Bf16,
@@ -168,11 +168,11 @@ impl Simulator for Card {
         };
         let map = tensor_map::encode(&tensor_map::Tiled {
             element,
-            address,
-            dims: &[cols, rows],
-            strides_bytes: &[stride_bytes],
-            box_dims: &[box_cols, box_rows],
-            element_strides: &[1, 1],
+            address: tiled.address,
+            dims: &dims[..rank],
+            strides_bytes: &strides_bytes[..rank - 1],
+            box_dims: &box_dims[..rank],
+            element_strides: &[1; 4][..rank],
             swizzle: Swizzle::Bytes128,
             fill: Fill::Zeros,
         });

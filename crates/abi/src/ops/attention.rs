@@ -1,6 +1,6 @@
 //! Attention: parameters and entry points.
 
-use crate::DType;
+use crate::{Arch, DType};
 
 /// Sizes and strides of one launch; strides in elements.
 #[repr(C)]
@@ -32,6 +32,9 @@ pub struct AttentionDims {
     pub tiles: u32,
     /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has.
     pub splits: u32,
+    /// Query heads, counted through all sequences, whose tiles the `Wgmma` kernels finish before they take up the next: a
+    /// multiple of `group`, whose keys and values fit into L2.
+    pub section: u32,
     /// From one sequence to the next, in q.
     pub q_batch_stride: u32,
     /// From one query to the next.
@@ -65,7 +68,7 @@ pub struct AttentionDims {
     pub scale: f32,
 }
 
-const _: () = assert!(size_of::<AttentionDims>() == 112);
+const _: () = assert!(size_of::<AttentionDims>() == 116);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -105,17 +108,53 @@ pub enum AttentionTile {
         /// Rows of a block: pairs of a query and a head.
         rows: u32,
     },
+    /// The same on the tensor cores of Ampere and later, for up to [`DECODE_MMA_ROWS`] rows.
+    DecodeMma {
+        /// Largest `head_dim` and `head_dim_v`.
+        dim: u32,
+        /// Blocks that a multiprocessor is to hold, which bounds the registers.
+        blocks: u32,
+    },
     /// A block merges the splits of one row.
     Merge {},
+    /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
+    Wgmma {
+        /// Largest `head_dim`; the rest of a shorter head is zeros.
+        dim: u32,
+        /// Largest `head_dim_v`.
+        dim_v: u32,
+        /// Keys of a step.
+        keys: u32,
+        /// Warpgroups that compute.
+        consumers: u32,
+        /// Threads of the block: theirs, and as many as a warpgroup has.
+        threads: u32,
+    },
+}
+
+/// Rows of a `DecodeMma` tile.
+pub const DECODE_MMA_ROWS: u32 = 16;
+/// Floats between the rows of its results in shared memory.
+pub const DECODE_MMA_PADDING: u32 = 4;
+
+/// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
+pub const WGMMA_STAGES: u32 = 2;
+/// Shared memory of a `Wgmma` tile behind its tensors: barriers and marks.
+pub const WGMMA_BARRIER_BYTES: u32 = 256;
+
+/// Whether the result of a `Wgmma` tile takes q's place in shared memory: where there is no room for both.
+pub const fn wgmma_out_in_q(dim: u32) -> bool {
+    dim > 128
 }
 
 impl AttentionTile {
     /// The largest `head_dim` and `head_dim_v`.
     pub const fn max_head_dims(self) -> (u32, u32) {
         match self {
-            AttentionTile::Prefill { dim, .. } => (dim, dim),
+            AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeMma { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
             AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
+            AttentionTile::Wgmma { dim, dim_v, .. } => (dim, dim_v),
         }
     }
 
@@ -124,29 +163,48 @@ impl AttentionTile {
         match self {
             AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
             AttentionTile::Decode { rows, .. } => rows,
+            AttentionTile::DecodeMma { .. } => DECODE_MMA_ROWS,
             AttentionTile::Merge {} => 1,
+            AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
     }
 
     /// Threads of a block.
     pub const fn threads(self) -> u32 {
         match self {
-            AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => THREADS,
+            AttentionTile::Prefill { .. }
+            | AttentionTile::Decode { .. }
+            | AttentionTile::DecodeMma { .. } => THREADS,
             AttentionTile::Merge {} => MERGE_THREADS,
+            AttentionTile::Wgmma { threads, .. } => threads,
         }
+    }
+
+    /// Whether the merge comes after it.
+    pub const fn is_decode(self) -> bool {
+        matches!(self, AttentionTile::Decode { .. } | AttentionTile::DecodeMma { .. })
     }
 
     /// Shared memory of a block in bytes.
     ///
     /// Prefill: the tile of q, then one of k or v, as f32. Decode: the weights of the split, which the four warps' partial
-    /// results take the place of, then two f32 per warp and row. Merge: one row per warp.
+    /// results take the place of, then two f32 per warp and row. DecodeMma: the warps' results, then the same and a mark per warp. Merge: one row per
+    /// warp. Wgmma: q, the result unless it takes
+    /// q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
             }
+            AttentionTile::DecodeMma { dim, .. } => {
+                THREADS / 32 * (DECODE_MMA_ROWS * (dim + DECODE_MMA_PADDING + 2) + 1) * 4
+            }
             AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
+            AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
+                let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
+                (self.rows() * dim + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
+            }
         }
     }
 }
@@ -166,12 +224,14 @@ pub struct AttentionVariant {
     pub dtype: DType,
     /// How the work is cut up.
     pub tile: AttentionTile,
+    /// What it needs at least.
+    pub floor: Arch,
 }
 
 /// Hands every row of the table to the macro `$callback`.
 #[macro_export]
 macro_rules! attention_table {
-    ($callback:path) => {
+    ($callback:ident) => {
         $callback! {
             attention_f32__prefill_d64__sm61 => f32, F32, Prefill { dim: 64, keys: 64, lanes: 8 };
             attention_f32__prefill_d128__sm61 => f32, F32, Prefill { dim: 128, keys: 32, lanes: 8 };
@@ -228,22 +288,81 @@ macro_rules! attention_table {
     };
 }
 
+/// The same for the kernels of few queries on tensor cores.
+#[macro_export]
+macro_rules! attention_decode_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__decode_d64__sm80 => f16, F16, DecodeMma { dim: 64, blocks: 3 };
+            attention_f16__decode_d128__sm80 => f16, F16, DecodeMma { dim: 128, blocks: 2 };
+            attention_f16__decode_d256__sm80 => f16, F16, DecodeMma { dim: 256, blocks: 2 };
+            attention_bf16__decode_d64__sm80 => bf16, BF16, DecodeMma { dim: 64, blocks: 3 };
+            attention_bf16__decode_d128__sm80 => bf16, BF16, DecodeMma { dim: 128, blocks: 2 };
+            attention_bf16__decode_d256__sm80 => bf16, BF16, DecodeMma { dim: 256, blocks: 2 };
+        }
+    };
+}
+
+/// The same for the kernels that take tensor maps.
+#[macro_export]
+macro_rules! attention_wgmma_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__prefill_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512 };
+            attention_f16__prefill_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
+            attention_f16__prefill_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
+            attention_f16__prefill_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384 };
+            attention_bf16__prefill_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512 };
+            attention_bf16__prefill_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
+            attention_bf16__prefill_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
+            attention_bf16__prefill_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384 };
+        }
+    };
+}
+
+macro_rules! sm61 {
+    ($($rows:tt)*) => { variants!(Sm61, $($rows)*) };
+}
+macro_rules! sm80 {
+    ($($rows:tt)*) => { variants!(Sm80, $($rows)*) };
+}
+macro_rules! sm90a {
+    ($($rows:tt)*) => { variants!(Sm90a, $($rows)*) };
+}
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
-        /// Every kernel of the operator.
-        pub const VARIANTS: &[AttentionVariant] = &[$(AttentionVariant {
+    ($floor:ident, $($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        &[$(AttentionVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
             tile: AttentionTile::$tile { $($field: $value),* },
-        }),*];
+            floor: Arch::$floor,
+        }),*]
     };
 }
-attention_table!(variants);
+
+/// The kernels by ordinary arithmetic.
+pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
+/// The kernels of few queries on tensor cores.
+pub const DECODE_MMA_VARIANTS: &[AttentionVariant] = attention_decode_mma_table!(sm80);
+/// The kernels of Hopper's tensor cores, which take tensor maps.
+pub const WGMMA_VARIANTS: &[AttentionVariant] = attention_wgmma_table!(sm90a);
 
 const _: () = {
     let mut i = 0;
     while i < VARIANTS.len() {
         assert!(VARIANTS[i].tile.smem_bytes() <= 48 << 10, "the floor has 48 KiB of shared memory");
+        i += 1;
+    }
+    let mut i = 0;
+    while i < DECODE_MMA_VARIANTS.len() {
+        // What an RTX 3090 gives a block; an A100 gives 163 KiB.
+        assert!(DECODE_MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < WGMMA_VARIANTS.len() {
+        let tile = WGMMA_VARIANTS[i].tile;
+        assert!(tile.smem_bytes() <= 227 << 10 && tile.threads() == tile.rows() * 2 + 128);
         i += 1;
     }
 };

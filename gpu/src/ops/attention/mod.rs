@@ -1,21 +1,27 @@
 //! Attention: `softmax(scale · q·kᵀ + mask) · v`, the scores never stored.
 //!
 //! Two ways to do it, and a finish for the second:
-//! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax).
+//! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `wgmma` does so on Hopper's tensor
+//!   cores.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
-//!   unfinished result; `merge` puts a row's results together.
+//!   unfinished result; `merge` puts a row's results together. `decode_mma` does so on tensor cores from Ampere on.
 //!
 //! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
 //! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
 //! multiply-add, `s·c − m·c`, would not cancel for scores of 1e30. A row that has seen no key yet has the maximum −∞,
-//! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted.
+//! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted. `wgmma` reads q as it is, and does the
+//! same in another order.
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
-//! into it.
+//! into it. Tensor cores leave nothing out: there the value is.
 
 mod decode;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod decode_mma;
 mod merge;
 mod prefill;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+mod wgmma;
 
 use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::{Element, bf16, f16};
@@ -171,3 +177,74 @@ macro_rules! entries {
     };
 }
 abi::attention_table!(entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! decode_mma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeMma { dim: $dim:literal, blocks: $blocks:literal };)*) => {$(
+        /// Entry point; see `decode_mma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                decode_mma::split::<$type, $dim, { $dim / 32 }>(
+                    q, k, v, kv_lens, partial, stats, &dims,
+                )
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_decode_mma_table!(decode_mma_entries);
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! wgmma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, Wgmma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
+       consumers: $consumers:literal, threads: $threads:literal };)*) => {$(
+        /// Entry point; see `wgmma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = $threads, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            #[grid_constant] q: cuda_std::tma::TensorMap,
+            #[grid_constant] k: cuda_std::tma::TensorMap,
+            #[grid_constant] v_map: cuda_std::tma::TensorMap,
+            #[grid_constant] out: cuda_std::tma::TensorMap,
+            v: *const $type,
+            kv_lens: *const u32,
+            lse: *mut f32,
+            dims: AttentionDims,
+        ) {
+            let maps = wgmma::Maps { q, k, v: v_map, out };
+            // SAFETY: the caller's promise.
+            unsafe {
+                wgmma::tiles::<
+                    $type,
+                    $dim,
+                    $dim_v,
+                    $keys,
+                    $consumers,
+                    { $consumers * 64 },
+                    { $keys / 2 },
+                    { $dim_v / 2 },
+                    { $keys / 4 },
+                >(maps, v, kv_lens, lse, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+abi::attention_wgmma_table!(wgmma_entries);

@@ -12,9 +12,8 @@ use crate::models::loader::{Loader, encode};
 use crate::ops::Store;
 use crate::ops::attention::{self, Attention, AttentionArgs, AttentionProblem, Mask};
 use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
-use crate::ops::glu::{Glu, GluArgs, GluProblem};
 use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
-use crate::ops::matmul::{Bias, Matmul, MatmulProblem};
+use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
 use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
@@ -172,12 +171,11 @@ pub(super) struct TowerBlock {
     rope: Rope,
     attention: Attention,
     proj_plan: Matmul,
+    /// With the activation, as `merge1_plan`.
     fc1_plan: Matmul,
-    act: Glu,
     fc2_plan: Matmul,
     merged_norm: LayerNorm,
     merge1_plan: Matmul,
-    merge_act: Glu,
     merge2_plan: Matmul,
     /// `[patches, NEIGHBOURS]` u32 and f32.
     neighbours: Tensor,
@@ -195,12 +193,10 @@ pub(super) struct TowerBlock {
     projected: Tensor,
     /// `[patches, 3 · hidden]`
     qkv: Tensor,
-    /// `[patches, intermediate]` both.
-    inner: Tensor,
+    /// `[patches, intermediate]`
     activated: Tensor,
-    /// `[tokens, patches_per_token · hidden]` both.
+    /// `[tokens, patches_per_token · hidden]`
     merged: Tensor,
-    merged_activated: Tensor,
     /// `[tokens, out_hidden]` each: the last merger's, then the others'.
     features: Vec<Tensor>,
 }
@@ -215,12 +211,12 @@ impl TowerBlock {
         let &VisionConfig { hidden_size, heads, intermediate_size, out_hidden_size, activation, .. } = config;
         let (device, patches, per_token) = (stream.device(), max_patches, config.patches_per_token());
         let (tokens, merged, head_dim) = (patches / per_token, per_token * hidden_size, hidden_size / heads);
-        let matmul = |m, n, k| {
-            let (out_dtype, bias) = (dtype, Bias::PerColumn);
-            Matmul::plan(device, MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias })
+        let fused = |m, n, k, act| {
+            let (out_dtype, bias, epilogue) = (dtype, Bias::PerColumn, Epilogue::of(act));
+            Matmul::plan(device, MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue })
         };
+        let matmul = |m, n, k| fused(m, n, k, Act::None);
         let norm = |rows, cols| LayerNorm::plan(device, LayerNormProblem { rows, cols, dtype, eps: EPS });
-        let act = |rows, cols, activation| Glu::plan(device, GluProblem { rows, cols, dtype, activation });
         let vocab = config.position_grid * config.position_grid;
         let (bag, cols, store) = (NEIGHBOURS, hidden_size, Store::Add);
         let positions = EmbeddingBagProblem { tokens: patches, bag, vocab, cols, dtype, store };
@@ -241,12 +237,10 @@ impl TowerBlock {
             rope: Rope::plan(device, rope)?,
             attention: plan_attention(stream, config, dtype, patches)?,
             proj_plan: matmul(patches, hidden_size, hidden_size)?,
-            fc1_plan: matmul(patches, intermediate_size, hidden_size)?,
-            act: act(patches, intermediate_size, activation)?,
+            fc1_plan: fused(patches, intermediate_size, hidden_size, Act::Of(activation))?,
             fc2_plan: matmul(patches, hidden_size, intermediate_size)?,
             merged_norm: norm(tokens, merged)?,
-            merge1_plan: matmul(tokens, merged, merged)?,
-            merge_act: act(tokens, merged, Activation::GeluErf)?,
+            merge1_plan: fused(tokens, merged, merged, Act::Of(Activation::GeluErf))?,
             merge2_plan: matmul(tokens, out_hidden_size, merged)?,
             neighbours: empty(&[patches, NEIGHBOURS], DType::U32)?,
             neighbour_weights: empty(&[patches, NEIGHBOURS], DType::F32)?,
@@ -258,10 +252,8 @@ impl TowerBlock {
             attended: rows(hidden_size)?,
             projected: rows(hidden_size)?,
             qkv: rows(3 * hidden_size)?,
-            inner: rows(intermediate_size)?,
             activated: rows(intermediate_size)?,
             merged: empty(&[tokens, merged], dtype)?,
-            merged_activated: empty(&[tokens, merged], dtype)?,
             features: (0..=config.deepstack_blocks.len())
                 .map(|_| empty(&[tokens, out_hidden_size], dtype))
                 .collect::<Result<_, _>>()?,
@@ -279,11 +271,9 @@ impl TowerBlock {
             self.attention.optimization_report(),
             self.proj_plan.optimization_report(),
             self.fc1_plan.optimization_report(),
-            self.act.optimization_report(),
             self.fc2_plan.optimization_report(),
             self.merged_norm.optimization_report(),
             self.merge1_plan.optimization_report(),
-            self.merge_act.optimization_report(),
             self.merge2_plan.optimization_report(),
         ]
     }
@@ -455,10 +445,8 @@ impl TowerBlock {
     fn mlp(&mut self, stream: &Stream, block: &VisionBlock, patches: usize) -> Result<(), Error> {
         let all = 0..patches;
         let normed = self.normed.view().slice(0, all.clone())?;
-        let mut inner = self.inner.view_mut().slice(0, all.clone())?;
         let mut activated = self.activated.view_mut().slice(0, all.clone())?;
-        block.fc1.run(stream, &self.fc1_plan, normed, inner.reborrow())?;
-        self.act.run(stream, GluArgs { gate: inner.as_view(), up: None, out: activated.reborrow() })?;
+        block.fc1.run(stream, &self.fc1_plan, normed, activated.reborrow())?;
         let out = self.projected.view_mut().slice(0, all)?;
         block.fc2.run(stream, &self.fc2_plan, activated.as_view(), out)
     }
@@ -480,8 +468,8 @@ impl TowerBlock {
         let merger = &weights.deepstack[level];
         merger.norm.run(stream, &self.merged_norm, x, None, out)?;
         let normed = self.projected.view().slice(0, 0..patches)?.reshape(&shape)?;
-        let memory = [&mut self.merged, &mut self.merged_activated, &mut self.features[1 + level]];
-        merge(stream, [&self.merge1_plan, &self.merge2_plan], &self.merge_act, merger, normed, memory)
+        let memory = [&mut self.merged, &mut self.features[1 + level]];
+        merge(stream, [&self.merge1_plan, &self.merge2_plan], merger, normed, memory)
     }
 
     /// Features of `normed`, at this level.
@@ -493,8 +481,8 @@ impl TowerBlock {
         patches: usize,
     ) -> Result<(), Error> {
         let normed = self.normed.view().slice(0, 0..patches)?.reshape(&self.merged_shape(patches))?;
-        let memory = [&mut self.merged, &mut self.merged_activated, &mut self.features[level]];
-        merge(stream, [&self.merge1_plan, &self.merge2_plan], &self.merge_act, merger, normed, memory)
+        let memory = [&mut self.merged, &mut self.features[level]];
+        merge(stream, [&self.merge1_plan, &self.merge2_plan], merger, normed, memory)
     }
 
     /// Tokens, and the width of their patches together.
@@ -504,22 +492,19 @@ impl TowerBlock {
     }
 }
 
-/// A merger's MLP; `memory` is for its inner activation, that behind the function, and the result.
+/// A merger's MLP; `memory` is for its inner activation and the result.
 fn merge(
     stream: &Stream,
     [plan1, plan2]: [&Matmul; 2],
-    act: &Glu,
     weights: &PatchMerger,
     x: TensorView<'_>,
-    memory: [&mut Tensor; 3],
+    memory: [&mut Tensor; 2],
 ) -> Result<(), Error> {
     let rows = 0..x.shape()[0];
-    let [merged, activated, out] = memory;
+    let [merged, out] = memory;
     let mut merged = merged.view_mut().slice(0, rows.clone())?;
-    let mut activated = activated.view_mut().slice(0, rows.clone())?;
     weights.fc1.run(stream, plan1, x, merged.reborrow())?;
-    act.run(stream, GluArgs { gate: merged.as_view(), up: None, out: activated.reborrow() })?;
-    weights.fc2.run(stream, plan2, activated.as_view(), out.view_mut().slice(0, rows)?)
+    weights.fc2.run(stream, plan2, merged.as_view(), out.view_mut().slice(0, rows)?)
 }
 
 /// Attention within frames of any size and number, `patches` altogether.
@@ -548,8 +533,8 @@ fn plan_attention(
     };
     match device.limits() {
         Some(limits) => {
-            let choice =
-                attention::select(&limits, &problem, patches.max(attention::MAX_DECODE_QUERIES + 1))?;
+            let many = patches.max(attention::MAX_TENSOR_DECODE_QUERIES + 1);
+            let choice = attention::select(&limits, &problem, many)?;
             Attention::plan_with(device, problem, choice.variant)
         }
         None => Attention::plan(device, problem),

@@ -20,11 +20,15 @@ use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 pub use cases::{AttentionCase, CASES};
-pub use select::{AttentionChoice, MAX_DECODE_QUERIES, select};
+pub use select::{AttentionChoice, MAX_DECODE_QUERIES, MAX_TENSOR_DECODE_QUERIES, select};
 
 const OP: &str = "attention";
+
+/// What the keys and values of the heads that are worked on at a time may take of L2: on Hopper, half.
+const SECTION_BYTES: usize = 24 << 20;
 
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -81,7 +85,7 @@ pub struct AttentionArgs<'a> {
     /// `[batch, seq_kv, heads_kv, head_dim_v]`. It may be a part of k's own rows, as in latent attention.
     pub v: TensorView<'a>,
     /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
-    /// `seq_kv` is taken as `seq_kv`. Keys beyond are never read.
+    /// `seq_kv` is taken as `seq_kv`. What lies beyond makes no difference, whatever it is.
     pub kv_lens: Option<TensorView<'a>>,
     /// `[batch, seq_q, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
@@ -94,13 +98,15 @@ pub struct AttentionArgs<'a> {
 /// `out = softmax(scale · q·kᵀ + mask) · v`, in memory linear in the number of keys: the scores are never stored.
 ///
 /// **Empty rows**: a row that sees no key gives zeros, and −∞ as log-sum-exp.
-/// **Arithmetic**: f32 throughout; out is rounded once. Scores of any finite size; −∞ weighs nothing. A NaN in q, in a
+/// **Arithmetic**: f32 throughout; out is rounded once. On tensor cores weights are rounded to the storage type too, and sums of 16
+/// products are cut off below the 25th bit. Scores of any finite size; −∞ weighs nothing. A NaN in q, in a
 /// visible key or value, or a score of +∞ gives NaN in the rows that it enters (of a value: in its column) and nowhere
 /// else.
 /// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other
-/// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries take
-/// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
-/// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many.
+/// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor
+/// cores and more than two query heads to a key head up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with
+/// another order of the sums, so the last bits may differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many, and the
+/// many those without tensor cores.
 /// Heads wider than 256 take the same kernels for any number of queries and any alignment.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
@@ -109,9 +115,11 @@ pub struct AttentionArgs<'a> {
 /// wider than 256 have those kernels only, so plan them for few queries at a time.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
-/// and 512.
+/// and 512. For f16 and bf16 of head dims up to 256 tensor cores do few queries from sm_80 on, and on sm_90a, if the scale is
+/// positive, many.
 /// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
-/// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023).
+/// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et
+/// al., *FlashAttention-3* (2024).
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::attention::*};
@@ -199,13 +207,17 @@ impl Attention {
         };
         let choice = select(&limits, &problem, problem.seq_q)?;
         let mut variants = vec![choice.variant];
-        for seq_q in 1..=problem.seq_q.min(MAX_DECODE_QUERIES) {
+        let mut decoded = if choice.variant.tile.is_decode() { problem.seq_q } else { 0 };
+        for seq_q in 1..=problem.seq_q.min(MAX_TENSOR_DECODE_QUERIES) {
             let variant = select(&limits, &problem, seq_q)?.variant;
             if !variants.contains(&variant) {
                 variants.push(variant);
             }
+            if variant.tile.is_decode() {
+                decoded = decoded.max(seq_q);
+            }
         }
-        Self::new(device, problem, choice, Origin::Selected, &variants)
+        Self::new(device, problem, choice, Origin::Selected, &variants, decoded)
     }
 
     /// Plans with a kernel of the caller's choice for all runs; an error if it cannot do the problem.
@@ -215,35 +227,34 @@ impl Attention {
         variant: &'static AttentionVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
-        if device.limits().is_none() {
+        let Some(limits) = device.limits() else {
             return Ok(Attention { device: device.clone(), problem, backend: Backend::Cpu });
-        }
-        let choice = AttentionChoice::forced(variant, &problem)?;
-        Self::new(device, problem, choice, Origin::Forced, &[variant])
+        };
+        let choice = AttentionChoice::forced(&limits, variant, &problem)?;
+        let decoded = if variant.tile.is_decode() { problem.seq_q } else { 0 };
+        Self::new(device, problem, choice, Origin::Forced, &[variant], decoded)
     }
 
+    /// `decoded` is the largest number of queries that decode kernels may do.
     fn new(
         device: &Device,
         problem: AttentionProblem,
         choice: AttentionChoice,
         origin: Origin,
         variants: &[&'static AttentionVariant],
+        decoded: usize,
     ) -> Result<Self, Error> {
         let unaligned = select::unaligned(&problem)?;
         let fallback = (!variants.contains(&unaligned)).then_some(unaligned);
         let kernels = variants.iter().copied().chain(fallback).map(|variant| Loaded::new(device, variant));
         let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
-        let decodes = variants.iter().any(|variant| matches!(variant.tile, AttentionTile::Decode { .. }));
+        let decodes = variants.iter().any(|variant| variant.tile.is_decode());
         let splits = match select::merge(problem.dtype) {
             Some(merge) if decodes => {
-                let seq_q = match choice.variant.tile {
-                    AttentionTile::Decode { .. } => problem.seq_q,
-                    _ => problem.seq_q.min(MAX_DECODE_QUERIES),
-                };
                 let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
                 let workspace = Workspace::new(device, |stream| {
                     let tensor = |width| {
-                        let shape = [problem.batch, problem.heads_q, seq_q, num_splits, width];
+                        let shape = [problem.batch, problem.heads_q, decoded, num_splits, width];
                         Tensor::empty(stream, &shape, DType::F32)
                     };
                     Ok([tensor(problem.head_dim_v)?, tensor(2)?])
@@ -272,9 +283,12 @@ impl Attention {
                     }
                     _ => choice.variant,
                 };
-                // The decode kernels access memory in pieces of 16 bytes only.
+                // Decode kernels and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
-                    AttentionTile::Decode { .. } if dims.vector == 0 => select::unaligned(&self.problem)?,
+                    tile if tile.is_decode() && dims.vector == 0 => select::unaligned(&self.problem)?,
+                    AttentionTile::Wgmma { .. } if dims.vector == 0 || repeats(&args) => {
+                        select::unaligned(&self.problem)?
+                    }
                     _ => variant,
                 };
                 // `new` loaded all that `select` can return.
@@ -287,9 +301,13 @@ impl Attention {
                     ));
                 };
                 match (variant.tile, splits) {
-                    (AttentionTile::Decode { rows, .. }, Some(splits)) => {
-                        dims.tiles = (dims.seq_q * dims.group).div_ceil(rows);
+                    (tile, Some(splits)) if tile.is_decode() => {
+                        dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
                         decode(stream, kernel, splits, &args, &dims)
+                    }
+                    (AttentionTile::Wgmma { keys, .. }, _) => {
+                        dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
+                        self.wgmma(stream, kernel, keys, &args, &dims)
                     }
                     _ => {
                         dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
@@ -298,6 +316,60 @@ impl Attention {
                 }
             }
         }
+    }
+
+    /// Runs a kernel that takes tensor maps.
+    fn wgmma(
+        &self,
+        stream: &Stream,
+        kernel: &Loaded,
+        keys: u32,
+        args: &AttentionArgs<'_>,
+        dims: &AttentionDims,
+    ) -> Result<(), Error> {
+        let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+        let (tile, out_view) = (kernel.variant.tile, out.as_view());
+        let map = |view, box_rows| self.tensor_map(view, box_rows);
+        let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
+        // Without keys nothing is loaded from them.
+        let (k_map, v_map) = if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, keys)?, map(v, keys)?) };
+        let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+        let grid = items.min(self.device.profile().num_sms.max(1));
+        let params = [
+            (&q_map).into(),
+            (&k_map).into(),
+            (&v_map).into(),
+            (&out_map).into(),
+            (*v).into(),
+            kv_lens.map_or(Param::Address(0), Param::from),
+            Param::optional(lse.as_ref()),
+            dims.into(),
+        ];
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
+        // walk over all tiles of all heads and sequences; threads and shared memory are the tile's.
+        unsafe { kernel.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
+    }
+
+    /// The map of `[sequence, token, head, column]` in boxes of 64 columns of a head.
+    fn tensor_map(&self, view: &TensorView<'_>, box_rows: u32) -> Result<TensorMap, Error> {
+        let bytes = view.dtype().bytes();
+        // The stride of a single one is not used; it must be one all the same.
+        let axis = |axis: usize| {
+            let (size, stride) = (view.shape()[axis], view.strides()[axis] * bytes);
+            Axis { size: size as u64, stride_bytes: if size <= 1 { 16 } else { stride as u64 } }
+        };
+        let tokens = axis(1);
+        let tiled = Tiled {
+            dtype: view.dtype(),
+            address: view.address(),
+            rows: tokens.size,
+            cols: view.shape()[3] as u64,
+            stride_bytes: tokens.stride_bytes,
+            outer: Some([axis(2), axis(0)]),
+            box_rows,
+            box_cols: 64,
+        };
+        self.device.tensor_map(OP, &tiled)
     }
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
@@ -364,6 +436,7 @@ impl Attention {
             vector: u32::from(vector),
             tiles: 0,
             splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
+            section: section(&self.problem, seq_kv).min((batch * heads_q) as u32),
             q_batch_stride,
             q_token_stride,
             q_head_stride,
@@ -483,6 +556,23 @@ fn decode(
         let threads = merge.variant.tile.threads();
         merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &merge_params)
     }
+}
+
+/// Whether a tensor has a row in several places, as after a broadcast, of which tensor maps know nothing.
+fn repeats(args: &AttentionArgs<'_>) -> bool {
+    let AttentionArgs { q, k, v, out, .. } = args;
+    [q.strides(), k.strides(), v.strides(), out.strides()]
+        .iter()
+        .zip([q.shape(), k.shape(), v.shape(), out.shape()])
+        .any(|(strides, shape)| (0..3).any(|axis| shape[axis] > 1 && strides[axis] == 0))
+}
+
+/// Query heads of a section: those of as many key heads as L2 holds the keys and values of.
+fn section(problem: &AttentionProblem, seq_kv: usize) -> u32 {
+    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = *problem;
+    let bytes = seq_kv * (head_dim + head_dim_v) * dtype.bytes();
+    let heads = (SECTION_BYTES / bytes.max(1)).max(1).saturating_mul(heads_q / heads_kv);
+    u32::try_from(heads).unwrap_or(u32::MAX)
 }
 
 /// Blocks altogether.

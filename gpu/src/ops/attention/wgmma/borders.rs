@@ -1,0 +1,122 @@
+//! Values that are not finite, where some rows of a tile see them and others do not.
+
+use abi::ops::attention::AttentionDims;
+use cuda_std::cvt::Element;
+use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
+
+use super::super::{Visible, offset};
+use super::walk::{Places, Tile, Tiles, Turn};
+use super::{CLEANERS, ROW_BYTES};
+use crate::tile::multiplicand::{Multiplicand, not_finite};
+
+/// Threads of the warps that clean.
+const CLEANER_THREADS: u32 = 96;
+
+/// The warps that clean values at borders: of keys that no row sees, and whatever is not finite. Marks the tile where that is
+/// seen by some row.
+///
+/// # Safety
+/// - Threads 32 to 127, *converged*.
+#[inline(always)]
+pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
+    places: Places,
+    kv_lens: *const u32,
+    dims: &AttentionDims,
+) {
+    let member = thread::thread_idx_x() - 32;
+    let bad = not_finite::<T>;
+    let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
+    let mut turn = Turn(0);
+    let mut parities = 0;
+    let mut tiles = Tiles::new(dims);
+    // SAFETY: values that have come and that no consumer is told of yet.
+    unsafe {
+        while let Some(number) = tiles.next() {
+            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
+            let mut step = tile.end;
+            while step > tile.first {
+                step -= 1;
+                let stage = turn.stage();
+                turn.0 += 1;
+                if !tile.is_border::<KEYS>(step) {
+                    continue;
+                }
+                mbarrier::wait_parity(places.raw_v(stage), parities >> stage & 1);
+                parities ^= 1 << stage;
+                let mut found = false;
+                let mut piece = member;
+                while piece < KEYS * DIM_V / 8 {
+                    let at = places.stage_v(stage) + piece * 16;
+                    let key = step * KEYS + piece / 8 % KEYS;
+                    if tile.any.has(key as i32) {
+                        let [a, b, c, d] = shared::load_u32x4(at);
+                        if bad(a) | bad(b) | bad(c) | bad(d) != 0 {
+                            found = true;
+                            shared::store_u32x4(at, [kept(a), kept(b), kept(c), kept(d)]);
+                        }
+                    } else {
+                        shared::store_u32x4(at, [0; 4]);
+                    }
+                    piece += CLEANER_THREADS;
+                }
+                if warp::any(warp::FULL_MASK, found) && thread::lane() == 0 {
+                    shared::store_u32(places.mark(tiles.round, member / 32), tiles.round);
+                }
+                fence::proxy_async_shared();
+                barrier::sync(CLEANERS, CLEANER_THREADS);
+                if member == 0 {
+                    mbarrier::arrive(places.full_v(stage));
+                }
+            }
+        }
+    }
+}
+
+/// Adds values that are not finite, and were therefore left out at borders, to the rows that see them. A thread does two
+/// columns.
+///
+/// # Safety
+/// - All 128 threads of the consumer, whose results are in the boxes; v *in-bounds* for `dims`.
+#[inline(always)]
+pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
+    tile: &Tile,
+    boxes: u32,
+    consumer: u32,
+    member: u32,
+    v: *const T,
+    dims: &AttentionDims,
+) {
+    let v = v.wrapping_add(offset(tile.batch, dims.v_batch_stride, 0, 0, tile.head_kv, dims.v_head_stride));
+    let first_query = tile.first_query + consumer * 64;
+    let col = 2 * member;
+    let mut key = tile.any.lo;
+    // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
+    unsafe {
+        while col < dims.head_dim_v && key < tile.any.hi {
+            if tile.is_border::<KEYS>(key as u32 / KEYS) {
+                let at = v.add(key as usize * dims.v_token_stride as usize + col as usize);
+                let values = [global::load(at).to_f32(), global::load(at.add(1)).to_f32()];
+                let mut row = 0;
+                let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
+                while (is_bad[0] || is_bad[1]) && row < 64 {
+                    if Visible::new(dims, tile.len, (first_query + row) as i32).has(key) {
+                        let piece = (col / 8 % 8) ^ (row & 7);
+                        let at = boxes + (col / 64 * ROWS + row) * ROW_BYTES + piece * 16 + col % 8 * 2;
+                        let mut pair = [0f32; 8];
+                        T::unpack([shared::load_u32(at), 0, 0, 0], &mut pair);
+                        let mut i = 0;
+                        while i < 2 {
+                            if is_bad[i] {
+                                pair[i] += values[i];
+                            }
+                            i += 1;
+                        }
+                        shared::store_u32(at, T::pack(&pair)[0]);
+                    }
+                    row += 1;
+                }
+            }
+            key += 1;
+        }
+    }
+}

@@ -1,0 +1,494 @@
+//! Tiles of queries on Hopper: TMA feeds rings of keys and values, warpgroups multiply by `wgmma` with all sums in registers.
+//!
+//! A block stays on its multiprocessor and walks over tiles of 64 queries of one head for each of its `CONSUMERS`
+//! warpgroups. One thread of the first warpgroup loads; the three warps beside it clean values at the borders.
+//!
+//! ```text
+//! producer   q ──► full_q;  for each step of KEYS keys, from the last that is seen to the first:  k ──► full_k, v ──► full_v
+//! cleaners   at borders:    v ──► raw_v, keys that nobody sees and what is not finite becomes 0 ──► full_v
+//! consumer   s = q·k[n]     ── first step: wait, mask, softmax: p, m, l
+//!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
+//!            wait for s ──► empty_k;  mask; m', l, p' = 2^(s·c − m'·c)
+//!            wait for o ──► empty_v;  o ·= 2^((m − m')·c);  p = p' rounded
+//!            … o += p·v[first];  o / l ──► shared memory ──► TMA store, while the next tile begins
+//!
+//! shared memory   | q | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
+//!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
+//! ```
+//!
+//! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
+//! - Steps of keys without a visible key are skipped; only those that some row does not see whole are masked.
+//! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
+//!   side: as many as have keys and values that fit into L2. Blocks take them forwards and backwards in turns, which evens
+//!   out what the order favours.
+//! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
+//!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
+//! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the product.
+//!   Rows that see it get it at the end, from global memory: see `borders`.
+//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
+//!   sequence alone.
+//!
+//! # Measured on an H200, beside cuDNN in the same run (µs, this / cuDNN)
+//!
+//! | sequences, heads, tokens, head dim | all keys | causal |
+//! |---|---|---|
+//! | 16, 32, 512, 64 (f16) | 102 / 90 | |
+//! | 4, 32, 4096, 128 | 1666 / 1647 | 906 / 924 |
+//! | 1, 32 on 8, 16384, 128 | | 3671 / 3649 |
+//! | 2, 32, 4096, 64 | | 328 / 333 |
+//! | 2, 16, 8192, 256 | | 1581 / 1857 |
+//! | 16, 16, 1024, 128 | | 196 / 156 |
+//! | 1, 32 on 8, 2048, 128 | | 68 / 84 |
+//!
+//! Large ones are at the card's power, and move by a tenth from run to run. Open: many short sequences, where a tile is a few
+//! steps and its beginning and end count: nothing of the next tile's first product runs beside the end of the one before.
+
+mod borders;
+mod softmax;
+mod walk;
+
+use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_out_in_q};
+use cuda_std::cvt::Element;
+use cuda_std::tma::TensorMap;
+use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
+use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
+
+use super::offset;
+use crate::tile::multiplicand::Multiplicand;
+use crate::tile::softmax::log_sum_exp;
+use borders::{clean, spoil};
+use softmax::{Rows, mask, round, scale_rows, softmax};
+use walk::{MARKS, Places, Tile, Tiles, Turn};
+
+/// Bytes of a row of a box: 64 elements.
+const ROW_BYTES: u32 = 128;
+const STAGES: u32 = WGMMA_STAGES;
+/// Named barriers: the consumers' turns, their own, and the cleaners'.
+const TURN: u32 = 1;
+const OWN: u32 = 4;
+const CLEANERS: u32 = 7;
+
+/// The tensor maps of a launch, of `[sequence, head, token, column]`.
+#[derive(Clone, Copy)]
+pub(super) struct Maps {
+    /// q in boxes of a block's rows.
+    pub q: *const TensorMap,
+    /// k in boxes of a step's keys.
+    pub k: *const TensorMap,
+    /// v in boxes of a step's keys.
+    pub v: *const TensorMap,
+    /// out in boxes of 64 rows.
+    pub out: *const TensorMap,
+}
+
+/// The block's tiles. See the module.
+///
+/// # Safety
+/// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS` and
+///   `WEIGHTS` are `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
+/// - The maps are those of `Attention::run`, the scale is positive; v, `kv_lens` and lse *in-bounds* for `dims`.
+#[inline(always)]
+pub(super) unsafe fn tiles<
+    T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
+    const DIM: u32,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const CONSUMERS: u32,
+    const ROWS: u32,
+    const SCORES: usize,
+    const SUMS: usize,
+    const WEIGHTS: usize,
+>(
+    maps: Maps,
+    v: *const T,
+    kv_lens: *const u32,
+    lse: *mut f32,
+    dims: &AttentionDims,
+) where
+    [f32; SCORES]: Registers,
+    [f32; SUMS]: Registers,
+    [u32; WEIGHTS]: Registers,
+{
+    let places = Places::new::<DIM, DIM_V, KEYS, ROWS>();
+    let thread = thread::thread_idx_x();
+    // SAFETY: the barriers lie behind the tensors; one thread initialises them before anyone uses them.
+    unsafe {
+        if thread == 0 {
+            mbarrier::init(places.full_q(), 1);
+            mbarrier::init(places.empty_q(), CONSUMERS);
+            let mut stage = 0;
+            while stage < STAGES {
+                mbarrier::init(places.full_k(stage), 1);
+                mbarrier::init(places.empty_k(stage), CONSUMERS);
+                mbarrier::init(places.full_v(stage), 1);
+                mbarrier::init(places.empty_v(stage), CONSUMERS);
+                mbarrier::init(places.raw_v(stage), 1);
+                stage += 1;
+            }
+            let mut mark = 0;
+            while mark < MARKS * 3 {
+                shared::store_u32(places.mark(mark / 3, mark % 3), 0);
+                mark += 1;
+            }
+            mbarrier::fence_mbarrier_init();
+            tma::prefetch_map(maps.q);
+            tma::prefetch_map(maps.k);
+            tma::prefetch_map(maps.v);
+        }
+        thread::sync_threads();
+    }
+    let warpgroup = thread / 128;
+    // SAFETY: the roles are those of whole warps; each waits for a stage before it touches it.
+    unsafe {
+        if warpgroup == 0 {
+            if CONSUMERS == 2 {
+                registers::decrease::<40>();
+            } else {
+                registers::decrease::<32>();
+            }
+            if thread == 0 {
+                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, dims);
+            } else if thread >= 32 {
+                clean::<T, DIM_V, KEYS, ROWS>(places, kv_lens, dims);
+            }
+        } else {
+            if CONSUMERS == 2 {
+                registers::increase::<232>();
+            } else {
+                registers::increase::<160>();
+            }
+            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS>(
+                maps,
+                places,
+                warpgroup - 1,
+                v,
+                kv_lens,
+                lse,
+                dims,
+            );
+        }
+    }
+}
+
+/// The thread that loads.
+///
+/// # Safety
+/// - One thread; the rest is the caller's promise to [`tiles`].
+#[inline(always)]
+unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
+    maps: Maps,
+    places: Places,
+    kv_lens: *const u32,
+    dims: &AttentionDims,
+) {
+    let mut turn = Turn(0);
+    let mut tiles = Tiles::new(dims);
+    // SAFETY: a stage is loaded when all consumers have given it back.
+    unsafe {
+        while let Some(number) = tiles.next() {
+            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
+            let (batch, head_kv) = (tile.batch as i32, tile.head_kv as i32);
+            mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+            mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
+            let mut col = 0;
+            while col < DIM / 64 {
+                let at = places.q + col * ROWS * ROW_BYTES;
+                let from = [(64 * col) as i32, tile.first_query as i32, tile.head as i32, batch];
+                tma::load(at, maps.q, from, places.full_q());
+                col += 1;
+            }
+            let mut step = tile.end;
+            while step > tile.first {
+                step -= 1;
+                let (stage, parity) = (turn.stage(), turn.parity());
+                turn.0 += 1;
+                let key = (step * KEYS) as i32;
+                mbarrier::wait_parity(places.empty_k(stage), parity ^ 1);
+                mbarrier::arrive_expect_tx(places.full_k(stage), KEYS * DIM * 2);
+                let mut col = 0;
+                while col < DIM / 64 {
+                    let at = places.stage_k(stage) + col * KEYS * ROW_BYTES;
+                    tma::load(at, maps.k, [(64 * col) as i32, key, head_kv, batch], places.full_k(stage));
+                    col += 1;
+                }
+                mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
+                let full =
+                    if tile.is_border::<KEYS>(step) { places.raw_v(stage) } else { places.full_v(stage) };
+                mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
+                let mut col = 0;
+                while col < DIM_V / 64 {
+                    let at = places.stage_v(stage) + col * KEYS * ROW_BYTES;
+                    tma::load(at, maps.v, [(64 * col) as i32, key, head_kv, batch], full);
+                    col += 1;
+                }
+            }
+        }
+    }
+}
+
+/// The first of a thread's two rows in the block's tile.
+#[inline(always)]
+fn first_row(consumer: u32, member: u32) -> u32 {
+    consumer * 64 + member / 32 * 16 + member % 32 / 4
+}
+
+/// A warpgroup that computes.
+///
+/// # Safety
+/// - All 128 threads (*converged*); the rest is the caller's promise to [`tiles`].
+#[inline(always)]
+unsafe fn consume<
+    T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
+    const DIM: u32,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const CONSUMERS: u32,
+    const ROWS: u32,
+    const SCORES: usize,
+    const SUMS: usize,
+    const WEIGHTS: usize,
+>(
+    maps: Maps,
+    places: Places,
+    consumer: u32,
+    v: *const T,
+    kv_lens: *const u32,
+    lse: *mut f32,
+    dims: &AttentionDims,
+) where
+    [f32; SCORES]: Registers,
+    [f32; SUMS]: Registers,
+    [u32; WEIGHTS]: Registers,
+{
+    let member = thread::thread_idx_x() % 128;
+    let lane = member % 32;
+    let row = first_row(consumer, member);
+    // The thread's first column of eight.
+    let col = lane % 4 * 2;
+    let (own_turn, next_turn) = (TURN + consumer, TURN + (consumer + 1) % CONSUMERS);
+    let q_at = places.q + consumer * 64 * ROW_BYTES;
+    // Of the next k; v is one behind.
+    let mut turn = Turn(0);
+    let mut tiles = Tiles::new(dims);
+    // SAFETY: products read stages that have come, and give them back when they are done; all branches around products and
+    // barriers depend on what is the same in the whole block.
+    unsafe {
+        let release = |barrier: u32| {
+            if member == 0 {
+                mbarrier::arrive(barrier);
+            }
+        };
+        // The first consumer begins.
+        if consumer == CONSUMERS - 1 {
+            barrier::arrive(TURN, 256);
+        }
+        while let Some(number) = tiles.next() {
+            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
+            let query = tile.first_query + row;
+            let mut s = [0f32; SCORES];
+            let mut o = [0f32; SUMS];
+            let mut p = [0u32; WEIGHTS];
+            let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
+            let mut is_marked = false;
+            mbarrier::wait_parity(places.full_q(), (tiles.round & 1) ^ 1);
+            if tile.first < tile.end {
+                let mut step = tile.end - 1;
+                mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                barrier::sync(own_turn, 256);
+                scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
+                barrier::arrive(next_turn, 256);
+                wgmma::wait_group::<0>(&mut s);
+                release(places.empty_k(turn.stage()));
+                if tile.is_border::<KEYS>(step) {
+                    mask(&mut s, dims, tile.len, query, step * KEYS + col);
+                }
+                softmax(&mut s, &mut rows, dims.scale);
+                round::<T, SCORES, WEIGHTS>(&s, &mut p);
+                let mut accumulate = Accumulate::Overwrite;
+                let wait_for_next_k = |step: u32, turn: Turn| {
+                    if step > tile.first {
+                        let next = Turn(turn.0 + 1);
+                        mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+                    }
+                };
+                wait_for_next_k(step, turn);
+                while step > tile.first {
+                    step -= 1;
+                    let before = turn;
+                    turn.0 += 1;
+                    barrier::sync(own_turn, 256);
+                    scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
+                    mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
+                    values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(before.stage()), accumulate);
+                    barrier::arrive(next_turn, 256);
+                    accumulate = Accumulate::Add;
+                    wgmma::wait_group::<1>(&mut s);
+                    release(places.empty_k(turn.stage()));
+                    if tile.is_border::<KEYS>(step) {
+                        mask(&mut s, dims, tile.len, query, step * KEYS + col);
+                    }
+                    let decay = softmax(&mut s, &mut rows, dims.scale);
+                    // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
+                    // new one, behind the softmax.
+                    wait_for_next_k(step, turn);
+                    wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                    release(places.empty_v(before.stage()));
+                    scale_rows(&mut o, decay);
+                    round::<T, SCORES, WEIGHTS>(&s, &mut p);
+                }
+                if !wgmma_out_in_q(DIM) {
+                    release(places.empty_q());
+                }
+                mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
+                let mark = |cleaner: u32| shared::load_u32(places.mark(tiles.round, cleaner)) == tiles.round;
+                is_marked = mark(0) | mark(1) | mark(2);
+                wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                release(places.empty_v(turn.stage()));
+                turn.0 += 1;
+            } else if !wgmma_out_in_q(DIM) {
+                release(places.empty_q());
+            }
+
+            // Opaque, or the places of tile and thread would take up registers all the time.
+            let member = thread::opaque(member ^ number) ^ number;
+            let (lane, row) = (member % 32, first_row(consumer, member));
+            let tile = Tile::new::<KEYS, ROWS>(thread::opaque(number), kv_lens, dims);
+            let query = tile.first_query + row;
+            let mut half = 0;
+            let mut factors = [0f32; 2];
+            while half < 2 {
+                let sum = warp::sum_f32::<4>(rows.l[half]);
+                factors[half] = if sum == 0.0 { 0.0 } else { math::rcp(sum) };
+                let query = query + 8 * half as u32;
+                if !lse.is_null() && lane % 4 == 0 && query < dims.seq_q {
+                    let at =
+                        offset(tile.batch, dims.lse_batch_stride, query, 1, tile.head, dims.lse_head_stride);
+                    global::store(lse.add(at), log_sum_exp::<T>(rows.m[half] * dims.scale, sum));
+                }
+                half += 1;
+            }
+            scale_rows(&mut o, factors);
+            // A row of weights 0 has no result, whatever its values are.
+            let empty = [factors[0] == 0.0, factors[1] == 0.0];
+            let mut i = 0;
+            while i < SUMS {
+                if empty[i / 2 % 2] {
+                    o[i] = 0.0;
+                }
+                i += 1;
+            }
+
+            // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
+            // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
+            tma::wait_group_read::<0>();
+            barrier::sync(OWN + consumer, 128);
+            let boxes = places.out + consumer * 64 * ROW_BYTES;
+            put::<T, ROWS, SUMS>(&o, boxes, member);
+            if is_marked {
+                barrier::sync(OWN + consumer, 128);
+                spoil::<T, KEYS, ROWS>(&tile, boxes, consumer, member, v, dims);
+            }
+            fence::proxy_async_shared();
+            barrier::sync(OWN + consumer, 128);
+            if member == 0 {
+                let first_query = (tile.first_query + consumer * 64) as i32;
+                let mut i = 0;
+                while i < DIM_V / 64 {
+                    if 64 * i < dims.head_dim_v {
+                        let to = [(64 * i) as i32, first_query, tile.head as i32, tile.batch as i32];
+                        tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
+                    }
+                    i += 1;
+                }
+                tma::commit_group();
+                if wgmma_out_in_q(DIM) {
+                    tma::wait_group_read::<0>();
+                    mbarrier::arrive(places.empty_q());
+                }
+            }
+        }
+        if member == 0 {
+            tma::wait_group_read::<0>();
+        }
+    }
+}
+
+/// Starts `s = q·kᵀ` as a group of its own.
+///
+/// # Safety
+/// - As for [`wgmma::ss`]: 64 rows of q and `KEYS` of k, in boxes of 64 columns.
+#[inline(always)]
+unsafe fn scores<
+    T: Multiply<[f32; SCORES]>,
+    const DIM: u32,
+    const KEYS: u32,
+    const ROWS: u32,
+    const SCORES: usize,
+>(
+    s: &mut [f32; SCORES],
+    q: u32,
+    k: u32,
+) {
+    let q = Descriptor::<KMajor>::new(q, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+    let k = Descriptor::<KMajor>::new(k, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+    // SAFETY: the caller's promise; the fence comes after whatever wrote s.
+    unsafe {
+        wgmma::fence();
+        let mut i = 0;
+        while i < DIM / 16 {
+            let accumulate = if i == 0 { Accumulate::Overwrite } else { Accumulate::Add };
+            let (column, within) = (i / 4 * ROW_BYTES, i % 4 * 32);
+            let (q, k) = (q.advance(column * ROWS + within), k.advance(column * KEYS + within));
+            wgmma::ss::<T, _, _, _>(s, q, k, accumulate);
+            i += 1;
+        }
+        wgmma::commit_group();
+    }
+}
+
+/// Starts `o += p·v`, or `o = p·v`, as a group of its own.
+///
+/// # Safety
+/// - As for [`wgmma::rs`]: `KEYS` rows of v, in boxes of 64 columns.
+#[inline(always)]
+unsafe fn values<T: Multiply<[f32; SUMS]>, const KEYS: u32, const SUMS: usize, const WEIGHTS: usize>(
+    o: &mut [f32; SUMS],
+    p: &[u32; WEIGHTS],
+    v: u32,
+    accumulate: Accumulate,
+) {
+    let v = Descriptor::<MnMajor>::new(v, Swizzle::Bytes128, KEYS * ROW_BYTES, 8 * ROW_BYTES);
+    // SAFETY: the caller's promise; the fence comes after whatever wrote o and p.
+    unsafe {
+        wgmma::fence();
+        let mut i = 0;
+        while i < WEIGHTS / 4 {
+            let accumulate = if i == 0 { accumulate } else { Accumulate::Add };
+            let p = [p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]];
+            wgmma::rs::<T, _, _>(o, p, v.advance(i as u32 * 16 * ROW_BYTES), accumulate);
+            i += 1;
+        }
+        wgmma::commit_group();
+    }
+}
+
+/// Rounds 64 rows into boxes of 64 columns.
+///
+/// # Safety
+/// - All 128 threads of the consumer (*converged*); the boxes are theirs.
+#[inline(always)]
+unsafe fn put<T: Element, const ROWS: u32, const SUMS: usize>(o: &[f32; SUMS], boxes: u32, member: u32) {
+    let lane = member % 32;
+    let row = member / 32 * 16 + lane % 16;
+    let mut i = 0;
+    while i < SUMS / 8 {
+        let j = 8 * i;
+        let eight = [o[j], o[j + 1], o[j + 2], o[j + 3], o[j + 4], o[j + 5], o[j + 6], o[j + 7]];
+        let (column, piece) = (i as u32 / 4, 2 * (i as u32 % 4) + lane / 16);
+        let at = boxes + column * ROWS * ROW_BYTES + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
+        // SAFETY: inside the consumer's boxes.
+        unsafe { matrix::store_x4(at, T::pack(&eight)) };
+        i += 1;
+    }
+}

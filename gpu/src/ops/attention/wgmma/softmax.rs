@@ -1,0 +1,130 @@
+//! From scores to weights, in registers.
+
+use abi::ops::attention::AttentionDims;
+use cuda_std::cvt::Element;
+use cuda_std::{math, thread, warp};
+
+use super::super::Visible;
+
+/// Up to this size of `m·c` scores are subtracted after they are multiplied.
+const SMALL: f32 = 1024.0;
+
+/// What a thread of a consumer knows of its two rows, 8 apart: the largest score so far, and its part of the sum of weights.
+pub(super) struct Rows {
+    pub(super) m: [f32; 2],
+    pub(super) l: [f32; 2],
+}
+
+/// Scores of keys that a row does not see become −∞. The thread's first key is `first`, its rows are `query` and 8 further.
+#[inline(always)]
+pub(super) fn mask<const SCORES: usize>(
+    s: &mut [f32; SCORES],
+    dims: &AttentionDims,
+    len: i32,
+    query: u32,
+    first: u32,
+) {
+    // Opaque, or what follows would be computed before the loop and kept in registers.
+    let query = first.wrapping_add(thread::opaque(query.wrapping_sub(first))) as i32;
+    let rows = [Visible::new(dims, len, query), Visible::new(dims, len, query + 8)];
+    let lo = [rows[0].lo - first as i32, rows[1].lo - first as i32];
+    let hi = [rows[0].hi - first as i32, rows[1].hi - first as i32];
+    let mut i = 0;
+    while i < SCORES {
+        let (key, row) = ((8 * (i / 4) + i % 2) as i32, i / 2 % 2);
+        if key < lo[row] || key >= hi[row] {
+            s[i] = f32::NEG_INFINITY;
+        }
+        i += 1;
+    }
+}
+
+/// Turns scores into weights; returns what older sums are to be multiplied by.
+///
+/// A weight is `2^(s·c − M)` with M = m·c rounded, one multiply-add: M is no more than a number near the largest `s·c` that all
+/// of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores beyond that (of
+/// 1e30, say) are subtracted first, so that equal ones cancel; they are then final.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+pub(super) unsafe fn softmax<const SCORES: usize>(
+    s: &mut [f32; SCORES],
+    rows: &mut Rows,
+    scale: f32,
+) -> [f32; 2] {
+    let mut largest = rows.m;
+    let mut i = 0;
+    while i < SCORES {
+        largest[0] = math::max(largest[0], math::max(s[i], s[i + 1]));
+        largest[1] = math::max(largest[1], math::max(s[i + 2], s[i + 3]));
+        i += 4;
+    }
+    let mut base = [0f32; 2];
+    let mut shift = [0f32; 2];
+    let mut decay = [0f32; 2];
+    let mut factor = scale;
+    let mut half = 0;
+    while half < 2 {
+        // SAFETY: the whole warp takes part — the caller.
+        let m = unsafe { warp::max_f32::<4>(largest[half]) };
+        base[half] = if m == f32::NEG_INFINITY { 0.0 } else { m };
+        shift[half] = base[half] * scale;
+        // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's largest is.
+        decay[half] = rows.m[half] * scale - shift[half];
+        largest[half] = m;
+        half += 1;
+    }
+    let is_large = math::max(math::abs(shift[0]), math::abs(shift[1])) > SMALL;
+    // SAFETY: the whole warp takes part — the caller.
+    if unsafe { warp::any(warp::FULL_MASK, is_large) } {
+        let mut i = 0;
+        while i < SCORES {
+            s[i] = (s[i] - base[i / 2 % 2]) * scale;
+            i += 1;
+        }
+        decay = [(rows.m[0] - base[0]) * scale, (rows.m[1] - base[1]) * scale];
+        (factor, shift) = (1.0, [0.0; 2]);
+    }
+    rows.m = largest;
+    let mut sums = [0f32; 4];
+    let mut i = 0;
+    while i < SCORES {
+        s[i] = math::ex2(math::fma(s[i], factor, -shift[i / 2 % 2]));
+        sums[i % 4] += s[i];
+        i += 1;
+    }
+    decay = [math::ex2(decay[0]), math::ex2(decay[1])];
+    rows.l[0] = math::fma(rows.l[0], decay[0], sums[0] + sums[1]);
+    rows.l[1] = math::fma(rows.l[1], decay[1], sums[2] + sums[3]);
+    decay
+}
+
+/// Weights as the operand of the next product.
+#[inline(always)]
+pub(super) fn round<T: Element, const SCORES: usize, const WEIGHTS: usize>(
+    s: &[f32; SCORES],
+    p: &mut [u32; WEIGHTS],
+) {
+    let mut i = 0;
+    while i < SCORES / 8 {
+        let j = 8 * i;
+        let eight = [s[j], s[j + 1], s[j + 2], s[j + 3], s[j + 4], s[j + 5], s[j + 6], s[j + 7]];
+        let words = T::pack(&eight);
+        p[4 * i] = words[0];
+        p[4 * i + 1] = words[1];
+        p[4 * i + 2] = words[2];
+        p[4 * i + 3] = words[3];
+        i += 1;
+    }
+}
+
+/// Multiplies the thread's two rows.
+#[inline(always)]
+pub(super) fn scale_rows<const SUMS: usize>(o: &mut [f32; SUMS], factors: [f32; 2]) {
+    let mut i = 0;
+    while i < SUMS {
+        o[i] *= factors[i / 2 % 2];
+        i += 1;
+    }
+}
