@@ -201,8 +201,8 @@ pub(super) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
 ///
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
 /// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
-/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock. The constants are those that order
-/// the tiles as an H200 does.
+/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are
+/// those that order the tiles as an H200 does.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
@@ -210,12 +210,18 @@ pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
     let tiles = tile.blocks(m, n, 0) * u64::from(batch);
     match tile {
         MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {
-            let waves = tiles.div_ceil(u64::from((num_sms / cluster).max(1)));
+            // Clusters of four leave some multiprocessors of a group over.
+            let sms = if cluster > 2 { num_sms - num_sms / 11 } else { num_sms };
+            let waves = tiles.div_ceil(u64::from((sms / cluster).max(1)));
             let multiply = 4 * (bm / 64) * (bn / 2).max(16 + bn / 4);
-            let load = if shares_a { bm / cluster + bn } else { bm + bn / cluster } * 128 / 56;
             let steps = u64::from(k.div_ceil(WGMMA_BK));
             let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
-            waves * (steps * (u64::from(multiply.max(load)) + hand_over) + epilogue) + fill
+            let step = if shares_a {
+                u64::from(multiply.max(bm * 128 / 25))
+            } else {
+                u64::from(multiply.max((bm + bn / cluster) * 128 / 56)) + hand_over
+            };
+            waves * (steps * step + epilogue) + fill
         }
         MatmulTile::Mma { bm, bn, blocks, .. } => {
             let steps = u64::from(k.div_ceil(MMA_BK));
@@ -306,7 +312,12 @@ mod tests {
             ([4096, 4096, 2560], &["n256c2"]),
             ([2048, 1536, 2048], &["n192c2"]),
             ([128, 16384, 4096], &["n128"]),
-            ([64, 4096, 4096], &["n64", "n128"]),
+            ([64, 4096, 4096], &["m64n64c4"]),
+            ([32, 19456, 2560], &["m64n64c4"]),
+            ([128, 2560, 9728], &["m64n64c4"]),
+            ([128, 4096, 1024], &["n64"]),
+            ([2048, 128, 2048], &["n64"]),
+            ([32, 151_936, 1024], &["n128"]),
         ] {
             let dtype = DType::BF16;
             let problem = MatmulProblem {
