@@ -9,7 +9,7 @@
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, behind all of the [`epilogue`]. Of several products of the same size each has a layer of blocks.
+//! sums are f32, and out is rounded once, behind all of the `epilogue`. Of several products of the same size each has a layer of blocks.
 
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use cuda_std::cvt::{Element, bf16, f16};
