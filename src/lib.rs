@@ -10,9 +10,9 @@ pub use device::{Device, DeviceChoice};
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, DType, Dims, DriverError, Element, Error, Event, Graph, HardwareProfile, Image, Kernel, MAX_RANK,
-    NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, Resources, Stream, Tensor,
-    TensorView, TensorViewMut, models, ops, simulator,
+    Arch, DType, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile, Image, Kernel,
+    MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, Resources, Stream,
+    Tensor, TensorView, TensorViewMut, models, ops, simulator,
 };
 
 /// The README's example is a test.

@@ -48,6 +48,9 @@ fn first_matrix(tensor: &Tensor, stream: &Stream) -> Result<Vec<u32>, Error> {
         DType::F32 => matrix.to_vec::<f32>(stream)?.into_iter().map(f32::to_bits).collect(),
         DType::F16 => matrix.to_vec::<half::f16>(stream)?.into_iter().map(|v| v.to_bits().into()).collect(),
         DType::BF16 => matrix.to_vec::<half::bf16>(stream)?.into_iter().map(|v| v.to_bits().into()).collect(),
+        DType::F8E4M3 => {
+            matrix.to_vec::<warpforge::F8E4M3>(stream)?.into_iter().map(|v| v.0.into()).collect()
+        }
         DType::I8 => matrix.to_vec::<i8>(stream)?.into_iter().map(|v| u32::from(v as u8)).collect(),
         DType::I32 => matrix.to_vec::<i32>(stream)?.into_iter().map(|v| v as u32).collect(),
         DType::U32 => matrix.to_vec::<u32>(stream)?,

@@ -5,6 +5,7 @@
 
 pub mod device;
 mod error;
+mod fp8;
 mod images;
 mod kernel;
 mod launch;
@@ -20,6 +21,7 @@ mod tensor_map;
 pub use abi::{Arch, DType};
 pub use device::{Device, HardwareProfile, OptLevel, Place};
 pub use error::{DriverError, Error};
+pub use fp8::F8E4M3;
 pub use images::{Image, NeededDriver, Ptx};
 pub use kernel::{Kernel, OptimizationReport};
 pub use launch::Resources;

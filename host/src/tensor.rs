@@ -9,6 +9,7 @@ use half::{bf16, f16};
 
 use crate::device::{Device, Place};
 use crate::error::Error;
+use crate::fp8::F8E4M3;
 use crate::memory::Block;
 use crate::stream::Stream;
 
@@ -82,7 +83,7 @@ macro_rules! elements {
         }
     )*};
 }
-elements!(f32 => F32, f16 => F16, bf16 => BF16, i8 => I8, i32 => I32, u32 => U32);
+elements!(f32 => F32, f16 => F16, bf16 => BF16, F8E4M3 => F8E4M3, i8 => I8, i32 => I32, u32 => U32);
 
 /// A contiguous tensor that owns its memory, taken from its device's pool and given back when it is dropped.
 ///
@@ -152,6 +153,7 @@ impl Tensor {
             DType::F32 => self.to_vec(stream),
             DType::F16 => Ok(self.to_vec::<f16>(stream)?.into_iter().map(f16::to_f32).collect()),
             DType::BF16 => Ok(self.to_vec::<bf16>(stream)?.into_iter().map(bf16::to_f32).collect()),
+            DType::F8E4M3 => Ok(self.to_vec::<F8E4M3>(stream)?.into_iter().map(F8E4M3::to_f32).collect()),
             other => Err(Error::invalid("Tensor::to_f32_vec", "tensor", "a float type", other.name())),
         }
     }
@@ -619,6 +621,15 @@ impl FloatElement for bf16 {
     }
     fn from_f32(value: f32) -> Self {
         bf16::from_f32(value)
+    }
+}
+
+impl FloatElement for F8E4M3 {
+    fn to_f32(self) -> f32 {
+        F8E4M3::to_f32(self)
+    }
+    fn from_f32(value: f32) -> Self {
+        F8E4M3::from_f32(value)
     }
 }
 

@@ -9,13 +9,14 @@ use testkit::round::{decode, encode, round_all};
 use testkit::strategies::{Rng, Values, any_values, dims, fill};
 use warpforge::ops::copy::reference::{gather, scatter};
 use warpforge::ops::copy::{CASES, Copy, CopyArgs, CopyProblem};
-use warpforge::{DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
+use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView, TensorViewMut};
 
 use crate::harness::{
     Contents, EVERY, Wanted, devices, devices_for, every_kernel, fail, on_executors, restrict,
 };
 
-const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
+const DTYPES: [DType; 7] =
+    [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8, DType::I32, DType::U32];
 
 /// A strided tensor inside a buffer.
 #[derive(Clone, Debug)]
@@ -112,6 +113,7 @@ fn bytes_of(stream: &Stream, tensor: &Tensor) -> Result<Vec<u8>, Error> {
         DType::F32 => cast(tensor.to_vec::<f32>(stream)?),
         DType::F16 => cast(tensor.to_vec::<f16>(stream)?),
         DType::BF16 => cast(tensor.to_vec::<bf16>(stream)?),
+        DType::F8E4M3 => cast(tensor.to_vec::<F8E4M3>(stream)?),
         DType::I8 => cast(tensor.to_vec::<i8>(stream)?),
         DType::I32 => cast(tensor.to_vec::<i32>(stream)?),
         DType::U32 => cast(tensor.to_vec::<u32>(stream)?),

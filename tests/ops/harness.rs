@@ -170,6 +170,10 @@ macro_rules! with_type {
                 type $type = bf16;
                 $body
             }
+            DType::F8E4M3 => {
+                type $type = warpforge::F8E4M3;
+                $body
+            }
             DType::I8 => {
                 type $type = i8;
                 $body
@@ -266,7 +270,7 @@ impl Rows {
             let unwritten = rows.iter().position(|value| {
                 bytemuck::bytes_of(value) == bytemuck::bytes_of(&<T as testkit::Element>::POISON)
             });
-            if let (true, true, Some(index)) = (self.is_output, dtype != DType::I8, unwritten) {
+            if let (true, true, Some(index)) = (self.is_output, dtype.bytes() > 1, unwritten) {
                 return Err(TestCaseError::fail(format!("element {index} was not written")));
             }
             Ok(testkit::round::decode(dtype, bytemuck::cast_slice(&rows)))

@@ -7,6 +7,8 @@ pub enum DType {
     F16,
     /// bfloat16: the upper half of a binary32.
     BF16,
+    /// fp8: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, at most 448. In caches only.
+    F8E4M3,
     /// Signed 8-bit integer.
     I8,
     /// Signed 32-bit integer.
@@ -22,7 +24,7 @@ impl DType {
     /// Size of one element in bytes.
     pub const fn bytes(self) -> usize {
         match self {
-            DType::I8 => 1,
+            DType::F8E4M3 | DType::I8 => 1,
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 | DType::U32 => 4,
         }
@@ -34,6 +36,7 @@ impl DType {
             DType::F32 => "f32",
             DType::F16 => "f16",
             DType::BF16 => "bf16",
+            DType::F8E4M3 => "f8e4m3",
             DType::I8 => "i8",
             DType::I32 => "i32",
             DType::U32 => "u32",

@@ -48,6 +48,19 @@ macro_rules! integer {
     )*};
 }
 
+/// Marks are other codes than the NaN that is rounded to.
+#[cfg(feature = "simulator")]
+impl Element for host::F8E4M3 {
+    const GUARD: Self = host::F8E4M3(0xff);
+    const POISON: Self = host::F8E4M3(0xff);
+    fn bits(self) -> u64 {
+        self.0.into()
+    }
+    fn is_nan(self) -> bool {
+        self.to_f32().is_nan()
+    }
+}
+
 // Quiet NaNs throughout: a signalling one may change when it passes through a floating-point register.
 float! {
     f16, 0x7fa5, 0x7ead;

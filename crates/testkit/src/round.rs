@@ -15,17 +15,21 @@ struct Format {
     min_exp: i32,
     /// Exponent of the largest finite number.
     max_exp: i32,
+    /// The largest finite number's distance from the next power of two, in its last places.
+    unused: i32,
 }
 
 impl Format {
     const fn of(dtype: DType) -> Option<Format> {
-        let (precision, min_exp, max_exp) = match dtype {
-            DType::F32 => (24, -126, 127),
-            DType::F16 => (11, -14, 15),
-            DType::BF16 => (8, -126, 127),
+        let (precision, min_exp, max_exp, unused) = match dtype {
+            DType::F32 => (24, -126, 127, 1),
+            DType::F16 => (11, -14, 15, 1),
+            DType::BF16 => (8, -126, 127, 1),
+            // The code beyond is NaN.
+            DType::F8E4M3 => (4, -6, 8, 2),
             DType::I8 | DType::I32 | DType::U32 => return None,
         };
-        Some(Format { precision, min_exp, max_exp })
+        Some(Format { precision, min_exp, max_exp, unused })
     }
 
     /// The distance between neighbours at an exponent; constant below the smallest normal number.
@@ -49,26 +53,30 @@ fn integer_range(dtype: DType) -> (f64, f64) {
         DType::I8 => (i8::MIN.into(), i8::MAX.into()),
         DType::I32 => (i32::MIN.into(), i32::MAX.into()),
         DType::U32 => (0.0, u32::MAX.into()),
-        DType::F32 | DType::F16 | DType::BF16 => unreachable!("{dtype} is not an integer type"),
+        DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3 => {
+            unreachable!("{dtype} is not an integer type")
+        }
     }
 }
 
 /// The value of `dtype` nearest to `value`, ties to even.
 ///
-/// Floats: subnormals are kept, what rounds past the largest finite number becomes an infinity, NaN stays NaN. Integers:
-/// saturates, and NaN becomes 0, as the device's saturating conversions do.
+/// Floats: subnormals are kept, what rounds past the largest finite number becomes an infinity, or that number where there
+/// is none (fp8), NaN stays NaN. Integers: saturates, and NaN becomes 0, as the device's saturating conversions do.
 pub fn round_to(dtype: DType, value: f64) -> f64 {
     let Some(format) = Format::of(dtype) else {
         let (low, high) = integer_range(dtype);
         return if value.is_nan() { 0.0 } else { value.round_ties_even().clamp(low, high) };
     };
+    let largest = max_finite(dtype);
+    let overflow = if dtype == DType::F8E4M3 { largest } else { f64::INFINITY };
     if !value.is_finite() {
-        return value;
+        return if value.is_nan() { value } else { overflow.copysign(value) };
     }
     // Scaling by a power of two is exact, so this rounds once, unlike a conversion by way of f32.
     let spacing = format.spacing(exponent_of(value));
     let rounded = (value / spacing).round_ties_even() * spacing;
-    if exponent_of(rounded) > format.max_exp { f64::INFINITY.copysign(value) } else { rounded }
+    if rounded.abs() > largest { overflow.copysign(value) } else { rounded }
 }
 
 /// [`round_to`] of each value.
@@ -94,7 +102,10 @@ pub fn min_normal(dtype: DType) -> f64 {
 /// Largest finite number of `dtype`.
 pub fn max_finite(dtype: DType) -> f64 {
     match Format::of(dtype) {
-        Some(format) => power_of_two(format.max_exp) * (2.0 - power_of_two(1 - format.precision)),
+        Some(format) => {
+            power_of_two(format.max_exp)
+                * (2.0 - f64::from(format.unused) * power_of_two(1 - format.precision))
+        }
         None => integer_range(dtype).1,
     }
 }
@@ -113,6 +124,7 @@ pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
             DType::F32 => bytes.extend((value as f32).to_ne_bytes()),
             DType::F16 => bytes.extend(f16::from_f64(value).to_ne_bytes()),
             DType::BF16 => bytes.extend(bf16::from_f64(value).to_ne_bytes()),
+            DType::F8E4M3 => bytes.push(e4m3_code(value)),
             DType::I8 => bytes.extend((value as i8).to_ne_bytes()),
             DType::I32 => bytes.extend((value as i32).to_ne_bytes()),
             DType::U32 => bytes.extend((value as u32).to_ne_bytes()),
@@ -127,10 +139,30 @@ pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         DType::F32 => chunks(bytes).map(|raw| f32::from_ne_bytes(raw).into()).collect(),
         DType::F16 => chunks(bytes).map(|raw| f16::from_ne_bytes(raw).into()).collect(),
         DType::BF16 => chunks(bytes).map(|raw| bf16::from_ne_bytes(raw).into()).collect(),
+        DType::F8E4M3 => bytes.iter().map(|&code| e4m3_value(code)).collect(),
         DType::I8 => chunks(bytes).map(|raw| i8::from_ne_bytes(raw).into()).collect(),
         DType::I32 => chunks(bytes).map(|raw| i32::from_ne_bytes(raw).into()).collect(),
         DType::U32 => chunks(bytes).map(|raw| u32::from_ne_bytes(raw).into()).collect(),
     }
+}
+
+/// The value of a code of fp8, by its definition.
+fn e4m3_value(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from((code >> 3) & 15), f64::from(code & 7));
+    let magnitude = match (exponent, code & 7) {
+        (15, 7) => f64::NAN,
+        (0, _) => mantissa * power_of_two(-9),
+        _ => (8.0 + mantissa) * power_of_two(exponent - 10),
+    };
+    if code >> 7 == 1 { -magnitude } else { magnitude }
+}
+
+/// The code of a value of fp8.
+fn e4m3_code(value: f64) -> u8 {
+    let sign = u8::from(value.is_sign_negative()) << 7;
+    // Magnitudes go up with their codes; NaN is the last.
+    let code = (0..0x7f).find(|&code| e4m3_value(code) == value.abs());
+    code.map_or(0x7f, |code| sign | code)
 }
 
 fn chunks<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> {
@@ -165,6 +197,26 @@ mod tests {
                 assert_eq!(ulp(dtype, low), high - low, "{dtype} {i}");
             }
         }
+    }
+
+    #[test]
+    fn fp8_saturates_and_keeps_every_code() {
+        let codes: Vec<u8> = (0..=255).collect();
+        let values = decode(DType::F8E4M3, &codes);
+        assert_eq!((values[0x7e], values[0x38], values[1]), (448.0, 1.0, 2f64.powi(-9)));
+        for (&code, &value) in codes.iter().zip(&values) {
+            let expected = if code & 0x7f == 0x7f { 0x7f } else { code };
+            assert_eq!(encode(DType::F8E4M3, &[value]), [expected]);
+        }
+        for (low, pair) in values[..0x7f].windows(2).enumerate() {
+            let middle = (pair[0] + pair[1]) / 2.0;
+            let even = pair[low % 2];
+            assert_eq!(round_to(DType::F8E4M3, middle), even);
+            assert_eq!(round_to(DType::F8E4M3, -middle.next_up()), -pair[1]);
+            assert_eq!(round_to(DType::F8E4M3, middle.next_down()), pair[0]);
+        }
+        assert_eq!([1e9, f64::INFINITY].map(|value| round_to(DType::F8E4M3, -value)), [-448.0; 2]);
+        assert_eq!(max_finite(DType::F8E4M3), 448.0);
     }
 
     #[test]

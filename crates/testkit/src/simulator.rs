@@ -162,7 +162,7 @@ impl Simulator for Card {
             DType::F32 => Element::F32,
             DType::F16 => Element::F16,
             DType::BF16 => Element::Bf16,
-            DType::I8 => Element::U8,
+            DType::F8E4M3 | DType::I8 => Element::U8,
             DType::I32 => Element::I32,
             DType::U32 => Element::U32,
         };

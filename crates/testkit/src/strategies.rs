@@ -137,8 +137,9 @@ impl Rng {
 /// normal. Unsigned types take absolute values.
 pub fn fill(values: Values, dtype: DType, n: usize, seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed);
-    let mut draw =
-        |kind| if dtype.is_float() { float(kind, dtype, &mut rng) } else { integer(kind, dtype, &mut rng) };
+    let mut draw = |kind| {
+        if has_fractions(dtype) { float(kind, dtype, &mut rng) } else { integer(kind, dtype, &mut rng) }
+    };
     let mut out: Vec<f32> = (0..n).map(|_| draw(values)).collect();
     // At least one, wherever it may be.
     let special = match values {
@@ -146,10 +147,14 @@ pub fn fill(values: Values, dtype: DType, n: usize, seed: u64) -> Vec<f32> {
         Values::WithNan => f32::NAN,
         _ => return out,
     };
-    if dtype.is_float() && n > 0 && !out.iter().any(|value| !value.is_finite()) {
-        out[rng.below(n)] = special;
+    if has_fractions(dtype) && n > 0 && !out.iter().any(|value| !value.is_finite()) {
+        out[rng.below(n)] = round_to(dtype, f64::from(special)) as f32;
     }
     out
+}
+
+fn has_fractions(dtype: DType) -> bool {
+    dtype.is_float() || dtype == DType::F8E4M3
 }
 
 fn float(kind: Values, dtype: DType, rng: &mut Rng) -> f32 {
@@ -160,6 +165,8 @@ fn float(kind: Values, dtype: DType, rng: &mut Rng) -> f32 {
     };
     let value = match kind {
         Values::Normal => rng.normal(),
+        Values::Huge if dtype == DType::F8E4M3 => magnitude(rng, 5, 8),
+        Values::Tiny if dtype == DType::F8E4M3 => magnitude(rng, -6, -4),
         Values::Huge if narrow => magnitude(rng, 10, 13),
         Values::Huge => magnitude(rng, 40, 60),
         Values::Tiny if narrow => magnitude(rng, -14, -10),
@@ -203,7 +210,8 @@ mod tests {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
 
-    const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
+    const DTYPES: [DType; 7] =
+        [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8, DType::I32, DType::U32];
 
     #[test]
     fn values_are_representable_and_of_their_kind() {
@@ -223,6 +231,8 @@ mod tests {
                         (Values::Subnormal, _) if dtype.is_float() => {
                             (ulp(dtype, 0.0), min_normal(dtype).next_down())
                         }
+                        (Values::Huge, DType::F8E4M3) => (32.0, 256.0),
+                        (Values::Tiny, DType::F8E4M3) => (min_normal(dtype), 0.0625),
                         (Values::Huge, DType::I8) => (63.0, 127.0),
                         _ => continue,
                     };

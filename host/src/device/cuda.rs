@@ -67,7 +67,7 @@ impl Context {
             DType::F32 => TensorMapDataType::F32,
             DType::F16 => TensorMapDataType::F16,
             DType::BF16 => TensorMapDataType::Bf16,
-            DType::I8 => TensorMapDataType::U8,
+            DType::F8E4M3 | DType::I8 => TensorMapDataType::U8,
             DType::I32 => TensorMapDataType::I32,
             DType::U32 => TensorMapDataType::U32,
         };

@@ -5,6 +5,7 @@ use half::{bf16, f16};
 
 use super::CopyArgs;
 use super::layout::{Layout, MAX_DIMS};
+use crate::fp8::F8E4M3;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{Element, FloatElement};
 
@@ -19,6 +20,7 @@ pub(super) fn run(layout: &Layout, args: &mut CopyArgs<'_>) {
         (DType::F32, _) => rows::<f32, f32>(layout, args, |value| value),
         (DType::F16, _) => rows::<f16, f16>(layout, args, |value| value),
         (DType::BF16, _) => rows::<bf16, bf16>(layout, args, |value| value),
+        (DType::F8E4M3, _) => rows::<F8E4M3, F8E4M3>(layout, args, |value| value),
         (DType::I8, _) => rows::<i8, i8>(layout, args, |value| value),
         (DType::I32, _) => rows::<i32, i32>(layout, args, |value| value),
         (DType::U32, _) => rows::<u32, u32>(layout, args, |value| value),

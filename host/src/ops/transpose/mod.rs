@@ -14,6 +14,7 @@ use half::{bf16, f16};
 
 use crate::device::Device;
 use crate::error::Error;
+use crate::fp8::F8E4M3;
 use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
 use crate::nvtx;
@@ -144,6 +145,7 @@ impl Transpose {
                     DType::F32 => cpu::run::<f32>(&mut args),
                     DType::F16 => cpu::run::<f16>(&mut args),
                     DType::BF16 => cpu::run::<bf16>(&mut args),
+                    DType::F8E4M3 => cpu::run::<F8E4M3>(&mut args),
                     DType::I8 => cpu::run::<i8>(&mut args),
                     DType::I32 => cpu::run::<i32>(&mut args),
                     DType::U32 => cpu::run::<u32>(&mut args),
