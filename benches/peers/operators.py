@@ -392,11 +392,20 @@ def matmul(case, shape):
         )
     if "activation" in shape:
         return _matmul_activation(shape, dtype)
+    peer = Peer("F.linear (cuBLAS, tf32)", _linear_tf32) if shape.get("tf32") else Peer("F.linear (cuBLAS)", F.linear)
     return Operator(
         lambda generator: _linear_inputs(generator, shape, dtype),
         lambda x, w: x[:1].float() @ w.float().T,
-        [Peer("F.linear (cuBLAS)", F.linear)],
+        [peer],
     )
+
+
+def _linear_tf32(x, w):
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return F.linear(x, w)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _matmul_activation(shape, dtype):

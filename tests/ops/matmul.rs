@@ -6,7 +6,7 @@ use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::reference;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual};
+use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
 
 use crate::harness::{
@@ -60,7 +60,17 @@ fn case() -> impl Strategy<Value = Case> {
     let ends = (bias(), epilogue());
     ((types(), m, n, k, ends), (layout(), layout(), layout()), finite_values(), any::<u64>()).prop_map(
         |(((dtype, out_dtype), m, n, k, (bias, epilogue)), (a_layout, b_layout, out_layout), kind, seed)| {
-            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue };
+            let problem = MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype,
+                precision: precision(dtype, seed),
+                bias,
+                epilogue,
+            };
             Case { problem, a_layout, b_layout, out_layout, kind, seed }
         },
     )
@@ -71,7 +81,17 @@ fn few_rows() -> impl Strategy<Value = (Case, Layout)> {
     let sizes = (2usize..9, dims_from(1, &[8, 64], 100), dims_from(1, &[128, 1024], 5000));
     (types(), sizes, (bias(), epilogue()), layout(), any::<u64>()).prop_map(
         |((dtype, out_dtype), (m, n, k), (bias, epilogue), moved, seed)| {
-            let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue };
+            let problem = MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype,
+                precision: precision(dtype, seed),
+                bias,
+                epilogue,
+            };
             (contiguous(problem, seed), moved)
         },
     )
@@ -83,19 +103,48 @@ fn streamed_rows() -> impl Strategy<Value = Case> {
     let types = types().prop_filter("of 16 bits", |(dtype, _)| *dtype != DType::F32);
     let ends = (bias(), epilogue());
     (types, sizes, ends, any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), (bias, epilogue), seed)| {
-        contiguous(MatmulProblem { batch: 1, m, n, k: 8 * k, dtype, out_dtype, bias, epilogue }, seed)
+        contiguous(
+            MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k: 8 * k,
+                dtype,
+                out_dtype,
+                precision: precision(dtype, seed),
+                bias,
+                epilogue,
+            },
+            seed,
+        )
     })
+}
+
+/// Every second product of f32 may be one of tf32.
+fn precision(dtype: DType, seed: u64) -> Precision {
+    if dtype == DType::F32 && seed & 8 == 0 { Precision::Tf32 } else { Precision::Full }
 }
 
 /// What the tensor cores' kernels take in pieces, with all that an epilogue can be.
 fn aligned() -> impl Strategy<Value = Case> {
     let sizes = (1usize..150, 1usize..24, 1usize..20);
-    let dtypes = (prop_oneof![Just(DType::BF16), Just(DType::F16)], any::<bool>());
-    (dtypes, sizes, bias(), epilogue(), any::<u64>()).prop_map(
-        |((dtype, wide), (m, n, k), bias, epilogue, seed)| {
-            let out_dtype = if wide { DType::F32 } else { dtype };
+    (types(), sizes, bias(), epilogue(), any::<u64>()).prop_map(
+        |((dtype, out_dtype), (m, n, k), bias, epilogue, seed)| {
             let (n, k) = (8 * n, 8 * k);
-            contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue }, seed)
+            contiguous(
+                MatmulProblem {
+                    batch: 1,
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    out_dtype,
+                    precision: precision(dtype, seed),
+                    bias,
+                    epilogue,
+                },
+                seed,
+            )
         },
     )
 }
@@ -104,7 +153,20 @@ fn many_rows() -> impl Strategy<Value = Case> {
     let sizes = (18usize..300, dims_from(1, &[64, 128], 300), dims_from(1, &[8, 16, 32], 200));
     (types(), sizes, epilogue(), any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), epilogue, seed)| {
         let bias = Bias::None;
-        contiguous(MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue }, seed)
+        contiguous(
+            MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype,
+                precision: precision(dtype, seed),
+                bias,
+                epilogue,
+            },
+            seed,
+        )
     })
 }
 
@@ -160,7 +222,17 @@ fn batched() -> impl Strategy<Value = (Case, [Order; 3])> {
             let (a_layout, b_layout, out_layout) = layouts;
             // Planned for more than run, now and then.
             let batch = batch.max(usize::from(seed % 4 != 0));
-            let problem = MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue };
+            let problem = MatmulProblem {
+                batch,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype,
+                precision: precision(dtype, seed),
+                bias,
+                epilogue,
+            };
             let kind = Values::Normal;
             (Case { problem, a_layout, b_layout, out_layout, kind, seed }, [a, b, out])
         },
@@ -208,7 +280,7 @@ impl Inputs {
 
 /// The inputs of a case, of all its products.
 fn inputs(case: &Case) -> Inputs {
-    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue } = case.problem;
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = case.problem;
     let b_rows = b_rows(&case.problem);
     Inputs {
         a: values(case.kind, dtype, batch * m * k, case.seed),
@@ -290,10 +362,16 @@ struct Expected {
 
 impl Expected {
     fn of(problem: &MatmulProblem, inputs: &Inputs) -> Self {
-        let &MatmulProblem { m, n, k, out_dtype, ref epilogue, .. } = problem;
+        let &MatmulProblem { m, n, k, out_dtype, precision, ref epilogue, .. } = problem;
         let sizes = [m, n, k];
         let Inputs { a, b, bias, residual } = inputs;
         let (bias, residual) = (bias.as_deref(), residual.as_deref());
+        // What tf32 takes of an f32.
+        let lost = if precision == Precision::Tf32 { 13 } else { 0 };
+        let cut = |values: &[f64]| {
+            let part = |&value: &f64| f64::from(f32::from_bits((value as f32).to_bits() >> lost << lost));
+            values.iter().map(part).collect::<Vec<f64>>()
+        };
         let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
         // Without the activation, whose slope is at most 1.13: of a gated product both factors.
         let b_rows = b_rows(problem);
@@ -309,7 +387,14 @@ impl Expected {
         };
         Expected {
             want: reference::fused::<f64>((a, b), bias, residual, sizes, epilogue, |v| v),
-            naive: reference::fused::<f32>((a, b), bias, residual, sizes, epilogue, store(out_dtype)),
+            naive: reference::fused::<f32>(
+                (&cut(a), &cut(b)),
+                bias,
+                residual,
+                sizes,
+                epilogue,
+                store(out_dtype),
+            ),
             terms: (0..m * n).map(term).collect(),
         }
     }
@@ -336,13 +421,14 @@ fn plan(
 
 /// Kernels of the operand and out types.
 fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static MatmulVariant> {
-    let types = (problem.dtype, problem.out_dtype);
+    let MatmulProblem { dtype, out_dtype, precision, .. } = *problem;
     VARIANTS
         .iter()
         .chain(MMA_VARIANTS)
         .chain(STREAM_VARIANTS)
         .chain(WGMMA_VARIANTS)
-        .filter(move |variant| (variant.dtype, variant.out_dtype) == types)
+        .filter(move |variant| (variant.dtype, variant.out_dtype) == (dtype, out_dtype))
+        .filter(move |variant| precision == Precision::Tf32 || !variant.is_tf32())
 }
 
 /// The wanted kernels that can do the case.
@@ -569,8 +655,17 @@ fn empty() -> Result<(), TestCaseError> {
             for bias in [Bias::None, Bias::PerColumn] {
                 let dtype = DType::BF16;
                 let epilogue = Epilogue::NONE;
-                let problem =
-                    MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: DType::F32, bias, epilogue };
+                let problem = MatmulProblem {
+                    batch: 1,
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    out_dtype: DType::F32,
+                    precision: Precision::Full,
+                    bias,
+                    epilogue,
+                };
                 let plan = plan(device, problem, None)?;
                 let a = Tensor::zeros(&stream, &[m, k], dtype).map_err(fail)?;
                 let b = Tensor::zeros(&stream, &[n, k], dtype).map_err(fail)?;
@@ -610,6 +705,7 @@ fn special_values() -> Result<(), TestCaseError> {
                     k,
                     dtype,
                     out_dtype: dtype,
+                    precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
                 },
@@ -649,6 +745,7 @@ fn long_k() -> Result<(), TestCaseError> {
             k,
             dtype,
             out_dtype: DType::F32,
+            precision: Precision::Full,
             bias: Bias::PerColumn,
             epilogue: Epilogue::of(Act::Of(Activation::Silu)),
         };
@@ -671,7 +768,17 @@ fn bad_input() -> Result<(), Error> {
     for device in &devices() {
         let stream = device.stream()?;
         let (bias, epilogue) = (Bias::None, Epilogue::NONE);
-        let problem = MatmulProblem { batch: 1, m: 4, n: 6, k: 8, dtype, out_dtype: dtype, bias, epilogue };
+        let problem = MatmulProblem {
+            batch: 1,
+            m: 4,
+            n: 6,
+            k: 8,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::Full,
+            bias,
+            epilogue,
+        };
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |bias, a: &Tensor, b: &Tensor, added: Option<&Tensor>, out: &mut Tensor| {
             let plan = Matmul::plan(device, MatmulProblem { bias, ..problem })?;

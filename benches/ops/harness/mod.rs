@@ -28,7 +28,7 @@ use std::time::UNIX_EPOCH;
 use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
 use testkit::strategies::Rng;
-use warpforge::{Arch, DType, Device, DeviceChoice, Error, OptimizationReport, Stream, Tensor};
+use warpforge::{Arch, DType, Device, DeviceChoice, Error, OptimizationReport, Stream, Tensor, TensorView};
 
 pub use energy::Meter;
 use roofline::Roofline;
@@ -459,10 +459,14 @@ pub fn expect_close(dtype: DType, got: &[f64], want: &[f64]) -> Result<(), Failu
 /// The innermost row at the start of a tensor of floats.
 pub fn first_row(tensor: &Tensor, stream: &Stream) -> Result<Vec<f64>, Error> {
     let cols = tensor.shape().last().copied().unwrap_or(1);
-    let row = tensor.view().reshape(&[tensor.len()])?.slice(0, 0..cols)?;
-    Ok(match tensor.dtype() {
-        DType::F16 => row.to_vec::<half::f16>(stream)?.into_iter().map(f64::from).collect(),
-        DType::BF16 => row.to_vec::<half::bf16>(stream)?.into_iter().map(f64::from).collect(),
-        _ => row.to_vec::<f32>(stream)?.into_iter().map(f64::from).collect(),
+    floats(tensor.view().reshape(&[tensor.len()])?.slice(0, 0..cols)?, stream)
+}
+
+/// What a view of floats holds.
+pub fn floats(view: TensorView<'_>, stream: &Stream) -> Result<Vec<f64>, Error> {
+    Ok(match view.dtype() {
+        DType::F16 => view.to_vec::<half::f16>(stream)?.into_iter().map(f64::from).collect(),
+        DType::BF16 => view.to_vec::<half::bf16>(stream)?.into_iter().map(f64::from).collect(),
+        _ => view.to_vec::<f32>(stream)?.into_iter().map(f64::from).collect(),
     })
 }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
+use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
 use warpforge::ops::matmul_i8::{MatmulI8, MatmulI8Args, MatmulI8Problem};
 use warpforge::{DType, Tensor};
 
@@ -129,6 +129,7 @@ fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
         k: size,
         dtype: DTYPE,
         out_dtype: DTYPE,
+        precision: Precision::Full,
         bias: Bias::None,
         epilogue: Epilogue::NONE,
     };

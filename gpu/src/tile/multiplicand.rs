@@ -3,36 +3,42 @@
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::mma;
 
-/// The types of 16 bits.
-pub trait Multiplicand: Element {
-    /// Two infinities in a word: the bits of the exponents.
-    const INFINITIES: u32;
-
-    /// `c + a · b` for 16 × 8 × 16.
+/// What `mma` takes.
+pub trait Factor: Element {
+    /// `c + a · b` for 16 × 8 and 32 bytes of k. In shared memory the pieces of a and b lie alike for all types, so that
+    /// `ldmatrix` brings the registers of each.
     ///
     /// # Safety
     /// - *converged*: all 32 lanes execute it.
     unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
 }
 
+macro_rules! factors {
+    ($($type:ident: $instruction:ident;)*) => {$(
+        impl Factor for $type {
+            #[inline(always)]
+            unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+                // SAFETY: the caller's promise.
+                unsafe { mma::$instruction(a, b, c) }
+            }
+        }
+    )*};
+}
+// f32 without its lower 13 bits.
+factors! { bf16: m16n8k16_f32_bf16; f16: m16n8k16_f32_f16; f32: m16n8k8_f32_tf32; }
+
+/// The types of 16 bits.
+pub trait Multiplicand: Factor {
+    /// Two infinities in a word: the bits of the exponents.
+    const INFINITIES: u32;
+}
+
 impl Multiplicand for bf16 {
     const INFINITIES: u32 = bf16::INFINITY.to_bits() as u32 * 0x1_0001;
-
-    #[inline(always)]
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { mma::m16n8k16_f32_bf16(a, b, c) }
-    }
 }
 
 impl Multiplicand for f16 {
     const INFINITIES: u32 = f16::INFINITY.to_bits() as u32 * 0x1_0001;
-
-    #[inline(always)]
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { mma::m16n8k16_f32_f16(a, b, c) }
-    }
 }
 
 /// The halves of a word that are not finite, by their highest bits.

@@ -8,7 +8,7 @@ use super::loader::Loader;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
+use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
 use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
@@ -146,6 +146,7 @@ impl DecoderBlock {
                     k: hidden_size,
                     dtype,
                     out_dtype: DType::F32,
+                    precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
                 },

@@ -120,8 +120,8 @@ pub enum MatmulTile {
         /// Pieces of each row of b that a lane has in flight.
         unroll: u32,
     },
-    /// Ampere: a block of `threads` threads makes a tile of `bm` rows and `bn` columns, [`MMA_BK`] of k at a time; each of
-    /// its warps makes an equal square part.
+    /// Ampere: a block of `threads` threads makes a tile of `bm` rows and `bn` columns, [`MMA_ROW_BYTES`] of k at a time; each
+    /// of its warps makes an equal square part.
     Mma {
         /// Rows of the tile.
         bm: u32,
@@ -144,7 +144,7 @@ pub enum MatmulTile {
         unroll: u32,
     },
     /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn` columns,
-    /// [`WGMMA_BK`] of k at a time.
+    /// [`WGMMA_ROW_BYTES`] of k at a time.
     Wgmma {
         /// Rows of the tile: 64 or 128.
         bm: u32,
@@ -161,14 +161,14 @@ pub enum MatmulTile {
     },
 }
 
-/// Elements of k per step of an `Mma` tile: 64 bytes.
-pub const MMA_BK: u32 = 32;
+/// Bytes of a row per step of an `Mma` tile.
+pub const MMA_ROW_BYTES: u32 = 64;
 
 /// Elements of k that a warp of a `Stream` tile takes before it is the next one's turn: 256 bytes.
 pub const STREAM_BK: u32 = 128;
 
-/// Elements of k per step of a `Wgmma` tile: 128 bytes.
-pub const WGMMA_BK: u32 = 64;
+/// Bytes of a row per step of a `Wgmma` tile.
+pub const WGMMA_ROW_BYTES: u32 = 128;
 
 /// Threads of every block.
 pub const THREADS: u32 = 256;
@@ -186,11 +186,11 @@ impl MatmulTile {
             MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
                 WARPS * rows * cols * 4
             }
-            MatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_BK * 2,
+            MatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_ROW_BYTES,
             // Stages, two boxes of 64 × 64 elements for each warpgroup that stores, two barriers a stage.
             MatmulTile::Wgmma { bm, bn, stages, .. } => {
                 let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
-                stages * (bm + bn) * 128 + boxes * 64 * 128 + 16 * stages
+                stages * (bm + bn) * WGMMA_ROW_BYTES + boxes * 64 * 128 + 16 * stages
             }
         }
     }
@@ -231,6 +231,14 @@ pub struct MatmulVariant {
     pub tile: MatmulTile,
     /// What it needs at least.
     pub floor: Arch,
+}
+
+impl MatmulVariant {
+    /// Whether it multiplies f32 as tf32, which is all that the tensor cores have for it.
+    pub const fn is_tf32(&self) -> bool {
+        let on_tensor_cores = !matches!(self.tile, MatmulTile::Simt { .. } | MatmulTile::Gemv { .. });
+        matches!(self.dtype, DType::F32) && on_tensor_cores
+    }
 }
 
 /// Hands every row of the table to the macro `$callback`.
@@ -285,6 +293,8 @@ macro_rules! matmul_mma_table {
             matmul_f16__m128n128__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
             matmul_f16__m64n64__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
             matmul_f16_f32__m64n64__sm80 => f16, f32, F16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            matmul_tf32__m128n128__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            matmul_tf32__m64n64__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
         }
     };
 }
@@ -331,6 +341,8 @@ macro_rules! matmul_wgmma_table {
             matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
             matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
             matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
+            matmul_tf32__n256c2__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
+            matmul_tf32__n128__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
         }
     };
 }

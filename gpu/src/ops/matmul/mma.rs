@@ -1,11 +1,11 @@
 //! Matrix products on the tensor cores of Ampere and later: `cp.async` fills a ring of stages, warps multiply by `mma.sync`.
 //!
 //! ```text
-//! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is 32 of k, rows of 64 bytes
+//! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, or 16 of f32
 //!
 //! before     steps 0 … STAGES−2 are on their way
 //! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
-//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16 for every 16 × 8 of the warp)
+//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16, of f32 m16n8k8, for every 16 × 8 of the warp)
 //! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
@@ -15,20 +15,19 @@
 //!   column i of the j-th `mma` is column `i / 2 · W / 4 + 2 j + i % 2`: a thread's sums of a row are `W / 4` in a row, which
 //!   it stores by 16 bytes and without shared memory. Rows of b are therefore moved by `r / (W / 4) % 4`.
 //! - The tails of m, n and k are filled with zeros by `cp.async`.
-//! - A sum is one chain over k in steps of 16, the same in every tile and wherever a row lies.
+//! - A sum is one chain over k in steps of 32 bytes, the same in every tile and wherever a row lies.
+//! - f32 is multiplied as tf32: the instruction leaves its lower 13 bits aside, so that nothing is to be converted.
 
-use abi::ops::matmul::{MMA_BK, MatmulDims};
+use abi::ops::matmul::{MMA_ROW_BYTES, MatmulDims};
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, matrix, shared, thread};
 
 use super::Operands;
 use super::epilogue::Epilogue;
-use crate::tile::multiplicand::Multiplicand;
+use crate::tile::multiplicand::Factor;
 use crate::tile::simt;
 
-const BK: u32 = MMA_BK;
-/// Bytes of a row of a stage.
-const ROW_BYTES: u32 = BK * 2;
+const ROW_BYTES: u32 = MMA_ROW_BYTES;
 /// Rows of tiles that are walked together, so that blocks that run at the same time share rows of both operands in L2.
 const BAND: u32 = 8;
 
@@ -62,7 +61,7 @@ struct Share<T> {
     piece: u32,
 }
 
-impl<T> Share<T> {
+impl<T: Element> Share<T> {
     #[inline(always)]
     fn new(
         operand_row: impl Fn(u32) -> *const T,
@@ -71,7 +70,7 @@ impl<T> Share<T> {
         first_row: u32,
     ) -> Self {
         let (row, piece) = (thread::thread_idx_x() / 4, thread::thread_idx_x() % 4);
-        let from = operand_row(first_row + row).wrapping_add(piece as usize * 8);
+        let from = operand_row(first_row + row).wrapping_add(piece as usize * T::PER_16_BYTES);
         Share { from, stride, halved, rows: rows.saturating_sub(first_row), row, piece }
     }
 
@@ -86,8 +85,9 @@ impl<T> Share<T> {
         end: u32,
         to: u32,
     ) {
-        let left = end.saturating_sub(k + self.piece * 8);
-        let bytes = if left < 8 { left * 2 } else { 16 };
+        let per_piece = T::PER_16_BYTES as u32;
+        let left = end.saturating_sub(k + self.piece * per_piece);
+        let bytes = left.min(per_piece) * size_of::<T>() as u32;
         let mut i = 0;
         while i < COUNT {
             let step = i as u32 * (THREADS / 4);
@@ -114,7 +114,7 @@ impl<T> Share<T> {
 /// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in `Matmul::run`.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Multiplicand,
+    T: Factor,
     O: Element,
     const BM: u32,
     const BN: u32,
@@ -135,7 +135,9 @@ pub unsafe fn multiply<
     let base = shared::base();
     let (tile_m, tile_n) = tile_of_block::<BM, BN>(dims);
     let (row, col) = (tile_m * BM, tile_n * BN);
-    let steps = dims.k.div_ceil(BK);
+    // Elements of k per step.
+    let bk = ROW_BYTES / size_of::<T>() as u32;
+    let steps = dims.k.div_ceil(bk);
 
     let (warp, lane) = (thread::warp_idx(), thread::lane());
     let warp_row = warp % (BM / warp_rows) * warp_rows;
@@ -150,14 +152,15 @@ pub unsafe fn multiply<
     let share_b = Share::new(x.b_row(), (dims.b_stride, u32::from(end.is_gated())), dims.n, col);
     let mut sums = [[[0f32; 4]; FN]; FM];
     // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
-    let promotes = size_of::<O>() == 4;
+    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
+    // are cut off themselves.
+    let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: a stage is filled by copies that all threads have waited for before the barrier, and filled anew after the
     // barrier that follows its last reading.
     unsafe {
         let start = |step: u32| {
             if step < steps {
-                let (k, to) = (step * BK, base + step % STAGES * stage_bytes);
+                let (k, to) = (step * bk, base + step % STAGES * stage_bytes);
                 share_a.start::<COUNT_A, THREADS, 2>(k, dims.k, to);
                 if FN == 8 {
                     share_b.start::<COUNT_B, THREADS, 16>(k, dims.k, to + BM * ROW_BYTES);

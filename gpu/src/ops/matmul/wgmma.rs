@@ -4,15 +4,15 @@
 //! others, one or two, multiply 64 rows each, with all sums in registers.
 //!
 //! ```text
-//! producer   wait empty[s] ── expect bytes ── load a BM × 64, b BN × 64 ──► full[s]           runs up to STAGES ahead,
-//! consumers  wait full[s] ── 4 × wgmma m64nBNk16 ── wait for the group before ──► empty[s-1]  also into the next tile
+//! producer   wait empty[s] ── expect bytes ── load a BM × 128 B, b BN × 128 B ──► full[s]     runs up to STAGES ahead,
+//! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]  also into the next tile
 //! at the end of a tile: epilogue, rounding, stmatrix to a 64 × 64 box of shared memory, TMA store; the next tile's loads and
 //! the stores are under way meanwhile
 //!
 //! shared memory   | stage 0: a BM · 128, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
 //! ```
 //!
-//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements: loads, `wgmma` and `stmatrix` have no bank conflicts.
+//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements, or 32 of f32 (which `wgmma` takes as tf32): loads, `wgmma` and `stmatrix` have no bank conflicts.
 //! - The blocks of a cluster share an operand: each loads its part of it for all. With many rows two blocks take tiles one
 //!   above the other and share b. With few (`SHARES_A`) four take tiles side by side and share a, which would else come out
 //!   of L2 more often than the weights. A stage is free when the consumers of all blocks have read it, so they arrive at all
@@ -40,7 +40,7 @@
 //!   which the tensor cores rest. A second tile in flight (ping-pong) and a split of k for what does not fill the card are
 //!   not there yet.
 
-use abi::ops::matmul::{OUT_BY_TMA, WGMMA_BK};
+use abi::ops::matmul::{OUT_BY_TMA, WGMMA_ROW_BYTES};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
@@ -48,9 +48,8 @@ use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thr
 
 use super::epilogue::Epilogue;
 
-const BK: u32 = WGMMA_BK;
 /// Bytes of a row of a stage, and of a box of out.
-const ROW_BYTES: u32 = 128;
+const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
 /// 64 × 64 elements of out.
 const BOX_BYTES: u32 = 64 * ROW_BYTES;
 /// Rows of tiles in a band.
@@ -155,15 +154,18 @@ pub unsafe fn multiply<
     let (rank_m, rank_n) = if SHARES_A { (0, rank) } else { (rank, 0) };
     let rows = dims.m.div_ceil(BM * above);
     let cols = dims.n.div_ceil(BN * beside);
-    let steps = dims.k.div_ceil(BK);
+    // Elements of k per step.
+    let bk = ROW_BYTES / size_of::<T>() as u32;
+    let steps = dims.k.div_ceil(bk);
     let num_tiles = rows * cols;
     let first = thread::block_idx_x() / CLUSTER;
     let stride = thread::grid_dim_x() / CLUSTER;
     let band = BAND / above;
     let warpgroup = thread / 128;
     // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it.
-    let promotes = size_of::<O>() == 4;
+    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
+    // are cut off themselves.
+    let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
     unsafe {
         if warpgroup == 0 {
@@ -186,7 +188,7 @@ pub unsafe fn multiply<
                         let at = base + stage * stage_bytes;
                         mbarrier::wait_parity(empty(stage), parity ^ 1);
                         mbarrier::arrive_expect_tx(full(stage), stage_bytes);
-                        let k = (step * BK) as i32;
+                        let k = (step * bk) as i32;
                         let (a_at, b_at) = (at, at + a_bytes);
                         let all = ((1u32 << CLUSTER) - 1) as u16;
                         if CLUSTER > 1 && SHARES_A {

@@ -10,7 +10,7 @@ use crate::models::loader::Loader;
 use crate::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
 use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
+use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
 use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
 use crate::stream::Stream;
@@ -326,7 +326,17 @@ impl Absorbed {
         let dtype = phase.dtype;
         let per_head = |n, k| {
             let (m, out_dtype, bias, epilogue) = (phase.tokens(), dtype, Bias::None, Epilogue::NONE);
-            let problem = MatmulProblem { batch: heads, m, n, k, dtype, out_dtype, bias, epilogue };
+            let problem = MatmulProblem {
+                batch: heads,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype,
+                precision: Precision::Full,
+                bias,
+                epilogue,
+            };
             Matmul::plan(phase.stream.device(), problem)
         };
         Ok(Absorbed {
@@ -390,7 +400,17 @@ impl Naive {
         let device = stream.device();
         let (n, k, out_dtype) = (heads * (nope + value), latent, dtype);
         let (bias, epilogue) = (Bias::None, Epilogue::NONE);
-        let kv_b = MatmulProblem { batch: 1, m: capacity, n, k, dtype, out_dtype, bias, epilogue };
+        let kv_b = MatmulProblem {
+            batch: 1,
+            m: capacity,
+            n,
+            k,
+            dtype,
+            out_dtype,
+            precision: Precision::Full,
+            bias,
+            epilogue,
+        };
         let elements = capacity * heads * nope.max(rope);
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);
         Ok(Naive {

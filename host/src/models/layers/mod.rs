@@ -27,7 +27,7 @@ use super::loader::Loader;
 use super::vision::VisualRows;
 use crate::error::Error;
 use crate::kernel::OptimizationReport;
-use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
+use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
 use crate::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use crate::ops::rope::RopeTables;
 use crate::stream::Stream;
@@ -147,7 +147,17 @@ impl Phase<'_> {
 
     fn fused(&self, n: usize, k: usize, bias: Bias, act: Act) -> Result<Matmul, Error> {
         let (m, dtype, epilogue) = (self.tokens(), self.dtype, Epilogue::of(act));
-        let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias, epilogue };
+        let problem = MatmulProblem {
+            batch: 1,
+            m,
+            n,
+            k,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::Full,
+            bias,
+            epilogue,
+        };
         Matmul::plan(self.stream.device(), problem)
     }
 

@@ -10,7 +10,7 @@ use crate::models::config::MoeConfig;
 use crate::models::loader::Loader;
 use crate::ops::glu::{Glu, GluArgs, GluProblem};
 use crate::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem};
+use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
 use crate::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use crate::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use crate::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
@@ -113,6 +113,7 @@ impl MoeBlock {
             k: hidden_size,
             dtype,
             out_dtype: DType::F32,
+            precision: Precision::Full,
             bias: Bias::None,
             epilogue: Epilogue::NONE,
         };

@@ -13,7 +13,7 @@ use crate::ops::Store;
 use crate::ops::attention::{self, Attention, AttentionArgs, AttentionProblem, Mask};
 use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
 use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
-use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
+use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
 use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
@@ -213,7 +213,20 @@ impl TowerBlock {
         let (tokens, merged, head_dim) = (patches / per_token, per_token * hidden_size, hidden_size / heads);
         let fused = |m, n, k, act| {
             let (out_dtype, bias, epilogue) = (dtype, Bias::PerColumn, Epilogue::of(act));
-            Matmul::plan(device, MatmulProblem { batch: 1, m, n, k, dtype, out_dtype, bias, epilogue })
+            Matmul::plan(
+                device,
+                MatmulProblem {
+                    batch: 1,
+                    m,
+                    n,
+                    k,
+                    dtype,
+                    out_dtype,
+                    precision: Precision::Full,
+                    bias,
+                    epilogue,
+                },
+            )
         };
         let matmul = |m, n, k| fused(m, n, k, Act::None);
         let norm = |rows, cols| LayerNorm::plan(device, LayerNormProblem { rows, cols, dtype, eps: EPS });

@@ -1,8 +1,9 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
 use abi::ops::glu::Activation;
 
-use super::Act;
+use super::{Act, Precision};
 use crate::ops::Phase;
 
 /// One shape.
@@ -20,27 +21,36 @@ pub struct MatmulCase {
     pub k: usize,
     /// The activation, or gate.
     pub act: Act,
+    /// Type of all tensors.
+    pub dtype: DType,
+    /// What f32 may lose.
+    pub precision: Precision,
 }
 
 /// One product as it is.
 pub(crate) const fn plain(name: &'static str, m: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: 1, m, n, k, act: Act::None }
+    MatmulCase { name, batch: 1, m, n, k, act: Act::None, dtype: DType::BF16, precision: Precision::Full }
 }
 
 const fn fused(name: &'static str, m: usize, n: usize, k: usize, act: Act) -> MatmulCase {
-    MatmulCase { name, batch: 1, m, n, k, act }
+    MatmulCase { act, ..plain(name, m, n, k) }
+}
+
+/// A square one of f32.
+const fn f32(name: &'static str, size: usize, precision: Precision) -> MatmulCase {
+    MatmulCase { dtype: DType::F32, precision, ..plain(name, size, size, size) }
 }
 
 const SWIGLU: Act = Act::Gated(Activation::Silu);
 
 /// A product for each of the heads of so many tokens.
 const fn per_head(name: &'static str, heads: usize, tokens: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: heads, m: tokens, n, k, act: Act::None }
+    MatmulCase { batch: heads, ..plain(name, tokens, n, k) }
 }
 
 /// A linear layer of n output and k input features.
 pub(crate) const fn linear(name: &'static str, phase: Phase, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { name, batch: 1, m: phase.tokens(), n, k, act: Act::None }
+    plain(name, phase.tokens(), n, k)
 }
 
 /// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the first.
@@ -50,6 +60,9 @@ pub const CASES: &[MatmulCase] = cases! {
     one: [
         plain("anchor 8192", 8192, 8192, 8192),
         plain("anchor 4096", 4096, 4096, 4096),
+        f32("anchor 4096 f32", 4096, Precision::Full),
+        f32("anchor 4096 tf32", 4096, Precision::Tf32),
+        f32("anchor 8192 tf32", 8192, Precision::Tf32),
         plain("anchor 2048x19456x2560", 2048, 19456, 2560),
         plain("anchor 4096x4096x2560", 4096, 4096, 2560),
         plain("anchor 2048x1536x2048", 2048, 1536, 2048),

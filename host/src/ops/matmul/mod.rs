@@ -10,7 +10,7 @@ use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
     A_IN_PIECES, ACTIVATED, B_IN_PIECES, GATED, GELU_ERF, GELU_TANH, MatmulDims, MatmulEpilogue, MatmulTile,
-    MatmulVariant, OUT_BY_TMA, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU, WGMMA_BK,
+    MatmulVariant, OUT_BY_TMA, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU, WGMMA_ROW_BYTES,
 };
 
 use crate::device::Device;
@@ -79,6 +79,16 @@ impl Default for Epilogue {
     }
 }
 
+/// How operands of f32 may be multiplied. Those of 16 bits always are exactly.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// Exactly.
+    #[default]
+    Full,
+    /// Tensor cores may leave aside the lower 13 bits of both factors, as tf32 has it: each is up to 2^-10 too small.
+    Tf32,
+}
+
 /// What is to be multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatmulProblem {
@@ -94,6 +104,8 @@ pub struct MatmulProblem {
     pub dtype: DType,
     /// Type of out: that of the operands, or f32.
     pub out_dtype: DType,
+    /// What f32 may lose.
+    pub precision: Precision,
     /// What is added to the sums.
     pub bias: Bias,
     /// What becomes of them then.
@@ -159,15 +171,16 @@ pub enum Residual<'a> {
 ///
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is rounded
 /// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
-/// added in f32.
+/// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
+/// the sums of 8 products are cut off then.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
 /// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper 16), and
-/// more. Else: up to 16 rows, and more. Among the products of one kind a row's result depends on that row alone, not on the others or their
+/// more. Else: up to 16 rows, and more, which for tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result depends on that row alone, not on the others or their
 /// number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits from the same one alone,
 /// since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the SIMT kernels on all floors; tensor cores for f16 and bf16 from sm_80 on, with Hopper's own kernels for
+/// **Architectures**: the SIMT kernels on all floors; tensor cores for f16, bf16 and tf32 from sm_80 on, with Hopper's own kernels for
 /// single products from sm_90a on.
 ///
 /// ```no_run
@@ -176,8 +189,8 @@ pub enum Residual<'a> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
 /// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
-/// let epilogue = Epilogue::NONE;
-/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, bias: Bias::None, epilogue };
+/// let (precision, bias, epilogue) = (Precision::Full, Bias::None, Epilogue::NONE);
+/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue };
 /// let matmul = Matmul::plan(&device, problem)?;
 /// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
 /// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
@@ -220,7 +233,8 @@ impl Matmul {
             return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let tensor = select::tensor(&limits, &problem);
-        Self::new(device, problem, select(&limits, &problem)?, tensor, select::TENSOR_MIN_ROWS)
+        let from = select::tensor_min_rows(problem.dtype);
+        Self::new(device, problem, select(&limits, &problem)?, tensor, from)
     }
 
     /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
@@ -308,7 +322,7 @@ impl Matmul {
 
     /// Checks the tensors; what is to be launched. None if there is no product.
     fn check<'a>(&self, args: &MatmulArgs<'a>) -> Result<Option<Launch<'a>>, Error> {
-        let MatmulProblem { batch: max_batch, m, n, k, dtype, out_dtype, bias, epilogue } = self.problem;
+        let MatmulProblem { batch: max_batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = self.problem;
         let MatmulArgs { a, up, out, .. } = args;
         check_bias(OP, &self.device, (bias, dtype, self.problem.b_rows()), args.bias.as_ref())?;
         let stacked = a.shape().len() == 3;
@@ -449,7 +463,8 @@ impl Matmul {
     ) -> Option<&'a (&'static MatmulVariant, Entry)> {
         let operands = A_IN_PIECES | B_IN_PIECES;
         // A single row needs no stride: what is not a multiple of a piece is left out for all numbers of rows alike.
-        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(8);
+        let bytes = self.problem.dtype.bytes() as u32;
+        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(16 / bytes);
         if !in_pieces || dims.m == 0 || dims.n == 0 || dims.k == 0 {
             return None;
         }
@@ -458,7 +473,8 @@ impl Matmul {
         let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| match variant.tile {
             // Where half a tile is no whole boxes, out does not leave by TMA.
             MatmulTile::Wgmma { bm: 128, bn, .. } if gated && !bn.is_multiple_of(128) => u64::MAX,
-            tile => select::tensor_clocks(tile, batch, dims.m, dims.n, dims.k, num_sms),
+            // A row of f32 takes the tensor cores as long as one of twice as many halves.
+            tile => select::tensor_clocks(tile, batch, dims.m, dims.n, dims.k / 2 * bytes, num_sms),
         };
         let best = |kind: &dyn Fn(MatmulTile) -> bool| {
             tensor.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
@@ -507,7 +523,7 @@ impl Matmul {
                 stride_bytes: stride * bytes,
                 outer: None,
                 box_rows,
-                box_cols: WGMMA_BK,
+                box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
             };
             self.device.tensor_map(OP, &tiled)
         };
@@ -555,7 +571,7 @@ impl Matmul {
 
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
-        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue } = self.problem;
+        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = self.problem;
         let b_rows = self.problem.b_rows();
         let operands = batch * (m * k + b_rows * k) + if bias == Bias::PerColumn { b_rows } else { 0 };
         let outs = batch * m * n * if epilogue.residual { 2 } else { 1 };
@@ -598,7 +614,11 @@ impl Matmul {
     fn aligned_dims(&self) -> MatmulDims {
         let MatmulProblem { m, k, .. } = self.problem;
         let [m, n, k] = [m, self.problem.b_rows(), k].map(|size| size as u32);
-        let access = if k.is_multiple_of(8) { A_IN_PIECES | B_IN_PIECES } else { 0 };
+        let access = if k.is_multiple_of(16 / self.problem.dtype.bytes() as u32) {
+            A_IN_PIECES | B_IN_PIECES
+        } else {
+            0
+        };
         let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
         MatmulDims {
             m,

@@ -2,11 +2,11 @@
 
 use abi::DType;
 use abi::ops::matmul::{
-    MMA_BK, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS, WGMMA_BK,
-    WGMMA_VARIANTS,
+    MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS,
+    WGMMA_ROW_BYTES, WGMMA_VARIANTS,
 };
 
-use super::{MatmulProblem, OP};
+use super::{MatmulProblem, OP, Precision};
 use crate::device::DeviceLimits;
 use crate::error::Error;
 
@@ -127,12 +127,15 @@ impl MatmulChoice {
         variant: &'static MatmulVariant,
         problem: &MatmulProblem,
     ) -> Result<Self, Error> {
-        let MatmulProblem { batch, m, k, dtype, out_dtype, .. } = *problem;
+        let MatmulProblem { batch, m, k, dtype, out_dtype, precision, .. } = *problem;
         let n = problem.b_rows();
         if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || variant.floor > limits.floor {
             let expected = format!("{} to {} on {}", variant.dtype, variant.out_dtype, variant.floor);
             let got = format!("{dtype} to {out_dtype} on {}", limits.floor);
             return Err(Error::invalid(OP, "variant", expected, got));
+        }
+        if variant.is_tf32() && precision == Precision::Full {
+            return Err(Error::invalid(OP, "variant", "one of full precision", "tf32"));
         }
         let split_log2 = split_log2(limits, n.saturating_mul(batch), k, dtype);
         // A block has both columns of a pair, the gate's and up's.
@@ -166,9 +169,10 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
 
 /// The tensor cores' kernels for a problem; none for other cards and types.
 pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'static MatmulVariant> {
-    let MatmulProblem { dtype, out_dtype, .. } = *problem;
+    let MatmulProblem { dtype, out_dtype, precision, .. } = *problem;
     let fits = |variant: &&MatmulVariant| {
         (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
+            && (precision == Precision::Tf32 || !variant.is_tf32())
             && variant.floor <= limits.floor
             && variant.tile.smem_bytes(dtype) <= limits.smem_per_block_bytes
     };
@@ -178,8 +182,10 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
 /// Most rows of the `Stream` tiles: where `Mma` does the rest, and where `Wgmma` does.
 pub(super) const STREAM_MAX_ROWS: u32 = 64;
 pub(super) const STREAM_MAX_ROWS_HOPPER: u32 = 16;
-/// A single row is faster by ordinary arithmetic, by a tenth.
-pub(super) const TENSOR_MIN_ROWS: usize = 2;
+/// Fewest rows for the tensor cores. A single one is faster by ordinary arithmetic, by a tenth; few of f32 have no kernels there.
+pub(super) fn tensor_min_rows(dtype: DType) -> usize {
+    if dtype == DType::F32 { GEMV_MAX_ROWS + 1 } else { 2 }
+}
 
 /// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
 const STREAM_GROUPS_PER_SM: usize = 32;
@@ -197,7 +203,7 @@ pub(super) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
     split
 }
 
-/// About how many clocks a launch of a tile of the tensor cores takes: to compare tiles of a kind, not to foretell times.
+/// About how many clocks a launch of a tile of the tensor cores takes: to compare tiles of a kind, not to foretell times. k is that of operands of 16 bits.
 ///
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
 /// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
@@ -214,7 +220,7 @@ pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
             let sms = if cluster > 2 { num_sms - num_sms / 11 } else { num_sms };
             let waves = tiles.div_ceil(u64::from((sms / cluster).max(1)));
             let multiply = 4 * (bm / 64) * (bn / 2).max(16 + bn / 4);
-            let steps = u64::from(k.div_ceil(WGMMA_BK));
+            let steps = u64::from(k.div_ceil(WGMMA_ROW_BYTES / 2));
             let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
             let step = if shares_a {
                 u64::from(multiply.max(bm * 128 / 25))
@@ -224,8 +230,8 @@ pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
             waves * (steps * step + epilogue) + fill
         }
         MatmulTile::Mma { bm, bn, blocks, .. } => {
-            let steps = u64::from(k.div_ceil(MMA_BK));
-            let step = u64::from(bm * bn * MMA_BK / 1024).max(u64::from(bm + bn)) + 30;
+            let steps = u64::from(k.div_ceil(MMA_ROW_BYTES / 2));
+            let step = u64::from(bm * bn * MMA_ROW_BYTES / 2 / 1024).max(u64::from(bm + bn)) + 30;
             // Blocks of a multiprocessor in turn, as many as there are at most.
             let turns = tiles.div_ceil(u64::from(num_sms));
             turns * (steps * step + u64::from(bm * bn / 32)) + 600 * turns.div_ceil(u64::from(blocks))
@@ -270,6 +276,7 @@ mod tests {
                 k: 1024,
                 dtype,
                 out_dtype: dtype,
+                precision: Precision::Full,
                 bias: Bias::None,
                 epilogue: Epilogue::NONE,
             };
@@ -291,6 +298,7 @@ mod tests {
                     k: 64,
                     dtype,
                     out_dtype,
+                    precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
                 };
@@ -327,6 +335,7 @@ mod tests {
                 k,
                 dtype,
                 out_dtype: dtype,
+                precision: Precision::Full,
                 bias: Bias::None,
                 epilogue: Epilogue::NONE,
             };
@@ -347,6 +356,7 @@ mod tests {
                     k: 64,
                     dtype: DType::BF16,
                     out_dtype: DType::BF16,
+                    precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
                 }
@@ -381,6 +391,7 @@ mod tests {
             k: 1,
             dtype: DType::F32,
             out_dtype: DType::F32,
+            precision: Precision::Full,
             bias: Bias::None,
             epilogue: Epilogue::NONE,
         };
