@@ -18,6 +18,7 @@ mod models;
 mod moe_combine;
 mod moe_permute;
 mod moe_router;
+mod qk_norm_rope;
 mod rmsnorm;
 mod rope;
 mod sampling;
@@ -44,6 +45,7 @@ fn main() -> Result<(), Failure> {
     moe_combine::bench(&mut bencher);
     moe_permute::bench(&mut bencher);
     moe_router::bench(&mut bencher);
+    qk_norm_rope::bench(&mut bencher);
     rmsnorm::bench(&mut bencher);
     rope::bench(&mut bencher);
     sampling::bench(&mut bencher);

@@ -631,6 +631,58 @@ def quantize_rows(case, shape):
     )
 
 
+def qk_norm_rope(case, shape):
+    dtype, eps, tokens, dim = DTYPES[case["dtype"]], shape["eps"], shape["tokens"], shape["head_dim"]
+    heads = [shape["heads_q"], shape["heads_kv"], shape["heads_kv"]]
+    rotary, half, first = shape["rotary_dim"], shape["rotary_dim"] // 2, 5
+    offset = 1 if shape["zero_centred"] else 0
+
+    def inputs(generator):
+        device = generator.device
+        qkv = normal(generator, tokens, sum(heads), dim, dtype=dtype)
+        weight = normal(generator, dim, dtype=dtype)
+        positions = torch.arange(first, first + tokens, device=device)
+        frequency = 1e6 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        angles = torch.arange(first + tokens, device=device, dtype=torch.float64)[:, None] * frequency
+        caches = [torch.zeros(tokens, shape["heads_kv"], dim, dtype=dtype, device=device) for _ in range(2)]
+        # Backwards, so that the slots matter.
+        slots = torch.arange(tokens - 1, -1, -1, device=device)
+        return qkv, weight, positions, angles.cos().float(), angles.sin().float(), slots, *caches
+
+    def norm(x, weight):
+        if not offset:
+            return F.rms_norm(x, (dim,), weight, eps)
+        inverse = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+        return (x.float() * inverse * (offset + weight.float())).to(dtype)
+
+    def rotate(x, cos, sin):
+        a, b = x[..., :rotary].float().split(half, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(dtype)
+        return torch.cat([turned, x[..., rotary:]], -1) if rotary < dim else turned
+
+    def run(qkv, weight, positions, cos, sin, slots, k_cache, v_cache):
+        q, k, v = qkv.split(heads, 1)
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
+        q, k = (rotate(norm(x, weight), cos, sin) for x in (q, k))
+        k_cache.index_copy_(0, slots, k)
+        v_cache.index_copy_(0, slots, v)
+        return q, k_cache
+
+    def expected(qkv, weight, positions, cos, sin, slots, k_cache, v_cache):
+        # The first token's first query head and key head, by complex numbers, unlike `run`.
+        x = qkv[0, [0, heads[0]]].double()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.double() + offset)
+        pairs = torch.complex(*x[:, :rotary].split(half, -1))
+        pairs = pairs * torch.complex(cos[first].double(), sin[first].double())
+        return torch.cat([pairs.real, pairs.imag, x[:, rotary:]], -1).float()
+
+    def sample(result):
+        q, k_cache = result
+        return torch.stack([q[0, 0], k_cache[-1, 0]])
+
+    return Operator(inputs, expected, both(run, "torch eager"), sample=sample)
+
+
 def rmsnorm(case, shape):
     dtype, eps, cols = DTYPES[case["dtype"]], shape["eps"], shape["cols"]
     adds, offset = shape["residual"] == "add", {"plain": 0, "zero_centred": 1}[shape["weight"]]
@@ -803,6 +855,7 @@ OPERATORS = {
         moe_combine,
         moe_permute,
         moe_router,
+        qk_norm_rope,
         quantize_rows,
         rmsnorm,
         rope,

@@ -21,6 +21,7 @@ mod moe;
 mod moe_combine;
 mod moe_permute;
 mod moe_router;
+mod qk_norm_rope;
 mod rmsnorm;
 mod rope;
 mod sampling;

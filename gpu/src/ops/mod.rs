@@ -30,6 +30,8 @@ pub mod moe_combine;
 pub mod moe_permute;
 #[cfg(feature = "moe_router")]
 pub mod moe_router;
+#[cfg(feature = "qk_norm_rope")]
+pub mod qk_norm_rope;
 #[cfg(feature = "rmsnorm")]
 pub mod rmsnorm;
 #[cfg(feature = "rope")]

@@ -72,6 +72,7 @@ pub mod matmul_i8;
 pub mod moe_combine;
 pub mod moe_permute;
 pub mod moe_router;
+pub mod qk_norm_rope;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;

@@ -18,6 +18,7 @@ pub mod matmul_i8;
 pub mod moe_combine;
 pub mod moe_permute;
 pub mod moe_router;
+pub mod qk_norm_rope;
 pub mod rmsnorm;
 pub mod rope;
 pub mod sampling;
@@ -41,6 +42,7 @@ pub const FAMILIES: &[&str] = &[
     "moe_combine",
     "moe_permute",
     "moe_router",
+    "qk_norm_rope",
     "rmsnorm",
     "rope",
     "sampling",
@@ -77,6 +79,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         moe_combine::VARIANTS,
         moe_permute::VARIANTS,
         moe_router::VARIANTS,
+        qk_norm_rope::VARIANTS,
         rmsnorm::VARIANTS,
         rope::VARIANTS,
         sampling::VARIANTS,

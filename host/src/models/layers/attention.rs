@@ -11,10 +11,9 @@ use crate::models::config::AttentionConfig;
 use crate::models::loader::Loader;
 use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask};
 use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
-use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
 use crate::ops::matmul::Matmul;
-use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
-use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle};
+use crate::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
+use crate::ops::rope::{RopeInput, RopeStyle};
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
@@ -96,11 +95,7 @@ impl KeysValues {
 pub(in crate::models) struct AttentionBlock {
     config: AttentionConfig,
     qkv_plan: Matmul,
-    q_norm: RmsNorm,
-    k_norm: RmsNorm,
-    q_rope: Rope,
-    k_rope: Rope,
-    append: KvAppend,
+    norm_rope: QkNormRope,
     attention: attention::Attention,
     /// Of the output, and what it leaves: `[tokens, heads_q · head_dim]`.
     gate: Option<(Glu, Tensor)>,
@@ -110,8 +105,6 @@ pub(in crate::models) struct AttentionBlock {
     qkv: Tensor,
     /// `[tokens, heads_q, head_dim]`
     q: Tensor,
-    /// `[tokens, heads_kv, head_dim]`
-    k: Tensor,
     /// `[tokens, heads_q · head_dim]`
     attended: Tensor,
 }
@@ -122,9 +115,16 @@ impl AttentionBlock {
         let &Phase { batch, seq, capacity, dtype, .. } = phase;
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
         let (device, tokens) = (phase.stream.device(), phase.tokens());
-        let rope = |heads| {
-            let style = RopeStyle::HalfSplit;
-            Rope::plan(device, RopeProblem { tokens, heads, head_dim, rotary_dim, dtype, style })
+        let norm = phase.config.norm;
+        let norm_rope = QkNormRopeProblem {
+            tokens,
+            heads_q,
+            heads_kv,
+            head_dim,
+            rotary_dim,
+            style: RopeStyle::HalfSplit,
+            dtype,
+            norm: Some(QkNorm { eps: norm.eps, weight: norm.weight }),
         };
         let attention = AttentionProblem {
             batch,
@@ -149,17 +149,12 @@ impl AttentionBlock {
         Ok(AttentionBlock {
             config: *config,
             qkv_plan: phase.matmul(qkv_cols, hidden_size, bias)?,
-            q_norm: phase.norm(tokens * heads_q, head_dim)?,
-            k_norm: phase.norm(tokens * heads_kv, head_dim)?,
-            q_rope: rope(heads_q)?,
-            k_rope: rope(heads_kv)?,
-            append: KvAppend::plan(device, KvAppendProblem { tokens, heads: heads_kv, head_dim, dtype })?,
+            norm_rope: QkNormRope::plan(device, norm_rope)?,
             attention: attention::Attention::plan(device, attention)?,
             gate: if output_gate { Some(gate()?) } else { None },
             o_plan: phase.matmul(hidden_size, q_cols, bias)?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
-            k: phase.rows(&[heads_kv, head_dim])?,
             attended: phase.rows(&[q_cols])?,
         })
     }
@@ -167,11 +162,7 @@ impl AttentionBlock {
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         let mut reports = vec![
             self.qkv_plan.optimization_report(),
-            self.q_norm.optimization_report(),
-            self.k_norm.optimization_report(),
-            self.q_rope.optimization_report(),
-            self.k_rope.optimization_report(),
-            self.append.optimization_report(),
+            self.norm_rope.optimization_report(),
             self.attention.optimization_report(),
         ];
         reports.extend(self.gate.iter().map(|(glu, _)| glu.optimization_report()));
@@ -192,7 +183,6 @@ impl AttentionBlock {
         let tokens = step.tokens();
         let mut qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
-        let mut k = self.k.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
         weights.qkv.run(stream, &self.qkv_plan, x, qkv.reborrow())?;
 
@@ -201,30 +191,22 @@ impl AttentionBlock {
             let heads = range.len() / head_dim;
             qkv.as_view().slice(1, range)?.reshape(&[tokens, heads, head_dim])
         };
-        let v = heads(v_start..v_start + heads_kv * head_dim)?;
-        let parts = [
-            (&self.q_norm, &self.q_rope, heads(0..k_start)?, &weights.q_norm, &mut q),
-            (&self.k_norm, &self.k_rope, heads(k_start..v_start)?, &weights.k_norm, &mut k),
-        ];
-        for (norm, rope, x, gain, out) in parts {
-            norm.run(
-                stream,
-                RmsNormArgs { x, residual: None, weight: gain.view(), gate: None, out: out.reborrow() },
-            )?;
-            let (x, positions, tables) = (RopeInput::InPlace, step.positions, step.ropes);
-            rope.run(stream, RopeArgs { x, positions, tables, out: out.reborrow() })?;
-        }
-
+        let gates_start = v_start + heads_kv * head_dim;
         let capacity = cache.k.shape()[1];
         let slots = cache.k.shape()[0] * capacity;
-        let args = KvAppendArgs {
-            k: k.as_view(),
-            v: Some(v),
+        let args = QkNormRopeArgs {
+            q: RopeInput::From(heads(0..k_start)?),
+            k: heads(k_start..v_start)?,
+            v: heads(v_start..gates_start)?,
+            weights: Some(QkNormWeights { q: weights.q_norm.view(), k: weights.k_norm.view() }),
+            positions: step.positions,
+            tables: step.ropes,
             slots: step.slots,
+            q_out: q.reborrow(),
             k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
-            v_cache: Some(cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?),
+            v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
         };
-        self.append.run(stream, args)?;
+        self.norm_rope.run(stream, args)?;
 
         let (visible, kv_lens) = match visible {
             Visible::Uniform(keys) => (keys, None),
@@ -243,7 +225,6 @@ impl AttentionBlock {
             return weights.o.run(stream, &self.o_plan, attended.as_view(), out);
         };
         let mut gated = gated.view_mut().slice(0, 0..tokens)?;
-        let gates_start = v_start + heads_kv * head_dim;
         let gate = qkv.as_view().slice(1, gates_start..gates_start + heads_q * head_dim)?;
         glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })?;
         weights.o.run(stream, &self.o_plan, gated.as_view(), out)

@@ -35,7 +35,7 @@ pub enum NormWeight {
 
 impl NormWeight {
     /// What is added to a stored weight.
-    fn offset(self) -> f32 {
+    pub(in crate::ops) fn offset(self) -> f32 {
         match self {
             NormWeight::Plain => 0.0,
             NormWeight::ZeroCentred => 1.0,

@@ -1,0 +1,397 @@
+//! RMSNorm per head and rotary embedding of q and k, and the append of k and v to a cache: what stands between the joint
+//! projection and attention, in one pass.
+//!
+//! ```text
+//! q head → norm(q_weight) → rotate → q_out[token]
+//! k head → norm(k_weight) → rotate → k_cache[slots[token]]
+//! v head → v_cache[slots[token]]
+//! ```
+//!
+//! Work split: a head belongs to 8 to 32 neighbouring lanes, a piece of 16 bytes each, so the pieces are where RMSNorm's
+//! kernels have them and their sums of squares have the same bits. The other element of a half-split pair is in another
+//! lane, at the same place of its piece: four shuffles fetch that piece. What is normalised is rounded to the stored type
+//! before it is rotated, as it is between the operators `rmsnorm` and `rope`.
+//!
+//! ```text
+//! head, 128 bf16 | 0 | 1 | … | 7 | 8 | 9 | … | 15 |     lane: its piece; lanes 0 and 8, 1 and 9, … exchange theirs
+//! ```
+//!
+//! A group of lanes takes up to four heads of a token, all of q, of k or of v: it reads weight, cos and sin once for them,
+//! and four loads are on their way before the first use. Few tokens are bound by the launch and by latency: then a group
+//! takes one head. Lanes and warps whose heads are others' work differ in addresses only, so that shuffles are converged.
+//!
+//! q and q_out may be the same memory: a head is read before it is written, by the same lanes.
+
+use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeDims};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel, math, thread, warp};
+
+use crate::tile::reduce::block_sum_f32;
+
+const HEADS: usize = MAX_HEADS_PER_GROUP as usize;
+
+/// The tensors of a launch. `q_weight` and `k_weight` are null if there is no norm.
+struct Tensors<T> {
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    q_weight: *const T,
+    k_weight: *const T,
+    positions: *const u32,
+    cos: *const f32,
+    sin: *const f32,
+    slots: *const u32,
+    q_out: *mut T,
+    k_cache: *mut T,
+    v_cache: *mut T,
+}
+
+/// Heads of a token, all of q, of k or of v.
+struct Group<T> {
+    /// The first head; the others are `step` apart.
+    head: u32,
+    step: u32,
+    /// Where they end; 0 if there is nothing to do.
+    heads: u32,
+    /// The token's heads, before and after.
+    from: *const T,
+    from_stride: u32,
+    to: *mut T,
+    to_stride: u32,
+    /// None for v, and without a norm.
+    weight: *const T,
+    /// The token's row of the tables.
+    table: usize,
+    is_v: bool,
+}
+
+impl<T: Element> Group<T> {
+    /// # Safety
+    /// - `positions` and `slots` are *in-bounds* for every token — checked in `QkNormRope::run`.
+    #[inline(always)]
+    unsafe fn new(index: u32, tensors: &Tensors<T>, dims: &QkNormRopeDims) -> Self {
+        // At least 1 (QkNormRope::run); `max` tells the compiler, which would otherwise keep a panic path.
+        let groups = (dims.q_groups + 2 * dims.kv_groups).max(1);
+        let (token, group) = (index / groups, index % groups);
+        let is_q = group < dims.q_groups;
+        let is_v = group >= dims.q_groups + dims.kv_groups;
+        let is_inside = token < dims.tokens;
+        let (mut position, mut slot) = (0, 0);
+        // SAFETY: token < tokens — QkNormRope::run.
+        unsafe {
+            if is_inside && !is_v {
+                position =
+                    global::load(tensors.positions.add(token as usize * dims.position_stride as usize));
+            }
+            if is_inside && !is_q {
+                slot = global::load(tensors.slots.add(token as usize));
+            }
+        }
+        // A position beyond the tables takes the last row: a kernel has no way to refuse, and must not read outside.
+        let position = position.min(dims.max_position - 1);
+        let (from, from_strides, weight, to, to_row, to_strides) = if is_q {
+            let (strides, out_strides) = (
+                [dims.q_token_stride, dims.q_head_stride],
+                [dims.q_out_token_stride, dims.q_out_head_stride],
+            );
+            (tensors.q, strides, tensors.q_weight, tensors.q_out, token, out_strides)
+        } else {
+            let cache_strides = [dims.slot_stride, dims.cache_head_stride];
+            if is_v {
+                let strides = [dims.v_token_stride, dims.v_head_stride];
+                (tensors.v, strides, core::ptr::null(), tensors.v_cache, slot, cache_strides)
+            } else {
+                let strides = [dims.k_token_stride, dims.k_head_stride];
+                (tensors.k, strides, tensors.k_weight, tensors.k_cache, slot, cache_strides)
+            }
+        };
+        let before = if is_q { 0 } else { dims.q_groups + if is_v { dims.kv_groups } else { 0 } };
+        let heads = if is_q { dims.heads_q } else { dims.heads_kv };
+        Group {
+            head: group - before,
+            step: if is_q { dims.q_groups } else { dims.kv_groups },
+            heads: if is_inside && (is_q || slot < dims.num_slots) { heads } else { 0 },
+            // Inside their tensors wherever `heads` is not 0: elsewhere nothing is accessed.
+            from: from.wrapping_add(token as usize * from_strides[0] as usize),
+            from_stride: from_strides[1],
+            to: to.wrapping_add(to_row as usize * to_strides[0] as usize),
+            to_stride: to_strides[1],
+            weight,
+            table: position as usize * (dims.rotary_dim / 2) as usize,
+            is_v,
+        }
+    }
+
+    #[inline(always)]
+    fn from(&self, head: u32) -> *const T {
+        self.from.wrapping_add(head as usize * self.from_stride as usize)
+    }
+
+    #[inline(always)]
+    fn to(&self, head: u32) -> *mut T {
+        self.to.wrapping_add(head as usize * self.to_stride as usize)
+    }
+}
+
+/// cos and sin of a piece's elements, whose pairs are `pair` and those that follow it: two elements a pair if they are
+/// interleaved, one if not.
+///
+/// # Safety
+/// - The pairs are *in-bounds* of the tables' row, which is *aligned(16)*, but for the two of an interleaved f32 piece —
+///   checked in `QkNormRope::run`, which takes another tile otherwise.
+#[inline(always)]
+unsafe fn load_angles<T: Element>(table: *const f32, pair: usize, is_interleaved: bool) -> [f32; 8] {
+    let table = table.wrapping_add(pair);
+    let mut angles = [0.0; 8];
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !is_interleaved {
+            let mut i = 0;
+            while i < T::PER_16_BYTES {
+                let four = global::load_nc_x4(table.wrapping_add(i));
+                angles[i] = f32::from_bits(four[0]);
+                angles[i + 1] = f32::from_bits(four[1]);
+                angles[i + 2] = f32::from_bits(four[2]);
+                angles[i + 3] = f32::from_bits(four[3]);
+                i += 4;
+            }
+        } else if T::PER_16_BYTES == 8 {
+            let four = global::load_nc_x4(table);
+            let mut i = 0;
+            while i < 4 {
+                angles[2 * i] = f32::from_bits(four[i]);
+                angles[2 * i + 1] = angles[2 * i];
+                i += 1;
+            }
+        } else {
+            let mut i = 0;
+            while i < 2 {
+                angles[2 * i] = global::load(table.wrapping_add(i));
+                angles[2 * i + 1] = angles[2 * i];
+                i += 1;
+            }
+        }
+    }
+    angles
+}
+
+/// A head in `LANES` lanes, a piece of 16 bytes each.
+///
+/// # Safety
+/// - All lanes of the warp call it (*converged*), also those whose token is past the end.
+/// - Pointers, strides, the head dimension and the rotated part (half of it, if pairs are half of it apart) are
+///   *in-bounds* and *aligned(16)*; a head has at most `LANES` pieces — checked in `QkNormRope::run`, which takes the block
+///   tile otherwise. q is q_out or does not overlap it; slots distinct (*exclusive*) — its caller.
+#[inline(always)]
+unsafe fn by_lanes<T: Element, const LANES: u32>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
+    let per_piece = T::PER_16_BYTES as u32;
+    let (lane, piece) = (thread::lane(), thread::thread_idx_x() % LANES);
+    let (pieces, rotated) = (dims.head_dim / per_piece, dims.rotary_dim / per_piece);
+    let element = (piece * per_piece) as usize;
+    let is_interleaved = dims.is_interleaved != 0;
+    // SAFETY: head < heads and piece < pieces keep every access inside the tensors — QkNormRope::run. The shuffles are
+    // in branches on `dims` alone.
+    unsafe {
+        let index = thread::block_idx_x() * (thread::block_dim_x() / LANES) + thread::thread_idx_x() / LANES;
+        let group = Group::new(index, tensors, dims);
+        let heads = if piece < pieces { group.heads } else { 0 };
+        let mut held = [[0u32; 4]; HEADS];
+        let mut i = 0;
+        while i < HEADS {
+            let head = group.head + i as u32 * group.step;
+            if head < heads {
+                held[i] = global::load_x4(group.from(head).wrapping_add(element));
+            }
+            i += 1;
+        }
+        let mut gains = [0.0; 8];
+        if heads > 0 && !group.weight.is_null() {
+            T::unpack(global::load_nc_x4(group.weight.wrapping_add(element)), &mut gains);
+        }
+        let rotates = piece < rotated && heads > 0 && !group.is_v;
+        // The pieces of the second half have the pairs of the first.
+        let is_second = !is_interleaved && piece >= rotated / 2;
+        let (mut cos, mut sin) = ([0.0; 8], [0.0; 8]);
+        if rotates {
+            let pair = if is_interleaved {
+                element / 2
+            } else {
+                element - if is_second { (dims.rotary_dim / 2) as usize } else { 0 }
+            };
+            cos = load_angles::<T>(tensors.cos.wrapping_add(group.table), pair, is_interleaved);
+            sin = load_angles::<T>(tensors.sin.wrapping_add(group.table), pair, is_interleaved);
+            // The first of a pair (a, b) becomes a·cos − b·sin, the second b·cos + a·sin.
+            let mut j = 0;
+            while j < T::PER_16_BYTES {
+                let is_first = if is_interleaved { j % 2 == 0 } else { !is_second };
+                sin[j] = if is_first { -sin[j] } else { sin[j] };
+                j += 1;
+            }
+        }
+        let half = rotated / 2;
+        let partner = if !rotates || is_interleaved {
+            lane
+        } else if is_second {
+            lane - half
+        } else {
+            lane + half
+        };
+        let mut i = 0;
+        while i < HEADS {
+            if (i as u32) < dims.heads_per_group {
+                let mut values = [0.0; 8];
+                T::unpack(held[i], &mut values);
+                if !tensors.q_weight.is_null() {
+                    let mut square = 0.0;
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        square = math::fma(values[j], values[j], square);
+                        j += 1;
+                    }
+                    let square = warp::sum_f32::<LANES>(square);
+                    let scale = math::rsqrt(math::fma(square, dims.inv_head_dim, dims.eps));
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        values[j] = values[j] * scale * (gains[j] + dims.weight_offset);
+                        j += 1;
+                    }
+                    let normed = T::pack(&values);
+                    if !group.is_v {
+                        held[i] = normed;
+                    }
+                    T::unpack(held[i], &mut values);
+                }
+                let mut others = [0.0; 8];
+                if is_interleaved {
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        others[j] = values[j ^ 1];
+                        j += 1;
+                    }
+                } else {
+                    let mut words = [0; 4];
+                    let mut j = 0;
+                    while j < 4 {
+                        words[j] = warp::shuffle_idx(warp::FULL_MASK, held[i][j], partner);
+                        j += 1;
+                    }
+                    T::unpack(words, &mut others);
+                }
+                if rotates {
+                    let mut j = 0;
+                    while j < T::PER_16_BYTES {
+                        values[j] = math::fma(values[j], cos[j], others[j] * sin[j]);
+                        j += 1;
+                    }
+                    held[i] = T::pack(&values);
+                }
+                let head = group.head + i as u32 * group.step;
+                if head < heads {
+                    global::store_x4(group.to(head).wrapping_add(element), held[i]);
+                }
+            }
+            i += 1;
+        }
+    }
+}
+
+/// A block walks over one head element by element, twice: the fallback for any size, stride and alignment.
+///
+/// # Safety
+/// - One block per head, all its threads (*converged*); heads *in-bounds* — checked in `QkNormRope::run`. q is q_out or
+///   does not overlap it; slots distinct (*exclusive*) — its caller.
+#[inline(always)]
+unsafe fn by_element<T: Element>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
+    let (member, members) = (thread::thread_idx_x(), thread::block_dim_x());
+    // SAFETY: col < head_dim keeps every access inside its head — QkNormRope::run. All threads of the block have one
+    // group, so they leave together and meet in the sum; what is read after it is written only by the thread that read it.
+    unsafe {
+        let group = Group::new(thread::block_idx_x(), tensors, dims);
+        if group.head >= group.heads {
+            return;
+        }
+        let (from, to) = (group.from(group.head), group.to(group.head));
+        let mut scale = 1.0;
+        if !group.weight.is_null() {
+            let mut square = 0.0;
+            let mut col = member;
+            while col < dims.head_dim {
+                let value = global::load(from.wrapping_add(col as usize)).to_f32();
+                square = math::fma(value, value, square);
+                col += members;
+            }
+            scale = math::rsqrt(math::fma(block_sum_f32(square), dims.inv_head_dim, dims.eps));
+        }
+        let normed = |col: usize| {
+            let value = global::load(from.wrapping_add(col));
+            if group.weight.is_null() {
+                return value;
+            }
+            let gain = global::load(group.weight.wrapping_add(col)).to_f32() + dims.weight_offset;
+            T::from_f32(value.to_f32() * scale * gain)
+        };
+        let pairs = if group.is_v { 0 } else { dims.rotary_dim / 2 };
+        let mut unit = member;
+        while unit < dims.head_dim - pairs {
+            if unit < pairs {
+                let (first, second) = if dims.is_interleaved != 0 {
+                    (2 * unit as usize, 2 * unit as usize + 1)
+                } else {
+                    (unit as usize, (unit + pairs) as usize)
+                };
+                let (a, b) = (normed(first).to_f32(), normed(second).to_f32());
+                let angle = group.table + unit as usize;
+                let cos = global::load(tensors.cos.wrapping_add(angle));
+                let sin = global::load(tensors.sin.wrapping_add(angle));
+                global::store(to.wrapping_add(first), T::from_f32(math::fma(a, cos, -(b * sin))));
+                global::store(to.wrapping_add(second), T::from_f32(math::fma(b, cos, a * sin)));
+            } else {
+                // Units beyond count from the middle of the rotated part: its second half has no units of its own.
+                let col = (unit + pairs) as usize;
+                global::store(to.wrapping_add(col), normed(col));
+            }
+            unit += members;
+        }
+    }
+}
+
+macro_rules! body {
+    (Lanes, $type:ident, $tensors:ident, $dims:ident, $lanes:literal) => {
+        by_lanes::<$type, $lanes>(&$tensors, &$dims)
+    };
+    (Block, $type:ident, $tensors:ident, $dims:ident $(,)?) => {
+        by_element::<$type>(&$tensors, &$dims)
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+        /// Entry point; see the module and `abi::ops::qk_norm_rope`.
+        ///
+        /// # Safety
+        /// - Arguments as `QkNormRope::run` checks them.
+        #[kernel(max_threads = 256)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            q_weight: *const $type,
+            k_weight: *const $type,
+            positions: *const u32,
+            cos: *const f32,
+            sin: *const f32,
+            slots: *const u32,
+            q_out: *mut $type,
+            k_cache: *mut $type,
+            v_cache: *mut $type,
+            dims: QkNormRopeDims,
+        ) {
+            let tensors =
+                Tensors { q, k, v, q_weight, k_weight, positions, cos, sin, slots, q_out, k_cache, v_cache };
+            // SAFETY: arguments as the body asks, by `QkNormRope::run`.
+            unsafe { body!($tile, $type, tensors, dims, $($value),*) }
+        }
+    )*};
+}
+abi::qk_norm_rope_table!(entries);

@@ -1,0 +1,100 @@
+//! Norm, rotation and append on the CPU: heads in parallel, so that slots which are not distinct are no data race.
+
+use abi::DType;
+use abi::ops::qk_norm_rope::QkNormRopeDims;
+use half::{bf16, f16};
+
+use super::{QkNormRopeArgs, RopeInput};
+use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::tensor::FloatElement;
+
+pub(super) fn run(dtype: DType, dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
+    match dtype {
+        DType::F16 => heads::<f16>(dims, args),
+        DType::BF16 => heads::<bf16>(dims, args),
+        _ => heads::<f32>(dims, args),
+    }
+}
+
+fn heads<T: FloatElement>(dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
+    let (tokens, heads_q, head_dim) = (dims.tokens as usize, dims.heads_q as usize, dims.head_dim as usize);
+    if tokens == 0 {
+        return;
+    }
+    let all_heads = heads_q + dims.heads_kv as usize;
+    let q = match &args.q {
+        RopeInput::From(q) => Some(q.host_slice::<T>()),
+        RopeInput::InPlace => None,
+    };
+    let (k, v) = (args.k.host_slice::<T>(), args.v.host_slice::<T>());
+    let weights =
+        args.weights.as_ref().map(|weights| (weights.q.host_slice::<T>(), weights.k.host_slice::<T>()));
+    let (positions, slots) = (args.positions.host_slice::<u32>(), args.slots.host_slice::<u32>());
+    let (cos, sin) = (args.tables.cos().view(), args.tables.sin().view());
+    let angles = Angles { cos: cos.host_slice(), sin: sin.host_slice() };
+    let q_out = SharedSlice::new(args.q_out.host_slice_mut::<T>());
+    let k_cache = SharedSlice::new(args.k_cache.host_slice_mut::<T>());
+    let v_cache = SharedSlice::new(args.v_cache.host_slice_mut::<T>());
+    let at =
+        |row: usize, head: usize, strides: [u32; 2]| row * strides[0] as usize + head * strides[1] as usize;
+    for_rows(all_heads, tokens * all_heads * head_dim, |head| {
+        for token in 0..tokens {
+            let position = positions[token * dims.position_stride as usize].min(dims.max_position - 1);
+            if head < heads_q {
+                let start = at(token, head, [dims.q_out_token_stride, dims.q_out_head_stride]);
+                // SAFETY: the heads of a view that is written do not overlap, and this thread alone has this head.
+                let out = unsafe { q_out.part(start, head_dim) };
+                if let Some(q) = q {
+                    let start = at(token, head, [dims.q_token_stride, dims.q_head_stride]);
+                    out.copy_from_slice(&q[start..][..head_dim]);
+                }
+                angles.norm_and_rotate(out, weights.map(|(q, _)| q), position, dims);
+            } else if slots[token] < dims.num_slots {
+                let head = head - heads_q;
+                let start = at(slots[token] as usize, head, [dims.slot_stride, dims.cache_head_stride]);
+                // SAFETY: as for q_out.
+                let (key, value) = unsafe { (k_cache.part(start, head_dim), v_cache.part(start, head_dim)) };
+                let from = at(token, head, [dims.k_token_stride, dims.k_head_stride]);
+                key.copy_from_slice(&k[from..][..head_dim]);
+                angles.norm_and_rotate(key, weights.map(|(_, k)| k), position, dims);
+                let from = at(token, head, [dims.v_token_stride, dims.v_head_stride]);
+                value.copy_from_slice(&v[from..][..head_dim]);
+            }
+        }
+    });
+}
+
+/// The tables.
+struct Angles<'a> {
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl Angles<'_> {
+    /// One head, rounded after the norm and after the rotation.
+    fn norm_and_rotate<T: FloatElement>(
+        &self,
+        head: &mut [T],
+        weight: Option<&[T]>,
+        position: u32,
+        dims: &QkNormRopeDims,
+    ) {
+        if let Some(weight) = weight {
+            let square: f32 = head.iter().map(|value| value.to_f32() * value.to_f32()).sum();
+            let scale = 1.0 / (square * dims.inv_head_dim + dims.eps).sqrt();
+            for (value, weight) in std::iter::zip(head.iter_mut(), weight) {
+                *value = T::from_f32(value.to_f32() * scale * (weight.to_f32() + dims.weight_offset));
+            }
+        }
+        let pairs = dims.rotary_dim as usize / 2;
+        let start = position as usize * pairs;
+        for (i, (cos, sin)) in
+            std::iter::zip(&self.cos[start..][..pairs], &self.sin[start..][..pairs]).enumerate()
+        {
+            let (first, second) = if dims.is_interleaved != 0 { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
+            let (a, b) = (head[first].to_f32(), head[second].to_f32());
+            head[first] = T::from_f32(a * cos - b * sin);
+            head[second] = T::from_f32(b * cos + a * sin);
+        }
+    }
+}

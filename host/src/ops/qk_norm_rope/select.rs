@@ -1,0 +1,137 @@
+//! Which kernel a norm and rotation of q and k takes.
+
+use abi::DType;
+use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
+
+use super::{OP, QkNormRopeProblem, RopeStyle};
+use crate::device::DeviceLimits;
+use crate::error::Error;
+
+/// Shared memory of the block tile: one f32 per warp.
+pub(super) const SMEM_BYTES: u32 = 128;
+
+/// Threads that an SM should have to do before a lane takes more than one head.
+const FULL_SM_THREADS: usize = 1024;
+
+/// A kernel and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QkNormRopeChoice {
+    /// The kernel.
+    pub variant: &'static QkNormRopeVariant,
+    /// Most heads that a group of lanes takes one after another.
+    pub heads_per_group: u32,
+    /// Why this one.
+    pub why: &'static str,
+}
+
+impl QkNormRopeChoice {
+    /// This kernel, if it can do the problem.
+    pub(super) fn forced(
+        variant: &'static QkNormRopeVariant,
+        heads_per_group: u32,
+        problem: &QkNormRopeProblem,
+    ) -> Result<Self, Error> {
+        let most = match variant.tile {
+            QkNormRopeTile::Lanes { .. } => MAX_HEADS_PER_GROUP,
+            QkNormRopeTile::Block => 1,
+        };
+        if fits(variant, problem) && (1..=most).contains(&heads_per_group) {
+            return Ok(QkNormRopeChoice { variant, heads_per_group, why: "asked for" });
+        }
+        let expected = match variant.tile {
+            QkNormRopeTile::Lanes { lanes } => format!(
+                "{} heads of whole pieces of 16 bytes, at most {lanes}, and at most {most} of them per group",
+                variant.dtype
+            ),
+            QkNormRopeTile::Block => format!("{} heads, one per group", variant.dtype),
+        };
+        Err(Error::invalid(
+            OP,
+            "variant",
+            expected,
+            format!("{problem:?}, {heads_per_group} heads per group"),
+        ))
+    }
+}
+
+/// Whether the parts of a head are whole pieces of 16 bytes: both halves of the rotated part if they are apart, the
+/// rotated part if not, and the rest.
+fn is_whole_pieces(problem: &QkNormRopeProblem) -> bool {
+    let per_16 = 16 / problem.dtype.bytes();
+    let part = match problem.style {
+        RopeStyle::HalfSplit => problem.rotary_dim / 2,
+        RopeStyle::Interleaved => problem.rotary_dim,
+    };
+    part.is_multiple_of(per_16) && problem.head_dim.is_multiple_of(per_16)
+}
+
+fn fits(variant: &QkNormRopeVariant, problem: &QkNormRopeProblem) -> bool {
+    variant.dtype == problem.dtype
+        && match variant.tile {
+            QkNormRopeTile::Lanes { lanes } => {
+                is_whole_pieces(problem) && problem.head_dim * problem.dtype.bytes() <= 16 * lanes as usize
+            }
+            QkNormRopeTile::Block => true,
+        }
+}
+
+/// The fewest lanes that hold a head, by the head's size and type alone; as many heads per group as leave every SM work.
+pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<QkNormRopeChoice, Error> {
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
+    let variant = VARIANTS.iter().find(|variant| fits(variant, problem)).ok_or_else(missing)?;
+    let QkNormRopeTile::Lanes { lanes } = variant.tile else {
+        let why = "heads are not whole pieces of 16 bytes, or too large for a warp";
+        return Ok(QkNormRopeChoice { variant, heads_per_group: 1, why });
+    };
+    let heads = problem.heads_q + 2 * problem.heads_kv;
+    let threads = problem.tokens.saturating_mul(heads * lanes as usize);
+    let full = FULL_SM_THREADS * limits.num_sms as usize;
+    let is_full = |&heads_per_group: &u32| threads / heads_per_group as usize >= full;
+    let heads_per_group = [MAX_HEADS_PER_GROUP, 2].into_iter().find(is_full).unwrap_or(1);
+    let why = if heads_per_group == 1 {
+        "few tokens: all lanes at once"
+    } else {
+        "many tokens: several heads per lane"
+    };
+    Ok(QkNormRopeChoice { variant, heads_per_group, why })
+}
+
+/// The kernel for any size and alignment.
+pub(super) fn block(dtype: DType) -> Result<&'static QkNormRopeVariant, Error> {
+    let is_block =
+        |variant: &&QkNormRopeVariant| variant.dtype == dtype && variant.tile == QkNormRopeTile::Block;
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name());
+    VARIANTS.iter().find(is_block).ok_or_else(missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use abi::Arch;
+
+    use super::*;
+
+    #[test]
+    fn choice_by_head_and_tokens() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let (half, inter) = (RopeStyle::HalfSplit, RopeStyle::Interleaved);
+        let table = [
+            (DType::BF16, half, 128, 128, 1, "qk_norm_rope_bf16__lanes16__sm61", 1),
+            (DType::BF16, half, 128, 128, 214, "qk_norm_rope_bf16__lanes16__sm61", 2),
+            (DType::BF16, half, 128, 128, 4096, "qk_norm_rope_bf16__lanes16__sm61", 4),
+            (DType::F16, half, 256, 64, 1, "qk_norm_rope_f16__lanes32__sm61", 1),
+            (DType::BF16, half, 64, 64, 1, "qk_norm_rope_bf16__lanes8__sm61", 1),
+            (DType::BF16, half, 24, 24, 4096, "qk_norm_rope_bf16__block__sm61", 1),
+            (DType::BF16, inter, 24, 24, 1, "qk_norm_rope_bf16__lanes8__sm61", 1),
+            (DType::BF16, half, 512, 64, 1, "qk_norm_rope_bf16__block__sm61", 1),
+            (DType::F32, half, 128, 128, 1, "qk_norm_rope_f32__lanes32__sm61", 1),
+            (DType::F32, half, 256, 256, 1, "qk_norm_rope_f32__block__sm61", 1),
+        ];
+        for (dtype, style, head_dim, rotary_dim, tokens, entry, heads) in table {
+            let (heads_q, heads_kv, norm) = (8, 2, None);
+            let problem =
+                QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm };
+            let choice = select(&limits, &problem).unwrap();
+            assert_eq!((choice.variant.entry, choice.heads_per_group), (entry, heads), "{tokens} tokens");
+        }
+    }
+}

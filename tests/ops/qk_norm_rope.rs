@@ -1,0 +1,556 @@
+//! Norm, rotation and append of q, k and v against their reference, and against the three operators.
+
+use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
+use proptest::prelude::*;
+use testkit::compare::{Scale, Tolerance, check_bits_eq};
+use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
+use warpforge::ops::kv_append::{self, KvAppend, KvAppendArgs, KvAppendProblem};
+use warpforge::ops::qk_norm_rope::{
+    QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights, reference,
+};
+use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use warpforge::ops::rope::reference::RopeShape;
+use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
+use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
+
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+};
+
+/// Positions of the tables in the property tests.
+const MAX_POSITION: usize = 97;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    InPlace,
+    Apart,
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    problem: QkNormRopeProblem,
+    num_slots: usize,
+    /// Elements between heads: of the joint projection, and of q_out and the caches.
+    gaps: [usize; 2],
+    from: Layout,
+    to: Layout,
+    place: Place,
+    heads_per_group: u32,
+    kind: Values,
+    seed: u64,
+}
+
+impl Case {
+    /// Of the kernel that takes a block of 256 threads for a head.
+    fn work(&self) -> usize {
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, .. } = self.problem;
+        tokens * (heads_q + 2 * heads_kv) * (256 * 40 + 20 * head_dim)
+    }
+}
+
+fn problem() -> impl Strategy<Value = QkNormRopeProblem> {
+    // Sizes of models, sizes that fit no piece of 16 bytes, and any.
+    let head = prop_oneof![
+        4 => proptest::sample::select(vec![(128, 128), (64, 64), (256, 64), (16, 16), (32, 16), (48, 32), (8, 8)]),
+        1 => (1usize..40, 0usize..20).prop_map(|(pairs, rest)| (2 * pairs + rest, 2 * pairs)),
+    ];
+    let norm = prop_oneof![
+        1 => Just(None),
+        2 => Just(Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain })),
+        1 => Just(Some(QkNorm { eps: 1e-3, weight: NormWeight::ZeroCentred })),
+    ];
+    let style = proptest::sample::select(&RopeStyle::ALL[..]);
+    (floats(), dims(&[4], 12), 1usize..7, 1usize..4, head, style, norm).prop_map(
+        |(dtype, tokens, heads_q, heads_kv, (head_dim, rotary_dim), style, norm)| QkNormRopeProblem {
+            tokens,
+            heads_q,
+            heads_kv,
+            head_dim,
+            rotary_dim,
+            style,
+            dtype,
+            norm,
+        },
+    )
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let layout = || {
+        let offset = prop_oneof![6 => Just(0usize), 1 => 1usize..9];
+        (stride_padding(), offset).prop_map(|(padding, offset)| Layout { padding, offset })
+    };
+    let gap = || prop_oneof![4 => Just(0usize), 1 => Just(8), 1 => 1usize..9];
+    let place = prop_oneof![Just(Place::InPlace), Just(Place::Apart)];
+    let layouts = ([gap(), gap()], layout(), layout(), place);
+    (problem(), 0usize..30, layouts, 1..=MAX_HEADS_PER_GROUP, finite_values(), any::<u64>()).prop_map(
+        |(problem, num_slots, (gaps, from, to, place), heads_per_group, kind, seed)| Case {
+            problem,
+            num_slots,
+            gaps,
+            from,
+            to,
+            place,
+            heads_per_group,
+            kind,
+            seed,
+        },
+    )
+}
+
+fn inv_freq(rotary_dim: usize) -> Vec<f64> {
+    (0..rotary_dim / 2).map(|i| 1e4f64.powf(-2.0 * i as f64 / rotary_dim as f64)).collect()
+}
+
+/// What a case begins with, as numbers and on a device. Rows are heads with a gap after each.
+struct Inputs {
+    /// q, k and v beside each other.
+    joint: Vec<f64>,
+    joint_rows: Rows,
+    weights: [Vec<f64>; 2],
+    weight_rows: [Rows; 2],
+    positions: Vec<u32>,
+    position_tensor: Tensor,
+    slots: Vec<u32>,
+    slot_tensor: Tensor,
+    tables: RopeTables,
+}
+
+/// What it writes, and the numbers that were there before.
+struct Outputs {
+    q: Rows,
+    k_cache: Rows,
+    v_cache: Rows,
+    before: [Vec<f64>; 3],
+}
+
+impl Inputs {
+    fn new(stream: &Stream, case: &Case) -> Result<Self, TestCaseError> {
+        let QkNormRopeProblem { tokens, head_dim, rotary_dim, dtype, .. } = case.problem;
+        let seed = case.seed;
+        let rows =
+            |data: &[f64], width, layout| Rows::input(stream, dtype, data, width, layout).map_err(fail);
+        let width = case.joint_heads() * (head_dim + case.gaps[0]);
+        let joint = values(case.kind, dtype, tokens * width, seed);
+        let weights = [1, 2].map(|i| values(Values::Normal, dtype, head_dim, seed ^ i));
+        let weight = |i: usize| rows(&weights[i], head_dim, Layout::default());
+        let mut rng = Rng::new(seed ^ 3);
+        // Out of order, repeated, and one beyond the tables now and then.
+        let positions: Vec<u32> = (0..tokens).map(|_| rng.below(MAX_POSITION + 2) as u32).collect();
+        // Distinct, in a random order, some of them beyond the cache.
+        let mut slots: Vec<u32> = (0..(case.num_slots.max(tokens) + 3) as u32).collect();
+        for i in (1..slots.len()).rev() {
+            slots.swap(i, rng.below(i + 1));
+        }
+        slots.truncate(tokens);
+        Ok(Inputs {
+            joint_rows: rows(&joint, width, case.from)?,
+            joint,
+            weight_rows: [weight(0)?, weight(1)?],
+            weights,
+            position_tensor: Tensor::from_slice(stream, &[tokens], &positions).map_err(fail)?,
+            positions,
+            slot_tensor: Tensor::from_slice(stream, &[tokens], &slots).map_err(fail)?,
+            slots,
+            tables: RopeTables::new(stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION).map_err(fail)?,
+        })
+    }
+
+    /// q, k or v of the joint projection.
+    fn part(&self, case: &Case, part: usize) -> Result<TensorView<'_>, Error> {
+        let QkNormRopeProblem { tokens, head_dim, .. } = case.problem;
+        let shape = [tokens, case.joint_heads(), head_dim + case.gaps[0]];
+        self.joint_rows.view().reshape(&shape)?.slice(1, case.heads_of(part))?.slice(2, 0..head_dim)
+    }
+
+    /// The same as numbers.
+    fn numbers(&self, case: &Case, part: usize) -> Vec<f64> {
+        let stride = case.problem.head_dim + case.gaps[0];
+        let heads = case.heads_of(part);
+        let rows = self.joint.chunks(case.joint_heads() * stride);
+        let parts = rows.flat_map(|row| &row[heads.start * stride..heads.end * stride]).copied();
+        split(&parts.collect::<Vec<f64>>(), case.problem.head_dim, case.gaps[0]).0
+    }
+
+    fn weight(&self, i: usize) -> Result<TensorView<'_>, Error> {
+        let rows = self.weight_rows[i].view();
+        rows.reshape(&[rows.len()])
+    }
+}
+
+impl Outputs {
+    fn new(stream: &Stream, case: &Case, inputs: &Inputs) -> Result<Self, TestCaseError> {
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, dtype, .. } = case.problem;
+        let (gap, spread) = (case.gaps[1], head_dim + case.gaps[1]);
+        let rows = |data: &[f64], heads: usize| {
+            Rows::input(stream, dtype, data, heads * spread, case.to).map_err(fail)
+        };
+        let random = |rows: usize, heads: usize, seed| {
+            values(Values::Normal, dtype, rows * heads * spread, case.seed ^ seed)
+        };
+        let caches = [5, 6].map(|seed| random(case.num_slots, heads_kv, seed));
+        let before = match case.place {
+            Place::Apart => random(tokens, heads_q, 4),
+            Place::InPlace => {
+                let q = inputs.numbers(case, 0);
+                q.chunks(head_dim).flat_map(|head| [head, &vec![1.0; gap]].concat()).collect()
+            }
+        };
+        Ok(Outputs {
+            q: if case.place == Place::Apart && gap == 0 {
+                Rows::output(stream, dtype, tokens, heads_q * spread, case.to).map_err(fail)?
+            } else {
+                rows(&before, heads_q)?
+            },
+            k_cache: rows(&caches[0], heads_kv)?,
+            v_cache: rows(&caches[1], heads_kv)?,
+            before: {
+                let [k, v] = caches;
+                [before, k, v]
+            },
+        })
+    }
+
+    fn run(&mut self, stream: &Stream, plan: &QkNormRope, case: &Case, inputs: &Inputs) -> Result<(), Error> {
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, norm, .. } = case.problem;
+        let spread = head_dim + case.gaps[1];
+        let weights = match norm {
+            None => None,
+            Some(_) => Some(QkNormWeights { q: inputs.weight(0)?, k: inputs.weight(1)? }),
+        };
+        let cache = [case.num_slots, heads_kv, spread];
+        let args = QkNormRopeArgs {
+            q: match case.place {
+                Place::InPlace => RopeInput::InPlace,
+                Place::Apart => RopeInput::From(inputs.part(case, 0)?),
+            },
+            k: inputs.part(case, 1)?,
+            v: inputs.part(case, 2)?,
+            weights,
+            positions: inputs.position_tensor.view(),
+            tables: &inputs.tables,
+            slots: inputs.slot_tensor.view(),
+            q_out: self.q.view_mut().reshape(&[tokens, heads_q, spread])?.slice(2, 0..head_dim)?,
+            k_cache: self.k_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
+            v_cache: self.v_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
+        };
+        plan.run(stream, args)
+    }
+
+    /// The heads of q and of the caches, after checking what is between them.
+    fn read(&self, stream: &Stream, case: &Case) -> Result<[Vec<f64>; 3], TestCaseError> {
+        let mut heads = Vec::new();
+        for (rows, before) in std::iter::zip([&self.q, &self.k_cache, &self.v_cache], &self.before) {
+            let (got, gaps) = split(&rows.read(stream)?, case.problem.head_dim, case.gaps[1]);
+            let (_, before) = split(before, case.problem.head_dim, case.gaps[1]);
+            prop_assert_eq!(gaps, before, "between heads");
+            heads.push(got);
+        }
+        heads.try_into().map_err(|_| fail("three tensors"))
+    }
+}
+
+impl Case {
+    fn joint_heads(&self) -> usize {
+        self.problem.heads_q + 2 * self.problem.heads_kv
+    }
+
+    /// Of q, k or v in the joint projection.
+    fn heads_of(&self, part: usize) -> std::ops::Range<usize> {
+        let QkNormRopeProblem { heads_q, heads_kv, .. } = self.problem;
+        [0..heads_q, heads_q..heads_q + heads_kv, heads_q + heads_kv..self.joint_heads()][part].clone()
+    }
+
+    fn shape(&self, heads: usize) -> RopeShape {
+        let QkNormRopeProblem { head_dim, rotary_dim, style, .. } = self.problem;
+        RopeShape { heads, head_dim, rotary_dim, style }
+    }
+
+    fn plan(
+        &self,
+        device: &Device,
+        variant: Option<&'static QkNormRopeVariant>,
+    ) -> Result<QkNormRope, Error> {
+        let Some(variant) = variant else { return QkNormRope::plan(device, self.problem) };
+        let heads = if variant.tile == QkNormRopeTile::Block { 1 } else { self.heads_per_group };
+        QkNormRope::plan_with(device, self.problem, variant, heads)
+    }
+}
+
+/// Heads, and the gaps that follow them.
+fn split(rows: &[f64], head_dim: usize, gap: usize) -> (Vec<f64>, Vec<f64>) {
+    let heads = rows.chunks(head_dim + gap);
+    (
+        heads.clone().flat_map(|head| &head[..head_dim]).copied().collect(),
+        heads.flat_map(|head| &head[head_dim..]).copied().collect(),
+    )
+}
+
+fn wide(stream: &Stream, table: &Tensor) -> Result<Vec<f64>, TestCaseError> {
+    Ok(table.to_vec::<f32>(stream).map_err(fail)?.into_iter().map(f64::from).collect())
+}
+
+fn run(
+    device: &Device,
+    case: &Case,
+    variant: Option<&'static QkNormRopeVariant>,
+) -> Result<(), TestCaseError> {
+    let QkNormRopeProblem { heads_q, heads_kv, head_dim, dtype, norm, .. } = case.problem;
+    let stream = device.stream().map_err(fail)?;
+    let plan = case.plan(device, variant).map_err(fail)?;
+    let inputs = Inputs::new(&stream, case)?;
+    let mut outputs = Outputs::new(&stream, case, &inputs)?;
+    outputs.run(&stream, &plan, case, &inputs).map_err(fail)?;
+
+    let what = plan.report().variant;
+    let [q, k_cache, v_cache] = outputs.read(&stream, case)?;
+    let (cos, sin) = (wide(&stream, inputs.tables.cos())?, wide(&stream, inputs.tables.sin())?);
+    let width = heads_kv * head_dim;
+    for (part, heads, got) in [(0, heads_q, &q), (1, heads_kv, &k_cache)] {
+        let (x, shape) = (inputs.numbers(case, part), case.shape(heads));
+        let norm = norm.map(|norm| (norm, &inputs.weights[part][..]));
+        let (positions, tables) = (&inputs.positions[..], (&cos[..], &sin[..]));
+        let (want, terms) = reference::qk_norm_rope::<f64>(&x, norm, positions, tables, shape, |v| v);
+        let (naive, _) = reference::qk_norm_rope::<f32>(&x, norm, positions, tables, shape, store(dtype));
+        let tolerance = Tolerance::new(dtype, Scale::Given(&terms), head_dim + 12);
+        if part == 0 {
+            check(&format!("{what}: q"), got, &want, &naive, &tolerance)?;
+            continue;
+        }
+        // In the cache: what was there in the slots of no token, and those of the others by what they must be.
+        let mut cached = split(&outputs.before[1], head_dim, case.gaps[1]).0;
+        let mut of_tokens = vec![0.0; want.len()];
+        for (token, &slot) in inputs.slots.iter().enumerate() {
+            let row = token * width..(token + 1) * width;
+            let slot = slot as usize * width..(slot as usize + 1) * width;
+            match got.get(slot.clone()) {
+                None => of_tokens[row.clone()].copy_from_slice(&want[row]),
+                Some(got) => {
+                    of_tokens[row].copy_from_slice(got);
+                    cached[slot].copy_from_slice(got);
+                }
+            }
+        }
+        prop_assert_eq!(got, &cached, "{}: slots of no token", what);
+        check(&format!("{what}: k"), &of_tokens, &want, &naive, &tolerance)?;
+    }
+    let mut want = split(&outputs.before[2], head_dim, case.gaps[1]).0;
+    kv_append::reference::kv_append(&inputs.numbers(case, 2), &inputs.slots, &mut want, width);
+    prop_assert_eq!(v_cache, want, "{}: v", what);
+    Ok(())
+}
+
+/// The wanted kernels that can do the case.
+fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    for device in cards {
+        for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.problem.dtype) {
+            if wanted(variant.entry) && case.plan(device, Some(variant)).is_ok() {
+                run(device, case, Some(variant))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
+    every_kernel("qk_norm_rope", case(), |case| 3 * case.work(), run_variants)
+}
+
+/// What the three operators leave in q and the caches, one after another.
+fn one_after_another(
+    stream: &Stream,
+    case: &Case,
+    inputs: &Inputs,
+    outputs: &mut Outputs,
+) -> Result<(), Error> {
+    let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm } =
+        case.problem;
+    let device = stream.device();
+    let turn = |part: usize, heads: usize| -> Result<Tensor, Error> {
+        let mut out = Tensor::empty(stream, &[tokens, heads, head_dim], dtype)?;
+        let mut x = RopeInput::From(inputs.part(case, part)?);
+        if let Some(QkNorm { eps, weight }) = norm {
+            let problem = RmsNormProblem { rows: tokens * heads, cols: head_dim, dtype, eps, weight };
+            let (x, weight) = (inputs.part(case, part)?, inputs.weight(part)?);
+            let args = RmsNormArgs { x, residual: None, weight, gate: None, out: out.view_mut() };
+            RmsNorm::plan(device, problem)?.run(stream, args)?;
+        }
+        if norm.is_some() {
+            x = RopeInput::InPlace;
+        }
+        let (positions, tables) = (inputs.position_tensor.view(), &inputs.tables);
+        let problem = RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype };
+        Rope::plan(device, problem)?.run(stream, RopeArgs { x, positions, tables, out: out.view_mut() })?;
+        Ok(out)
+    };
+    stream.copy(turn(0, heads_q)?.view(), outputs.q.view_mut().reshape(&[tokens, heads_q, head_dim])?)?;
+    let (k, shape) = (turn(1, heads_kv)?, [case.num_slots, heads_kv, head_dim]);
+    let args = KvAppendArgs {
+        k: k.view(),
+        v: Some(inputs.part(case, 2)?),
+        slots: inputs.slot_tensor.view(),
+        k_cache: outputs.k_cache.view_mut().reshape(&shape)?,
+        v_cache: Some(outputs.v_cache.view_mut().reshape(&shape)?),
+    };
+    KvAppend::plan(device, KvAppendProblem { tokens, heads: heads_kv, head_dim, dtype })?.run(stream, args)
+}
+
+/// Whether the squares of a head are added in the order in which `rmsnorm` does it.
+fn adds_alike(problem: &QkNormRopeProblem) -> bool {
+    let per_piece = 16 / problem.dtype.bytes();
+    let in_halves = if problem.style == RopeStyle::HalfSplit { 2 } else { 1 };
+    let is_whole = problem.rotary_dim.is_multiple_of(in_halves * per_piece);
+    !problem.head_dim.is_multiple_of(per_piece) || (is_whole && problem.head_dim <= 32 * per_piece)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(256))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn planned((case, on) in on_executors(case, Case::work)) {
+        for device in &on.devices() {
+            run(device, &case, None)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_variant((case, on) in on_executors(case, |case| 3 * case.work())) {
+        run_variants(&on.cards(), &case, EVERY)?;
+    }
+
+    /// The bits are those of the three operators, however many heads a group takes.
+    #[test]
+    fn as_three_operators((case, on) in on_executors(
+        || case().prop_filter("another order", |case| case.problem.norm.is_none() || adds_alike(&case.problem)),
+        |case| 2 * case.work(),
+    )) {
+        let aligned = Layout::default();
+        let case = Case { gaps: [0; 2], from: aligned, to: aligned, place: Place::Apart, ..case };
+        let fits = |device: &Device| VARIANTS.iter().find(|variant| case.plan(device, Some(variant)).is_ok());
+        for device in &on.devices() {
+            let stream = device.stream().map_err(fail)?;
+            let inputs = Inputs::new(&stream, &case)?;
+            let mut want = Outputs::new(&stream, &case, &inputs)?;
+            one_after_another(&stream, &case, &inputs, &mut want).map_err(fail)?;
+            let mut got = Outputs::new(&stream, &case, &inputs)?;
+            let plan = case.plan(device, fits(device)).map_err(fail)?;
+            got.run(&stream, &plan, &case, &inputs).map_err(fail)?;
+            let (got, want) = (got.read(&stream, &case)?, want.read(&stream, &case)?);
+            for (part, (got, want)) in std::iter::zip(got, want).enumerate() {
+                let bits = |values: &[f64]| values.iter().map(|&value| value as f32).collect::<Vec<f32>>();
+                check_bits_eq(&bits(&got), &bits(&want)).map_err(|error| fail(format!("{part}: {error}")))?;
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_input() -> Result<(), Error> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        let problem = QkNormRopeProblem {
+            tokens: 4,
+            heads_q: 4,
+            heads_kv: 2,
+            head_dim: 64,
+            rotary_dim: 32,
+            style: RopeStyle::HalfSplit,
+            dtype: DType::F32,
+            norm: Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain }),
+        };
+        let plan = QkNormRope::plan(device, problem)?;
+        let zeros = |shape: &[usize]| Tensor::zeros(&stream, shape, DType::F32);
+        let (q, kv, weight) = (zeros(&[4, 4, 64])?, zeros(&[4, 2, 64])?, zeros(&[64])?);
+        let tables = RopeTables::new(&stream, &inv_freq(32), 1.0, 8)?;
+        let numbers = Tensor::zeros(&stream, &[4], DType::U32)?;
+        let (mut q_out, mut k_cache, mut v_cache) =
+            (zeros(&[4, 4, 64])?, zeros(&[9, 2, 64])?, zeros(&[9, 2, 64])?);
+        let mut message = |change: &dyn Fn(QkNormRopeArgs<'_>) -> Result<(), Error>| -> String {
+            let weights = Some(QkNormWeights { q: weight.view(), k: weight.view() });
+            let args = QkNormRopeArgs {
+                q: RopeInput::From(q.view()),
+                k: kv.view(),
+                v: kv.view(),
+                weights,
+                positions: numbers.view(),
+                tables: &tables,
+                slots: numbers.view(),
+                q_out: q_out.view_mut(),
+                k_cache: k_cache.view_mut(),
+                v_cache: v_cache.view_mut(),
+            };
+            change(args).unwrap_err().to_string()
+        };
+        let run = |args: QkNormRopeArgs<'_>| plan.run(&stream, args);
+        let (short, floats) = (zeros(&[3, 2, 64])?, zeros(&[4])?);
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { v: short.view(), ..args })),
+            "qk_norm_rope: v: expected shape [4, 2, 64], got [3, 2, 64]"
+        );
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { q: RopeInput::From(kv.view()), ..args })),
+            "qk_norm_rope: q: expected shape [4, 4, 64], got [4, 2, 64]"
+        );
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { weights: None, ..args })),
+            "qk_norm_rope: weights: expected tensors, as the problem has a norm, got none"
+        );
+        let narrow = zeros(&[32])?;
+        assert_eq!(
+            message(&|args| {
+                let weights = Some(QkNormWeights { q: weight.view(), k: narrow.view() });
+                run(QkNormRopeArgs { weights, ..args })
+            }),
+            "qk_norm_rope: weights.k: expected shape [64], got [32]"
+        );
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { slots: floats.view(), ..args })),
+            "qk_norm_rope: slots: expected u32, got f32"
+        );
+        let others = RopeTables::new(&stream, &inv_freq(64), 1.0, 8)?;
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { tables: &others, ..args })),
+            "qk_norm_rope: tables: expected shape [any, 16], got [8, 32]"
+        );
+        assert_eq!(
+            message(&|args| {
+                let mut spread = zeros(&[9, 2, 65])?;
+                let v_cache = spread.view_mut().slice(2, 0..64)?;
+                run(QkNormRopeArgs { v_cache, ..args })
+            }),
+            "qk_norm_rope: v_cache: expected strides [128, 64, 1], got [130, 65, 1]"
+        );
+        let without = QkNormRope::plan(device, QkNormRopeProblem { norm: None, ..problem })?;
+        assert_eq!(
+            message(&|args| without.run(&stream, args)),
+            "qk_norm_rope: weights: expected none, as the problem has no norm, got tensors"
+        );
+        let smaller = QkNormRope::plan(device, QkNormRopeProblem { tokens: 3, ..problem })?;
+        assert_eq!(
+            message(&|args| smaller.run(&stream, args)),
+            "qk_norm_rope: q_out: expected at most 3 tokens, as planned, got 4"
+        );
+        let error =
+            |problem: QkNormRopeProblem| QkNormRope::supports(device, &problem).unwrap_err().to_string();
+        assert_eq!(
+            error(QkNormRopeProblem { heads_kv: 0, ..problem }),
+            "qk_norm_rope: problem: expected at least one query head and one key head, got 4 and 0"
+        );
+        assert_eq!(
+            error(QkNormRopeProblem { rotary_dim: 66, ..problem }),
+            "qk_norm_rope: problem: expected an even rotary_dim from 2 to head_dim 64, got 66"
+        );
+        assert_eq!(
+            error(QkNormRopeProblem { dtype: DType::I32, ..problem }),
+            "qk_norm_rope: problem: expected dtype f32, f16 or bf16, got i32"
+        );
+        let norm = Some(QkNorm { eps: -1.0, weight: NormWeight::Plain });
+        assert_eq!(
+            error(QkNormRopeProblem { norm, ..problem }),
+            "qk_norm_rope: problem: expected a finite eps of at least 0, got -1"
+        );
+    }
+    Ok(())
+}
