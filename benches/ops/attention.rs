@@ -96,7 +96,6 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             scale: f64::from(problem.scale()),
             mask: Mask::None,
             window: None,
-            first_term: 0,
         };
         let (q, k) = (row(&set.q)?, column(&set.k, head_dim)?);
         let v = column(set.v.as_ref().unwrap_or(&set.k), head_dim_v)?;

@@ -79,8 +79,7 @@ impl Case {
     fn sequence(&self, len: usize) -> Sequence {
         let Case { seq_q, heads: (heads_q, heads_kv), head_dim, head_dim_v, mask, window, .. } = *self;
         let scale = f64::from(self.problem().scale());
-        let first_term = 0;
-        Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window, first_term }
+        Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window }
     }
 
     /// q, k and v; beyond the keys of a sequence k and v are NaN.
@@ -247,14 +246,14 @@ fn compute(
 /// Reference, naive result and magnitudes of a case.
 struct Expected {
     reference: Results,
-    /// In several orders of the sums, see [`ROWS`].
+    /// In several orders of the sums over the head, see [`ROWS`].
     naive: Vec<Results>,
     magnitudes: Results,
 }
 
 /// All columns of a row share the errors of its scores, so a case has as many independent errors as rows; the largest of a
 /// few may be next to nothing by luck. The naive result is therefore computed in as many orders as make up this many rows,
-/// at most 256: orders of the sums over the head and of those over the keys.
+/// at most 256.
 const ROWS: usize = 512;
 
 fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
@@ -276,14 +275,13 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
         };
         append(&mut expected.reference, attention::<f64>(&sequence, &q, &k, &v, |value| value));
         append(&mut expected.magnitudes, magnitudes(&sequence, &q, &k, &v));
-        // A rotation of all heads changes the order of the scores' sums and nothing else, one of a row's keys the other sums.
+        // A rotation of all heads changes the order of the scores' sums and nothing else.
         let rotated = |data: &[f64], by: usize| -> Vec<f64> {
             data.chunks_exact(head_dim).flat_map(|head| [&head[by..], &head[..by]].concat()).collect()
         };
         for (order, naive) in expected.naive.iter_mut().enumerate() {
             let by = order * head_dim / orders;
             let (q, k) = (rotated(&q, by), rotated(&k, by));
-            let sequence = Sequence { first_term: order * len / orders, ..sequence };
             append(naive, attention::<f32>(&sequence, &q, &k, &v, store(dtype)));
         }
     }

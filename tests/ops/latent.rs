@@ -103,7 +103,6 @@ impl Case {
             scale: f64::from(self.scale()),
             mask: Mask::Causal,
             window: None,
-            first_term: 0,
         };
         attention::<A>(&sequence, &data.q, &k, &v, &store).0
     }

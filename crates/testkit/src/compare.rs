@@ -39,9 +39,11 @@
 use crate::element::{Element, show};
 use crate::round::{encode, exponent_of, min_normal, round_to, ulp};
 use abi::DType;
+use std::collections::BTreeSet;
 use std::fmt;
 
-/// Number of elements of like magnitude from which their largest naive error is taken as it is.
+/// Number of elements of like magnitude from which their largest naive error is taken as it is. The same result for the same
+/// reference again is no second one.
 pub const SAMPLE: usize = 64;
 
 /// Number of elements from which the root mean square is checked: below, one element decides it.
@@ -275,11 +277,13 @@ pub fn check_within_naive(
 
     // Largest scaled naive error per binade; exponents of finite f64 run from −1023 to 1023, one spare on either side.
     let bin = |m: f64| (exponent_of(m) + 1024) as usize;
-    let mut largest = vec![(0usize, 0f64); 2049];
+    let mut largest = vec![(BTreeSet::new(), 0f64); 2049];
     for ((&reference, &naive), &m) in reference.iter().zip(naive).zip(&magnitude) {
         if reference.is_finite() && naive.is_finite() {
-            let (count, error) = &mut largest[bin(m)];
-            *count += 1;
+            let (sample, error) = &mut largest[bin(m)];
+            if sample.len() < SAMPLE {
+                sample.insert((reference.to_bits(), naive.to_bits()));
+            }
             *error = error.max((naive - reference).abs() / m);
         }
     }
@@ -292,7 +296,7 @@ pub fn check_within_naive(
     for (index, &m) in magnitude.iter().enumerate() {
         let (got, expected, naive) = (got[index], reference[index], naive[index]);
         let alike = &largest[bin(m) - 1..=bin(m) + 1];
-        let sample: usize = alike.iter().map(|(count, _)| count).sum();
+        let sample: usize = alike.iter().map(|(sample, _)| sample.len()).sum();
         let least = if sample < SAMPLE { chance } else { 0.0 };
         let naive_error = alike.iter().fold(least, |most, (_, error)| most.max(*error));
         let allowed = factor * naive_error * m + ulps * ulp(dtype, expected);
@@ -598,6 +602,20 @@ mod tests {
             let result = check_within_naive(&[got], &[reference], &[naive], &tolerance);
             assert_eq!(result.is_ok(), passes, "{dtype} {got:e} for {reference:e}: {result:?}");
         }
+    }
+
+    /// The naive result of a few elements is exact by luck. Written down often it is no larger sample.
+    #[test]
+    fn copies_are_no_sample() {
+        let (reference, got) = ([1.0, 1.5], [1.0 + 3.5 * 2f64.powi(-23), 1.5]);
+        let tolerance = Tolerance::new(DType::F32, Scale::Element, 100);
+        for copies in [1, 100] {
+            let all = |values: &[f64]| values.repeat(copies);
+            assert_within_naive(&all(&got), &all(&reference), &all(&reference), &tolerance);
+        }
+        let reference: Vec<f64> = (0..64).map(|i| 1.0 + f64::from(i) * 2f64.powi(-7)).collect();
+        let got: Vec<f64> = reference.iter().map(|value| value + 3.5 * 2f64.powi(-23)).collect();
+        assert!(check_within_naive(&got, &reference, &reference, &tolerance).is_err());
     }
 
     #[test]

@@ -23,8 +23,6 @@ pub struct Sequence {
     pub mask: super::Mask,
     /// How many of them, the last ones.
     pub window: Option<usize>,
-    /// With which of the keys that a row sees its sums begin, modulo their number: any order is as good as another.
-    pub first_term: usize,
 }
 
 impl Sequence {
@@ -58,9 +56,7 @@ pub fn attention<A: Real>(
         for query in 0..seq_q {
             let place = query * heads_q + head;
             let row = &q[place * head_dim..][..head_dim];
-            let mut keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
-            let first_term = sequence.first_term % keys.len().max(1);
-            keys.rotate_left(first_term);
+            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
             let dot = |key: usize| -> A {
                 std::iter::zip(row, &k[kv_row(key, head_dim)..][..head_dim])
                     .map(|(&a, &b)| A::real(a) * A::real(b))
