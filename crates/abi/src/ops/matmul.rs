@@ -127,7 +127,7 @@ pub enum MatmulTile {
         bm: u32,
         /// Columns of the tile.
         bn: u32,
-        /// Threads of the block: 64 × 64 to a warp of 256 or of 128 × 128, else 32 × 32.
+        /// Threads of the block: 64 × 64 to a warp of 128 × 128, else 32 × 32.
         threads: u32,
         /// Blocks that a multiprocessor is to hold, which bounds the registers.
         blocks: u32,
@@ -285,11 +285,9 @@ macro_rules! matmul_table {
 macro_rules! matmul_mma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__m128n256__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1, stages: 4 };
             matmul_bf16__m128n128__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
             matmul_bf16__m64n64__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
             matmul_bf16_f32__m64n64__sm80 => bf16, f32, BF16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_f16__m128n256__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1, stages: 4 };
             matmul_f16__m128n128__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
             matmul_f16__m64n64__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
             matmul_f16_f32__m64n64__sm80 => f16, f32, F16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };

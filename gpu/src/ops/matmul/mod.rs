@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
-//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `mma` |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
 //!
