@@ -1,6 +1,8 @@
 //! Attention against its reference.
 
-use abi::ops::attention::{AttentionVariant, DECODE_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::attention::{
+    AttentionVariant, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
@@ -317,7 +319,8 @@ fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let mut expected = None;
     for device in cards {
-        let variants = VARIANTS.iter().chain(DECODE_MMA_VARIANTS).chain(WGMMA_VARIANTS);
+        let variants =
+            [VARIANTS, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, WGMMA_VARIANTS].into_iter().flatten();
         for variant in variants.filter(|variant| variant.dtype == case.dtype) {
             if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();

@@ -115,6 +115,15 @@ pub enum AttentionTile {
         /// Blocks that a multiprocessor is to hold, which bounds the registers.
         blocks: u32,
     },
+    /// The same by persistent blocks, which `cp.async` keeps supplied.
+    DecodeRing {
+        /// Largest `head_dim` and `head_dim_v`.
+        dim: u32,
+        /// Chunks of 16 keys of a warp in shared memory.
+        places: u32,
+        /// Blocks that a multiprocessor is to hold, if it has the shared memory.
+        blocks: u32,
+    },
     /// A block merges the splits of one row.
     Merge {},
     /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
@@ -137,6 +146,13 @@ pub const DECODE_MMA_ROWS: u32 = 16;
 /// Floats between the rows of its results in shared memory.
 pub const DECODE_MMA_PADDING: u32 = 4;
 
+/// Rows of a `DecodeRing` tile.
+pub const DECODE_RING_ROWS: u32 = 16;
+/// Columns of results in shared memory at a time, at most.
+pub const DECODE_RING_COLUMNS: u32 = 128;
+/// Floats between the rows of those.
+pub const DECODE_RING_PADDING: u32 = 4;
+
 /// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_STAGES: u32 = 2;
 /// Shared memory of a `Wgmma` tile behind its tensors: barriers and marks.
@@ -151,7 +167,9 @@ impl AttentionTile {
     /// The largest `head_dim` and `head_dim_v`.
     pub const fn max_head_dims(self) -> (u32, u32) {
         match self {
-            AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeMma { dim, .. } => (dim, dim),
+            AttentionTile::Prefill { dim, .. }
+            | AttentionTile::DecodeMma { dim, .. }
+            | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
             AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
             AttentionTile::Wgmma { dim, dim_v, .. } => (dim, dim_v),
@@ -164,6 +182,7 @@ impl AttentionTile {
             AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeMma { .. } => DECODE_MMA_ROWS,
+            AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
             AttentionTile::Merge {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
@@ -174,7 +193,8 @@ impl AttentionTile {
         match self {
             AttentionTile::Prefill { .. }
             | AttentionTile::Decode { .. }
-            | AttentionTile::DecodeMma { .. } => THREADS,
+            | AttentionTile::DecodeMma { .. }
+            | AttentionTile::DecodeRing { .. } => THREADS,
             AttentionTile::Merge {} => MERGE_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
         }
@@ -182,13 +202,17 @@ impl AttentionTile {
 
     /// Whether the merge comes after it.
     pub const fn is_decode(self) -> bool {
-        matches!(self, AttentionTile::Decode { .. } | AttentionTile::DecodeMma { .. })
+        matches!(
+            self,
+            AttentionTile::Decode { .. } | AttentionTile::DecodeMma { .. } | AttentionTile::DecodeRing { .. }
+        )
     }
 
     /// Shared memory of a block in bytes.
     ///
     /// Prefill: the tile of q, then one of k or v, as f32. Decode: the weights of the split, which the four warps' partial
-    /// results take the place of, then two f32 per warp and row. DecodeMma: the warps' results, then the same and a mark per warp. Merge: one row per
+    /// results take the place of, then two f32 per warp and row. DecodeMma: the warps' results, then the same and a mark per warp; DecodeRing: the ring before
+    /// those. Merge: one row per
     /// warp. Wgmma: q, the result unless it takes
     /// q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
@@ -199,6 +223,11 @@ impl AttentionTile {
             }
             AttentionTile::DecodeMma { dim, .. } => {
                 THREADS / 32 * (DECODE_MMA_ROWS * (dim + DECODE_MMA_PADDING + 2) + 1) * 4
+            }
+            AttentionTile::DecodeRing { dim, places, .. } => {
+                let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
+                let results = (DECODE_RING_ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
+                THREADS / 32 * (places * 16 * dim * 2 + results)
             }
             AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
@@ -303,6 +332,21 @@ macro_rules! attention_decode_mma_table {
     };
 }
 
+/// The same for those whose blocks are persistent.
+#[macro_export]
+macro_rules! attention_decode_ring_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 4, blocks: 4 };
+            attention_f16__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, blocks: 2 };
+            attention_f16__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 2, blocks: 2 };
+            attention_bf16__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 4, blocks: 4 };
+            attention_bf16__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, blocks: 2 };
+            attention_bf16__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 2, blocks: 2 };
+        }
+    };
+}
+
 /// The same for the kernels that take tensor maps.
 #[macro_export]
 macro_rules! attention_wgmma_table {
@@ -344,6 +388,8 @@ macro_rules! variants {
 pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 /// The kernels of few queries on tensor cores.
 pub const DECODE_MMA_VARIANTS: &[AttentionVariant] = attention_decode_mma_table!(sm80);
+/// The same, persistent.
+pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
 pub const WGMMA_VARIANTS: &[AttentionVariant] = attention_wgmma_table!(sm90a);
 
@@ -357,6 +403,11 @@ const _: () = {
     while i < DECODE_MMA_VARIANTS.len() {
         // What an RTX 3090 gives a block; an A100 gives 163 KiB.
         assert!(DECODE_MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < DECODE_RING_VARIANTS.len() {
+        assert!(DECODE_RING_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
         i += 1;
     }
     let mut i = 0;

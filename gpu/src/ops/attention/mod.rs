@@ -4,7 +4,8 @@
 //! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `wgmma` does so on Hopper's tensor
 //!   cores.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
-//!   unfinished result; `merge` puts a row's results together. `decode_mma` does so on tensor cores from Ampere on.
+//!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on, `decode_mma`
+//!   as well.
 //!
 //! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
 //! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
@@ -18,6 +19,8 @@
 mod decode;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_mma;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod decode_ring;
 mod merge;
 mod prefill;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
@@ -207,6 +210,36 @@ macro_rules! decode_mma_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::attention_decode_mma_table!(decode_mma_entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! decode_ring_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, blocks: $blocks:literal };)*) => {$(
+        /// Entry point; see `decode_ring` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                decode_ring::splits::<$type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
+                    q, k, v, kv_lens, partial, stats, &dims,
+                )
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_decode_ring_table!(decode_ring_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_entries {

@@ -104,8 +104,7 @@ pub struct AttentionArgs<'a> {
 /// else.
 /// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other
 /// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor
-/// cores and more than two query heads to a key head up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with
-/// another order of the sums, so the last bits may differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many, and the
+/// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many, and the
 /// many those without tensor cores.
 /// Heads wider than 256 take the same kernels for any number of queries and any alignment.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
@@ -303,7 +302,7 @@ impl Attention {
                 match (variant.tile, splits) {
                     (tile, Some(splits)) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
-                        decode(stream, kernel, splits, &args, &dims)
+                        decode(stream, kernel, splits, self.places(tile), &args, &dims)
                     }
                     (AttentionTile::Wgmma { keys, .. }, _) => {
                         dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
@@ -316,6 +315,16 @@ impl Attention {
                 }
             }
         }
+    }
+
+    /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
+    fn places(&self, tile: AttentionTile) -> u32 {
+        let (AttentionTile::DecodeRing { blocks, .. }, Some(limits)) = (tile, self.device.limits()) else {
+            return u32::MAX;
+        };
+        // A multiprocessor has one KiB more than a block can take, and takes one for each.
+        let held = (limits.smem_per_block_bytes + (1 << 10)) / (tile.smem_bytes() + (1 << 10));
+        limits.num_sms.max(1) * held.clamp(1, blocks)
     }
 
     /// Runs a kernel that takes tensor maps.
@@ -534,12 +543,13 @@ fn decode(
     stream: &Stream,
     kernel: &Loaded,
     splits: &Splits,
+    places: u32,
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
     let Splits { merge, workspace } = splits;
-    let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
+    let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
     let [partial, stats] = &workspace.tensors;

@@ -1,7 +1,7 @@
 //! Which kernel attention takes.
 
 use abi::DType;
-use abi::ops::attention::{AttentionTile, AttentionVariant, DECODE_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::attention::{AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 
 use super::{AttentionProblem, OP};
 use crate::device::DeviceLimits;
@@ -11,10 +11,6 @@ use crate::error::Error;
 pub const MAX_DECODE_QUERIES: usize = 4;
 /// The same on tensor cores, whose decode kernels take 16 rows in the time of one.
 pub const MAX_TENSOR_DECODE_QUERIES: usize = 16;
-
-/// Query heads to a key head up to which few queries are faster without tensor cores: an H200 takes 38 µs instead of 51 for two, as
-/// long for four, and half as long again for eight. It must not depend on the number of queries, whose bits it decides.
-const MAX_SIMT_GROUP: usize = 2;
 
 /// A kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,7 +118,7 @@ pub fn select(
 ) -> Result<AttentionChoice, Error> {
     let group = problem.heads_q / problem.heads_kv.max(1);
     let rows = seq_q * group;
-    let tensor_decode = smallest(DECODE_MMA_VARIANTS, limits, problem).filter(|_| group > MAX_SIMT_GROUP);
+    let tensor_decode = smallest(DECODE_RING_VARIANTS, limits, problem);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = (1..=most).contains(&seq_q);
     let (variant, why) = match prefill(problem) {
@@ -188,8 +184,8 @@ mod tests {
         let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
-            (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_d128__sm80"),
-            (hopper, DType::F16, (64, 40), 1, None, "attention_f16__decode_d64__sm80"),
+            (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128__sm80"),
+            (hopper, DType::F16, (64, 40), 1, None, "attention_f16__decode_ring_d64__sm80"),
             (hopper, DType::F32, (64, 40), 5, None, "attention_f32__prefill_d64__sm61"),
             (hopper, DType::F16, (40, 64), 4096, None, "attention_f16__prefill_d64__sm90a"),
             (hopper, DType::F16, (40, 72), 4096, None, "attention_f16__prefill_d128__sm90a"),

@@ -1,0 +1,558 @@
+//! Few queries against a long cache on the tensor cores of Ampere and later: `cp.async` keeps k and v coming through a ring in
+//! shared memory, from one split of 256 keys to the next.
+//!
+//! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are the 16
+//! rows of `mma.sync`. Blocks are as many as the card holds at a time; each takes every so many-th split. Heads go first, since
+//! their keys are neighbours in memory. A warp does every fourth 16 keys of a split, by itself up to the end.
+//!
+//! ```text
+//! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][16 rows][≤ 128] | maxima | sums | marks |
+//!
+//! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further into its place
+//! s = q·kᵀ    the warp's 64 keys: four chunks
+//! p           masks, the warp's own maximum m and sum l; rounded, the next product's operand as they are
+//! o = p·v     four chunks; behind them those of the next split's k start
+//! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time
+//! ```
+//!
+//! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
+//! - Keys that no row sees, and columns beyond a head, are not read but filled with zeros. Pieces of 16 bytes are moved by an
+//!   exclusive or with their row, so that the eight rows that `ldmatrix` reads at a time come from different banks.
+//! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
+//! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
+//!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
+
+use abi::ops::attention::{
+    AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
+};
+use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
+
+use super::{Visible, offset, sequence_len};
+use crate::tile::multiplicand::{Multiplicand, not_finite};
+use crate::tile::softmax::weight;
+
+const ROWS: u32 = DECODE_RING_ROWS;
+const WARPS: u32 = THREADS / 32;
+/// Keys of a chunk.
+const CHUNK: u32 = 16;
+/// Chunks of k of a warp, and of v.
+const CHUNKS: usize = (SPLIT_KEYS / WARPS / CHUNK) as usize;
+
+/// A split of some rows' keys.
+#[derive(Clone, Copy)]
+struct Work {
+    batch: u32,
+    head_kv: u32,
+    split: u32,
+    first_row: u32,
+    end_row: u32,
+    len: i32,
+    /// Keys of the split that some row sees.
+    any: Visible,
+}
+
+impl Work {
+    /// Number `item`; without keys beyond the last one.
+    ///
+    /// # Safety
+    /// - As for [`sequence_len`].
+    #[inline(always)]
+    unsafe fn new(item: u32, kv_lens: *const u32, dims: &AttentionDims) -> Self {
+        // Sizes are at least 1 where there is work at all; `max` tells the compiler.
+        let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
+        let (tile, rest) = (item % tiles, item / tiles);
+        let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
+        let (split, batch) = (rest % splits, rest / splits);
+        let first_row = tile * ROWS;
+        let end_row = (first_row + ROWS).min(dims.seq_q * dims.group);
+        // SAFETY: the caller's promise.
+        let len = if batch < dims.batch { unsafe { sequence_len(kv_lens, dims, batch) } } else { 0 };
+        let mut work = Work { batch, head_kv, split, first_row, end_row, len, any: Visible { lo: 0, hi: 0 } };
+        let (top, bottom) = (work.sees(first_row, dims), work.sees(end_row - 1, dims));
+        let first = work.first_key();
+        work.any = Visible { lo: top.lo.max(first), hi: bottom.hi.min(first + SPLIT_KEYS as i32).min(len) };
+        work
+    }
+
+    #[inline(always)]
+    fn has_keys(&self) -> bool {
+        self.any.lo < self.any.hi
+    }
+
+    #[inline(always)]
+    fn first_key(&self) -> i32 {
+        (self.split * SPLIT_KEYS) as i32
+    }
+
+    /// Query and head of a row.
+    #[inline(always)]
+    fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
+        let group = dims.group.max(1);
+        (row / group, self.head_kv * group + row % group)
+    }
+
+    #[inline(always)]
+    fn sees(&self, row: u32, dims: &AttentionDims) -> Visible {
+        Visible::new(dims, self.len, self.place(row, dims).0 as i32)
+    }
+
+    /// What a row sees; nothing if there is no such row.
+    #[inline(always)]
+    fn visible(&self, row: u32, dims: &AttentionDims) -> Visible {
+        if row < self.end_row { self.sees(row, dims) } else { Visible { lo: 0, hi: 0 } }
+    }
+
+    /// Keys that all rows see.
+    #[inline(always)]
+    fn all(&self, dims: &AttentionDims) -> Visible {
+        let (top, bottom) = (self.sees(self.first_row, dims), self.sees(self.end_row - 1, dims));
+        Visible { lo: bottom.lo, hi: top.hi }
+    }
+
+    /// Where a row's results go: `[row][split]`.
+    #[inline(always)]
+    fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
+        let (query, head) = self.place(row, dims);
+        ((self.batch * dims.heads_q + head) as usize * dims.seq_q as usize + query as usize)
+            * dims.splits as usize
+            + self.split as usize
+    }
+}
+
+/// The splits of a block, in order.
+struct Splits {
+    item: u32,
+}
+
+impl Splits {
+    /// The next one that has keys; without keys if there is none.
+    ///
+    /// # Safety
+    /// - As for [`sequence_len`].
+    #[inline(always)]
+    unsafe fn next(&mut self, kv_lens: *const u32, dims: &AttentionDims) -> Work {
+        let count = dims.tiles * dims.heads_kv * dims.splits * dims.batch;
+        loop {
+            // SAFETY: the caller's promise.
+            let work = unsafe { Work::new(self.item, kv_lens, dims) };
+            if work.has_keys() || self.item >= count {
+                return work;
+            }
+            self.item += thread::grid_dim_x();
+        }
+    }
+}
+
+/// Starts the copies of a chunk of rows: zeros for keys that are not among `keys`, and beyond `width`.
+///
+/// # Safety
+/// - *converged*: the whole warp, whose own the place is; `keys` of the rows *in-bounds* and *aligned(16)*.
+#[inline(always)]
+unsafe fn copy<T, const DIM: u32>(
+    rows: *const T,
+    stride: u32,
+    width: u32,
+    first_key: i32,
+    keys: Visible,
+    place: u32,
+) {
+    let pieces = DIM / 8;
+    let rows_at_once = 32 / pieces;
+    // Opaque, or the places of all pieces would be kept in registers for the next chunk.
+    let lane = thread::opaque(thread::lane() ^ first_key as u32) ^ first_key as u32;
+    let (first_row, piece) = (lane / pieces, lane % pieces);
+    let stride = stride as usize;
+    let mut from = rows.wrapping_add((first_key + first_row as i32) as usize * stride + piece as usize * 8);
+    let mut i = 0;
+    while i < pieces / 2 {
+        let row = first_row + i * rows_at_once;
+        let bytes = if keys.has(first_key + row as i32) && piece * 8 < width { 16 } else { 0 };
+        // SAFETY: an existing row, or no byte of it; inside the place.
+        unsafe { cp_async::cg_16_fill(place + row * (DIM * 2) + ((piece ^ (row & 7)) << 4), from, bytes) };
+        from = from.wrapping_add(rows_at_once as usize * stride);
+        i += 1;
+    }
+}
+
+/// Waits for the copies of the chunk that comes next, `PLACES` of which are under way.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn wait<const PLACES: usize>() {
+    if PLACES == 4 {
+        cp_async::wait_group::<3>();
+    } else {
+        cp_async::wait_group::<1>();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { warp::sync_warp(warp::FULL_MASK) };
+}
+
+/// The first key of a chunk.
+#[inline(always)]
+fn key_of(work: &Work, chunk: usize, warp_idx: u32) -> i32 {
+    work.first_key() + (((chunk % CHUNKS) as u32 * WARPS + warp_idx) * CHUNK) as i32
+}
+
+/// What a difference of scores is to, which −∞ would spoil.
+#[inline(always)]
+fn base(m: f32) -> f32 {
+    if m == f32::NEG_INFINITY { 0.0 } else { m }
+}
+
+/// The whole block. See the module.
+///
+/// # Safety
+/// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked in
+///   `Attention::run`. `STEPS` is `DIM / 16`, `TILES` `DIM / 8`; `PLACES` is 2 or 4.
+#[inline(always)]
+pub(super) unsafe fn splits<
+    T: Multiplicand,
+    const DIM: u32,
+    const STEPS: usize,
+    const TILES: usize,
+    const PLACES: usize,
+>(
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    kv_lens: *const u32,
+    partial: *mut f32,
+    stats: *mut f32,
+    dims: &AttentionDims,
+) {
+    let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
+    let (group, member) = (lane / 4, lane % 4);
+    let place_bytes = CHUNK * DIM * 2;
+    let ring = shared::base() + warp_idx * (PLACES as u32 * place_bytes);
+    let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
+    // Of chunk number 0, 1, … of k, then of v.
+    let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
+
+    // SAFETY: keys inside `any` are below the sequence's length, rows below `end_row` inside q and the workspace —
+    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. A place is filled
+    // anew by the warp that has read it, all of it behind `sync_warp`.
+    unsafe {
+        let start = |work: &Work, chunk: usize| {
+            if work.has_keys() {
+                let Work { batch, head_kv, .. } = *work;
+                let (rows, stride, width) = if chunk < CHUNKS {
+                    let head = offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride);
+                    (k.wrapping_add(head), dims.k_token_stride, dims.head_dim)
+                } else {
+                    let head = offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride);
+                    (v.wrapping_add(head), dims.v_token_stride, dims.head_dim_v)
+                };
+                copy::<T, DIM>(rows, stride, width, key_of(work, chunk, warp_idx), work.any, place_of(chunk));
+            }
+            cp_async::commit_group();
+        };
+
+        let mut splits = Splits { item: thread::block_idx_x() };
+        let mut work = splits.next(kv_lens, dims);
+        let mut chunk = 0;
+        while chunk < PLACES {
+            start(&work, chunk);
+            chunk += 1;
+        }
+        while work.has_keys() {
+            let item = splits.item;
+            splits.item += thread::grid_dim_x();
+            let next = splits.next(kv_lens, dims);
+            let rows = [work.first_row + group, work.first_row + group + 8];
+            let mut queries = [[0u32; 4]; STEPS];
+            let mut half = 0;
+            while half < 2 {
+                if rows[half] < work.end_row {
+                    let (query, head) = work.place(rows[half], dims);
+                    let (batch, strides) = (work.batch, (dims.q_batch_stride, dims.q_token_stride));
+                    let at = offset(batch, strides.0, query, strides.1, head, dims.q_head_stride);
+                    let mut i = 0;
+                    while i < 2 * STEPS {
+                        let column = 8 * i as u32;
+                        if column < dims.head_dim {
+                            let from = q.wrapping_add(at + (column + 2 * member) as usize);
+                            queries[i / 2][half + 2 * (i % 2)] = global::load(from.cast::<u32>());
+                        }
+                        i += 1;
+                    }
+                }
+                half += 1;
+            }
+            // The chunk `PLACES` further on goes where this one was.
+            let refill = |chunk: usize| {
+                warp::sync_warp(warp::FULL_MASK);
+                let chunk = chunk + PLACES;
+                if chunk < 2 * CHUNKS { start(&work, chunk) } else { start(&next, chunk - 2 * CHUNKS) }
+            };
+
+            let mut s = [[0f32; 4]; 2 * CHUNKS];
+            let mut chunk = 0;
+            while chunk < CHUNKS {
+                wait::<PLACES>();
+                let at = place_of(chunk) + (lane % 8 + lane / 16 * 8) * (DIM * 2);
+                let mut i = 0;
+                while i < STEPS {
+                    let piece = (2 * i as u32 % 8) ^ (lane / 8 % 2) ^ (lane % 8);
+                    let [a, b, c, d] = matrix::load_x4(at + (piece << 4) + i as u32 / 4 * 128);
+                    s[2 * chunk] = T::multiply_add(queries[i], [a, b], s[2 * chunk]);
+                    s[2 * chunk + 1] = T::multiply_add(queries[i], [c, d], s[2 * chunk + 1]);
+                    i += 1;
+                }
+                refill(chunk);
+                chunk += 1;
+            }
+
+            // Weights, of the warp's keys by themselves.
+            let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
+            let mut m = [f32::NEG_INFINITY; 2];
+            let mut i = 0;
+            while i < 8 * CHUNKS {
+                let half = i / 2 % 2;
+                let key = key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
+                let s = &mut s[i / 4][i % 4];
+                *s = if visible[half].has(key) { *s * dims.scale } else { f32::NEG_INFINITY };
+                m[half] = math::max(m[half], *s);
+                i += 1;
+            }
+            m = [warp::max_f32::<4>(m[0]), warp::max_f32::<4>(m[1])];
+            let bases = [base(m[0]), base(m[1])];
+            let mut sums = [0f32; 2];
+            let mut p = [[0u32; 4]; CHUNKS];
+            let mut i = 0;
+            while i < CHUNKS {
+                let mut eight = [0f32; 8];
+                let mut j = 0;
+                while j < 8 {
+                    let half = j / 2 % 2;
+                    eight[j] = weight::<T>(s[2 * i + j / 4][j % 4] - bases[half]);
+                    sums[half] += eight[j];
+                    j += 1;
+                }
+                p[i] = T::pack(&eight);
+                i += 1;
+            }
+            sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
+
+            let mut o = [[0f32; 4]; TILES];
+            let mut chunk = 0;
+            while chunk < CHUNKS {
+                wait::<PLACES>();
+                let at = place_of(CHUNKS + chunk) + lane % 16 * (DIM * 2);
+                let mut j = 0;
+                while j < TILES {
+                    let piece = (j as u32 % 8) ^ (lane / 16) ^ (lane % 8);
+                    let [a, b, c, d] = matrix::load_x4_trans(at + (piece << 4) + j as u32 / 8 * 128);
+                    o[j] = T::multiply_add(p[chunk], [a, b], o[j]);
+                    o[j + 1] = T::multiply_add(p[chunk], [c, d], o[j + 1]);
+                    j += 2;
+                }
+                refill(CHUNKS + chunk);
+                chunk += 1;
+            }
+
+            let end = End { item, warp_idx, group, member, m, sums, results: ring_end };
+            end.store::<T, DIM, TILES>(&o, &p, v, kv_lens, partial, stats, dims);
+            work = next;
+        }
+        cp_async::wait_group::<0>();
+    }
+}
+
+/// What a thread knows when its products are done.
+struct End {
+    item: u32,
+    warp_idx: u32,
+    group: u32,
+    member: u32,
+    /// Maximum and sum of its two rows, of the warp's keys.
+    m: [f32; 2],
+    sums: [f32; 2],
+    /// Shared memory behind the ring.
+    results: u32,
+}
+
+impl End {
+    /// The four warps' results as one.
+    ///
+    /// # Safety
+    /// - *converged*: the whole block; the rest is the caller's promise to [`splits`].
+    #[inline(always)]
+    #[allow(clippy::too_many_arguments)]
+    unsafe fn store<T: Multiplicand, const DIM: u32, const TILES: usize>(
+        &self,
+        o: &[[f32; 4]; TILES],
+        p: &[[u32; 4]; CHUNKS],
+        v: *const T,
+        kv_lens: *const u32,
+        partial: *mut f32,
+        stats: *mut f32,
+        dims: &AttentionDims,
+    ) {
+        let End { warp_idx, group, member, m, sums, results, .. } = *self;
+        let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
+        let row_bytes = (columns + DECODE_RING_PADDING) * 4;
+        let maxima = results + WARPS * ROWS * row_bytes;
+        let totals = maxima + WARPS * ROWS * 4;
+        let marks = totals + WARPS * ROWS * 4;
+        // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
+        unsafe {
+            // Opaque, or all that is known of the split would take up registers while o does.
+            let work = Work::new(thread::opaque(self.item), kv_lens, dims);
+            let all = work.all(dims);
+            let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
+            let num_rows = work.end_row - work.first_row;
+            let mut first_column = 0;
+            while first_column < DIM {
+                // The results before these have been read.
+                thread::sync_threads();
+                let mut half = 0;
+                while half < 2 {
+                    let row = group + 8 * half as u32;
+                    if row < num_rows {
+                        let at = warp_idx * ROWS + row;
+                        if member == 0 {
+                            shared::store_f32(maxima + at * 4, m[half]);
+                            shared::store_f32(totals + at * 4, sums[half]);
+                        }
+                        let at = results + at * row_bytes + member * 8;
+                        let mut j = 0;
+                        while j < columns / 8 {
+                            let tile = o[(first_column / 8 + j) as usize];
+                            shared::store_f32(at + j * 32, tile[2 * half]);
+                            shared::store_f32(at + j * 32 + 4, tile[2 * half + 1]);
+                            j += 1;
+                        }
+                    }
+                    half += 1;
+                }
+                let mut is_marked = false;
+                if !alike {
+                    let mut zero = 0.0;
+                    let mut i = 0;
+                    while i < columns as usize / 2 {
+                        zero = math::fma(o[first_column as usize / 8 + i / 4][i % 4], 0.0, zero);
+                        i += 1;
+                    }
+                    // 0 · NaN of a key that a row does not see: once more, without what is not finite of such keys.
+                    if warp::any(warp::FULL_MASK, zero != 0.0) {
+                        let head =
+                            offset(work.batch, dims.v_batch_stride, 0, 0, work.head_kv, dims.v_head_stride);
+                        let mut j = 0;
+                        // Opaque, so that the loop stays one.
+                        while j < thread::opaque(columns / 8) {
+                            let column = first_column + j * 8 + group;
+                            let mut tile = [0f32; 4];
+                            let mut chunk = 0;
+                            while chunk < CHUNKS {
+                                let mut halves = [0u32; 4];
+                                let mut i = 0;
+                                while i < 4 {
+                                    let key = key_of(&work, chunk, warp_idx)
+                                        + 2 * member as i32
+                                        + (i / 2 * 8 + i % 2) as i32;
+                                    if work.any.has(key) && column < dims.head_dim_v {
+                                        let at = head + key as usize * dims.v_token_stride as usize;
+                                        let from = v.wrapping_add(at + column as usize).cast::<u16>();
+                                        halves[i] = u32::from(global::load(from));
+                                        if !all.has(key) && not_finite::<T>(halves[i]) != 0 {
+                                            halves[i] = 0;
+                                            is_marked = true;
+                                        }
+                                    }
+                                    i += 1;
+                                }
+                                let pairs = [halves[0] | halves[1] << 16, halves[2] | halves[3] << 16];
+                                tile = T::multiply_add(p[chunk], pairs, tile);
+                                chunk += 1;
+                            }
+                            let mut i = 0;
+                            while i < 4 {
+                                let row = group + 8 * (i / 2) as u32;
+                                let at = results + (warp_idx * ROWS + row) * row_bytes + member * 8 + j * 32;
+                                shared::store_f32(at + (i % 2) as u32 * 4, tile[i]);
+                                i += 1;
+                            }
+                            j += 1;
+                        }
+                    }
+                }
+                is_marked = warp::any(warp::FULL_MASK, is_marked);
+                if thread::lane() == 0 {
+                    shared::store_u32(marks + warp_idx * 4, u32::from(is_marked));
+                }
+
+                // The block's maximum and sum, and the warps' results relative to it.
+                thread::sync_threads();
+                let thread = thread::thread_idx_x();
+                let [a, b, c, d] = shared::load_u32x4(marks);
+                let is_marked = a | b | c | d != 0;
+                let of_warp =
+                    |base: u32, warp: u32, row: u32| shared::load_f32(base + (warp * ROWS + row) * 4);
+                let largest = |row: u32| {
+                    math::max(
+                        math::max(of_warp(maxima, 0, row), of_warp(maxima, 1, row)),
+                        math::max(of_warp(maxima, 2, row), of_warp(maxima, 3, row)),
+                    )
+                };
+                let decay =
+                    |warp: u32, row: u32| weight::<T>(of_warp(maxima, warp, row) - base(largest(row)));
+                if first_column == 0 && thread < num_rows {
+                    let total = |warp: u32| of_warp(totals, warp, thread) * decay(warp, thread);
+                    let stats = stats.add(2 * work.slot(work.first_row + thread, dims));
+                    global::store(stats, largest(thread));
+                    global::store(stats.add(1), (total(0) + total(1)) + (total(2) + total(3)));
+                }
+                let quads = columns / 4;
+                let mut i = thread;
+                while i < num_rows * quads {
+                    let (row, quad) = (i / quads, i % quads);
+                    let column = first_column + quad * 4;
+                    if column < dims.head_dim_v {
+                        let mut totals = [0f32; 4];
+                        let mut warp = 0;
+                        while warp < WARPS {
+                            let at = results + (warp * ROWS + row) * row_bytes + quad * 16;
+                            let (values, decay) = (shared::load_f32x4(at), decay(warp, row));
+                            let mut j = 0;
+                            while j < 4 {
+                                totals[j] = math::fma(values[j], decay, totals[j]);
+                                j += 1;
+                            }
+                            warp += 1;
+                        }
+                        if is_marked {
+                            // What was left out of the products, for the row that sees it.
+                            let own = work.visible(work.first_row + row, dims);
+                            let head = offset(
+                                work.batch,
+                                dims.v_batch_stride,
+                                0,
+                                0,
+                                work.head_kv,
+                                dims.v_head_stride,
+                            );
+                            let mut key = work.any.lo.max(own.lo);
+                            while key < work.any.hi.min(own.hi) {
+                                let at = head + key as usize * dims.v_token_stride as usize;
+                                let mut j = 0;
+                                while j < 4 && !all.has(key) {
+                                    let from = v.wrapping_add(at + column as usize + j);
+                                    let value = global::load(from).to_f32();
+                                    totals[j] += if value.is_finite() { 0.0 } else { value };
+                                    j += 1;
+                                }
+                                key += 1;
+                            }
+                        }
+                        let at = work.slot(work.first_row + row, dims) * dims.head_dim_v as usize;
+                        global::store_x4(partial.add(at + column as usize), totals.map(f32::to_bits));
+                    }
+                    i += THREADS;
+                }
+                first_column += columns;
+            }
+        }
+    }
+}
