@@ -1,8 +1,10 @@
 //! Attention at the shapes of its cases.
 
 use serde_json::json;
-use warpforge::ops::attention::reference::{self, Sequence};
-use warpforge::ops::attention::{Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, Mask};
+use warpforge::ops::attention::reference::{self, Options, Sequence};
+use warpforge::ops::attention::{
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, Mask, ScoreTensors,
+};
 use warpforge::{DType, Error, Stream, Tensor, TensorView};
 
 use crate::harness::{Bencher, Failure, Work, expect_close};
@@ -25,7 +27,18 @@ pub fn bench(bencher: &mut Bencher) {
 
 fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     let &AttentionCase {
-        batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, head_dim_v, is_latent, mask, ..
+        batch,
+        seq_q,
+        seq_kv,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        is_latent,
+        mask,
+        scores,
+        has_sinks,
+        ..
     } = case;
     let problem = AttentionProblem {
         batch,
@@ -39,6 +52,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         scale: None,
         mask,
         window: None,
+        scores,
     };
     let plan = Attention::plan(&bencher.device, problem)?;
     let report = plan.report();
@@ -49,6 +63,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     let shape = json!({
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
+        "soft_cap": scores.soft_cap, "has_sinks": has_sinks,
     });
     // What is both key and value is read once.
     let shared = if is_latent { batch * seq_kv * heads_kv * head_dim_v * DTYPE.bytes() } else { 0 };
@@ -58,6 +73,8 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     }
     let q_shape = |width| [batch, seq_q, heads_q, width];
     let kv_shape = |width| [batch, seq_kv, heads_kv, width];
+    let logits: Vec<f32> = (0..heads_q).map(|head| head as f32 / 8.0).collect();
+    let sinks = Tensor::from_slice(&bencher.stream, &[heads_q], &logits)?;
     let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
             q: bencher.random(&q_shape(head_dim), DTYPE, seed)?,
@@ -73,7 +90,8 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     let run = |stream: &Stream, set: &mut Set| {
         let (q, k) = (set.q.view(), set.k.view());
         let v = set.v.as_ref().map_or_else(|| k.slice(3, 0..head_dim_v), |v| Ok(v.view()))?;
-        plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: set.out.view_mut(), lse: None })
+        let scores = ScoreTensors { sinks: has_sinks.then(|| sinks.view()) };
+        plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: set.out.view_mut(), lse: None, scores })
     };
     // The first head of the first sequence's last query, which sees every key.
     let verify = |stream: &Stream, set: &Set| {
@@ -96,6 +114,10 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             scale: f64::from(problem.scale()),
             mask: Mask::None,
             window: None,
+            options: Options {
+                soft_cap: scores.soft_cap.map(f64::from),
+                sinks: has_sinks.then_some(&[0.0][..]),
+            },
         };
         let (q, k) = (row(&set.q)?, column(&set.k, head_dim)?);
         let v = column(set.v.as_ref().unwrap_or(&set.k), head_dim_v)?;

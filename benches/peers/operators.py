@@ -64,6 +64,7 @@ def attention(case, shape):
     groups = heads_q // heads_kv
     if causal and 1 < seq_q < seq_kv:
         raise Missing("no peer is written for queries that begin inside the cache")
+    soft_cap, has_sinks, block = shape.get("soft_cap"), shape.get("has_sinks", False), shape.get("block_size")
 
     def inputs(generator):
         # As ours: [batch, tokens, heads, dim]; the views are what F.scaled_dot_product_attention takes.
@@ -75,7 +76,16 @@ def attention(case, shape):
     def expected(q, k, v):
         # The first head of the last query, which sees every key.
         q, k, v = q[0, 0, -1:].float(), k[0, 0].float(), v[0, 0].float()
-        return torch.softmax(q @ k.T * dim**-0.5, -1) @ v
+        scores = q @ k.T * dim**-0.5
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if block:
+            keys = torch.arange(seq_kv, device=k.device)
+            scores = scores.masked_fill(((seq_q - 1) // block + 3 * (keys // block)) % 10 != 0, -torch.inf)
+        if has_sinks:
+            # The first head's is 0.
+            return (torch.softmax(F.pad(scores, (0, 1)), -1)[:, :-1]) @ v
+        return torch.softmax(scores, -1) @ v
 
     def through(backend):
         def run(q, k, v):
@@ -106,6 +116,35 @@ def attention(case, shape):
             Peer("inductor", products, is_compiled=True),
         ]
         return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
+
+    if soft_cap or has_sinks or block:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        def cap(score, *_):
+            return soft_cap * torch.tanh(score / soft_cap)
+
+        def seen(_, head, query, key):
+            if block:
+                return (head + query // block + 3 * (key // block)) % 10 == 0
+            return key <= query + seq_kv - seq_q
+
+        made = {}
+
+        def with_mask(generator):
+            device = generator.device
+            made["mask"] = create_block_mask(seen, None, heads_q if block else None, seq_q, seq_kv, device=device)
+            made["sinks"] = torch.arange(heads_q, device=device)[:, None] / 8
+            return inputs(generator)
+
+        def flex(q, k, v):
+            options = {"score_mod": cap if soft_cap else None, "block_mask": made["mask"], "enable_gqa": groups > 1}
+            if not has_sinks:
+                return flex_attention(q, k, v, **options)
+            out, lse = flex_attention(q, k, v, return_lse=True, **options)
+            return (out * torch.sigmoid(lse - made["sinks"])[..., None]).to(dtype)
+
+        peers = [Peer("flex_attention", flex, is_compiled=True)]
+        return Operator(with_mask, expected, peers, sample=lambda result: result[0, 0, -1:])
 
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     peers = [Peer(f"SDPA {name}", through(backend)) for name, backend in backends.items()]

@@ -8,8 +8,8 @@ use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_to;
 use testkit::strategies::{Values, dims, finite_values, stride_padding};
-use warpforge::ops::attention::reference::{Sequence, attention, magnitudes};
-use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
+use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
+use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
@@ -42,6 +42,9 @@ struct Case {
     mask: Mask,
     window: Option<usize>,
     scale: Option<f32>,
+    scores: Scores,
+    /// Of every other head, from the first on; the others have 1.
+    sinks: Option<f64>,
     /// What q is multiplied by, besides: how large the scores are.
     gain: f64,
     /// Of v.
@@ -53,7 +56,8 @@ struct Case {
 
 impl Case {
     fn problem(&self) -> AttentionProblem {
-        let Case { dtype, seq_q, capacity, heads, head_dim, head_dim_v, mask, window, scale, .. } = *self;
+        let Case { dtype, seq_q, capacity, heads, head_dim, head_dim_v, mask, window, scale, scores, .. } =
+            *self;
         let (heads_q, heads_kv) = heads;
         let batch = self.lens.len();
         AttentionProblem {
@@ -68,6 +72,7 @@ impl Case {
             scale,
             mask,
             window,
+            scores,
         }
     }
 
@@ -78,10 +83,17 @@ impl Case {
         rows * self.capacity.next_multiple_of(64) * (16 + (self.head_dim + self.head_dim_v) / 4)
     }
 
-    fn sequence(&self, len: usize) -> Sequence {
+    /// The heads' sinks.
+    fn sinks(&self) -> Option<Vec<f64>> {
+        let of_head = |sink: f64, head: usize| if head.is_multiple_of(2) { sink } else { 1.0 };
+        self.sinks.map(|sink| (0..self.heads.0).map(|head| of_head(sink, head)).collect())
+    }
+
+    fn sequence<'a>(&self, len: usize, sinks: Option<&'a [f64]>) -> Sequence<'a> {
         let Case { seq_q, heads: (heads_q, heads_kv), head_dim, head_dim_v, mask, window, .. } = *self;
         let scale = f64::from(self.problem().scale());
-        Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window }
+        let options = Options { soft_cap: self.scores.soft_cap.map(f64::from), sinks };
+        Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window, options }
     }
 
     /// q, k and v; beyond the keys of a sequence k and v are NaN.
@@ -146,9 +158,15 @@ fn case(
         prop_oneof![3 => Just(None), 1 => Just(Some(0.25f32)), 1 => Just(Some(-0.125)), 1 => Just(Some(0.0))],
     );
     let layout = || (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
+    let soft_cap = || prop_oneof![4 => Just(None), 1 => Just(Some(2.0)), 1 => Just(Some(50.0))];
+    let sinks = || {
+        let values = select(&[0.0, 4.0, -1e30, 1e30, f64::NEG_INFINITY][..]);
+        prop_oneof![4 => Just(None), 1 => values.prop_map(|sink| Some(f64::from(sink as f32)))]
+    };
+    let scores = (soft_cap().prop_map(|soft_cap| Scores { soft_cap }), sinks());
     let kinds = (select(&[1.0, 0.25, 16.0][..]), finite_values(), layout(), layout(), any::<u64>());
-    (sizes, masks, kinds).prop_map(
-        |(sizes, (mask, window, scale), (gain, kind, q_layout, kv_layout, seed))| {
+    (sizes, masks, scores, kinds).prop_map(
+        |(sizes, (mask, window, scale), (scores, sinks), (gain, kind, q_layout, kv_layout, seed))| {
             let (dtype, mut batch, mut seq_q, mut capacity, heads, (head_dim, head_dim_v)) = sizes;
             let row = heads.0 * head_dim.max(head_dim_v);
             capacity = capacity.min(MAX_PRODUCTS / row);
@@ -177,6 +195,8 @@ fn case(
                 mask,
                 window,
                 scale,
+                scores,
+                sinks,
                 gain,
                 kind,
                 q_layout,
@@ -225,6 +245,9 @@ fn compute(
     let lens = case.lens.iter().map(|&len| if len == capacity { u32::MAX } else { len as u32 });
     let lens: Vec<u32> = lens.collect();
     let kv_lens = Tensor::from_slice(&stream, &[batch], &lens).map_err(fail)?;
+    let sinks = case.sinks().map(|sinks| sinks.iter().map(|&sink| sink as f32).collect::<Vec<_>>());
+    let sinks =
+        sinks.map(|sinks| Tensor::from_slice(&stream, &[heads_q], &sinks)).transpose().map_err(fail)?;
     let all = case.lens.iter().all(|&len| len == capacity);
     let kv_shape = |width| [batch, capacity, heads_kv, width];
     let q_shape = |width| [batch, seq_q, heads_q, width];
@@ -239,6 +262,7 @@ fn compute(
         kv_lens: (!all || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
         out: out.view_mut().reshape(&q_shape(head_dim_v)).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
+        scores: ScoreTensors { sinks: sinks.as_ref().map(Tensor::view) },
     };
     plan.run(&stream, args).map_err(fail)?;
     let lse = if seq_q == 0 { Vec::new() } else { lse.read(&stream)? };
@@ -264,7 +288,8 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
     let orders = ROWS.div_ceil((case.lens.len() * seq_q * heads_q).max(1)).min(head_dim).min(256);
     let mut expected = Expected { reference: empty(), naive: vec![empty(); orders], magnitudes: empty() };
     for (index, &len) in case.lens.iter().enumerate() {
-        let sequence = case.sequence(len);
+        let sinks = case.sinks();
+        let sequence = case.sequence(len, sinks.as_deref());
         let part = |data: &[f64], row: usize, rows: usize| data[index * row..][..rows].to_vec();
         let q_row = seq_q * heads_q * head_dim;
         let q = part(q, q_row, q_row);
@@ -448,6 +473,8 @@ fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim
         mask: Mask::None,
         window: None,
         scale: None,
+        scores: Scores::default(),
+        sinks: None,
         gain: 1.0,
         kind: Values::Normal,
         q_layout: layout,
@@ -458,10 +485,11 @@ fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim
 
 type TestResult = Result<(), TestCaseError>;
 
-/// Rows that see no key: more queries than keys under a causal mask, no keys at all, lengths of 0.
+/// Rows that see no key, with and without sinks: more queries than keys under a causal mask, no keys at all, lengths of 0.
 #[test]
 fn rows_without_keys() -> TestResult {
-    for dtype in DType::FLOATS {
+    let kinds = [(DType::F32, None), (DType::F16, Some(0.5)), (DType::BF16, None), (DType::BF16, Some(-1.0))];
+    for (dtype, sinks) in kinds {
         for (seq_q, lens, capacity) in [
             (70, vec![3, 0, 10], 10),
             (3, vec![2, 0, 300], 300),
@@ -469,7 +497,8 @@ fn rows_without_keys() -> TestResult {
             (1, vec![0, 0], 0),
             (0, vec![4], 4),
         ] {
-            let case = Case { lens, capacity, mask: Mask::Causal, ..plain(dtype, seq_q, 0, (4, 2), 64) };
+            let case =
+                Case { lens, capacity, sinks, mask: Mask::Causal, ..plain(dtype, seq_q, 0, (4, 2), 64) };
             let data = case.data();
             let expected = expect(&case, &data);
             for device in &devices_for(case.work()) {
@@ -480,11 +509,11 @@ fn rows_without_keys() -> TestResult {
                         let row = (sequence * seq_q + query) * 4 * 64;
                         assert!(out[row..][..4 * 64].iter().all(|&value| value == 0.0), "{device:?}");
                         for head in 0..4 {
-                            assert_eq!(
-                                lse[(sequence * 4 + head) * seq_q + query],
-                                f64::NEG_INFINITY,
-                                "{device:?}"
-                            );
+                            let lse = lse[(sequence * 4 + head) * seq_q + query];
+                            match case.sinks() {
+                                None => assert_eq!(lse, f64::NEG_INFINITY, "{device:?}"),
+                                Some(sinks) => assert!((lse - sinks[head]).abs() < 1e-6, "{device:?}"),
+                            }
                         }
                     }
                 }
@@ -550,7 +579,7 @@ fn huge_scores() -> TestResult {
 /// (of v: and the column) that it enters, and all other bits are as without it.
 fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestResult {
     let (len, (heads_q, heads_kv), head_dim) = (case.lens[0], case.heads, case.head_dim);
-    let sequence = case.sequence(len);
+    let sequence = case.sequence(len, None);
     let clean = case.data();
     let (want, _) = compute(device, case, &clean, None)?;
     for &(tensor, place) in places {
@@ -671,6 +700,7 @@ fn chunks_then_decode() -> TestResult {
                     kv_lens: None,
                     out: out.view_mut().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
                     lse: None,
+                    scores: ScoreTensors::default(),
                 };
                 plan.run(&stream, args)?;
                 start = end;
@@ -712,6 +742,7 @@ fn joint_projection() -> TestResult {
             kv_lens: None,
             out: out.view_mut(),
             lse: None,
+            scores: ScoreTensors::default(),
         };
         Attention::plan(device, case.problem())?.run(&stream, args)?;
         let got: Vec<f64> = out.to_f32_vec(&stream)?.into_iter().map(f64::from).collect();
@@ -742,7 +773,18 @@ fn two_streams() -> TestResult {
             let stream = &streams[turn % 2];
             let mut out = Tensor::empty(stream, &[1, 1, 8, 64], DType::BF16)?;
             let (q, k, v) = (q.view(), k.view(), v.view());
-            plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: out.view_mut(), lse: None })?;
+            plan.run(
+                stream,
+                AttentionArgs {
+                    q,
+                    k,
+                    v,
+                    kv_lens: None,
+                    out: out.view_mut(),
+                    lse: None,
+                    scores: ScoreTensors::default(),
+                },
+            )?;
             outs.push((turn, out));
         }
         for (turn, out) in &outs {
@@ -764,9 +806,20 @@ fn bad_input() -> Result<(), Error> {
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |q: &Tensor, k: &Tensor, v: &Tensor, kv_lens: Option<&Tensor>, out: &mut Tensor| {
             let (q, k, v, kv_lens) = (q.view(), k.view(), v.view(), kv_lens.map(Tensor::view));
-            plan.run(&stream, AttentionArgs { q, k, v, kv_lens, out: out.view_mut(), lse: None })
-                .unwrap_err()
-                .to_string()
+            plan.run(
+                &stream,
+                AttentionArgs {
+                    q,
+                    k,
+                    v,
+                    kv_lens,
+                    out: out.view_mut(),
+                    lse: None,
+                    scores: ScoreTensors::default(),
+                },
+            )
+            .unwrap_err()
+            .to_string()
         };
         let (q, kv) = (tensor(&[1, 4, 4, 64], DType::F32)?, tensor(&[1, 8, 2, 64], DType::F32)?);
         let mut out = tensor(&[1, 4, 4, 64], DType::F32)?;
@@ -794,6 +847,20 @@ fn bad_input() -> Result<(), Error> {
             message(&q, &kv, &kv, None, &mut tensor(&[1, 4, 4, 32], DType::F32)?),
             "attention: out: expected shape [1, 4, 4, 64], got [1, 4, 4, 32]"
         );
+        let sinks = tensor(&[3], DType::F32)?;
+        let args = AttentionArgs {
+            q: q.view(),
+            k: kv.view(),
+            v: kv.view(),
+            kv_lens: None,
+            out: out.view_mut(),
+            lse: None,
+            scores: ScoreTensors { sinks: Some(sinks.view()) },
+        };
+        assert_eq!(
+            plan.run(&stream, args).unwrap_err().to_string(),
+            "attention: sinks: expected shape [4], got [3]"
+        );
         let narrow = AttentionProblem { head_dim_v: 32, ..problem };
         let args = AttentionArgs {
             q: q.view(),
@@ -802,6 +869,7 @@ fn bad_input() -> Result<(), Error> {
             kv_lens: None,
             out: out.view_mut(),
             lse: None,
+            scores: ScoreTensors::default(),
         };
         assert_eq!(
             Attention::plan(device, narrow)?.run(&stream, args).unwrap_err().to_string(),
@@ -820,6 +888,7 @@ fn bad_input() -> Result<(), Error> {
             kv_lens: None,
             out: out.view_mut(),
             lse: Some(lse.view_mut()),
+            scores: ScoreTensors::default(),
         };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
@@ -850,6 +919,10 @@ fn bad_input() -> Result<(), Error> {
             (AttentionProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
             (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),
             (AttentionProblem { scale: Some(f32::NAN), ..problem }, "a finite scale, got NaN"),
+            (
+                AttentionProblem { scores: Scores { soft_cap: Some(0.0) }, ..problem },
+                "a soft cap from 1e-30 to 1e30, got 0",
+            ),
             (AttentionProblem { seq_kv: 1 << 30, ..problem }, "seq_kv below 2^30, got 1073741824"),
         ];
         for (problem, message) in unsupported {

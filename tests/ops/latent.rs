@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::round::{encode, round_to};
 use testkit::strategies::{Values, dims};
-use warpforge::ops::attention::reference::{Sequence, attention};
-use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
+use warpforge::ops::attention::reference::{Options, Sequence, attention};
+use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
 use warpforge::ops::copy::{Copy, CopyArgs, CopyProblem};
 use warpforge::ops::matmul::reference::matmul;
 use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
@@ -103,6 +103,7 @@ impl Case {
             scale: f64::from(self.scale()),
             mask: Mask::Causal,
             window: None,
+            options: Options::default(),
         };
         attention::<A>(&sequence, &data.q, &k, &v, &store).0
     }
@@ -184,6 +185,7 @@ impl Run<'_> {
             scale: Some(self.case.scale()),
             mask: Mask::Causal,
             window: None,
+            scores: Scores::default(),
         };
         let args = AttentionArgs {
             q: q.view().reshape(&[1, seq_q, heads, head_dim])?,
@@ -192,6 +194,7 @@ impl Run<'_> {
             kv_lens: None,
             out: out.view_mut().reshape(&[1, seq_q, heads, head_dim_v])?,
             lse: None,
+            scores: ScoreTensors::default(),
         };
         Attention::plan(self.device, problem)?.run(&self.stream, args)
     }

@@ -101,6 +101,27 @@ pub fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { positive + log }
 }
 
+/// tanh(x), within 2 ulp whatever the size of x; NaN for NaN.
+#[inline(always)]
+pub fn tanh(x: f32) -> f32 {
+    // (tanh(x) / x − 1) / x² in x² for |x| < 1, error 2.4e-8; interpolated at Chebyshev nodes.
+    const NEAR: [f32; 7] = [
+        -0.333_333_31,
+        0.133_331_28,
+        -0.053_934_79,
+        0.021_660_116,
+        -0.008_218_922,
+        0.002_510_459_4,
+        -0.000_420_695_49,
+    ];
+    let size = math::abs(x);
+    let square = x * x;
+    let near = math::fma(x * square, polynomial(&NEAR, square), x);
+    // 1 − 2 / (e^2x + 1): what the approximations err is a quarter of the result at most.
+    let far = math::fma(-2.0, math::rcp(math::ex2(size * (2.0 * math::LOG2_E)) + 1.0), 1.0);
+    if size < 1.0 { near } else { far.copysign(x) }
+}
+
 /// GELU by its approximation x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), error (1 + |z|) · 2^−21 with z twice the
 /// argument of tanh.
 ///
@@ -238,6 +259,14 @@ mod tests {
             let error = worst(softplus, |x| x.exp().ln_1p(), one, range);
             assert!(error < 2f64.powi(-22), "softplus {error:e}");
         }
+        for range in [(-20.0, 20.0), (-1.01, 1.01), (-1e-3, 1e-3)] {
+            let error = worst(tanh, f64::tanh, one, range);
+            assert!(error < 1.5 * 2f64.powi(-23), "tanh {error:e}");
+        }
+        for (x, want) in [(f32::INFINITY, 1.0), (f32::MIN, -1.0), (0.0, 0.0), (1e-30, 1e-30)] {
+            assert_eq!(tanh(x), want);
+        }
+        assert!(tanh(f32::NAN).is_nan());
         assert!(exp(f32::NAN).is_nan() && super::sigmoid(f32::NAN).is_nan() && softplus(f32::NAN).is_nan());
         assert_eq!((exp(f32::INFINITY), exp(f32::NEG_INFINITY), exp(0.0)), (f32::INFINITY, 0.0, 1.0));
         assert_eq!((super::sigmoid(f32::INFINITY), super::sigmoid(f32::NEG_INFINITY)), (1.0, 0.0));

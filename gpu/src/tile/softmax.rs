@@ -24,6 +24,24 @@ pub fn weight<T: Element>(x: f32) -> f32 {
     exp_by(x, math::ex2)
 }
 
+/// A natural score in the unit of those that [`weight`] takes.
+#[inline(always)]
+pub fn in_unit<T: Element>(natural: f32) -> f32 {
+    if is_f32::<T>() { natural } else { natural * math::LOG2_E }
+}
+
+/// One more score, which has no value, among those of which m is the largest and `sum` the sum of the weights; returns what the
+/// weights so far are to be multiplied by: 1 if it is −∞.
+#[inline(always)]
+pub fn join<T: Element>(m: &mut f32, sum: &mut f32, score: f32) -> f32 {
+    let largest = math::max(*m, score);
+    let base = if largest == f32::NEG_INFINITY { 0.0 } else { largest };
+    let decay = weight::<T>(*m - base);
+    *m = largest;
+    *sum = math::fma(*sum, decay, weight::<T>(score - base));
+    decay
+}
+
 /// ln Σexp of natural scores, from the largest score and the sum of the weights; −∞ of no scores.
 #[inline(always)]
 pub fn log_sum_exp<T: Element>(largest: f32, sum: f32) -> f32 {
@@ -42,7 +60,7 @@ mod tests {
 
     use cuda_std::cvt::bf16;
 
-    use super::{log_sum_exp, weight};
+    use super::{join, log_sum_exp, weight};
 
     #[test]
     fn f32_is_within_one_and_a_half_ulp() {
@@ -51,6 +69,22 @@ mod tests {
             let want = f64::from(x).exp();
             let error = (f64::from(weight::<f32>(x)) - want).abs() / want;
             assert!(error <= 1.5 * 2f64.powi(-23), "e^{x}: relative error {error:e}");
+        }
+    }
+
+    #[test]
+    fn one_more_score() {
+        let none = f32::NEG_INFINITY;
+        for (m, sum, score, want) in [
+            (3.0, 1.5, none, (1.0, 3.0, 1.5)),
+            (3.0, 1.5, 1.0, (1.0, 3.0, 1.75)),
+            (3.0, 1.5, 5.0, (0.25, 5.0, 1.375)),
+            (none, 0.0, -2.0, (0.0, -2.0, 1.0)),
+            (none, 0.0, none, (0.0, none, 0.0)),
+            (3.0, 1.5, 1e30, (0.0, 1e30, 1.0)),
+        ] {
+            let (mut m, mut sum) = (m, sum);
+            assert_eq!((join::<bf16>(&mut m, &mut sum, score), m, sum), want);
         }
     }
 

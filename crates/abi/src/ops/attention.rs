@@ -66,9 +66,22 @@ pub struct AttentionDims {
     /// What q is multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their kernels' exponentials
     /// are powers of two.
     pub scale: f32,
+    /// What changes scores besides.
+    pub scores: ScoreDims,
 }
 
-const _: () = assert!(size_of::<AttentionDims>() == 116);
+/// What changes scores besides the scale and the mask by places.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ScoreDims {
+    /// Scores become `cap_out · tanh(cap_in · s)`, of a score s as the kernel has it: for the `Wgmma` kernels the product, which they
+    /// multiply by the scale later, for the others that times the scale. 0 if they do not.
+    pub cap_in: f32,
+    /// See `cap_in`.
+    pub cap_out: f32,
+}
+
+const _: () = assert!(size_of::<AttentionDims>() == 124);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.

@@ -28,6 +28,7 @@ use abi::ops::attention::{AttentionDims, MAX_PREFILL_DIM, SPLIT_KEYS, THREADS, d
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
+use super::scores::{capped, has_cap};
 use super::{Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::weight;
 
@@ -285,6 +286,9 @@ pub(super) unsafe fn split<
         while i < per_lane {
             if visible(i) {
                 p[i] = shared::load_f32(address(i));
+                if has_cap(dims) {
+                    p[i] = capped(p[i], dims);
+                }
             }
             largest = math::max(largest, p[i]);
             i += 1;

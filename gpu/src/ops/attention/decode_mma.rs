@@ -24,6 +24,7 @@ use abi::ops::attention::{AttentionDims, SPLIT_KEYS, THREADS};
 use cuda_std::cvt::prmt;
 use cuda_std::{global, math, shared, thread, warp};
 
+use super::scores::{capped, has_cap};
 use super::{Visible, offset, sequence_len};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
@@ -245,11 +246,20 @@ pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>
         // Weights, of the warp's keys by themselves.
         let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
         let mut m = [f32::NEG_INFINITY; 2];
+        let mut scale = dims.scale;
+        if has_cap(dims) {
+            let mut i = 0;
+            while i < 4 * KEY_TILES {
+                s[i / 4][i % 4] = capped(s[i / 4][i % 4] * scale, dims);
+                i += 1;
+            }
+            scale = 1.0;
+        }
         let mut i = 0;
         while i < 4 * KEY_TILES {
             let (half, key) = (i / 2 % 2, key_of(i / 4) + (2 * member + i as u32 % 2) as i32);
             let s = &mut s[i / 4][i % 4];
-            *s = if visible[half].has(key) { *s * dims.scale } else { f32::NEG_INFINITY };
+            *s = if visible[half].has(key) { *s * scale } else { f32::NEG_INFINITY };
             m[half] = math::max(m[half], *s);
             i += 1;
         }

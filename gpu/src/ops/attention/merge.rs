@@ -1,4 +1,5 @@
-//! The results of a row's splits become one: `out = Σ 2^(m_s − m)·o_s / Σ 2^(m_s − m)·l_s`, m the largest m_s.
+//! The results of a row's splits become one: `out = Σ 2^(m_s − m)·o_s / (Σ 2^(m_s − m)·l_s + 2^(sink − m))`, m the largest of
+//! the m_s and the sink.
 //!
 //! Work split: a block per row. Each of its 8 warps finds m and the sum of the weights by itself, a split per lane, and
 //! adds up every eighth split's result, four columns per lane and access; the eight sums meet in shared memory. All of
@@ -8,6 +9,7 @@ use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM_V, MERGE_THREADS, SPLIT_KE
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
+use super::scores::sink;
 use super::{Visible, offset, sequence_len};
 use crate::tile::softmax::{self, log_sum_exp};
 
@@ -21,12 +23,14 @@ const UNROLL: usize = 4;
 /// - One block of [`MERGE_THREADS`] threads per row, in the order sequence, head, query; the decode kernel before it had
 ///   the same `dims` — `Attention::run`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn row<T: Element>(
     partial: *const f32,
     stats: *const f32,
     kv_lens: *const u32,
     out: *mut T,
     lse: *mut f32,
+    sinks: *const f32,
     dims: &AttentionDims,
 ) {
     let row = thread::block_idx_x();
@@ -50,7 +54,8 @@ pub(super) unsafe fn row<T: Element>(
             largest = math::max(largest, global::load(stats.add(2 * split as usize)));
             split += 32;
         }
-        let m = warp::max_f32::<32>(largest);
+        let sink = sink::<T>(sinks, head);
+        let m = math::max(warp::max_f32::<32>(largest), sink);
         let base = if m == f32::NEG_INFINITY { 0.0 } else { m };
         let weight = |split: u32| softmax::weight::<T>(global::load(stats.add(2 * split as usize)) - base);
         let mut sum = 0.0;
@@ -59,7 +64,7 @@ pub(super) unsafe fn row<T: Element>(
             sum = math::fma(weight(split), global::load(stats.add(2 * split as usize + 1)), sum);
             split += 32;
         }
-        let sum = warp::sum_f32::<32>(sum);
+        let sum = warp::sum_f32::<32>(sum) + softmax::weight::<T>(sink - base);
 
         let mut col = 4 * lane;
         while col < dim {

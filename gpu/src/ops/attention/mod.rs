@@ -23,6 +23,7 @@ mod decode_mma;
 mod decode_ring;
 mod merge;
 mod prefill;
+mod scores;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
@@ -110,7 +111,7 @@ macro_rules! entry {
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
         #[kernel(max_threads = 128, min_blocks = 2)]
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
             k: *const $type,
@@ -118,10 +119,11 @@ macro_rules! entry {
             kv_lens: *const u32,
             out: *mut $type,
             lse: *mut f32,
+            sinks: *const f32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, kv_lens, out, lse, &dims) }
+            unsafe { prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, kv_lens, out, lse, sinks, &dims) }
         }
     };
     ($entry:ident, $type:ident, Decode, $dim:literal, $dim_v:literal, $rows:literal) => {
@@ -166,10 +168,11 @@ macro_rules! entry {
             kv_lens: *const u32,
             out: *mut $type,
             lse: *mut f32,
+            sinks: *const f32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { merge::row::<$type>(partial, stats, kv_lens, out, lse, &dims) }
+            unsafe { merge::row::<$type>(partial, stats, kv_lens, out, lse, sinks, &dims) }
         }
     };
 }
@@ -259,6 +262,7 @@ macro_rules! wgmma_entries {
             v: *const $type,
             kv_lens: *const u32,
             lse: *mut f32,
+            sinks: *const f32,
             dims: AttentionDims,
         ) {
             let maps = wgmma::Maps { q, k, v: v_map, out };
@@ -274,7 +278,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(maps, v, kv_lens, lse, &dims)
+                >(maps, v, kv_lens, lse, sinks, &dims)
             }
         }
     )*};

@@ -15,7 +15,7 @@
 //!     s = q·kᵀ                    // v is on its way into registers
 //!     m' = max(m, max s); p = 2^(s − m'); l = l·2^(m − m') + Σp; o = o·2^(m − m')
 //!     o += p·v                    // the next k is on its way
-//! out = o / l
+//! l += 2^(sink − m);  out = o / l
 //! ```
 //!
 //! Tiles of keys start at multiples of KEYS, those without a visible key are skipped, and those that every row sees
@@ -26,8 +26,9 @@ use abi::ops::attention::{AttentionDims, PREFILL_THREAD_ROWS, THREADS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
+use super::scores::{capped, has_cap, sink};
 use super::{Visible, load_piece, offset, sequence_len};
-use crate::tile::softmax::{log_sum_exp, weight};
+use crate::tile::softmax::{join, log_sum_exp, weight};
 
 /// Rows of a thread.
 const ROWS: usize = PREFILL_THREAD_ROWS as usize;
@@ -127,6 +128,7 @@ unsafe fn put_piece<T: Element, const DIM: usize>(base: u32, row: u32, piece: u3
 /// # Safety
 /// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds* — checked in `Attention::run`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const LANES: u32>(
     q: *const T,
     k: *const T,
@@ -134,6 +136,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     kv_lens: *const u32,
     out: *mut T,
     lse: *mut f32,
+    sinks: *const f32,
     dims: &AttentionDims,
 ) {
     let groups = THREADS / LANES;
@@ -201,6 +204,9 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             thread::sync_threads();
             held = fetch::<T, DIM, KEYS>(v, dims.v_token_stride, dims.head_dim_v, key, any.hi, dims);
             scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
+            if has_cap(dims) {
+                cap::<KEYS, LANES>(&mut state, dims);
+            }
             let whole = key >= all.lo && key + keys <= all.hi;
             if whole {
                 softmax::<T, DIM, KEYS, LANES>(&mut state, |_, _| true);
@@ -223,10 +229,12 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             key += keys;
         }
 
+        let sink = sink::<T>(sinks, head);
         let mut row = 0;
         while row < ROWS {
-            let sum = warp::sum_f32::<LANES>(state.l[row]);
-            let scale = math::rcp(sum);
+            let mut sum = warp::sum_f32::<LANES>(state.l[row]);
+            let decay = join::<T>(&mut state.m[row], &mut sum, sink);
+            let scale = math::rcp(sum) * decay;
             let own = y + row as u32 * groups;
             let mut piece = 0;
             while piece < DIM / LANES as usize / 4 {
@@ -324,6 +332,18 @@ unsafe fn scores<const DIM: usize, const KEYS: usize, const LANES: u32>(
             col += 1;
         }
         piece += 1;
+    }
+}
+
+/// Scores under the soft cap.
+#[inline(always)]
+fn cap<const KEYS: usize, const LANES: u32>(state: &mut State, dims: &AttentionDims) {
+    let cols = KEYS / LANES as usize;
+    let mut i = 0;
+    while i < ROWS * cols {
+        let s = &mut state.s[i / cols][i % cols];
+        *s = capped(*s, dims);
+        i += 1;
     }
 }
 

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::AttentionConfig;
 use crate::models::loader::Loader;
-use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask};
+use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
 use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use crate::ops::matmul::Matmul;
 use crate::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
@@ -138,6 +138,7 @@ impl AttentionBlock {
             scale: None,
             mask: Mask::Causal,
             window,
+            scores: Scores::default(),
         };
         let q_cols = heads_q * head_dim;
         let gate_cols = if output_gate { q_cols } else { 0 };
@@ -219,6 +220,7 @@ impl AttentionBlock {
             kv_lens,
             out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
             lse: None,
+            scores: ScoreTensors::default(),
         };
         self.attention.run(stream, args)?;
         let Some((glu, gated)) = &mut self.gate else {

@@ -7,7 +7,9 @@ use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::LatentConfig;
 use crate::models::loader::Loader;
-use crate::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
+use crate::ops::attention::{
+    Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask, ScoreTensors, Scores,
+};
 use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
 use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
@@ -316,6 +318,7 @@ fn attention(
         scale: Some(config.scale),
         mask: Mask::Causal,
         window: None,
+        scores: Scores::default(),
     };
     Attention::plan(phase.stream.device(), problem)
 }
@@ -384,6 +387,7 @@ impl Absorbed {
             kv_lens,
             out: attended.reborrow().reshape(&[batch, seq, heads, latent])?,
             lse: None,
+            scores: ScoreTensors::default(),
         };
         self.attention.run(stream, args)?;
         let a = attended.as_view().swap_axes(0, 1)?;
@@ -460,6 +464,7 @@ impl Naive {
                 kv_lens,
                 out: out.reborrow().slice(0, tokens)?.reshape(&[1, seq, heads, value])?,
                 lse: None,
+                scores: ScoreTensors::default(),
             };
             self.attention.run(stream, args)?;
         }

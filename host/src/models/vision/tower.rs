@@ -10,7 +10,7 @@ use crate::models::config::VisionConfig;
 use crate::models::layers::Linear;
 use crate::models::loader::{Loader, encode};
 use crate::ops::Store;
-use crate::ops::attention::{self, Attention, AttentionArgs, AttentionProblem, Mask};
+use crate::ops::attention::{self, Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
 use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
 use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
 use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
@@ -447,7 +447,10 @@ impl TowerBlock {
             };
             let out = self.attended.view_mut().slice(0, first..first + frames * size)?.reshape(&shape)?;
             let (q, k, v) = (part(0)?, part(1)?, part(2)?);
-            self.attention.run(stream, AttentionArgs { q, k, v, kv_lens: None, out, lse: None })?;
+            self.attention.run(
+                stream,
+                AttentionArgs { q, k, v, kv_lens: None, out, lse: None, scores: ScoreTensors::default() },
+            )?;
             first += frames * size;
         }
         let attended = self.attended.view().slice(0, all.clone())?;
@@ -543,6 +546,7 @@ fn plan_attention(
         scale: None,
         mask: Mask::None,
         window: None,
+        scores: Scores::default(),
     };
     match device.limits() {
         Some(limits) => {

@@ -1,6 +1,6 @@
 //! Shapes that occur, for tests and benches.
 
-use super::Mask;
+use super::{Mask, Scores};
 use crate::ops::Phase;
 
 /// One shape.
@@ -26,7 +26,13 @@ pub struct AttentionCase {
     pub is_latent: bool,
     /// Which keys a query sees.
     pub mask: Mask,
+    /// What changes scores besides.
+    pub scores: Scores,
+    /// Whether heads have sinks.
+    pub has_sinks: bool,
 }
+
+const PLAIN: Scores = Scores { soft_cap: None };
 
 const fn prefill(
     name: &'static str,
@@ -47,6 +53,8 @@ const fn prefill(
         head_dim_v: head_dim,
         is_latent: false,
         mask,
+        scores: PLAIN,
+        has_sinks: false,
     }
 }
 
@@ -69,7 +77,14 @@ const fn decode(
         head_dim_v: head_dim,
         is_latent: false,
         mask: Mask::Causal,
+        scores: PLAIN,
+        has_sinks: false,
     }
+}
+
+/// Gemma 2's, whose every other layer sees all keys.
+const fn capped(case: AttentionCase) -> AttentionCase {
+    AttentionCase { scores: Scores { soft_cap: Some(50.0) }, ..case }
 }
 
 /// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
@@ -114,6 +129,9 @@ pub const CASES: &[AttentionCase] = cases! {
         latent("glm-4.7-flash latent decode 8", 8, 20, CONTEXT),
         latent("glm-4.7-flash latent decode 32", 32, 20, CONTEXT),
         latent("glm-4.7-flash latent decode 128", 128, 20, CONTEXT),
+        capped(prefill("gemma-2-27b prefill 4096 soft cap", 1, (32, 16), 4096, 128, Mask::Causal)),
+        capped(decode("gemma-2-27b decode 8 soft cap", 8, (32, 16), CONTEXT, 128)),
+        AttentionCase { has_sinks: true, ..prefill("gpt-oss-120b prefill 4096 sinks", 1, (64, 8), 4096, 64, Mask::Causal) },
         // One frame of 4096 patches.
         prefill("qwen3-vl-2b vision prefill 4096", 1, (16, 16), 4096, 64, Mask::None),
     ];

@@ -1,10 +1,10 @@
 //! Attention on the CPU: online softmax over tiles of keys, tiles of queries in parallel.
 
 use abi::DType;
-use abi::ops::attention::AttentionDims;
+use abi::ops::attention::{AttentionDims, ScoreDims};
 use half::{bf16, f16};
 
-use super::{AttentionArgs, visible};
+use super::{AttentionArgs, AttentionProblem, visible};
 use crate::error::Error;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
@@ -17,12 +17,12 @@ const KEYS: usize = 64;
 const LANES: usize = 8;
 
 pub(super) fn run(
-    dtype: DType,
+    problem: &AttentionProblem,
     dims: &AttentionDims,
-    scale: f32,
     args: &mut AttentionArgs<'_>,
 ) -> Result<(), Error> {
-    match dtype {
+    let scale = problem.scale();
+    match problem.dtype {
         DType::F16 => tiles::<f16>(dims, scale, args),
         DType::BF16 => tiles::<bf16>(dims, scale, args),
         _ => tiles::<f32>(dims, scale, args),
@@ -37,16 +37,30 @@ struct Row {
     out: Vec<f32>,
 }
 
+impl Row {
+    /// One more score, which has no value.
+    fn join(&mut self, score: f32) {
+        let max = self.max.max(score);
+        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let decay = (self.max - base).exp();
+        self.max = max;
+        self.sum = self.sum * decay + (score - base).exp();
+        self.out.iter_mut().for_each(|out| *out *= decay);
+    }
+}
+
 fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut AttentionArgs<'_>) {
     let (seq_q, head_dim, head_dim_v) =
         (dims.seq_q as usize, dims.head_dim as usize, dims.head_dim_v as usize);
     let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
     let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
     let kv_lens = args.kv_lens.as_ref().map(|kv_lens| kv_lens.host_slice::<u32>());
+    let sinks = args.scores.sinks.as_ref().map(|sinks| sinks.host_slice::<f32>());
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     let lse = args.lse.as_mut().map(|lse| SharedSlice::new(lse.host_slice_mut::<f32>()));
     let place = |index: usize, stride: u32| index * stride as usize;
     let query_tiles = seq_q.div_ceil(QUERIES);
+    let ScoreDims { cap_in, cap_out } = dims.scores;
 
     // A task is a tile of queries of all the heads that share a key head: k and v are converted once for them.
     let num_tasks = dims.batch as usize * heads_kv * query_tiles;
@@ -99,6 +113,9 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 let mut max = row.max;
                 for key in span.clone() {
                     weights[key] = dot(query, &keys[key * head_dim..][..head_dim]);
+                    if cap_in != 0.0 {
+                        weights[key] = cap_out * (cap_in * weights[key]).tanh();
+                    }
                     max = max.max(weights[key]);
                 }
                 let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
@@ -118,7 +135,10 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
             }
         }
 
-        for (row, (query, head)) in std::iter::zip(&rows, pairs()) {
+        for (row, (query, head)) in std::iter::zip(&mut rows, pairs()) {
+            if let Some(sinks) = sinks {
+                row.join(sinks[head]);
+            }
             let start = place(batch, dims.out_batch_stride)
                 + place(query, dims.out_token_stride)
                 + place(head, dims.out_head_stride);

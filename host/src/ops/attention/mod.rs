@@ -4,6 +4,7 @@
 mod cases;
 mod cpu;
 pub mod reference;
+mod scores;
 mod select;
 
 use abi::DType;
@@ -23,6 +24,7 @@ use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 pub use cases::{AttentionCase, CASES};
+pub use scores::{ScoreTensors, Scores};
 pub use select::{AttentionChoice, MAX_DECODE_QUERIES, MAX_TENSOR_DECODE_QUERIES, select};
 
 const OP: &str = "attention";
@@ -66,6 +68,8 @@ pub struct AttentionProblem {
     pub mask: Mask,
     /// A sliding window: of those a query sees only the last W, that is `j > i + len − seq_q − W`.
     pub window: Option<usize>,
+    /// What changes scores besides: a soft cap.
+    pub scores: Scores,
 }
 
 impl AttentionProblem {
@@ -89,15 +93,23 @@ pub struct AttentionArgs<'a> {
     pub kv_lens: Option<TensorView<'a>>,
     /// `[batch, seq_q, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
-    /// `[batch, heads_q, seq_q]` f32, if there: the natural logarithm of the sum of the exponentials of a row's scores.
+    /// `[batch, heads_q, seq_q]` f32, if there: the natural logarithm of the sum of the exponentials of a row's scores,
+    /// of which a sink is one.
     pub lse: Option<TensorViewMut<'a>>,
+    /// What changes scores.
+    pub scores: ScoreTensors<'a>,
 }
 
 /// Softmax attention with grouped heads, causal and sliding-window masks, and sequences of different lengths.
 ///
 /// `out = softmax(scale · q·kᵀ + mask) · v`, in memory linear in the number of keys: the scores are never stored.
 ///
-/// **Empty rows**: a row that sees no key gives zeros, and −∞ as log-sum-exp.
+/// **Soft cap** ([`Scores::soft_cap`]): a scaled product s becomes `cap · tanh(s / cap)`, before masks (Gemma 2); also one of ±∞.
+///
+/// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a key or value
+/// (gpt-oss); one of −∞ changes nothing.
+///
+/// **Empty rows**: a row that sees no key gives zeros, and its sink as log-sum-exp, −∞ without one.
 /// **Arithmetic**: f32 throughout; out is rounded once. On tensor cores weights are rounded to the storage type too, and sums of 16
 /// products are cut off below the 25th bit. Scores of any finite size; −∞ weighs nothing. A NaN in q, in a
 /// visible key or value, or a score of +∞ gives NaN in the rows that it enters (of a value: in its column) and nowhere
@@ -127,14 +139,15 @@ pub struct AttentionArgs<'a> {
 /// let stream = device.stream()?;
 /// let problem = AttentionProblem {
 ///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, head_dim_v: 128,
-///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None,
+///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None, scores: Scores::default(),
 /// };
 /// let attention = Attention::plan(&device, problem)?;
 /// let q = Tensor::zeros(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let cache = Tensor::zeros(&stream, &[2, 4096, 8, 128], DType::BF16)?;
 /// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
-/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out: out.view_mut(), lse: None };
+/// let (out, scores) = (out.view_mut(), ScoreTensors::default());
+/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out, lse: None, scores };
 /// attention.run(&stream, args)?;
 /// println!("{}", attention.report());
 /// # Ok(())
@@ -274,7 +287,7 @@ impl Attention {
             return Ok(());
         }
         match &self.backend {
-            Backend::Cpu => cpu::run(self.problem.dtype, &dims, self.problem.scale(), &mut args),
+            Backend::Cpu => cpu::run(&self.problem, &dims, &mut args),
             Backend::Cuda { choice, origin, kernels, splits } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
@@ -299,6 +312,7 @@ impl Attention {
                         dims.seq_q.to_string(),
                     ));
                 };
+                dims.scores = scores::dims(&self.problem, Some(variant.tile));
                 match (variant.tile, splits) {
                     (tile, Some(splits)) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
@@ -336,7 +350,7 @@ impl Attention {
         args: &AttentionArgs<'_>,
         dims: &AttentionDims,
     ) -> Result<(), Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+        let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
         let (tile, out_view) = (kernel.variant.tile, out.as_view());
         let map = |view, box_rows| self.tensor_map(view, box_rows);
         let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
@@ -352,6 +366,7 @@ impl Attention {
             (*v).into(),
             kv_lens.map_or(Param::Address(0), Param::from),
             Param::optional(lse.as_ref()),
+            scores.sinks(),
             dims.into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
@@ -382,7 +397,7 @@ impl Attention {
     }
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+        let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = self.problem;
         let device = &self.device;
         q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
@@ -403,6 +418,7 @@ impl Attention {
             lse.expect(OP, "lse", device, DType::F32, &[Some(batch), Some(heads_q), Some(seq_q)])?;
             lse.expect_inner_contiguous(OP, "lse")?;
         }
+        scores.check(&self.problem, device)?;
         let planned = [
             ("q", "sequences", batch, self.problem.batch),
             ("q", "queries", seq_q, self.problem.seq_q),
@@ -464,6 +480,7 @@ impl Attention {
                 DType::F32 => self.problem.scale(),
                 _ => self.problem.scale() * std::f32::consts::LOG2_E,
             },
+            scores: scores::dims(&self.problem, None),
         })
     }
 
@@ -523,7 +540,7 @@ fn prefill(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+    let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
     let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
     let params = [
         (*q).into(),
@@ -532,6 +549,7 @@ fn prefill(
         kv_lens.map_or(Param::Address(0), Param::from),
         out.into(),
         Param::optional(lse.as_ref()),
+        scores.sinks(),
         dims.into(),
     ];
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
@@ -547,7 +565,7 @@ fn decode(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse } = args;
+    let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
     let Splits { merge, workspace } = splits;
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
@@ -556,8 +574,15 @@ fn decode(
     let (partial, stats) = (partial.view(), stats.view());
     let params =
         [(*q).into(), (*k).into(), (*v).into(), kv_lens(), partial.into(), stats.into(), dims.into()];
-    let merge_params =
-        [partial.into(), stats.into(), kv_lens(), out.into(), Param::optional(lse.as_ref()), dims.into()];
+    let merge_params = [
+        partial.into(),
+        stats.into(),
+        kv_lens(),
+        out.into(),
+        Param::optional(lse.as_ref()),
+        scores.sinks(),
+        dims.into(),
+    ];
     let _alone = workspace.enter(stream)?;
     // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
     // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
@@ -650,5 +675,5 @@ fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     if problem.window == Some(0) {
         return invalid("a window of at least 1 key", "0".into());
     }
-    Ok(())
+    problem.scores.check()
 }

@@ -4,7 +4,7 @@ use crate::ops::reference::Real;
 
 /// Sizes and mask of one sequence.
 #[derive(Clone, Copy, Debug)]
-pub struct Sequence {
+pub struct Sequence<'a> {
     /// Queries.
     pub seq_q: usize,
     /// Keys, all of which are in use.
@@ -23,14 +23,46 @@ pub struct Sequence {
     pub mask: super::Mask,
     /// How many of them, the last ones.
     pub window: Option<usize>,
+    /// What changes scores besides.
+    pub options: Options<'a>,
 }
 
-impl Sequence {
+/// What changes scores besides scale and mask.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options<'a> {
+    /// A score s becomes `cap · tanh(s / cap)`.
+    pub soft_cap: Option<f64>,
+    /// `[heads_q]`: scores without a key.
+    pub sinks: Option<&'a [f64]>,
+}
+
+impl Sequence<'_> {
     /// Whether `query` sees `key`.
     pub fn sees(&self, query: usize, key: usize) -> bool {
         let (query, key) = (query as i64 + self.len as i64 - self.seq_q as i64, key as i64);
         (self.mask == super::Mask::None || key <= query)
             && self.window.is_none_or(|window| key > query - window as i64)
+    }
+
+    /// The score of a product that was multiplied by the scale.
+    fn score<A: Real>(&self, product: A) -> A {
+        match self.options.soft_cap {
+            Some(cap) => A::real(cap) * (product / A::real(cap)).tanh(),
+            None => product,
+        }
+    }
+
+    /// The score without a key; −∞ if there is none.
+    fn sink(&self, head: usize) -> f64 {
+        self.options.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head])
+    }
+
+    /// What the error of a score is in proportion to, if that of the product is to `terms`.
+    fn condition(&self, product: f64, terms: f64) -> f64 {
+        match self.options.soft_cap {
+            Some(cap) => terms * (1.0 - (product / cap).tanh().powi(2)) + self.score(product).abs(),
+            None => terms,
+        }
     }
 }
 
@@ -62,12 +94,14 @@ pub fn attention<A: Real>(
                     .map(|(&a, &b)| A::real(a) * A::real(b))
                     .sum()
             };
-            let scores: Vec<A> = keys.iter().map(|&key| dot(key) * A::real(scale)).collect();
+            let score = |&key: &usize| sequence.score(dot(key) * A::real(scale));
+            let scores: Vec<A> = keys.iter().map(score).collect();
             // Not −∞ where every score is: −∞ − −∞ has no value.
-            let max = scores.iter().copied().fold(A::neg_infinity(), A::max);
+            let sink = A::real(sequence.sink(head));
+            let max = scores.iter().copied().fold(sink, A::max);
             let base = if max == A::neg_infinity() { A::zero() } else { max };
             let weights: Vec<A> = scores.iter().map(|&score| (score - base).exp()).collect();
-            let sum: A = weights.iter().copied().sum();
+            let sum = weights.iter().copied().sum::<A>() + (sink - base).exp();
             if sum == A::zero() {
                 continue;
             }
@@ -85,7 +119,7 @@ pub fn attention<A: Real>(
 
 /// What the errors of [`attention`] are relative to: the terms of the sums taken absolute, and the condition of the softmax.
 ///
-/// A score errs in proportion to `a = scale · Σ|q·k|`, and `∂out/∂score = p·(v − out)`. So out errs in proportion to
+/// A score errs in proportion to `a = scale · Σ|q·k|` (under a soft cap to that times the slope there, and to itself), and `∂out/∂score = p·(v − out)`. So out errs in proportion to
 /// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as with
 /// scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
 pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
@@ -107,9 +141,14 @@ pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<
                 };
                 keys.iter().map(dot).collect()
             };
-            let (scores, terms) = (dots(|term| term), dots(f64::abs));
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+            let (products, terms) = (dots(|term| term), dots(f64::abs));
+            let scores: Vec<f64> = products.iter().map(|&product| sequence.score(product)).collect();
+            let terms: Vec<f64> = std::iter::zip(products, terms)
+                .map(|(product, terms)| sequence.condition(product, terms))
+                .collect();
+            let sink = sequence.sink(head);
+            let max = scores.iter().copied().fold(sink, f64::max);
+            let sum: f64 = scores.iter().chain([&sink]).map(|score| (score - max).exp()).sum();
             let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp() / sum).collect();
             let condition: f64 = std::iter::zip(&weights, &terms).map(|(p, a)| p * a).sum();
             lse[head * seq_q + query] = 1.0 + (max + sum.ln()).abs() + condition;

@@ -3,7 +3,7 @@
 use abi::DType;
 use abi::ops::attention::{AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 
-use super::{AttentionProblem, OP};
+use super::{AttentionProblem, OP, scores};
 use crate::device::DeviceLimits;
 use crate::error::Error;
 
@@ -73,6 +73,7 @@ fn runs(limits: &DeviceLimits, variant: &AttentionVariant, problem: &AttentionPr
     variant.floor <= limits.floor
         && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
         && (!needs_positive(variant.tile) || problem.scale() >= f32::MIN_POSITIVE)
+        && scores::runs(variant.tile, problem)
 }
 
 /// The smallest kernel of these, which go from small to large, that can do it.
@@ -140,7 +141,7 @@ pub fn select(
 mod tests {
     use abi::Arch;
 
-    use super::super::Mask;
+    use super::super::{Mask, Scores};
     use super::*;
 
     fn problem(dtype: DType, heads_q: usize, heads_kv: usize, head_dim: usize) -> AttentionProblem {
@@ -156,6 +157,7 @@ mod tests {
             scale: None,
             mask: Mask::Causal,
             window: None,
+            scores: Scores::default(),
         }
     }
 

@@ -54,10 +54,11 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::offset;
+use super::scores::{has_cap, sink};
 use crate::tile::multiplicand::Multiplicand;
-use crate::tile::softmax::log_sum_exp;
+use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use softmax::{Rows, mask, round, scale_rows, softmax};
+use softmax::{Rows, cap, mask, round, scale_rows, softmax};
 use walk::{MARKS, Places, Tile, Tiles, Turn};
 
 /// Bytes of a row of a box: 64 elements.
@@ -86,7 +87,7 @@ pub(super) struct Maps {
 /// # Safety
 /// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS` and
 ///   `WEIGHTS` are `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
-/// - The maps are those of `Attention::run`, the scale is positive; v, `kv_lens` and lse *in-bounds* for `dims`.
+/// - The maps are those of `Attention::run`, the scale is positive; v, `kv_lens`, lse and sinks *in-bounds* for `dims`.
 #[inline(always)]
 pub(super) unsafe fn tiles<
     T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
@@ -103,6 +104,7 @@ pub(super) unsafe fn tiles<
     v: *const T,
     kv_lens: *const u32,
     lse: *mut f32,
+    sinks: *const f32,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -164,6 +166,7 @@ pub(super) unsafe fn tiles<
                 v,
                 kv_lens,
                 lse,
+                sinks,
                 dims,
             );
         }
@@ -254,6 +257,7 @@ unsafe fn consume<
     v: *const T,
     kv_lens: *const u32,
     lse: *mut f32,
+    sinks: *const f32,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -299,6 +303,9 @@ unsafe fn consume<
                 barrier::arrive(next_turn, 256);
                 wgmma::wait_group::<0>(&mut s);
                 release(places.empty_k(turn.stage()));
+                if has_cap(dims) {
+                    cap(&mut s, dims);
+                }
                 if tile.is_border::<KEYS>(step) {
                     mask(&mut s, dims, tile.len, query, step * KEYS + col);
                 }
@@ -324,6 +331,9 @@ unsafe fn consume<
                     accumulate = Accumulate::Add;
                     wgmma::wait_group::<1>(&mut s);
                     release(places.empty_k(turn.stage()));
+                    if has_cap(dims) {
+                        cap(&mut s, dims);
+                    }
                     if tile.is_border::<KEYS>(step) {
                         mask(&mut s, dims, tile.len, query, step * KEYS + col);
                     }
@@ -357,23 +367,27 @@ unsafe fn consume<
             let query = tile.first_query + row;
             let mut half = 0;
             let mut factors = [0f32; 2];
+            let mut is_empty = [false; 2];
+            let sink = sink::<T>(sinks, tile.head);
             while half < 2 {
-                let sum = warp::sum_f32::<4>(rows.l[half]);
-                factors[half] = if sum == 0.0 { 0.0 } else { math::rcp(sum) };
+                let mut sum = warp::sum_f32::<4>(rows.l[half]);
+                is_empty[half] = sum == 0.0;
+                let mut m = rows.m[half] * dims.scale;
+                let decay = join::<T>(&mut m, &mut sum, sink);
+                factors[half] = math::rcp(sum) * decay;
                 let query = query + 8 * half as u32;
                 if !lse.is_null() && lane % 4 == 0 && query < dims.seq_q {
                     let at =
                         offset(tile.batch, dims.lse_batch_stride, query, 1, tile.head, dims.lse_head_stride);
-                    global::store(lse.add(at), log_sum_exp::<T>(rows.m[half] * dims.scale, sum));
+                    global::store(lse.add(at), log_sum_exp::<T>(m, sum));
                 }
                 half += 1;
             }
             scale_rows(&mut o, factors);
             // A row of weights 0 has no result, whatever its values are.
-            let empty = [factors[0] == 0.0, factors[1] == 0.0];
             let mut i = 0;
             while i < SUMS {
-                if empty[i / 2 % 2] {
+                if is_empty[i / 2 % 2] {
                     o[i] = 0.0;
                 }
                 i += 1;

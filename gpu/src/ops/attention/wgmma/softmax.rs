@@ -5,6 +5,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{math, thread, warp};
 
 use super::super::Visible;
+use super::super::scores::capped;
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
@@ -13,6 +14,16 @@ const SMALL: f32 = 1024.0;
 pub(super) struct Rows {
     pub(super) m: [f32; 2],
     pub(super) l: [f32; 2],
+}
+
+/// Scores under the soft cap, still to be multiplied by the scale.
+#[inline(always)]
+pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDims) {
+    let mut i = 0;
+    while i < SCORES {
+        s[i] = capped(s[i], dims);
+        i += 1;
+    }
 }
 
 /// Scores of keys that a row does not see become −∞. The thread's first key is `first`, its rows are `query` and 8 further.
