@@ -27,6 +27,7 @@ use abi::ops::attention::{
 };
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
+use super::scores::{capped, has_cap};
 use super::{Visible, offset, sequence_len};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
@@ -307,12 +308,21 @@ pub(super) unsafe fn splits<
             // Weights, of the warp's keys by themselves.
             let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
             let mut m = [f32::NEG_INFINITY; 2];
+            let mut scale = dims.scale;
+            if has_cap(dims) {
+                let mut i = 0;
+                while i < 8 * CHUNKS {
+                    s[i / 4][i % 4] = capped(s[i / 4][i % 4] * scale, dims);
+                    i += 1;
+                }
+                scale = 1.0;
+            }
             let mut i = 0;
             while i < 8 * CHUNKS {
                 let half = i / 2 % 2;
                 let key = key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
                 let s = &mut s[i / 4][i % 4];
-                *s = if visible[half].has(key) { *s * dims.scale } else { f32::NEG_INFINITY };
+                *s = if visible[half].has(key) { *s * scale } else { f32::NEG_INFINITY };
                 m[half] = math::max(m[half], *s);
                 i += 1;
             }
