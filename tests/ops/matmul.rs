@@ -554,7 +554,8 @@ proptest! {
     ) {
         for device in &on.cards() {
             let floor = device.limits().map(|limits| limits.floor);
-            let layered = |v: &&MatmulVariant| !matches!(v.tile, MatmulTile::Wgmma { .. }) && Some(v.floor) <= floor;
+            let single = |tile| matches!(tile, MatmulTile::Wgmma { .. } | MatmulTile::Split { .. });
+            let layered = |v: &&MatmulVariant| !single(v.tile) && Some(v.floor) <= floor;
             for variant in variants(&case.0.problem).filter(layered) {
                 run_batched(device, &case, Some(variant))?;
             }
@@ -624,12 +625,13 @@ proptest! {
             let inputs = inputs(&case);
             for device in &cards {
                 let floor = device.limits().map(|limits| limits.floor);
-                let mut all: [Vec<Vec<f64>>; 3] = Default::default();
+                let mut all: [Vec<Vec<f64>>; 4] = Default::default();
                 for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
                     let kind = match variant.tile {
                         MatmulTile::Simt { .. } => 0,
                         MatmulTile::Mma { .. } => 1,
                         MatmulTile::Wgmma { .. } => 2,
+                        MatmulTile::Split { .. } => 3,
                         _ => continue,
                     };
                     let plan = plan(device, problem, Some(variant))?;

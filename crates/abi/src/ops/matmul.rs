@@ -159,6 +159,15 @@ pub enum MatmulTile {
         /// Whether they lie side by side and share a, instead of one above the other and sharing b.
         shares_a: bool,
     },
+    /// Hopper, for few rows and columns: the blocks of a cluster share the k of a tile of 64 × 64.
+    Split {
+        /// Threads of the block: a warpgroup that loads and one that multiplies.
+        threads: u32,
+        /// Steps of k that loads run ahead.
+        stages: u32,
+        /// Blocks that share k.
+        cluster: u32,
+    },
 }
 
 /// Bytes of a row per step of an `Mma` tile.
@@ -192,6 +201,7 @@ impl MatmulTile {
                 let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
                 stages * (bm + bn) * WGMMA_ROW_BYTES + boxes * 64 * 128 + 16 * stages
             }
+            MatmulTile::Split { stages, .. } => stages * (2 * 64 * WGMMA_ROW_BYTES + 16),
         }
     }
 
@@ -199,11 +209,13 @@ impl MatmulTile {
     pub const fn threads(self) -> u32 {
         match self {
             MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } | MatmulTile::Stream { .. } => THREADS,
-            MatmulTile::Mma { threads, .. } | MatmulTile::Wgmma { threads, .. } => threads,
+            MatmulTile::Mma { threads, .. }
+            | MatmulTile::Wgmma { threads, .. }
+            | MatmulTile::Split { threads, .. } => threads,
         }
     }
 
-    /// Blocks of one product, or clusters where they share an operand; `split_log2` counts for the `Gemv` and `Stream` tiles only.
+    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv` and `Stream` tiles only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),
@@ -213,6 +225,7 @@ impl MatmulTile {
             MatmulTile::Mma { bm, bn, .. } => (bm, bn),
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
             MatmulTile::Wgmma { bm, bn, cluster, .. } => (bm * cluster, bn),
+            MatmulTile::Split { .. } => (64, 64),
         };
         m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
     }
@@ -323,24 +336,28 @@ macro_rules! matmul_stream_table {
 macro_rules! matmul_wgmma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
-            matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 192, threads: 384, stages: 4, cluster: 2, shares_a: false };
-            matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 2, shares_a: false };
-            matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
-            matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 128, bn: 64, threads: 384, stages: 7, cluster: 1, shares_a: false };
-            matmul_bf16__m64n64c4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
-            matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
-            matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
-            matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
-            matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 192, threads: 384, stages: 4, cluster: 2, shares_a: false };
-            matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 2, shares_a: false };
-            matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
-            matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 128, bn: 64, threads: 384, stages: 7, cluster: 1, shares_a: false };
-            matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
-            matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
-            matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { bm: 64, bn: 64, threads: 256, stages: 12, cluster: 4, shares_a: true };
-            matmul_tf32__n256c2__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { bm: 128, bn: 256, threads: 384, stages: 4, cluster: 2, shares_a: false };
-            matmul_tf32__n128__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { bm: 128, bn: 128, threads: 384, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
+            matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_bf16__m64n64c4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
+            matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
+            matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
+            matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
+            matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
+            matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_tf32__n256c2__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
+            matmul_tf32__n128__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
         }
     };
 }

@@ -7,6 +7,7 @@
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
+//! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64, whose blocks share k: `split` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, behind all of the `epilogue`. Of several products of the same size each has a layer of blocks.
@@ -18,6 +19,8 @@ use cuda_std::{kernel, thread};
 mod epilogue;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod mma;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+mod split;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod stream;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
@@ -130,48 +133,17 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
 
 macro_rules! body {
     (Simt, $type:ident, $out:ident, $args:tt, $bm:literal, $bn:literal, $bk:literal) => {
-        // SAFETY: blocks of 256 threads, a block per tile, shared memory for both buffers — Matmul::run.
-        unsafe { tile::<$type, $out, $bm, { $bm / 16 }> $args }
+        tile::<$type, $out, $bm, { $bm / 16 }> $args
     };
     (Gemv, $type:ident, $out:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
-        // SAFETY: blocks of 256 threads, a block per rows and columns — Matmul::run.
-        unsafe { few_rows::<$type, $out, $rows, $cols, { $rows * $cols }, $unroll> $args }
+        few_rows::<$type, $out, $rows, $cols, { $rows * $cols }, $unroll> $args
     };
 }
 
-macro_rules! entries {
-    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+/// An entry point of blocks that read a and b themselves.
+macro_rules! entry {
+    ($entry:ident, $type:ident, $out:ident, $threads:literal, $blocks:literal, |$operands:ident, $end:ident| $body:expr) => {
         /// Entry point; see the module and `abi::ops::matmul`.
-        ///
-        /// # Safety
-        /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 2)]
-        #[allow(non_snake_case, clippy::too_many_arguments)]
-        pub unsafe fn $entry(
-            a: *const $type,
-            b: *const $type,
-            up: *const $type,
-            bias: *const $type,
-            residual: *const $out,
-            out: *mut $out,
-            dims: MatmulDims,
-            how: MatmulEpilogue,
-        ) {
-            let end = Epilogue::new(bias, residual, out, &dims, &how);
-            let operands = Operands::new(a, b, up, &dims, &how);
-            body!($tile, $type, $out, (operands, end), $($value),*)
-        }
-    )*};
-}
-abi::matmul_table!(entries);
-
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-macro_rules! mma_entries {
-    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
-             stages: $stages:literal };)*) => {$(
-        /// Entry point; see `mma` and `abi::ops::matmul`.
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
@@ -187,26 +159,43 @@ macro_rules! mma_entries {
             dims: MatmulDims,
             how: MatmulEpilogue,
         ) {
-            let end = Epilogue::new(bias, residual, out, &dims, &how);
-            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
-            let operands = Operands::new(a, b, up, &dims, &how);
-            // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — Matmul::run.
-            unsafe {
-                mma::multiply::<
-                    $type,
-                    $out,
-                    $bm,
-                    $bn,
-                    { EDGE / 16 },
-                    { EDGE / 8 },
-                    { $bm * 4 / $threads },
-                    { $bn * 4 / $threads },
-                    $stages,
-                    $threads,
-                >(operands, end)
-            }
+            let $end = Epilogue::new(bias, residual, out, &dims, &how);
+            let $operands = Operands::new(a, b, up, &dims, &how);
+            // SAFETY: blocks of the tile's threads, a block per tile or per rows and columns, its shared memory — Matmul::run.
+            unsafe { $body }
         }
-    )*};
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, $out, 256, 2, |x, end| body!($tile, $type, $out, (x, end), $($value),*));)*
+    };
+}
+abi::matmul_table!(entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! mma_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
+             stages: $stages:literal };)*) => {
+        $(entry!($entry, $type, $out, $threads, $blocks, |x, end| {
+            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            mma::multiply::<
+                $type,
+                $out,
+                $bm,
+                $bn,
+                { EDGE / 16 },
+                { EDGE / 8 },
+                { $bm * 4 / $threads },
+                { $bn * 4 / $threads },
+                $stages,
+                $threads,
+            >(x, end)
+        });)*
+    };
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::matmul_mma_table!(mma_entries);
@@ -214,48 +203,37 @@ abi::matmul_mma_table!(mma_entries);
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal };)*) => {$(
-        /// Entry point; see `stream` and `abi::ops::matmul`.
-        ///
-        /// # Safety
-        /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 2)]
-        #[allow(non_snake_case, clippy::too_many_arguments)]
-        pub unsafe fn $entry(
-            a: *const $type,
-            b: *const $type,
-            up: *const $type,
-            bias: *const $type,
-            residual: *const $out,
-            out: *mut $out,
-            dims: MatmulDims,
-            how: MatmulEpilogue,
-        ) {
-            let end = Epilogue::new(bias, residual, out, &dims, &how);
-            let operands = Operands::new(a, b, up, &dims, &how);
-            // SAFETY: blocks of 256 threads, a block per rows and columns, the tile's shared memory — Matmul::run.
-            unsafe {
-                stream::multiply::<
-                    $type,
-                    $out,
-                    $rows,
-                    { $rows / 8 },
-                    { $cols / 16 },
-                    { $cols / 8 },
-                    $unroll,
-                >(operands, end)
-            }
-        }
-    )*};
+       Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal };)*) => {
+        $(entry!($entry, $type, $out, 256, 2, |x, end| {
+            stream::multiply::<
+                $type,
+                $out,
+                $rows,
+                { $rows / 8 },
+                { $cols / 16 },
+                { $cols / 8 },
+                $unroll,
+            >(x, end)
+        });)*
+    };
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::matmul_stream_table!(stream_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! wgmma_body {
+    (Wgmma, $type:ident, $out:ident, $args:tt, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
+        wgmma::multiply::<$type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a> $args
+    };
+    (Split, $type:ident, $out:ident, $args:tt, $stages:literal, $cluster:literal) => {
+        split::multiply::<$type, $out, $stages, $cluster> $args
+    };
+}
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Wgmma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, stages: $stages:literal,
-               cluster: $cluster:literal, shares_a: $shares_a:literal };)*) => {$(
+       $tile:ident { threads: $threads:literal, $($field:ident: $value:literal),* };)*) => {$(
         /// Entry point; see the module and `abi::ops::matmul`.
         ///
         /// # Safety
@@ -276,9 +254,7 @@ macro_rules! wgmma_entries {
             let maps = wgmma::Maps { a, b, up, out: out_map };
             let end = Epilogue::new(bias, residual, out, &dims, &how);
             // SAFETY: threads, clusters and shared memory of the tile — Matmul::run.
-            unsafe {
-                wgmma::multiply::<$type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(maps, end)
-            }
+            unsafe { wgmma_body!($tile, $type, $out, (maps, end), $($value),*) }
         }
     )*};
 }

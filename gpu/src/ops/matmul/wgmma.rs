@@ -49,7 +49,7 @@ use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thr
 use super::epilogue::Epilogue;
 
 /// Bytes of a row of a stage, and of a box of out.
-const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
+pub(super) const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
 /// 64 × 64 elements of out.
 const BOX_BYTES: u32 = 64 * ROW_BYTES;
 /// Rows of tiles in a band.
@@ -79,14 +79,16 @@ fn tile_at(tile: u32, rows: u32, cols: u32, band: u32) -> (u32, u32) {
 
 /// A place in the ring of stages.
 #[derive(Clone, Copy)]
-struct Ring<const STAGES: u32> {
-    stage: u32,
-    parity: u32,
+pub(super) struct Ring<const STAGES: u32> {
+    pub(super) stage: u32,
+    pub(super) parity: u32,
 }
 
 impl<const STAGES: u32> Ring<STAGES> {
+    pub(super) const START: Self = Ring { stage: 0, parity: 0 };
+
     #[inline(always)]
-    fn advance(&mut self) {
+    pub(super) fn advance(&mut self) {
         self.stage += 1;
         if self.stage == STAGES {
             self.stage = 0;
@@ -173,7 +175,7 @@ pub unsafe fn multiply<
                 registers::decrease::<40>();
             }
             if thread == 0 {
-                let mut ring = Ring::<STAGES> { stage: 0, parity: 0 };
+                let mut ring = Ring::<STAGES>::START;
                 let shared_b = if gated && rank == 1 { maps.up } else { maps.b };
                 let mut tile = first;
                 while tile < num_tiles {
@@ -227,7 +229,7 @@ pub unsafe fn multiply<
             let consumer = warpgroup - 1;
             let member = thread % 128;
             let my_boxes = boxes + consumer * 2 * BOX_BYTES;
-            let mut ring = Ring::<STAGES> { stage: 0, parity: 0 };
+            let mut ring = Ring::<STAGES>::START;
             let mut turn = 0;
             let release = |stage: u32| {
                 if CLUSTER > 1 {
@@ -309,7 +311,7 @@ pub unsafe fn multiply<
 
 /// Adds each sum to its total, rounding to nearest.
 #[inline(always)]
-fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
+pub(super) fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
     let mut i = 0;
     while i < SUMS {
         total[i] += sums[i];
@@ -318,12 +320,12 @@ fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
 }
 
 /// Where a consumer's 64 rows lie in out.
-struct Place {
-    row: u32,
-    col: u32,
-    len: usize,
-    consumer: u32,
-    member: u32,
+pub(super) struct Place {
+    pub(super) row: u32,
+    pub(super) col: u32,
+    pub(super) len: usize,
+    pub(super) consumer: u32,
+    pub(super) member: u32,
 }
 
 impl Place {
@@ -341,7 +343,7 @@ impl Place {
 /// # Safety
 /// - Bias and residual *in-bounds* for the dimensions.
 #[inline(always)]
-unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
+pub(super) unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
     sums: &mut [f32; SUMS],
     end: &Epilogue<'_, T, O>,
     place: &Place,
@@ -468,7 +470,7 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
 /// # Safety
 /// - *in-bounds(out)* for the dimensions; nobody else writes the tile.
 #[inline(always)]
-unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
+pub(super) unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
     sums: &[f32; SUMS],
     end: &Epilogue<'_, T, O>,
     place: &Place,

@@ -176,9 +176,10 @@ pub enum Residual<'a> {
 /// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
 /// the sums of 8 products are cut off then.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
-/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper 16), and
-/// more. Else: up to 16 rows, and more, which for tf32 are two kinds where the addresses differ in that. Among the products of
-/// one kind a row's result depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits from the same one alone,
+/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper up to 16, and up
+/// to 64 of less columns than half of its multiprocessors have tiles of 64), and more. Else: up to 16 rows, and more, which for
+/// tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result depends on that row
+/// alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits from the same one alone,
 /// since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
@@ -252,10 +253,10 @@ impl Matmul {
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
-            MatmulTile::Mma { .. } | MatmulTile::Stream { .. } | MatmulTile::Wgmma { .. } => {
-                Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0)
+            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } => {
+                Self::new(device, problem, vec![choice], Vec::new(), 0)
             }
-            _ => Self::new(device, problem, vec![choice], Vec::new(), 0),
+            _ => Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0),
         }
     }
 
@@ -269,7 +270,9 @@ impl Matmul {
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
+                MatmulTile::Wgmma { cluster, .. } | MatmulTile::Split { cluster, .. } => {
+                    entry.in_clusters(cluster)
+                }
                 _ => entry,
             })
         };
@@ -304,7 +307,9 @@ impl Matmul {
                 {
                     dims.split_log2 = self.stream_split_log2();
                     return match variant.tile {
-                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims, &how),
+                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
+                            self.run_wgmma(stream, variant, entry, &args, dims, &how)
+                        }
                         _ => launch(stream, variant, entry, batch, &args, (&dims, &how)),
                     };
                 }
@@ -354,7 +359,12 @@ impl Matmul {
         let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
         let most = if hopper { select::STREAM_MAX_ROWS_HOPPER } else { select::STREAM_MAX_ROWS };
         let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (dims.m <= most || many.is_none());
-        best(&few).or(many)
+        let splits = select::splits(num_sms, self.problem.b_rows(), self.problem.k);
+        let split = |tile| {
+            let worth = dims.m <= select::SPLIT_MAX_ROWS && splits;
+            matches!(tile, MatmulTile::Split { .. }) && batch == 1 && (worth || many.is_none())
+        };
+        best(&few).or_else(|| best(&split)).or(many)
     }
 
     /// Binary logarithm of the warps that share a column's k in the `Stream` tiles.
@@ -373,8 +383,10 @@ impl Matmul {
         mut dims: MatmulDims,
         how: &MatmulEpilogue,
     ) -> Result<(), Error> {
-        let MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } = variant.tile else {
-            return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{:?}", variant.tile)));
+        let ([bm, bn], cluster) = match variant.tile {
+            MatmulTile::Wgmma { bm, bn, cluster, .. } => ([bm, bn], cluster),
+            MatmulTile::Split { cluster, .. } => ([64; 2], cluster),
+            tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
         let MatmulArgs { a, b, up, bias, out, .. } = args;
         let (dtype, out_dtype) = (self.problem.dtype, self.problem.out_dtype);
@@ -397,10 +409,12 @@ impl Matmul {
         };
         let (n, b_rows) = if up.is_some() { (dims.n / 2, bn / 2) } else { (dims.n, bn) };
         // The blocks of a cluster load an equal part each of what they share; of the gate and of up one has each.
-        let (a_box, b_box) = match (shares_a, up) {
-            (true, _) => (bm / cluster, b_rows),
-            (false, Some(_)) => (bm, b_rows),
-            (false, None) => (bm, b_rows / cluster),
+        let (a_box, b_box) = match (variant.tile, up) {
+            (MatmulTile::Wgmma { shares_a: true, .. }, _) => (bm / cluster, b_rows),
+            (MatmulTile::Wgmma { .. }, None) => (bm, b_rows / cluster),
+            (MatmulTile::Wgmma { .. }, Some(_)) => (bm, b_rows),
+            // They share none: each loads another part of k, of the rows that there are.
+            _ => (dims.m.next_multiple_of(8).min(bm), b_rows),
         };
         let a_map = matrix(dtype, a.address(), [dims.m, dims.k, dims.a_stride], a_box)?;
         let b_map = matrix(dtype, b.address(), [n, dims.k, dims.b_stride], b_box)?;
@@ -411,8 +425,12 @@ impl Matmul {
         // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill 16
         // bytes would be written over.
         let whole_boxes = up.is_none() || bn.is_multiple_of(128);
-        let in_boxes =
-            whole_boxes && out_dtype.bytes() == 2 && n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
+        let persists = matches!(variant.tile, MatmulTile::Wgmma { .. });
+        let in_boxes = persists
+            && whole_boxes
+            && out_dtype.bytes() == 2
+            && n.is_multiple_of(8)
+            && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
             matrix(out_dtype, out.address(), [dims.m, n, dims.out_stride], 64)?
@@ -431,7 +449,8 @@ impl Matmul {
             how.into(),
         ];
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
-        let clusters = tiles.min(u64::from(self.device.profile().num_sms / cluster).max(1)) as u32;
+        let most = u64::from(self.device.profile().num_sms / cluster).max(1);
+        let clusters = if persists { tiles.min(most) } else { tiles } as u32;
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
         unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }

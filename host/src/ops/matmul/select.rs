@@ -187,6 +187,17 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
     if dtype == DType::F32 { GEMV_MAX_ROWS + 1 } else { 2 }
 }
 
+/// Most rows of the `Split` tile: its height.
+pub(super) const SPLIT_MAX_ROWS: u32 = 64;
+
+/// Whether up to so many rows take the `Split` tile: where tiles of 64 columns leave half of the multiprocessors idle, and k is
+/// long enough to be shared.
+///
+/// It decides the order of a sum, so it depends on n, k and the card only, not on the number of rows.
+pub(super) fn splits(num_sms: u32, n: usize, k: usize) -> bool {
+    2 * n.div_ceil(64) <= num_sms as usize && k >= 1024
+}
+
 /// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
 const STREAM_GROUPS_PER_SM: usize = 32;
 

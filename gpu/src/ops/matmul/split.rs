@@ -1,0 +1,182 @@
+//! Matrix products of few rows and columns on Hopper: the blocks of a cluster share k.
+//!
+//! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile of 64 × 64 is a
+//! cluster's, each of whose blocks multiplies a part of k as `wgmma` does, and then makes a part of the tile's columns from
+//! the sums of all:
+//!
+//! ```text
+//! producer   wait empty[s] ── expect bytes ── load a, b 64 × 64 ──► full[s]
+//! consumer   wait full[s] ── 4 × wgmma m64n64k16 ──► empty[s-1]
+//! at the end sums ──► shared memory ── cluster's barrier ── own columns of block 0 + block 1 + … ── epilogue ── out
+//! ```
+//!
+//! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
+//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `wgmma`.
+
+use cuda_std::cvt::Element;
+use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Swizzle};
+use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp, wgmma};
+
+use super::epilogue::Epilogue;
+use super::wgmma::{Maps, Place, ROW_BYTES, Ring, add, finish, store_pairs};
+
+/// Rows and columns of a tile.
+const EDGE: u32 = 64;
+/// Sums of a thread.
+const SUMS: usize = 32;
+/// Sums that a thread finishes: those of a block's 16 columns, or of its 8 columns of the gate and of up.
+const OWN: usize = 8;
+
+/// The block's part of the product.
+///
+/// # Safety
+/// - Blocks of 256 threads in clusters of 4, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
+/// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Element + Multiply<[f32; SUMS]>,
+    O: Element,
+    const STAGES: u32,
+    const CLUSTER: u32,
+>(
+    maps: Maps,
+    end: Epilogue<'_, T, O>,
+) {
+    const { assert!(CLUSTER as usize * OWN == SUMS) };
+    let (dims, gated) = (end.dims, end.is_gated());
+    let operand_bytes = EDGE * ROW_BYTES;
+    let base = shared::base();
+    let barriers = base + STAGES * 2 * operand_bytes;
+    let full = |stage: u32| barriers + 8 * stage;
+    let empty = |stage: u32| barriers + 8 * (STAGES + stage);
+    let (rank, thread) = (cluster::block_rank(), thread::thread_idx_x());
+    let tile = thread::block_idx_x() / CLUSTER;
+    let rows = dims.m.div_ceil(EDGE).max(1);
+    let (row, col) = (tile % rows * EDGE, tile / rows * if gated { EDGE / 2 } else { EDGE });
+    let box_rows = dims.m.next_multiple_of(8).min(EDGE);
+    let bk = ROW_BYTES / size_of::<T>() as u32;
+    let steps = dims.k.div_ceil(bk);
+    let (first, last) = (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
+    // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no load
+    // fills are nobody else's.
+    unsafe {
+        if thread == 0 {
+            let mut stage = 0;
+            while stage < STAGES {
+                mbarrier::init(full(stage), 1);
+                mbarrier::init(empty(stage), 1);
+                stage += 1;
+            }
+            mbarrier::fence_mbarrier_init();
+        }
+        let mut at = box_rows * ROW_BYTES + thread * 16;
+        while at < operand_bytes {
+            let mut stage = 0;
+            while stage < STAGES {
+                shared::store_u32x4(base + stage * 2 * operand_bytes + at, [0; 4]);
+                stage += 1;
+            }
+            at += 256 * 16;
+        }
+        fence::proxy_async_shared();
+        thread::sync_threads();
+    }
+    let member = thread % 128;
+    // As in `wgmma`.
+    let promotes = size_of::<O>() == 4;
+    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when
+    // the consumer is done: all that was loaded was waited for and multiplied.
+    unsafe {
+        if thread < 128 {
+            if thread == 0 {
+                let mut ring = Ring::<STAGES>::START;
+                let mut step = first;
+                while step < last {
+                    let Ring { stage, parity } = ring;
+                    let at = base + stage * 2 * operand_bytes;
+                    mbarrier::wait_parity(empty(stage), parity ^ 1);
+                    mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + operand_bytes);
+                    let k = (step * bk) as i32;
+                    let b_at = at + operand_bytes;
+                    tma::load(at, maps.a, [k, row as i32], full(stage));
+                    tma::load(b_at, maps.b, [k, col as i32], full(stage));
+                    if gated {
+                        tma::load(b_at + operand_bytes / 2, maps.up, [k, col as i32], full(stage));
+                    }
+                    ring.advance();
+                    step += 1;
+                }
+            }
+            warp::sync_warp(warp::FULL_MASK);
+        } else {
+            let mut ring = Ring::<STAGES>::START;
+            let (mut sums, mut total) = ([0f32; SUMS], [0f32; SUMS]);
+            let mut before = 0;
+            let mut step = first;
+            while step < last {
+                let Ring { stage, parity } = ring;
+                let at = base + stage * 2 * operand_bytes;
+                mbarrier::wait_parity(full(stage), parity);
+                let a = Descriptor::<KMajor>::new(at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+                let b = Descriptor::<KMajor>::new(at + operand_bytes, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+                let accumulate =
+                    if promotes || step == first { Accumulate::Overwrite } else { Accumulate::Add };
+                wgmma::fence();
+                wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
+                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);
+                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(64), b.advance(64), Accumulate::Add);
+                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(96), b.advance(96), Accumulate::Add);
+                wgmma::commit_group();
+                wgmma::wait_group::<1>(&mut sums);
+                if step > first && member == 0 {
+                    mbarrier::arrive(empty(before));
+                }
+                before = stage;
+                ring.advance();
+                step += 1;
+                if promotes && step < last {
+                    wgmma::wait_group::<0>(&mut sums);
+                    add(&mut total, &sums);
+                }
+            }
+            wgmma::wait_group::<0>(&mut sums);
+            if promotes {
+                add(&mut sums, &total);
+            }
+            let mut quad = 0;
+            while quad < SUMS / 4 {
+                let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];
+                shared::store_f32x4(base + (quad as u32 * 128 + member) * 16, values);
+                quad += 1;
+            }
+        }
+        cluster::sync();
+        if thread >= 128 {
+            // A quad is 8 columns, or as many of the gate where the quad four on is up's.
+            let quads = if gated { [rank, 4 + rank] } else { [2 * rank, 2 * rank + 1] };
+            let mut sums = [0f32; OWN];
+            let mut from = 0;
+            while from < CLUSTER {
+                let mut i = 0;
+                while i < 2 {
+                    let at = cluster::map_shared(base + (quads[i] * 128 + member) * 16, from);
+                    let values = cluster::load_x4(at).map(f32::from_bits);
+                    let mut j = 0;
+                    while j < 4 {
+                        let sum = &mut sums[4 * i + j];
+                        *sum = if from == 0 { values[j] } else { *sum + values[j] };
+                        j += 1;
+                    }
+                    i += 1;
+                }
+                from += 1;
+            }
+            let (col, len) = if gated { (col + 8 * rank, OWN / 2) } else { (col + 16 * rank, OWN) };
+            let place = Place { row, col, len, consumer: 0, member };
+            finish(&mut sums, &end, &place);
+            store_pairs(&sums, &end, &place);
+        }
+        // Others may still read this block's sums.
+        cluster::sync();
+    }
+}
