@@ -1,7 +1,8 @@
 //! Attention against its reference.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionVariant, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
+    WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -345,7 +346,9 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let mut expected = None;
     for device in cards {
         let variants =
-            [VARIANTS, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, WGMMA_VARIANTS].into_iter().flatten();
+            [VARIANTS, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
+                .into_iter()
+                .flatten();
         for variant in variants.filter(|variant| variant.dtype == case.dtype) {
             if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();
@@ -623,11 +626,11 @@ fn nan_stays_where_it_is() -> TestResult {
     Ok(())
 }
 
-/// Tiles of queries and steps of keys on Hopper's tensor cores, at both of whose ends a mask cuts: results, and NaNs that some
-/// rows of a tile see and others do not.
+/// Tiles of queries and steps of keys on tensor cores, at both of whose ends a mask cuts: results, and NaNs that some rows of a
+/// tile see and others do not.
 #[test]
 fn borders_on_tensor_cores() -> TestResult {
-    for device in &cards_of(Arch::Sm90a) {
+    for device in cards_of(Arch::Sm80).iter().chain(&cards_of(Arch::Sm90a)) {
         for (dtype, heads, head_dim, window) in [
             (DType::BF16, (2, 1), 64, None),
             (DType::F16, (1, 1), 128, Some(100)),

@@ -74,7 +74,7 @@ pub struct AttentionDims {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ScoreDims {
-    /// Scores become `cap_out · tanh(cap_in · s)`, of a score s as the kernel has it: for the `Wgmma` kernels the product, which they
+    /// Scores become `cap_out · tanh(cap_in · s)`, of a score s as the kernel has it: for the `Wgmma` and `PrefillMma` kernels the product, which they
     /// multiply by the scale later, for the others that times the scale. 0 if they do not.
     pub cap_in: f32,
     /// See `cap_in`.
@@ -110,6 +110,19 @@ pub enum AttentionTile {
         keys: u32,
         /// Lanes that share a row of scores.
         lanes: u32,
+    },
+    /// The same on the tensor cores of Ampere and later.
+    PrefillMma {
+        /// Largest `head_dim`; the rest of a shorter head is zeros.
+        dim: u32,
+        /// Largest `head_dim_v`.
+        dim_v: u32,
+        /// Keys of a step.
+        keys: u32,
+        /// Times 16 queries of a warp.
+        parts: u32,
+        /// Blocks that a multiprocessor is to hold, which bounds the registers.
+        blocks: u32,
     },
     /// A block does rows of all the heads that share a key head, against [`SPLIT_KEYS`] keys, and leaves an unfinished
     /// result for the merge.
@@ -185,7 +198,9 @@ impl AttentionTile {
             | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
             AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
-            AttentionTile::Wgmma { dim, dim_v, .. } => (dim, dim_v),
+            AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
+                (dim, dim_v)
+            }
         }
     }
 
@@ -193,6 +208,7 @@ impl AttentionTile {
     pub const fn rows(self) -> u32 {
         match self {
             AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
+            AttentionTile::PrefillMma { parts, .. } => THREADS / 32 * 16 * parts,
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeMma { .. } => DECODE_MMA_ROWS,
             AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
@@ -205,6 +221,7 @@ impl AttentionTile {
     pub const fn threads(self) -> u32 {
         match self {
             AttentionTile::Prefill { .. }
+            | AttentionTile::PrefillMma { .. }
             | AttentionTile::Decode { .. }
             | AttentionTile::DecodeMma { .. }
             | AttentionTile::DecodeRing { .. } => THREADS,
@@ -223,7 +240,7 @@ impl AttentionTile {
 
     /// Shared memory of a block in bytes.
     ///
-    /// Prefill: the tile of q, then one of k or v, as f32. Decode: the weights of the split, which the four warps' partial
+    /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp. Decode: the weights of the split, which the four warps' partial
     /// results take the place of, then two f32 per warp and row. DecodeMma: the warps' results, then the same and a mark per warp; DecodeRing: the ring before
     /// those. Merge: one row per
     /// warp. Wgmma: q, the result unless it takes
@@ -231,6 +248,9 @@ impl AttentionTile {
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
+            AttentionTile::PrefillMma { dim, dim_v, keys, .. } => {
+                ((self.rows() + 2 * keys) * dim + keys * dim_v) * 2 + THREADS / 32 * 4
+            }
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
             }
@@ -360,6 +380,21 @@ macro_rules! attention_decode_ring_table {
     };
 }
 
+/// The same for the kernels of many queries.
+#[macro_export]
+macro_rules! attention_prefill_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2 };
+            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2 };
+            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2 };
+            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2 };
+            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2 };
+            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2 };
+        }
+    };
+}
+
 /// The same for the kernels that take tensor maps.
 #[macro_export]
 macro_rules! attention_wgmma_table {
@@ -403,6 +438,8 @@ pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 pub const DECODE_MMA_VARIANTS: &[AttentionVariant] = attention_decode_mma_table!(sm80);
 /// The same, persistent.
 pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
+/// The kernels of many queries on tensor cores.
+pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
 pub const WGMMA_VARIANTS: &[AttentionVariant] = attention_wgmma_table!(sm90a);
 
@@ -421,6 +458,11 @@ const _: () = {
     let mut i = 0;
     while i < DECODE_RING_VARIANTS.len() {
         assert!(DECODE_RING_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < PREFILL_MMA_VARIANTS.len() {
+        assert!(PREFILL_MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
         i += 1;
     }
     let mut i = 0;

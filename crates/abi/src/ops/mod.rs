@@ -61,6 +61,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         attention::VARIANTS,
         attention::DECODE_MMA_VARIANTS,
         attention::DECODE_RING_VARIANTS,
+        attention::PREFILL_MMA_VARIANTS,
         attention::WGMMA_VARIANTS,
         causal_conv1d::VARIANTS,
         copy::VARIANTS,

@@ -1,8 +1,8 @@
 //! Attention: `softmax(scale · q·kᵀ + mask) · v`, the scores never stored.
 //!
 //! Two ways to do it, and a finish for the second:
-//! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `wgmma` does so on Hopper's tensor
-//!   cores.
+//! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `prefill_mma` does so on
+//!   tensor cores from Ampere on, `wgmma` on Hopper's.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
 //!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on, `decode_mma`
 //!   as well.
@@ -23,7 +23,13 @@ mod decode_mma;
 mod decode_ring;
 mod merge;
 mod prefill;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod prefill_mma;
 mod scores;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod softmax;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod tile;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
@@ -243,6 +249,46 @@ macro_rules! decode_ring_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::attention_decode_ring_table!(decode_ring_entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! prefill_mma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
+       parts: $parts:literal, blocks: $blocks:literal };)*) => {$(
+        /// Entry point; see `prefill_mma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            sinks: *const f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                prefill_mma::tile::<
+                    $type,
+                    $dim,
+                    $dim_v,
+                    $keys,
+                    $parts,
+                    { $dim / 16 },
+                    { $keys / 2 },
+                    { $dim_v / 2 },
+                    { $keys / 4 },
+                >(q, k, v, kv_lens, out, lse, sinks, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_prefill_mma_table!(prefill_mma_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_entries {

@@ -126,8 +126,8 @@ pub struct AttentionArgs<'a> {
 /// wider than 256 have those kernels only, so plan them for few queries at a time.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
-/// and 512. For f16 and bf16 of head dims up to 256 tensor cores do few queries from sm_80 on, and on sm_90a, if the scale is
-/// positive, many.
+/// and 512. For f16 and bf16 of head dims up to 256 there are kernels for tensor cores from sm_80 on, and on sm_90a others for
+/// many queries, if the scale is positive.
 /// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
 /// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et
 /// al., *FlashAttention-3* (2024).
@@ -295,9 +295,10 @@ impl Attention {
                     }
                     _ => choice.variant,
                 };
-                // Decode kernels and TMA access memory in pieces of 16 bytes only.
+                // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
                     tile if tile.is_decode() && dims.vector == 0 => select::unaligned(&self.problem)?,
+                    AttentionTile::PrefillMma { .. } if dims.vector == 0 => select::unaligned(&self.problem)?,
                     AttentionTile::Wgmma { .. } if dims.vector == 0 || repeats(&args) => {
                         select::unaligned(&self.problem)?
                     }

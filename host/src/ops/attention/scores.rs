@@ -60,7 +60,9 @@ pub(super) fn dims(problem: &AttentionProblem, tile: Option<AttentionTile>) -> S
         return ScoreDims::default();
     };
     let (cap_in, cap_out) = match tile {
-        Some(AttentionTile::Wgmma { .. }) => (problem.scale() / cap, cap / problem.scale()),
+        Some(AttentionTile::Wgmma { .. } | AttentionTile::PrefillMma { .. }) => {
+            (problem.scale() / cap, cap / problem.scale())
+        }
         Some(_) if problem.dtype != DType::F32 => {
             let cap = cap * std::f32::consts::LOG2_E;
             (1.0 / cap, cap)

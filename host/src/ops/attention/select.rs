@@ -1,7 +1,9 @@
 //! Which kernel attention takes.
 
 use abi::DType;
-use abi::ops::attention::{AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::attention::{
+    AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 
 use super::{AttentionProblem, OP, scores};
 use crate::device::DeviceLimits;
@@ -85,7 +87,7 @@ fn smallest(
     variants.iter().find(|v| holds(v, problem) && runs(limits, v, problem))
 }
 
-/// The smallest prefill kernel that holds the heads; none for wide ones.
+/// The smallest prefill kernel without tensor cores that holds the heads; none for wide ones.
 fn prefill(problem: &AttentionProblem) -> Option<&'static AttentionVariant> {
     VARIANTS.iter().find(|v| matches!(v.tile, AttentionTile::Prefill { .. }) && holds(v, problem))
 }
@@ -124,8 +126,9 @@ pub fn select(
     let few = (1..=most).contains(&seq_q);
     let (variant, why) = match prefill(problem) {
         Some(variant) if !few => {
-            let variant = smallest(WGMMA_VARIANTS, limits, problem).unwrap_or(variant);
-            (Some(variant), format!("more than {most} queries"))
+            let on_tensor_cores = smallest(WGMMA_VARIANTS, limits, problem)
+                .or_else(|| smallest(PREFILL_MMA_VARIANTS, limits, problem));
+            (Some(on_tensor_cores.unwrap_or(variant)), format!("more than {most} queries"))
         }
         Some(_) => {
             let why = format!("at most {most} queries: {rows} rows share each key");
@@ -193,8 +196,8 @@ mod tests {
             (hopper, DType::F16, (40, 72), 4096, None, "attention_f16__prefill_d128__sm90a"),
             (hopper, DType::BF16, (192, 128), 100, None, "attention_bf16__prefill_d192v128__sm90a"),
             (hopper, DType::BF16, (192, 136), 100, None, "attention_bf16__prefill_d256__sm90a"),
-            (hopper, DType::BF16, (128, 128), 100, Some(-0.5), "attention_bf16__prefill_d128__sm61"),
-            (hopper, DType::BF16, (128, 128), 100, Some(0.0), "attention_bf16__prefill_d128__sm61"),
+            (hopper, DType::BF16, (128, 128), 100, Some(-0.5), "attention_bf16__prefill_d128__sm80"),
+            (hopper, DType::BF16, (128, 128), 100, Some(0.0), "attention_bf16__prefill_d128__sm80"),
             (hopper, DType::F32, (128, 128), 100, None, "attention_f32__prefill_d128__sm61"),
             (hopper, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_d576v512_r4__sm61"),
             (
@@ -203,7 +206,7 @@ mod tests {
                 (128, 128),
                 100,
                 None,
-                "attention_bf16__prefill_d128__sm61",
+                "attention_bf16__prefill_d128__sm80",
             ),
         ];
         for (limits, dtype, (head_dim, head_dim_v), seq_q, scale, entry) in table {

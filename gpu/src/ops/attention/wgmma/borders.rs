@@ -4,8 +4,9 @@ use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
+use super::super::tile::Tile;
 use super::super::{Visible, offset};
-use super::walk::{Places, Tile, Tiles, Turn};
+use super::walk::{Places, Tiles, Turn};
 use super::{CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 

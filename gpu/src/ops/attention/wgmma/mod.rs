@@ -44,7 +44,6 @@
 //! steps and its beginning and end count: nothing of the next tile's first product runs beside the end of the one before.
 
 mod borders;
-mod softmax;
 mod walk;
 
 use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_out_in_q};
@@ -55,11 +54,12 @@ use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared
 
 use super::offset;
 use super::scores::{has_cap, sink};
+use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
+use super::tile::Tile;
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use softmax::{Rows, cap, mask, round, scale_rows, softmax};
-use walk::{MARKS, Places, Tile, Tiles, Turn};
+use walk::{MARKS, Places, Tiles, Turn};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;

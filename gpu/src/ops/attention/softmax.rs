@@ -1,16 +1,18 @@
-//! From scores to weights, in registers.
+//! From scores to weights, in registers: a thread has pairs of neighbouring keys, 8 apart, of two rows, 8 apart, as tensor cores
+//! leave them.
 
 use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
 use cuda_std::{math, thread, warp};
 
-use super::super::Visible;
-use super::super::scores::capped;
+use super::Visible;
+use super::scores::capped;
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
 
-/// What a thread of a consumer knows of its two rows, 8 apart: the largest score so far, and its part of the sum of weights.
+/// What a thread knows of its two rows: the largest score so far, and its part of the sum of weights.
+#[derive(Clone, Copy)]
 pub(super) struct Rows {
     pub(super) m: [f32; 2],
     pub(super) l: [f32; 2],

@@ -1,0 +1,497 @@
+//! Tiles of queries on the tensor cores of Ampere and later: `cp.async` brings keys and values, warps multiply by `mma.sync`.
+//!
+//! Work split: a block does a tile of queries of one head, each of its four warps `PARTS` times 16 rows of it, against steps of
+//! `KEYS` keys, from the last that is seen to the first.
+//!
+//! ```text
+//! shared   | q, later out [rows][DIM] | k 0, k 1 [KEYS][DIM] | v [KEYS][DIM_V] | marks |
+//!
+//! each step   wait for k ── barrier ── start the copies of v, and of the next k into the place that everybody has left
+//!             s = q·kᵀ ── mask ── softmax: m, l, p = 2^(s·c − m·c), o ·= 2^((m_old − m)·c)
+//!             wait for v ── barrier ── o += p·v; p is the operand as it comes out of the softmax
+//! ```
+//!
+//! - q is read from shared memory anew in each step, which leaves its registers to a second part: two parts share every operand
+//!   that comes from k and v, of which `ldmatrix` brings just as many as `mma.sync` takes with one.
+//! - Pieces of 16 bytes are moved by an exclusive or with their row, so that the eight rows that `ldmatrix` reads at a time come
+//!   from different banks.
+//! - Steps without a visible key are skipped; only those that some row does not see whole are masked. There whatever is not finite
+//!   in v becomes 0, as 0 · NaN would carry it into rows that do not see it, and is added in the end to those that do.
+//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
+//!   sequence alone.
+
+use abi::ops::attention::{AttentionDims, THREADS};
+use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
+
+use super::scores::{has_cap, sink};
+use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
+use super::tile::Tile;
+use super::{Visible, offset};
+use crate::tile::multiplicand::{Multiplicand, not_finite};
+use crate::tile::softmax::{join, log_sum_exp};
+
+/// Where the piece of a row is, in bytes from its start.
+#[inline(always)]
+fn moved(piece: u32, row: u32) -> u32 {
+    (piece ^ (row & 7)) << 4
+}
+
+/// The pieces that a thread copies: one of eight neighbours, of every 16th row.
+#[derive(Clone, Copy)]
+struct Share {
+    row: u32,
+    piece: u32,
+}
+
+impl Share {
+    #[inline(always)]
+    fn new(thread: u32) -> Self {
+        Share { row: thread / 8, piece: thread % 8 }
+    }
+
+    /// The thread's place in the first rows of a tensor in shared memory.
+    #[inline(always)]
+    fn place<const WIDTH: u32>(self) -> u32 {
+        self.row * (WIDTH * 2) + moved(self.piece, self.row)
+    }
+
+    /// Starts the copies of `COUNT` rows of `WIDTH` columns: zeros for rows that are not among `rows`, and beyond `columns`.
+    ///
+    /// # Safety
+    /// - `rows` *in-bounds* and *aligned(16)*; nobody reads the tensor at `to`.
+    #[inline(always)]
+    unsafe fn copy<T, const WIDTH: u32, const COUNT: u32>(
+        self,
+        from: *const T,
+        (stride, columns): (u32, u32),
+        first_row: i32,
+        rows: Visible,
+        to: u32,
+    ) {
+        let to = to + self.place::<WIDTH>();
+        let step = 16 * stride as usize;
+        let first_row = first_row + self.row as i32;
+        let mut from = from.wrapping_add(first_row as usize * stride as usize + self.piece as usize * 8);
+        let mut i = 0;
+        while i < COUNT / 16 {
+            let is_row = rows.has(first_row + 16 * i as i32);
+            let mut column = 0;
+            while column < WIDTH {
+                let bytes = if is_row && column + self.piece * 8 < columns { 16 } else { 0 };
+                let to = to + i * (16 * WIDTH * 2) + column * 2;
+                // SAFETY: an existing piece, or no byte of it; inside the tensor at `to`.
+                unsafe { cp_async::cg_16_fill(to, from.wrapping_add(column as usize), bytes) };
+                column += 64;
+            }
+            from = from.wrapping_add(step);
+            i += 1;
+        }
+    }
+
+    /// Clears what is not finite in the thread's own pieces; whether there was anything.
+    ///
+    /// # Safety
+    /// - The thread's copies are done; nobody else touches the tensor.
+    #[inline(always)]
+    unsafe fn clean<T: Multiplicand, const WIDTH: u32, const COUNT: u32>(self, at: u32) -> bool {
+        let bad = not_finite::<T>;
+        let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
+        let mut found = 0;
+        let mut i = 0;
+        // Opaque, so that the loop stays one.
+        while i < thread::opaque(COUNT / 16 * (WIDTH / 64)) {
+            let at =
+                at + self.place::<WIDTH>() + i / (WIDTH / 64) * (16 * WIDTH * 2) + i % (WIDTH / 64) * 128;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let [a, b, c, d] = shared::load_u32x4(at);
+                found |= bad(a) | bad(b) | bad(c) | bad(d);
+                shared::store_u32x4(at, [kept(a), kept(b), kept(c), kept(d)]);
+            }
+            i += 1;
+        }
+        found != 0
+    }
+}
+
+/// The whole block. See the module.
+///
+/// # Safety
+/// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds*, their rows *aligned(16)* — checked in
+///   `Attention::run`. `STEPS`, `SCORES`, `SUMS` and `WEIGHTS` are `DIM / 16`, `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+pub(super) unsafe fn tile<
+    T: Multiplicand,
+    const DIM: u32,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const PARTS: usize,
+    const STEPS: usize,
+    const SCORES: usize,
+    const SUMS: usize,
+    const WEIGHTS: usize,
+>(
+    q: *const T,
+    k: *const T,
+    v: *const T,
+    kv_lens: *const u32,
+    out: *mut T,
+    lse: *mut f32,
+    sinks: *const f32,
+    dims: &AttentionDims,
+) {
+    let q_at = shared::base();
+    // The first row of a thread's warp.
+    let first_own = |thread: u32| thread / 32 * (PARTS as u32 * 16);
+
+    // SAFETY: keys inside `any` and queries of the tensor are *in-bounds* — Attention::run. What the branches around barriers and
+    // shuffles depend on is the same in the whole block. A place in shared memory is filled anew behind a barrier after its last
+    // reading; rows of q are read, and written with the result, by their own warp.
+    unsafe {
+        let rows = 64 * PARTS as u32;
+        let new_tile = |number: u32| {
+            if PARTS == 2 {
+                Tile::new::<KEYS, 128>(number, kv_lens, dims)
+            } else {
+                Tile::new::<KEYS, 64>(number, kv_lens, dims)
+            }
+        };
+        let tile = new_tile(thread::block_idx_x());
+        let k_at = |step: u32| q_at + rows * DIM * 2 + step % 2 * (KEYS * DIM * 2);
+        let v_at = q_at + (rows + 2 * KEYS) * DIM * 2;
+        let marks = v_at + KEYS * DIM_V * 2;
+        let copy_k = |share: Share, step: u32| {
+            let k = k.wrapping_add(offset(
+                tile.batch,
+                dims.k_batch_stride,
+                0,
+                0,
+                tile.head_kv,
+                dims.k_head_stride,
+            ));
+            let shape = (dims.k_token_stride, dims.head_dim);
+            share.copy::<T, DIM, KEYS>(k, shape, (step * KEYS) as i32, tile.any, k_at(step));
+        };
+        let copy_v = |share: Share, step: u32| {
+            let v = v.wrapping_add(offset(
+                tile.batch,
+                dims.v_batch_stride,
+                0,
+                0,
+                tile.head_kv,
+                dims.v_head_stride,
+            ));
+            let shape = (dims.v_token_stride, dims.head_dim_v);
+            share.copy::<T, DIM_V, KEYS>(v, shape, (step * KEYS) as i32, tile.any, v_at);
+        };
+        let queries = Visible { lo: 0, hi: dims.seq_q as i32 };
+        let from =
+            q.wrapping_add(offset(tile.batch, dims.q_batch_stride, 0, 0, tile.head, dims.q_head_stride));
+        let shape = (dims.q_token_stride, dims.head_dim);
+        let share = Share::new(thread::thread_idx_x());
+        let mut part = 0;
+        while part < PARTS as u32 {
+            let (first, to) = (tile.first_query + 64 * part, q_at + part * (64 * DIM * 2));
+            share.copy::<T, DIM, 64>(from, shape, first as i32, queries, to);
+            part += 1;
+        }
+        let mut step = tile.end;
+        if step > tile.first {
+            copy_k(share, step - 1);
+        }
+        cp_async::commit_group();
+
+        let mut o = [[0f32; SUMS]; PARTS];
+        let mut state = [Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] }; PARTS];
+        let mut is_marked = false;
+        // By a scale below that scores are multiplied before the largest is looked for.
+        let is_positive = dims.scale >= f32::MIN_POSITIVE;
+        let scale = || if is_positive { dims.scale } else { 1.0 };
+        while step > tile.first {
+            step -= 1;
+            // Opaque, or the places of all that the thread copies and reads would be kept in registers for the next step.
+            let thread = thread::opaque(thread::thread_idx_x() ^ step) ^ step;
+            let (share, lane) = (Share::new(thread), thread % 32);
+            cp_async::wait_group::<0>();
+            thread::sync_threads();
+            copy_v(share, step);
+            cp_async::commit_group();
+            if step > tile.first {
+                copy_k(share, step - 1);
+            }
+            cp_async::commit_group();
+
+            let mut s = [[0f32; SCORES]; PARTS];
+            scores::<T, DIM, KEYS, PARTS, STEPS, SCORES>(
+                &mut s,
+                q_at + first_own(thread) * (DIM * 2),
+                k_at(step),
+                lane,
+            );
+            let is_border = tile.is_border::<KEYS>(step);
+            let mut p = [[0u32; WEIGHTS]; PARTS];
+            let mut part = 0;
+            while part < PARTS {
+                let s = &mut s[part];
+                if has_cap(dims) {
+                    cap(s, dims);
+                }
+                if !is_positive {
+                    let mut i = 0;
+                    while i < SCORES {
+                        s[i] *= dims.scale;
+                        i += 1;
+                    }
+                }
+                if is_border {
+                    let query = tile.first_query + first_own(thread) + 16 * part as u32 + lane / 4;
+                    mask(s, dims, tile.len, query, step * KEYS + 2 * (lane % 4));
+                }
+                let decay = softmax(s, &mut state[part], scale());
+                scale_rows(&mut o[part], decay);
+                round::<T, SCORES, WEIGHTS>(s, &mut p[part]);
+                part += 1;
+            }
+            cp_async::wait_group::<1>();
+            if is_border {
+                is_marked |= share.clean::<T, DIM_V, KEYS>(v_at);
+            }
+            thread::sync_threads();
+            values::<T, DIM_V, KEYS, PARTS, SUMS, WEIGHTS>(&mut o, &p, v_at, lane);
+        }
+        // Where there was no step q is still coming, into the places that the results take.
+        cp_async::wait_group::<0>();
+        thread::sync_threads();
+
+        // Opaque, or the places of tile and thread would take up registers all the time.
+        let tile = new_tile(thread::opaque(thread::block_idx_x()));
+        let thread = thread::opaque(thread::thread_idx_x());
+        let (lane, warp_idx, first_own) = (thread % 32, thread / 32, first_own(thread));
+        let (group, member) = (lane / 4, lane % 4);
+        let own_at = q_at + first_own * (DIM * 2);
+        is_marked = warp::any(warp::FULL_MASK, is_marked);
+        if lane == 0 {
+            shared::store_u32(marks + warp_idx * 4, u32::from(is_marked));
+        }
+        let sink = sink::<T>(sinks, tile.head);
+        let mut part = 0;
+        while part < PARTS {
+            let mut factors = [0f32; 2];
+            let mut is_empty = [false; 2];
+            let mut half = 0;
+            while half < 2 {
+                let mut sum = warp::sum_f32::<4>(state[part].l[half]);
+                is_empty[half] = sum == 0.0;
+                let mut m = state[part].m[half] * scale();
+                let decay = join::<T>(&mut m, &mut sum, sink);
+                factors[half] = math::rcp(sum) * decay;
+                let query = tile.first_query + first_own + (16 * part + 8 * half) as u32 + group;
+                if !lse.is_null() && member == 0 && query < dims.seq_q {
+                    let at =
+                        offset(tile.batch, dims.lse_batch_stride, query, 1, tile.head, dims.lse_head_stride);
+                    global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+                }
+                half += 1;
+            }
+            scale_rows(&mut o[part], factors);
+            // A row of weights 0 has no result, whatever its values are.
+            let at = own_at + (16 * part as u32 + group) * (DIM * 2) + member * 4;
+            let mut i = 0;
+            while i < SUMS / 4 {
+                let value = |j: usize| if is_empty[j / 2] { 0.0 } else { o[part][4 * i + j] };
+                let words = T::pack(&[value(0), value(1), value(2), value(3), 0.0, 0.0, 0.0, 0.0]);
+                let piece = moved(i as u32, group);
+                shared::store_u32(at + piece, words[0]);
+                shared::store_u32(at + piece + 8 * DIM * 2, words[1]);
+                i += 1;
+            }
+            part += 1;
+        }
+
+        thread::sync_threads();
+        let [a, b, c, d] = shared::load_u32x4(marks);
+        if a | b | c | d != 0 {
+            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, dims);
+            thread::sync_threads();
+        }
+        let mut i = thread;
+        // Opaque, so that the loop stays one.
+        let end = thread::opaque(rows * (DIM_V / 8));
+        while i < end {
+            let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
+            let query = tile.first_query + row;
+            if query < dims.seq_q && piece * 8 < dims.head_dim_v {
+                let strides = (dims.out_batch_stride, dims.out_token_stride, dims.out_head_stride);
+                let at = offset(tile.batch, strides.0, query, strides.1, tile.head, strides.2);
+                let words = shared::load_u32x4(q_at + row * (DIM * 2) + moved(piece, row));
+                global::store_x4(out.add(at + piece as usize * 8), words);
+            }
+            i += THREADS;
+        }
+    }
+}
+
+/// `s = q·kᵀ` for the warp's rows, which are at `q`.
+///
+/// # Safety
+/// - *converged*: the whole warp; both tensors are complete.
+#[inline(always)]
+unsafe fn scores<
+    T: Multiplicand,
+    const DIM: u32,
+    const KEYS: u32,
+    const PARTS: usize,
+    const STEPS: usize,
+    const SCORES: usize,
+>(
+    s: &mut [[f32; SCORES]; PARTS],
+    q: u32,
+    k: u32,
+    lane: u32,
+) {
+    let q = q + lane % 16 * (DIM * 2);
+    let k = k + (lane % 8 + lane / 16 * 8) * (DIM * 2);
+    let mut step = 0;
+    while step < STEPS {
+        let first = 2 * step as u32;
+        let piece = |own: u32| moved(first % 8 ^ own, lane) + first / 8 * 128;
+        let mut rows = [[0u32; 4]; PARTS];
+        let mut part = 0;
+        while part < PARTS {
+            // SAFETY: the caller's promise.
+            rows[part] = unsafe { matrix::load_x4(q + part as u32 * (16 * DIM * 2) + piece(lane / 16)) };
+            part += 1;
+        }
+        let mut i = 0;
+        while i < SCORES / 8 {
+            // SAFETY: the caller's promise.
+            let keys = unsafe { matrix::load_x4(k + i as u32 * (16 * DIM * 2) + piece(lane / 8 % 2)) };
+            let mut part = 0;
+            while part < PARTS {
+                // SAFETY: the caller's promise.
+                unsafe { add_16::<T, SCORES>(&mut s[part], 8 * i, rows[part], keys) };
+                part += 1;
+            }
+            i += 1;
+        }
+        // Holds back ptxas, which would load more operands than there are registers for.
+        // SAFETY: the caller's promise.
+        unsafe { warp::sync_warp(warp::FULL_MASK) };
+        step += 1;
+    }
+}
+
+/// `o += p·v`.
+///
+/// # Safety
+/// - *converged*: the whole warp; v is complete.
+#[inline(always)]
+unsafe fn values<
+    T: Multiplicand,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const PARTS: usize,
+    const SUMS: usize,
+    const WEIGHTS: usize,
+>(
+    o: &mut [[f32; SUMS]; PARTS],
+    p: &[[u32; WEIGHTS]; PARTS],
+    v: u32,
+    lane: u32,
+) {
+    let v = v + lane % 16 * (DIM_V * 2);
+    let mut keys = 0;
+    while keys < WEIGHTS / 4 {
+        let mut i = 0;
+        while i < SUMS / 8 {
+            let first = 2 * i as u32;
+            let piece = moved(first % 8 ^ (lane / 16), lane) + first / 8 * 128;
+            // SAFETY: the caller's promise.
+            let columns = unsafe { matrix::load_x4_trans(v + keys as u32 * (16 * DIM_V * 2) + piece) };
+            let mut part = 0;
+            while part < PARTS {
+                let j = 4 * keys;
+                let weights = [p[part][j], p[part][j + 1], p[part][j + 2], p[part][j + 3]];
+                // SAFETY: the caller's promise.
+                unsafe { add_16::<T, SUMS>(&mut o[part], 8 * i, weights, columns) };
+                part += 1;
+            }
+            i += 1;
+        }
+        keys += 1;
+    }
+}
+
+/// Adds the product of 16 rows and 16 columns to the sums from number `at` on.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn add_16<T: Multiplicand, const SUMS: usize>(
+    sums: &mut [f32; SUMS],
+    at: usize,
+    rows: [u32; 4],
+    columns: [u32; 4],
+) {
+    let mut half = 0;
+    while half < 2 {
+        let at = at + 4 * half;
+        let before = [sums[at], sums[at + 1], sums[at + 2], sums[at + 3]];
+        // SAFETY: the caller's promise.
+        let after = unsafe { T::multiply_add(rows, [columns[2 * half], columns[2 * half + 1]], before) };
+        sums[at] = after[0];
+        sums[at + 1] = after[1];
+        sums[at + 2] = after[2];
+        sums[at + 3] = after[3];
+        half += 1;
+    }
+}
+
+/// Adds values that are not finite, and were therefore left out at borders, to the rows of the result that see them. A thread
+/// does two columns.
+///
+/// # Safety
+/// - The whole block, whose result is at `at`; v *in-bounds* for `dims`.
+#[inline(always)]
+unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
+    tile: &Tile,
+    rows: u32,
+    at: u32,
+    v: *const T,
+    dims: &AttentionDims,
+) {
+    let v = v.wrapping_add(offset(tile.batch, dims.v_batch_stride, 0, 0, tile.head_kv, dims.v_head_stride));
+    let column = 2 * thread::thread_idx_x();
+    // Opaque, so that the loop stays one.
+    let rows = thread::opaque(rows);
+    let mut key = tile.any.lo;
+    // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
+    unsafe {
+        while column < dims.head_dim_v && key < tile.any.hi {
+            if tile.is_border::<KEYS>(key as u32 / KEYS) {
+                let from = v.wrapping_add(key as usize * dims.v_token_stride as usize + column as usize);
+                let values = [global::load(from).to_f32(), global::load(from.add(1)).to_f32()];
+                let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
+                let mut row = 0;
+                while (is_bad[0] || is_bad[1]) && row < rows {
+                    if Visible::new(dims, tile.len, (tile.first_query + row) as i32).has(key) {
+                        let at = at + row * (DIM * 2) + moved(column / 8, row) + column % 8 * 2;
+                        let mut pair = [0f32; 8];
+                        T::unpack([shared::load_u32(at), 0, 0, 0], &mut pair);
+                        let mut i = 0;
+                        while i < 2 {
+                            if is_bad[i] {
+                                pair[i] += values[i];
+                            }
+                            i += 1;
+                        }
+                        shared::store_u32(at, T::pack(&pair)[0]);
+                    }
+                    row += 1;
+                }
+            }
+            key += 1;
+        }
+    }
+}
