@@ -393,6 +393,19 @@ mod tests {
     }
 
     #[test]
+    fn narrow_products_of_long_k_share_it() {
+        for (n, k, shared) in [
+            (2560, 9728, true),
+            (4096, 4096, true),
+            (4224, 1024, true),
+            (4225, 4096, false),
+            (64, 1016, false),
+        ] {
+            assert_eq!(splits(132, n, k), shared, "{n} {k}");
+        }
+    }
+
+    #[test]
     fn more_blocks_than_a_grid_has() {
         let most = (1 << 31) - 1;
         let problem = MatmulProblem {
