@@ -98,6 +98,18 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         activation::curve(x, &self.how.curve)
     }
 
+    /// Whether the curve is a constant: SiLU's alone has no second coefficient.
+    #[inline(always)]
+    pub fn is_straight(&self) -> bool {
+        self.how.curve[1] == 0.0
+    }
+
+    /// As `activated` where it is.
+    #[inline(always)]
+    pub fn activated_straight(&self, x: f32) -> f32 {
+        activation::straight(x, self.how.curve[0])
+    }
+
     #[inline(always)]
     pub fn scale(&self) -> f32 {
         self.how.scale

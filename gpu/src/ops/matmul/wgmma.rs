@@ -370,16 +370,11 @@ pub(super) unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
         }
     }
     if end.is_activated() {
-        let mut i = 0;
-        while i < SUMS / 2 {
-            sums[i] = end.activated(sums[i]);
-            i += 1;
-        }
-        if !end.is_gated() {
-            while i < SUMS {
-                sums[i] = end.activated(sums[i]);
-                i += 1;
-            }
+        // The same values by less than half of the instructions, which there are many of at the end of a tile.
+        if end.is_straight() {
+            activate(sums, end.is_gated(), |x| end.activated_straight(x));
+        } else {
+            activate(sums, end.is_gated(), |x| end.activated(x));
         }
     }
     if end.is_gated() {
@@ -407,6 +402,22 @@ pub(super) unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
                 i += 4;
             }
             half += 1;
+        }
+    }
+}
+
+/// The activation of the sums, or of the gate's alone.
+#[inline(always)]
+fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activation: impl Fn(f32) -> f32) {
+    let mut i = 0;
+    while i < SUMS / 2 {
+        sums[i] = activation(sums[i]);
+        i += 1;
+    }
+    if !is_gated {
+        while i < SUMS {
+            sums[i] = activation(sums[i]);
+            i += 1;
         }
     }
 }
