@@ -35,8 +35,17 @@ fn time(bencher: &mut Bencher, case: &QkNormRopeCase) -> Result<(), Failure> {
     let &QkNormRopeCase { tokens, heads_q, heads_kv, head_dim, rotary_dim, weight: kind, .. } = case;
     let norm = QkNorm { eps: EPS, weight: kind };
     let (style, dtype) = (STYLE, DTYPE);
-    let problem =
-        QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm: Some(norm) };
+    let problem = QkNormRopeProblem {
+        tokens,
+        heads_q,
+        heads_kv,
+        head_dim,
+        rotary_dim,
+        style,
+        dtype,
+        cache_dtype: dtype,
+        norm: Some(norm),
+    };
     let plan = QkNormRope::plan(&bencher.device, problem)?;
     let work = Work {
         dtype: DTYPE.name(),
@@ -79,6 +88,8 @@ fn time(bencher: &mut Bencher, case: &QkNormRopeCase) -> Result<(), Failure> {
             q_out: q_out.view_mut(),
             k_cache: k_cache.view_mut(),
             v_cache: v_cache.view_mut(),
+            k_scale: None,
+            v_scale: None,
         };
         plan.run(stream, args)
     };

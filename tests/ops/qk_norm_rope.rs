@@ -3,6 +3,7 @@
 use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance, check_bits_eq};
+use testkit::round::{max_finite, round_to};
 use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::kv_append::{self, KvAppend, KvAppendArgs, KvAppendProblem};
 use warpforge::ops::qk_norm_rope::{
@@ -11,7 +12,7 @@ use warpforge::ops::qk_norm_rope::{
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::ops::rope::reference::RopeShape;
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
-use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
+use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
@@ -60,16 +61,20 @@ fn problem() -> impl Strategy<Value = QkNormRopeProblem> {
         1 => Just(Some(QkNorm { eps: 1e-3, weight: NormWeight::ZeroCentred })),
     ];
     let style = proptest::sample::select(&RopeStyle::ALL[..]);
-    (floats(), dims(&[4], 12), 1usize..7, 1usize..4, head, style, norm).prop_map(
-        |(dtype, tokens, heads_q, heads_kv, (head_dim, rotary_dim), style, norm)| QkNormRopeProblem {
-            tokens,
-            heads_q,
-            heads_kv,
-            head_dim,
-            rotary_dim,
-            style,
-            dtype,
-            norm,
+    let dtypes = (floats(), prop_oneof![3 => Just(None), 1 => Just(Some(DType::F8E4M3))]);
+    (dtypes, dims(&[4], 12), 1usize..7, 1usize..4, head, style, norm).prop_map(
+        |((dtype, cache), tokens, heads_q, heads_kv, (head_dim, rotary_dim), style, norm)| {
+            QkNormRopeProblem {
+                tokens,
+                heads_q,
+                heads_kv,
+                head_dim,
+                rotary_dim,
+                style,
+                dtype,
+                cache_dtype: cache.unwrap_or(dtype),
+                norm,
+            }
         },
     )
 }
@@ -113,6 +118,9 @@ struct Inputs {
     slots: Vec<u32>,
     slot_tensor: Tensor,
     tables: RopeTables,
+    /// Of the key heads and the value heads of fp8 caches; all 1 in others, which take none.
+    scales: [Vec<f32>; 2],
+    scale_tensors: [Tensor; 2],
 }
 
 /// What it writes, and the numbers that were there before.
@@ -142,7 +150,14 @@ impl Inputs {
             slots.swap(i, rng.below(i + 1));
         }
         slots.truncate(tokens);
+        let is_fp8 = case.problem.cache_dtype == DType::F8E4M3;
+        let mut scale = |_| if is_fp8 { 0.004 + 0.05 * rng.uniform() as f32 } else { 1.0 };
+        let scales: [Vec<f32>; 2] = [0, 1].map(|_| (0..case.problem.heads_kv).map(&mut scale).collect());
+        let scale_tensor =
+            |i: usize| Tensor::from_slice(stream, &[case.problem.heads_kv], &scales[i]).map_err(fail);
         Ok(Inputs {
+            scale_tensors: [scale_tensor(0)?, scale_tensor(1)?],
+            scales,
             joint_rows: rows(&joint, width, case.from)?,
             joint,
             weight_rows: [weight(0)?, weight(1)?],
@@ -179,17 +194,17 @@ impl Inputs {
 
 impl Outputs {
     fn new(stream: &Stream, case: &Case, inputs: &Inputs) -> Result<Self, TestCaseError> {
-        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, dtype, .. } = case.problem;
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, dtype, cache_dtype, .. } = case.problem;
         let (gap, spread) = (case.gaps[1], head_dim + case.gaps[1]);
-        let rows = |data: &[f64], heads: usize| {
+        let rows = |dtype, data: &[f64], heads: usize| {
             Rows::input(stream, dtype, data, heads * spread, case.to).map_err(fail)
         };
-        let random = |rows: usize, heads: usize, seed| {
+        let random = |dtype, rows: usize, heads: usize, seed| {
             values(Values::Normal, dtype, rows * heads * spread, case.seed ^ seed)
         };
-        let caches = [5, 6].map(|seed| random(case.num_slots, heads_kv, seed));
+        let caches = [5, 6].map(|seed| random(cache_dtype, case.num_slots, heads_kv, seed));
         let before = match case.place {
-            Place::Apart => random(tokens, heads_q, 4),
+            Place::Apart => random(dtype, tokens, heads_q, 4),
             Place::InPlace => {
                 let q = inputs.numbers(case, 0);
                 q.chunks(head_dim).flat_map(|head| [head, &vec![1.0; gap]].concat()).collect()
@@ -199,10 +214,10 @@ impl Outputs {
             q: if case.place == Place::Apart && gap == 0 {
                 Rows::output(stream, dtype, tokens, heads_q * spread, case.to).map_err(fail)?
             } else {
-                rows(&before, heads_q)?
+                rows(dtype, &before, heads_q)?
             },
-            k_cache: rows(&caches[0], heads_kv)?,
-            v_cache: rows(&caches[1], heads_kv)?,
+            k_cache: rows(cache_dtype, &caches[0], heads_kv)?,
+            v_cache: rows(cache_dtype, &caches[1], heads_kv)?,
             before: {
                 let [k, v] = caches;
                 [before, k, v]
@@ -218,6 +233,8 @@ impl Outputs {
             Some(_) => Some(QkNormWeights { q: inputs.weight(0)?, k: inputs.weight(1)? }),
         };
         let cache = [case.num_slots, heads_kv, spread];
+        let scale =
+            |i: usize| (case.problem.cache_dtype == DType::F8E4M3).then(|| inputs.scale_tensors[i].view());
         let args = QkNormRopeArgs {
             q: match case.place {
                 Place::InPlace => RopeInput::InPlace,
@@ -232,6 +249,8 @@ impl Outputs {
             q_out: self.q.view_mut().reshape(&[tokens, heads_q, spread])?.slice(2, 0..head_dim)?,
             k_cache: self.k_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
             v_cache: self.v_cache.view_mut().reshape(&cache)?.slice(2, 0..head_dim)?,
+            k_scale: scale(0),
+            v_scale: scale(1),
         };
         plan.run(stream, args)
     }
@@ -294,7 +313,7 @@ fn run(
     case: &Case,
     variant: Option<&'static QkNormRopeVariant>,
 ) -> Result<(), TestCaseError> {
-    let QkNormRopeProblem { heads_q, heads_kv, head_dim, dtype, norm, .. } = case.problem;
+    let QkNormRopeProblem { heads_q, heads_kv, head_dim, dtype, cache_dtype, norm, .. } = case.problem;
     let stream = device.stream().map_err(fail)?;
     let plan = case.plan(device, variant).map_err(fail)?;
     let inputs = Inputs::new(&stream, case)?;
@@ -316,6 +335,17 @@ fn run(
             check(&format!("{what}: q"), got, &want, &naive, &tolerance)?;
             continue;
         }
+        let scaled = |values: &[f64]| -> Vec<f64> {
+            let scale = |i: usize| f64::from(inputs.scales[0][i / head_dim % heads_kv]);
+            values.iter().enumerate().map(|(i, value)| value / scale(i)).collect()
+        };
+        let (mut want, mut naive, terms) = (scaled(&want), scaled(&naive), scaled(&terms));
+        if cache_dtype == DType::F8E4M3 {
+            let most = max_finite(cache_dtype);
+            want.iter_mut().for_each(|value| *value = value.clamp(-most, most));
+            naive.iter_mut().for_each(|value| *value = round_to(cache_dtype, *value));
+        }
+        let tolerance = Tolerance { dtype: cache_dtype, scale: Scale::Given(&terms), ..tolerance };
         // In the cache: what was there in the slots of no token, and those of the others by what they must be.
         let mut cached = split(&outputs.before[1], head_dim, case.gaps[1]).0;
         let mut of_tokens = vec![0.0; want.len()];
@@ -334,7 +364,14 @@ fn run(
         check(&format!("{what}: k"), &of_tokens, &want, &naive, &tolerance)?;
     }
     let mut want = split(&outputs.before[2], head_dim, case.gaps[1]).0;
-    kv_append::reference::kv_append(&inputs.numbers(case, 2), &inputs.slots, &mut want, width);
+    let mut v = inputs.numbers(case, 2);
+    if cache_dtype == DType::F8E4M3 {
+        for (i, value) in v.iter_mut().enumerate() {
+            let inverse = 1.0 / inputs.scales[1][i / head_dim % heads_kv];
+            *value = F8E4M3::from_f32(*value as f32 * inverse).to_f32().into();
+        }
+    }
+    kv_append::reference::kv_append(&v, &inputs.slots, &mut want, width);
     prop_assert_eq!(v_cache, want, "{}: v", what);
     Ok(())
 }
@@ -363,7 +400,7 @@ fn one_after_another(
     inputs: &Inputs,
     outputs: &mut Outputs,
 ) -> Result<(), Error> {
-    let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm } =
+    let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm, .. } =
         case.problem;
     let device = stream.device();
     let turn = |part: usize, heads: usize| -> Result<Tensor, Error> {
@@ -427,7 +464,8 @@ proptest! {
         |case| 2 * case.work(),
     )) {
         let aligned = Layout::default();
-        let case = Case { gaps: [0; 2], from: aligned, to: aligned, place: Place::Apart, ..case };
+        let problem = QkNormRopeProblem { cache_dtype: case.problem.dtype, ..case.problem };
+        let case = Case { problem, gaps: [0; 2], from: aligned, to: aligned, place: Place::Apart, ..case };
         let fits = |device: &Device| VARIANTS.iter().find(|variant| case.plan(device, Some(variant)).is_ok());
         for device in &on.devices() {
             let stream = device.stream().map_err(fail)?;
@@ -458,6 +496,7 @@ fn bad_input() -> Result<(), Error> {
             rotary_dim: 32,
             style: RopeStyle::HalfSplit,
             dtype: DType::F32,
+            cache_dtype: DType::F32,
             norm: Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain }),
         };
         let plan = QkNormRope::plan(device, problem)?;
@@ -480,6 +519,8 @@ fn bad_input() -> Result<(), Error> {
                 q_out: q_out.view_mut(),
                 k_cache: k_cache.view_mut(),
                 v_cache: v_cache.view_mut(),
+                k_scale: None,
+                v_scale: None,
             };
             change(args).unwrap_err().to_string()
         };
@@ -522,6 +563,23 @@ fn bad_input() -> Result<(), Error> {
             }),
             "qk_norm_rope: v_cache: expected strides [128, 64, 1], got [130, 65, 1]"
         );
+        assert_eq!(
+            message(&|args| run(QkNormRopeArgs { k_scale: Some(weight.view()), ..args })),
+            "qk_norm_rope: k_scale: expected none, as the caches are not fp8, got a tensor"
+        );
+        let fp8 = QkNormRope::plan(device, QkNormRopeProblem { cache_dtype: DType::F8E4M3, ..problem })?;
+        assert_eq!(
+            message(&|args| fp8.run(&stream, args)),
+            "qk_norm_rope: k_cache: expected f8e4m3, got f32"
+        );
+        assert_eq!(
+            message(&|args| {
+                let cache = || Tensor::zeros(&stream, &[9, 2, 64], DType::F8E4M3);
+                let (mut k, mut v) = (cache()?, cache()?);
+                fp8.run(&stream, QkNormRopeArgs { k_cache: k.view_mut(), v_cache: v.view_mut(), ..args })
+            }),
+            "qk_norm_rope: k_scale: expected a tensor, as the caches are fp8, got none"
+        );
         let without = QkNormRope::plan(device, QkNormRopeProblem { norm: None, ..problem })?;
         assert_eq!(
             message(&|args| without.run(&stream, args)),
@@ -545,6 +603,10 @@ fn bad_input() -> Result<(), Error> {
         assert_eq!(
             error(QkNormRopeProblem { dtype: DType::I32, ..problem }),
             "qk_norm_rope: problem: expected dtype f32, f16 or bf16, got i32"
+        );
+        assert_eq!(
+            error(QkNormRopeProblem { cache_dtype: DType::BF16, ..problem }),
+            "qk_norm_rope: problem: expected cache_dtype f32 or f8e4m3, got bf16"
         );
         let norm = Some(QkNorm { eps: -1.0, weight: NormWeight::Plain });
         assert_eq!(

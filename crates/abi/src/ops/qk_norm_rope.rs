@@ -85,8 +85,10 @@ pub enum QkNormRopeTile {
 pub struct QkNormRopeVariant {
     /// The entry point's name.
     pub entry: &'static str,
-    /// Type of all tensors but positions, tables and slots.
+    /// Type of heads and weights.
     pub dtype: DType,
+    /// Type of the caches: the same, or fp8.
+    pub cache_dtype: DType,
     /// How a head is spread over threads.
     pub tile: QkNormRopeTile,
 }
@@ -96,26 +98,34 @@ pub struct QkNormRopeVariant {
 macro_rules! qk_norm_rope_table {
     ($callback:path) => {
         $callback! {
-            qk_norm_rope_f32__lanes32__sm61 => f32, F32, Lanes { lanes: 32 };
-            qk_norm_rope_f32__block__sm61 => f32, F32, Block {};
-            qk_norm_rope_f16__lanes8__sm61 => f16, F16, Lanes { lanes: 8 };
-            qk_norm_rope_f16__lanes16__sm61 => f16, F16, Lanes { lanes: 16 };
-            qk_norm_rope_f16__lanes32__sm61 => f16, F16, Lanes { lanes: 32 };
-            qk_norm_rope_f16__block__sm61 => f16, F16, Block {};
-            qk_norm_rope_bf16__lanes8__sm61 => bf16, BF16, Lanes { lanes: 8 };
-            qk_norm_rope_bf16__lanes16__sm61 => bf16, BF16, Lanes { lanes: 16 };
-            qk_norm_rope_bf16__lanes32__sm61 => bf16, BF16, Lanes { lanes: 32 };
-            qk_norm_rope_bf16__block__sm61 => bf16, BF16, Block {};
+            qk_norm_rope_f32__lanes32__sm61 => f32, F32, f32, F32, Lanes { lanes: 32 };
+            qk_norm_rope_f32__block__sm61 => f32, F32, f32, F32, Block {};
+            qk_norm_rope_f32_f8e4m3__block__sm61 => f32, F32, E4m3, F8E4M3, Block {};
+            qk_norm_rope_f16__lanes8__sm61 => f16, F16, f16, F16, Lanes { lanes: 8 };
+            qk_norm_rope_f16__lanes16__sm61 => f16, F16, f16, F16, Lanes { lanes: 16 };
+            qk_norm_rope_f16__lanes32__sm61 => f16, F16, f16, F16, Lanes { lanes: 32 };
+            qk_norm_rope_f16__block__sm61 => f16, F16, f16, F16, Block {};
+            qk_norm_rope_f16_f8e4m3__lanes16__sm61 => f16, F16, E4m3, F8E4M3, Lanes { lanes: 16 };
+            qk_norm_rope_f16_f8e4m3__lanes32__sm61 => f16, F16, E4m3, F8E4M3, Lanes { lanes: 32 };
+            qk_norm_rope_f16_f8e4m3__block__sm61 => f16, F16, E4m3, F8E4M3, Block {};
+            qk_norm_rope_bf16__lanes8__sm61 => bf16, BF16, bf16, BF16, Lanes { lanes: 8 };
+            qk_norm_rope_bf16__lanes16__sm61 => bf16, BF16, bf16, BF16, Lanes { lanes: 16 };
+            qk_norm_rope_bf16__lanes32__sm61 => bf16, BF16, bf16, BF16, Lanes { lanes: 32 };
+            qk_norm_rope_bf16__block__sm61 => bf16, BF16, bf16, BF16, Block {};
+            qk_norm_rope_bf16_f8e4m3__lanes16__sm61 => bf16, BF16, E4m3, F8E4M3, Lanes { lanes: 16 };
+            qk_norm_rope_bf16_f8e4m3__lanes32__sm61 => bf16, BF16, E4m3, F8E4M3, Lanes { lanes: 32 };
+            qk_norm_rope_bf16_f8e4m3__block__sm61 => bf16, BF16, E4m3, F8E4M3, Block {};
         }
     };
 }
 
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+    ($($entry:ident => $type:ident, $dtype:ident, $cache_type:ident, $cache_dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
         /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[QkNormRopeVariant] = &[$(QkNormRopeVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
+            cache_dtype: DType::$cache_dtype,
             tile: QkNormRopeTile::$tile { $($field: $value),* },
         }),*];
     };

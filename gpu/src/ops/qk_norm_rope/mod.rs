@@ -7,6 +7,8 @@
 //! v head → v_cache[slots[token]]
 //! ```
 //!
+//! A cache holds the heads' type, or fp8: values times 1/scale of their head, saturating.
+//!
 //! Work split: a head belongs to 8 to 32 neighbouring lanes, a piece of 16 bytes each, so the pieces are where RMSNorm's
 //! kernels have them and their sums of squares have the same bits. The other element of a half-split pair is in another
 //! lane, at the same place of its piece: four shuffles fetch that piece. What is normalised is rounded to the stored type
@@ -23,15 +25,79 @@
 //! q and q_out may be the same memory: a head is read before it is written, by the same lanes.
 
 use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeDims};
-use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
 use crate::tile::reduce::block_sum_f32;
 
 const HEADS: usize = MAX_HEADS_PER_GROUP as usize;
 
-/// The tensors of a launch. `q_weight` and `k_weight` are null if there is no norm.
-struct Tensors<T> {
+/// What a cache holds of heads of `T`.
+trait Cached<T>: Copy {
+    /// Whether there are scales.
+    const IS_SCALED: bool;
+
+    /// Stores 16 bytes of heads.
+    ///
+    /// # Safety
+    /// - *in-bounds* and *aligned* to as many elements; *exclusive*.
+    unsafe fn store_piece(to: *mut Self, piece: [u32; 4], inverse_scale: f32);
+
+    /// What is stored of an element.
+    fn from_head(value: T, inverse_scale: f32) -> Self;
+}
+
+macro_rules! cached_as_it_is {
+    ($($type:ident),*) => {$(
+        impl Cached<$type> for $type {
+            const IS_SCALED: bool = false;
+
+            #[inline(always)]
+            unsafe fn store_piece(to: *mut Self, piece: [u32; 4], _: f32) {
+                // SAFETY: the caller's promise.
+                unsafe { global::store_x4(to, piece) }
+            }
+
+            #[inline(always)]
+            fn from_head(value: $type, _: f32) -> Self {
+                value
+            }
+        }
+    )*};
+}
+cached_as_it_is!(f32, f16, bf16);
+
+impl<T: Element> Cached<T> for E4m3 {
+    const IS_SCALED: bool = true;
+
+    #[inline(always)]
+    unsafe fn store_piece(to: *mut Self, piece: [u32; 4], inverse_scale: f32) {
+        let mut values = [0.0; 8];
+        T::unpack(piece, &mut values);
+        let four = |i: usize| {
+            let pair = |i: usize| {
+                u32::from(e4m3x2_from_f32(values[i] * inverse_scale, values[i + 1] * inverse_scale))
+            };
+            pair(i) | pair(i + 2) << 16
+        };
+        // SAFETY: the caller's promise.
+        unsafe {
+            if T::PER_16_BYTES == 8 {
+                global::store(to.cast::<u64>(), u64::from(four(0)) | u64::from(four(4)) << 32);
+            } else {
+                global::store(to.cast::<u32>(), four(0));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn from_head(value: T, inverse_scale: f32) -> Self {
+        E4m3::from_f32(value.to_f32() * inverse_scale)
+    }
+}
+
+/// The tensors of a launch. `q_weight` and `k_weight` are null if there is no norm, the scales if the caches have none.
+struct Tensors<T, C> {
     q: *const T,
     k: *const T,
     v: *const T,
@@ -42,12 +108,14 @@ struct Tensors<T> {
     sin: *const f32,
     slots: *const u32,
     q_out: *mut T,
-    k_cache: *mut T,
-    v_cache: *mut T,
+    k_cache: *mut C,
+    v_cache: *mut C,
+    k_scale: *const f32,
+    v_scale: *const f32,
 }
 
 /// Heads of a token, all of q, of k or of v.
-struct Group<T> {
+struct Group<T, C> {
     /// The first head; the others are `step` apart.
     head: u32,
     step: u32,
@@ -56,20 +124,24 @@ struct Group<T> {
     /// The token's heads, before and after.
     from: *const T,
     from_stride: u32,
-    to: *mut T,
+    to: *mut C,
     to_stride: u32,
+    /// None for q, and if the caches have none.
+    scale: *const f32,
     /// None for v, and without a norm.
     weight: *const T,
     /// The token's row of the tables.
     table: usize,
+    /// Then what is at `to` are elements of `T`.
+    is_q: bool,
     is_v: bool,
 }
 
-impl<T: Element> Group<T> {
+impl<T: Element, C: Cached<T>> Group<T, C> {
     /// # Safety
     /// - `positions` and `slots` are *in-bounds* for every token — checked in `QkNormRope::run`.
     #[inline(always)]
-    unsafe fn new(index: u32, tensors: &Tensors<T>, dims: &QkNormRopeDims) -> Self {
+    unsafe fn new(index: u32, tensors: &Tensors<T, C>, dims: &QkNormRopeDims) -> Self {
         // At least 1 (QkNormRope::run); `max` tells the compiler, which would otherwise keep a panic path.
         let groups = (dims.q_groups + 2 * dims.kv_groups).max(1);
         let (token, group) = (index / groups, index % groups);
@@ -89,21 +161,20 @@ impl<T: Element> Group<T> {
         }
         // A position beyond the tables takes the last row: a kernel has no way to refuse, and must not read outside.
         let position = position.min(dims.max_position - 1);
-        let (from, from_strides, weight, to, to_row, to_strides) = if is_q {
-            let (strides, out_strides) = (
-                [dims.q_token_stride, dims.q_head_stride],
-                [dims.q_out_token_stride, dims.q_out_head_stride],
-            );
-            (tensors.q, strides, tensors.q_weight, tensors.q_out, token, out_strides)
+        let in_cache = slot as usize * dims.slot_stride as usize;
+        // Inside their tensors wherever `heads` is not 0: elsewhere nothing is accessed.
+        let (from, from_strides, weight, to, to_stride, scale) = if is_q {
+            let out = tensors.q_out.wrapping_add(token as usize * dims.q_out_token_stride as usize);
+            let strides = [dims.q_token_stride, dims.q_head_stride];
+            (tensors.q, strides, tensors.q_weight, out.cast(), dims.q_out_head_stride, core::ptr::null())
+        } else if is_v {
+            let strides = [dims.v_token_stride, dims.v_head_stride];
+            let cache = tensors.v_cache.wrapping_add(in_cache);
+            (tensors.v, strides, core::ptr::null(), cache, dims.cache_head_stride, tensors.v_scale)
         } else {
-            let cache_strides = [dims.slot_stride, dims.cache_head_stride];
-            if is_v {
-                let strides = [dims.v_token_stride, dims.v_head_stride];
-                (tensors.v, strides, core::ptr::null(), tensors.v_cache, slot, cache_strides)
-            } else {
-                let strides = [dims.k_token_stride, dims.k_head_stride];
-                (tensors.k, strides, tensors.k_weight, tensors.k_cache, slot, cache_strides)
-            }
+            let strides = [dims.k_token_stride, dims.k_head_stride];
+            let cache = tensors.k_cache.wrapping_add(in_cache);
+            (tensors.k, strides, tensors.k_weight, cache, dims.cache_head_stride, tensors.k_scale)
         };
         let before = if is_q { 0 } else { dims.q_groups + if is_v { dims.kv_groups } else { 0 } };
         let heads = if is_q { dims.heads_q } else { dims.heads_kv };
@@ -111,13 +182,14 @@ impl<T: Element> Group<T> {
             head: group - before,
             step: if is_q { dims.q_groups } else { dims.kv_groups },
             heads: if is_inside && (is_q || slot < dims.num_slots) { heads } else { 0 },
-            // Inside their tensors wherever `heads` is not 0: elsewhere nothing is accessed.
             from: from.wrapping_add(token as usize * from_strides[0] as usize),
             from_stride: from_strides[1],
-            to: to.wrapping_add(to_row as usize * to_strides[0] as usize),
-            to_stride: to_strides[1],
+            to,
+            to_stride,
+            scale,
             weight,
             table: position as usize * (dims.rotary_dim / 2) as usize,
+            is_q,
             is_v,
         }
     }
@@ -127,9 +199,47 @@ impl<T: Element> Group<T> {
         self.from.wrapping_add(head as usize * self.from_stride as usize)
     }
 
+    /// What a head's values are multiplied by in a cache with scales.
+    ///
+    /// # Safety
+    /// - head < heads.
     #[inline(always)]
-    fn to(&self, head: u32) -> *mut T {
-        self.to.wrapping_add(head as usize * self.to_stride as usize)
+    unsafe fn inverse_scale(&self, head: u32) -> f32 {
+        if !C::IS_SCALED || self.is_q {
+            return 1.0;
+        }
+        // SAFETY: a scale for each head — QkNormRope::run.
+        1.0 / unsafe { global::load(self.scale.wrapping_add(head as usize)) }
+    }
+
+    /// # Safety
+    /// - head < heads, and the piece at `element` is *in-bounds* of it and *aligned*; *exclusive*.
+    #[inline(always)]
+    unsafe fn store_piece(&self, head: u32, element: usize, piece: [u32; 4], inverse_scale: f32) {
+        let at = head as usize * self.to_stride as usize + element;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if C::IS_SCALED && self.is_q {
+                global::store_x4(self.to.cast::<T>().wrapping_add(at), piece);
+            } else {
+                C::store_piece(self.to.wrapping_add(at), piece, inverse_scale);
+            }
+        }
+    }
+
+    /// # Safety
+    /// - head < heads and col < head_dim; *exclusive*.
+    #[inline(always)]
+    unsafe fn store(&self, head: u32, col: usize, value: T, inverse_scale: f32) {
+        let at = head as usize * self.to_stride as usize + col;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if C::IS_SCALED && self.is_q {
+                global::store(self.to.cast::<T>().wrapping_add(at), value);
+            } else {
+                global::store(self.to.wrapping_add(at), C::from_head(value, inverse_scale));
+            }
+        }
     }
 }
 
@@ -183,7 +293,10 @@ unsafe fn load_angles<T: Element>(table: *const f32, pair: usize, is_interleaved
 ///   *in-bounds* and *aligned(16)*; a head has at most `LANES` pieces — checked in `QkNormRope::run`, which takes the block
 ///   tile otherwise. q is q_out or does not overlap it; slots distinct (*exclusive*) — its caller.
 #[inline(always)]
-unsafe fn by_lanes<T: Element, const LANES: u32>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
+unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
+    tensors: &Tensors<T, C>,
+    dims: &QkNormRopeDims,
+) {
     let per_piece = T::PER_16_BYTES as u32;
     let (lane, piece) = (thread::lane(), thread::thread_idx_x() % LANES);
     let (pieces, rotated) = (dims.head_dim / per_piece, dims.rotary_dim / per_piece);
@@ -196,10 +309,12 @@ unsafe fn by_lanes<T: Element, const LANES: u32>(tensors: &Tensors<T>, dims: &Qk
         let group = Group::new(index, tensors, dims);
         let heads = if piece < pieces { group.heads } else { 0 };
         let mut held = [[0u32; 4]; HEADS];
+        let mut inverse_scales = [1.0; HEADS];
         let mut i = 0;
         while i < HEADS {
             let head = group.head + i as u32 * group.step;
             if head < heads {
+                inverse_scales[i] = group.inverse_scale(head);
                 held[i] = global::load_x4(group.from(head).wrapping_add(element));
             }
             i += 1;
@@ -287,7 +402,7 @@ unsafe fn by_lanes<T: Element, const LANES: u32>(tensors: &Tensors<T>, dims: &Qk
                 }
                 let head = group.head + i as u32 * group.step;
                 if head < heads {
-                    global::store_x4(group.to(head).wrapping_add(element), held[i]);
+                    group.store_piece(head, element, held[i], inverse_scales[i]);
                 }
             }
             i += 1;
@@ -301,7 +416,7 @@ unsafe fn by_lanes<T: Element, const LANES: u32>(tensors: &Tensors<T>, dims: &Qk
 /// - One block per head, all its threads (*converged*); heads *in-bounds* — checked in `QkNormRope::run`. q is q_out or
 ///   does not overlap it; slots distinct (*exclusive*) — its caller.
 #[inline(always)]
-unsafe fn by_element<T: Element>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
+unsafe fn by_element<T: Element, C: Cached<T>>(tensors: &Tensors<T, C>, dims: &QkNormRopeDims) {
     let (member, members) = (thread::thread_idx_x(), thread::block_dim_x());
     // SAFETY: col < head_dim keeps every access inside its head — QkNormRope::run. All threads of the block have one
     // group, so they leave together and meet in the sum; what is read after it is written only by the thread that read it.
@@ -310,7 +425,8 @@ unsafe fn by_element<T: Element>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
         if group.head >= group.heads {
             return;
         }
-        let (from, to) = (group.from(group.head), group.to(group.head));
+        let (head, from) = (group.head, group.from(group.head));
+        let inverse_scale = group.inverse_scale(head);
         let mut scale = 1.0;
         if !group.weight.is_null() {
             let mut square = 0.0;
@@ -343,12 +459,13 @@ unsafe fn by_element<T: Element>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
                 let angle = group.table + unit as usize;
                 let cos = global::load(tensors.cos.wrapping_add(angle));
                 let sin = global::load(tensors.sin.wrapping_add(angle));
-                global::store(to.wrapping_add(first), T::from_f32(math::fma(a, cos, -(b * sin))));
-                global::store(to.wrapping_add(second), T::from_f32(math::fma(b, cos, a * sin)));
+                let (a, b) = (math::fma(a, cos, -(b * sin)), math::fma(b, cos, a * sin));
+                group.store(head, first, T::from_f32(a), inverse_scale);
+                group.store(head, second, T::from_f32(b), inverse_scale);
             } else {
                 // Units beyond count from the middle of the rotated part: its second half has no units of its own.
                 let col = (unit + pairs) as usize;
-                global::store(to.wrapping_add(col), normed(col));
+                group.store(head, col, normed(col), inverse_scale);
             }
             unit += members;
         }
@@ -356,16 +473,16 @@ unsafe fn by_element<T: Element>(tensors: &Tensors<T>, dims: &QkNormRopeDims) {
 }
 
 macro_rules! body {
-    (Lanes, $type:ident, $tensors:ident, $dims:ident, $lanes:literal) => {
-        by_lanes::<$type, $lanes>(&$tensors, &$dims)
+    (Lanes, $type:ident, $cache:ident, $tensors:ident, $dims:ident, $lanes:literal) => {
+        by_lanes::<$type, $cache, $lanes>(&$tensors, &$dims)
     };
-    (Block, $type:ident, $tensors:ident, $dims:ident $(,)?) => {
-        by_element::<$type>(&$tensors, &$dims)
+    (Block, $type:ident, $cache:ident, $tensors:ident, $dims:ident $(,)?) => {
+        by_element::<$type, $cache>(&$tensors, &$dims)
     };
 }
 
 macro_rules! entries {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, $cache:ident, $cache_dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
         /// Entry point; see the module and `abi::ops::qk_norm_rope`.
         ///
         /// # Safety
@@ -383,14 +500,30 @@ macro_rules! entries {
             sin: *const f32,
             slots: *const u32,
             q_out: *mut $type,
-            k_cache: *mut $type,
-            v_cache: *mut $type,
+            k_cache: *mut $cache,
+            v_cache: *mut $cache,
+            k_scale: *const f32,
+            v_scale: *const f32,
             dims: QkNormRopeDims,
         ) {
-            let tensors =
-                Tensors { q, k, v, q_weight, k_weight, positions, cos, sin, slots, q_out, k_cache, v_cache };
+            let tensors = Tensors {
+                q,
+                k,
+                v,
+                q_weight,
+                k_weight,
+                positions,
+                cos,
+                sin,
+                slots,
+                q_out,
+                k_cache,
+                v_cache,
+                k_scale,
+                v_scale,
+            };
             // SAFETY: arguments as the body asks, by `QkNormRope::run`.
-            unsafe { body!($tile, $type, tensors, dims, $($value),*) }
+            unsafe { body!($tile, $type, $cache, tensors, dims, $($value),*) }
         }
     )*};
 }

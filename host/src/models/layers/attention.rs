@@ -124,6 +124,7 @@ impl AttentionBlock {
             rotary_dim,
             style: RopeStyle::HalfSplit,
             dtype,
+            cache_dtype: dtype,
             norm: Some(QkNorm { eps: norm.eps, weight: norm.weight }),
         };
         let attention = AttentionProblem {
@@ -206,6 +207,8 @@ impl AttentionBlock {
             q_out: q.reborrow(),
             k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
             v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
+            k_scale: None,
+            v_scale: None,
         };
         self.norm_rope.run(stream, args)?;
 

@@ -4,19 +4,37 @@ use abi::DType;
 use abi::ops::qk_norm_rope::QkNormRopeDims;
 use half::{bf16, f16};
 
-use super::{QkNormRopeArgs, RopeInput};
+use super::{QkNormRopeArgs, QkNormRopeProblem, RopeInput};
+use crate::fp8::F8E4M3;
 use crate::ops::parallel::{SharedSlice, for_rows};
-use crate::tensor::FloatElement;
+use crate::tensor::{Element, FloatElement};
 
-pub(super) fn run(dtype: DType, dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
-    match dtype {
-        DType::F16 => heads::<f16>(dims, args),
-        DType::BF16 => heads::<bf16>(dims, args),
-        _ => heads::<f32>(dims, args),
+pub(super) fn run(problem: &QkNormRopeProblem, dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
+    match problem.dtype {
+        DType::F16 => by_cache::<f16>(problem, dims, args),
+        DType::BF16 => by_cache::<bf16>(problem, dims, args),
+        _ => by_cache::<f32>(problem, dims, args),
     }
 }
 
-fn heads<T: FloatElement>(dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
+fn by_cache<T: FloatElement>(
+    problem: &QkNormRopeProblem,
+    dims: &QkNormRopeDims,
+    args: &mut QkNormRopeArgs<'_>,
+) {
+    if problem.is_fp8() {
+        heads::<T, F8E4M3>(dims, args, |value, inverse| F8E4M3::from_f32(value.to_f32() * inverse));
+    } else {
+        heads::<T, T>(dims, args, |value, _| value);
+    }
+}
+
+/// `cached` is what a cache holds of a value, by the inverse of its head's scale.
+fn heads<T: FloatElement, C: Element>(
+    dims: &QkNormRopeDims,
+    args: &mut QkNormRopeArgs<'_>,
+    cached: impl Fn(T, f32) -> C + Sync,
+) {
     let (tokens, heads_q, head_dim) = (dims.tokens as usize, dims.heads_q as usize, dims.head_dim as usize);
     if tokens == 0 {
         return;
@@ -33,11 +51,15 @@ fn heads<T: FloatElement>(dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) 
     let (cos, sin) = (args.tables.cos().view(), args.tables.sin().view());
     let angles = Angles { cos: cos.host_slice(), sin: sin.host_slice() };
     let q_out = SharedSlice::new(args.q_out.host_slice_mut::<T>());
-    let k_cache = SharedSlice::new(args.k_cache.host_slice_mut::<T>());
-    let v_cache = SharedSlice::new(args.v_cache.host_slice_mut::<T>());
+    let k_cache = SharedSlice::new(args.k_cache.host_slice_mut::<C>());
+    let v_cache = SharedSlice::new(args.v_cache.host_slice_mut::<C>());
+    let [k_scale, v_scale] =
+        [&args.k_scale, &args.v_scale].map(|scale| scale.as_ref().map(|scale| scale.host_slice::<f32>()));
+    let inverse = |scale: Option<&[f32]>, head: usize| scale.map_or(1.0, |scale| 1.0 / scale[head]);
     let at =
         |row: usize, head: usize, strides: [u32; 2]| row * strides[0] as usize + head * strides[1] as usize;
     for_rows(all_heads, tokens * all_heads * head_dim, |head| {
+        let mut rotated = Vec::with_capacity(head_dim);
         for token in 0..tokens {
             let position = positions[token * dims.position_stride as usize].min(dims.max_position - 1);
             if head < heads_q {
@@ -55,10 +77,16 @@ fn heads<T: FloatElement>(dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) 
                 // SAFETY: as for q_out.
                 let (key, value) = unsafe { (k_cache.part(start, head_dim), v_cache.part(start, head_dim)) };
                 let from = at(token, head, [dims.k_token_stride, dims.k_head_stride]);
-                key.copy_from_slice(&k[from..][..head_dim]);
-                angles.norm_and_rotate(key, weights.map(|(_, k)| k), position, dims);
+                rotated.clear();
+                rotated.extend_from_slice(&k[from..][..head_dim]);
+                angles.norm_and_rotate(&mut rotated, weights.map(|(_, k)| k), position, dims);
                 let from = at(token, head, [dims.v_token_stride, dims.v_head_stride]);
-                value.copy_from_slice(&v[from..][..head_dim]);
+                for (to, heads, scale) in [(key, &rotated[..], k_scale), (value, &v[from..], v_scale)] {
+                    let inverse = inverse(scale, head);
+                    for (to, &from) in std::iter::zip(to, heads) {
+                        *to = cached(from, inverse);
+                    }
+                }
             }
         }
     });

@@ -52,8 +52,10 @@ pub struct QkNormRopeProblem {
     pub rotary_dim: usize,
     /// Which elements form a pair.
     pub style: RopeStyle,
-    /// Type of heads, weights and caches.
+    /// Type of heads and weights.
     pub dtype: DType,
+    /// Type of the caches: the same, or [`DType::F8E4M3`].
+    pub cache_dtype: DType,
     /// None if q and k are rotated as they are.
     pub norm: Option<QkNorm>,
 }
@@ -92,6 +94,10 @@ pub struct QkNormRopeArgs<'a> {
     pub k_cache: TensorViewMut<'a>,
     /// The same shape and strides.
     pub v_cache: TensorViewMut<'a>,
+    /// `[heads_kv]` f32, there if the caches are fp8: what is read from k_cache is to be multiplied by.
+    pub k_scale: Option<TensorView<'a>>,
+    /// The same for v_cache.
+    pub v_scale: Option<TensorView<'a>>,
 }
 
 /// What stands between the joint projection of attention and its product with the keys, in one pass: per token and head
@@ -100,11 +106,13 @@ pub struct QkNormRopeArgs<'a> {
 ///
 /// with [`RmsNorm`](super::rmsnorm::RmsNorm) over the elements of a head, if there is a norm, [`Rope`](super::rope::Rope)
 /// by the token's position, and [`KvAppend`](super::kv_append::KvAppend) for contiguous and paged caches alike: position p
-/// in page g of a pool `[pages, page_size, heads, head_dim]` is slot `g · page_size + p`.
+/// in page g of a pool `[pages, page_size, heads, head_dim]` is slot `g · page_size + p`. In fp8 caches heads are stored
+/// times `1 / k_scale[head]` and `1 / v_scale[head]`, at most ±448.
 ///
 /// **Arithmetic**: f32, rounded to the type after the norm and after the rotation, where models round, too. The bits are
-/// those of the three operators one after another, but for f32 heads of more than 128 elements on a card, whose squares
-/// are added in another order.
+/// those of the three operators one after another. Only on a card, if heads have more than 512 bytes, or whole pieces of
+/// 16 bytes but not their rotated part (each half of it, if the pairs are half of it apart), or addresses that are not
+/// multiples of 16, their squares may be added in another order. fp8 is rounded from the type once more, to nearest even.
 /// **Aliasing**: q in place by [`RopeInput::InPlace`]; otherwise no output may overlap another tensor.
 /// **Determinism**: bitwise the same from run to run, if the slots are distinct; a token's result does not depend on the
 /// other tokens or their number.
@@ -121,8 +129,10 @@ pub struct QkNormRopeArgs<'a> {
 /// let stream = device.stream()?;
 /// let (tokens, heads_q, heads_kv, head_dim) = (3, 16, 8, 128);
 /// let norm = Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain });
-/// let (style, dtype, rotary_dim) = (RopeStyle::HalfSplit, DType::BF16, head_dim);
-/// let problem = QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm };
+/// let (style, dtype) = (RopeStyle::HalfSplit, DType::BF16);
+/// let (rotary_dim, cache_dtype) = (head_dim, dtype);
+/// let problem =
+///     QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, cache_dtype, norm };
 /// let plan = QkNormRope::plan(&device, problem)?;
 /// let inv_freq: Vec<f64> = (0..64).map(|i| 1e6f64.powf(-2.0 * i as f64 / 128.0)).collect();
 /// let tables = RopeTables::new(&stream, &inv_freq, 1.0, 40960)?;
@@ -143,6 +153,8 @@ pub struct QkNormRopeArgs<'a> {
 ///     q_out: q_out.view_mut(),
 ///     k_cache: k_cache.view_mut(),
 ///     v_cache: v_cache.view_mut(),
+///     k_scale: None,
+///     v_scale: None,
 /// })?;
 /// # Ok(())
 /// # }
@@ -202,7 +214,7 @@ impl QkNormRope {
             None => Backend::Cpu,
             Some(choice) => {
                 let entry = device.entry(OP, choice.variant.entry, select::SMEM_BYTES)?;
-                let unaligned = device.entry(OP, select::block(problem.dtype)?.entry, select::SMEM_BYTES)?;
+                let unaligned = device.entry(OP, select::block(&problem)?.entry, select::SMEM_BYTES)?;
                 Backend::Cuda { choice, entry, unaligned }
             }
         };
@@ -215,12 +227,12 @@ impl QkNormRope {
         let mut dims = self.check(&args)?;
         match &self.backend {
             Backend::Cpu => {
-                cpu::run(self.problem.dtype, &dims, &mut args);
+                cpu::run(&self.problem, &dims, &mut args);
                 Ok(())
             }
             Backend::Cuda { choice, entry, unaligned } => {
-                let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, k_cache, v_cache } =
-                    &args;
+                let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, .. } = &args;
+                let QkNormRopeArgs { k_cache, v_cache, k_scale, v_scale, .. } = &args;
                 let (q, q_is_aligned) = match q {
                     RopeInput::From(q) => (Param::from(*q), q.is_aligned_16()),
                     RopeInput::InPlace => (Param::from(q_out), true),
@@ -257,6 +269,8 @@ impl QkNormRope {
                     q_out.into(),
                     k_cache.into(),
                     v_cache.into(),
+                    k_scale.map_or(Param::Address(0), Param::from),
+                    v_scale.map_or(Param::Address(0), Param::from),
                     (&dims).into(),
                 ];
                 // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as
@@ -268,21 +282,23 @@ impl QkNormRope {
     }
 
     fn check(&self, args: &QkNormRopeArgs<'_>) -> Result<QkNormRopeDims, Error> {
-        let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, k_cache, v_cache } = args;
+        let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, .. } = args;
+        let QkNormRopeArgs { k_cache, v_cache, k_scale, v_scale, .. } = args;
         let QkNormRopeProblem { tokens: max_tokens, heads_q, heads_kv, head_dim, rotary_dim, .. } =
             self.problem;
-        let (device, dtype, norm) = (&self.device, self.problem.dtype, self.problem.norm);
+        let QkNormRopeProblem { dtype, cache_dtype, norm, .. } = self.problem;
+        let device = &self.device;
         let input = |argument, view: &TensorView<'_>, outer, heads| -> Result<[u32; 2], Error> {
             view.expect(OP, argument, device, dtype, &[outer, Some(heads), Some(head_dim)])?;
             view.expect_inner_contiguous(OP, argument)?;
             strides(argument, view.strides())
         };
-        let output = |argument, view: &TensorViewMut<'_>, outer, heads| -> Result<[u32; 2], Error> {
+        let output = |argument, view: &TensorViewMut<'_>, dtype, outer, heads| -> Result<[u32; 2], Error> {
             view.expect(OP, argument, device, dtype, &[outer, Some(heads), Some(head_dim)])?;
             view.expect_inner_contiguous(OP, argument)?;
             strides(argument, view.strides())
         };
-        let q_out_strides = output("q_out", q_out, None, heads_q)?;
+        let q_out_strides = output("q_out", q_out, dtype, None, heads_q)?;
         let tokens = q_out.shape()[0];
         if tokens > max_tokens {
             let expected = format!("at most {max_tokens} tokens, as planned");
@@ -314,12 +330,27 @@ impl QkNormRope {
         tables.cos().view().expect(OP, "tables", device, DType::F32, &[None, Some(rotary_dim / 2)])?;
         slots.expect(OP, "slots", device, DType::U32, &[Some(tokens)])?;
         slots.expect_inner_contiguous(OP, "slots")?;
-        let [slot_stride, cache_head_stride] = output("k_cache", k_cache, None, heads_kv)?;
+        let [slot_stride, cache_head_stride] = output("k_cache", k_cache, cache_dtype, None, heads_kv)?;
         let num_slots = k_cache.shape()[0];
-        output("v_cache", v_cache, Some(num_slots), heads_kv)?;
+        output("v_cache", v_cache, cache_dtype, Some(num_slots), heads_kv)?;
         if k_cache.strides() != v_cache.strides() {
             let expected = format!("strides {:?}", k_cache.strides());
             return Err(Error::invalid(OP, "v_cache", expected, format!("{:?}", v_cache.strides())));
+        }
+        for (argument, scale) in [("k_scale", k_scale), ("v_scale", v_scale)] {
+            match (scale, self.problem.is_fp8()) {
+                (None, false) => {}
+                (Some(scale), true) => {
+                    scale.expect(OP, argument, device, DType::F32, &[Some(heads_kv)])?;
+                    scale.expect_inner_contiguous(OP, argument)?;
+                }
+                (None, true) => {
+                    return Err(Error::invalid(OP, argument, "a tensor, as the caches are fp8", "none"));
+                }
+                (Some(_), false) => {
+                    return Err(Error::invalid(OP, argument, "none, as the caches are not fp8", "a tensor"));
+                }
+            }
         }
         Ok(QkNormRopeDims {
             tokens: tokens as u32,
@@ -353,12 +384,14 @@ impl QkNormRope {
 
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
-        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm } =
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, .. } =
             self.problem;
+        let norm = self.problem.norm;
+        let cache = if self.problem.is_fp8() { ", fp8 cache" } else { "" };
         let normalised = if norm.is_some() { "normalised, " } else { "" };
         let work = |why: &str, tile: String, threads| Work {
             problem: format!(
-                "{normalised}{} {rotary_dim} of [{tokens}, {heads_q}/{heads_kv}, {head_dim}] {dtype}",
+                "{normalised}{} {rotary_dim} of [{tokens}, {heads_q}/{heads_kv}, {head_dim}] {dtype}{cache}",
                 style.name()
             ),
             why: why.into(),
@@ -388,8 +421,13 @@ impl QkNormRopeProblem {
     /// Fewest bytes of a run of the planned size: heads are read and written once, each token's numbers and angles read
     /// once.
     pub fn bytes(&self) -> u64 {
-        let elements = self.tokens * (self.heads_q + 2 * self.heads_kv) * self.head_dim;
-        (2 * elements * self.dtype.bytes() + 4 * self.tokens * (self.rotary_dim + 2)) as u64
+        let (q, kv) = (self.heads_q * self.head_dim, 2 * self.heads_kv * self.head_dim);
+        let heads = (2 * q + kv) * self.dtype.bytes() + kv * self.cache_dtype.bytes();
+        (self.tokens * (heads + 4 * (self.rotary_dim + 2))) as u64
+    }
+
+    fn is_fp8(&self) -> bool {
+        self.cache_dtype == DType::F8E4M3
     }
 
     /// Operations of a run of the planned size.
@@ -436,6 +474,10 @@ fn check_problem(problem: &QkNormRopeProblem) -> Result<(), Error> {
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+    }
+    if problem.cache_dtype != dtype && !problem.is_fp8() {
+        let expected = format!("cache_dtype {dtype} or f8e4m3");
+        return Err(Error::invalid(OP, "problem", expected, problem.cache_dtype.name()));
     }
     if let Some(QkNorm { eps, .. }) = norm.filter(|norm| !(norm.eps >= 0.0 && norm.eps.is_finite())) {
         return Err(Error::invalid(OP, "problem", "a finite eps of at least 0", eps.to_string()));

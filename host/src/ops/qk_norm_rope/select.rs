@@ -1,6 +1,5 @@
 //! Which kernel a norm and rotation of q and k takes.
 
-use abi::DType;
 use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
 
 use super::{OP, QkNormRopeProblem, RopeStyle};
@@ -66,7 +65,7 @@ fn is_whole_pieces(problem: &QkNormRopeProblem) -> bool {
 }
 
 fn fits(variant: &QkNormRopeVariant, problem: &QkNormRopeProblem) -> bool {
-    variant.dtype == problem.dtype
+    (variant.dtype, variant.cache_dtype) == (problem.dtype, problem.cache_dtype)
         && match variant.tile {
             QkNormRopeTile::Lanes { lanes } => {
                 is_whole_pieces(problem) && problem.head_dim * problem.dtype.bytes() <= 16 * lanes as usize
@@ -97,16 +96,16 @@ pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<QkNo
 }
 
 /// The kernel for any size and alignment.
-pub(super) fn block(dtype: DType) -> Result<&'static QkNormRopeVariant, Error> {
+pub(super) fn block(problem: &QkNormRopeProblem) -> Result<&'static QkNormRopeVariant, Error> {
     let is_block =
-        |variant: &&QkNormRopeVariant| variant.dtype == dtype && variant.tile == QkNormRopeTile::Block;
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name());
+        |variant: &&QkNormRopeVariant| variant.tile == QkNormRopeTile::Block && fits(variant, problem);
+    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
     VARIANTS.iter().find(is_block).ok_or_else(missing)
 }
 
 #[cfg(test)]
 mod tests {
-    use abi::Arch;
+    use abi::{Arch, DType};
 
     use super::*;
 
@@ -127,11 +126,22 @@ mod tests {
             (DType::F32, half, 256, 256, 1, "qk_norm_rope_f32__block__sm61", 1),
         ];
         for (dtype, style, head_dim, rotary_dim, tokens, entry, heads) in table {
-            let (heads_q, heads_kv, norm) = (8, 2, None);
-            let problem =
-                QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, norm };
+            let problem = QkNormRopeProblem {
+                tokens,
+                heads_q: 8,
+                heads_kv: 2,
+                head_dim,
+                rotary_dim,
+                style,
+                dtype,
+                cache_dtype: dtype,
+                norm: None,
+            };
             let choice = select(&limits, &problem).unwrap();
             assert_eq!((choice.variant.entry, choice.heads_per_group), (entry, heads), "{tokens} tokens");
+            let fp8 = QkNormRopeProblem { cache_dtype: DType::F8E4M3, ..problem };
+            let choice = select(&limits, &fp8).unwrap();
+            assert_eq!((choice.variant.dtype, choice.variant.cache_dtype), (dtype, DType::F8E4M3));
         }
     }
 }
