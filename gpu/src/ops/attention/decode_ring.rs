@@ -149,18 +149,21 @@ impl Splits {
 /// # Safety
 /// - *converged*: the whole warp, whose own the place is; `keys` of the rows *in-bounds* and *aligned(16)*.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn copy<T, const DIM: u32>(
     rows: *const T,
     stride: u32,
     width: u32,
     first_key: i32,
     keys: Visible,
+    chunk: usize,
     place: u32,
 ) {
     let pieces = DIM / 8;
     let rows_at_once = 32 / pieces;
     // Opaque, or the places of all pieces would be kept in registers for the next chunk.
-    let lane = thread::opaque(thread::lane() ^ first_key as u32) ^ first_key as u32;
+    let salt = (first_key as u32 + chunk as u32) * 32;
+    let lane = thread::opaque(thread::lane() + salt) % 32;
     let (first_row, piece) = (lane / pieces, lane % pieces);
     let stride = stride as usize;
     let mut from = rows.wrapping_add((first_key + first_row as i32) as usize * stride + piece as usize * 8);
@@ -223,8 +226,7 @@ pub(super) unsafe fn splits<
     stats: *mut f32,
     dims: &AttentionDims,
 ) {
-    let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
-    let (group, member) = (lane / 4, lane % 4);
+    let warp_idx = thread::warp_idx();
     let place_bytes = CHUNK * DIM * 2;
     let ring = shared::base() + warp_idx * (PLACES as u32 * place_bytes);
     let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
@@ -245,7 +247,8 @@ pub(super) unsafe fn splits<
                     let head = offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride);
                     (v.wrapping_add(head), dims.v_token_stride, dims.head_dim_v)
                 };
-                copy::<T, DIM>(rows, stride, width, key_of(work, chunk, warp_idx), work.any, place_of(chunk));
+                let first_key = key_of(work, chunk, warp_idx);
+                copy::<T, DIM>(rows, stride, width, first_key, work.any, chunk, place_of(chunk));
             }
             cp_async::commit_group();
         };
@@ -259,8 +262,9 @@ pub(super) unsafe fn splits<
         }
         while work.has_keys() {
             let item = splits.item;
-            splits.item += thread::grid_dim_x();
-            let next = splits.next(kv_lens, dims);
+            // Opaque, or the places of all that is read would be kept in registers for the next split.
+            let lane = thread::opaque(thread::lane() + item * 32) % 32;
+            let (group, member) = (lane / 4, lane % 4);
             let rows = [work.first_row + group, work.first_row + group + 8];
             let mut queries = [[0u32; 4]; STEPS];
             let mut half = 0;
@@ -281,13 +285,6 @@ pub(super) unsafe fn splits<
                 }
                 half += 1;
             }
-            // The chunk `PLACES` further on goes where this one was.
-            let refill = |chunk: usize| {
-                warp::sync_warp(warp::FULL_MASK);
-                let chunk = chunk + PLACES;
-                if chunk < 2 * CHUNKS { start(&work, chunk) } else { start(&next, chunk - 2 * CHUNKS) }
-            };
-
             let mut s = [[0f32; 4]; 2 * CHUNKS];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -301,7 +298,9 @@ pub(super) unsafe fn splits<
                     s[2 * chunk + 1] = T::multiply_add(queries[i], [c, d], s[2 * chunk + 1]);
                     i += 1;
                 }
-                refill(chunk);
+                // The chunk `PLACES` further on goes where this one was.
+                warp::sync_warp(warp::FULL_MASK);
+                start(&work, chunk + PLACES);
                 chunk += 1;
             }
 
@@ -345,6 +344,8 @@ pub(super) unsafe fn splits<
             }
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
+            splits.item += thread::grid_dim_x();
+            let next = splits.next(kv_lens, dims);
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -358,13 +359,18 @@ pub(super) unsafe fn splits<
                     o[j + 1] = T::multiply_add(p[chunk], [c, d], o[j + 1]);
                     j += 2;
                 }
-                refill(CHUNKS + chunk);
+                warp::sync_warp(warp::FULL_MASK);
+                match (chunk + PLACES).checked_sub(CHUNKS) {
+                    Some(of_next) => start(&next, of_next),
+                    None => start(&work, CHUNKS + chunk + PLACES),
+                }
                 chunk += 1;
             }
 
-            let end = End { item, warp_idx, group, member, m, sums, results: ring_end };
+            let end = End { item, m, sums, results: ring_end };
             end.store::<T, DIM, TILES>(&o, &p, v, kv_lens, partial, stats, dims);
-            work = next;
+            // Opaque, as above.
+            work = Work::new(thread::opaque(splits.item), kv_lens, dims);
         }
         cp_async::wait_group::<0>();
     }
@@ -373,9 +379,6 @@ pub(super) unsafe fn splits<
 /// What a thread knows when its products are done.
 struct End {
     item: u32,
-    warp_idx: u32,
-    group: u32,
-    member: u32,
     /// Maximum and sum of its two rows, of the warp's keys.
     m: [f32; 2],
     sums: [f32; 2],
@@ -400,7 +403,11 @@ impl End {
         stats: *mut f32,
         dims: &AttentionDims,
     ) {
-        let End { warp_idx, group, member, m, sums, results, .. } = *self;
+        let End { item, m, sums, results } = *self;
+        // Opaque, or what is known of the thread and the split would take up registers while o does.
+        let thread = thread::opaque(thread::thread_idx_x() + item * THREADS) % THREADS;
+        let (lane, warp_idx) = (thread % 32, thread / 32);
+        let (group, member) = (lane / 4, lane % 4);
         let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
         let row_bytes = (columns + DECODE_RING_PADDING) * 4;
         let maxima = results + WARPS * ROWS * row_bytes;
@@ -408,8 +415,7 @@ impl End {
         let marks = totals + WARPS * ROWS * 4;
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
-            // Opaque, or all that is known of the split would take up registers while o does.
-            let work = Work::new(thread::opaque(self.item), kv_lens, dims);
+            let work = Work::new(thread::opaque(item), kv_lens, dims);
             let all = work.all(dims);
             let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
             let num_rows = work.end_row - work.first_row;
@@ -489,13 +495,12 @@ impl End {
                     }
                 }
                 is_marked = warp::any(warp::FULL_MASK, is_marked);
-                if thread::lane() == 0 {
+                if lane == 0 {
                     shared::store_u32(marks + warp_idx * 4, u32::from(is_marked));
                 }
 
                 // The block's maximum and sum, and the warps' results relative to it.
                 thread::sync_threads();
-                let thread = thread::thread_idx_x();
                 let [a, b, c, d] = shared::load_u32x4(marks);
                 let is_marked = a | b | c | d != 0;
                 let of_warp =
