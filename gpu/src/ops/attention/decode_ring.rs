@@ -28,7 +28,7 @@ use abi::ops::attention::{
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::scores::{capped, has_cap};
-use super::{Visible, offset, sequence_len};
+use super::{Pages, Visible, offset, sequence_len, within_page};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
 
@@ -144,7 +144,7 @@ impl Splits {
     }
 }
 
-/// Starts the copies of a chunk of rows: zeros for keys that are not among `keys`, and beyond `width`.
+/// Starts the copies of a chunk, whose first row is `rows`: zeros for keys that are not among `keys`, and beyond `width`.
 ///
 /// # Safety
 /// - *converged*: the whole warp, whose own the place is; `keys` of the rows *in-bounds* and *aligned(16)*.
@@ -166,7 +166,7 @@ unsafe fn copy<T, const DIM: u32>(
     let lane = thread::opaque(thread::lane() + salt) % 32;
     let (first_row, piece) = (lane / pieces, lane % pieces);
     let stride = stride as usize;
-    let mut from = rows.wrapping_add((first_key + first_row as i32) as usize * stride + piece as usize * 8);
+    let mut from = rows.wrapping_add(first_row as usize * stride + piece as usize * 8);
     let mut i = 0;
     while i < pieces / 2 {
         let row = first_row + i * rows_at_once;
@@ -222,6 +222,7 @@ pub(super) unsafe fn splits<
     k: *const T,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
@@ -239,15 +240,21 @@ pub(super) unsafe fn splits<
     unsafe {
         let start = |work: &Work, chunk: usize| {
             if work.has_keys() {
-                let Work { batch, head_kv, .. } = *work;
-                let (rows, stride, width) = if chunk < CHUNKS {
-                    let head = offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride);
-                    (k.wrapping_add(head), dims.k_token_stride, dims.head_dim)
-                } else {
-                    let head = offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride);
-                    (v.wrapping_add(head), dims.v_token_stride, dims.head_dim_v)
-                };
+                let Work { batch, head_kv, any, .. } = *work;
                 let first_key = key_of(work, chunk, warp_idx);
+                // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there is.
+                let page =
+                    Pages::new(page_table, dims, batch).page(dims, first_key.clamp(any.lo, any.hi - 1));
+                let key = within_page(dims, first_key);
+                let (rows, stride, width) = if chunk < CHUNKS {
+                    let strides = (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride);
+                    let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
+                    (k.wrapping_add(at), strides.1, dims.head_dim)
+                } else {
+                    let strides = (dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride);
+                    let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
+                    (v.wrapping_add(at), strides.1, dims.head_dim_v)
+                };
                 copy::<T, DIM>(rows, stride, width, first_key, work.any, chunk, place_of(chunk));
             }
             cp_async::commit_group();
@@ -368,7 +375,7 @@ pub(super) unsafe fn splits<
             }
 
             let end = End { item, m, sums, results: ring_end };
-            end.store::<T, DIM, TILES>(&o, &p, v, kv_lens, partial, stats, dims);
+            end.store::<T, DIM, TILES>(&o, &p, v, kv_lens, page_table, partial, stats, dims);
             // Opaque, as above.
             work = Work::new(thread::opaque(splits.item), kv_lens, dims);
         }
@@ -399,6 +406,7 @@ impl End {
         p: &[[u32; 4]; CHUNKS],
         v: *const T,
         kv_lens: *const u32,
+        page_table: *const u32,
         partial: *mut f32,
         stats: *mut f32,
         dims: &AttentionDims,
@@ -453,8 +461,8 @@ impl End {
                     }
                     // 0 · NaN of a key that a row does not see: once more, without what is not finite of such keys.
                     if warp::any(warp::FULL_MASK, zero != 0.0) {
-                        let head =
-                            offset(work.batch, dims.v_batch_stride, 0, 0, work.head_kv, dims.v_head_stride);
+                        let pages = Pages::new(page_table, dims, work.batch);
+                        let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                         let mut j = 0;
                         // Opaque, so that the loop stays one.
                         while j < thread::opaque(columns / 8) {
@@ -469,7 +477,8 @@ impl End {
                                         + 2 * member as i32
                                         + (i / 2 * 8 + i % 2) as i32;
                                     if work.any.has(key) && column < dims.head_dim_v {
-                                        let at = head + key as usize * dims.v_token_stride as usize;
+                                        let at = head
+                                            + pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                                         let from = v.wrapping_add(at + column as usize).cast::<u16>();
                                         halves[i] = u32::from(global::load(from));
                                         if !all.has(key) && not_finite::<T>(halves[i]) != 0 {
@@ -540,17 +549,12 @@ impl End {
                         if is_marked {
                             // What was left out of the products, for the row that sees it.
                             let own = work.visible(work.first_row + row, dims);
-                            let head = offset(
-                                work.batch,
-                                dims.v_batch_stride,
-                                0,
-                                0,
-                                work.head_kv,
-                                dims.v_head_stride,
-                            );
+                            let pages = Pages::new(page_table, dims, work.batch);
+                            let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                             let mut key = work.any.lo.max(own.lo);
                             while key < work.any.hi.min(own.hi) {
-                                let at = head + key as usize * dims.v_token_stride as usize;
+                                let at =
+                                    head + pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                                 let mut j = 0;
                                 while j < 4 && !all.has(key) {
                                     let from = v.wrapping_add(at + column as usize + j);

@@ -14,7 +14,7 @@
 //! same in another order.
 //!
 //! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads ([`Pages`]). One piece is the
-//! case of a single page, so no kernel has two forms (`decode_ring` and `prefill_mma` do without pages); what is summed in which order depends on a key's number alone.
+//! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone.
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
@@ -291,6 +291,7 @@ macro_rules! decode_ring_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             _page_table: *const u32,
             partial: *mut f32,
             stats: *mut f32,
@@ -299,7 +300,7 @@ macro_rules! decode_ring_entries {
             // SAFETY: the caller's promise.
             unsafe {
                 decode_ring::splits::<$type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
-                    q, k, v, kv_lens, partial, stats, &dims,
+                    q, k, v, kv_lens, page_table, partial, stats, &dims,
                 )
             }
         }
@@ -323,6 +324,7 @@ macro_rules! prefill_mma_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             _page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
@@ -341,7 +343,7 @@ macro_rules! prefill_mma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(q, k, v, kv_lens, out, lse, sinks, &dims)
+                >(q, k, v, kv_lens, page_table, out, lse, sinks, &dims)
             }
         }
     )*};
