@@ -350,7 +350,7 @@ unsafe fn scores<
     let mut step = 0;
     while step < STEPS {
         let first = 2 * step as u32;
-        let piece = |own: u32| moved(first % 8 ^ own, lane) + first / 8 * 128;
+        let piece = |own: u32| moved((first % 8) ^ own, lane) + first / 8 * 128;
         let mut rows = [[0u32; 4]; PARTS];
         let mut part = 0;
         while part < PARTS {
@@ -401,7 +401,7 @@ unsafe fn values<
         let mut i = 0;
         while i < SUMS / 8 {
             let first = 2 * i as u32;
-            let piece = moved(first % 8 ^ (lane / 16), lane) + first / 8 * 128;
+            let piece = moved((first % 8) ^ (lane / 16), lane) + first / 8 * 128;
             // SAFETY: the caller's promise.
             let columns = unsafe { matrix::load_x4_trans(v + keys as u32 * (16 * DIM_V * 2) + piece) };
             let mut part = 0;
