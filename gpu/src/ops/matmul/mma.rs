@@ -4,9 +4,8 @@
 //! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, or 16 of f32
 //!
 //! before     steps 0 … STAGES−2 are on their way
-//! each step  wait for this step's copies ── barrier ── ldmatrix a, b of the first half ── start the copies of step + STAGES−1
-//!            into the stage that everybody has left ── mma m16n8k16, of f32 m16n8k8, for every 16 × 8 of the warp ──
-//!            ldmatrix and mma of the second half
+//! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
+//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16, of f32 m16n8k8, for every 16 × 8 of the warp)
 //! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
@@ -184,6 +183,7 @@ pub unsafe fn multiply<
                 cp_async::wait_group::<1>()
             }
             thread::sync_threads();
+            start(step + STAGES - 1);
             let a_at = base + step % STAGES * stage_bytes;
             let b_at = a_at + BM * ROW_BYTES;
             let mut step_sums = [[[0f32; 4]; FN]; FM];
@@ -206,10 +206,6 @@ pub unsafe fn multiply<
                     rows_b[j] = [b0, b1];
                     rows_b[j + 1] = [b2, b3];
                     j += 2;
-                }
-                if half == 0 {
-                    // Behind the first loads, which arrive meanwhile.
-                    start(step + STAGES - 1);
                 }
                 let mut i = 0;
                 while i < FM {
