@@ -1016,6 +1016,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors { sinks: Some(sinks.view()) },
+            page_table: None,
         };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
