@@ -105,6 +105,10 @@ impl Entry {
         block: [u32; 3],
         params: &[Param<'_>],
     ) -> Result<(), Error> {
+        if params.len() > MAX_PARAMS {
+            let expected = format!("at most {MAX_PARAMS} parameters");
+            return Err(Error::invalid(self.name, "params", expected, params.len().to_string()));
+        }
         if grid.contains(&0) {
             return Ok(());
         }
@@ -148,7 +152,7 @@ impl Entry {
 }
 
 /// Most parameters of a kernel.
-const MAX_PARAMS: usize = 12;
+const MAX_PARAMS: usize = 16;
 
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug)]

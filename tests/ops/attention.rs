@@ -1,7 +1,7 @@
 //! Attention against its reference.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
+    AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
     WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
@@ -424,7 +424,7 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let mut expected = None;
     for device in cards {
         let variants =
-            [VARIANTS, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
+            [VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
                 .into_iter()
                 .flatten();
         for variant in variants.filter(|variant| variant.dtype == case.dtype) {

@@ -142,13 +142,6 @@ pub enum AttentionTile {
         /// Rows of a block: pairs of a query and a head.
         rows: u32,
     },
-    /// The same on the tensor cores of Ampere and later, for up to [`DECODE_MMA_ROWS`] rows.
-    DecodeMma {
-        /// Largest `head_dim` and `head_dim_v`.
-        dim: u32,
-        /// Blocks that a multiprocessor is to hold, which bounds the registers.
-        blocks: u32,
-    },
     /// The same by persistent blocks, which `cp.async` keeps supplied.
     DecodeRing {
         /// Largest `head_dim` and `head_dim_v`.
@@ -175,11 +168,6 @@ pub enum AttentionTile {
     },
 }
 
-/// Rows of a `DecodeMma` tile.
-pub const DECODE_MMA_ROWS: u32 = 16;
-/// Floats between the rows of its results in shared memory.
-pub const DECODE_MMA_PADDING: u32 = 4;
-
 /// Rows of a `DecodeRing` tile.
 pub const DECODE_RING_ROWS: u32 = 16;
 /// Columns of results in shared memory at a time, at most.
@@ -202,7 +190,6 @@ impl AttentionTile {
     pub const fn max_head_dims(self) -> (u32, u32) {
         match self {
             AttentionTile::Prefill { dim, .. }
-            | AttentionTile::DecodeMma { dim, .. }
             | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
             AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
@@ -218,7 +205,6 @@ impl AttentionTile {
             AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
             AttentionTile::PrefillMma { parts, .. } => THREADS / 32 * 16 * parts,
             AttentionTile::Decode { rows, .. } => rows,
-            AttentionTile::DecodeMma { .. } => DECODE_MMA_ROWS,
             AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
             AttentionTile::Merge {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
@@ -231,7 +217,6 @@ impl AttentionTile {
             AttentionTile::Prefill { .. }
             | AttentionTile::PrefillMma { .. }
             | AttentionTile::Decode { .. }
-            | AttentionTile::DecodeMma { .. }
             | AttentionTile::DecodeRing { .. } => THREADS,
             AttentionTile::Merge {} => MERGE_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
@@ -242,17 +227,16 @@ impl AttentionTile {
     pub const fn is_decode(self) -> bool {
         matches!(
             self,
-            AttentionTile::Decode { .. } | AttentionTile::DecodeMma { .. } | AttentionTile::DecodeRing { .. }
+            AttentionTile::Decode { .. } | AttentionTile::DecodeRing { .. }
         )
     }
 
     /// Shared memory of a block in bytes.
     ///
-    /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp. Decode: the weights of the split, which the four warps' partial
-    /// results take the place of, then two f32 per warp and row. DecodeMma: the warps' results, then the same and a mark per warp; DecodeRing: the ring before
-    /// those. Merge: one row per
-    /// warp. Wgmma: q, the result unless it takes
-    /// q's place, the stages of k and v.
+    /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
+    /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
+    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp. Merge: one row per warp. Wgmma: q, the result
+    /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
@@ -261,9 +245,6 @@ impl AttentionTile {
             }
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
-            }
-            AttentionTile::DecodeMma { dim, .. } => {
-                THREADS / 32 * (DECODE_MMA_ROWS * (dim + DECODE_MMA_PADDING + 2) + 1) * 4
             }
             AttentionTile::DecodeRing { dim, places, .. } => {
                 let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
@@ -360,21 +341,6 @@ macro_rules! attention_table {
 
 /// The same for the kernels of few queries on tensor cores.
 #[macro_export]
-macro_rules! attention_decode_mma_table {
-    ($callback:ident) => {
-        $callback! {
-            attention_f16__decode_d64__sm80 => f16, F16, DecodeMma { dim: 64, blocks: 3 };
-            attention_f16__decode_d128__sm80 => f16, F16, DecodeMma { dim: 128, blocks: 2 };
-            attention_f16__decode_d256__sm80 => f16, F16, DecodeMma { dim: 256, blocks: 2 };
-            attention_bf16__decode_d64__sm80 => bf16, BF16, DecodeMma { dim: 64, blocks: 3 };
-            attention_bf16__decode_d128__sm80 => bf16, BF16, DecodeMma { dim: 128, blocks: 2 };
-            attention_bf16__decode_d256__sm80 => bf16, BF16, DecodeMma { dim: 256, blocks: 2 };
-        }
-    };
-}
-
-/// The same for those whose blocks are persistent.
-#[macro_export]
 macro_rules! attention_decode_ring_table {
     ($callback:ident) => {
         $callback! {
@@ -443,8 +409,6 @@ macro_rules! variants {
 /// The kernels by ordinary arithmetic.
 pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 /// The kernels of few queries on tensor cores.
-pub const DECODE_MMA_VARIANTS: &[AttentionVariant] = attention_decode_mma_table!(sm80);
-/// The same, persistent.
 pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
 /// The kernels of many queries on tensor cores.
 pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
@@ -455,12 +419,6 @@ const _: () = {
     let mut i = 0;
     while i < VARIANTS.len() {
         assert!(VARIANTS[i].tile.smem_bytes() <= 48 << 10, "the floor has 48 KiB of shared memory");
-        i += 1;
-    }
-    let mut i = 0;
-    while i < DECODE_MMA_VARIANTS.len() {
-        // What an RTX 3090 gives a block; an A100 gives 163 KiB.
-        assert!(DECODE_MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
         i += 1;
     }
     let mut i = 0;

@@ -59,7 +59,6 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
     }
     let all = named!(
         attention::VARIANTS,
-        attention::DECODE_MMA_VARIANTS,
         attention::DECODE_RING_VARIANTS,
         attention::PREFILL_MMA_VARIANTS,
         attention::WGMMA_VARIANTS,
