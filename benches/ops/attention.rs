@@ -17,6 +17,8 @@ struct Set {
     /// None if it is a part of k.
     v: Option<Tensor>,
     out: Tensor,
+    /// The table of pages and the sequences' lengths.
+    pages: Option<[Tensor; 2]>,
 }
 
 pub fn bench(bencher: &mut Bencher) {
@@ -38,6 +40,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         mask,
         scores,
         has_sinks,
+        page_size,
         ..
     } = case;
     let problem = AttentionProblem {
@@ -53,6 +56,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         mask,
         window: None,
         scores,
+        page_size,
     };
     let plan = Attention::plan(&bencher.device, problem)?;
     let report = plan.report();
@@ -64,6 +68,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
         "soft_cap": scores.soft_cap, "has_sinks": has_sinks,
+        "page_size": page_size,
     });
     // What is both key and value is read once.
     let shared = if is_latent { batch * seq_kv * heads_kv * head_dim_v * DTYPE.bytes() } else { 0 };
@@ -72,7 +77,19 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         return Ok(());
     }
     let q_shape = |width| [batch, seq_q, heads_q, width];
-    let kv_shape = |width| [batch, seq_kv, heads_kv, width];
+    // The sequences got their pages in turns: page p of sequence s is number p · batch + s.
+    let pages_of = |page_size: usize| seq_kv / page_size;
+    let kv_shape = |width| match page_size {
+        None => [batch, seq_kv, heads_kv, width],
+        Some(page_size) => [batch * pages_of(page_size), page_size, heads_kv, width],
+    };
+    let table = |bencher: &Bencher, page_size: usize| -> Result<[Tensor; 2], Error> {
+        let max_pages = pages_of(page_size);
+        let numbers: Vec<u32> =
+            (0..batch).flat_map(|s| (0..max_pages).map(move |p| (p * batch + s) as u32)).collect();
+        let table = Tensor::from_slice(&bencher.stream, &[batch, max_pages], &numbers)?;
+        Ok([table, Tensor::from_slice(&bencher.stream, &[batch], &vec![seq_kv as u32; batch])?])
+    };
     let logits: Vec<f32> = (0..heads_q).map(|head| head as f32 / 8.0).collect();
     let sinks = Tensor::from_slice(&bencher.stream, &[heads_q], &logits)?;
     let mut sets = bencher.sets(|bencher, seed| {
@@ -85,13 +102,16 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
                 Some(bencher.random(&kv_shape(head_dim_v), DTYPE, 2000 + seed)?)
             },
             out: Tensor::empty(&bencher.stream, &q_shape(head_dim_v), DTYPE)?,
+            pages: page_size.map(|page_size| table(bencher, page_size)).transpose()?,
         })
     })?;
     let run = |stream: &Stream, set: &mut Set| {
         let (q, k) = (set.q.view(), set.k.view());
         let v = set.v.as_ref().map_or_else(|| k.slice(3, 0..head_dim_v), |v| Ok(v.view()))?;
+        let [page_table, kv_lens] = [0, 1].map(|i| set.pages.as_ref().map(|pages| pages[i].view()));
         let scores = ScoreTensors { sinks: has_sinks.then(|| sinks.view()) };
-        plan.run(stream, AttentionArgs { q, k, v, kv_lens: None, out: set.out.view_mut(), lse: None, scores })
+        let out = set.out.view_mut();
+        plan.run(stream, AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, page_table })
     };
     // The first head of the first sequence's last query, which sees every key.
     let verify = |stream: &Stream, set: &Set| {
@@ -100,7 +120,14 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             to_f64(stream, row)
         };
         let column = |tensor: &Tensor, width: usize| -> Result<Vec<f64>, Error> {
-            let all = to_f64(stream, tensor.view().slice(0, 0..1)?)?;
+            let of_sequence = match page_size {
+                None => tensor.view().slice(0, 0..1)?,
+                Some(page_size) => {
+                    let shape = [pages_of(page_size), batch, page_size, heads_kv, tensor.shape()[3]];
+                    tensor.view().reshape(&shape)?.slice(1, 0..1)?
+                }
+            };
+            let all = to_f64(stream, of_sequence)?;
             let row = heads_kv * tensor.shape()[3];
             Ok(all.chunks(row).flat_map(|row| &row[..width]).copied().collect())
         };

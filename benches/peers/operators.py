@@ -66,6 +66,9 @@ def attention(case, shape):
         raise Missing("no peer is written for queries that begin inside the cache")
     soft_cap, has_sinks, block = shape.get("soft_cap"), shape.get("has_sinks", False), shape.get("block_size")
 
+    if shape.get("page_size"):
+        return paged_attention(case, shape)
+
     def inputs(generator):
         # As ours: [batch, tokens, heads, dim]; the views are what F.scaled_dot_product_attention takes.
         q = normal(generator, batch, seq_q, heads_q, dim, dtype=dtype)
@@ -157,6 +160,46 @@ def attention(case, shape):
             Peer(f"SDPA {name}, heads folded", folded(backend), finish=unfold)
             for name, backend in backends.items()
         ]
+    return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
+
+
+def paged_attention(case, shape):
+    # PyTorch alone has no kernel that follows a table: the pages are gathered first.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    dtype, page_size = DTYPES[case["dtype"]], shape["page_size"]
+    batch, seq_q, seq_kv, dim = shape["batch"], shape["seq_q"], shape["seq_kv"], shape["head_dim"]
+    heads_q, heads_kv = shape["heads_q"], shape["heads_kv"]
+    pages = seq_kv // page_size
+    if seq_q != 1:
+        raise Missing("no peer is written for prompts over pages")
+
+    def inputs(generator):
+        q = normal(generator, batch, 1, heads_q, dim, dtype=dtype).transpose(1, 2)
+        k, v = (normal(generator, batch * pages, page_size, heads_kv, dim, dtype=dtype) for _ in range(2))
+        # The sequences got their pages in turns.
+        table = torch.arange(pages * batch, device=q.device).reshape(pages, batch).T.contiguous()
+        return [q, k, v, table]
+
+    def gathered(pool, table):
+        return pool[table].view(batch, seq_kv, heads_kv, dim).transpose(1, 2)
+
+    def expected(q, k, v, table):
+        q = q[0, 0].float()
+        k, v = (gathered(pool, table)[0, 0].float() for pool in (k, v))
+        return torch.softmax(q @ k.T * dim**-0.5, -1) @ v
+
+    def through(backend):
+        def run(q, k, v, table):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q, gathered(k, table), gathered(v, table), enable_gqa=heads_q > heads_kv
+                )
+
+        return run
+
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    peers = [Peer(f"gather, SDPA {name}", through(backend)) for name, backend in backends.items()]
     return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
 

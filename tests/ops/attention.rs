@@ -10,12 +10,14 @@ use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_to;
 use testkit::strategies::{Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
-use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
+use warpforge::ops::attention::{
+    self as attention_op, Attention, AttentionArgs, AttentionProblem, Mask, PAGE_SIZES, ScoreTensors, Scores,
+};
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Executors, Layout, Rows, Wanted, cards_of, check, devices, devices_for, every_kernel, fail,
-    floats, on_executors, store, values,
+    Contents, EVERY, Executors, Layout, Rows, Wanted, cards_of, check, devices, devices_for, every_kernel,
+    fail, floats, on_executors, restrict, store, values,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,13 +54,27 @@ struct Case {
     kind: Values,
     q_layout: Layout,
     kv_layout: Layout,
+    /// Keys of a page, if k and v are in pages.
+    page_size: Option<usize>,
     seed: u64,
 }
 
 impl Case {
     fn problem(&self) -> AttentionProblem {
-        let Case { dtype, seq_q, capacity, heads, head_dim, head_dim_v, mask, window, scale, scores, .. } =
-            *self;
+        let Case {
+            dtype,
+            seq_q,
+            capacity,
+            heads,
+            head_dim,
+            head_dim_v,
+            mask,
+            window,
+            scale,
+            scores,
+            page_size,
+            ..
+        } = *self;
         let (heads_q, heads_kv) = heads;
         let batch = self.lens.len();
         AttentionProblem {
@@ -74,6 +90,7 @@ impl Case {
             mask,
             window,
             scores,
+            page_size,
         }
     }
 
@@ -202,6 +219,7 @@ fn case(
                 kind,
                 q_layout,
                 kv_layout,
+                page_size: None,
                 seed,
             }
         },
@@ -214,6 +232,50 @@ fn prefill_case() -> impl Strategy<Value = Case> {
 
 fn decode_case() -> impl Strategy<Value = Case> {
     case(1usize..6, dims(&[64, 256], 1100))
+}
+
+/// The keys of all sequences in pages of a pool, what is the same once, and the table.
+struct Pool {
+    k: Vec<f64>,
+    v: Vec<f64>,
+    table: Vec<u32>,
+    /// Pages of each sequence that there is room for in the table.
+    max_pages: usize,
+    num_pages: usize,
+}
+
+impl Pool {
+    fn new(case: &Case, page_size: usize, k: &[f64], v: &[f64]) -> Self {
+        let Case { capacity, heads: (_, heads_kv), head_dim, head_dim_v, ref lens, .. } = *case;
+        let max_pages = capacity.div_ceil(page_size);
+        let mut pages: Vec<[Vec<f64>; 2]> = Vec::new();
+        let mut table = vec![u32::MAX; lens.len() * max_pages];
+        for (sequence, &len) in lens.iter().enumerate() {
+            for page in 0..len.div_ceil(page_size) {
+                let keys = page * page_size..((page + 1) * page_size).min(capacity);
+                let content = [(k, head_dim), (v, head_dim_v)].map(|(from, width)| {
+                    let start = (sequence * capacity + keys.start) * heads_kv * width;
+                    let mut rows = from[start..][..keys.len() * heads_kv * width].to_vec();
+                    rows.resize(page_size * heads_kv * width, f64::NAN);
+                    rows
+                });
+                let number = pages.iter().position(|page| *page == content).unwrap_or(pages.len());
+                if number == pages.len() {
+                    pages.push(content);
+                }
+                table[sequence * max_pages + page] = number as u32;
+            }
+        }
+        // One that nobody has, and the last first.
+        pages.push([head_dim, head_dim_v].map(|width| vec![f64::NAN; page_size * heads_kv * width]));
+        pages.reverse();
+        let num_pages = pages.len();
+        for number in table.iter_mut().filter(|number| **number != u32::MAX) {
+            *number = num_pages as u32 - 1 - *number;
+        }
+        let all = |i: usize| pages.iter().flat_map(|page| &page[i]).copied().collect();
+        Pool { k: all(0), v: all(1), table, max_pages, num_pages }
+    }
 }
 
 /// out and log-sum-exp of all sequences.
@@ -236,6 +298,8 @@ fn compute(
     };
     let plan = plan.map_err(fail)?;
     let rows = |values, width, layout| Rows::input(&stream, dtype, values, width, layout).map_err(fail);
+    let pool = case.page_size.map(|page_size| (page_size, Pool::new(case, page_size, k, v)));
+    let (k, v) = pool.as_ref().map_or((k, v), |(_, pool)| (&pool.k, &pool.v));
     let (q_rows, k_rows) = (rows(q, head_dim, q_layout)?, rows(k, head_dim, kv_layout)?);
     let v_rows = rows(v, head_dim_v, kv_layout)?;
     let mut out =
@@ -250,7 +314,20 @@ fn compute(
     let sinks =
         sinks.map(|sinks| Tensor::from_slice(&stream, &[heads_q], &sinks)).transpose().map_err(fail)?;
     let all = case.lens.iter().all(|&len| len == capacity);
-    let kv_shape = |width| [batch, capacity, heads_kv, width];
+    let (outer, tokens) =
+        pool.as_ref().map_or((batch, capacity), |(page_size, pool)| (pool.num_pages, *page_size));
+    let table = match &pool {
+        None => None,
+        Some((_, pool)) => {
+            let table = Tensor::from_slice(&stream, &[batch, pool.max_pages], &pool.table).map_err(fail)?;
+            let used = (0..pool.table.len()).filter(|&at| pool.table[at] != u32::MAX).map(|at| at..at + 1);
+            if !pool.table.is_empty() {
+                restrict(&stream, &table, used, Contents::Kept).map_err(fail)?;
+            }
+            Some(table)
+        }
+    };
+    let kv_shape = |width| [outer, tokens, heads_kv, width];
     let q_shape = |width| [batch, seq_q, heads_q, width];
     let k = k_rows.view().reshape(&kv_shape(head_dim)).map_err(fail)?;
     let args = AttentionArgs {
@@ -260,10 +337,11 @@ fn compute(
             Place::Apart => v_rows.view().reshape(&kv_shape(head_dim_v)).map_err(fail)?,
             Place::InKeys => k.slice(3, 0..head_dim_v).map_err(fail)?,
         },
-        kv_lens: (!all || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
+        kv_lens: (!all || pool.is_some() || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
         out: out.view_mut().reshape(&q_shape(head_dim_v)).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
         scores: ScoreTensors { sinks: sinks.as_ref().map(Tensor::view) },
+        page_table: table.as_ref().map(Tensor::view),
     };
     plan.run(&stream, args).map_err(fail)?;
     let lse = if seq_q == 0 { Vec::new() } else { lse.read(&stream)? };
@@ -461,6 +539,40 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(64))]
+
+    /// Keys in pages, also in shared ones, give the same bits as in one piece.
+    #[test]
+    fn pages_change_nothing(
+        (case, on) in on_executors(
+            || prop_oneof![case(1usize..80, dims(&[64], 150)), case(1usize..6, dims(&[256], 500))],
+            |case| 3 * case.work(),
+        ),
+        page_size in select(&PAGE_SIZES[..]),
+    ) {
+        let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), ..case };
+        let Case { capacity, heads: (_, heads_kv), head_dim, head_dim_v, ref lens, .. } = case;
+        let [q, mut k, mut v] = case.data();
+        for sequence in (1..lens.len()).filter(|&sequence| lens[sequence].min(lens[0]) >= page_size) {
+            for (values, width) in [(&mut k, head_dim), (&mut v, head_dim_v)] {
+                values.copy_within(..page_size * heads_kv * width, sequence * capacity * heads_kv * width);
+            }
+        }
+        let data = [q, k, v];
+        let paged = Case { page_size: Some(page_size), ..case.clone() };
+        for device in &on.devices() {
+            // Not all kernels follow pages: the one that does, for both.
+            let choice = device.limits().map(|limits| attention_op::select(&limits, &paged.problem(), case.seq_q));
+            let variant = choice.transpose().map_err(fail)?.map(|choice| choice.variant);
+            let (out, lse) = compute(device, &paged, &data, variant)?;
+            let (want, want_lse) = compute(device, &case, &data, variant)?;
+            same_bits(&format!("{device:?}, out"), &out, &want)?;
+            same_bits(&format!("{device:?}, lse"), &lse, &want_lse)?;
+        }
+    }
+}
+
 /// A case of one sequence without masks, to be changed.
 fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim: usize) -> Case {
     let layout = Layout::default();
@@ -482,6 +594,7 @@ fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim
         kind: Values::Normal,
         q_layout: layout,
         kv_layout: layout,
+        page_size: None,
         seed: 7,
     }
 }
@@ -631,12 +744,13 @@ fn nan_stays_where_it_is() -> TestResult {
 #[test]
 fn borders_on_tensor_cores() -> TestResult {
     for device in cards_of(Arch::Sm80).iter().chain(&cards_of(Arch::Sm90a)) {
-        for (dtype, heads, head_dim, window) in [
-            (DType::BF16, (2, 1), 64, None),
-            (DType::F16, (1, 1), 128, Some(100)),
-            (DType::BF16, (1, 1), 256, Some(150)),
+        for (dtype, heads, head_dim, window, page_size) in [
+            (DType::BF16, (2, 1), 64, None, None),
+            (DType::F16, (1, 1), 128, Some(100), Some(64)),
+            (DType::BF16, (1, 1), 256, Some(150), Some(32)),
         ] {
-            let case = Case { mask: Mask::Causal, window, ..plain(dtype, 200, 290, heads, head_dim) };
+            let mask = Mask::Causal;
+            let case = Case { mask, window, page_size, ..plain(dtype, 200, 290, heads, head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
@@ -656,15 +770,60 @@ fn borders_on_tensor_cores() -> TestResult {
 #[test]
 fn borders_of_few_queries_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
-        for (dtype, head_dim, window) in
-            [(DType::BF16, 64, None), (DType::F16, 128, Some(40)), (DType::BF16, 256, Some(200))]
-        {
-            let case = Case { mask: Mask::Causal, window, ..plain(dtype, 9, 300, (4, 2), head_dim) };
+        for (dtype, head_dim, window, page_size) in [
+            (DType::BF16, 64, None, Some(16)),
+            (DType::F16, 128, Some(40), None),
+            (DType::BF16, 256, Some(200), Some(32)),
+        ] {
+            let mask = Mask::Causal;
+            let case = Case { mask, window, page_size, ..plain(dtype, 9, 300, (4, 2), head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
             let first = 300 - window.unwrap_or(300);
             nan_stays(device, &case, &[(0, 5), (1, 296), (2, 296), (2, 100), (2, first)])?;
+        }
+    }
+    Ok(())
+}
+
+/// A page number that the pool does not have is taken as its last page: nothing outside is touched.
+#[test]
+fn pages_beyond_the_pool() -> TestResult {
+    for (seq_q, dtype) in [(20, DType::BF16), (1, DType::BF16), (20, DType::F32), (1, DType::F32)] {
+        for device in &devices() {
+            let stream = device.stream()?;
+            let problem =
+                AttentionProblem { page_size: Some(16), ..plain(dtype, seq_q, 30, (4, 1), 64).problem() };
+            let plan = Attention::plan(device, problem)?;
+            let tensor = |rows: usize, seed| {
+                Rows::input(
+                    &stream,
+                    dtype,
+                    &values(Values::Normal, dtype, rows * 64, seed),
+                    64,
+                    Layout::default(),
+                )
+            };
+            let (q, pool) = (tensor(seq_q * 4, 1)?, tensor(2 * 16, 2)?);
+            let kv_lens = Tensor::from_slice(&stream, &[1], &[30u32])?;
+            let run = |table: [u32; 2]| -> Result<Vec<f64>, TestCaseError> {
+                let table = Tensor::from_slice(&stream, &[1, 2], &table)?;
+                let mut out = Rows::output(&stream, dtype, seq_q * 4, 64, Layout::default())?;
+                let args = AttentionArgs {
+                    q: q.view().reshape(&[1, seq_q, 4, 64])?,
+                    k: pool.view().reshape(&[2, 16, 1, 64])?,
+                    v: pool.view().reshape(&[2, 16, 1, 64])?,
+                    kv_lens: Some(kv_lens.view()),
+                    out: out.view_mut().reshape(&[1, seq_q, 4, 64])?,
+                    lse: None,
+                    scores: ScoreTensors::default(),
+                    page_table: Some(table.view()),
+                };
+                plan.run(&stream, args)?;
+                out.read(&stream)
+            };
+            same_bits(&format!("{device:?}"), &run([u32::MAX, 2])?, &run([1, 1])?)?;
         }
     }
     Ok(())
@@ -704,6 +863,7 @@ fn chunks_then_decode() -> TestResult {
                     out: out.view_mut().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
                     lse: None,
                     scores: ScoreTensors::default(),
+                    page_table: None,
                 };
                 plan.run(&stream, args)?;
                 start = end;
@@ -746,6 +906,7 @@ fn joint_projection() -> TestResult {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         Attention::plan(device, case.problem())?.run(&stream, args)?;
         let got: Vec<f64> = out.to_f32_vec(&stream)?.into_iter().map(f64::from).collect();
@@ -776,18 +937,17 @@ fn two_streams() -> TestResult {
             let stream = &streams[turn % 2];
             let mut out = Tensor::empty(stream, &[1, 1, 8, 64], DType::BF16)?;
             let (q, k, v) = (q.view(), k.view(), v.view());
-            plan.run(
-                stream,
-                AttentionArgs {
-                    q,
-                    k,
-                    v,
-                    kv_lens: None,
-                    out: out.view_mut(),
-                    lse: None,
-                    scores: ScoreTensors::default(),
-                },
-            )?;
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens: None,
+                out: out.view_mut(),
+                lse: None,
+                scores: ScoreTensors::default(),
+                page_table: None,
+            };
+            plan.run(stream, args)?;
             outs.push((turn, out));
         }
         for (turn, out) in &outs {
@@ -809,20 +969,17 @@ fn bad_input() -> Result<(), Error> {
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |q: &Tensor, k: &Tensor, v: &Tensor, kv_lens: Option<&Tensor>, out: &mut Tensor| {
             let (q, k, v, kv_lens) = (q.view(), k.view(), v.view(), kv_lens.map(Tensor::view));
-            plan.run(
-                &stream,
-                AttentionArgs {
-                    q,
-                    k,
-                    v,
-                    kv_lens,
-                    out: out.view_mut(),
-                    lse: None,
-                    scores: ScoreTensors::default(),
-                },
-            )
-            .unwrap_err()
-            .to_string()
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens,
+                out: out.view_mut(),
+                lse: None,
+                scores: ScoreTensors::default(),
+                page_table: None,
+            };
+            plan.run(&stream, args).unwrap_err().to_string()
         };
         let (q, kv) = (tensor(&[1, 4, 4, 64], DType::F32)?, tensor(&[1, 8, 2, 64], DType::F32)?);
         let mut out = tensor(&[1, 4, 4, 64], DType::F32)?;
@@ -859,6 +1016,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors { sinks: Some(sinks.view()) },
+            page_table: None,
         };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
@@ -873,6 +1031,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         assert_eq!(
             Attention::plan(device, narrow)?.run(&stream, args).unwrap_err().to_string(),
@@ -892,10 +1051,47 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: Some(lse.view_mut()),
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "attention: lse: expected shape [1, 4, 4], got [1, 4, 5]"
+        );
+        let lens = tensor(&[1], DType::U32)?;
+        let message = |page_size, k: &Tensor, kv_lens: Option<&Tensor>, table: Option<&Tensor>| {
+            let mut out = Tensor::zeros(&stream, &[1, 4, 4, 64], DType::F32)?;
+            let (kv_lens, page_table) = (kv_lens.map(Tensor::view), table.map(Tensor::view));
+            let (q, k, v, out) = (q.view(), k.view(), k.view(), out.view_mut());
+            let scores = ScoreTensors::default();
+            let args = AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, page_table };
+            let plan = Attention::plan(device, AttentionProblem { page_size, ..problem })?;
+            Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
+        };
+        let (pool, table) = (tensor(&[3, 16, 2, 64], DType::F32)?, tensor(&[1, 1], DType::U32)?);
+        let pages = Some(16);
+        assert_eq!(
+            message(None, &kv, Some(&lens), Some(&table))?,
+            "attention: page_table: expected none, as planned without pages, got a table"
+        );
+        assert_eq!(
+            message(pages, &pool, Some(&lens), None)?,
+            "attention: page_table: expected a table, as planned, got none"
+        );
+        assert_eq!(
+            message(pages, &pool, None, Some(&table))?,
+            "attention: kv_lens: expected the sequences' lengths, as there are pages, got none"
+        );
+        assert_eq!(
+            message(pages, &kv, Some(&lens), Some(&table))?,
+            "attention: k: expected shape [any, 16, 2, 64], got [1, 8, 2, 64]"
+        );
+        assert_eq!(
+            message(pages, &pool, Some(&lens), Some(&tensor(&[2, 1], DType::U32)?))?,
+            "attention: page_table: expected shape [1, any], got [2, 1]"
+        );
+        assert_eq!(
+            message(pages, &pool, Some(&lens), Some(&tensor(&[1, 2], DType::U32)?))?,
+            "attention: page_table: expected at most 1 pages of a sequence, as planned, got 2"
         );
         let unsupported = [
             (
@@ -920,6 +1116,10 @@ fn bad_input() -> Result<(), Error> {
                 "head_dim_v a multiple of 8 from 8 to 512, got 28",
             ),
             (AttentionProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
+            (
+                AttentionProblem { page_size: Some(48), ..problem },
+                "pages of 16, 32, 64, 128 or 256 keys, got 48",
+            ),
             (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),
             (AttentionProblem { scale: Some(f32::NAN), ..problem }, "a finite scale, got NaN"),
             (

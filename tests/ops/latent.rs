@@ -186,6 +186,7 @@ impl Run<'_> {
             mask: Mask::Causal,
             window: None,
             scores: Scores::default(),
+            page_size: None,
         };
         let args = AttentionArgs {
             q: q.view().reshape(&[1, seq_q, heads, head_dim])?,
@@ -195,6 +196,7 @@ impl Run<'_> {
             out: out.view_mut().reshape(&[1, seq_q, heads, head_dim_v])?,
             lse: None,
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         Attention::plan(self.device, problem)?.run(&self.stream, args)
     }

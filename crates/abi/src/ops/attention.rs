@@ -41,7 +41,7 @@ pub struct AttentionDims {
     pub q_token_stride: u32,
     /// From one head to the next.
     pub q_head_stride: u32,
-    /// The same for k.
+    /// The same for k, where from one page to the next.
     pub k_batch_stride: u32,
     /// The same for k.
     pub k_token_stride: u32,
@@ -68,6 +68,14 @@ pub struct AttentionDims {
     pub scale: f32,
     /// What changes scores besides.
     pub scores: ScoreDims,
+    /// Keys of a page, as a power of two. Without a table a sequence is one page, whose number is the sequence's.
+    pub page_log2: u32,
+    /// Pages of the pools of k and v, at least 1.
+    pub num_pages: u32,
+    /// Pages of a sequence in the table: from one sequence to the next.
+    pub table_stride: u32,
+    /// Keys of a box of the `Wgmma` kernels' maps: a divisor of the keys of a page and of those of a step.
+    pub box_keys: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.
@@ -81,7 +89,7 @@ pub struct ScoreDims {
     pub cap_out: f32,
 }
 
-const _: () = assert!(size_of::<AttentionDims>() == 124);
+const _: () = assert!(size_of::<AttentionDims>() == 140);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.

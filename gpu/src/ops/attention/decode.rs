@@ -29,7 +29,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::{capped, has_cap};
-use super::{Visible, load_piece, offset, sequence_len};
+use super::{Pages, Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::weight;
 
 /// Most pieces of 16 bytes that a thread has in flight.
@@ -108,6 +108,7 @@ unsafe fn sum_rows<const ROWS: usize>(mut values: [f32; ROWS], lanes: u32) -> f3
 /// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*,
 ///   the rows of the tensors *aligned(16)*, beyond [`MAX_PREFILL_DIM`] only if `dims.vector` — checked in `Attention::run`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn split<
     T: Element,
     const DIM: usize,
@@ -120,6 +121,7 @@ pub(super) unsafe fn split<
     k: *const T,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
@@ -156,8 +158,9 @@ pub(super) unsafe fn split<
         let iterations = |spread: Spread| {
             ((any.lo - first_key) as u32 / spread.step, ((any.hi - first_key) as u32).div_ceil(spread.step))
         };
-        let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
-        let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
+        let pages = Pages::new(page_table, dims, batch);
+        let k = k.add(offset(0, 0, 0, 0, head_kv, dims.k_head_stride));
+        let v = v.add(offset(0, 0, 0, 0, head_kv, dims.v_head_stride));
         let element = |spread: Spread, chunk: usize| {
             (thread % spread.lanes + chunk as u32 * spread.lanes) * T::PER_16_BYTES as u32
         };
@@ -173,7 +176,7 @@ pub(super) unsafe fn split<
             }
         };
         // This thread's pieces of one iteration; zeros where there is no key.
-        let fetch = |spread: Spread, rows: *const T, stride: u32, width: u32, iteration: u32| {
+        let fetch = |spread: Spread, rows: *const T, strides: [u32; 2], width: u32, iteration: u32| {
             let mut held = [[0u32; 4]; MAX_PIECES];
             let mut u = 0;
             while u < spread.unroll {
@@ -181,8 +184,9 @@ pub(super) unsafe fn split<
                 let mut chunk = 0;
                 while chunk < spread.chunks {
                     if any.has(key) && element(spread, chunk) < width {
-                        let at = key as usize * stride as usize + element(spread, chunk) as usize;
-                        held[u * spread.chunks + chunk] = load(rows.add(at));
+                        let at = pages.row(dims, key, strides[0], strides[1]);
+                        held[u * spread.chunks + chunk] =
+                            load(rows.add(at + element(spread, chunk) as usize));
                     }
                     chunk += 1;
                 }
@@ -190,8 +194,10 @@ pub(super) unsafe fn split<
             }
             held
         };
-        let fetch_k = |iteration: u32| fetch(of_k, k, dims.k_token_stride, dims.head_dim, iteration);
-        let fetch_v = |iteration: u32| fetch(of_v, v, dims.v_token_stride, dims.head_dim_v, iteration);
+        let k_strides = [dims.k_batch_stride, dims.k_token_stride];
+        let v_strides = [dims.v_batch_stride, dims.v_token_stride];
+        let fetch_k = |iteration: u32| fetch(of_k, k, k_strides, dims.head_dim, iteration);
+        let fetch_v = |iteration: u32| fetch(of_v, v, v_strides, dims.head_dim_v, iteration);
         let weights = shared::base();
         let maxima = weights + decode_results_bytes(DIM_V as u32, ROWS as u32);
         let sums = maxima + WARPS * ROWS as u32 * 4;

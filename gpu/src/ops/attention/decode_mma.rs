@@ -12,6 +12,7 @@
 //! ```
 //!
 //! - 12 to 16 loads of 16 bytes are under way per lane, those of v before the last of k are multiplied.
+//! - Of keys in pages, a warp's 16 are of one: a lane of four looks up each, and shuffles tell the others.
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there what is not finite is left out, and added in the end to the rows that see it.
@@ -25,7 +26,7 @@ use cuda_std::cvt::prmt;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::{capped, has_cap};
-use super::{Visible, offset, sequence_len};
+use super::{Pages, Visible, offset, sequence_len, within_page};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
 
@@ -110,11 +111,13 @@ impl Work {
 /// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*, the rows
 ///   of the tensors *aligned(16)* — checked in `Attention::run`. `CHUNKS` is `DIM / 32`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>(
     q: *const T,
     k: *const T,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
@@ -132,30 +135,47 @@ pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>
         if any.lo >= any.hi {
             return;
         }
-        let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
-        let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
+        let k = k.add(offset(0, 0, 0, 0, head_kv, dims.k_head_stride));
+        let v = v.add(offset(0, 0, 0, 0, head_kv, dims.v_head_stride));
         // The first of 8 keys; two tiles are neighbours.
         let key_of = |key_tile: usize| {
             first_key + (((key_tile / 2) as u32 * WARPS + warp_idx) * 16 + (key_tile % 2) as u32 * 8) as i32
         };
-        // A piece of the row of the nearest key that is there.
-        let load = |rows: *const T, stride: u32, key: i32, element: u32| {
-            let key = key.clamp(any.lo, any.hi - 1);
-            global::load_stream_x4(rows.add(key as usize * stride as usize + element as usize))
+        // A page has a multiple of 16 keys, and so 16 of the warp's are of one: that of the nearest key that is there.
+        let pages = Pages::new(page_table, dims, batch);
+        // Lane i of four keeps that of the warp's i-th 16.
+        let own = first_key + ((lane % 4 * WARPS + warp_idx) * 16) as i32;
+        let own = pages.page(dims, own.clamp(any.lo, any.hi - 1));
+        // Where key 0 would be, if the keys before the page of the 16 that begin with `first` lay before it.
+        let origin = |rows: *const T, strides: [u32; 2], keys: usize, first: i32| {
+            let page = warp::shuffle_idx(warp::FULL_MASK, own, keys as u32);
+            let first = first.clamp(any.lo, any.hi - 1) as u32;
+            let first = first - within_page(dims, first as i32);
+            rows.wrapping_add(offset(page, strides[0], 0, 0, 0, 0))
+                .wrapping_sub(offset(0, 0, first, strides[1], 0, 0))
         };
+        // A piece of the row of the nearest key that is there.
+        let load = |origin: *const T, stride: u32, key: i32, element: u32| {
+            let key = key.clamp(any.lo, any.hi - 1);
+            global::load_stream_x4(origin.wrapping_add(key as usize * stride as usize + element as usize))
+        };
+        let k_strides = [dims.k_batch_stride, dims.k_token_stride];
+        let v_strides = [dims.v_batch_stride, dims.v_token_stride];
         // k, then v, four pieces at a time. Of k a lane's key is `group` in its tile; wide heads in parts of 128.
         let per_part = if CHUNKS < 4 { CHUNKS } else { 4 };
         let fetches = KEY_TILES * per_part / 4;
         let tile_of = |number: usize, i: usize| number % fetches * (4 / per_part) + i / per_part;
         let fetch_k = |number: usize| {
             let mut held = [[0u32; 4]; 4];
+            let keys = tile_of(number, 0) / 2;
+            let origin = origin(k, k_strides, keys, key_of(2 * keys));
             let mut i = 0;
             while i < 4 {
                 let chunk = number / fetches * per_part + i % per_part;
                 let (key, element) =
                     (key_of(tile_of(number, i)) + group as i32, chunk as u32 * 32 + member * 8);
                 if element < dims.head_dim {
-                    held[i] = load(k, dims.k_token_stride, key, element);
+                    held[i] = load(origin, dims.k_token_stride, key, element);
                 }
                 i += 1;
             }
@@ -173,9 +193,11 @@ pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>
             let element = if element < dims.head_dim_v { element } else { 0 };
             // 0, opaque, or the addresses of all keys would be kept in registers for the next column.
             let zero = thread::opaque(column).wrapping_sub(column) as i32;
+            let first = first_key + ((keys as u32 * WARPS + warp_idx) * 16) as i32 + zero;
+            let origin = origin(v, v_strides, keys, first);
             let mut i = 0;
             while i < 4 {
-                held[i] = load(v, dims.v_token_stride, key_of_v(first_key, keys, i) + zero, element);
+                held[i] = load(origin, dims.v_token_stride, key_of_v(first_key, keys, i) + zero, element);
                 i += 1;
             }
             held
@@ -215,25 +237,28 @@ pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>
         };
 
         let mut s = [[0f32; 4]; KEY_TILES];
-        let mut queries = load_queries(0);
-        let mut number = 0;
-        while number < 2 * CHUNKS {
-            if number > 0 && number % fetches == 0 {
-                queries = load_queries(number / fetches);
+        // Two loops, since one alone would be too long to be unrolled for wide heads.
+        let mut part = 0;
+        while part < 2 * CHUNKS / fetches {
+            let queries = load_queries(part);
+            let mut step = 0;
+            while step < fetches {
+                let number = part * fetches + step;
+                let mut i = 0;
+                while i < 4 {
+                    let [upper, lower] = queries[i % per_part];
+                    let s = &mut s[tile_of(number, i)];
+                    let [a, b, c, d] = held[number % DEPTH][i];
+                    *s = T::multiply_add([upper[0], lower[0], upper[1], lower[1]], [a, b], *s);
+                    *s = T::multiply_add([upper[2], lower[2], upper[3], lower[3]], [c, d], *s);
+                    i += 1;
+                }
+                // Holds back ptxas, which would start more loads than there are registers for.
+                warp::sync_warp(warp::FULL_MASK);
+                held[number % DEPTH] = fetch(number + DEPTH);
+                step += 1;
             }
-            let mut i = 0;
-            while i < 4 {
-                let [upper, lower] = queries[i % per_part];
-                let s = &mut s[tile_of(number, i)];
-                let [a, b, c, d] = held[number % DEPTH][i];
-                *s = T::multiply_add([upper[0], lower[0], upper[1], lower[1]], [a, b], *s);
-                *s = T::multiply_add([upper[2], lower[2], upper[3], lower[3]], [c, d], *s);
-                i += 1;
-            }
-            // Holds back ptxas, which would start more loads than there are registers for.
-            warp::sync_warp(warp::FULL_MASK);
-            held[number % DEPTH] = fetch(number + DEPTH);
-            number += 1;
+            part += 1;
         }
         // The first keys of v are on their way, in the places that k has left.
         let place_of = |keys: usize| if keys < DEPTH { (2 * CHUNKS + keys) % DEPTH } else { keys };
@@ -405,7 +430,8 @@ pub(super) unsafe fn split<T: Multiplicand, const DIM: u32, const CHUNKS: usize>
                     let own = work.visible(first_row + row, dims);
                     let mut key = any.lo.max(own.lo);
                     while key < any.hi.min(own.hi) {
-                        let at = v.add(key as usize * dims.v_token_stride as usize + col as usize);
+                        let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
+                        let at = v.add(at + col as usize);
                         let mut j = 0;
                         while j < 4 && !all.has(key) {
                             let value = global::load(at.add(j)).to_f32();

@@ -13,6 +13,9 @@
 //! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted. `wgmma` reads q as it is, and does the
 //! same in another order.
 //!
+//! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads ([`Pages`]). One piece is the
+//! case of a single page, so no kernel has two forms (`decode_ring` and `prefill_mma` do without pages); what is summed in which order depends on a key's number alone.
+//!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
 
@@ -73,6 +76,53 @@ unsafe fn sequence_len(kv_lens: *const u32, dims: &AttentionDims, batch: u32) ->
     unsafe { global::load(kv_lens.add(batch as usize)) }.min(dims.seq_kv) as i32
 }
 
+/// Where a sequence's keys are: in the pages that a table lists, or in one page, whose number is the sequence's.
+#[derive(Clone, Copy)]
+struct Pages {
+    table: *const u32,
+    /// Of the sequence in the table, or the only page.
+    first: u32,
+}
+
+impl Pages {
+    #[inline(always)]
+    fn new(table: *const u32, dims: &AttentionDims, batch: u32) -> Self {
+        Pages { table, first: if table.is_null() { batch } else { batch * dims.table_stride } }
+    }
+
+    /// The page of a key. Whatever the table says, it is one of the pool.
+    ///
+    /// # Safety
+    /// - The key is below the sequence's length, which is at most what the table has room for — checked in `Attention::run`.
+    #[inline(always)]
+    unsafe fn page(self, dims: &AttentionDims, key: i32) -> u32 {
+        if self.table.is_null() {
+            return self.first;
+        }
+        // SAFETY: the caller's promise.
+        let page =
+            unsafe { global::load(self.table.add((self.first + (key as u32 >> dims.page_log2)) as usize)) };
+        page.min(dims.num_pages - 1)
+    }
+
+    /// Where a key's row starts in k or v, of which these are the strides.
+    ///
+    /// # Safety
+    /// - As for [`Pages::page`].
+    #[inline(always)]
+    unsafe fn row(self, dims: &AttentionDims, key: i32, page_stride: u32, token_stride: u32) -> usize {
+        // SAFETY: the caller's promise.
+        let page = unsafe { self.page(dims, key) };
+        offset(page, page_stride, within_page(dims, key), token_stride, 0, 0)
+    }
+}
+
+/// The place of a key in its page.
+#[inline(always)]
+fn within_page(dims: &AttentionDims, key: i32) -> u32 {
+    key as u32 & ((1 << dims.page_log2) - 1)
+}
+
 /// 16 bytes of a row: in one access, or element by element where the rows are not aligned.
 ///
 /// # Safety
@@ -123,13 +173,18 @@ macro_rules! entry {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, kv_lens, out, lse, sinks, &dims) }
+            unsafe {
+                prefill::tile::<$type, $dim, $keys, $lanes>(
+                    q, k, v, kv_lens, page_table, out, lse, sinks, &dims,
+                )
+            }
         }
     };
     ($entry:ident, $type:ident, Decode, $dim:literal, $dim_v:literal, $rows:literal) => {
@@ -144,6 +199,7 @@ macro_rules! entry {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             partial: *mut f32,
             stats: *mut f32,
             dims: AttentionDims,
@@ -157,7 +213,7 @@ macro_rules! entry {
                     $rows,
                     { decode::per_lane($dim) },
                     { decode::per_lane($dim_v) },
-                >(q, k, v, kv_lens, partial, stats, &dims)
+                >(q, k, v, kv_lens, page_table, partial, stats, &dims)
             }
         }
     };
@@ -198,12 +254,13 @@ macro_rules! decode_mma_entries {
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
         #[kernel(max_threads = 128, min_blocks = $blocks)]
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             partial: *mut f32,
             stats: *mut f32,
             dims: AttentionDims,
@@ -211,7 +268,7 @@ macro_rules! decode_mma_entries {
             // SAFETY: the caller's promise.
             unsafe {
                 decode_mma::split::<$type, $dim, { $dim / 32 }>(
-                    q, k, v, kv_lens, partial, stats, &dims,
+                    q, k, v, kv_lens, page_table, partial, stats, &dims,
                 )
             }
         }
@@ -228,12 +285,13 @@ macro_rules! decode_ring_entries {
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
         #[kernel(max_threads = 128, min_blocks = $blocks)]
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            _page_table: *const u32,
             partial: *mut f32,
             stats: *mut f32,
             dims: AttentionDims,
@@ -265,6 +323,7 @@ macro_rules! prefill_mma_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            _page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
@@ -307,6 +366,7 @@ macro_rules! wgmma_entries {
             #[grid_constant] out: cuda_std::tma::TensorMap,
             v: *const $type,
             kv_lens: *const u32,
+            page_table: *const u32,
             lse: *mut f32,
             sinks: *const f32,
             dims: AttentionDims,
@@ -324,7 +384,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(maps, v, kv_lens, lse, sinks, &dims)
+                >(maps, v, kv_lens, page_table, lse, sinks, &dims)
             }
         }
     )*};

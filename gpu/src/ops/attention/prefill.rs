@@ -27,7 +27,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::{capped, has_cap, sink};
-use super::{Visible, load_piece, offset, sequence_len};
+use super::{Pages, Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::{join, log_sum_exp, weight};
 
 /// Rows of a thread.
@@ -56,14 +56,14 @@ fn piece_address<const DIM: usize>(base: u32, row: u32, piece: u32) -> u32 {
     base + row * (DIM as u32 * 4) + ((piece ^ (row & 7)) << 4)
 }
 
-/// This thread's pieces of the rows `first..` of a tile of k or v, zeros from row `limit` on and beyond `width`.
+/// This thread's pieces of the rows `first..` of a tile of k or v, which start where `row_start` says, zeros from row `limit` on and beyond `width`.
 ///
 /// # Safety
 /// - Rows below `limit` are *in-bounds* — checked in `Attention::run`.
 #[inline(always)]
 unsafe fn fetch<T: Element, const DIM: usize, const KEYS: usize>(
     rows: *const T,
-    token_stride: u32,
+    row_start: impl Fn(i32) -> usize,
     width: u32,
     first: i32,
     limit: i32,
@@ -77,8 +77,7 @@ unsafe fn fetch<T: Element, const DIM: usize, const KEYS: usize>(
         let (row, col) = (first + (piece / per_row) as i32, piece % per_row * T::PER_16_BYTES as u32);
         if row < limit && col < width {
             // SAFETY: the row is below the limit, the column inside the head.
-            held[i] =
-                unsafe { load_piece(rows.add(row as usize * token_stride as usize + col as usize), dims) };
+            held[i] = unsafe { load_piece(rows.add(row_start(row) + col as usize), dims) };
         }
         i += 1;
     }
@@ -134,6 +133,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     k: *const T,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
@@ -157,8 +157,11 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     // the whole block. Shared memory is written between the barriers that end the old reads and start the new ones.
     unsafe {
         let len = sequence_len(kv_lens, dims, batch);
-        let k = k.add(offset(batch, dims.k_batch_stride, 0, 0, head_kv, dims.k_head_stride));
-        let v = v.add(offset(batch, dims.v_batch_stride, 0, 0, head_kv, dims.v_head_stride));
+        let pages = Pages::new(page_table, dims, batch);
+        let k = k.add(offset(0, 0, 0, 0, head_kv, dims.k_head_stride));
+        let v = v.add(offset(0, 0, 0, 0, head_kv, dims.v_head_stride));
+        let k_row = |key| pages.row(dims, key, dims.k_batch_stride, dims.k_token_stride);
+        let v_row = |key| pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
         let (q_base, kv_base) = (shared::base(), shared::base() + num_rows * (DIM as u32 * 4));
 
         // Keys that some row sees, and keys that all rows see.
@@ -169,7 +172,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
 
         let keys = KEYS as i32;
         let mut key = any.lo / keys * keys;
-        let mut held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, dims.head_dim, key, any.hi, dims);
+        let mut held = fetch::<T, DIM, KEYS>(k, k_row, dims.head_dim, key, any.hi, dims);
 
         let per_row = (DIM / T::PER_16_BYTES) as u32;
         let mut piece = thread::thread_idx_x();
@@ -202,7 +205,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
         while key < any.hi {
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
-            held = fetch::<T, DIM, KEYS>(v, dims.v_token_stride, dims.head_dim_v, key, any.hi, dims);
+            held = fetch::<T, DIM, KEYS>(v, v_row, dims.head_dim_v, key, any.hi, dims);
             scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
             if has_cap(dims) {
                 cap::<KEYS, LANES>(&mut state, dims);
@@ -219,7 +222,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             thread::sync_threads();
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
-            held = fetch::<T, DIM, KEYS>(k, dims.k_token_stride, dims.head_dim, key + keys, any.hi, dims);
+            held = fetch::<T, DIM, KEYS>(k, k_row, dims.head_dim, key + keys, any.hi, dims);
             if whole {
                 accumulate::<DIM, KEYS, LANES, false>(&mut state, kv_base, x, (any.hi - key) as u32);
             } else {

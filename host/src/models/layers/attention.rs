@@ -139,6 +139,7 @@ impl AttentionBlock {
             mask: Mask::Causal,
             window,
             scores: Scores::default(),
+            page_size: None,
         };
         let q_cols = heads_q * head_dim;
         let gate_cols = if output_gate { q_cols } else { 0 };
@@ -221,6 +222,7 @@ impl AttentionBlock {
             out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
             lse: None,
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         self.attention.run(stream, args)?;
         let Some((glu, gated)) = &mut self.gate else {

@@ -319,6 +319,7 @@ fn attention(
         mask: Mask::Causal,
         window: None,
         scores: Scores::default(),
+        page_size: None,
     };
     Attention::plan(phase.stream.device(), problem)
 }
@@ -388,6 +389,7 @@ impl Absorbed {
             out: attended.reborrow().reshape(&[batch, seq, heads, latent])?,
             lse: None,
             scores: ScoreTensors::default(),
+            page_table: None,
         };
         self.attention.run(stream, args)?;
         let a = attended.as_view().swap_axes(0, 1)?;
@@ -465,6 +467,7 @@ impl Naive {
                 out: out.reborrow().slice(0, tokens)?.reshape(&[1, seq, heads, value])?,
                 lse: None,
                 scores: ScoreTensors::default(),
+                page_table: None,
             };
             self.attention.run(stream, args)?;
         }

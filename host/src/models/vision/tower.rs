@@ -447,10 +447,9 @@ impl TowerBlock {
             };
             let out = self.attended.view_mut().slice(0, first..first + frames * size)?.reshape(&shape)?;
             let (q, k, v) = (part(0)?, part(1)?, part(2)?);
-            self.attention.run(
-                stream,
-                AttentionArgs { q, k, v, kv_lens: None, out, lse: None, scores: ScoreTensors::default() },
-            )?;
+            let (scores, page_table) = (ScoreTensors::default(), None);
+            let args = AttentionArgs { q, k, v, kv_lens: None, out, lse: None, scores, page_table };
+            self.attention.run(stream, args)?;
             first += frames * size;
         }
         let attended = self.attended.view().slice(0, all.clone())?;
@@ -547,6 +546,7 @@ fn plan_attention(
         mask: Mask::None,
         window: None,
         scores: Scores::default(),
+        page_size: None,
     };
     match device.limits() {
         Some(limits) => {

@@ -30,6 +30,8 @@ pub struct AttentionCase {
     pub scores: Scores,
     /// Whether heads have sinks.
     pub has_sinks: bool,
+    /// Keys of a page, if k and v are in pages.
+    pub page_size: Option<usize>,
 }
 
 const PLAIN: Scores = Scores { soft_cap: None };
@@ -55,6 +57,7 @@ const fn prefill(
         mask,
         scores: PLAIN,
         has_sinks: false,
+        page_size: None,
     }
 }
 
@@ -79,7 +82,13 @@ const fn decode(
         mask: Mask::Causal,
         scores: PLAIN,
         has_sinks: false,
+        page_size: None,
     }
+}
+
+/// The same with keys in pages.
+const fn paged(case: AttentionCase, page_size: usize, name: &'static str) -> AttentionCase {
+    AttentionCase { name, page_size: Some(page_size), ..case }
 }
 
 /// Gemma 2's, whose every other layer sees all keys.
@@ -122,6 +131,8 @@ pub const CASES: &[AttentionCase] = cases! {
         prefill("anchor B16 H16 S1024 D128 causal", 16, (16, 16), 1024, 128, Mask::Causal),
         prefill("anchor B1 H32/8 S2048 D128 causal", 1, (32, 8), 2048, 128, Mask::Causal),
         decode("anchor decode B64 H32/8 kv4096 D128", 64, (32, 8), 4096, 128),
+        paged(decode("", 64, (32, 8), 4096, 128), 16, "decode B64 H32/8 kv4096 D128 pages 16"),
+        paged(decode("", 64, (32, 8), 4096, 128), 64, "decode B64 H32/8 kv4096 D128 pages 64"),
         decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
         decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
         decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),

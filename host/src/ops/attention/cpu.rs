@@ -56,9 +56,18 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
     let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
     let kv_lens = args.kv_lens.as_ref().map(|kv_lens| kv_lens.host_slice::<u32>());
     let sinks = args.scores.sinks.as_ref().map(|sinks| sinks.host_slice::<f32>());
+    let page_table = args.page_table.as_ref().map(|table| table.host_slice::<u32>());
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     let lse = args.lse.as_mut().map(|lse| SharedSlice::new(lse.host_slice_mut::<f32>()));
     let place = |index: usize, stride: u32| index * stride as usize;
+    // Where a key's row of the first head starts, by the strides of k or v.
+    let row = |batch: usize, key: usize, page_stride: u32, token_stride: u32| {
+        let page = page_table.map_or(batch, |table| {
+            let at = place(batch, dims.table_stride) + (key >> dims.page_log2);
+            table[at].min(dims.num_pages - 1) as usize
+        });
+        place(page, page_stride) + place(key & ((1 << dims.page_log2) - 1), token_stride)
+    };
     let query_tiles = seq_q.div_ceil(QUERIES);
     let ScoreDims { cap_in, cap_out } = dims.scores;
 
@@ -93,11 +102,9 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
             let span = first.max(any_lo)..(first + KEYS).min(any_hi);
             for key in span {
                 let at = |width: usize| (key - first) * width..(key - first + 1) * width;
-                let k_row = place(batch, dims.k_batch_stride)
-                    + place(key, dims.k_token_stride)
+                let k_row = row(batch, key, dims.k_batch_stride, dims.k_token_stride)
                     + place(head_kv, dims.k_head_stride);
-                let v_row = place(batch, dims.v_batch_stride)
-                    + place(key, dims.v_token_stride)
+                let v_row = row(batch, key, dims.v_batch_stride, dims.v_token_stride)
                     + place(head_kv, dims.v_head_stride);
                 widen(&k[k_row..][..head_dim], &mut keys[at(head_dim)]);
                 widen(&v[v_row..][..head_dim_v], &mut values[at(head_dim_v)]);

@@ -32,6 +32,9 @@ const OP: &str = "attention";
 /// What the keys and values of the heads that are worked on at a time may take of L2: on Hopper, half.
 const SECTION_BYTES: usize = 24 << 20;
 
+/// Keys that a page of a pool may have.
+pub const PAGE_SIZES: [usize; 5] = [16, 32, 64, 128, 256];
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Mask {
@@ -70,6 +73,9 @@ pub struct AttentionProblem {
     pub window: Option<usize>,
     /// What changes scores besides: a soft cap.
     pub scores: Scores,
+    /// Keys of a page, one of [`PAGE_SIZES`], if k and v are pools of pages; `seq_kv` is then the most keys of a sequence that
+    /// its pages hold.
+    pub page_size: Option<usize>,
 }
 
 impl AttentionProblem {
@@ -84,9 +90,11 @@ impl AttentionProblem {
 pub struct AttentionArgs<'a> {
     /// `[batch, seq_q, heads_q, head_dim]`.
     pub q: TensorView<'a>,
-    /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use.
+    /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use. With pages
+    /// `[num_pages, page_size, heads_kv, head_dim]`.
     pub k: TensorView<'a>,
-    /// `[batch, seq_kv, heads_kv, head_dim_v]`. It may be a part of k's own rows, as in latent attention.
+    /// `[batch, seq_kv, heads_kv, head_dim_v]`, with pages `[num_pages, page_size, heads_kv, head_dim_v]`. It may be a part of k's
+    /// own rows, as in latent attention.
     pub v: TensorView<'a>,
     /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
     /// `seq_kv` is taken as `seq_kv`. What lies beyond makes no difference, whatever it is.
@@ -98,6 +106,9 @@ pub struct AttentionArgs<'a> {
     pub lse: Option<TensorViewMut<'a>>,
     /// What changes scores.
     pub scores: ScoreTensors<'a>,
+    /// `[batch, max_pages]` u32, if the problem has pages: those of each sequence in the order of its keys, read when the kernel
+    /// runs. In any order, also shared between sequences; what is beyond a sequence's keys is not read.
+    pub page_table: Option<TensorView<'a>>,
 }
 
 /// Softmax attention with grouped heads, causal and sliding-window masks, and sequences of different lengths.
@@ -119,6 +130,10 @@ pub struct AttentionArgs<'a> {
 /// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many, and the
 /// many those without tensor cores.
 /// Heads wider than 256 take the same kernels for any number of queries and any alignment.
+/// **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at `j / page_size`. The bits
+/// are those of the same keys in one piece, in the same kernel: prompts on Ampere, and few queries from there on, have kernels for
+/// keys in one piece only, and others for pages. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A
+/// page number that the pool does not have gives a result without meaning, and no access outside of it.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.
@@ -139,7 +154,7 @@ pub struct AttentionArgs<'a> {
 /// let stream = device.stream()?;
 /// let problem = AttentionProblem {
 ///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, head_dim_v: 128,
-///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None, scores: Scores::default(),
+///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None, scores: Scores::default(), page_size: None,
 /// };
 /// let attention = Attention::plan(&device, problem)?;
 /// let q = Tensor::zeros(&stream, &[1, 512, 32, 128], DType::BF16)?;
@@ -147,7 +162,7 @@ pub struct AttentionArgs<'a> {
 /// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
 /// let (out, scores) = (out.view_mut(), ScoreTensors::default());
-/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out, lse: None, scores };
+/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out, lse: None, scores, page_table: None };
 /// attention.run(&stream, args)?;
 /// println!("{}", attention.report());
 /// # Ok(())
@@ -181,6 +196,14 @@ enum Origin {
     Selected,
     /// The caller, for all runs.
     Forced,
+}
+
+/// Where a run's keys are: fields of [`AttentionDims`].
+struct Cache {
+    seq_kv: usize,
+    page_log2: u32,
+    num_pages: u32,
+    table_stride: u32,
 }
 
 #[derive(Debug)]
@@ -321,7 +344,8 @@ impl Attention {
                     }
                     (AttentionTile::Wgmma { keys, .. }, _) => {
                         dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
-                        self.wgmma(stream, kernel, keys, &args, &dims)
+                        dims.box_keys = box_keys(&self.problem, keys);
+                        self.wgmma(stream, kernel, &args, &dims)
                     }
                     _ => {
                         dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
@@ -347,16 +371,16 @@ impl Attention {
         &self,
         stream: &Stream,
         kernel: &Loaded,
-        keys: u32,
         args: &AttentionArgs<'_>,
         dims: &AttentionDims,
     ) -> Result<(), Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
+        let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
         let (tile, out_view) = (kernel.variant.tile, out.as_view());
         let map = |view, box_rows| self.tensor_map(view, box_rows);
         let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
         // Without keys nothing is loaded from them.
-        let (k_map, v_map) = if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, keys)?, map(v, keys)?) };
+        let (k_map, v_map) =
+            if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, dims.box_keys)?, map(v, dims.box_keys)?) };
         let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
         let grid = items.min(self.device.profile().num_sms.max(1));
         let params = [
@@ -366,6 +390,7 @@ impl Attention {
             (&out_map).into(),
             (*v).into(),
             kv_lens.map_or(Param::Address(0), Param::from),
+            page_table.map_or(Param::Address(0), Param::from),
             Param::optional(lse.as_ref()),
             scores.sinks(),
             dims.into(),
@@ -398,14 +423,15 @@ impl Attention {
     }
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
+        let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table: _ } = args;
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = self.problem;
         let device = &self.device;
         q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
         let (batch, seq_q) = (q.shape()[0], q.shape()[1]);
-        k.expect(OP, "k", device, dtype, &[Some(batch), None, Some(heads_kv), Some(head_dim)])?;
-        let seq_kv = k.shape()[1];
-        v.expect(OP, "v", device, dtype, &[Some(batch), Some(seq_kv), Some(heads_kv), Some(head_dim_v)])?;
+        let cache = self.check_cache(args, batch)?;
+        let [outer, tokens] = [k.shape()[0], k.shape()[1]];
+        v.expect(OP, "v", device, dtype, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
+        let seq_kv = cache.seq_kv;
         out.expect(OP, "out", device, dtype, &[Some(batch), Some(seq_q), Some(heads_q), Some(head_dim_v)])?;
         for (argument, view) in [("q", q), ("k", k), ("v", v)] {
             view.expect_inner_contiguous(OP, argument)?;
@@ -482,6 +508,51 @@ impl Attention {
                 _ => self.problem.scale() * std::f32::consts::LOG2_E,
             },
             scores: scores::dims(&self.problem, None),
+            page_log2: cache.page_log2,
+            num_pages: cache.num_pages,
+            table_stride: cache.table_stride,
+            box_keys: 0,
+        })
+    }
+
+    /// Checks k, and what tells where a sequence's keys are.
+    fn check_cache(&self, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
+        let AttentionArgs { k, kv_lens, page_table, .. } = args;
+        let AttentionProblem { heads_kv, head_dim, dtype, page_size, .. } = self.problem;
+        let rows = |outer, tokens| [outer, tokens, Some(heads_kv), Some(head_dim)];
+        let invalid =
+            |argument, expected: &str, got: String| Err(Error::invalid(OP, argument, expected, got));
+        let (page_size, table) = match (page_size, page_table) {
+            (None, None) => {
+                k.expect(OP, "k", &self.device, dtype, &rows(Some(batch), None))?;
+                return Ok(Cache { seq_kv: k.shape()[1], page_log2: 31, num_pages: 1, table_stride: 0 });
+            }
+            (Some(_), None) => return invalid("page_table", "a table, as planned", "none".into()),
+            (None, Some(_)) => {
+                return invalid("page_table", "none, as planned without pages", "a table".into());
+            }
+            (Some(page_size), Some(table)) => (page_size, table),
+        };
+        k.expect(OP, "k", &self.device, dtype, &rows(None, Some(page_size)))?;
+        table.expect(OP, "page_table", &self.device, DType::U32, &[Some(batch), None])?;
+        table.expect_inner_contiguous(OP, "page_table")?;
+        if kv_lens.is_none() {
+            return invalid("kv_lens", "the sequences' lengths, as there are pages", "none".into());
+        }
+        let (num_pages, most) = (k.shape()[0], self.problem.seq_kv.div_ceil(page_size));
+        if table.shape()[1] > most {
+            let expected = format!("at most {most} pages of a sequence, as planned");
+            return invalid("page_table", &expected, table.shape()[1].to_string());
+        }
+        let stride = table.strides()[0];
+        check_size(OP, "page_table", "number of elements", batch.saturating_mul(stride))?;
+        // Of a pool without pages there is nothing to see.
+        let room = if num_pages == 0 { 0 } else { table.shape()[1] * page_size };
+        Ok(Cache {
+            seq_kv: room.min(self.problem.seq_kv),
+            page_log2: page_size.ilog2(),
+            num_pages: check_size(OP, "k", "number of pages", num_pages)?.max(1),
+            table_stride: stride as u32,
         })
     }
 
@@ -498,6 +569,7 @@ impl Attention {
             dtype,
             mask,
             window,
+            page_size,
             ..
         } = self.problem;
         // Pairs of a query and a key that it sees.
@@ -511,9 +583,10 @@ impl Attention {
             .sum();
         let elements = batch * (head_dim + head_dim_v) * (seq_q * heads_q + seq_kv * heads_kv);
         let values = if head_dim_v == head_dim { String::new() } else { format!(" and {head_dim_v}") };
+        let pages = page_size.map_or(String::new(), |page_size| format!(" in pages of {page_size}"));
         let work = |why, tile, threads| Work {
             problem: format!(
-                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{values}"
+                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{values}{pages}"
             ),
             why,
             tile,
@@ -541,13 +614,14 @@ fn prefill(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
+    let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
     let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
     let params = [
         (*q).into(),
         (*k).into(),
         (*v).into(),
         kv_lens.map_or(Param::Address(0), Param::from),
+        page_table.map_or(Param::Address(0), Param::from),
         out.into(),
         Param::optional(lse.as_ref()),
         scores.sinks(),
@@ -566,15 +640,23 @@ fn decode(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse, scores } = args;
+    let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
     let Splits { merge, workspace } = splits;
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
-    let params =
-        [(*q).into(), (*k).into(), (*v).into(), kv_lens(), partial.into(), stats.into(), dims.into()];
+    let params = [
+        (*q).into(),
+        (*k).into(),
+        (*v).into(),
+        kv_lens(),
+        page_table.map_or(Param::Address(0), Param::from),
+        partial.into(),
+        stats.into(),
+        dims.into(),
+    ];
     let merge_params = [
         partial.into(),
         stats.into(),
@@ -609,6 +691,13 @@ fn section(problem: &AttentionProblem, seq_kv: usize) -> u32 {
     let bytes = seq_kv * (head_dim + head_dim_v) * dtype.bytes();
     let heads = (SECTION_BYTES / bytes.max(1)).max(1).saturating_mul(heads_q / heads_kv);
     u32::try_from(heads).unwrap_or(u32::MAX)
+}
+
+/// Keys of a box of the tensor maps of k and v: all boxes of a step lie in one page each.
+fn box_keys(problem: &AttentionProblem, step_keys: u32) -> u32 {
+    // Page sizes are powers of two: the largest that divides the step is that of its lowest bit.
+    let divisor = 1 << step_keys.trailing_zeros();
+    problem.page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
 }
 
 /// Blocks altogether.
@@ -672,6 +761,9 @@ fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     }
     if !problem.scale().is_finite() {
         return invalid("a finite scale", problem.scale().to_string());
+    }
+    if let Some(page_size) = problem.page_size.filter(|size| !PAGE_SIZES.contains(size)) {
+        return invalid("pages of 16, 32, 64, 128 or 256 keys", page_size.to_string());
     }
     if problem.window == Some(0) {
         return invalid("a window of at least 1 key", "0".into());

@@ -2,7 +2,8 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_MMA_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS,
+    VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, OP, scores};
@@ -13,6 +14,10 @@ use crate::error::Error;
 pub const MAX_DECODE_QUERIES: usize = 4;
 /// The same on tensor cores, whose decode kernels take 16 rows in the time of one.
 pub const MAX_TENSOR_DECODE_QUERIES: usize = 16;
+
+/// Query heads to a key head up to which few queries over pages are faster without tensor cores. It must not depend on the number
+/// of queries, whose bits it decides.
+const MAX_SIMT_GROUP: usize = 2;
 
 /// A kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,12 +75,18 @@ fn needs_positive(tile: AttentionTile) -> bool {
     matches!(tile, AttentionTile::Wgmma { .. })
 }
 
+/// Whether a kernel finds keys by a table of pages.
+fn follows_pages(tile: AttentionTile) -> bool {
+    !matches!(tile, AttentionTile::DecodeRing { .. } | AttentionTile::PrefillMma { .. })
+}
+
 /// Whether the card has what a kernel needs, and the kernel can do the scale.
 fn runs(limits: &DeviceLimits, variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     variant.floor <= limits.floor
         && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
         && (!needs_positive(variant.tile) || problem.scale() >= f32::MIN_POSITIVE)
         && scores::runs(variant.tile, problem)
+        && (problem.page_size.is_none() || follows_pages(variant.tile))
 }
 
 /// The smallest kernel of these, which go from small to large, that can do it.
@@ -121,7 +132,10 @@ pub fn select(
 ) -> Result<AttentionChoice, Error> {
     let group = problem.heads_q / problem.heads_kv.max(1);
     let rows = seq_q * group;
-    let tensor_decode = smallest(DECODE_RING_VARIANTS, limits, problem);
+    let tensor_decode = smallest(DECODE_RING_VARIANTS, limits, problem).or_else(|| {
+        let of_pages = problem.page_size.is_some() && group > MAX_SIMT_GROUP;
+        if of_pages { smallest(DECODE_MMA_VARIANTS, limits, problem) } else { None }
+    });
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = (1..=most).contains(&seq_q);
     let (variant, why) = match prefill(problem) {
@@ -161,6 +175,7 @@ mod tests {
             mask: Mask::Causal,
             window: None,
             scores: Scores::default(),
+            page_size: None,
         }
     }
 

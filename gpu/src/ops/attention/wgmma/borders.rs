@@ -5,7 +5,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
 use super::super::tile::Tile;
-use super::super::{Visible, offset};
+use super::super::{Pages, Visible, offset};
 use super::walk::{Places, Tiles, Turn};
 use super::{CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
@@ -85,9 +85,10 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
     consumer: u32,
     member: u32,
     v: *const T,
+    pages: Pages,
     dims: &AttentionDims,
 ) {
-    let v = v.wrapping_add(offset(tile.batch, dims.v_batch_stride, 0, 0, tile.head_kv, dims.v_head_stride));
+    let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
     let first_query = tile.first_query + consumer * 64;
     let col = 2 * member;
     let mut key = tile.any.lo;
@@ -95,7 +96,8 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
     unsafe {
         while col < dims.head_dim_v && key < tile.any.hi {
             if tile.is_border::<KEYS>(key as u32 / KEYS) {
-                let at = v.add(key as usize * dims.v_token_stride as usize + col as usize);
+                let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
+                let at = v.add(at + col as usize);
                 let values = [global::load(at).to_f32(), global::load(at.add(1)).to_f32()];
                 let mut row = 0;
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];

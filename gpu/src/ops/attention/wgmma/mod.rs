@@ -25,6 +25,7 @@
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
 //! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the product.
 //!   Rows that see it get it at the end, from global memory: see `borders`.
+//! - Keys in pages come in boxes of what a page and a step have in common, 16 rows at least; the producer reads the table.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
 //!   sequence alone.
 //!
@@ -52,10 +53,10 @@ use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
-use super::offset;
 use super::scores::{has_cap, sink};
 use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
+use super::{Pages, offset, within_page};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
@@ -69,14 +70,14 @@ const TURN: u32 = 1;
 const OWN: u32 = 4;
 const CLEANERS: u32 = 7;
 
-/// The tensor maps of a launch, of `[sequence, head, token, column]`.
+/// The tensor maps of a launch, of `[sequence, head, token, column]`; of k and v a sequence may be a page.
 #[derive(Clone, Copy)]
 pub(super) struct Maps {
     /// q in boxes of a block's rows.
     pub q: *const TensorMap,
-    /// k in boxes of a step's keys.
+    /// k in boxes of a step's keys, or of a part of them that is in one page.
     pub k: *const TensorMap,
-    /// v in boxes of a step's keys.
+    /// v in the same boxes.
     pub v: *const TensorMap,
     /// out in boxes of 64 rows.
     pub out: *const TensorMap,
@@ -103,6 +104,7 @@ pub(super) unsafe fn tiles<
     maps: Maps,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     lse: *mut f32,
     sinks: *const f32,
     dims: &AttentionDims,
@@ -149,7 +151,7 @@ pub(super) unsafe fn tiles<
                 registers::decrease::<32>();
             }
             if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, dims);
+                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, page_table, dims);
             } else if thread >= 32 {
                 clean::<T, DIM_V, KEYS, ROWS>(places, kv_lens, dims);
             }
@@ -165,6 +167,7 @@ pub(super) unsafe fn tiles<
                 warpgroup - 1,
                 v,
                 kv_lens,
+                page_table,
                 lse,
                 sinks,
                 dims,
@@ -182,6 +185,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     maps: Maps,
     places: Places,
     kv_lens: *const u32,
+    page_table: *const u32,
     dims: &AttentionDims,
 ) {
     let mut turn = Turn(0);
@@ -190,7 +194,8 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     unsafe {
         while let Some(number) = tiles.next() {
             let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
-            let (batch, head_kv) = (tile.batch as i32, tile.head_kv as i32);
+            let batch = tile.batch as i32;
+            let pages = Pages::new(page_table, dims, tile.batch);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
@@ -205,27 +210,57 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
                 step -= 1;
                 let (stage, parity) = (turn.stage(), turn.parity());
                 turn.0 += 1;
-                let key = (step * KEYS) as i32;
                 mbarrier::wait_parity(places.empty_k(stage), parity ^ 1);
                 mbarrier::arrive_expect_tx(places.full_k(stage), KEYS * DIM * 2);
-                let mut col = 0;
-                while col < DIM / 64 {
-                    let at = places.stage_k(stage) + col * KEYS * ROW_BYTES;
-                    tma::load(at, maps.k, [(64 * col) as i32, key, head_kv, batch], places.full_k(stage));
-                    col += 1;
-                }
+                load_rows::<DIM, KEYS>(
+                    maps.k,
+                    places.stage_k(stage),
+                    places.full_k(stage),
+                    &tile,
+                    step,
+                    pages,
+                    dims,
+                );
                 mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
                 let full =
                     if tile.is_border::<KEYS>(step) { places.raw_v(stage) } else { places.full_v(stage) };
                 mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                let mut col = 0;
-                while col < DIM_V / 64 {
-                    let at = places.stage_v(stage) + col * KEYS * ROW_BYTES;
-                    tma::load(at, maps.v, [(64 * col) as i32, key, head_kv, batch], full);
-                    col += 1;
-                }
+                load_rows::<DIM_V, KEYS>(maps.v, places.stage_v(stage), full, &tile, step, pages, dims);
             }
         }
+    }
+}
+
+/// Loads a step of k or v, box by box. A page beyond the keys that are seen is not looked up: another comes in its place, whose
+/// rows are masked as those of the last page are.
+///
+/// # Safety
+/// - One thread; the stage is free, and the barrier expects it.
+#[inline(always)]
+unsafe fn load_rows<const WIDTH: u32, const KEYS: u32>(
+    map: *const TensorMap,
+    stage: u32,
+    full: u32,
+    tile: &Tile,
+    step: u32,
+    pages: Pages,
+    dims: &AttentionDims,
+) {
+    let mut row = 0;
+    while row < KEYS {
+        let key = (step * KEYS + row) as i32;
+        // SAFETY: a key of the sequence; the box lies inside the stage.
+        unsafe {
+            let page = pages.page(dims, key.min(tile.any.hi - 1));
+            let mut col = 0;
+            while col < WIDTH / 64 {
+                let from =
+                    [(64 * col) as i32, within_page(dims, key) as i32, tile.head_kv as i32, page as i32];
+                tma::load(stage + (col * KEYS + row) * ROW_BYTES, map, from, full);
+                col += 1;
+            }
+        }
+        row += dims.box_keys;
     }
 }
 
@@ -240,6 +275,7 @@ fn first_row(consumer: u32, member: u32) -> u32 {
 /// # Safety
 /// - All 128 threads (*converged*); the rest is the caller's promise to [`tiles`].
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn consume<
     T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
     const DIM: u32,
@@ -256,6 +292,7 @@ unsafe fn consume<
     consumer: u32,
     v: *const T,
     kv_lens: *const u32,
+    page_table: *const u32,
     lse: *mut f32,
     sinks: *const f32,
     dims: &AttentionDims,
@@ -401,7 +438,8 @@ unsafe fn consume<
             put::<T, ROWS, SUMS>(&o, boxes, member);
             if is_marked {
                 barrier::sync(OWN + consumer, 128);
-                spoil::<T, KEYS, ROWS>(&tile, boxes, consumer, member, v, dims);
+                let pages = Pages::new(page_table, dims, tile.batch);
+                spoil::<T, KEYS, ROWS>(&tile, boxes, consumer, member, v, pages, dims);
             }
             fence::proxy_async_shared();
             barrier::sync(OWN + consumer, 128);
