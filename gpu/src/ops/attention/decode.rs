@@ -108,6 +108,7 @@ unsafe fn sum_rows<const ROWS: usize>(mut values: [f32; ROWS], lanes: u32) -> f3
 /// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*,
 ///   the rows of the tensors *aligned(16)*, beyond [`MAX_PREFILL_DIM`] only if `dims.vector` — checked in `Attention::run`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn split<
     T: Element,
     const DIM: usize,

@@ -275,6 +275,7 @@ fn first_row(consumer: u32, member: u32) -> u32 {
 /// # Safety
 /// - All 128 threads (*converged*); the rest is the caller's promise to [`tiles`].
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn consume<
     T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
     const DIM: u32,
