@@ -1,8 +1,7 @@
 //! Attention against its reference.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
-    WGMMA_VARIANTS,
+    AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -424,9 +423,7 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let mut expected = None;
     for device in cards {
         let variants =
-            [VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
-                .into_iter()
-                .flatten();
+            [VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS].into_iter().flatten();
         for variant in variants.filter(|variant| variant.dtype == case.dtype) {
             if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();
@@ -451,7 +448,7 @@ fn every_kernel_is_simulated() -> TestResult {
 }
 
 proptest! {
-    #![proptest_config(testkit::gpu::proptest_config(256))]
+    #![proptest_config(testkit::gpu::proptest_config(128))]
 
     /// What `plan` chooses, on every device.
     #[test]

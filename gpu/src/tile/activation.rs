@@ -106,13 +106,13 @@ pub fn softplus(x: f32) -> f32 {
 pub fn tanh(x: f32) -> f32 {
     // (tanh(x) / x − 1) / x² in x² for |x| < 1, error 2.4e-8; interpolated at Chebyshev nodes.
     const NEAR: [f32; 7] = [
-        -0.333_333_31,
+        -0.333_333_3,
         0.133_331_28,
         -0.053_934_79,
         0.021_660_116,
         -0.008_218_922,
         0.002_510_459_4,
-        -0.000_420_695_49,
+        -0.000_420_695_5,
     ];
     let size = math::abs(x);
     let square = x * x;

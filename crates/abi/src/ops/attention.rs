@@ -189,8 +189,7 @@ impl AttentionTile {
     /// The largest `head_dim` and `head_dim_v`.
     pub const fn max_head_dims(self) -> (u32, u32) {
         match self {
-            AttentionTile::Prefill { dim, .. }
-            | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
+            AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
             AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
             AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
@@ -225,10 +224,7 @@ impl AttentionTile {
 
     /// Whether the merge comes after it.
     pub const fn is_decode(self) -> bool {
-        matches!(
-            self,
-            AttentionTile::Decode { .. } | AttentionTile::DecodeRing { .. }
-        )
+        matches!(self, AttentionTile::Decode { .. } | AttentionTile::DecodeRing { .. })
     }
 
     /// Shared memory of a block in bytes.

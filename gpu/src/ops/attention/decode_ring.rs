@@ -211,6 +211,7 @@ fn base(m: f32) -> f32 {
 /// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked in
 ///   `Attention::run`. `STEPS` is `DIM / 16`, `TILES` `DIM / 8`; `PLACES` is 2 or 4.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn splits<
     T: Multiplicand,
     const DIM: u32,

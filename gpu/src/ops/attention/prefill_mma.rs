@@ -467,8 +467,8 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     unsafe {
         while column < dims.head_dim_v && key < tile.any.hi {
             if tile.is_border::<KEYS>(key as u32 / KEYS) {
-                let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
-                let from = v.wrapping_add(at + column as usize);
+                let row = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
+                let from = v.wrapping_add(row + column as usize);
                 let values = [global::load(from).to_f32(), global::load(from.add(1)).to_f32()];
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 let mut row = 0;

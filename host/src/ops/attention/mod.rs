@@ -392,7 +392,7 @@ impl Attention {
             kv_lens.map_or(Param::Address(0), Param::from),
             page_table.map_or(Param::Address(0), Param::from),
             Param::optional(lse.as_ref()),
-            scores.sinks(),
+            scores.sinks_param(),
             dims.into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
@@ -624,7 +624,7 @@ fn prefill(
         page_table.map_or(Param::Address(0), Param::from),
         out.into(),
         Param::optional(lse.as_ref()),
-        scores.sinks(),
+        scores.sinks_param(),
         dims.into(),
     ];
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
@@ -663,7 +663,7 @@ fn decode(
         kv_lens(),
         out.into(),
         Param::optional(lse.as_ref()),
-        scores.sinks(),
+        scores.sinks_param(),
         dims.into(),
     ];
     let _alone = workspace.enter(stream)?;

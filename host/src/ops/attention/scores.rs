@@ -43,7 +43,7 @@ impl ScoreTensors<'_> {
         Ok(())
     }
 
-    pub(super) fn sinks(&self) -> Param<'_> {
+    pub(super) fn sinks_param(&self) -> Param<'_> {
         self.sinks.map_or(Param::Address(0), Param::from)
     }
 }

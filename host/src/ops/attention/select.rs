@@ -2,8 +2,7 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS,
-    VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, OP, scores};
