@@ -504,7 +504,7 @@ fn run_batched(
 
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    every_kernel("matmul", case(), |case| 4 * case.work(), run_variants)
+    every_kernel("matmul", case(), |case| 16 * case.work(), run_variants)
 }
 
 proptest! {

@@ -21,6 +21,20 @@
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
+//! - A page has a multiple of 16 keys, so a chunk is of one: looked up once, when its copies start.
+//!
+//! # Measured on an H200, head dim 128, bf16, with the merge
+//!
+//! | sequences, heads, keys | µs | GB/s | without the ring | cuDNN | FlashAttention-2 |
+//! |---|---|---|---|---|---|
+//! | 64, 32 on 8, 4096 | 268 | 4006 | 314 | 245 | 401 |
+//! | 256, 32 on 8, 2048 | 547 | 3937 | 638 | 482 | 927 |
+//! | 1, 32 on 8, 32768 | 40.5 | 3318 | 55.1 | 38.0 | 46.7 |
+//! | 8, 32 on 4, 8192 | 39.0 | 3446 | 52.6 | 37.7 | 45.0 |
+//!
+//! A copy makes 4237 GB/s there. The kernel without the ring kept 12 to 16 loads of 16 bytes per lane in registers, 255 of them, and
+//! each block began with nothing on its way; here 128 KiB are on their way on a multiprocessor, also from one split to the next.
+//! cuDNN, which only reads, is above a copy's rate; what is left is the splits' results, written and read again, and the merge.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,

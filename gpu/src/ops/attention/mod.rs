@@ -13,7 +13,7 @@
 //! same in another order.
 //!
 //! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads ([`Pages`]). One piece is the
-//! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone.
+//! case of a single page, so no kernel has two forms (`prefill_mma` does without pages); what is summed in which order depends on a key's number alone.
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
@@ -289,7 +289,7 @@ macro_rules! prefill_mma_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
-            page_table: *const u32,
+            _page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
@@ -307,7 +307,7 @@ macro_rules! prefill_mma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(q, k, v, kv_lens, page_table, out, lse, sinks, &dims)
+                >(q, k, v, kv_lens, out, lse, sinks, &dims)
             }
         }
     )*};

@@ -19,6 +19,23 @@
 //!   in v becomes 0, as 0 · NaN would carry it into rows that do not see it, and is added in the end to those that do.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
 //!   sequence alone.
+//! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them (it spilled 24 to 100
+//!   bytes with pages looked up for 16 rows at a time, in a loop or not, with and without shared memory for what it needs).
+//!
+//! # Measured on an H200 (µs, this / FlashAttention-2 by PyTorch)
+//!
+//! | sequences, heads, tokens, head dim | all keys | causal |
+//! |---|---|---|
+//! | 16, 32, 512, 64 | 149 / 142 | |
+//! | 4, 32, 4096, 128 | 3185 / 3190 | 1716 / 1760 |
+//! | 1, 32 on 8, 16384, 128 | | 6169 / 6480 |
+//! | 2, 32, 4096, 64 | | 546 / 542 |
+//! | 2, 16, 8192, 256 | | 4201 / 3650 |
+//! | 16, 16, 1024, 128 | | 291 / 327 |
+//! | 1, 32 on 8, 2048, 128 | | 119 / 164 |
+//!
+//! `mma.sync` makes about 60 % there of what `wgmma` does, which takes over on Hopper. At 255 registers two blocks of four warps are all
+//! that fits; at 256 columns the accumulators leave room for one part of 16 rows only, and every operand serves one `mma.sync`.
 
 use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
@@ -26,7 +43,7 @@ use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 use super::scores::{has_cap, sink};
 use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
-use super::{Pages, Visible, offset, within_page};
+use super::{Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::{join, log_sum_exp};
 
@@ -56,26 +73,25 @@ impl Share {
     }
 
     /// Starts the copies of `COUNT` rows of `WIDTH` columns: zeros for rows that are not among `rows`, and beyond `columns`.
-    /// `place(row)` is where the row of that number and the 15 that follow begin, for a multiple of 16.
     ///
     /// # Safety
     /// - `rows` *in-bounds* and *aligned(16)*; nobody reads the tensor at `to`.
     #[inline(always)]
     unsafe fn copy<T, const WIDTH: u32, const COUNT: u32>(
         self,
-        place: impl Fn(i32) -> *const T,
+        from: *const T,
         (stride, columns): (u32, u32),
         first_row: i32,
         rows: Visible,
         to: u32,
     ) {
         let to = to + self.place::<WIDTH>();
-        let own = self.row as usize * stride as usize + self.piece as usize * 8;
+        let step = 16 * stride as usize;
+        let first_row = first_row + self.row as i32;
+        let mut from = from.wrapping_add(first_row as usize * stride as usize + self.piece as usize * 8);
         let mut i = 0;
         while i < COUNT / 16 {
-            let first_row = first_row + 16 * i as i32;
-            let from = place(first_row).wrapping_add(own);
-            let is_row = rows.has(first_row + self.row as i32);
+            let is_row = rows.has(first_row + 16 * i as i32);
             let mut column = 0;
             while column < WIDTH {
                 let bytes = if is_row && column + self.piece * 8 < columns { 16 } else { 0 };
@@ -84,6 +100,7 @@ impl Share {
                 unsafe { cp_async::cg_16_fill(to, from.wrapping_add(column as usize), bytes) };
                 column += 64;
             }
+            from = from.wrapping_add(step);
             i += 1;
         }
     }
@@ -136,7 +153,6 @@ pub(super) unsafe fn tile<
     k: *const T,
     v: *const T,
     kv_lens: *const u32,
-    page_table: *const u32,
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
@@ -162,22 +178,29 @@ pub(super) unsafe fn tile<
         let k_at = |step: u32| q_at + rows * DIM * 2 + step % 2 * (KEYS * DIM * 2);
         let v_at = q_at + (rows + 2 * KEYS) * DIM * 2;
         let marks = v_at + KEYS * DIM_V * 2;
-        // A page has a multiple of 16 keys, so 16 are of one: that of the nearest key that there is.
-        let pages = Pages::new(page_table, dims, tile.batch);
-        let place = |keys: *const T, strides: [u32; 3], key: i32| {
-            let page = pages.page(dims, key.clamp(tile.any.lo, tile.any.hi - 1));
-            let at = offset(page, strides[0], within_page(dims, key), strides[1], tile.head_kv, strides[2]);
-            keys.wrapping_add(at)
-        };
         let copy_k = |share: Share, step: u32| {
-            let strides = [dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride];
-            let (shape, first) = ((strides[1], dims.head_dim), (step * KEYS) as i32);
-            share.copy::<T, DIM, KEYS>(|key| place(k, strides, key), shape, first, tile.any, k_at(step));
+            let k = k.wrapping_add(offset(
+                tile.batch,
+                dims.k_batch_stride,
+                0,
+                0,
+                tile.head_kv,
+                dims.k_head_stride,
+            ));
+            let shape = (dims.k_token_stride, dims.head_dim);
+            share.copy::<T, DIM, KEYS>(k, shape, (step * KEYS) as i32, tile.any, k_at(step));
         };
         let copy_v = |share: Share, step: u32| {
-            let strides = [dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride];
-            let (shape, first) = ((strides[1], dims.head_dim_v), (step * KEYS) as i32);
-            share.copy::<T, DIM_V, KEYS>(|key| place(v, strides, key), shape, first, tile.any, v_at);
+            let v = v.wrapping_add(offset(
+                tile.batch,
+                dims.v_batch_stride,
+                0,
+                0,
+                tile.head_kv,
+                dims.v_head_stride,
+            ));
+            let shape = (dims.v_token_stride, dims.head_dim_v);
+            share.copy::<T, DIM_V, KEYS>(v, shape, (step * KEYS) as i32, tile.any, v_at);
         };
         let queries = Visible { lo: 0, hi: dims.seq_q as i32 };
         let from =
@@ -187,8 +210,7 @@ pub(super) unsafe fn tile<
         let mut part = 0;
         while part < PARTS as u32 {
             let (first, to) = (tile.first_query + 64 * part, q_at + part * (64 * DIM * 2));
-            let place = |query| from.wrapping_add(query as usize * dims.q_token_stride as usize);
-            share.copy::<T, DIM, 64>(place, shape, first as i32, queries, to);
+            share.copy::<T, DIM, 64>(from, shape, first as i32, queries, to);
             part += 1;
         }
         let mut step = tile.end;
@@ -307,7 +329,7 @@ pub(super) unsafe fn tile<
         thread::sync_threads();
         let [a, b, c, d] = shared::load_u32x4(marks);
         if a | b | c | d != 0 {
-            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, page_table, dims);
+            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, dims);
             thread::sync_threads();
         }
         let mut i = thread;
@@ -454,11 +476,9 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     rows: u32,
     at: u32,
     v: *const T,
-    page_table: *const u32,
     dims: &AttentionDims,
 ) {
-    let pages = Pages::new(page_table, dims, tile.batch);
-    let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
+    let v = v.wrapping_add(offset(tile.batch, dims.v_batch_stride, 0, 0, tile.head_kv, dims.v_head_stride));
     let column = 2 * thread::thread_idx_x();
     // Opaque, so that the loop stays one.
     let rows = thread::opaque(rows);
@@ -467,8 +487,7 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     unsafe {
         while column < dims.head_dim_v && key < tile.any.hi {
             if tile.is_border::<KEYS>(key as u32 / KEYS) {
-                let row = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
-                let from = v.wrapping_add(row + column as usize);
+                let from = v.wrapping_add(key as usize * dims.v_token_stride as usize + column as usize);
                 let values = [global::load(from).to_f32(), global::load(from.add(1)).to_f32()];
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 let mut row = 0;

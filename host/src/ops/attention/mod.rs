@@ -127,13 +127,14 @@ pub struct AttentionArgs<'a> {
 /// else.
 /// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other
 /// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor
-/// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the many, and the
-/// many those without tensor cores.
+/// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may
+/// differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take
+/// the kernels of the many, and the many those without tensor cores.
 /// Heads wider than 256 take the same kernels for any number of queries and any alignment.
 /// **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at `j / page_size`. The bits
-/// are those of the same keys in one piece, in the same kernel: prompts on Ampere, and few queries from there on, have kernels for
-/// keys in one piece only, and others for pages. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A
-/// page number that the pool does not have gives a result without meaning, and no access outside of it.
+/// are those of the same keys in one piece, but for prompts where `mma.sync` does those (Ampere), which it cannot with pages: they take
+/// the kernels without tensor cores. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
+/// that the pool does not have gives a result without meaning, and no access outside of it.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.

@@ -70,12 +70,18 @@ fn needs_positive(tile: AttentionTile) -> bool {
     matches!(tile, AttentionTile::Wgmma { .. })
 }
 
+/// Whether a kernel finds keys by a table of pages.
+fn follows_pages(tile: AttentionTile) -> bool {
+    !matches!(tile, AttentionTile::PrefillMma { .. })
+}
+
 /// Whether the card has what a kernel needs, and the kernel can do the scale.
 fn runs(limits: &DeviceLimits, variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     variant.floor <= limits.floor
         && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
         && (!needs_positive(variant.tile) || problem.scale() >= f32::MIN_POSITIVE)
         && scores::runs(variant.tile, problem)
+        && (problem.page_size.is_none() || follows_pages(variant.tile))
 }
 
 /// The smallest kernel of these, which go from small to large, that can do it.
