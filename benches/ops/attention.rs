@@ -120,14 +120,14 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             to_f64(stream, row)
         };
         let column = |tensor: &Tensor, width: usize| -> Result<Vec<f64>, Error> {
-            let of_sequence = match page_size {
-                None => tensor.view().slice(0, 0..1)?,
-                Some(page_size) => {
-                    let shape = [pages_of(page_size), batch, page_size, heads_kv, tensor.shape()[3]];
-                    tensor.view().reshape(&shape)?.slice(1, 0..1)?
-                }
+            let pieces = match page_size {
+                None => 0..1,
+                Some(page_size) => 0..pages_of(page_size),
             };
-            let all = to_f64(stream, of_sequence)?;
+            let mut all = Vec::new();
+            for piece in pieces {
+                all.extend(to_f64(stream, tensor.view().slice(0, piece * batch..piece * batch + 1)?)?);
+            }
             let row = heads_kv * tensor.shape()[3];
             Ok(all.chunks(row).flat_map(|row| &row[..width]).copied().collect())
         };

@@ -17,6 +17,9 @@
 //! - The tails of m, n and k are filled with zeros by `cp.async`.
 //! - A sum is one chain over k in steps of 32 bytes, the same in every tile and wherever a row lies.
 //! - f32 is multiplied as tf32: the instruction leaves its lower 13 bits aside, so that nothing is to be converted.
+//!
+//! At 4096³ an H200 makes 389 TFLOP/s with 128 × 128 in bf16 (cuBLAS, by `wgmma`, 676). Tried: 128 × 256, 339; the copies of a step
+//! behind its first `ldmatrix` instead of before it, 344 (in another run; tf32 186).
 
 use abi::ops::matmul::{MMA_ROW_BYTES, MatmulDims};
 use cuda_std::cvt::Element;
