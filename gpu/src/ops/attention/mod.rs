@@ -12,7 +12,7 @@
 //! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted. `wgmma` reads q as it is, and does the
 //! same in another order.
 //!
-//! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads ([`Pages`]). One piece is the
+//! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads (`Pages`). One piece is the
 //! case of a single page, so no kernel has two forms (`prefill_mma` does without pages); what is summed in which order depends on a key's number alone.
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
