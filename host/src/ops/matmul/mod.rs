@@ -87,7 +87,8 @@ pub enum Precision {
     /// Exactly.
     #[default]
     Full,
-    /// Tensor cores may leave aside the lower 13 bits of both factors, as tf32 has it: each is up to 2^-10 too small.
+    /// Tensor cores may leave aside the lower 13 bits of both factors, as tf32 has it: each is up to 2^-10 too small, and
+    /// a NaN that has bits there only is taken as an infinity.
     Tf32,
 }
 
@@ -177,10 +178,10 @@ pub enum Residual<'a> {
 /// the sums of 8 products are cut off then.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
 /// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper up to 16, and up
-/// to 64 of less columns than half of its multiprocessors have tiles of 64), and more. Else: up to 16 rows, and more, which for
-/// tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result depends on that row
-/// alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits from the same one alone,
-/// since the planned number decides how many warps share a sum.
+/// to 64 where tiles of 64 columns are at most three to eight multiprocessors and k is at least 1024), and more. Else: up to 16
+/// rows, and more, which for tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result
+/// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may
+/// differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the SIMT kernels on all floors; tensor cores for f16, bf16 and tf32 from sm_80 on, with Hopper's own kernels for

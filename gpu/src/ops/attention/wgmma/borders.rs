@@ -64,8 +64,8 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
                     shared::store_u32(places.mark(tiles.round, member / 32), tiles.round);
                 }
                 fence::proxy_async_shared();
-                // Marks and values of all cleaners come before what one of them tells. racecheck follows the second of the two
-                // barriers only, and reports the marks (seen at 64 columns).
+                // Marks and values of all cleaners come before what one of them tells. racecheck reports the marks at 64 columns,
+                // it seems because it follows the second of the two barriers only.
                 barrier::sync(CLEANERS, CLEANER_THREADS);
                 if member == 0 {
                     mbarrier::arrive(places.full_v(stage));
