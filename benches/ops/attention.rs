@@ -11,6 +11,9 @@ use crate::harness::{Bencher, Failure, Work, expect_close};
 
 const DTYPE: DType = DType::BF16;
 
+/// Of so many blocks of a block mask one is seen.
+const KEPT: usize = 10;
+
 struct Set {
     q: Tensor,
     k: Tensor,
@@ -67,12 +70,13 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     let shape = json!({
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
-        "soft_cap": scores.soft_cap, "has_sinks": has_sinks,
+        "soft_cap": scores.soft_cap, "has_sinks": has_sinks, "block_size": scores.blocks,
         "page_size": page_size,
     });
     // What is both key and value is read once.
     let shared = if is_latent { batch * seq_kv * heads_kv * head_dim_v * DTYPE.bytes() } else { 0 };
-    let (bytes, flops) = (report.bytes - shared as u64, report.flops);
+    let seen = if scores.blocks.is_some() { KEPT } else { 1 };
+    let (bytes, flops) = (report.bytes - shared as u64, report.flops / seen as u64);
     if !bencher.starts(Work { dtype: DTYPE.name(), shape, bytes, flops })? {
         return Ok(());
     }
@@ -92,6 +96,21 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     };
     let logits: Vec<f32> = (0..heads_q).map(|head| head as f32 / 8.0).collect();
     let sinks = Tensor::from_slice(&bencher.stream, &[heads_q], &logits)?;
+    // Of the block mask, that of a row of blocks.
+    let kept = |head: usize, query_block: usize, key_block: usize| {
+        (head + query_block + 3 * key_block).is_multiple_of(KEPT)
+    };
+    let blocks = scores.blocks.map(|size| -> Result<Tensor, Error> {
+        let [rows, cols] = [seq_q.div_ceil(size), seq_kv.div_ceil(size)];
+        let words = cols.div_ceil(32);
+        let mut bits = vec![0u32; heads_q * rows * words];
+        for (at, word) in bits.iter_mut().enumerate() {
+            let (head, row, first) = (at / words / rows, at / words % rows, at % words * 32);
+            *word = (0..32).filter(|bit| kept(head, row, first + bit)).map(|bit| 1 << bit).sum();
+        }
+        Tensor::from_slice(&bencher.stream, &[1, heads_q, rows, words], &bits)
+    });
+    let blocks = blocks.transpose()?;
     let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
             q: bencher.random(&q_shape(head_dim), DTYPE, seed)?,
@@ -109,11 +128,15 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         let (q, k) = (set.q.view(), set.k.view());
         let v = set.v.as_ref().map_or_else(|| k.slice(3, 0..head_dim_v), |v| Ok(v.view()))?;
         let [page_table, kv_lens] = [0, 1].map(|i| set.pages.as_ref().map(|pages| pages[i].view()));
-        let scores = ScoreTensors { sinks: has_sinks.then(|| sinks.view()) };
+        let scores = ScoreTensors {
+            sinks: has_sinks.then(|| sinks.view()),
+            bias: None,
+            blocks: blocks.as_ref().map(Tensor::view),
+        };
         let out = set.out.view_mut();
         plan.run(stream, AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, page_table })
     };
-    // The first head of the first sequence's last query, which sees every key.
+    // The first head of the first sequence's last query, which sees every key of its blocks.
     let verify = |stream: &Stream, set: &Set| {
         let row = |tensor: &Tensor| {
             let row = tensor.view().slice(0, 0..1)?.slice(1, seq_q - 1..seq_q)?.slice(2, 0..1)?;
@@ -131,6 +154,9 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             let row = heads_kv * tensor.shape()[3];
             Ok(all.chunks(row).flat_map(|row| &row[..width]).copied().collect())
         };
+        let last_row = scores.blocks.map(|size| -> Vec<bool> {
+            (0..seq_kv.div_ceil(size)).map(|block| kept(0, (seq_q - 1) / size, block)).collect()
+        });
         let sequence = Sequence {
             seq_q: 1,
             len: seq_kv,
@@ -144,6 +170,8 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             options: Options {
                 soft_cap: scores.soft_cap.map(f64::from),
                 sinks: has_sinks.then_some(&[0.0][..]),
+                bias: None,
+                blocks: scores.blocks.zip(last_row.as_deref()),
             },
         };
         let (q, k) = (row(&set.q)?, column(&set.k, head_dim)?);

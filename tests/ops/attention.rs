@@ -7,12 +7,13 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_to;
-use testkit::strategies::{Values, dims, finite_values, stride_padding};
+use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
 use warpforge::ops::attention::{
-    self as attention_op, Attention, AttentionArgs, AttentionProblem, Mask, PAGE_SIZES, ScoreTensors, Scores,
+    self as attention_op, Attention, AttentionArgs, AttentionProblem, Bias, Mask, PAGE_SIZES, ScoreTensors,
+    Scores,
 };
-use warpforge::{Arch, DType, Device, Error, Tensor};
+use warpforge::{Arch, DType, Device, Error, Tensor, TensorView};
 
 use crate::harness::{
     Contents, EVERY, Executors, Layout, Rows, Wanted, cards_of, check, devices, devices_for, every_kernel,
@@ -97,7 +98,8 @@ impl Case {
     fn work(&self) -> usize {
         let tile = if self.head_dim.max(self.head_dim_v) <= 256 { 64 } else { 4 };
         let rows = self.lens.len() * self.heads.0 * self.seq_q.next_multiple_of(tile);
-        rows * self.capacity.next_multiple_of(64) * (16 + (self.head_dim + self.head_dim_v) / 4)
+        let masks = if self.has_masks() { 16 } else { 0 };
+        rows * self.capacity.next_multiple_of(64) * (16 + masks + (self.head_dim + self.head_dim_v) / 4)
     }
 
     /// The heads' sinks.
@@ -106,11 +108,98 @@ impl Case {
         self.sinks.map(|sink| (0..self.heads.0).map(|head| of_head(sink, head)).collect())
     }
 
-    fn sequence<'a>(&self, len: usize, sinks: Option<&'a [f64]>) -> Sequence<'a> {
+    fn sequence<'a>(&self, len: usize, own: &'a Own) -> Sequence<'a> {
         let Case { seq_q, heads: (heads_q, heads_kv), head_dim, head_dim_v, mask, window, .. } = *self;
         let scale = f64::from(self.problem().scale());
-        let options = Options { soft_cap: self.scores.soft_cap.map(f64::from), sinks };
+        let options = Options {
+            soft_cap: self.scores.soft_cap.map(f64::from),
+            sinks: own.sinks.as_deref(),
+            bias: own.bias.as_deref(),
+            blocks: self.scores.blocks.zip(own.blocks.as_deref()),
+        };
         Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, mask, window, options }
+    }
+
+    fn has_masks(&self) -> bool {
+        self.scores.bias != Bias::None || self.scores.blocks.is_some()
+    }
+
+    /// Sizes 1 at random.
+    fn broadcast(&self, sizes: [usize; 3], bit: u32) -> [usize; 3] {
+        [0, 1, 2].map(|axis| if self.seed >> (bit + axis as u32) & 1 == 0 { sizes[axis] } else { 1 })
+    }
+
+    /// The bias, and its shape. A third of the keys is hidden from single queries, every seventh from all; every fifth query sees none.
+    fn bias(&self) -> ([usize; 4], Vec<f64>) {
+        let [batch, heads, queries] = self.broadcast([self.lens.len(), self.heads.0, self.seq_q], 40);
+        let mut rng = Rng::new(self.seed ^ 3);
+        let mut bias = Vec::new();
+        for row in 0..batch * heads * queries {
+            for key in 0..self.capacity {
+                let is_hidden = rng.below(3) == 0 || key % 7 == 3 || (queries > 1 && row % queries % 5 == 4);
+                let value = round_to(self.dtype, rng.below(64) as f64 / 8.0 - 4.0);
+                bias.push(match (self.scores.bias, is_hidden) {
+                    (Bias::Boolean, _) => f64::from(!is_hidden),
+                    (_, true) => f64::NEG_INFINITY,
+                    (_, false) => value,
+                });
+            }
+        }
+        ([batch, heads, queries, self.capacity], bias)
+    }
+
+    /// The words of the block mask, and their shape: half of the blocks or few of them.
+    fn blocks(&self, size: usize) -> ([usize; 4], Vec<u32>) {
+        let [batch, ..] = self.broadcast([self.lens.len(), 1, 1], 44);
+        let heads = [self.heads.0, self.heads.1, 1][(self.seed >> 46) as usize % 3];
+        let shape = [batch, heads, self.seq_q.div_ceil(size), self.capacity.div_ceil(size).div_ceil(32)];
+        let mut rng = Rng::new(self.seed ^ 4);
+        let few = self.seed >> 48 & 1 != 0;
+        let mut word = || {
+            let half = rng.next_u64() as u32;
+            if few {
+                half & rng.next_u64() as u32 & rng.next_u64() as u32 & rng.next_u64() as u32
+            } else {
+                half
+            }
+        };
+        (shape, (0..shape.iter().product()).map(|_| word()).collect())
+    }
+
+    /// What the tensors of scores say of a sequence.
+    fn own(&self, index: usize, len: usize) -> Own {
+        let Case { seq_q, heads: (heads, _), .. } = *self;
+        let at = |shape: [usize; 4], head: usize, query: usize| {
+            let place = |axis: usize, index: usize| if shape[axis] == 1 { 0 } else { index };
+            (place(0, index) * shape[1] + head) * shape[2] + place(2, query)
+        };
+        let bias = (self.scores.bias != Bias::None).then(|| {
+            let (shape, bias) = self.bias();
+            let value = |value: f64| match self.scores.bias {
+                Bias::Boolean if value == 0.0 => f64::NEG_INFINITY,
+                Bias::Boolean => 0.0,
+                _ => value,
+            };
+            let rows = (0..heads).flat_map(|head| (0..seq_q).map(move |query| (head, query)));
+            rows.flat_map(|(head, query)| {
+                let row = at(shape, if shape[1] == 1 { 0 } else { head }, query);
+                bias[row * shape[3]..][..len].iter().map(|&bias| value(bias)).collect::<Vec<_>>()
+            })
+            .collect()
+        });
+        let blocks = self.scores.blocks.map(|size| {
+            let (shape, words) = self.blocks(size);
+            let mut blocks = Vec::new();
+            for (head, query) in (0..heads).flat_map(|head| (0..shape[2]).map(move |query| (head, query))) {
+                let row = ((if shape[0] == 1 { 0 } else { index }) * shape[1] + head / (heads / shape[1]))
+                    * shape[2]
+                    + query;
+                let bit = |block: usize| words[row * shape[3] + block / 32] >> (block % 32) & 1 != 0;
+                blocks.extend((0..len.div_ceil(size)).map(bit));
+            }
+            blocks
+        });
+        Own { sinks: self.sinks(), bias, blocks }
     }
 
     /// q, k and v; beyond the keys of a sequence k and v are NaN.
@@ -130,9 +219,31 @@ impl Case {
             };
             k[unused(head_dim)].fill(f64::NAN);
             v[unused(head_dim_v)].fill(f64::NAN);
+            if !self.has_masks() {
+                continue;
+            }
+            // Nor is anybody to be harmed by what nobody sees.
+            let own = self.own(sequence, len);
+            let seen = self.sequence(len, &own);
+            for (key, head_kv) in (0..len).flat_map(|key| (0..heads_kv).map(move |head| (key, head))) {
+                let group = heads_q / heads_kv;
+                let mut heads = head_kv * group..(head_kv + 1) * group;
+                if !heads.any(|head| (0..seq_q).any(|query| seen.sees(head, query, key))) {
+                    let row = (sequence * capacity + key) * heads_kv + head_kv;
+                    k[row * head_dim..][..head_dim].fill(f64::NAN);
+                    v[row * head_dim_v..][..head_dim_v].fill(f64::NAN);
+                }
+            }
         }
         [q, k, v]
     }
+}
+
+/// What a sequence's tensors of scores say, as the reference takes it.
+struct Own {
+    sinks: Option<Vec<f64>>,
+    bias: Option<Vec<f64>>,
+    blocks: Option<Vec<bool>>,
 }
 
 const HEADS: [(usize, usize); 8] = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (5, 1), (8, 1), (18, 2)];
@@ -180,7 +291,11 @@ fn case(
         let values = select(&[0.0, 4.0, -1e30, 1e30, f64::NEG_INFINITY][..]);
         prop_oneof![4 => Just(None), 1 => values.prop_map(|sink| Some(f64::from(sink as f32)))]
     };
-    let scores = (soft_cap().prop_map(|soft_cap| Scores { soft_cap }), sinks());
+    let bias = || prop_oneof![8 => Just(Bias::None), 1 => Just(Bias::Additive), 1 => Just(Bias::Boolean)];
+    let blocks = || prop_oneof![4 => Just(None), 1 => select(&[16, 32, 64, 128][..]).prop_map(Some)];
+    let of_plan = (soft_cap(), bias(), blocks());
+    let of_plan = of_plan.prop_map(|(soft_cap, bias, blocks)| Scores { soft_cap, bias, blocks });
+    let scores = (of_plan, sinks());
     let kinds = (select(&[1.0, 0.25, 16.0][..]), finite_values(), layout(), layout(), any::<u64>());
     (sizes, masks, scores, kinds).prop_map(
         |(sizes, (mask, window, scale), (scores, sinks), (gain, kind, q_layout, kv_layout, seed))| {
@@ -280,6 +395,15 @@ impl Pool {
 /// out and log-sum-exp of all sequences.
 type Results = (Vec<f64>, Vec<f64>);
 
+/// The rows of a mask in its shape.
+fn mask_view<'a>(
+    rows: &'a Option<Rows>,
+    mask: &Option<([usize; 4], Vec<f64>)>,
+) -> Result<Option<TensorView<'a>>, TestCaseError> {
+    let parts = rows.as_ref().zip(mask.as_ref());
+    parts.map(|(rows, (shape, _))| rows.view().reshape(shape)).transpose().map_err(fail)
+}
+
 /// Runs on a device, with the kernels that `plan` chooses or with a given one.
 fn compute(
     device: &Device,
@@ -312,6 +436,18 @@ fn compute(
     let sinks = case.sinks().map(|sinks| sinks.iter().map(|&sink| sink as f32).collect::<Vec<_>>());
     let sinks =
         sinks.map(|sinks| Tensor::from_slice(&stream, &[heads_q], &sinks)).transpose().map_err(fail)?;
+    let word = |&word: &u32| f64::from(word);
+    let bias = (case.scores.bias != Bias::None).then(|| case.bias());
+    let blocks = case.scores.blocks.map(|size| case.blocks(size));
+    let blocks = blocks.map(|(shape, words)| (shape, words.iter().map(word).collect::<Vec<_>>()));
+    let bias_dtype = if case.scores.bias == Bias::Boolean { DType::I8 } else { dtype };
+    let rows_of = |dtype, mask: &Option<([usize; 4], Vec<f64>)>| {
+        let rows = |(shape, values): &([usize; 4], Vec<f64>)| {
+            Rows::input(&stream, dtype, values, shape[3], q_layout)
+        };
+        mask.as_ref().map(rows).transpose().map_err(fail)
+    };
+    let (bias_rows, blocks_rows) = (rows_of(bias_dtype, &bias)?, rows_of(DType::U32, &blocks)?);
     let all = case.lens.iter().all(|&len| len == capacity);
     let (outer, tokens) =
         pool.as_ref().map_or((batch, capacity), |(page_size, pool)| (pool.num_pages, *page_size));
@@ -339,7 +475,11 @@ fn compute(
         kv_lens: (!all || pool.is_some() || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
         out: out.view_mut().reshape(&q_shape(head_dim_v)).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
-        scores: ScoreTensors { sinks: sinks.as_ref().map(Tensor::view) },
+        scores: ScoreTensors {
+            sinks: sinks.as_ref().map(Tensor::view),
+            bias: mask_view(&bias_rows, &bias)?,
+            blocks: mask_view(&blocks_rows, &blocks)?,
+        },
         page_table: table.as_ref().map(Tensor::view),
     };
     plan.run(&stream, args).map_err(fail)?;
@@ -366,8 +506,8 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
     let orders = ROWS.div_ceil((case.lens.len() * seq_q * heads_q).max(1)).min(head_dim).min(256);
     let mut expected = Expected { reference: empty(), naive: vec![empty(); orders], magnitudes: empty() };
     for (index, &len) in case.lens.iter().enumerate() {
-        let sinks = case.sinks();
-        let sequence = case.sequence(len, sinks.as_deref());
+        let own = case.own(index, len);
+        let sequence = case.sequence(len, &own);
         let part = |data: &[f64], row: usize, rows: usize| data[index * row..][..rows].to_vec();
         let q_row = seq_q * heads_q * head_dim;
         let q = part(q, q_row, q_row);
@@ -483,7 +623,8 @@ proptest! {
         ),
     ) {
         // Another alignment may take other kernels.
-        let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), ..case };
+        let scores = Scores { soft_cap: case.scores.soft_cap, ..Scores::PLAIN };
+        let case = Case { q_layout: Layout::default(), kv_layout: Layout::default(), scores, ..case };
         let Case { seq_q, capacity, heads: (heads_q, heads_kv), head_dim, head_dim_v, .. } = case;
         let data = case.data();
         for device in &on.devices() {
@@ -515,7 +656,8 @@ proptest! {
         ),
     ) {
         let layout = Layout::default();
-        let case = Case { q_layout: layout, kv_layout: layout, mask: Mask::Causal, ..case };
+        let scores = Scores { soft_cap: case.scores.soft_cap, ..Scores::PLAIN };
+        let case = Case { q_layout: layout, kv_layout: layout, mask: Mask::Causal, scores, ..case };
         let Case { seq_q, capacity, heads: (heads_q, _), head_dim, head_dim_v, .. } = case;
         prop_assume!(case.lens.iter().all(|&len| len >= seq_q));
         let [q, k, v] = case.data();
@@ -692,7 +834,8 @@ fn huge_scores() -> TestResult {
 /// (of v: and the column) that it enters, and all other bits are as without it.
 fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestResult {
     let (len, (heads_q, heads_kv), head_dim) = (case.lens[0], case.heads, case.head_dim);
-    let sequence = case.sequence(len, None);
+    let own = case.own(0, len);
+    let sequence = case.sequence(len, &own);
     let clean = case.data();
     let (want, _) = compute(device, case, &clean, None)?;
     for &(tensor, place) in places {
@@ -705,7 +848,7 @@ fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestRes
         let (got, _) = compute(device, case, &data, None)?;
         for (index, (got, want)) in std::iter::zip(&got, &want).enumerate() {
             let (row, head, col) = (index / head_dim / heads_q, index / head_dim % heads_q, index % head_dim);
-            let enters = sequence.sees(row, place) && head >= heads_q - heads_q / heads_kv;
+            let enters = sequence.sees(head, row, place) && head >= heads_q - heads_q / heads_kv;
             let hit = match tensor {
                 0 => row == place && head == heads_q - 1,
                 1 => enters,
@@ -762,6 +905,34 @@ fn borders_on_tensor_cores() -> TestResult {
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+        }
+    }
+    Ok(())
+}
+
+/// Block masks over many words, of which few blocks are seen, on every device; and those whose blocks are smaller and larger than the
+/// steps of Hopper's tensor cores, some rows of which see a block.
+#[test]
+fn blocks() -> TestResult {
+    let few = 1 << 48;
+    for (dtype, seq_q, len, head_dim, size, seed) in [
+        (DType::F32, 70, 1100, 64, 16, few),
+        (DType::BF16, 200, 1000, 128, 128, few + 1),
+        (DType::F16, 130, 300, 256, 32, 1),
+        (DType::BF16, 200, 290, 64, 64, 2),
+    ] {
+        let scores = Scores { blocks: Some(size), ..Scores::PLAIN };
+        let case = Case { scores, seed, ..plain(dtype, seq_q, len, (2, 1), head_dim) };
+        let data = case.data();
+        let expected = expect(&case, &data);
+        for device in
+            &cards_of(Arch::Sm90a).into_iter().chain(devices_for(case.work() / 4)).collect::<Vec<_>>()
+        {
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?} {case:?}"), &case, &results, &expected)?;
+            if len < 300 {
+                nan_stays(device, &case, &[(1, 150), (2, 40), (2, 250)])?;
+            }
         }
     }
     Ok(())
@@ -1016,12 +1187,43 @@ fn bad_input() -> Result<(), Error> {
             kv_lens: None,
             out: out.view_mut(),
             lse: None,
-            scores: ScoreTensors { sinks: Some(sinks.view()) },
+            scores: ScoreTensors { sinks: Some(sinks.view()), ..ScoreTensors::default() },
             page_table: None,
         };
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "attention: sinks: expected shape [4], got [3]"
+        );
+        let scores = Scores { bias: Bias::Boolean, blocks: Some(16), ..Scores::PLAIN };
+        let masked = Attention::plan(device, AttentionProblem { scores, ..problem })?;
+        let (bias, floats) = (tensor(&[1, 4, 1, 8], DType::I8)?, tensor(&[1, 4, 1, 8], DType::F32)?);
+        let wide = tensor(&[1, 3, 1, 1], DType::U32)?;
+        let mut of_masks = |bias: Option<&Tensor>, blocks: Option<&Tensor>| {
+            let (bias, blocks) = (bias.map(Tensor::view), blocks.map(Tensor::view));
+            let scores = ScoreTensors { bias, blocks, ..ScoreTensors::default() };
+            let (q, k, v) = (q.view(), kv.view(), kv.view());
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens: None,
+                out: out.view_mut(),
+                lse: None,
+                scores,
+                page_table: None,
+            };
+            masked.run(&stream, args).unwrap_err().to_string()
+        };
+        assert_eq!(of_masks(None, None), "attention: bias: expected a tensor, as planned, got none");
+        assert_eq!(of_masks(Some(&bias), None), "attention: blocks: expected a tensor, as planned, got none");
+        assert_eq!(
+            of_masks(Some(&floats), None),
+            "attention: blocks: expected a tensor, as planned, got none"
+        );
+        assert_eq!(of_masks(Some(&floats), Some(&wide)), "attention: bias: expected i8, got f32");
+        assert_eq!(
+            of_masks(Some(&bias), Some(&wide)),
+            "attention: blocks: expected shape [1, 4, 1, 1], got [1, 3, 1, 1]"
         );
         let narrow = AttentionProblem { head_dim_v: 32, ..problem };
         let args = AttentionArgs {
@@ -1124,8 +1326,12 @@ fn bad_input() -> Result<(), Error> {
             (AttentionProblem { window: Some(0), ..problem }, "a window of at least 1 key, got 0"),
             (AttentionProblem { scale: Some(f32::NAN), ..problem }, "a finite scale, got NaN"),
             (
-                AttentionProblem { scores: Scores { soft_cap: Some(0.0) }, ..problem },
+                AttentionProblem { scores: Scores { soft_cap: Some(0.0), ..Scores::PLAIN }, ..problem },
                 "a soft cap from 1e-30 to 1e30, got 0",
+            ),
+            (
+                AttentionProblem { scores: Scores { blocks: Some(48), ..Scores::PLAIN }, ..problem },
+                "blocks of 16, 32, 64 or 128, got 48",
             ),
             (AttentionProblem { seq_kv: 1 << 30, ..problem }, "seq_kv below 2^30, got 1073741824"),
         ];

@@ -87,9 +87,34 @@ pub struct ScoreDims {
     pub cap_in: f32,
     /// See `cap_in`.
     pub cap_out: f32,
+    /// What is given for each query and key: [`NO_BIAS`], [`ADDED`] or [`SEEN`].
+    pub bias: u32,
+    /// From one sequence to the next, in the bias; 0 if there is one for all.
+    pub bias_batch_stride: u32,
+    /// The same for heads.
+    pub bias_head_stride: u32,
+    /// The same for queries.
+    pub bias_query_stride: u32,
+    /// log2 of the queries, and of the keys, of a block of the block mask; 0 if there is none.
+    pub block_shift: u32,
+    /// Query heads of one head of the block mask.
+    pub blocks_group: u32,
+    /// In words: from one sequence to the next, in the block mask; 0 if there is one for all.
+    pub blocks_batch_stride: u32,
+    /// The same for the block mask's heads.
+    pub blocks_head_stride: u32,
+    /// From one block of queries to the next.
+    pub blocks_query_stride: u32,
 }
 
-const _: () = assert!(size_of::<AttentionDims>() == 140);
+/// [`ScoreDims::bias`]: nothing.
+pub const NO_BIAS: u32 = 0;
+/// [`ScoreDims::bias`]: numbers of the type of q, which are added to the scores.
+pub const ADDED: u32 = 1;
+/// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
+pub const SEEN: u32 = 2;
+
+const _: () = assert!(size_of::<AttentionDims>() == 176);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -179,6 +204,11 @@ pub const DECODE_RING_PADDING: u32 = 4;
 pub const WGMMA_STAGES: u32 = 2;
 /// Shared memory of a `Wgmma` tile behind its tensors: barriers and marks.
 pub const WGMMA_BARRIER_BYTES: u32 = 256;
+
+/// Whether the `Wgmma` kernels of so many consumers know block masks: with three, 32 registers are too few for those who load.
+pub const fn wgmma_knows_blocks(consumers: u32) -> bool {
+    consumers == 2
+}
 
 /// Whether the result of a `Wgmma` tile takes q's place in shared memory: where there is no room for both.
 pub const fn wgmma_out_in_q(dim: u32) -> bool {

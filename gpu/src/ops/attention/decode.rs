@@ -28,7 +28,7 @@ use abi::ops::attention::{AttentionDims, MAX_PREFILL_DIM, SPLIT_KEYS, THREADS, d
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
-use super::scores::{capped, has_cap};
+use super::scores::{Masks, capped, has_cap, has_masks};
 use super::{Pages, Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::weight;
 
@@ -122,6 +122,7 @@ pub(super) unsafe fn split<
     v: *const T,
     kv_lens: *const u32,
     page_table: *const u32,
+    masks: Masks,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
@@ -287,14 +288,24 @@ pub(super) unsafe fn split<
             own.has(first_key + key as i32) && key < SPLIT_KEYS
         };
         let mut p = [f32::NEG_INFINITY; 16];
+        // A bit for each key that is seen.
+        let mut seen = 0u32;
         let mut largest = f32::NEG_INFINITY;
         let mut i = 0;
         while i < per_lane {
-            if visible(i) {
+            let mut term = Some(0.0);
+            if visible(i) && has_masks(dims) {
+                let (query, head) = place(first_row + lane_row);
+                let key = first_key as u32 + warp_idx * WARP_KEYS + (i as u32 * 32 + lane) / ROWS as u32;
+                term = masks.term::<T>([batch, head, query], key, dims);
+            }
+            if let (Some(term), true) = (term, visible(i)) {
                 p[i] = shared::load_f32(address(i));
                 if has_cap(dims) {
                     p[i] = capped(p[i], dims);
                 }
+                p[i] += term;
+                seen |= 1 << i;
             }
             largest = math::max(largest, p[i]);
             i += 1;
@@ -317,7 +328,7 @@ pub(super) unsafe fn split<
         let mut i = 0;
         while i < per_lane {
             p[i] = weight::<T>(p[i] - base);
-            shared::store_f32(address(i), if visible(i) { p[i] } else { -1.0 });
+            shared::store_f32(address(i), if seen >> i & 1 != 0 { p[i] } else { -1.0 });
             i += 1;
         }
         // Halves first, then quarters, …: with the shuffles one tree over the warp's keys, whatever ROWS is.
@@ -363,7 +374,7 @@ pub(super) unsafe fn split<
         let mut iteration = start;
         while iteration < end {
             let key = first_key + (iteration * of_v.step) as i32;
-            if key >= all.lo && key + of_v.step as i32 <= all.hi {
+            if key >= all.lo && key + of_v.step as i32 <= all.hi && !has_masks(dims) {
                 add_values::<T, DIM_V, ROWS, LANE_V, false>(
                     &mut result,
                     weights,

@@ -174,12 +174,15 @@ macro_rules! entry {
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
+            bias: *const u8,
+            blocks: *const u32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let masks = scores::Masks { bias, blocks };
                 prefill::tile::<$type, $dim, $keys, $lanes>(
-                    q, k, v, kv_lens, page_table, out, lse, sinks, &dims,
+                    q, k, v, kv_lens, page_table, out, lse, sinks, masks, &dims,
                 )
             }
         }
@@ -190,19 +193,22 @@ macro_rules! entry {
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
         #[kernel(max_threads = 128, min_blocks = 3)]
-        #[allow(non_snake_case)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
             page_table: *const u32,
+            bias: *const u8,
+            blocks: *const u32,
             partial: *mut f32,
             stats: *mut f32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let masks = scores::Masks { bias, blocks };
                 decode::split::<
                     $type,
                     $dim,
@@ -210,7 +216,7 @@ macro_rules! entry {
                     $rows,
                     { decode::per_lane($dim) },
                     { decode::per_lane($dim_v) },
-                >(q, k, v, kv_lens, page_table, partial, stats, &dims)
+                >(q, k, v, kv_lens, page_table, masks, partial, stats, &dims)
             }
         }
     };
@@ -258,6 +264,8 @@ macro_rules! decode_ring_entries {
             v: *const $type,
             kv_lens: *const u32,
             page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
             partial: *mut f32,
             stats: *mut f32,
             dims: AttentionDims,
@@ -293,6 +301,8 @@ macro_rules! prefill_mma_entries {
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
+            _bias: *const u8,
+            _blocks: *const u32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
@@ -335,6 +345,7 @@ macro_rules! wgmma_entries {
             page_table: *const u32,
             lse: *mut f32,
             sinks: *const f32,
+            blocks: *const u32,
             dims: AttentionDims,
         ) {
             let maps = wgmma::Maps { q, k, v: v_map, out };
@@ -350,7 +361,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(maps, v, kv_lens, page_table, lse, sinks, &dims)
+                >(maps, v, kv_lens, page_table, lse, sinks, blocks, &dims)
             }
         }
     )*};

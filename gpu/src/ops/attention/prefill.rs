@@ -19,14 +19,14 @@
 //! ```
 //!
 //! Tiles of keys start at multiples of KEYS, those without a visible key are skipped, and those that every row sees
-//! whole take a path without masks. A tile of which a row sees nothing leaves that row's bits as they were, so a row's
+//! whole take a path without masks. With a block mask those without a block of their rows' are skipped as well. A tile of which a row sees nothing leaves that row's bits as they were, so a row's
 //! result does not depend on the other rows of its block.
 
 use abi::ops::attention::{AttentionDims, PREFILL_THREAD_ROWS, THREADS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
-use super::scores::{capped, has_cap, sink};
+use super::scores::{Blocks, Masks, capped, has_blocks, has_cap, has_masks, sink};
 use super::{Pages, Visible, load_piece, offset, sequence_len};
 use crate::tile::softmax::{join, log_sum_exp, weight};
 
@@ -137,6 +137,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
+    masks: Masks,
     dims: &AttentionDims,
 ) {
     let groups = THREADS / LANES;
@@ -171,7 +172,17 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
         let all = Visible { lo: last_row.lo, hi: first_row.hi };
 
         let keys = KEYS as i32;
-        let mut key = any.lo / keys * keys;
+        // The tile at `key`, or the next one of which some row sees a block.
+        let next = |key: i32| {
+            if has_blocks(dims) && key < any.hi {
+                let blocks = Blocks::new(masks.blocks, batch, head, dims);
+                let next = blocks.next([first_query, end_query - 1], key as u32, any.hi as u32, dims) as i32;
+                if next < any.hi { next / keys * keys } else { any.hi }
+            } else {
+                key
+            }
+        };
+        let mut key = next(any.lo / keys * keys);
         let mut held = fetch::<T, DIM, KEYS>(k, k_row, dims.head_dim, key, any.hi, dims);
 
         let per_row = (DIM / T::PER_16_BYTES) as u32;
@@ -210,26 +221,28 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             if has_cap(dims) {
                 cap::<KEYS, LANES>(&mut state, dims);
             }
-            let whole = key >= all.lo && key + keys <= all.hi;
+            let whole = key >= all.lo && key + keys <= all.hi && !has_masks(dims);
             if whole {
                 softmax::<T, DIM, KEYS, LANES>(&mut state, |_, _| true);
             } else {
+                let place = [batch, head, first_query + y];
+                let seen = mask::<T, KEYS, LANES>(&mut state, masks, place, key + x as i32, len, dims);
                 softmax::<T, DIM, KEYS, LANES>(&mut state, |row, col| {
-                    let query = first_query + y + row as u32 * groups;
-                    Visible::new(dims, len, query as i32).has(key + (col as u32 * LANES + x) as i32)
+                    seen >> (row * MAX_COLS + col) & 1 != 0
                 });
             }
             thread::sync_threads();
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
-            held = fetch::<T, DIM, KEYS>(k, k_row, dims.head_dim, key + keys, any.hi, dims);
+            let following = next(key + keys);
+            held = fetch::<T, DIM, KEYS>(k, k_row, dims.head_dim, following, any.hi, dims);
             if whole {
                 accumulate::<DIM, KEYS, LANES, false>(&mut state, kv_base, x, (any.hi - key) as u32);
             } else {
                 accumulate::<DIM, KEYS, LANES, true>(&mut state, kv_base, x, (any.hi - key) as u32);
             }
             thread::sync_threads();
-            key += keys;
+            key = following;
         }
 
         let sink = sink::<T>(sinks, head);
@@ -348,6 +361,43 @@ fn cap<const KEYS: usize, const LANES: u32>(state: &mut State, dims: &AttentionD
         *s = capped(*s, dims);
         i += 1;
     }
+}
+
+/// Which scores' keys are seen, a bit each: those of rows from `query` and keys from `key` on. Adds the bias to their scores.
+///
+/// # Safety
+/// - As for [`Masks::term`].
+#[inline(always)]
+unsafe fn mask<T: Element, const KEYS: usize, const LANES: u32>(
+    state: &mut State,
+    masks: Masks,
+    [batch, head, query]: [u32; 3],
+    key: i32,
+    len: i32,
+    dims: &AttentionDims,
+) -> u32 {
+    let cols = KEYS / LANES as usize;
+    let mut seen = 0;
+    let mut row = 0;
+    while row < ROWS {
+        let query = query + row as u32 * (THREADS / LANES);
+        let visible = Visible::new(dims, len, query as i32);
+        let mut col = 0;
+        while col < cols {
+            let key = key + (col as u32 * LANES) as i32;
+            let mut is_seen = visible.has(key);
+            if has_masks(dims) && is_seen && query < dims.seq_q {
+                // SAFETY: the key is one of the sequence's — the caller.
+                let term = unsafe { masks.term::<T>([batch, head, query], key as u32, dims) };
+                is_seen = term.is_some();
+                state.s[row][col] += term.unwrap_or(0.0);
+            }
+            seen |= u32::from(is_seen) << (row * MAX_COLS + col);
+            col += 1;
+        }
+        row += 1;
+    }
+    seen
 }
 
 /// Turns the scores into weights, and brings maximum, sum and result up to date. `visible(row, col)` is the mask.

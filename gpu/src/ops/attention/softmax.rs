@@ -6,7 +6,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{math, thread, warp};
 
 use super::Visible;
-use super::scores::capped;
+use super::scores::{Blocks, capped};
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
@@ -47,6 +47,36 @@ pub(super) fn mask<const SCORES: usize>(
         let (key, row) = ((8 * (i / 4) + i % 2) as i32, i / 2 % 2);
         if key < lo[row] || key >= hi[row] {
             s[i] = f32::NEG_INFINITY;
+        }
+        i += 1;
+    }
+}
+
+/// Scores of blocks of keys that a row does not see become −∞. The thread's first key is `first`, at most 7 further than the first of
+/// the step, its rows are `query` and 8 further, which are of one block of the mask.
+///
+/// # Safety
+/// - The block mask of a head, *in-bounds* for `dims`.
+#[inline(always)]
+pub(super) unsafe fn mask_blocks<const SCORES: usize>(
+    s: &mut [f32; SCORES],
+    blocks: Blocks,
+    query: u32,
+    first: u32,
+    dims: &AttentionDims,
+) {
+    // SAFETY: a query and a key of the mask — the caller.
+    let bits = unsafe { blocks.bits(query.min(dims.seq_q - 1), first, dims) };
+    let shift = dims.scores.block_shift;
+    let within = first & ((1 << shift) - 1);
+    let mut i = 0;
+    while i < SCORES / 4 {
+        if bits >> ((within + 8 * i as u32) >> shift) & 1 == 0 {
+            let mut j = 0;
+            while j < 4 {
+                s[4 * i + j] = f32::NEG_INFINITY;
+                j += 1;
+            }
         }
         i += 1;
     }

@@ -5,6 +5,7 @@ use abi::ops::attention::AttentionDims;
 use super::{Visible, sequence_len};
 
 /// A tile of queries and the keys that it sees.
+#[derive(Clone, Copy)]
 pub(super) struct Tile {
     pub(super) batch: u32,
     pub(super) head: u32,

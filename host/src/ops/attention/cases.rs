@@ -34,8 +34,6 @@ pub struct AttentionCase {
     pub page_size: Option<usize>,
 }
 
-const PLAIN: Scores = Scores { soft_cap: None };
-
 const fn prefill(
     name: &'static str,
     batch: usize,
@@ -55,7 +53,7 @@ const fn prefill(
         head_dim_v: head_dim,
         is_latent: false,
         mask,
-        scores: PLAIN,
+        scores: Scores::PLAIN,
         has_sinks: false,
         page_size: None,
     }
@@ -80,7 +78,7 @@ const fn decode(
         head_dim_v: head_dim,
         is_latent: false,
         mask: Mask::Causal,
-        scores: PLAIN,
+        scores: Scores::PLAIN,
         has_sinks: false,
         page_size: None,
     }
@@ -93,7 +91,12 @@ const fn paged(case: AttentionCase, page_size: usize, name: &'static str) -> Att
 
 /// Gemma 2's, whose every other layer sees all keys.
 const fn capped(case: AttentionCase) -> AttentionCase {
-    AttentionCase { scores: Scores { soft_cap: Some(50.0) }, ..case }
+    AttentionCase { scores: Scores { soft_cap: Some(50.0), ..Scores::PLAIN }, ..case }
+}
+
+/// A prompt of which every block of 128 queries sees a tenth of the blocks of 128 keys.
+const fn sparse(case: AttentionCase) -> AttentionCase {
+    AttentionCase { scores: Scores { blocks: Some(128), ..Scores::PLAIN }, ..case }
 }
 
 /// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
@@ -140,6 +143,8 @@ pub const CASES: &[AttentionCase] = cases! {
         latent("glm-4.7-flash latent decode 8", 8, 20, CONTEXT),
         latent("glm-4.7-flash latent decode 32", 32, 20, CONTEXT),
         latent("glm-4.7-flash latent decode 128", 128, 20, CONTEXT),
+        prefill("B1 H32/8 S16384 D128", 1, (32, 8), 16384, 128, Mask::None),
+        sparse(prefill("B1 H32/8 S16384 D128 blocks 10 %", 1, (32, 8), 16384, 128, Mask::None)),
         capped(prefill("gemma-2-27b prefill 4096 soft cap", 1, (32, 16), 4096, 128, Mask::Causal)),
         capped(decode("gemma-2-27b decode 8 soft cap", 8, (32, 16), CONTEXT, 128)),
         AttentionCase { has_sinks: true, ..prefill("gpt-oss-120b prefill 4096 sinks", 1, (64, 8), 4096, 64, Mask::Causal) },

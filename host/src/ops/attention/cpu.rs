@@ -1,10 +1,10 @@
 //! Attention on the CPU: online softmax over tiles of keys, tiles of queries in parallel.
 
 use abi::DType;
-use abi::ops::attention::{AttentionDims, ScoreDims};
+use abi::ops::attention::{ADDED, AttentionDims, SEEN};
 use half::{bf16, f16};
 
-use super::{AttentionArgs, AttentionProblem, visible};
+use super::{AttentionArgs, AttentionProblem, scores, visible};
 use crate::error::Error;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
@@ -21,11 +21,10 @@ pub(super) fn run(
     dims: &AttentionDims,
     args: &mut AttentionArgs<'_>,
 ) -> Result<(), Error> {
-    let scale = problem.scale();
     match problem.dtype {
-        DType::F16 => tiles::<f16>(dims, scale, args),
-        DType::BF16 => tiles::<bf16>(dims, scale, args),
-        _ => tiles::<f32>(dims, scale, args),
+        DType::F16 => tiles::<f16>(problem, dims, args),
+        DType::BF16 => tiles::<bf16>(problem, dims, args),
+        _ => tiles::<f32>(problem, dims, args),
     }
     Ok(())
 }
@@ -49,7 +48,8 @@ impl Row {
     }
 }
 
-fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut AttentionArgs<'_>) {
+fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args: &mut AttentionArgs<'_>) {
+    let scale = problem.scale();
     let (seq_q, head_dim, head_dim_v) =
         (dims.seq_q as usize, dims.head_dim as usize, dims.head_dim_v as usize);
     let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
@@ -69,7 +69,30 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
         place(page, page_stride) + place(key & ((1 << dims.page_log2) - 1), token_stride)
     };
     let query_tiles = seq_q.div_ceil(QUERIES);
-    let ScoreDims { cap_in, cap_out } = dims.scores;
+    let [cap_in, cap_out] = scores::cap(problem, None);
+    let blocks = args.scores.blocks.as_ref().map(|blocks| blocks.host_slice::<u32>());
+    let added = (dims.scores.bias == ADDED)
+        .then(|| args.scores.bias.as_ref().map(|bias| bias.host_slice::<T>()))
+        .flatten();
+    let seen = (dims.scores.bias == SEEN)
+        .then(|| args.scores.bias.as_ref().map(|bias| bias.host_slice::<i8>()))
+        .flatten();
+    let bias_row = |batch: usize, query: usize, head: usize| {
+        place(batch, dims.scores.bias_batch_stride)
+            + place(query, dims.scores.bias_query_stride)
+            + place(head, dims.scores.bias_head_stride)
+    };
+    // What is added to a score; none if the key is hidden.
+    let term = |[batch, head, query]: [usize; 3], key: usize| -> Option<f32> {
+        if blocks.is_some_and(|blocks| !scores::in_block(dims, blocks, [batch, head, query], key)) {
+            return None;
+        }
+        let at = bias_row(batch, query, head) + key;
+        if seen.is_some_and(|seen| seen[at] == 0) {
+            return None;
+        }
+        Some(added.map_or(0.0, |added| added[at].to_f32())).filter(|&term| term != f32::NEG_INFINITY)
+    };
 
     // A task is a tile of queries of all the heads that share a key head: k and v are converted once for them.
     let num_tasks = dims.batch as usize * heads_kv * query_tiles;
@@ -109,7 +132,8 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 widen(&k[k_row..][..head_dim], &mut keys[at(head_dim)]);
                 widen(&v[v_row..][..head_dim_v], &mut values[at(head_dim_v)]);
             }
-            for (index, (row, (query, _))) in std::iter::zip(&mut rows, pairs()).enumerate() {
+            for (index, (row, (query, head))) in std::iter::zip(&mut rows, pairs()).enumerate() {
+                let place = [batch, head, query];
                 let (lo, hi) = visible(dims, len, query as u32);
                 let span = lo.max(first)..hi.min(first + KEYS);
                 if span.is_empty() {
@@ -118,11 +142,17 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 let span = span.start - first..span.end - first;
                 let query = &scaled[index * head_dim..][..head_dim];
                 let mut max = row.max;
+                let mut hidden = [false; KEYS];
                 for key in span.clone() {
+                    let Some(term) = term(place, first + key) else {
+                        hidden[key] = true;
+                        continue;
+                    };
                     weights[key] = dot(query, &keys[key * head_dim..][..head_dim]);
                     if cap_in != 0.0 {
                         weights[key] = cap_out * (cap_in * weights[key]).tanh();
                     }
+                    weights[key] += term;
                     max = max.max(weights[key]);
                 }
                 let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
@@ -130,7 +160,7 @@ fn tiles<T: FloatElement>(dims: &AttentionDims, scale: f32, args: &mut Attention
                 row.max = max;
                 row.sum *= decay;
                 row.out.iter_mut().for_each(|out| *out *= decay);
-                for key in span {
+                for key in span.filter(|&key| !hidden[key]) {
                     let weight = (weights[key] - base).exp();
                     row.sum += weight;
                     for (out, value) in

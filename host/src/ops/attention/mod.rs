@@ -9,7 +9,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS,
+    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS, ScoreDims,
 };
 
 use crate::device::Device;
@@ -24,7 +24,7 @@ use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 pub use cases::{AttentionCase, CASES};
-pub use scores::{ScoreTensors, Scores};
+pub use scores::{Bias, ScoreTensors, Scores};
 pub use select::{AttentionChoice, MAX_DECODE_QUERIES, MAX_TENSOR_DECODE_QUERIES, select};
 
 const OP: &str = "attention";
@@ -71,7 +71,7 @@ pub struct AttentionProblem {
     pub mask: Mask,
     /// A sliding window: of those a query sees only the last W, that is `j > i + len − seq_q − W`.
     pub window: Option<usize>,
-    /// What changes scores besides: a soft cap.
+    /// What changes scores besides: a soft cap, masks of one's own.
     pub scores: Scores,
     /// Keys of a page, one of [`PAGE_SIZES`], if k and v are pools of pages; `seq_kv` is then the most keys of a sequence that
     /// its pages hold.
@@ -117,6 +117,11 @@ pub struct AttentionArgs<'a> {
 ///
 /// **Soft cap** ([`Scores::soft_cap`]): a scaled product s becomes `cap · tanh(s / cap)`, before masks (Gemma 2); also one of ±∞.
 ///
+/// **Masks of one's own** ([`Scores::bias`], [`Scores::blocks`]): a number for each query and key that is added to the score, or a byte
+/// that says whether the query sees the key; a bit for each block of queries and block of keys. They hide keys besides the mask and
+/// the window; a hidden key, also one whose number is −∞, makes no difference whatever it is. Blocks that no query of a kernel's tile
+/// sees are not read by the kernels of many queries, so time is in proportion to the others; those of few queries read all. Additive and
+/// boolean masks have no kernels on tensor cores, block masks those of Hopper.
 /// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a key or value
 /// (gpt-oss); one of −∞ changes nothing.
 ///
@@ -337,7 +342,8 @@ impl Attention {
                         dims.seq_q.to_string(),
                     ));
                 };
-                dims.scores = scores::dims(&self.problem, Some(variant.tile));
+                let [cap_in, cap_out] = scores::cap(&self.problem, Some(variant.tile));
+                dims.scores = ScoreDims { cap_in, cap_out, ..dims.scores };
                 match (variant.tile, splits) {
                     (tile, Some(splits)) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
@@ -390,10 +396,11 @@ impl Attention {
             (&v_map).into(),
             (&out_map).into(),
             (*v).into(),
-            kv_lens.map_or(Param::Address(0), Param::from),
-            page_table.map_or(Param::Address(0), Param::from),
+            optional(kv_lens),
+            optional(page_table),
             Param::optional(lse.as_ref()),
-            scores.sinks_param(),
+            optional(&scores.sinks),
+            optional(&scores.blocks),
             dims.into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
@@ -446,7 +453,7 @@ impl Attention {
             lse.expect(OP, "lse", device, DType::F32, &[Some(batch), Some(heads_q), Some(seq_q)])?;
             lse.expect_inner_contiguous(OP, "lse")?;
         }
-        scores.check(&self.problem, device)?;
+        let scores = scores.check(&self.problem, device, [batch, seq_q, seq_kv])?;
         let planned = [
             ("q", "sequences", batch, self.problem.batch),
             ("q", "queries", seq_q, self.problem.seq_q),
@@ -508,7 +515,7 @@ impl Attention {
                 DType::F32 => self.problem.scale(),
                 _ => self.problem.scale() * std::f32::consts::LOG2_E,
             },
-            scores: scores::dims(&self.problem, None),
+            scores,
             page_log2: cache.page_log2,
             num_pages: cache.num_pages,
             table_stride: cache.table_stride,
@@ -621,11 +628,13 @@ fn prefill(
         (*q).into(),
         (*k).into(),
         (*v).into(),
-        kv_lens.map_or(Param::Address(0), Param::from),
-        page_table.map_or(Param::Address(0), Param::from),
+        optional(kv_lens),
+        optional(page_table),
         out.into(),
         Param::optional(lse.as_ref()),
-        scores.sinks_param(),
+        optional(&scores.sinks),
+        optional(&scores.bias),
+        optional(&scores.blocks),
         dims.into(),
     ];
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
@@ -645,15 +654,16 @@ fn decode(
     let Splits { merge, workspace } = splits;
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
-    let kv_lens = || kv_lens.map_or(Param::Address(0), Param::from);
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
     let params = [
         (*q).into(),
         (*k).into(),
         (*v).into(),
-        kv_lens(),
-        page_table.map_or(Param::Address(0), Param::from),
+        optional(kv_lens),
+        optional(page_table),
+        optional(&scores.bias),
+        optional(&scores.blocks),
         partial.into(),
         stats.into(),
         dims.into(),
@@ -661,10 +671,10 @@ fn decode(
     let merge_params = [
         partial.into(),
         stats.into(),
-        kv_lens(),
+        optional(kv_lens),
         out.into(),
         Param::optional(lse.as_ref()),
-        scores.sinks_param(),
+        optional(&scores.sinks),
         dims.into(),
     ];
     let _alone = workspace.enter(stream)?;
@@ -699,6 +709,11 @@ fn box_keys(problem: &AttentionProblem, step_keys: u32) -> u32 {
     // Page sizes are powers of two: the largest that divides the step is that of its lowest bit.
     let divisor = 1 << step_keys.trailing_zeros();
     problem.page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
+}
+
+/// The address of a tensor that there may be, else null.
+fn optional<'a>(view: &Option<TensorView<'a>>) -> Param<'a> {
+    view.map_or(Param::Address(0), Param::from)
 }
 
 /// Blocks altogether.

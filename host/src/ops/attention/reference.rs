@@ -34,14 +34,32 @@ pub struct Options<'a> {
     pub soft_cap: Option<f64>,
     /// `[heads_q]`: scores without a key.
     pub sinks: Option<&'a [f64]>,
+    /// `[heads_q, seq_q, len]`: is added to a score; −∞ hides the key.
+    pub bias: Option<&'a [f64]>,
+    /// The queries, and keys, of a block, and `[heads_q, blocks of queries, blocks of keys]`: whether these see those.
+    pub blocks: Option<(usize, &'a [bool])>,
 }
 
 impl Sequence<'_> {
-    /// Whether `query` sees `key`.
-    pub fn sees(&self, query: usize, key: usize) -> bool {
+    /// Whether `query` of `head` sees `key`.
+    pub fn sees(&self, head: usize, query: usize, key: usize) -> bool {
+        self.sees_place(query, key)
+            && self.bias(head, query, key) != f64::NEG_INFINITY
+            && self.options.blocks.is_none_or(|(size, blocks)| {
+                let (rows, cols) = (self.seq_q.div_ceil(size), self.len.div_ceil(size));
+                blocks[(head * rows + query / size) * cols + key / size]
+            })
+    }
+
+    fn sees_place(&self, query: usize, key: usize) -> bool {
         let (query, key) = (query as i64 + self.len as i64 - self.seq_q as i64, key as i64);
         (self.mask == super::Mask::None || key <= query)
             && self.window.is_none_or(|window| key > query - window as i64)
+    }
+
+    /// What is added to the score.
+    fn bias(&self, head: usize, query: usize, key: usize) -> f64 {
+        self.options.bias.map_or(0.0, |bias| bias[(head * self.seq_q + query) * self.len + key])
     }
 
     /// The score of a product that was multiplied by the scale.
@@ -88,13 +106,15 @@ pub fn attention<A: Real>(
         for query in 0..seq_q {
             let place = query * heads_q + head;
             let row = &q[place * head_dim..][..head_dim];
-            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
+            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(head, query, key)).collect();
             let dot = |key: usize| -> A {
                 std::iter::zip(row, &k[kv_row(key, head_dim)..][..head_dim])
                     .map(|(&a, &b)| A::real(a) * A::real(b))
                     .sum()
             };
-            let score = |&key: &usize| sequence.score(dot(key) * A::real(scale));
+            let score = |&key: &usize| {
+                sequence.score(dot(key) * A::real(scale)) + A::real(sequence.bias(head, query, key))
+            };
             let scores: Vec<A> = keys.iter().map(score).collect();
             // Not −∞ where every score is: −∞ − −∞ has no value.
             let sink = A::real(sequence.sink(head));
@@ -119,7 +139,7 @@ pub fn attention<A: Real>(
 
 /// What the errors of [`attention`] are relative to: the terms of the sums taken absolute, and the condition of the softmax.
 ///
-/// A score errs in proportion to `a = scale · Σ|q·k|` (under a soft cap to that times the slope there, and to itself), and `∂out/∂score = p·(v − out)`. So out errs in proportion to
+/// A score errs in proportion to `a = scale · Σ|q·k|` (under a soft cap to that times the slope there, and to itself), and to what is added to it, and `∂out/∂score = p·(v − out)`. So out errs in proportion to
 /// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as with
 /// scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
 pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
@@ -132,7 +152,7 @@ pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<
         for query in 0..seq_q {
             let place = query * heads_q + head;
             let row = &q[place * head_dim..][..head_dim];
-            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(query, key)).collect();
+            let keys: Vec<usize> = (0..len).filter(|&key| sequence.sees(head, query, key)).collect();
             let dots = |absolute: fn(f64) -> f64| -> Vec<f64> {
                 let dot = |&key: &usize| -> f64 {
                     std::iter::zip(row, &k[kv_row(key, head_dim)..][..head_dim])
@@ -142,9 +162,14 @@ pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<
                 keys.iter().map(dot).collect()
             };
             let (products, terms) = (dots(|term| term), dots(f64::abs));
-            let scores: Vec<f64> = products.iter().map(|&product| sequence.score(product)).collect();
+            let biases: Vec<f64> = keys.iter().map(|&key| sequence.bias(head, query, key)).collect();
+            let scores: Vec<f64> = std::iter::zip(&products, &biases)
+                .map(|(&product, bias)| sequence.score(product) + bias)
+                .collect();
             let terms: Vec<f64> = std::iter::zip(products, terms)
                 .map(|(product, terms)| sequence.condition(product, terms))
+                .zip(&biases)
+                .map(|(terms, bias)| terms + bias.abs())
                 .collect();
             let sink = sequence.sink(head);
             let max = scores.iter().copied().fold(sink, f64::max);

@@ -5,8 +5,8 @@ use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
 use super::super::tile::Tile;
-use super::super::{Pages, Visible, offset};
-use super::walk::{Places, Tiles, Turn};
+use super::super::{Pages, offset};
+use super::walk::{NONE, Places, Tiles, Turn, Walk};
 use super::{CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 
@@ -22,6 +22,7 @@ const CLEANER_THREADS: u32 = 96;
 pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
     places: Places,
     kv_lens: *const u32,
+    blocks: *const u32,
     dims: &AttentionDims,
 ) {
     let member = thread::thread_idx_x() - 32;
@@ -33,13 +34,15 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
         while let Some(number) = tiles.next() {
-            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
-            let mut step = tile.end;
-            while step > tile.first {
-                step -= 1;
+            let walk = Walk::new::<ROWS>(Tile::new::<KEYS, ROWS>(number, kv_lens, dims), blocks, dims);
+            let tile = &walk.tile;
+            let mut next = walk.below::<KEYS>(tile.end, dims);
+            while next != NONE {
+                let step = next;
+                next = walk.below::<KEYS>(step, dims);
                 let stage = turn.stage();
                 turn.0 += 1;
-                if !tile.is_border::<KEYS>(step) {
+                if !walk.is_border::<KEYS>(step, dims) {
                     continue;
                 }
                 mbarrier::wait_parity(places.raw_v(stage), parities >> stage & 1);
@@ -82,7 +85,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
 /// - All 128 threads of the consumer, whose results are in the boxes; v *in-bounds* for `dims`.
 #[inline(always)]
 pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
-    tile: &Tile,
+    walk: &Walk,
     boxes: u32,
     consumer: u32,
     member: u32,
@@ -90,6 +93,7 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
     pages: Pages,
     dims: &AttentionDims,
 ) {
+    let tile = &walk.tile;
     let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
     let first_query = tile.first_query + consumer * 64;
     let col = 2 * member;
@@ -97,14 +101,15 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
     // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
     unsafe {
         while col < dims.head_dim_v && key < tile.any.hi {
-            if tile.is_border::<KEYS>(key as u32 / KEYS) {
+            if walk.is_border::<KEYS>(key as u32 / KEYS, dims) {
                 let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                 let at = v.add(at + col as usize);
                 let values = [global::load(at).to_f32(), global::load(at.add(1)).to_f32()];
-                let mut row = 0;
+                // Opaque, so that the loop is not unrolled and its rows' places not kept in registers.
+                let mut row = thread::opaque(0);
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 while (is_bad[0] || is_bad[1]) && row < 64 {
-                    if Visible::new(dims, tile.len, (first_query + row) as i32).has(key) {
+                    if walk.sees(first_query + row, key, dims) {
                         let piece = (col / 8 % 8) ^ (row & 7);
                         let at = boxes + (col / 64 * ROWS + row) * ROW_BYTES + piece * 16 + col % 8 * 2;
                         let mut pair = [0f32; 8];

@@ -17,7 +17,7 @@
 //! ```
 //!
 //! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
-//! - Steps of keys without a visible key are skipped; only those that some row does not see whole are masked.
+//! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those that some row does not see whole are masked.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. Blocks take them forwards and backwards in turns, which evens
 //!   out what the order favours.
@@ -47,20 +47,20 @@
 mod borders;
 mod walk;
 
-use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_out_in_q};
+use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
-use super::scores::{has_cap, sink};
-use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
+use super::scores::{Blocks, has_blocks, has_cap, sink};
+use super::softmax::{Rows, cap, mask, mask_blocks, round, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, offset, within_page};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use walk::{MARKS, Places, Tiles, Turn};
+use walk::{MARKS, NONE, Places, Step, Tiles, Turn, Walk};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -88,8 +88,9 @@ pub(super) struct Maps {
 /// # Safety
 /// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS` and
 ///   `WEIGHTS` are `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
-/// - The maps are those of `Attention::run`, the scale is positive; v, `kv_lens`, lse and sinks *in-bounds* for `dims`.
+/// - The maps are those of `Attention::run`, the scale is positive; v, `kv_lens`, lse, sinks and the block mask *in-bounds* for `dims`.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tiles<
     T: Multiplicand + Multiply<[f32; SCORES]> + Multiply<[f32; SUMS]>,
     const DIM: u32,
@@ -107,6 +108,7 @@ pub(super) unsafe fn tiles<
     page_table: *const u32,
     lse: *mut f32,
     sinks: *const f32,
+    blocks: *const u32,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -146,18 +148,18 @@ pub(super) unsafe fn tiles<
     unsafe {
         if warpgroup == 0 {
             if CONSUMERS == 2 {
-                registers::decrease::<40>();
+                registers::decrease::<56>();
             } else {
                 registers::decrease::<32>();
             }
             if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, page_table, dims);
+                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, page_table, blocks, dims);
             } else if thread >= 32 {
-                clean::<T, DIM_V, KEYS, ROWS>(places, kv_lens, dims);
+                clean::<T, DIM_V, KEYS, ROWS>(places, kv_lens, blocks, dims);
             }
         } else {
             if CONSUMERS == 2 {
-                registers::increase::<232>();
+                registers::increase::<224>();
             } else {
                 registers::increase::<160>();
             }
@@ -170,6 +172,7 @@ pub(super) unsafe fn tiles<
                 page_table,
                 lse,
                 sinks,
+                blocks,
                 dims,
             );
         }
@@ -186,6 +189,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     places: Places,
     kv_lens: *const u32,
     page_table: *const u32,
+    blocks: *const u32,
     dims: &AttentionDims,
 ) {
     let mut turn = Turn(0);
@@ -193,10 +197,15 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next() {
-            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
+            let walk = Walk::new::<ROWS>(Tile::new::<KEYS, ROWS>(number, kv_lens, dims), blocks, dims);
+            let tile = &walk.tile;
             let batch = tile.batch as i32;
             let pages = Pages::new(page_table, dims, tile.batch);
+            let mut next = walk.below::<KEYS>(tile.end, dims);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+            let blocks_place = Blocks::place(tile.batch, tile.head, dims);
+            let words = [u32::from(next != NONE), tile.first_query, tile.len as u32, blocks_place];
+            shared::store_u32x4(places.tile(tiles.round), words);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
@@ -205,27 +214,28 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
                 tma::load(at, maps.q, from, places.full_q());
                 col += 1;
             }
-            let mut step = tile.end;
-            while step > tile.first {
-                step -= 1;
+            while next != NONE {
+                let step = next;
+                next = walk.below::<KEYS>(step, dims);
                 let (stage, parity) = (turn.stage(), turn.parity());
-                turn.0 += 1;
+                let is_border = walk.is_border::<KEYS>(step, dims);
                 mbarrier::wait_parity(places.empty_k(stage), parity ^ 1);
+                Step::new(step, is_border, next == NONE).store(places, turn);
+                turn.0 += 1;
                 mbarrier::arrive_expect_tx(places.full_k(stage), KEYS * DIM * 2);
                 load_rows::<DIM, KEYS>(
                     maps.k,
                     places.stage_k(stage),
                     places.full_k(stage),
-                    &tile,
+                    tile,
                     step,
                     pages,
                     dims,
                 );
                 mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
-                let full =
-                    if tile.is_border::<KEYS>(step) { places.raw_v(stage) } else { places.full_v(stage) };
+                let full = if is_border { places.raw_v(stage) } else { places.full_v(stage) };
                 mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                load_rows::<DIM_V, KEYS>(maps.v, places.stage_v(stage), full, &tile, step, pages, dims);
+                load_rows::<DIM_V, KEYS>(maps.v, places.stage_v(stage), full, tile, step, pages, dims);
             }
         }
     }
@@ -295,6 +305,7 @@ unsafe fn consume<
     page_table: *const u32,
     lse: *mut f32,
     sinks: *const f32,
+    blocks: *const u32,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -323,18 +334,25 @@ unsafe fn consume<
         if consumer == CONSUMERS - 1 {
             barrier::arrive(TURN, 256);
         }
-        while let Some(number) = tiles.next() {
-            let tile = Tile::new::<KEYS, ROWS>(number, kv_lens, dims);
-            let query = tile.first_query + row;
+        while tiles.next().is_some() {
             let mut s = [0f32; SCORES];
             let mut o = [0f32; SUMS];
             let mut p = [0u32; WEIGHTS];
             let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
             let mut is_marked = false;
             mbarrier::wait_parity(places.full_q(), (tiles.round & 1) ^ 1);
-            if tile.first < tile.end {
-                let mut step = tile.end - 1;
+            // What some row does not see; the tile's words are not kept in registers for it.
+            let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
+                let [_, first_query, len, blocks_place] = shared::load_u32x4(places.tile(round));
+                let (query, key) = (first_query + row, step.index() * KEYS + col);
+                mask(s, dims, len as i32, query, key);
+                if wgmma_knows_blocks(ROWS / 64) && has_blocks(dims) {
+                    mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
+                }
+            };
+            if shared::load_u32(places.tile(tiles.round)) != 0 {
                 mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                let mut step = Step::load(places, turn);
                 barrier::sync(own_turn, 256);
                 scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                 barrier::arrive(next_turn, 256);
@@ -343,23 +361,23 @@ unsafe fn consume<
                 if has_cap(dims) {
                     cap(&mut s, dims);
                 }
-                if tile.is_border::<KEYS>(step) {
-                    mask(&mut s, dims, tile.len, query, step * KEYS + col);
+                if step.is_border() {
+                    hide(&mut s, step, tiles.round);
                 }
                 softmax(&mut s, &mut rows, dims.scale);
                 round::<T, SCORES, WEIGHTS>(&s, &mut p);
                 let mut accumulate = Accumulate::Overwrite;
-                let wait_for_next_k = |step: u32, turn: Turn| {
-                    if step > tile.first {
+                let wait_for_next_k = |step: Step, turn: Turn| {
+                    if !step.is_last() {
                         let next = Turn(turn.0 + 1);
                         mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
                     }
                 };
                 wait_for_next_k(step, turn);
-                while step > tile.first {
-                    step -= 1;
+                while !step.is_last() {
                     let before = turn;
                     turn.0 += 1;
+                    step = Step::load(places, turn);
                     barrier::sync(own_turn, 256);
                     scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                     mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
@@ -371,8 +389,8 @@ unsafe fn consume<
                     if has_cap(dims) {
                         cap(&mut s, dims);
                     }
-                    if tile.is_border::<KEYS>(step) {
-                        mask(&mut s, dims, tile.len, query, step * KEYS + col);
+                    if step.is_border() {
+                        hide(&mut s, step, tiles.round);
                     }
                     let decay = softmax(&mut s, &mut rows, dims.scale);
                     // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
@@ -398,9 +416,10 @@ unsafe fn consume<
             }
 
             // Opaque, or the places of tile and thread would take up registers all the time.
-            let member = thread::opaque(member ^ number) ^ number;
+            let round = thread::opaque(tiles.round);
+            let member = thread::opaque(member ^ round) ^ round;
             let (lane, row) = (member % 32, first_row(consumer, member));
-            let tile = Tile::new::<KEYS, ROWS>(thread::opaque(number), kv_lens, dims);
+            let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), kv_lens, dims);
             let query = tile.first_query + row;
             let mut half = 0;
             let mut factors = [0f32; 2];
@@ -439,7 +458,8 @@ unsafe fn consume<
             if is_marked {
                 barrier::sync(OWN + consumer, 128);
                 let pages = Pages::new(page_table, dims, tile.batch);
-                spoil::<T, KEYS, ROWS>(&tile, boxes, consumer, member, v, pages, dims);
+                let walk = Walk::new::<ROWS>(tile, blocks, dims);
+                spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
             }
             fence::proxy_async_shared();
             barrier::sync(OWN + consumer, 128);

@@ -1,8 +1,11 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
-use abi::ops::attention::{AttentionDims, wgmma_out_in_q};
+use abi::ops::attention::{AttentionDims, wgmma_knows_blocks, wgmma_out_in_q};
 use cuda_std::{shared, thread};
 
+use super::super::Visible;
+use super::super::scores::{Blocks, has_blocks};
+use super::super::tile::Tile;
 use super::STAGES;
 
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
@@ -41,12 +44,131 @@ impl Tiles {
     /// The next one's number.
     #[inline(always)]
     pub(super) fn next(&mut self) -> Option<u32> {
-        let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
-        let backwards = self.round % 2 == 1;
-        let number = self.round * blocks + if backwards { blocks - 1 - block } else { block };
+        let number = Self::number(self.round);
         self.round += 1;
         // Only the last round is not full.
         (number < self.count).then_some(number)
+    }
+
+    /// That of a round, counted from 0.
+    #[inline(always)]
+    pub(super) fn number(round: u32) -> u32 {
+        let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
+        round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
+    }
+}
+
+/// A tile's steps of keys, of which with a block mask some are left out.
+pub(super) struct Walk {
+    pub(super) tile: Tile,
+    has_blocks: bool,
+    blocks: Blocks,
+    /// The first row and the last.
+    queries: [u32; 2],
+}
+
+/// No step.
+pub(super) const NONE: u32 = u32::MAX;
+/// The loader's words on steps and tiles are kept for so many: it runs ahead of a consumer by fewer.
+const STEP_WORDS: u32 = 8;
+const TILE_WORDS: u32 = 4;
+
+/// A step of keys as the loader tells the consumers of it, who have no registers for finding it themselves. It is written before the
+/// step's k is loaded.
+#[derive(Clone, Copy)]
+pub(super) struct Step(u32);
+
+impl Step {
+    const BORDER: u32 = 1 << 30;
+    const LAST: u32 = 1 << 31;
+
+    #[inline(always)]
+    pub(super) fn new(index: u32, is_border: bool, is_last: bool) -> Self {
+        Step(index | if is_border { Self::BORDER } else { 0 } | if is_last { Self::LAST } else { 0 })
+    }
+
+    /// # Safety
+    /// - *exclusive*: the step so many before has been done.
+    #[inline(always)]
+    pub(super) unsafe fn store(self, places: Places, turn: Turn) {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe { shared::store_u32(places.step(turn), self.0) }
+    }
+
+    /// # Safety
+    /// - *initialised*: the step's k has come.
+    #[inline(always)]
+    pub(super) unsafe fn load(places: Places, turn: Turn) -> Self {
+        // SAFETY: inside shared memory; the caller's promise.
+        Step(unsafe { shared::load_u32(places.step(turn)) })
+    }
+
+    #[inline(always)]
+    pub(super) fn index(self) -> u32 {
+        self.0 & (Self::BORDER - 1)
+    }
+
+    /// Whether some row does not see all of its keys.
+    #[inline(always)]
+    pub(super) fn is_border(self) -> bool {
+        self.0 & Self::BORDER != 0
+    }
+
+    /// Whether it is the tile's last.
+    #[inline(always)]
+    pub(super) fn is_last(self) -> bool {
+        self.0 & Self::LAST != 0
+    }
+}
+
+impl Walk {
+    #[inline(always)]
+    pub(super) fn new<const ROWS: u32>(tile: Tile, blocks: *const u32, dims: &AttentionDims) -> Self {
+        let has_blocks = wgmma_knows_blocks(ROWS / 64) && has_blocks(dims);
+        let blocks = Blocks::new(blocks, tile.batch, tile.head, dims);
+        let queries = [tile.first_query, (tile.first_query + ROWS).min(dims.seq_q) - 1];
+        Walk { tile, has_blocks, blocks, queries }
+    }
+
+    /// The last step below `step` that has a key for some row, or `NONE`. All roles walk from `end` on by this.
+    ///
+    /// # Safety
+    /// - The block mask, if there is one, is *in-bounds* for `dims`.
+    #[inline(always)]
+    pub(super) unsafe fn below<const KEYS: u32>(&self, step: u32, dims: &AttentionDims) -> u32 {
+        if self.has_blocks {
+            let (start, end) = (self.tile.first * KEYS, (step * KEYS).min(self.tile.any.hi.max(0) as u32));
+            // SAFETY: keys below `any.hi` are the sequence's — the caller.
+            let last = unsafe { self.blocks.last(self.queries, start, end, dims) };
+            if last > start { (last - 1) / KEYS } else { NONE }
+        } else if step > self.tile.first {
+            step - 1
+        } else {
+            NONE
+        }
+    }
+
+    /// Whether some row does not see all keys of a step.
+    ///
+    /// # Safety
+    /// - As for [`Walk::below`].
+    #[inline(always)]
+    pub(super) unsafe fn is_border<const KEYS: u32>(&self, step: u32, dims: &AttentionDims) -> bool {
+        let (start, end) = (step * KEYS, (step + 1) * KEYS);
+        self.tile.is_border::<KEYS>(step)
+            // SAFETY: the step is below `all.hi` — the caller.
+            || (self.has_blocks && unsafe { !self.blocks.all(self.queries, start, end, dims) })
+    }
+
+    /// Whether a row sees a key.
+    ///
+    /// # Safety
+    /// - As for [`Walk::below`]; the key is one of the sequence's, the query one of the tile's.
+    #[inline(always)]
+    pub(super) unsafe fn sees(&self, query: u32, key: i32, dims: &AttentionDims) -> bool {
+        Visible::new(dims, self.tile.len, query as i32).has(key)
+            // SAFETY: the caller's promise.
+            && (!self.has_blocks || unsafe { self.blocks.has(query.min(self.queries[1]), key as u32, dims) })
     }
 }
 
@@ -120,6 +242,18 @@ impl Places {
     #[inline(always)]
     pub(super) fn raw_v(self, stage: u32) -> u32 {
         self.barriers + 16 + 8 * (4 * STAGES + stage)
+    }
+
+    #[inline(always)]
+    fn step(self, turn: Turn) -> u32 {
+        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + turn.0 % STEP_WORDS * 4
+    }
+
+    /// Where the loader tells the consumers of a tile: whether it has steps, its first query, the keys of its sequence, where the
+    /// block mask of its head begins.
+    #[inline(always)]
+    pub(super) fn tile(self, round: u32) -> u32 {
+        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 16
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
