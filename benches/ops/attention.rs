@@ -3,7 +3,7 @@
 use serde_json::json;
 use warpforge::ops::attention::reference::{self, Options, Sequence};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, Mask, ScoreTensors,
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, Mask, Offsets, ScoreTensors,
 };
 use warpforge::{DType, Error, Stream, Tensor, TensorView};
 
@@ -134,7 +134,20 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             blocks: blocks.as_ref().map(Tensor::view),
         };
         let out = set.out.view_mut();
-        plan.run(stream, AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, page_table })
+        plan.run(
+            stream,
+            AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens,
+                out,
+                lse: None,
+                scores,
+                offsets: Offsets::default(),
+                page_table,
+            },
+        )
     };
     // The first head of the first sequence's last query, which sees every key of its blocks.
     let verify = |stream: &Stream, set: &Set| {

@@ -10,8 +10,8 @@ use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
 use warpforge::ops::attention::{
-    self as attention_op, Attention, AttentionArgs, AttentionProblem, Bias, Mask, PAGE_SIZES, ScoreTensors,
-    Scores,
+    self as attention_op, Attention, AttentionArgs, AttentionProblem, Bias, Mask, Offsets, PAGE_SIZES,
+    ScoreTensors, Scores,
 };
 use warpforge::{Arch, DType, Device, Error, Tensor, TensorView};
 
@@ -480,6 +480,7 @@ fn compute(
             bias: mask_view(&bias_rows, &bias)?,
             blocks: mask_view(&blocks_rows, &blocks)?,
         },
+        offsets: Offsets::default(),
         page_table: table.as_ref().map(Tensor::view),
     };
     plan.run(&stream, args).map_err(fail)?;
@@ -990,6 +991,7 @@ fn pages_beyond_the_pool() -> TestResult {
                     out: out.view_mut().reshape(&[1, seq_q, 4, 64])?,
                     lse: None,
                     scores: ScoreTensors::default(),
+                    offsets: Offsets::default(),
                     page_table: Some(table.view()),
                 };
                 plan.run(&stream, args)?;
@@ -1035,6 +1037,7 @@ fn chunks_then_decode() -> TestResult {
                     out: out.view_mut().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
                     lse: None,
                     scores: ScoreTensors::default(),
+                    offsets: Offsets::default(),
                     page_table: None,
                 };
                 plan.run(&stream, args)?;
@@ -1078,6 +1081,7 @@ fn joint_projection() -> TestResult {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         Attention::plan(device, case.problem())?.run(&stream, args)?;
@@ -1117,6 +1121,7 @@ fn two_streams() -> TestResult {
                 out: out.view_mut(),
                 lse: None,
                 scores: ScoreTensors::default(),
+                offsets: Offsets::default(),
                 page_table: None,
             };
             plan.run(stream, args)?;
@@ -1149,6 +1154,7 @@ fn bad_input() -> Result<(), Error> {
                 out: out.view_mut(),
                 lse: None,
                 scores: ScoreTensors::default(),
+                offsets: Offsets::default(),
                 page_table: None,
             };
             plan.run(&stream, args).unwrap_err().to_string()
@@ -1188,6 +1194,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors { sinks: Some(sinks.view()), ..ScoreTensors::default() },
+            offsets: Offsets::default(),
             page_table: None,
         };
         assert_eq!(
@@ -1210,6 +1217,7 @@ fn bad_input() -> Result<(), Error> {
                 out: out.view_mut(),
                 lse: None,
                 scores,
+                offsets: Offsets::default(),
                 page_table: None,
             };
             masked.run(&stream, args).unwrap_err().to_string()
@@ -1234,6 +1242,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         assert_eq!(
@@ -1254,6 +1263,7 @@ fn bad_input() -> Result<(), Error> {
             out: out.view_mut(),
             lse: Some(lse.view_mut()),
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         assert_eq!(
@@ -1266,7 +1276,17 @@ fn bad_input() -> Result<(), Error> {
             let (kv_lens, page_table) = (kv_lens.map(Tensor::view), table.map(Tensor::view));
             let (q, k, v, out) = (q.view(), k.view(), k.view(), out.view_mut());
             let scores = ScoreTensors::default();
-            let args = AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, page_table };
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens,
+                out,
+                lse: None,
+                scores,
+                offsets: Offsets::default(),
+                page_table,
+            };
             let plan = Attention::plan(device, AttentionProblem { page_size, ..problem })?;
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };

@@ -9,7 +9,9 @@ use proptest::sample::select;
 use testkit::round::{encode, round_to};
 use testkit::strategies::{Values, dims};
 use warpforge::ops::attention::reference::{Options, Sequence, attention};
-use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
+use warpforge::ops::attention::{
+    Attention, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores,
+};
 use warpforge::ops::copy::{Copy, CopyArgs, CopyProblem};
 use warpforge::ops::matmul::reference::matmul;
 use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
@@ -196,6 +198,7 @@ impl Run<'_> {
             out: out.view_mut().reshape(&[1, seq_q, heads, head_dim_v])?,
             lse: None,
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         Attention::plan(self.device, problem)?.run(&self.stream, args)

@@ -4,6 +4,7 @@
 mod faults;
 mod harness;
 mod latent;
+mod packed;
 
 mod attention;
 mod causal_conv1d;

@@ -33,14 +33,14 @@ impl Sequence {
         Sequence { index, start, len: end.saturating_sub(start) }
     }
 
-    /// The place of its first piece of `2^size_log2` tokens.
+    /// The place of its first piece of `size` tokens.
     #[inline(always)]
-    pub fn first_place(self, size_log2: u32) -> u32 {
-        (self.start >> size_log2) + self.index
+    pub fn first_place(self, size: u32) -> u32 {
+        self.start / size + self.index
     }
 }
 
-/// The piece of `2^size_log2` tokens at a place: its sequence, and its first token counted from the sequence's first; none
+/// The piece of `size` tokens at a place: its sequence, and its first token counted from the sequence's first; none
 /// for an empty place.
 ///
 /// # Safety
@@ -51,7 +51,7 @@ pub unsafe fn piece_at(
     sequences: u32,
     tokens: u32,
     place: u32,
-    size_log2: u32,
+    size: u32,
 ) -> Option<(Sequence, u32)> {
     // The last sequence that begins at this place or before.
     let (mut low, mut high) = (0, sequences);
@@ -59,7 +59,7 @@ pub unsafe fn piece_at(
         let middle = low + (high - low) / 2;
         // SAFETY: middle < sequences.
         let start = unsafe { global::load(offsets.add(middle as usize)) }.min(tokens);
-        if (start >> size_log2) + middle <= place {
+        if start / size + middle <= place {
             low = middle;
         } else {
             high = middle;
@@ -67,8 +67,8 @@ pub unsafe fn piece_at(
     }
     // SAFETY: low < sequences.
     let sequence = unsafe { Sequence::load(offsets, low, tokens) };
-    let first = place.wrapping_sub(sequence.first_place(size_log2)) << size_log2;
-    // Before the first sequence the difference is huge, and its shift may not be: compare the places too.
-    let is_piece = place >= sequence.first_place(size_log2) && first < sequence.len;
+    let first = place.wrapping_sub(sequence.first_place(size)).wrapping_mul(size);
+    // Before the first sequence the difference is huge, and its product may not be: compare the places too.
+    let is_piece = place >= sequence.first_place(size) && first < sequence.len;
     is_piece.then_some((sequence, first))
 }

@@ -6,12 +6,18 @@ use crate::{Arch, DType};
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDims {
-    /// Sequences.
+    /// Sequences; for the kernels of many queries 1 if those are packed.
     pub batch: u32,
-    /// Queries of a sequence.
+    /// Queries of a sequence, the most if they are packed.
     pub seq_q: u32,
     /// Keys of a sequence that there is room for; `kv_lens` may give fewer.
     pub seq_kv: u32,
+    /// Sequences, also where queries are packed.
+    pub sequences: u32,
+    /// Queries of all sequences, if they are packed.
+    pub tokens_q: u32,
+    /// Keys of all sequences, if they are packed, and 0 if they are not: then `kv_lens` are offsets.
+    pub tokens_kv: u32,
     /// Query heads.
     pub heads_q: u32,
     /// Key and value heads.
@@ -28,7 +34,8 @@ pub struct AttentionDims {
     pub window: u32,
     /// 1 if all rows of q, k, v and out can be accessed in pieces of 16 bytes, else 0.
     pub vector: u32,
-    /// Tiles of query rows: of one head (prefill), or of the heads that share a key head (decode).
+    /// Tiles of query rows: of one head (prefill), if queries are packed places of them for all sequences, see `sequences` of the
+    /// kernels' tiles; or of the heads that share a key head (decode).
     pub tiles: u32,
     /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has.
     pub splits: u32,
@@ -114,7 +121,7 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 176);
+const _: () = assert!(size_of::<AttentionDims>() == 188);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -202,12 +209,12 @@ pub const DECODE_RING_PADDING: u32 = 4;
 
 /// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_STAGES: u32 = 2;
-/// Shared memory of a `Wgmma` tile behind its tensors: barriers and marks.
-pub const WGMMA_BARRIER_BYTES: u32 = 256;
+/// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells.
+pub const WGMMA_BARRIER_BYTES: u32 = 384;
 
-/// Whether the `Wgmma` kernels of so many consumers know block masks: with three, 32 registers are too few for those who load.
-pub const fn wgmma_knows_blocks(consumers: u32) -> bool {
-    consumers == 2
+/// Whether the `Wgmma` kernels of so many consumers, and such values, know block masks: others have no registers for it.
+pub const fn wgmma_knows_blocks(consumers: u32, dim_v: u32) -> bool {
+    consumers == 2 && dim_v <= 128
 }
 
 /// Whether the result of a `Wgmma` tile takes q's place in shared memory: where there is no room for both.

@@ -31,8 +31,8 @@ impl crate::Params for CausalConv1dDims {}
 
 /// Threads of a block.
 pub const THREADS: u32 = 128;
-/// Logarithm of the most tokens of a block.
-pub const TOKENS_LOG2: u32 = 5;
+/// Most tokens of a block.
+pub const TOKENS: u32 = 32;
 /// Most taps of a channel.
 pub const MAX_WIDTH: u32 = 4;
 

@@ -71,9 +71,7 @@ pub const SLICE: u32 = 32;
 ///
 /// Sequence s with tokens `offsets[s]..offsets[s + 1]` has its chunks at the places from `offsets[s] / CHUNK + s` on. That
 /// leaves at least as many as it has chunks, so that a kernel finds a place's sequence from the offsets alone.
-pub const CHUNK: u32 = 1 << CHUNK_LOG2;
-/// Logarithm of [`CHUNK`].
-pub const CHUNK_LOG2: u32 = 6;
+pub const CHUNK: u32 = 64;
 
 /// What the `Chunk` kernels leave in the workspace for each place and value head, in f32: two matrices of [`CHUNK`] rows and
 /// columns and four columns; see `gpu/src/ops/gated_delta/chunk.rs`.

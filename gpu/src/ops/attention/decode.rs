@@ -29,7 +29,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::{Masks, capped, has_cap, has_masks};
-use super::{Pages, Visible, load_piece, offset, sequence_len};
+use super::{Pages, Sequence, Tables, Visible, load_piece, offset};
 use crate::tile::softmax::weight;
 
 /// Most pieces of 16 bytes that a thread has in flight.
@@ -120,8 +120,7 @@ pub(super) unsafe fn split<
     q: *const T,
     k: *const T,
     v: *const T,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    tables: Tables,
     masks: Masks,
     partial: *mut f32,
     stats: *mut f32,
@@ -139,17 +138,20 @@ pub(super) unsafe fn split<
     let (split, rest) = (rest % splits, rest / splits);
     let (head_kv, batch) = (rest % heads_kv, rest / heads_kv);
     let first_row = tile * ROWS as u32;
-    let end_row = (first_row + ROWS as u32).min(dims.seq_q * heads_per_key);
     // Row r of the block is query `r / heads_per_key` of head `r % heads_per_key`.
     let place = |row: u32| (row / heads_per_key, head_kv * heads_per_key + row % heads_per_key);
 
     // SAFETY: keys inside `any` are below the sequence's length, rows below `end_row` inside q and the workspace —
     // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block.
     unsafe {
-        let len = sequence_len(kv_lens, dims, batch);
+        let own = Sequence::new(tables, dims, batch);
+        let end_row = (first_row + ROWS as u32).min(own.seq_q * heads_per_key);
+        if first_row >= end_row {
+            return;
+        }
         let first_key = (split * SPLIT_KEYS) as i32;
-        let top = Visible::new(dims, len, place(first_row).0 as i32);
-        let bottom = Visible::new(dims, len, place(end_row - 1).0 as i32);
+        let top = own.visible(dims, place(first_row).0);
+        let bottom = own.visible(dims, place(end_row - 1).0);
         // Keys of this split that some row sees, and keys that all rows see.
         let any = Visible { lo: top.lo.max(first_key), hi: bottom.hi.min(first_key + SPLIT_KEYS as i32) };
         let all = Visible { lo: bottom.lo, hi: top.hi };
@@ -159,9 +161,10 @@ pub(super) unsafe fn split<
         let iterations = |spread: Spread| {
             ((any.lo - first_key) as u32 / spread.step, ((any.hi - first_key) as u32).div_ceil(spread.step))
         };
-        let pages = Pages::new(page_table, dims, batch);
-        let k = k.add(offset(0, 0, 0, 0, head_kv, dims.k_head_stride));
-        let v = v.add(offset(0, 0, 0, 0, head_kv, dims.v_head_stride));
+        let pages = Pages::new(tables, dims, batch);
+        let k = k.add(offset(0, 0, pages.first_row, dims.k_token_stride, head_kv, dims.k_head_stride));
+        let v = v.add(offset(0, 0, pages.first_row, dims.v_token_stride, head_kv, dims.v_head_stride));
+        let pages = Pages { first_row: 0, ..pages };
         let element = |spread: Spread, chunk: usize| {
             (thread % spread.lanes + chunk as u32 * spread.lanes) * T::PER_16_BYTES as u32
         };
@@ -210,8 +213,14 @@ pub(super) unsafe fn split<
         while row < ROWS {
             if first_row + (row as u32) < end_row {
                 let (query, head) = place(first_row + row as u32);
-                let at =
-                    offset(batch, dims.q_batch_stride, query, dims.q_token_stride, head, dims.q_head_stride);
+                let at = offset(
+                    batch,
+                    dims.q_batch_stride,
+                    own.first_q + query,
+                    dims.q_token_stride,
+                    head,
+                    dims.q_head_stride,
+                );
                 let mut chunk = 0;
                 while chunk < of_k.chunks {
                     if element(of_k, chunk) < dims.head_dim {
@@ -275,10 +284,12 @@ pub(super) unsafe fn split<
         thread::sync_threads();
 
         // Weights: a warp does 64 keys, a lane every (32 / ROWS)-th key of one row.
+        // Anew, or it would be kept in registers all the time.
+        let own = Sequence::new(tables, dims, thread::opaque(batch));
         let per_lane = 2 * ROWS;
         let lane_row = lane % ROWS as u32;
         let own = if first_row + lane_row < end_row {
-            Visible::new(dims, len, place(first_row + lane_row).0 as i32)
+            own.visible(dims, place(first_row + lane_row).0)
         } else {
             Visible { lo: 0, hi: 0 }
         };
@@ -374,7 +385,9 @@ pub(super) unsafe fn split<
         let mut iteration = start;
         while iteration < end {
             let key = first_key + (iteration * of_v.step) as i32;
-            if key >= all.lo && key + of_v.step as i32 <= all.hi && !has_masks(dims) {
+            // Two ways are more than there are registers for where heads are wide.
+            let is_whole = key >= all.lo && key + of_v.step as i32 <= all.hi && !has_masks(dims);
+            if DIM <= MAX_PREFILL_DIM as usize && is_whole {
                 add_values::<T, DIM_V, ROWS, LANE_V, false>(
                     &mut result,
                     weights,

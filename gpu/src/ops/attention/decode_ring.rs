@@ -42,7 +42,7 @@ use abi::ops::attention::{
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::scores::{capped, has_cap};
-use super::{Pages, Visible, offset, sequence_len, within_page};
+use super::{Pages, Sequence, Tables, Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
 
@@ -61,7 +61,7 @@ struct Work {
     split: u32,
     first_row: u32,
     end_row: u32,
-    len: i32,
+    own: Sequence,
     /// Keys of the split that some row sees.
     any: Visible,
 }
@@ -70,22 +70,26 @@ impl Work {
     /// Number `item`; without keys beyond the last one.
     ///
     /// # Safety
-    /// - As for [`sequence_len`].
+    /// - As for [`Sequence::new`].
     #[inline(always)]
-    unsafe fn new(item: u32, kv_lens: *const u32, dims: &AttentionDims) -> Self {
+    unsafe fn new(item: u32, tables: Tables, dims: &AttentionDims) -> Self {
         // Sizes are at least 1 where there is work at all; `max` tells the compiler.
         let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
         let (tile, rest) = (item % tiles, item / tiles);
         let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
         let (split, batch) = (rest % splits, rest / splits);
         let first_row = tile * ROWS;
-        let end_row = (first_row + ROWS).min(dims.seq_q * dims.group);
         // SAFETY: the caller's promise.
-        let len = if batch < dims.batch { unsafe { sequence_len(kv_lens, dims, batch) } } else { 0 };
-        let mut work = Work { batch, head_kv, split, first_row, end_row, len, any: Visible { lo: 0, hi: 0 } };
+        let own = unsafe { Sequence::new(tables, dims, batch.min(dims.batch - 1)) };
+        let end_row = (first_row + ROWS).min(own.seq_q * dims.group);
+        let mut work = Work { batch, head_kv, split, first_row, end_row, own, any: Visible { lo: 0, hi: 0 } };
+        if batch >= dims.batch || first_row >= end_row {
+            return work;
+        }
         let (top, bottom) = (work.sees(first_row, dims), work.sees(end_row - 1, dims));
         let first = work.first_key();
-        work.any = Visible { lo: top.lo.max(first), hi: bottom.hi.min(first + SPLIT_KEYS as i32).min(len) };
+        work.any =
+            Visible { lo: top.lo.max(first), hi: bottom.hi.min(first + SPLIT_KEYS as i32).min(own.len) };
         work
     }
 
@@ -108,7 +112,7 @@ impl Work {
 
     #[inline(always)]
     fn sees(&self, row: u32, dims: &AttentionDims) -> Visible {
-        Visible::new(dims, self.len, self.place(row, dims).0 as i32)
+        self.own.visible(dims, self.place(row, dims).0)
     }
 
     /// What a row sees; nothing if there is no such row.
@@ -143,13 +147,13 @@ impl Splits {
     /// The next one that has keys; without keys if there is none.
     ///
     /// # Safety
-    /// - As for [`sequence_len`].
+    /// - As for [`Sequence::new`].
     #[inline(always)]
-    unsafe fn next(&mut self, kv_lens: *const u32, dims: &AttentionDims) -> Work {
+    unsafe fn next(&mut self, tables: Tables, dims: &AttentionDims) -> Work {
         let count = dims.tiles * dims.heads_kv * dims.splits * dims.batch;
         loop {
             // SAFETY: the caller's promise.
-            let work = unsafe { Work::new(self.item, kv_lens, dims) };
+            let work = unsafe { Work::new(self.item, tables, dims) };
             if work.has_keys() || self.item >= count {
                 return work;
             }
@@ -236,8 +240,7 @@ pub(super) unsafe fn splits<
     q: *const T,
     k: *const T,
     v: *const T,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    tables: Tables,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
@@ -258,9 +261,9 @@ pub(super) unsafe fn splits<
                 let Work { batch, head_kv, any, .. } = *work;
                 let first_key = key_of(work, chunk, warp_idx);
                 // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there is.
-                let page =
-                    Pages::new(page_table, dims, batch).page(dims, first_key.clamp(any.lo, any.hi - 1));
-                let key = within_page(dims, first_key);
+                let pages = Pages::new(tables, dims, batch);
+                let page = pages.page(dims, first_key.clamp(any.lo, any.hi - 1));
+                let key = pages.row_in_page(dims, first_key);
                 let (rows, stride, width) = if chunk < CHUNKS {
                     let strides = (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride);
                     let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
@@ -276,7 +279,7 @@ pub(super) unsafe fn splits<
         };
 
         let mut splits = Splits { item: thread::block_idx_x() };
-        let mut work = splits.next(kv_lens, dims);
+        let mut work = splits.next(tables, dims);
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
@@ -294,6 +297,7 @@ pub(super) unsafe fn splits<
                 if rows[half] < work.end_row {
                     let (query, head) = work.place(rows[half], dims);
                     let (batch, strides) = (work.batch, (dims.q_batch_stride, dims.q_token_stride));
+                    let query = work.own.first_q + query;
                     let at = offset(batch, strides.0, query, strides.1, head, dims.q_head_stride);
                     let mut i = 0;
                     while i < 2 * STEPS {
@@ -367,7 +371,7 @@ pub(super) unsafe fn splits<
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
             splits.item += thread::grid_dim_x();
-            let next = splits.next(kv_lens, dims);
+            let next = splits.next(tables, dims);
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -390,9 +394,9 @@ pub(super) unsafe fn splits<
             }
 
             let end = End { item, m, sums, results: ring_end };
-            end.store::<T, DIM, TILES>(&o, &p, v, kv_lens, page_table, partial, stats, dims);
+            end.store::<T, DIM, TILES>(&o, &p, v, tables, partial, stats, dims);
             // Opaque, as above.
-            work = Work::new(thread::opaque(splits.item), kv_lens, dims);
+            work = Work::new(thread::opaque(splits.item), tables, dims);
         }
         cp_async::wait_group::<0>();
     }
@@ -420,8 +424,7 @@ impl End {
         o: &[[f32; 4]; TILES],
         p: &[[u32; 4]; CHUNKS],
         v: *const T,
-        kv_lens: *const u32,
-        page_table: *const u32,
+        tables: Tables,
         partial: *mut f32,
         stats: *mut f32,
         dims: &AttentionDims,
@@ -438,7 +441,7 @@ impl End {
         let marks = totals + WARPS * ROWS * 4;
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
-            let work = Work::new(thread::opaque(item), kv_lens, dims);
+            let work = Work::new(thread::opaque(item), tables, dims);
             let all = work.all(dims);
             let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
             let num_rows = work.end_row - work.first_row;
@@ -476,7 +479,7 @@ impl End {
                     }
                     // 0 · NaN of a key that a row does not see: once more, without what is not finite of such keys.
                     if warp::any(warp::FULL_MASK, zero != 0.0) {
-                        let pages = Pages::new(page_table, dims, work.batch);
+                        let pages = Pages::new(tables, dims, work.batch);
                         let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                         let mut j = 0;
                         // Opaque, so that the loop stays one.
@@ -564,7 +567,7 @@ impl End {
                         if is_marked {
                             // What was left out of the products, for the row that sees it.
                             let own = work.visible(work.first_row + row, dims);
-                            let pages = Pages::new(page_table, dims, work.batch);
+                            let pages = Pages::new(tables, dims, work.batch);
                             let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                             let mut key = work.any.lo.max(own.lo);
                             while key < work.any.hi.min(own.hi) {

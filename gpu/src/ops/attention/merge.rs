@@ -10,7 +10,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::sink;
-use super::{Visible, offset, sequence_len};
+use super::{Sequence, Tables, offset};
 use crate::tile::softmax::{self, log_sum_exp};
 
 const WARPS: u32 = MERGE_THREADS / 32;
@@ -27,7 +27,7 @@ const UNROLL: usize = 4;
 pub(super) unsafe fn row<T: Element>(
     partial: *const f32,
     stats: *const f32,
-    kv_lens: *const u32,
+    tables: Tables,
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
@@ -41,8 +41,11 @@ pub(super) unsafe fn row<T: Element>(
     // SAFETY: splits in which the row sees a key were written by the decode kernel, and lie inside the workspace —
     // Attention::run. The loops' bounds are the same in a whole warp, the barrier is outside of all.
     unsafe {
-        let len = sequence_len(kv_lens, dims, batch);
-        let keys = Visible::new(dims, len, query as i32);
+        let own = Sequence::new(tables, dims, batch);
+        if query >= own.seq_q {
+            return;
+        }
+        let keys = own.visible(dims, query);
         let first = keys.lo as u32 / SPLIT_KEYS;
         let end = if keys.lo < keys.hi { (keys.hi as u32).div_ceil(SPLIT_KEYS) } else { first };
         let stats = stats.add(row as usize * dims.splits as usize * 2);
@@ -109,7 +112,7 @@ pub(super) unsafe fn row<T: Element>(
             let at = offset(
                 batch,
                 dims.out_batch_stride,
-                query,
+                own.first_q + query,
                 dims.out_token_stride,
                 head,
                 dims.out_head_stride,
@@ -118,7 +121,7 @@ pub(super) unsafe fn row<T: Element>(
             col += MERGE_THREADS;
         }
         if thread::thread_idx_x() == 0 && !lse.is_null() {
-            let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
+            let at = offset(batch, dims.lse_batch_stride, own.first_q + query, 1, head, dims.lse_head_stride);
             global::store(lse.add(at), log_sum_exp::<T>(m, sum));
         }
     }

@@ -37,6 +37,8 @@ use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel};
 
+use crate::tile::sequences;
+
 /// Keys that a query may see, `lo..hi`.
 #[derive(Clone, Copy)]
 struct Visible {
@@ -45,11 +47,11 @@ struct Visible {
 }
 
 impl Visible {
-    /// The same as `visible` of the host; sizes below 2^30 keep every sum inside i32.
+    /// The same as `visible` of the host; sizes below 2^30 keep every sum inside i32. `ahead` as in [`Sequence`].
     #[inline(always)]
-    fn new(dims: &AttentionDims, len: i32, query: i32) -> Self {
+    fn new(dims: &AttentionDims, len: i32, ahead: i32, query: i32) -> Self {
         // One past the key at the query's own place: the last query sees the last key.
-        let own = query + 1 + len - dims.seq_q as i32;
+        let own = query + 1 + ahead;
         let hi = if dims.causal != 0 { own.min(len).max(0) } else { len };
         Visible { lo: (own - dims.window as i32).max(0), hi }
     }
@@ -60,31 +62,87 @@ impl Visible {
     }
 }
 
-/// Keys of a sequence: what `kv_lens` says, at most `seq_kv`.
-///
-/// # Safety
-/// - `kv_lens` is null or has an element for every sequence — checked in `Attention::run`.
-#[inline(always)]
-unsafe fn sequence_len(kv_lens: *const u32, dims: &AttentionDims, batch: u32) -> i32 {
-    if kv_lens.is_null() {
-        return dims.seq_kv as i32;
-    }
-    // SAFETY: batch is below the number of sequences, which the grid covers — Attention::run.
-    unsafe { global::load(kv_lens.add(batch as usize)) }.min(dims.seq_kv) as i32
+/// What says where the sequences are, as a kernel is given it.
+#[derive(Clone, Copy)]
+struct Tables {
+    /// Keys of each sequence, or null if all have `seq_kv`; offsets where keys are packed.
+    kv_lens: *const u32,
+    /// The sequences' first queries and the end of the last one's, or null if queries are not packed.
+    q_offsets: *const u32,
+    /// The sequences' pages, or null.
+    page_table: *const u32,
 }
 
-/// Where a sequence's keys are: in the pages that a table lists, or in one page, whose number is the sequence's.
+/// How long a sequence is.
+#[derive(Clone, Copy)]
+struct Sequence {
+    /// Keys: at most `seq_kv`.
+    len: i32,
+    /// Keys before the place of the first query: as many as it has more keys than queries.
+    ahead: i32,
+    /// Queries: at most `seq_q`.
+    seq_q: u32,
+    /// Its first query's row among those of q and out: 0 where sequences have rows of their own.
+    first_q: u32,
+}
+
+impl Sequence {
+    /// # Safety
+    /// - The tables have an element for every sequence, offsets one more, and `index` is one of them — checked in `Attention::run`.
+    #[inline(always)]
+    unsafe fn new(tables: Tables, dims: &AttentionDims, index: u32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let len = if tables.kv_lens.is_null() {
+                dims.seq_kv
+            } else if dims.tokens_kv != 0 {
+                sequences::Sequence::load(tables.kv_lens, index, dims.tokens_kv).len
+            } else {
+                global::load(tables.kv_lens.add(index as usize))
+            };
+            let len = len.min(dims.seq_kv) as i32;
+            let (first_q, seq_q) = if tables.q_offsets.is_null() {
+                (0, dims.seq_q)
+            } else {
+                let own = sequences::Sequence::load(tables.q_offsets, index, dims.tokens_q);
+                (own.start, own.len.min(dims.seq_q))
+            };
+            Sequence { len, ahead: len - seq_q as i32, seq_q, first_q }
+        }
+    }
+
+    #[inline(always)]
+    fn visible(self, dims: &AttentionDims, query: u32) -> Visible {
+        Visible::new(dims, self.len, self.ahead, query as i32)
+    }
+}
+
+/// Where a sequence's keys are: in the pages that a table lists, or in one page, whose number is the sequence's; all packed
+/// sequences are in one.
 #[derive(Clone, Copy)]
 struct Pages {
     table: *const u32,
     /// Of the sequence in the table, or the only page.
     first: u32,
+    /// Of the sequence's first key in the only page.
+    first_row: u32,
 }
 
 impl Pages {
+    /// # Safety
+    /// - As for [`Sequence::new`].
     #[inline(always)]
-    fn new(table: *const u32, dims: &AttentionDims, batch: u32) -> Self {
-        Pages { table, first: if table.is_null() { batch } else { batch * dims.table_stride } }
+    unsafe fn new(tables: Tables, dims: &AttentionDims, index: u32) -> Self {
+        let table = tables.page_table;
+        let (first, first_row) = if !table.is_null() {
+            (index * dims.table_stride, 0)
+        } else if dims.tokens_kv != 0 {
+            // SAFETY: the caller's promise.
+            (0, unsafe { sequences::Sequence::load(tables.kv_lens, index, dims.tokens_kv) }.start)
+        } else {
+            (index, 0)
+        };
+        Pages { table, first, first_row }
     }
 
     /// The page of a key. Whatever the table says, it is one of the pool.
@@ -110,14 +168,14 @@ impl Pages {
     unsafe fn row(self, dims: &AttentionDims, key: i32, page_stride: u32, token_stride: u32) -> usize {
         // SAFETY: the caller's promise.
         let page = unsafe { self.page(dims, key) };
-        offset(page, page_stride, within_page(dims, key), token_stride, 0, 0)
+        offset(page, page_stride, self.row_in_page(dims, key), token_stride, 0, 0)
     }
-}
 
-/// The place of a key in its page.
-#[inline(always)]
-fn within_page(dims: &AttentionDims, key: i32) -> u32 {
-    key as u32 & ((1 << dims.page_log2) - 1)
+    /// The place of a key in its page.
+    #[inline(always)]
+    fn row_in_page(self, dims: &AttentionDims, key: i32) -> u32 {
+        self.first_row + (key as u32 & ((1 << dims.page_log2) - 1))
+    }
 }
 
 /// 16 bytes of a row: in one access, or element by element where the rows are not aligned.
@@ -170,6 +228,7 @@ macro_rules! entry {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            q_offsets: *const u32,
             page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
@@ -180,10 +239,9 @@ macro_rules! entry {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
                 let masks = scores::Masks { bias, blocks };
-                prefill::tile::<$type, $dim, $keys, $lanes>(
-                    q, k, v, kv_lens, page_table, out, lse, sinks, masks, &dims,
-                )
+                prefill::tile::<$type, $dim, $keys, $lanes>(q, k, v, tables, out, lse, sinks, masks, &dims)
             }
         }
     };
@@ -199,6 +257,7 @@ macro_rules! entry {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            q_offsets: *const u32,
             page_table: *const u32,
             bias: *const u8,
             blocks: *const u32,
@@ -208,6 +267,7 @@ macro_rules! entry {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
                 let masks = scores::Masks { bias, blocks };
                 decode::split::<
                     $type,
@@ -216,7 +276,7 @@ macro_rules! entry {
                     $rows,
                     { decode::per_lane($dim) },
                     { decode::per_lane($dim_v) },
-                >(q, k, v, kv_lens, page_table, masks, partial, stats, &dims)
+                >(q, k, v, tables, masks, partial, stats, &dims)
             }
         }
     };
@@ -231,13 +291,17 @@ macro_rules! entry {
             partial: *const f32,
             stats: *const f32,
             kv_lens: *const u32,
+            q_offsets: *const u32,
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
-            unsafe { merge::row::<$type>(partial, stats, kv_lens, out, lse, sinks, &dims) }
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table: core::ptr::null() };
+                merge::row::<$type>(partial, stats, tables, out, lse, sinks, &dims)
+            }
         }
     };
 }
@@ -263,6 +327,7 @@ macro_rules! decode_ring_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
+            q_offsets: *const u32,
             page_table: *const u32,
             _bias: *const u8,
             _blocks: *const u32,
@@ -272,8 +337,9 @@ macro_rules! decode_ring_entries {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
                 decode_ring::splits::<$type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
-                    q, k, v, kv_lens, page_table, partial, stats, &dims,
+                    q, k, v, tables, partial, stats, &dims,
                 )
             }
         }
@@ -297,7 +363,8 @@ macro_rules! prefill_mma_entries {
             k: *const $type,
             v: *const $type,
             kv_lens: *const u32,
-            _page_table: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
@@ -307,6 +374,7 @@ macro_rules! prefill_mma_entries {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
                 prefill_mma::tile::<
                     $type,
                     $dim,
@@ -317,7 +385,7 @@ macro_rules! prefill_mma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(q, k, v, kv_lens, out, lse, sinks, &dims)
+                >(q, k, v, tables, out, lse, sinks, &dims)
             }
         }
     )*};
@@ -339,16 +407,19 @@ macro_rules! wgmma_entries {
             #[grid_constant] q: cuda_std::tma::TensorMap,
             #[grid_constant] k: cuda_std::tma::TensorMap,
             #[grid_constant] v_map: cuda_std::tma::TensorMap,
-            #[grid_constant] out: cuda_std::tma::TensorMap,
+            #[grid_constant] out_map: cuda_std::tma::TensorMap,
             v: *const $type,
+            out: *mut $type,
             kv_lens: *const u32,
+            q_offsets: *const u32,
             page_table: *const u32,
             lse: *mut f32,
             sinks: *const f32,
             blocks: *const u32,
             dims: AttentionDims,
         ) {
-            let maps = wgmma::Maps { q, k, v: v_map, out };
+            let maps = wgmma::Maps { q, k, v: v_map, out: out_map };
+            let tables = Tables { kv_lens, q_offsets, page_table };
             // SAFETY: the caller's promise.
             unsafe {
                 wgmma::tiles::<
@@ -361,7 +432,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(maps, v, kv_lens, page_table, lse, sinks, blocks, &dims)
+                >(maps, v, out, tables, lse, sinks, blocks, &dims)
             }
         }
     )*};

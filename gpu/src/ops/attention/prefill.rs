@@ -27,7 +27,8 @@ use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
 use super::scores::{Blocks, Masks, capped, has_blocks, has_cap, has_masks, sink};
-use super::{Pages, Visible, load_piece, offset, sequence_len};
+use super::{Pages, Sequence, Tables, Visible, load_piece, offset};
+use crate::tile::sequences::piece_at;
 use crate::tile::softmax::{join, log_sum_exp, weight};
 
 /// Rows of a thread.
@@ -132,8 +133,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     q: *const T,
     k: *const T,
     v: *const T,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    tables: Tables,
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
@@ -148,17 +148,25 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
     let (heads, batches) = (dims.heads_q.max(1), dims.batch.max(1));
     let index = thread::block_idx_x();
     let (head, rest) = (index % heads, index / heads);
-    let (batch, tile) = (rest % batches, dims.tiles - 1 - rest / batches);
+    let (mut batch, tile) = (rest % batches, dims.tiles - 1 - rest / batches);
     let head_kv = head / dims.group.max(1);
-    let first_query = tile * num_rows;
-    let end_query = (first_query + num_rows).min(dims.seq_q);
+    let mut first_query = tile * num_rows;
 
     // SAFETY: a row index below the limits given to `fetch`, and queries below `end_query`, are inside their tensors —
     // Attention::run. Every barrier is reached by all threads: what the branches around them depend on is the same in
     // the whole block. Shared memory is written between the barriers that end the old reads and start the new ones.
     unsafe {
-        let len = sequence_len(kv_lens, dims, batch);
-        let pages = Pages::new(page_table, dims, batch);
+        if !tables.q_offsets.is_null() {
+            let piece = piece_at(tables.q_offsets, dims.sequences.max(1), dims.tokens_q, tile, num_rows);
+            let Some((of, first)) = piece else { return };
+            (batch, first_query) = (of.index, first);
+        }
+        let sequence = Sequence::new(tables, dims, batch);
+        if first_query >= sequence.seq_q {
+            return;
+        }
+        let end_query = (first_query + num_rows).min(sequence.seq_q);
+        let pages = Pages::new(tables, dims, batch);
         let k = k.add(offset(0, 0, 0, 0, head_kv, dims.k_head_stride));
         let v = v.add(offset(0, 0, 0, 0, head_kv, dims.v_head_stride));
         let k_row = |key| pages.row(dims, key, dims.k_batch_stride, dims.k_token_stride);
@@ -166,8 +174,8 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
         let (q_base, kv_base) = (shared::base(), shared::base() + num_rows * (DIM as u32 * 4));
 
         // Keys that some row sees, and keys that all rows see.
-        let first_row = Visible::new(dims, len, first_query as i32);
-        let last_row = Visible::new(dims, len, end_query as i32 - 1);
+        let (first_row, last_row) =
+            (sequence.visible(dims, first_query), sequence.visible(dims, end_query - 1));
         let any = Visible { lo: first_row.lo, hi: last_row.hi };
         let all = Visible { lo: last_row.lo, hi: first_row.hi };
 
@@ -192,8 +200,14 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             let (query, element) = (first_query + row, col * T::PER_16_BYTES as u32);
             let mut values = [0.0; 8];
             if query < end_query && element < dims.head_dim {
-                let at =
-                    offset(batch, dims.q_batch_stride, query, dims.q_token_stride, head, dims.q_head_stride);
+                let at = offset(
+                    batch,
+                    dims.q_batch_stride,
+                    sequence.first_q + query,
+                    dims.q_token_stride,
+                    head,
+                    dims.q_head_stride,
+                );
                 T::unpack(load_piece(q.add(at + element as usize), dims), &mut values);
             }
             let mut j = 0;
@@ -226,7 +240,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
                 softmax::<T, DIM, KEYS, LANES>(&mut state, |_, _| true);
             } else {
                 let place = [batch, head, first_query + y];
-                let seen = mask::<T, KEYS, LANES>(&mut state, masks, place, key + x as i32, len, dims);
+                let seen = mask::<T, KEYS, LANES>(&mut state, masks, place, key + x as i32, sequence, dims);
                 softmax::<T, DIM, KEYS, LANES>(&mut state, |row, col| {
                     seen >> (row * MAX_COLS + col) & 1 != 0
                 });
@@ -245,6 +259,9 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             key = following;
         }
 
+        // Anew, or it would be kept in registers all the time.
+        let sequence = Sequence::new(tables, dims, thread::opaque(batch));
+        let end_query = (first_query + num_rows).min(sequence.seq_q);
         let sink = sink::<T>(sinks, head);
         let mut row = 0;
         while row < ROWS {
@@ -261,7 +278,14 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             }
             let query = first_query + own;
             if !lse.is_null() && x == 0 && query < end_query {
-                let at = offset(batch, dims.lse_batch_stride, query, 1, head, dims.lse_head_stride);
+                let at = offset(
+                    batch,
+                    dims.lse_batch_stride,
+                    sequence.first_q + query,
+                    1,
+                    head,
+                    dims.lse_head_stride,
+                );
                 global::store(lse.add(at), log_sum_exp::<T>(state.m[row], sum));
             }
             row += 1;
@@ -283,7 +307,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
                 let at = offset(
                     batch,
                     dims.out_batch_stride,
-                    query,
+                    sequence.first_q + query,
                     dims.out_token_stride,
                     head,
                     dims.out_head_stride,
@@ -373,7 +397,7 @@ unsafe fn mask<T: Element, const KEYS: usize, const LANES: u32>(
     masks: Masks,
     [batch, head, query]: [u32; 3],
     key: i32,
-    len: i32,
+    own: Sequence,
     dims: &AttentionDims,
 ) -> u32 {
     let cols = KEYS / LANES as usize;
@@ -381,12 +405,12 @@ unsafe fn mask<T: Element, const KEYS: usize, const LANES: u32>(
     let mut row = 0;
     while row < ROWS {
         let query = query + row as u32 * (THREADS / LANES);
-        let visible = Visible::new(dims, len, query as i32);
+        let visible = own.visible(dims, query);
         let mut col = 0;
         while col < cols {
             let key = key + (col as u32 * LANES) as i32;
             let mut is_seen = visible.has(key);
-            if has_masks(dims) && is_seen && query < dims.seq_q {
+            if has_masks(dims) && is_seen && query < own.seq_q {
                 // SAFETY: the key is one of the sequence's — the caller.
                 let term = unsafe { masks.term::<T>([batch, head, query], key as u32, dims) };
                 is_seen = term.is_some();

@@ -43,7 +43,7 @@ use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 use super::scores::{has_cap, sink};
 use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
-use super::{Visible, offset};
+use super::{Pages, Tables, Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::{join, log_sum_exp};
 
@@ -152,7 +152,7 @@ pub(super) unsafe fn tile<
     q: *const T,
     k: *const T,
     v: *const T,
-    kv_lens: *const u32,
+    tables: Tables,
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
@@ -169,21 +169,26 @@ pub(super) unsafe fn tile<
         let rows = 64 * PARTS as u32;
         let new_tile = |number: u32| {
             if PARTS == 2 {
-                Tile::new::<KEYS, 128>(number, kv_lens, dims)
+                Tile::new::<KEYS, 128>(number, tables, dims)
             } else {
-                Tile::new::<KEYS, 64>(number, kv_lens, dims)
+                Tile::new::<KEYS, 64>(number, tables, dims)
             }
         };
         let tile = new_tile(thread::block_idx_x());
+        if tile.first_query >= tile.own.seq_q {
+            return;
+        }
+        // One page, as there is no table.
+        let pages = Pages::new(tables, dims, tile.batch);
         let k_at = |step: u32| q_at + rows * DIM * 2 + step % 2 * (KEYS * DIM * 2);
         let v_at = q_at + (rows + 2 * KEYS) * DIM * 2;
         let marks = v_at + KEYS * DIM_V * 2;
         let copy_k = |share: Share, step: u32| {
             let k = k.wrapping_add(offset(
-                tile.batch,
+                pages.first,
                 dims.k_batch_stride,
-                0,
-                0,
+                pages.first_row,
+                dims.k_token_stride,
                 tile.head_kv,
                 dims.k_head_stride,
             ));
@@ -192,19 +197,25 @@ pub(super) unsafe fn tile<
         };
         let copy_v = |share: Share, step: u32| {
             let v = v.wrapping_add(offset(
-                tile.batch,
+                pages.first,
                 dims.v_batch_stride,
-                0,
-                0,
+                pages.first_row,
+                dims.v_token_stride,
                 tile.head_kv,
                 dims.v_head_stride,
             ));
             let shape = (dims.v_token_stride, dims.head_dim_v);
             share.copy::<T, DIM_V, KEYS>(v, shape, (step * KEYS) as i32, tile.any, v_at);
         };
-        let queries = Visible { lo: 0, hi: dims.seq_q as i32 };
-        let from =
-            q.wrapping_add(offset(tile.batch, dims.q_batch_stride, 0, 0, tile.head, dims.q_head_stride));
+        let queries = Visible { lo: 0, hi: tile.own.seq_q as i32 };
+        let from = q.wrapping_add(offset(
+            tile.batch,
+            dims.q_batch_stride,
+            tile.own.first_q,
+            dims.q_token_stride,
+            tile.head,
+            dims.q_head_stride,
+        ));
         let shape = (dims.q_token_stride, dims.head_dim);
         let share = Share::new(thread::thread_idx_x());
         let mut part = 0;
@@ -263,7 +274,7 @@ pub(super) unsafe fn tile<
                 }
                 if is_border {
                     let query = tile.first_query + first_own(thread) + 16 * part as u32 + lane / 4;
-                    mask(s, dims, tile.len, query, step * KEYS + 2 * (lane % 4));
+                    mask(s, dims, [tile.own.len, tile.own.ahead], query, step * KEYS + 2 * (lane % 4));
                 }
                 let decay = softmax(s, &mut state[part], scale());
                 scale_rows(&mut o[part], decay);
@@ -304,9 +315,15 @@ pub(super) unsafe fn tile<
                 let decay = join::<T>(&mut m, &mut sum, sink);
                 factors[half] = math::rcp(sum) * decay;
                 let query = tile.first_query + first_own + (16 * part + 8 * half) as u32 + group;
-                if !lse.is_null() && member == 0 && query < dims.seq_q {
-                    let at =
-                        offset(tile.batch, dims.lse_batch_stride, query, 1, tile.head, dims.lse_head_stride);
+                if !lse.is_null() && member == 0 && query < tile.own.seq_q {
+                    let at = offset(
+                        tile.batch,
+                        dims.lse_batch_stride,
+                        tile.own.first_q + query,
+                        1,
+                        tile.head,
+                        dims.lse_head_stride,
+                    );
                     global::store(lse.add(at), log_sum_exp::<T>(m, sum));
                 }
                 half += 1;
@@ -329,7 +346,7 @@ pub(super) unsafe fn tile<
         thread::sync_threads();
         let [a, b, c, d] = shared::load_u32x4(marks);
         if a | b | c | d != 0 {
-            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, dims);
+            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, Pages::new(tables, dims, tile.batch), dims);
             thread::sync_threads();
         }
         let mut i = thread;
@@ -338,8 +355,9 @@ pub(super) unsafe fn tile<
         while i < end {
             let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
             let query = tile.first_query + row;
-            if query < dims.seq_q && piece * 8 < dims.head_dim_v {
+            if query < tile.own.seq_q && piece * 8 < dims.head_dim_v {
                 let strides = (dims.out_batch_stride, dims.out_token_stride, dims.out_head_stride);
+                let query = tile.own.first_q + query;
                 let at = offset(tile.batch, strides.0, query, strides.1, tile.head, strides.2);
                 let words = shared::load_u32x4(q_at + row * (DIM * 2) + moved(piece, row));
                 global::store_x4(out.add(at + piece as usize * 8), words);
@@ -476,9 +494,10 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     rows: u32,
     at: u32,
     v: *const T,
+    pages: Pages,
     dims: &AttentionDims,
 ) {
-    let v = v.wrapping_add(offset(tile.batch, dims.v_batch_stride, 0, 0, tile.head_kv, dims.v_head_stride));
+    let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
     let column = 2 * thread::thread_idx_x();
     // Opaque, so that the loop stays one.
     let rows = thread::opaque(rows);
@@ -487,12 +506,13 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     unsafe {
         while column < dims.head_dim_v && key < tile.any.hi {
             if tile.is_border::<KEYS>(key as u32 / KEYS) {
-                let from = v.wrapping_add(key as usize * dims.v_token_stride as usize + column as usize);
+                let first = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
+                let from = v.wrapping_add(first + column as usize);
                 let values = [global::load(from).to_f32(), global::load(from.add(1)).to_f32()];
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 let mut row = 0;
                 while (is_bad[0] || is_bad[1]) && row < rows {
-                    if Visible::new(dims, tile.len, (tile.first_query + row) as i32).has(key) {
+                    if tile.own.visible(dims, tile.first_query + row).has(key) {
                         let at = at + row * (DIM * 2) + moved(column / 8, row) + column % 8 * 2;
                         let mut pair = [0f32; 8];
                         T::unpack([shared::load_u32(at), 0, 0, 0], &mut pair);

@@ -33,13 +33,13 @@ pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDi
 pub(super) fn mask<const SCORES: usize>(
     s: &mut [f32; SCORES],
     dims: &AttentionDims,
-    len: i32,
+    [len, ahead]: [i32; 2],
     query: u32,
     first: u32,
 ) {
     // Opaque, or what follows would be computed before the loop and kept in registers.
     let query = first.wrapping_add(thread::opaque(query.wrapping_sub(first))) as i32;
-    let rows = [Visible::new(dims, len, query), Visible::new(dims, len, query + 8)];
+    let rows = [Visible::new(dims, len, ahead, query), Visible::new(dims, len, ahead, query + 8)];
     let lo = [rows[0].lo - first as i32, rows[1].lo - first as i32];
     let hi = [rows[0].hi - first as i32, rows[1].hi - first as i32];
     let mut i = 0;

@@ -2,7 +2,8 @@
 
 use abi::ops::attention::AttentionDims;
 
-use super::{Visible, sequence_len};
+use super::{Sequence, Tables, Visible};
+use crate::tile::sequences::piece_at;
 
 /// A tile of queries and the keys that it sees.
 #[derive(Clone, Copy)]
@@ -11,7 +12,7 @@ pub(super) struct Tile {
     pub(super) head: u32,
     pub(super) head_kv: u32,
     pub(super) first_query: u32,
-    pub(super) len: i32,
+    pub(super) own: Sequence,
     /// Keys that some row sees, and keys that all rows see.
     pub(super) any: Visible,
     pub(super) all: Visible,
@@ -22,11 +23,11 @@ pub(super) struct Tile {
 
 impl Tile {
     /// # Safety
-    /// - As for [`sequence_len`].
+    /// - As for [`Sequence::new`].
     #[inline(always)]
     pub(super) unsafe fn new<const KEYS: u32, const ROWS: u32>(
         number: u32,
-        kv_lens: *const u32,
+        tables: Tables,
         dims: &AttentionDims,
     ) -> Self {
         // Sizes are at least 1 where there is a tile at all; `max` tells the compiler.
@@ -35,19 +36,30 @@ impl Tile {
         let width = dims.section.min(heads * dims.batch - section).max(1);
         let within = number - section * tiles;
         let pair = section + within % width;
-        let (head, batch) = (pair % heads, pair / heads);
-        let first_query = (tiles - 1 - within / width) * ROWS;
-        let end_query = (first_query + ROWS).min(dims.seq_q);
+        let (head, mut batch) = (pair % heads, pair / heads);
+        let place = tiles - 1 - within / width;
+        let mut first_query = place * ROWS;
         // SAFETY: the caller's promise.
-        let len = unsafe { sequence_len(kv_lens, dims, batch) };
-        let first_row = Visible::new(dims, len, first_query as i32);
-        let last_row = Visible::new(dims, len, end_query as i32 - 1);
+        let own = unsafe {
+            if !tables.q_offsets.is_null() {
+                // Beyond the queries of any sequence there is an empty place.
+                let piece = piece_at(tables.q_offsets, dims.sequences.max(1), dims.tokens_q, place, ROWS);
+                (batch, first_query) =
+                    piece.map_or((0, dims.seq_q), |(sequence, first)| (sequence.index, first));
+            }
+            Sequence::new(tables, dims, batch)
+        };
+        let end_query = (first_query + ROWS).min(own.seq_q);
+        let (first_row, last_row) = (own.visible(dims, first_query), own.visible(dims, end_query - 1));
         let any = Visible { lo: first_row.lo, hi: last_row.hi };
         let all = Visible { lo: last_row.lo, hi: first_row.hi };
-        let (first, end) =
-            if any.lo < any.hi { (any.lo as u32 / KEYS, (any.hi as u32).div_ceil(KEYS)) } else { (0, 0) };
+        let (first, end) = if first_query < own.seq_q && any.lo < any.hi {
+            (any.lo as u32 / KEYS, (any.hi as u32).div_ceil(KEYS))
+        } else {
+            (0, 0)
+        };
         let head_kv = head / dims.group.max(1);
-        Tile { batch, head, head_kv, first_query, len, any, all, first, end }
+        Tile { batch, head, head_kv, first_query, own, any, all, first, end }
     }
 
     /// Whether some row does not see all keys of a step.

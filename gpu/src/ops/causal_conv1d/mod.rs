@@ -15,7 +15,7 @@
 //! anybody, and prefill and decode are the same kernel. Decode is bound by the state, of which three inputs are read and
 //! written for each input: all of it in pieces of 16 bytes.
 
-use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS_LOG2};
+use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread};
 
@@ -50,7 +50,7 @@ impl Share {
         let place = thread::block_idx_x() / dims.channel_blocks.max(1);
         // SAFETY: the caller's promise.
         unsafe {
-            let (sequence, first) = piece_at(offsets, dims.sequences, dims.tokens, place, TOKENS_LOG2)?;
+            let (sequence, first) = piece_at(offsets, dims.sequences, dims.tokens, place, TOKENS)?;
             let slot = global::load(slots.add(sequence.index as usize));
             (slot < dims.num_slots).then_some(Share { sequence, first, slot })
         }
@@ -59,7 +59,7 @@ impl Share {
     /// The sequence's token that follows the piece, or its end.
     #[inline(always)]
     fn end(&self) -> u32 {
-        self.sequence.len.min(self.first + (1 << TOKENS_LOG2))
+        self.sequence.len.min(self.first + TOKENS)
     }
 }
 

@@ -23,7 +23,7 @@
 //! 3. The inverse by blocks of 16 rows: what the rows above contribute is a product that all threads share; within a
 //!    block, a thread solves its column in registers.
 
-use abi::ops::gated_delta::{CHUNK, CHUNK_LOG2, GatedDeltaDims, PLACE_ELEMENTS};
+use abi::ops::gated_delta::{CHUNK, GatedDeltaDims, PLACE_ELEMENTS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread, warp};
 
@@ -120,8 +120,7 @@ pub unsafe fn chunk<T: Element>(
     // SAFETY: the caller's promise for the offsets. Shared memory: each phase writes its own part, and a barrier comes
     // before anyone reads it or puts something else there. Tokens are those of the chunk, t < len.
     unsafe {
-        let Some((sequence, first)) = piece_at(offsets, dims.sequences, dims.tokens, place, CHUNK_LOG2)
-        else {
+        let Some((sequence, first)) = piece_at(offsets, dims.sequences, dims.tokens, place, CHUNK) else {
             return;
         };
         let (start, len) = (sequence.start + first, (sequence.len - first).min(CHUNK));

@@ -17,7 +17,7 @@
 //!
 //! Products with X and P end at the diagonal, so that no token sees a later one, not even as 0 · NaN.
 
-use abi::ops::gated_delta::{CHUNK, CHUNK_LOG2, GatedDeltaDims, MAX_DIM_K, PLACE_ELEMENTS, SLICE};
+use abi::ops::gated_delta::{CHUNK, GatedDeltaDims, MAX_DIM_K, PLACE_ELEMENTS, SLICE};
 use cuda_std::cvt::Element;
 use cuda_std::{global, math, shared, thread};
 
@@ -208,7 +208,7 @@ pub unsafe fn slice<T: Element>(
     let (sequence, slot) =
         unsafe { (Sequence::load(offsets, index, dims.tokens), global::load(slots.add(index as usize))) };
     // The sequence's places, and those of them that are in this pass.
-    let first_place = sequence.first_place(CHUNK_LOG2);
+    let first_place = sequence.first_place(CHUNK);
     let end_place = first_place + sequence.len.div_ceil(CHUNK);
     let mut place = first_place.max(dims.first_place);
     let end_place = end_place.min(dims.first_place + dims.num_places);

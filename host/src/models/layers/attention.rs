@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::AttentionConfig;
 use crate::models::loader::Loader;
-use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
+use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores};
 use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use crate::ops::matmul::Matmul;
 use crate::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
@@ -225,6 +225,7 @@ impl AttentionBlock {
             out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
             lse: None,
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         self.attention.run(stream, args)?;

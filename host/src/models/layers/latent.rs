@@ -8,7 +8,7 @@ use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::LatentConfig;
 use crate::models::loader::Loader;
 use crate::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask, Offsets, ScoreTensors, Scores,
 };
 use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
@@ -389,6 +389,7 @@ impl Absorbed {
             out: attended.reborrow().reshape(&[batch, seq, heads, latent])?,
             lse: None,
             scores: ScoreTensors::default(),
+            offsets: Offsets::default(),
             page_table: None,
         };
         self.attention.run(stream, args)?;
@@ -467,6 +468,7 @@ impl Naive {
                 out: out.reborrow().slice(0, tokens)?.reshape(&[1, seq, heads, value])?,
                 lse: None,
                 scores: ScoreTensors::default(),
+                offsets: Offsets::default(),
                 page_table: None,
             };
             self.attention.run(stream, args)?;

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use super::{AttentionArgs, AttentionProblem, scores, visible};
 use crate::error::Error;
 use crate::ops::parallel::{SharedSlice, for_rows};
-use crate::tensor::FloatElement;
+use crate::tensor::{FloatElement, TensorView};
 
 /// Queries of a tile.
 const QUERIES: usize = 16;
@@ -54,9 +54,23 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
         (dims.seq_q as usize, dims.head_dim as usize, dims.head_dim_v as usize);
     let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
     let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
-    let kv_lens = args.kv_lens.as_ref().map(|kv_lens| kv_lens.host_slice::<u32>());
+    let kv_lens = words(&args.kv_lens);
+    let (q_offsets, kv_offsets) = (words(&args.offsets.q), words(&args.offsets.kv));
+    // Of a packed sequence, the first token and how many there are, at most `most`.
+    let packed = |offsets: &[u32], batch: usize, tokens: u32, most: u32| {
+        let (start, end) = (offsets[batch].min(tokens), offsets[batch + 1].min(tokens));
+        (start as usize, end.saturating_sub(start).min(most))
+    };
+    let queries_of = |batch: usize| {
+        q_offsets.map_or((0, dims.seq_q), |offsets| packed(offsets, batch, dims.tokens_q, dims.seq_q))
+    };
+    let keys_of = |batch: usize| match (kv_offsets, kv_lens) {
+        (Some(offsets), _) => packed(offsets, batch, dims.tokens_kv, dims.seq_kv),
+        (None, Some(kv_lens)) => (0, kv_lens[batch].min(dims.seq_kv)),
+        (None, None) => (0, dims.seq_kv),
+    };
     let sinks = args.scores.sinks.as_ref().map(|sinks| sinks.host_slice::<f32>());
-    let page_table = args.page_table.as_ref().map(|table| table.host_slice::<u32>());
+    let page_table = words(&args.page_table);
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     let lse = args.lse.as_mut().map(|lse| SharedSlice::new(lse.host_slice_mut::<f32>()));
     let place = |index: usize, stride: u32| index * stride as usize;
@@ -66,11 +80,12 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
             let at = place(batch, dims.table_stride) + (key >> dims.page_log2);
             table[at].min(dims.num_pages - 1) as usize
         });
-        place(page, page_stride) + place(key & ((1 << dims.page_log2) - 1), token_stride)
+        let (page, first) = if kv_offsets.is_some() { (0, keys_of(batch).0) } else { (page, 0) };
+        place(page, page_stride) + place(first + (key & ((1 << dims.page_log2) - 1)), token_stride)
     };
     let query_tiles = seq_q.div_ceil(QUERIES);
     let [cap_in, cap_out] = scores::cap(problem, None);
-    let blocks = args.scores.blocks.as_ref().map(|blocks| blocks.host_slice::<u32>());
+    let blocks = words(&args.scores.blocks);
     let added = (dims.scores.bias == ADDED)
         .then(|| args.scores.bias.as_ref().map(|bias| bias.host_slice::<T>()))
         .flatten();
@@ -100,10 +115,14 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
     for_rows(num_tasks, num_products, |task| {
         let (tile, rest) = (task % query_tiles, task / query_tiles);
         let (head_kv, batch) = (rest % heads_kv, rest / heads_kv);
-        let queries = tile * QUERIES..((tile + 1) * QUERIES).min(seq_q);
-        let len = kv_lens.map_or(dims.seq_kv, |kv_lens| kv_lens[batch].min(dims.seq_kv));
-        let (any_lo, _) = visible(dims, len, queries.start as u32);
-        let (_, any_hi) = visible(dims, len, queries.end as u32 - 1);
+        let ((first_query, seq_q), (_, len)) = (queries_of(batch), keys_of(batch));
+        let queries = tile * QUERIES..((tile + 1) * QUERIES).min(seq_q as usize);
+        if queries.is_empty() {
+            return;
+        }
+        let sequence = [len, seq_q];
+        let (any_lo, _) = visible(dims, sequence, queries.start as u32);
+        let (_, any_hi) = visible(dims, sequence, queries.end as u32 - 1);
 
         // Rows in the order (query, head).
         let pairs = || {
@@ -112,7 +131,7 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
         let scaled: Vec<f32> = pairs()
             .flat_map(|(query, head)| {
                 let start = place(batch, dims.q_batch_stride)
-                    + place(query, dims.q_token_stride)
+                    + place(first_query + query, dims.q_token_stride)
                     + place(head, dims.q_head_stride);
                 q[start..][..head_dim].iter().map(|value| value.to_f32() * scale)
             })
@@ -134,7 +153,7 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
             }
             for (index, (row, (query, head))) in std::iter::zip(&mut rows, pairs()).enumerate() {
                 let place = [batch, head, query];
-                let (lo, hi) = visible(dims, len, query as u32);
+                let (lo, hi) = visible(dims, sequence, query as u32);
                 let span = lo.max(first)..hi.min(first + KEYS);
                 if span.is_empty() {
                     continue;
@@ -177,7 +196,7 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
                 row.join(sinks[head]);
             }
             let start = place(batch, dims.out_batch_stride)
-                + place(query, dims.out_token_stride)
+                + place(first_query + query, dims.out_token_stride)
                 + place(head, dims.out_head_stride);
             // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements).
             let out = unsafe { out.part(start, head_dim_v) };
@@ -186,13 +205,21 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
                 *out = T::from_f32(if empty { 0.0 } else { value * inverse });
             }
             if let Some(lse) = &lse {
-                let start = place(batch, dims.lse_batch_stride) + place(head, dims.lse_head_stride) + query;
+                let start = place(batch, dims.lse_batch_stride)
+                    + place(head, dims.lse_head_stride)
+                    + first_query
+                    + query;
                 // SAFETY: as for out.
                 let lse = unsafe { lse.part(start, 1) };
                 lse[0] = if empty { f32::NEG_INFINITY } else { row.max + row.sum.ln() };
             }
         }
     });
+}
+
+/// The numbers of a tensor that there may be.
+fn words<'a>(view: &'a Option<TensorView<'_>>) -> Option<&'a [u32]> {
+    view.as_ref().map(|view| view.host_slice())
 }
 
 fn widen<T: FloatElement>(from: &[T], to: &mut [f32]) {

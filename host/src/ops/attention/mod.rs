@@ -88,20 +88,21 @@ impl AttentionProblem {
 /// The tensors of a run. Any strides, but 1 in the last dimension.
 #[derive(Debug)]
 pub struct AttentionArgs<'a> {
-    /// `[batch, seq_q, heads_q, head_dim]`.
+    /// `[batch, seq_q, heads_q, head_dim]`; packed `[1, tokens, heads_q, head_dim]`.
     pub q: TensorView<'a>,
     /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use. With pages
-    /// `[num_pages, page_size, heads_kv, head_dim]`.
+    /// `[num_pages, page_size, heads_kv, head_dim]`, packed `[1, tokens, heads_kv, head_dim]`.
     pub k: TensorView<'a>,
-    /// `[batch, seq_kv, heads_kv, head_dim_v]`, with pages `[num_pages, page_size, heads_kv, head_dim_v]`. It may be a part of k's
-    /// own rows, as in latent attention.
+    /// `[batch, seq_kv, heads_kv, head_dim_v]`, and in pages or packed as k. It may be a part of k's own rows, as in latent attention.
     pub v: TensorView<'a>,
     /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
     /// `seq_kv` is taken as `seq_kv`. What lies beyond makes no difference, whatever it is.
     pub kv_lens: Option<TensorView<'a>>,
-    /// `[batch, seq_q, heads_q, head_dim_v]`.
+    /// Where packed sequences begin.
+    pub offsets: Offsets<'a>,
+    /// `[batch, seq_q, heads_q, head_dim_v]`; packed `[1, tokens, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
-    /// `[batch, heads_q, seq_q]` f32, if there: the natural logarithm of the sum of the exponentials of a row's scores,
+    /// `[batch, heads_q, seq_q]`, packed `[1, heads_q, tokens]`, f32, if there: the natural logarithm of the sum of the exponentials of a row's scores,
     /// of which a sink is one.
     pub lse: Option<TensorViewMut<'a>>,
     /// What changes scores.
@@ -109,6 +110,16 @@ pub struct AttentionArgs<'a> {
     /// `[batch, max_pages]` u32, if the problem has pages: those of each sequence in the order of its keys, read when the kernel
     /// runs. In any order, also shared between sequences; what is beyond a sequence's keys is not read.
     pub page_table: Option<TensorView<'a>>,
+}
+
+/// Where sequences begin that are packed one after the other, read when the kernel runs: sequence s has the tokens from `offsets[s]` to
+/// `offsets[s + 1]`, and more than are planned of a sequence are not done.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Offsets<'a> {
+    /// `[batch + 1]` u32, if queries are packed. A row of out that is outside of all sequences is left as it is.
+    pub q: Option<TensorView<'a>>,
+    /// `[batch + 1]` u32, if keys are packed, which have neither `kv_lens` nor pages then.
+    pub kv: Option<TensorView<'a>>,
 }
 
 /// Softmax attention with grouped heads, causal and sliding-window masks, and sequences of different lengths.
@@ -168,7 +179,8 @@ pub struct AttentionArgs<'a> {
 /// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
 /// let (out, scores) = (out.view_mut(), ScoreTensors::default());
-/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, out, lse: None, scores, page_table: None };
+/// let (offsets, page_table) = (Offsets::default(), None);
+/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, offsets, out, lse: None, scores, page_table };
 /// attention.run(&stream, args)?;
 /// println!("{}", attention.report());
 /// # Ok(())
@@ -231,6 +243,13 @@ struct Splits {
     /// What the splits leave for the merge, both `[sequence, head, query, split, …]` f32: unfinished results of `head_dim`;
     /// maximum and sum of the weights.
     workspace: Workspace<2>,
+}
+
+impl AttentionArgs<'_> {
+    /// What tells how many keys sequences have, and, if they are packed, where.
+    fn lens(&self) -> Param<'_> {
+        optional(if self.offsets.kv.is_some() { &self.offsets.kv } else { &self.kv_lens })
+    }
 }
 
 impl Attention {
@@ -312,7 +331,7 @@ impl Attention {
     pub fn run(&self, stream: &Stream, mut args: AttentionArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
         let mut dims = self.check(&args)?;
-        if dims.batch == 0 || dims.seq_q == 0 {
+        if dims.batch == 0 || dims.seq_q == 0 || (args.offsets.q.is_some() && dims.tokens_q == 0) {
             return Ok(());
         }
         match &self.backend {
@@ -350,12 +369,12 @@ impl Attention {
                         decode(stream, kernel, splits, self.places(tile), &args, &dims)
                     }
                     (AttentionTile::Wgmma { keys, .. }, _) => {
-                        dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
+                        tile_queries(&mut dims, variant.tile);
                         dims.box_keys = box_keys(&self.problem, keys);
                         self.wgmma(stream, kernel, &args, &dims)
                     }
                     _ => {
-                        dims.tiles = dims.seq_q.div_ceil(variant.tile.rows());
+                        tile_queries(&mut dims, variant.tile);
                         prefill(stream, kernel, &args, &dims)
                     }
                 }
@@ -381,7 +400,7 @@ impl Attention {
         args: &AttentionArgs<'_>,
         dims: &AttentionDims,
     ) -> Result<(), Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
+        let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
         let (tile, out_view) = (kernel.variant.tile, out.as_view());
         let map = |view, box_rows| self.tensor_map(view, box_rows);
         let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
@@ -396,7 +415,9 @@ impl Attention {
             (&v_map).into(),
             (&out_map).into(),
             (*v).into(),
-            optional(kv_lens),
+            out.into(),
+            args.lens(),
+            optional(&args.offsets.q),
             optional(page_table),
             Param::optional(lse.as_ref()),
             optional(&scores.sinks),
@@ -431,16 +452,45 @@ impl Attention {
     }
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
-        let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table: _ } = args;
+        let AttentionArgs { q, k, v, kv_lens, offsets, out, lse, scores, page_table: _ } = args;
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = self.problem;
         let device = &self.device;
         q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
-        let (batch, seq_q) = (q.shape()[0], q.shape()[1]);
+        let (outer_q, tokens_q) = (q.shape()[0], q.shape()[1]);
+        let sequences = |argument, of: &TensorView<'_>| {
+            of.expect(OP, argument, device, DType::U32, &[None])?;
+            of.expect_inner_contiguous(OP, argument)?;
+            of.shape()[0].checked_sub(1).ok_or_else(|| {
+                Error::invalid(
+                    OP,
+                    argument,
+                    "the sequences' first tokens and the end",
+                    "no number".to_string(),
+                )
+            })
+        };
+        let (batch, seq_q) = match &offsets.q {
+            None => (outer_q, tokens_q),
+            Some(of) if outer_q == 1 => (sequences("offsets.q", of)?, self.problem.seq_q),
+            Some(_) => {
+                return Err(Error::invalid(OP, "q", "one row of packed sequences", outer_q.to_string()));
+            }
+        };
+        if let Some(of) = &offsets.kv {
+            of.expect(OP, "offsets.kv", device, DType::U32, &[Some(batch + 1)])?;
+            of.expect_inner_contiguous(OP, "offsets.kv")?;
+        }
         let cache = self.check_cache(args, batch)?;
         let [outer, tokens] = [k.shape()[0], k.shape()[1]];
         v.expect(OP, "v", device, dtype, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
         let seq_kv = cache.seq_kv;
-        out.expect(OP, "out", device, dtype, &[Some(batch), Some(seq_q), Some(heads_q), Some(head_dim_v)])?;
+        out.expect(
+            OP,
+            "out",
+            device,
+            dtype,
+            &[Some(outer_q), Some(tokens_q), Some(heads_q), Some(head_dim_v)],
+        )?;
         for (argument, view) in [("q", q), ("k", k), ("v", v)] {
             view.expect_inner_contiguous(OP, argument)?;
         }
@@ -450,7 +500,7 @@ impl Attention {
             kv_lens.expect_inner_contiguous(OP, "kv_lens")?;
         }
         if let Some(lse) = lse {
-            lse.expect(OP, "lse", device, DType::F32, &[Some(batch), Some(heads_q), Some(seq_q)])?;
+            lse.expect(OP, "lse", device, DType::F32, &[Some(outer_q), Some(heads_q), Some(tokens_q)])?;
             lse.expect_inner_contiguous(OP, "lse")?;
         }
         let scores = scores.check(&self.problem, device, [batch, seq_q, seq_kv])?;
@@ -481,11 +531,22 @@ impl Attention {
             Some(lse) => strides("lse", lse.strides())?,
             None => [0; 3],
         };
+        // Packed sequences are told apart by their first rows.
+        let of_sequence =
+            |stride: u32, offsets: &Option<TensorView<'_>>| if offsets.is_some() { 0 } else { stride };
+        let q_batch_stride = of_sequence(q_batch_stride, &offsets.q);
+        let out_batch_stride = of_sequence(out_batch_stride, &offsets.q);
+        let lse_batch_stride = of_sequence(lse_batch_stride, &offsets.q);
+        let packed =
+            |tokens: usize, offsets: &Option<TensorView<'_>>| if offsets.is_some() { tokens } else { 0 };
         let vector = q.is_aligned_16() && k.is_aligned_16() && v.is_aligned_16() && out.is_aligned_16();
         Ok(AttentionDims {
             batch: batch as u32,
             seq_q: seq_q as u32,
             seq_kv: seq_kv as u32,
+            sequences: batch as u32,
+            tokens_q: check_size(OP, "q", "number of tokens", packed(tokens_q, &offsets.q))?,
+            tokens_kv: check_size(OP, "k", "number of tokens", packed(tokens, &offsets.kv))?,
             heads_q: heads_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
@@ -525,12 +586,23 @@ impl Attention {
 
     /// Checks k, and what tells where a sequence's keys are.
     fn check_cache(&self, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
-        let AttentionArgs { k, kv_lens, page_table, .. } = args;
+        let AttentionArgs { k, kv_lens, offsets, page_table, .. } = args;
         let AttentionProblem { heads_kv, head_dim, dtype, page_size, .. } = self.problem;
         let rows = |outer, tokens| [outer, tokens, Some(heads_kv), Some(head_dim)];
         let invalid =
             |argument, expected: &str, got: String| Err(Error::invalid(OP, argument, expected, got));
         let (page_size, table) = match (page_size, page_table) {
+            (None, None) if offsets.kv.is_some() => {
+                k.expect(OP, "k", &self.device, dtype, &rows(Some(1), None))?;
+                if kv_lens.is_some() {
+                    return invalid("kv_lens", "none, as keys are packed", "a tensor".into());
+                }
+                let seq_kv = if k.shape()[1] == 0 { 0 } else { self.problem.seq_kv };
+                return Ok(Cache { seq_kv, page_log2: 31, num_pages: 1, table_stride: 0 });
+            }
+            _ if offsets.kv.is_some() => {
+                return invalid("offsets.kv", "none, as there are pages", "a tensor".into());
+            }
             (None, None) => {
                 k.expect(OP, "k", &self.device, dtype, &rows(Some(batch), None))?;
                 return Ok(Cache { seq_kv: k.shape()[1], page_log2: 31, num_pages: 1, table_stride: 0 });
@@ -622,13 +694,14 @@ fn prefill(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
+    let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
     let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
     let params = [
         (*q).into(),
         (*k).into(),
         (*v).into(),
-        optional(kv_lens),
+        args.lens(),
+        optional(&args.offsets.q),
         optional(page_table),
         out.into(),
         Param::optional(lse.as_ref()),
@@ -650,7 +723,7 @@ fn decode(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_lens, out, lse, scores, page_table } = args;
+    let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
     let Splits { merge, workspace } = splits;
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
@@ -660,7 +733,8 @@ fn decode(
         (*q).into(),
         (*k).into(),
         (*v).into(),
-        optional(kv_lens),
+        args.lens(),
+        optional(&args.offsets.q),
         optional(page_table),
         optional(&scores.bias),
         optional(&scores.blocks),
@@ -671,7 +745,8 @@ fn decode(
     let merge_params = [
         partial.into(),
         stats.into(),
-        optional(kv_lens),
+        args.lens(),
+        optional(&args.offsets.q),
         out.into(),
         Param::optional(lse.as_ref()),
         optional(&scores.sinks),
@@ -711,6 +786,17 @@ fn box_keys(problem: &AttentionProblem, step_keys: u32) -> u32 {
     problem.page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
 }
 
+/// Cuts queries into a kernel's tiles.
+fn tile_queries(dims: &mut AttentionDims, tile: AttentionTile) {
+    if dims.tokens_q == 0 {
+        dims.tiles = dims.seq_q.div_ceil(tile.rows());
+    } else {
+        // The places of `tile::sequences`, for all sequences together.
+        (dims.tiles, dims.batch) = (dims.tokens_q / tile.rows() + dims.sequences, 1);
+        dims.section = dims.section.min(dims.heads_q);
+    }
+}
+
 /// The address of a tensor that there may be, else null.
 fn optional<'a>(view: &Option<TensorView<'a>>) -> Param<'a> {
     view.map_or(Param::Address(0), Param::from)
@@ -723,8 +809,8 @@ fn blocks(factors: &[u32]) -> Result<u32, Error> {
 }
 
 /// Keys that `query` sees, the first and one past the last, in a sequence of `len`; the same as the kernels' `Visible`.
-fn visible(dims: &AttentionDims, len: u32, query: u32) -> (usize, usize) {
-    let own = i64::from(query) + 1 + i64::from(len) - i64::from(dims.seq_q);
+fn visible(dims: &AttentionDims, [len, seq_q]: [u32; 2], query: u32) -> (usize, usize) {
+    let own = i64::from(query) + 1 + i64::from(len) - i64::from(seq_q);
     let hi = if dims.causal != 0 { own.max(0) } else { i64::from(len) };
     let lo = (own - i64::from(dims.window)).max(0);
     (lo as usize, hi as usize)

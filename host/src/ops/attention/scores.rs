@@ -142,8 +142,8 @@ fn stride(view: &TensorView<'_>, argument: &'static str, axis: usize) -> Result<
 pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
     let Scores { soft_cap, bias, blocks } = problem.scores;
     let has_masks = match tile {
-        AttentionTile::Wgmma { consumers, .. } => {
-            bias == Bias::None && (blocks.is_none() || wgmma_knows_blocks(consumers))
+        AttentionTile::Wgmma { consumers, dim_v, .. } => {
+            bias == Bias::None && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
         }
         AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => true,
         _ => bias == Bias::None && blocks.is_none(),

@@ -8,7 +8,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::causal_conv1d::{
-    CausalConv1dDims, CausalConv1dTile, CausalConv1dVariant, MAX_WIDTH, THREADS, TOKENS_LOG2,
+    CausalConv1dDims, CausalConv1dTile, CausalConv1dVariant, MAX_WIDTH, THREADS, TOKENS,
 };
 
 use crate::device::Device;
@@ -178,7 +178,7 @@ impl CausalConv1d {
                 let pieces = matches!(variant.tile, CausalConv1dTile::Pieces { .. }) && aligned;
                 let (entry, per_thread) = if pieces { (entry, per_16 as u32) } else { (unaligned, 1) };
                 dims.channel_blocks = dims.channels.div_ceil(THREADS * per_thread);
-                let places = u64::from(dims.tokens >> TOKENS_LOG2) + u64::from(dims.sequences);
+                let places = u64::from(dims.tokens / TOKENS) + u64::from(dims.sequences);
                 let grid = check_blocks(OP, "x", places * u64::from(dims.channel_blocks))?;
                 let params = [
                     (*x).into(),

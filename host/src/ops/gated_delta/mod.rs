@@ -8,8 +8,7 @@ mod select;
 
 use abi::DType;
 use abi::ops::gated_delta::{
-    CHUNK_LOG2, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE,
-    STATE_IN_PIECES,
+    CHUNK, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE, STATE_IN_PIECES,
 };
 
 use crate::device::Device;
@@ -404,7 +403,7 @@ impl Chunked {
 
 /// Places of the chunks of so many tokens and sequences: see `abi::ops::gated_delta::CHUNK`.
 fn places(tokens: u32, sequences: u32) -> u32 {
-    (tokens >> CHUNK_LOG2) + sequences
+    tokens / CHUNK + sequences
 }
 
 /// Blocks altogether.

@@ -1,11 +1,11 @@
 //! Values that are not finite, where some rows of a tile see them and others do not.
 
-use abi::ops::attention::AttentionDims;
+use abi::ops::attention::{AttentionDims, wgmma_knows_blocks};
 use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
 use super::super::tile::Tile;
-use super::super::{Pages, offset};
+use super::super::{Pages, Tables, offset};
 use super::walk::{NONE, Places, Tiles, Turn, Walk};
 use super::{CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
@@ -21,7 +21,7 @@ const CLEANER_THREADS: u32 = 96;
 #[inline(always)]
 pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
     places: Places,
-    kv_lens: *const u32,
+    tables: Tables,
     blocks: *const u32,
     dims: &AttentionDims,
 ) {
@@ -34,7 +34,12 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
         while let Some(number) = tiles.next() {
-            let walk = Walk::new::<ROWS>(Tile::new::<KEYS, ROWS>(number, kv_lens, dims), blocks, dims);
+            let walk = Walk::new::<ROWS>(
+                Tile::new::<KEYS, ROWS>(number, tables, dims),
+                wgmma_knows_blocks(ROWS / 64, DIM_V),
+                blocks,
+                dims,
+            );
             let tile = &walk.tile;
             let mut next = walk.below::<KEYS>(tile.end, dims);
             while next != NONE {

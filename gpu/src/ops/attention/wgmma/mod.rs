@@ -56,11 +56,11 @@ use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared
 use super::scores::{Blocks, has_blocks, has_cap, sink};
 use super::softmax::{Rows, cap, mask, mask_blocks, round, scale_rows, softmax};
 use super::tile::Tile;
-use super::{Pages, offset, within_page};
+use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use walk::{MARKS, NONE, Places, Step, Tiles, Turn, Walk};
+use walk::{MARKS, NONE, Places, Step, TileWords, Tiles, Turn, Walk};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -104,8 +104,8 @@ pub(super) unsafe fn tiles<
 >(
     maps: Maps,
     v: *const T,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    out: *mut T,
+    tables: Tables,
     lse: *mut f32,
     sinks: *const f32,
     blocks: *const u32,
@@ -147,19 +147,23 @@ pub(super) unsafe fn tiles<
     // SAFETY: the roles are those of whole warps; each waits for a stage before it touches it.
     unsafe {
         if warpgroup == 0 {
-            if CONSUMERS == 2 {
+            if wgmma_knows_blocks(CONSUMERS, DIM_V) {
                 registers::decrease::<56>();
+            } else if CONSUMERS == 2 {
+                registers::decrease::<40>();
             } else {
                 registers::decrease::<32>();
             }
             if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, kv_lens, page_table, blocks, dims);
+                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, tables, blocks, dims);
             } else if thread >= 32 {
-                clean::<T, DIM_V, KEYS, ROWS>(places, kv_lens, blocks, dims);
+                clean::<T, DIM_V, KEYS, ROWS>(places, tables, blocks, dims);
             }
         } else {
-            if CONSUMERS == 2 {
+            if wgmma_knows_blocks(CONSUMERS, DIM_V) {
                 registers::increase::<224>();
+            } else if CONSUMERS == 2 {
+                registers::increase::<232>();
             } else {
                 registers::increase::<160>();
             }
@@ -168,8 +172,8 @@ pub(super) unsafe fn tiles<
                 places,
                 warpgroup - 1,
                 v,
-                kv_lens,
-                page_table,
+                out,
+                tables,
                 lse,
                 sinks,
                 blocks,
@@ -187,8 +191,7 @@ pub(super) unsafe fn tiles<
 unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
     maps: Maps,
     places: Places,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    tables: Tables,
     blocks: *const u32,
     dims: &AttentionDims,
 ) {
@@ -197,20 +200,24 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next() {
-            let walk = Walk::new::<ROWS>(Tile::new::<KEYS, ROWS>(number, kv_lens, dims), blocks, dims);
+            let walk = Walk::new::<ROWS>(
+                Tile::new::<KEYS, ROWS>(number, tables, dims),
+                wgmma_knows_blocks(ROWS / 64, DIM_V),
+                blocks,
+                dims,
+            );
             let tile = &walk.tile;
-            let batch = tile.batch as i32;
-            let pages = Pages::new(page_table, dims, tile.batch);
+            let batch = if tables.q_offsets.is_null() { tile.batch as i32 } else { 0 };
+            let pages = Pages::new(tables, dims, tile.batch);
             let mut next = walk.below::<KEYS>(tile.end, dims);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
-            let blocks_place = Blocks::place(tile.batch, tile.head, dims);
-            let words = [u32::from(next != NONE), tile.first_query, tile.len as u32, blocks_place];
-            shared::store_u32x4(places.tile(tiles.round), words);
+            TileWords::new(tile, next != NONE, dims).store(places, tiles.round);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
                 let at = places.q + col * ROWS * ROW_BYTES;
-                let from = [(64 * col) as i32, tile.first_query as i32, tile.head as i32, batch];
+                let query = (tile.own.first_q + tile.first_query) as i32;
+                let from = [(64 * col) as i32, query, tile.head as i32, batch];
                 tma::load(at, maps.q, from, places.full_q());
                 col += 1;
             }
@@ -264,8 +271,8 @@ unsafe fn load_rows<const WIDTH: u32, const KEYS: u32>(
             let page = pages.page(dims, key.min(tile.any.hi - 1));
             let mut col = 0;
             while col < WIDTH / 64 {
-                let from =
-                    [(64 * col) as i32, within_page(dims, key) as i32, tile.head_kv as i32, page as i32];
+                let token = pages.row_in_page(dims, key) as i32;
+                let from = [(64 * col) as i32, token, tile.head_kv as i32, page as i32];
                 tma::load(stage + (col * KEYS + row) * ROW_BYTES, map, from, full);
                 col += 1;
             }
@@ -301,8 +308,8 @@ unsafe fn consume<
     places: Places,
     consumer: u32,
     v: *const T,
-    kv_lens: *const u32,
-    page_table: *const u32,
+    out: *mut T,
+    tables: Tables,
     lse: *mut f32,
     sinks: *const f32,
     blocks: *const u32,
@@ -313,10 +320,6 @@ unsafe fn consume<
     [u32; WEIGHTS]: Registers,
 {
     let member = thread::thread_idx_x() % 128;
-    let lane = member % 32;
-    let row = first_row(consumer, member);
-    // The thread's first column of eight.
-    let col = lane % 4 * 2;
     let (own_turn, next_turn) = (TURN + consumer, TURN + (consumer + 1) % CONSUMERS);
     let q_at = places.q + consumer * 64 * ROW_BYTES;
     // Of the next k; v is one behind.
@@ -341,16 +344,21 @@ unsafe fn consume<
             let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
             let mut is_marked = false;
             mbarrier::wait_parity(places.full_q(), (tiles.round & 1) ^ 1);
-            // What some row does not see; the tile's words are not kept in registers for it.
+            // What some row does not see. Nothing is kept in registers for it.
             let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
-                let [_, first_query, len, blocks_place] = shared::load_u32x4(places.tile(round));
-                let (query, key) = (first_query + row, step.index() * KEYS + col);
-                mask(s, dims, len as i32, query, key);
-                if wgmma_knows_blocks(ROWS / 64) && has_blocks(dims) {
+                let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+                let (round, member) = (thread::opaque(round), thread::opaque(member));
+                // The thread's first row, and its first column of eight.
+                let (query, key) =
+                    (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
+                mask(s, dims, [len as i32, ahead as i32], query, key);
+                if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+                    let [blocks_place, ..] = TileWords::of_rows(places, round);
                     mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
                 }
             };
-            if shared::load_u32(places.tile(tiles.round)) != 0 {
+            let [has_steps, ..] = TileWords::of_masks(places, tiles.round);
+            if has_steps != 0 {
                 mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
                 let mut step = Step::load(places, turn);
                 barrier::sync(own_turn, 256);
@@ -417,24 +425,25 @@ unsafe fn consume<
 
             // Opaque, or the places of tile and thread would take up registers all the time.
             let round = thread::opaque(tiles.round);
-            let member = thread::opaque(member ^ round) ^ round;
+            let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
+            let (consumer, member) = (thread / 128 - 1, thread % 128);
             let (lane, row) = (member % 32, first_row(consumer, member));
-            let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), kv_lens, dims);
-            let query = tile.first_query + row;
+            let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
+            let first_row = TileWords::first_row(places, round);
             let mut half = 0;
             let mut factors = [0f32; 2];
             let mut is_empty = [false; 2];
-            let sink = sink::<T>(sinks, tile.head);
+            let sink = sink::<T>(sinks, head);
             while half < 2 {
                 let mut sum = warp::sum_f32::<4>(rows.l[half]);
                 is_empty[half] = sum == 0.0;
                 let mut m = rows.m[half] * dims.scale;
                 let decay = join::<T>(&mut m, &mut sum, sink);
                 factors[half] = math::rcp(sum) * decay;
-                let query = query + 8 * half as u32;
-                if !lse.is_null() && lane % 4 == 0 && query < dims.seq_q {
+                let row = row + 8 * half as u32;
+                if !lse.is_null() && lane % 4 == 0 && row < num_rows {
                     let at =
-                        offset(tile.batch, dims.lse_batch_stride, query, 1, tile.head, dims.lse_head_stride);
+                        offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
                     global::store(lse.add(at), log_sum_exp::<T>(m, sum));
                 }
                 half += 1;
@@ -457,18 +466,38 @@ unsafe fn consume<
             put::<T, ROWS, SUMS>(&o, boxes, member);
             if is_marked {
                 barrier::sync(OWN + consumer, 128);
-                let pages = Pages::new(page_table, dims, tile.batch);
-                let walk = Walk::new::<ROWS>(tile, blocks, dims);
+                let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), tables, dims);
+                let pages = Pages::new(tables, dims, tile.batch);
+                let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
                 spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
             }
             fence::proxy_async_shared();
             barrier::sync(OWN + consumer, 128);
+            let first_row = first_row + consumer * 64;
+            // Behind the last row of a packed sequence there are those of the next one.
+            let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
+            if !is_whole {
+                let rows = num_rows.saturating_sub(consumer * 64);
+                let stride = dims.out_token_stride;
+                let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
+                let mut i = member;
+                while i < rows * (DIM_V / 8) {
+                    let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
+                    if piece * 8 < dims.head_dim_v {
+                        let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
+                        let at_out = row as usize * stride as usize + piece as usize * 8;
+                        global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
+                    }
+                    i += 128;
+                }
+                barrier::sync(OWN + consumer, 128);
+            }
             if member == 0 {
-                let first_query = (tile.first_query + consumer * 64) as i32;
+                let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
                 let mut i = 0;
-                while i < DIM_V / 64 {
+                while is_whole && i < DIM_V / 64 {
                     if 64 * i < dims.head_dim_v {
-                        let to = [(64 * i) as i32, first_query, tile.head as i32, tile.batch as i32];
+                        let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
                         tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
                     }
                     i += 1;

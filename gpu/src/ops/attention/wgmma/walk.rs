@@ -1,9 +1,8 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
-use abi::ops::attention::{AttentionDims, wgmma_knows_blocks, wgmma_out_in_q};
+use abi::ops::attention::{AttentionDims, wgmma_out_in_q};
 use cuda_std::{shared, thread};
 
-use super::super::Visible;
 use super::super::scores::{Blocks, has_blocks};
 use super::super::tile::Tile;
 use super::STAGES;
@@ -44,7 +43,8 @@ impl Tiles {
     /// The next one's number.
     #[inline(always)]
     pub(super) fn next(&mut self) -> Option<u32> {
-        let number = Self::number(self.round);
+        // Opaque, or its lowest bit would be kept in a register of its own.
+        let number = Self::number(thread::opaque(self.round));
         self.round += 1;
         // Only the last round is not full.
         (number < self.count).then_some(number)
@@ -121,12 +121,79 @@ impl Step {
     }
 }
 
-impl Walk {
+/// A tile as the loader tells the consumers of it, before its q is loaded. They read it where they need it.
+pub(super) struct TileWords {
+    of_masks: [u32; 4],
+    of_rows: [u32; 4],
+    first_row: u32,
+}
+
+impl TileWords {
     #[inline(always)]
-    pub(super) fn new<const ROWS: u32>(tile: Tile, blocks: *const u32, dims: &AttentionDims) -> Self {
-        let has_blocks = wgmma_knows_blocks(ROWS / 64) && has_blocks(dims);
+    pub(super) fn new(tile: &Tile, has_steps: bool, dims: &AttentionDims) -> Self {
+        let Tile { batch, head, first_query, own, .. } = *tile;
+        TileWords {
+            of_masks: [u32::from(has_steps), first_query, own.len as u32, own.ahead as u32],
+            of_rows: [Blocks::place(batch, head, dims), head, batch, own.seq_q.saturating_sub(first_query)],
+            first_row: own.first_q + first_query,
+        }
+    }
+
+    /// # Safety
+    /// - *exclusive*: the tile so many before has been done.
+    #[inline(always)]
+    pub(super) unsafe fn store(self, places: Places, round: u32) {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe {
+            shared::store_u32x4(places.tile(round), self.of_masks);
+            shared::store_u32x4(places.tile(round) + 16, self.of_rows);
+            shared::store_u32(places.tile(round) + 32, self.first_row);
+        }
+    }
+
+    /// Whether there are steps: 1 or 0; the first query; of its sequence `len` and `ahead`.
+    ///
+    /// # Safety
+    /// - *initialised*: the tile's q has come, and the tile has not been given back.
+    #[inline(always)]
+    pub(super) unsafe fn of_masks(places: Places, round: u32) -> [u32; 4] {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe { shared::load_u32x4(places.tile(round)) }
+    }
+
+    /// Where the block mask of the head begins, head, sequence, rows that there are from the first query on.
+    ///
+    /// # Safety
+    /// - As for [`TileWords::of_masks`].
+    #[inline(always)]
+    pub(super) unsafe fn of_rows(places: Places, round: u32) -> [u32; 4] {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe { shared::load_u32x4(places.tile(round) + 16) }
+    }
+
+    /// The first query's row among those of q and out.
+    ///
+    /// # Safety
+    /// - As for [`TileWords::of_masks`].
+    #[inline(always)]
+    pub(super) unsafe fn first_row(places: Places, round: u32) -> u32 {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe { shared::load_u32(places.tile(round) + 32) }
+    }
+}
+
+impl Walk {
+    /// `knows_blocks` is [`abi::ops::attention::wgmma_knows_blocks`].
+    #[inline(always)]
+    pub(super) fn new<const ROWS: u32>(
+        tile: Tile,
+        knows_blocks: bool,
+        blocks: *const u32,
+        dims: &AttentionDims,
+    ) -> Self {
+        let has_blocks = knows_blocks && has_blocks(dims);
         let blocks = Blocks::new(blocks, tile.batch, tile.head, dims);
-        let queries = [tile.first_query, (tile.first_query + ROWS).min(dims.seq_q) - 1];
+        let queries = [tile.first_query, (tile.first_query + ROWS).min(tile.own.seq_q).max(1) - 1];
         Walk { tile, has_blocks, blocks, queries }
     }
 
@@ -166,7 +233,7 @@ impl Walk {
     /// - As for [`Walk::below`]; the key is one of the sequence's, the query one of the tile's.
     #[inline(always)]
     pub(super) unsafe fn sees(&self, query: u32, key: i32, dims: &AttentionDims) -> bool {
-        Visible::new(dims, self.tile.len, query as i32).has(key)
+        self.tile.own.visible(dims, query).has(key)
             // SAFETY: the caller's promise.
             && (!self.has_blocks || unsafe { self.blocks.has(query.min(self.queries[1]), key as u32, dims) })
     }
@@ -249,11 +316,9 @@ impl Places {
         self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + turn.0 % STEP_WORDS * 4
     }
 
-    /// Where the loader tells the consumers of a tile: whether it has steps, its first query, the keys of its sequence, where the
-    /// block mask of its head begins.
     #[inline(always)]
-    pub(super) fn tile(self, round: u32) -> u32 {
-        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 16
+    fn tile(self, round: u32) -> u32 {
+        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 48
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
