@@ -469,16 +469,20 @@ impl Attention {
                 ));
             }
         }
-        let strides = |argument, strides: &[usize]| -> Result<[u32; 3], Error> {
-            let stride = |axis: usize| check_size(OP, argument, "stride", strides[axis]);
+        let strides = |argument, shape: &[usize], strides: &[usize]| -> Result<[u32; 3], Error> {
+            // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
+            // all the same.
+            let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
+            let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
             Ok([stride(0)?, stride(1)?, stride(2)?])
         };
-        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.strides())?;
-        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.strides())?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.strides())?;
-        let [out_batch_stride, out_token_stride, out_head_stride] = strides("out", out.strides())?;
+        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.shape(), q.strides())?;
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
+        let [out_batch_stride, out_token_stride, out_head_stride] =
+            strides("out", out.shape(), out.strides())?;
         let [lse_batch_stride, lse_head_stride, _] = match lse {
-            Some(lse) => strides("lse", lse.strides())?,
+            Some(lse) => strides("lse", lse.shape(), lse.strides())?,
             None => [0; 3],
         };
         let vector = q.is_aligned_16() && k.is_aligned_16() && v.is_aligned_16() && out.is_aligned_16();
