@@ -53,33 +53,33 @@ const CHUNK: u32 = 16;
 /// Chunks of k of a warp, and of v.
 const CHUNKS: usize = (SPLIT_KEYS / WARPS / CHUNK) as usize;
 
-/// A split of some rows' keys.
+/// A split of some rows' keys, `TILE` rows at most.
 #[derive(Clone, Copy)]
-struct Work {
-    batch: u32,
-    head_kv: u32,
+pub(super) struct Work<const TILE: u32 = ROWS> {
+    pub(super) batch: u32,
+    pub(super) head_kv: u32,
     split: u32,
-    first_row: u32,
-    end_row: u32,
+    pub(super) first_row: u32,
+    pub(super) end_row: u32,
     len: i32,
     /// Keys of the split that some row sees.
-    any: Visible,
+    pub(super) any: Visible,
 }
 
-impl Work {
+impl<const TILE: u32> Work<TILE> {
     /// Number `item`; without keys beyond the last one.
     ///
     /// # Safety
     /// - As for [`sequence_len`].
     #[inline(always)]
-    unsafe fn new(item: u32, kv_lens: *const u32, dims: &AttentionDims) -> Self {
+    pub(super) unsafe fn new(item: u32, kv_lens: *const u32, dims: &AttentionDims) -> Self {
         // Sizes are at least 1 where there is work at all; `max` tells the compiler.
         let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
         let (tile, rest) = (item % tiles, item / tiles);
         let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
         let (split, batch) = (rest % splits, rest / splits);
-        let first_row = tile * ROWS;
-        let end_row = (first_row + ROWS).min(dims.seq_q * dims.group);
+        let first_row = tile * TILE;
+        let end_row = (first_row + TILE).min(dims.seq_q * dims.group);
         // SAFETY: the caller's promise.
         let len = if batch < dims.batch { unsafe { sequence_len(kv_lens, dims, batch) } } else { 0 };
         let mut work = Work { batch, head_kv, split, first_row, end_row, len, any: Visible { lo: 0, hi: 0 } };
@@ -90,7 +90,7 @@ impl Work {
     }
 
     #[inline(always)]
-    fn has_keys(&self) -> bool {
+    pub(super) fn has_keys(&self) -> bool {
         self.any.lo < self.any.hi
     }
 
@@ -101,7 +101,7 @@ impl Work {
 
     /// Query and head of a row.
     #[inline(always)]
-    fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
+    pub(super) fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
         let group = dims.group.max(1);
         (row / group, self.head_kv * group + row % group)
     }
@@ -113,20 +113,20 @@ impl Work {
 
     /// What a row sees; nothing if there is no such row.
     #[inline(always)]
-    fn visible(&self, row: u32, dims: &AttentionDims) -> Visible {
+    pub(super) fn visible(&self, row: u32, dims: &AttentionDims) -> Visible {
         if row < self.end_row { self.sees(row, dims) } else { Visible { lo: 0, hi: 0 } }
     }
 
     /// Keys that all rows see.
     #[inline(always)]
-    fn all(&self, dims: &AttentionDims) -> Visible {
+    pub(super) fn all(&self, dims: &AttentionDims) -> Visible {
         let (top, bottom) = (self.sees(self.first_row, dims), self.sees(self.end_row - 1, dims));
         Visible { lo: bottom.lo, hi: top.hi }
     }
 
     /// Where a row's results go: `[row][split]`.
     #[inline(always)]
-    fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
+    pub(super) fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
         let (query, head) = self.place(row, dims);
         ((self.batch * dims.heads_q + head) as usize * dims.seq_q as usize + query as usize)
             * dims.splits as usize
@@ -135,8 +135,8 @@ impl Work {
 }
 
 /// The splits of a block, in order.
-struct Splits {
-    item: u32,
+pub(super) struct Splits {
+    pub(super) item: u32,
 }
 
 impl Splits {
@@ -145,11 +145,15 @@ impl Splits {
     /// # Safety
     /// - As for [`sequence_len`].
     #[inline(always)]
-    unsafe fn next(&mut self, kv_lens: *const u32, dims: &AttentionDims) -> Work {
+    pub(super) unsafe fn next<const TILE: u32>(
+        &mut self,
+        kv_lens: *const u32,
+        dims: &AttentionDims,
+    ) -> Work<TILE> {
         let count = dims.tiles * dims.heads_kv * dims.splits * dims.batch;
         loop {
             // SAFETY: the caller's promise.
-            let work = unsafe { Work::new(self.item, kv_lens, dims) };
+            let work: Work<TILE> = unsafe { Work::new(self.item, kv_lens, dims) };
             if work.has_keys() || self.item >= count {
                 return work;
             }
@@ -215,7 +219,7 @@ fn key_of(work: &Work, chunk: usize, warp_idx: u32) -> i32 {
 
 /// What a difference of scores is to, which −∞ would spoil.
 #[inline(always)]
-fn base(m: f32) -> f32 {
+pub(super) fn base(m: f32) -> f32 {
     if m == f32::NEG_INFINITY { 0.0 } else { m }
 }
 
@@ -276,7 +280,7 @@ pub(super) unsafe fn splits<
         };
 
         let mut splits = Splits { item: thread::block_idx_x() };
-        let mut work = splits.next(kv_lens, dims);
+        let mut work: Work = splits.next(kv_lens, dims);
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
@@ -438,7 +442,7 @@ impl End {
         let marks = totals + WARPS * ROWS * 4;
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
-            let work = Work::new(thread::opaque(item), kv_lens, dims);
+            let work: Work = Work::new(thread::opaque(item), kv_lens, dims);
             let all = work.all(dims);
             let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
             let num_rows = work.end_row - work.first_row;
