@@ -604,7 +604,7 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 }
 
 proptest! {
-    #![proptest_config(testkit::gpu::proptest_config(16))]
+    #![proptest_config(testkit::gpu::proptest_config(8))]
 
     /// Values in the keys' rows, on tensor cores, also of simulated cards each time.
     #[test]

@@ -148,54 +148,60 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
     // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. What is in shared
     // memory was written before the last barrier, and the place of a step is filled anew behind the barrier after its products.
     unsafe {
-        let start = |to: &Cursor, place: u32| {
-            let Work { batch, head_kv, first_row, end_row, any, .. } = to.work;
-            if to.work.has_keys() {
-                let (from, is_there) = if to.step == to.q_step() {
-                    let row = first_row + own_row;
-                    let (query, head) = to.work.place(row, dims);
-                    let strides = (dims.q_batch_stride, dims.q_token_stride, dims.q_head_stride);
-                    (
-                        q.wrapping_add(offset(batch, strides.0, query, strides.1, head, strides.2)),
-                        row < end_row,
-                    )
-                } else {
-                    let key = to.first_key() + own_row as i32;
-                    let nearest = key.clamp(any.lo, any.hi - 1);
-                    let page = Pages::new(page_table, dims, batch).page(dims, nearest);
-                    let strides = (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride);
-                    let key_at = within_page(dims, nearest);
-                    (
-                        k.wrapping_add(offset(page, strides.0, key_at, strides.1, head_kv, strides.2)),
-                        any.has(key),
-                    )
-                };
-                let bytes = if is_there { 16 } else { 0 };
-                let from = from.wrapping_add(own_piece as usize * 8);
-                let mut i = 0;
-                while i < LOTS {
-                    let to = ring + place * PLACE_BYTES + own + i as u32 * 128;
-                    cp_async::cg_16_fill(to, from.wrapping_add(i * 64), bytes);
-                    i += 1;
-                }
+        // Where the thread's row of a step is, and how many bytes of each of its pieces there are.
+        let locate = |at: &Cursor| {
+            let Work { batch, head_kv, first_row, end_row, any, .. } = at.work;
+            let (from, is_there) = if !at.work.has_keys() {
+                (q, false)
+            } else if at.step == at.q_step() {
+                let row = first_row + own_row;
+                let (query, head) = at.work.place(row, dims);
+                let strides = (dims.q_batch_stride, dims.q_token_stride, dims.q_head_stride);
+                let from = q.wrapping_add(offset(batch, strides.0, query, strides.1, head, strides.2));
+                (from, row < end_row)
+            } else {
+                let key = at.first_key() + own_row as i32;
+                let nearest = key.max(any.lo).min(any.hi - 1);
+                let page = Pages::new(page_table, dims, batch).page(dims, nearest);
+                let (strides, nearest) = (
+                    (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride),
+                    within_page(dims, nearest),
+                );
+                let from = k.wrapping_add(offset(page, strides.0, nearest, strides.1, head_kv, strides.2));
+                (from, any.has(key))
+            };
+            (from.wrapping_add(own_piece as usize * 8), if is_there { 16 } else { 0 })
+        };
+        let start = |(from, bytes): (*const T, u32), place: u32| {
+            let to = ring + place * PLACE_BYTES + own;
+            let mut i = 0;
+            while i < LOTS {
+                cp_async::cg_16_fill(to + i as u32 * 128, from.wrapping_add(i * 64), bytes);
+                i += 1;
             }
             cp_async::commit_group();
         };
 
         let mut ahead = Cursor::new(kv_lens, dims);
         let mut place = 0;
-        while place < PLACES - 1 {
-            start(&ahead, place);
+        // Opaque, so that the loop stays one.
+        while place < thread::opaque(PLACES - 1) {
+            start(locate(&ahead), place);
             ahead.advance(kv_lens, dims);
             place += 1;
         }
+        // Found while products are under way, so that copies start at once behind the barrier.
+        let mut next = locate(&ahead);
+        let mut look_ahead = || {
+            ahead.advance(kv_lens, dims);
+            locate(&ahead)
+        };
         place = 0;
         // Waits for the next step, starts the copies of one further on, and returns where its rows are.
-        let mut arrive = || {
+        let mut arrive = |next| {
             cp_async::wait_group::<UNDER_WAY>();
             thread::sync_threads();
-            start(&ahead, if place == 0 { PLACES - 1 } else { place - 1 });
-            ahead.advance(kv_lens, dims);
+            start(next, if place == 0 { PLACES - 1 } else { place - 1 });
             let rows = ring + place * PLACE_BYTES;
             place = if place == PLACES - 1 { 0 } else { place + 1 };
             rows
@@ -209,7 +215,7 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
             ];
             let all = work.all(dims);
             let mut queries = [[[0u32; 4]; LOTS]; TILES];
-            let rows = arrive();
+            let rows = arrive(next);
             let mut i = 0;
             while i < LOTS {
                 let mut tile = 0;
@@ -220,12 +226,13 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
                 }
                 i += 1;
             }
+            next = look_ahead();
             let mut o = [[[0f32; 4]; COLUMN_TILES]; TILES];
             let mut m = [f32::NEG_INFINITY; 2];
             let mut sums = [0f32; 2];
             let mut first_key = work.any.lo / KEYS as i32 * KEYS as i32;
             while first_key < work.any.hi {
-                let rows = arrive();
+                let rows = arrive(next);
                 let mut s = [[[0f32; 4]; 2]; TILES];
                 let mut i = 0;
                 while i < LOTS {
@@ -238,6 +245,7 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
                     }
                     i += 1;
                 }
+                next = look_ahead();
                 let mut i = 0;
                 while i < 2 * TILES {
                     let at = score_at(part, i as u32 / 2, first_own_key / 8 + i as u32 % 2, lane);
