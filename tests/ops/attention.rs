@@ -1,7 +1,8 @@
 //! Attention against its reference.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
+    WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -348,6 +349,30 @@ fn decode_case() -> impl Strategy<Value = Case> {
     case(1usize..6, dims(&[64, 256], 1100))
 }
 
+/// Latent attention in its absorbed form: rows of 576, of which the first 512 are the values, for up to two tiles of rows.
+fn latent_case() -> impl Strategy<Value = Case> {
+    let heads = select(&[(1, 1), (5, 1), (6, 2), (20, 1), (40, 1)][..]);
+    let pages = prop_oneof![1 => Just(None), 1 => select(&PAGE_SIZES[..]).prop_map(Some)];
+    (case(1usize..9, dims(&[32, 64, 256], 330)), heads, select(&[DType::F16, DType::BF16][..]), pages)
+        .prop_map(|(case, heads, dtype, page_size)| {
+            // Rows of the kernel are aligned.
+            let aligned = |layout: Layout| Layout { padding: layout.padding / 8 * 8, offset: 0 };
+            Case {
+                dtype,
+                seq_q: case.seq_q.min(64 / heads.0),
+                heads,
+                head_dim: 576,
+                head_dim_v: 512,
+                values: Place::InKeys,
+                scores: Scores::default(),
+                page_size,
+                q_layout: aligned(case.q_layout),
+                kv_layout: aligned(case.kv_layout),
+                ..case
+            }
+        })
+}
+
 /// The keys of all sequences in pages of a pool, what is the same once, and the table.
 struct Pool {
     k: Vec<f64>,
@@ -564,7 +589,9 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let mut expected = None;
     for device in cards {
         let variants =
-            [VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS].into_iter().flatten();
+            [VARIANTS, DECODE_RING_VARIANTS, DECODE_LATENT_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
+                .into_iter()
+                .flatten();
         for variant in variants.filter(|variant| variant.dtype == case.dtype) {
             if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
                 let data = case.data();
@@ -577,6 +604,24 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     Ok(())
 }
 
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(8))]
+
+    /// Values in the keys' rows, on tensor cores, also of simulated cards each time.
+    #[test]
+    fn latent_decode(
+        case in latent_case().prop_filter("too much work", |case| case.work() <= 1 << 22),
+        floor in select(&[Arch::Sm80, Arch::Sm90a][..]),
+    ) {
+        let data = case.data();
+        let expected = expect(&case, &data);
+        for device in &cards_of(floor) {
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?}"), &case, &results, &expected)?;
+        }
+    }
+}
+
 /// The same bits; any NaN equals any NaN.
 fn same_bits(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
     testkit::compare::check_bits_eq(got, want).map_err(|mismatch| fail(format!("{what}: {mismatch}")))
@@ -584,7 +629,7 @@ fn same_bits(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError>
 
 #[test]
 fn every_kernel_is_simulated() -> TestResult {
-    let cases = prop_oneof![prefill_case(), decode_case()];
+    let cases = prop_oneof![prefill_case(), decode_case(), latent_case()];
     every_kernel("attention", cases, |case| 16 * case.work(), run_variants)
 }
 
@@ -835,6 +880,7 @@ fn huge_scores() -> TestResult {
 /// (of v: and the column) that it enters, and all other bits are as without it.
 fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestResult {
     let (len, (heads_q, heads_kv), head_dim) = (case.lens[0], case.heads, case.head_dim);
+    let width = case.head_dim_v;
     let own = case.own(0, len);
     let sequence = case.sequence(len, &own);
     let clean = case.data();
@@ -848,7 +894,7 @@ fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestRes
         data[tensor][element] = f64::NAN;
         let (got, _) = compute(device, case, &data, None)?;
         for (index, (got, want)) in std::iter::zip(&got, &want).enumerate() {
-            let (row, head, col) = (index / head_dim / heads_q, index / head_dim % heads_q, index % head_dim);
+            let (row, head, col) = (index / width / heads_q, index / width % heads_q, index % width);
             let enters = sequence.sees(head, row, place) && head >= heads_q - heads_q / heads_kv;
             let hit = match tensor {
                 0 => row == place && head == heads_q - 1,
@@ -956,6 +1002,20 @@ fn borders_of_few_queries_on_tensor_cores() -> TestResult {
             let first = 300 - window.unwrap_or(300);
             nan_stays(device, &case, &[(0, 5), (1, 296), (2, 296), (2, 100), (2, first)])?;
         }
+    }
+    Ok(())
+}
+
+/// The same where the values are in the keys' rows: a NaN in one makes those rows NaN that see it.
+#[test]
+fn borders_of_latent_decode() -> TestResult {
+    for device in &cards_of(Arch::Sm80) {
+        // Two tiles of rows, three steps of keys.
+        let (mask, window, page_size) = (Mask::Causal, Some(50), Some(16));
+        let (head_dim_v, values) = (512, Place::InKeys);
+        let plain = plain(DType::BF16, 3, 70, (11, 1), 576);
+        let case = Case { mask, window, page_size, head_dim_v, values, ..plain };
+        nan_stays(device, &case, &[(0, 1), (1, 68), (1, 69), (1, 18)])?;
     }
     Ok(())
 }

@@ -183,6 +183,12 @@ pub enum AttentionTile {
         /// Blocks that a multiprocessor is to hold, if it has the shared memory.
         blocks: u32,
     },
+    /// The same for heads of 576 and 512 whose values are the first columns of the keys' rows: one step of keys in shared
+    /// memory is both.
+    DecodeLatent {
+        /// Steps of [`DECODE_LATENT_KEYS`] keys in shared memory.
+        places: u32,
+    },
     /// A block merges the splits of one row.
     Merge {},
     /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
@@ -207,6 +213,15 @@ pub const DECODE_RING_COLUMNS: u32 = 128;
 /// Floats between the rows of those.
 pub const DECODE_RING_PADDING: u32 = 4;
 
+/// Rows of a `DecodeLatent` tile.
+pub const DECODE_LATENT_ROWS: u32 = 32;
+/// Keys of a step of one.
+pub const DECODE_LATENT_KEYS: u32 = 32;
+/// Groups of warps that share the columns of q and k of one.
+pub const DECODE_LATENT_PARTS: u32 = 4;
+/// Threads of a block of one.
+pub const DECODE_LATENT_THREADS: u32 = 256;
+
 /// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_STAGES: u32 = 2;
 /// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells.
@@ -228,7 +243,7 @@ impl AttentionTile {
         match self {
             AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
-            AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
+            AttentionTile::DecodeLatent { .. } | AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
             AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
                 (dim, dim_v)
             }
@@ -242,6 +257,7 @@ impl AttentionTile {
             AttentionTile::PrefillMma { parts, .. } => THREADS / 32 * 16 * parts,
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
+            AttentionTile::DecodeLatent { .. } => DECODE_LATENT_ROWS,
             AttentionTile::Merge {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
@@ -254,6 +270,7 @@ impl AttentionTile {
             | AttentionTile::PrefillMma { .. }
             | AttentionTile::Decode { .. }
             | AttentionTile::DecodeRing { .. } => THREADS,
+            AttentionTile::DecodeLatent { .. } => DECODE_LATENT_THREADS,
             AttentionTile::Merge {} => MERGE_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
         }
@@ -261,14 +278,20 @@ impl AttentionTile {
 
     /// Whether the merge comes after it.
     pub const fn is_decode(self) -> bool {
-        matches!(self, AttentionTile::Decode { .. } | AttentionTile::DecodeRing { .. })
+        matches!(
+            self,
+            AttentionTile::Decode { .. }
+                | AttentionTile::DecodeRing { .. }
+                | AttentionTile::DecodeLatent { .. }
+        )
     }
 
     /// Shared memory of a block in bytes.
     ///
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
-    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp. Merge: one row per warp. Wgmma: q, the result
+    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp. DecodeLatent: the ring, the parts of a step's
+    /// scores, the weights, an f32 per row. Merge: one row per warp. Wgmma: q, the result
     /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
@@ -283,6 +306,12 @@ impl AttentionTile {
                 let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
                 let results = (DECODE_RING_ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
                 THREADS / 32 * (places * 16 * dim * 2 + results)
+            }
+            AttentionTile::DecodeLatent { places } => {
+                let scores = DECODE_LATENT_ROWS * DECODE_LATENT_KEYS;
+                places * DECODE_LATENT_KEYS * MAX_HEAD_DIM * 2
+                    + scores * (DECODE_LATENT_PARTS * 4 + 2)
+                    + DECODE_LATENT_ROWS * 4
             }
             AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
@@ -387,6 +416,19 @@ macro_rules! attention_decode_ring_table {
     };
 }
 
+/// The same for latent attention's. The second of a type is for cards with less shared memory.
+#[macro_export]
+macro_rules! attention_decode_latent_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__decode_latent_p4__sm80 => f16, F16, DecodeLatent { places: 4 };
+            attention_f16__decode_latent_p2__sm80 => f16, F16, DecodeLatent { places: 2 };
+            attention_bf16__decode_latent_p4__sm80 => bf16, BF16, DecodeLatent { places: 4 };
+            attention_bf16__decode_latent_p2__sm80 => bf16, BF16, DecodeLatent { places: 2 };
+        }
+    };
+}
+
 /// The same for the kernels of many queries.
 #[macro_export]
 macro_rules! attention_prefill_mma_table {
@@ -443,6 +485,8 @@ macro_rules! variants {
 pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 /// The kernels of few queries on tensor cores.
 pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
+/// The kernels of latent attention on tensor cores.
+pub const DECODE_LATENT_VARIANTS: &[AttentionVariant] = attention_decode_latent_table!(sm80);
 /// The kernels of many queries on tensor cores.
 pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
@@ -457,6 +501,12 @@ const _: () = {
     let mut i = 0;
     while i < DECODE_RING_VARIANTS.len() {
         assert!(DECODE_RING_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < DECODE_LATENT_VARIANTS.len() {
+        let is_small = matches!(DECODE_LATENT_VARIANTS[i].tile, AttentionTile::DecodeLatent { places: 2 });
+        assert!(DECODE_LATENT_VARIANTS[i].tile.smem_bytes() <= if is_small { 99 << 10 } else { 163 << 10 });
         i += 1;
     }
     let mut i = 0;

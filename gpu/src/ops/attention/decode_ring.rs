@@ -53,35 +53,35 @@ const CHUNK: u32 = 16;
 /// Chunks of k of a warp, and of v.
 const CHUNKS: usize = (SPLIT_KEYS / WARPS / CHUNK) as usize;
 
-/// A split of some rows' keys.
+/// A split of some rows' keys, `TILE` rows at most.
 #[derive(Clone, Copy)]
-struct Work {
-    batch: u32,
-    head_kv: u32,
+pub(super) struct Work<const TILE: u32 = ROWS> {
+    pub(super) batch: u32,
+    pub(super) head_kv: u32,
     split: u32,
-    first_row: u32,
-    end_row: u32,
-    own: Sequence,
+    pub(super) first_row: u32,
+    pub(super) end_row: u32,
+    pub(super) own: Sequence,
     /// Keys of the split that some row sees.
-    any: Visible,
+    pub(super) any: Visible,
 }
 
-impl Work {
+impl<const TILE: u32> Work<TILE> {
     /// Number `item`; without keys beyond the last one.
     ///
     /// # Safety
     /// - As for [`Sequence::new`].
     #[inline(always)]
-    unsafe fn new(item: u32, tables: Tables, dims: &AttentionDims) -> Self {
+    pub(super) unsafe fn new(item: u32, tables: Tables, dims: &AttentionDims) -> Self {
         // Sizes are at least 1 where there is work at all; `max` tells the compiler.
         let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
         let (tile, rest) = (item % tiles, item / tiles);
         let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
         let (split, batch) = (rest % splits, rest / splits);
-        let first_row = tile * ROWS;
+        let first_row = tile * TILE;
         // SAFETY: the caller's promise.
         let own = unsafe { Sequence::new(tables, dims, batch.min(dims.batch - 1)) };
-        let end_row = (first_row + ROWS).min(own.seq_q * dims.group);
+        let end_row = (first_row + TILE).min(own.seq_q * dims.group);
         let mut work = Work { batch, head_kv, split, first_row, end_row, own, any: Visible { lo: 0, hi: 0 } };
         if batch >= dims.batch || first_row >= end_row {
             return work;
@@ -94,7 +94,7 @@ impl Work {
     }
 
     #[inline(always)]
-    fn has_keys(&self) -> bool {
+    pub(super) fn has_keys(&self) -> bool {
         self.any.lo < self.any.hi
     }
 
@@ -105,7 +105,7 @@ impl Work {
 
     /// Query and head of a row.
     #[inline(always)]
-    fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
+    pub(super) fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
         let group = dims.group.max(1);
         (row / group, self.head_kv * group + row % group)
     }
@@ -117,20 +117,20 @@ impl Work {
 
     /// What a row sees; nothing if there is no such row.
     #[inline(always)]
-    fn visible(&self, row: u32, dims: &AttentionDims) -> Visible {
+    pub(super) fn visible(&self, row: u32, dims: &AttentionDims) -> Visible {
         if row < self.end_row { self.sees(row, dims) } else { Visible { lo: 0, hi: 0 } }
     }
 
     /// Keys that all rows see.
     #[inline(always)]
-    fn all(&self, dims: &AttentionDims) -> Visible {
+    pub(super) fn all(&self, dims: &AttentionDims) -> Visible {
         let (top, bottom) = (self.sees(self.first_row, dims), self.sees(self.end_row - 1, dims));
         Visible { lo: bottom.lo, hi: top.hi }
     }
 
     /// Where a row's results go: `[row][split]`.
     #[inline(always)]
-    fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
+    pub(super) fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
         let (query, head) = self.place(row, dims);
         ((self.batch * dims.heads_q + head) as usize * dims.seq_q as usize + query as usize)
             * dims.splits as usize
@@ -139,8 +139,8 @@ impl Work {
 }
 
 /// The splits of a block, in order.
-struct Splits {
-    item: u32,
+pub(super) struct Splits {
+    pub(super) item: u32,
 }
 
 impl Splits {
@@ -149,11 +149,15 @@ impl Splits {
     /// # Safety
     /// - As for [`Sequence::new`].
     #[inline(always)]
-    unsafe fn next(&mut self, tables: Tables, dims: &AttentionDims) -> Work {
+    pub(super) unsafe fn next<const TILE: u32>(
+        &mut self,
+        tables: Tables,
+        dims: &AttentionDims,
+    ) -> Work<TILE> {
         let count = dims.tiles * dims.heads_kv * dims.splits * dims.batch;
         loop {
             // SAFETY: the caller's promise.
-            let work = unsafe { Work::new(self.item, tables, dims) };
+            let work: Work<TILE> = unsafe { Work::new(self.item, tables, dims) };
             if work.has_keys() || self.item >= count {
                 return work;
             }
@@ -219,7 +223,7 @@ fn key_of(work: &Work, chunk: usize, warp_idx: u32) -> i32 {
 
 /// What a difference of scores is to, which −∞ would spoil.
 #[inline(always)]
-fn base(m: f32) -> f32 {
+pub(super) fn base(m: f32) -> f32 {
     if m == f32::NEG_INFINITY { 0.0 } else { m }
 }
 
@@ -279,7 +283,7 @@ pub(super) unsafe fn splits<
         };
 
         let mut splits = Splits { item: thread::block_idx_x() };
-        let mut work = splits.next(tables, dims);
+        let mut work: Work = splits.next(tables, dims);
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
@@ -441,7 +445,7 @@ impl End {
         let marks = totals + WARPS * ROWS * 4;
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
-            let work = Work::new(thread::opaque(item), tables, dims);
+            let work: Work = Work::new(thread::opaque(item), tables, dims);
             let all = work.all(dims);
             let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
             let num_rows = work.end_row - work.first_row;

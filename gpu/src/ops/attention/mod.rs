@@ -4,7 +4,8 @@
 //! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `prefill_mma` does so on
 //!   tensor cores from Ampere on, `wgmma` on Hopper's.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
-//!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on.
+//!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on,
+//!   `decode_latent` for values in the keys' own rows.
 //!
 //! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
 //! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
@@ -19,6 +20,8 @@
 //! into it. Tensor cores leave nothing out: there the value is.
 
 mod decode;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod decode_latent;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_ring;
 mod merge;
@@ -347,6 +350,39 @@ macro_rules! decode_ring_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::attention_decode_ring_table!(decode_ring_entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! decode_latent_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeLatent { places: $places:literal };)*) => {$(
+        /// Entry point; see `decode_latent` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            _v: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                decode_latent::splits::<$type, $places, { $places - 2 }>(q, k, tables, partial, stats, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_decode_latent_table!(decode_latent_entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! prefill_mma_entries {

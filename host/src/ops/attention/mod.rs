@@ -146,7 +146,8 @@ pub struct Offsets<'a> {
 /// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may
 /// differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take
 /// the kernels of the many, and the many those without tensor cores.
-/// Heads wider than 256 take the same kernels for any number of queries and any alignment.
+/// Heads wider than 256 take the same kernels for any number of queries; those of 576 and 512 another one on tensor cores, where
+/// rows are aligned, v is the first columns of k's and there is no soft cap.
 /// **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at `j / page_size`. The bits
 /// are those of the same keys in one piece, but for prompts where `mma.sync` does those (Ampere), which it cannot with pages: they take
 /// the kernels without tensor cores. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
@@ -158,8 +159,8 @@ pub struct Offsets<'a> {
 /// wider than 256 have those kernels only, so plan them for few queries at a time.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
-/// and 512. For f16 and bf16 of head dims up to 256 there are kernels for tensor cores from sm_80 on, and on sm_90a others for
-/// many queries, if the scale is positive.
+/// and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the keys' own rows, there are kernels for
+/// tensor cores from sm_80 on, and on sm_90a others for many queries of the former, if the scale is positive.
 /// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
 /// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et
 /// al., *FlashAttention-3* (2024).
@@ -345,6 +346,9 @@ impl Attention {
                 };
                 // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
+                    AttentionTile::DecodeLatent { .. } if !in_keys(&args) => {
+                        select::unaligned(&self.problem)?
+                    }
                     tile if tile.is_decode() && dims.vector == 0 => select::unaligned(&self.problem)?,
                     AttentionTile::PrefillMma { .. } if dims.vector == 0 => select::unaligned(&self.problem)?,
                     AttentionTile::Wgmma { .. } if dims.vector == 0 || repeats(&args) => {
@@ -384,9 +388,12 @@ impl Attention {
 
     /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
     fn places(&self, tile: AttentionTile) -> u32 {
-        let (AttentionTile::DecodeRing { blocks, .. }, Some(limits)) = (tile, self.device.limits()) else {
-            return u32::MAX;
+        let blocks = match tile {
+            AttentionTile::DecodeRing { blocks, .. } => blocks,
+            AttentionTile::DecodeLatent { .. } => 1,
+            _ => return u32::MAX,
         };
+        let Some(limits) = self.device.limits() else { return u32::MAX };
         // A multiprocessor has one KiB more than a block can take, and takes one for each.
         let held = (limits.smem_per_block_bytes + (1 << 10)) / (tile.smem_bytes() + (1 << 10));
         limits.num_sms.max(1) * held.clamp(1, blocks)
@@ -519,16 +526,20 @@ impl Attention {
                 ));
             }
         }
-        let strides = |argument, strides: &[usize]| -> Result<[u32; 3], Error> {
-            let stride = |axis: usize| check_size(OP, argument, "stride", strides[axis]);
+        let strides = |argument, shape: &[usize], strides: &[usize]| -> Result<[u32; 3], Error> {
+            // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
+            // all the same.
+            let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
+            let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
             Ok([stride(0)?, stride(1)?, stride(2)?])
         };
-        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.strides())?;
-        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.strides())?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.strides())?;
-        let [out_batch_stride, out_token_stride, out_head_stride] = strides("out", out.strides())?;
+        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.shape(), q.strides())?;
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
+        let [out_batch_stride, out_token_stride, out_head_stride] =
+            strides("out", out.shape(), out.strides())?;
         let [lse_batch_stride, lse_head_stride, _] = match lse {
-            Some(lse) => strides("lse", lse.strides())?,
+            Some(lse) => strides("lse", lse.shape(), lse.strides())?,
             None => [0; 3],
         };
         // Packed sequences are told apart by their first rows.
@@ -760,6 +771,12 @@ fn decode(
         let threads = merge.variant.tile.threads();
         merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &merge_params)
     }
+}
+
+/// Whether v is the first columns of k's rows.
+fn in_keys(args: &AttentionArgs<'_>) -> bool {
+    let AttentionArgs { k, v, .. } = args;
+    k.address() == v.address() && k.strides() == v.strides()
 }
 
 /// Whether a tensor has a row in several places, as after a broadcast, of which tensor maps know nothing.

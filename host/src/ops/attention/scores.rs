@@ -148,8 +148,10 @@ pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
         AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => true,
         _ => bias == Bias::None && blocks.is_none(),
     };
+    // Latent attention's has none: no model's has.
+    let has_cap = !matches!(tile, AttentionTile::DecodeLatent { .. });
     let [cap_in, cap_out] = cap(problem, Some(tile));
-    has_masks && (soft_cap.is_none() || (cap_in.is_normal() && cap_out.is_normal()))
+    has_masks && (soft_cap.is_none() || (has_cap && cap_in.is_normal() && cap_out.is_normal()))
 }
 
 /// What the kernels of a tile, none on the CPU, multiply by before and after the tanh of the soft cap; zeros if there is none.

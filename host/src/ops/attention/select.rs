@@ -2,7 +2,8 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS,
+    VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, OP, scores};
@@ -33,10 +34,11 @@ impl AttentionChoice {
         let merge = matches!(variant.tile, AttentionTile::Merge {});
         if merge || !holds(variant, problem) {
             let (head_dim, head_dim_v) = variant.tile.max_head_dims();
+            let up_to = if needs_whole(variant.tile) { "" } else { "up to " };
             let expected = if merge {
                 "a prefill or decode kernel".into()
             } else {
-                format!("{} of head dims up to {head_dim} and {head_dim_v}", variant.dtype)
+                format!("{} of head dims {up_to}{head_dim} and {head_dim_v}", variant.dtype)
             };
             let AttentionProblem { dtype, head_dim, head_dim_v, .. } = problem;
             let got = format!("{} for {dtype} of head dims {head_dim} and {head_dim_v}", variant.entry);
@@ -60,9 +62,16 @@ pub(super) fn merge(dtype: DType) -> Option<&'static AttentionVariant> {
 /// Whether a kernel is for the type and the heads of a problem.
 fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     let (head_dim, head_dim_v) = variant.tile.max_head_dims();
+    let (head_dim, head_dim_v) = (head_dim as usize, head_dim_v as usize);
     variant.dtype == problem.dtype
-        && problem.head_dim <= head_dim as usize
-        && problem.head_dim_v <= head_dim_v as usize
+        && problem.head_dim <= head_dim
+        && problem.head_dim_v <= head_dim_v
+        && (!needs_whole(variant.tile) || (problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v))
+}
+
+/// Whether a kernel's heads are as wide as the widest.
+fn needs_whole(tile: AttentionTile) -> bool {
+    matches!(tile, AttentionTile::DecodeLatent { .. })
 }
 
 /// Whether a kernel's largest score is that of the largest product.
@@ -108,7 +117,7 @@ fn decode(problem: &AttentionProblem, rows: usize) -> Option<&'static AttentionV
     fitting.find(|v| rows <= v.tile.rows() as usize).or(most)
 }
 
-/// The kernel for tensors whose rows are not aligned to 16 bytes.
+/// The kernel for tensors whose rows are not aligned to 16 bytes, and for wide heads whose values are not in the keys' rows.
 pub(super) fn unaligned(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
     prefill(problem).or_else(|| decode(problem, usize::MAX)).ok_or_else(|| unsupported_dtype(problem))
 }
@@ -119,7 +128,7 @@ fn unsupported_dtype(problem: &AttentionProblem) -> Error {
 
 /// The kernel for `seq_q` queries of each sequence: decode for a few and for wide heads, else prefill, on tensor cores if there
 /// are any; the smallest that holds the head and, for decode, the rows that share a key head. Does not depend on the number of
-/// sequences or keys.
+/// sequences or keys. Wide heads are taken to be latent attention's, with values in the keys' rows.
 pub fn select(
     limits: &DeviceLimits,
     problem: &AttentionProblem,
@@ -140,7 +149,10 @@ pub fn select(
             let why = format!("at most {most} queries: {rows} rows share each key");
             (tensor_decode.or_else(|| decode(problem, rows)), why)
         }
-        None => (decode(problem, rows), format!("wide heads: {rows} rows share each key")),
+        None => {
+            let latent = smallest(DECODE_LATENT_VARIANTS, limits, problem);
+            (latent.or_else(|| decode(problem, rows)), format!("wide heads: {rows} rows share each key"))
+        }
     };
     let variant = variant.ok_or_else(|| unsupported_dtype(problem))?;
     Ok(AttentionChoice { variant, why })
@@ -194,6 +206,7 @@ mod tests {
     #[test]
     fn tensor_cores() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let small = DeviceLimits { floor: Arch::Sm80, num_sms: 84, smem_per_block_bytes: 99 << 10 };
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
             (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128__sm80"),
@@ -206,7 +219,10 @@ mod tests {
             (hopper, DType::BF16, (128, 128), 100, Some(-0.5), "attention_bf16__prefill_d128__sm80"),
             (hopper, DType::BF16, (128, 128), 100, Some(0.0), "attention_bf16__prefill_d128__sm80"),
             (hopper, DType::F32, (128, 128), 100, None, "attention_f32__prefill_d128__sm61"),
-            (hopper, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_d576v512_r4__sm61"),
+            (hopper, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_latent_p4__sm80"),
+            (small, DType::F16, (576, 512), 1, None, "attention_f16__decode_latent_p2__sm80"),
+            (hopper, DType::BF16, (576, 504), 1, None, "attention_bf16__decode_d576v512_r4__sm61"),
+            (hopper, DType::F32, (576, 512), 1, None, "attention_f32__decode_d576v512_r4__sm61"),
             (
                 DeviceLimits { floor: Arch::Sm80, ..hopper },
                 DType::BF16,
