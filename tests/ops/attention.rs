@@ -1293,6 +1293,33 @@ fn bad_input() -> Result<(), Error> {
             of_masks(Some(&bias), Some(&wide)),
             "attention: blocks: expected shape [1, 4, 1, 1], got [1, 3, 1, 1]"
         );
+        let mut of_offsets = |q_words: Option<&Tensor>, kv_words: Option<&Tensor>, lens: Option<&Tensor>| {
+            let offsets = Offsets { q: q_words.map(Tensor::view), kv: kv_words.map(Tensor::view) };
+            let kv_lens = lens.map(Tensor::view);
+            let (q, k, v) = (q.view(), kv.view(), kv.view());
+            let (out, scores, page_table) = (out.view_mut(), ScoreTensors::default(), None);
+            let args = AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, offsets, page_table };
+            plan.run(&stream, args).unwrap_err().to_string()
+        };
+        let words = |count| tensor(&[count], DType::U32);
+        let (none, one, two, three) = (words(0)?, words(1)?, words(2)?, words(3)?);
+        assert_eq!(
+            of_offsets(Some(&none), None, None),
+            "attention: offsets.q: expected the sequences' first tokens and the end, got no number"
+        );
+        assert_eq!(of_offsets(Some(&kv), None, None), "attention: offsets.q: expected 1 dimensions, got 4");
+        assert_eq!(
+            of_offsets(Some(&three), None, None),
+            "attention: q: expected at most 1 sequences, as planned, got 2"
+        );
+        assert_eq!(
+            of_offsets(Some(&two), Some(&three), None),
+            "attention: offsets.kv: expected shape [2], got [3]"
+        );
+        assert_eq!(
+            of_offsets(Some(&two), Some(&two), Some(&one)),
+            "attention: kv_lens: expected none, as keys are packed, got a tensor"
+        );
         let narrow = AttentionProblem { head_dim_v: 32, ..problem };
         let args = AttentionArgs {
             q: q.view(),

@@ -112,8 +112,8 @@ pub struct AttentionArgs<'a> {
     pub page_table: Option<TensorView<'a>>,
 }
 
-/// Where sequences begin that are packed one after the other, read when the kernel runs: sequence s has the tokens from `offsets[s]` to
-/// `offsets[s + 1]`, and more than are planned of a sequence are not done.
+/// Where sequences begin that are packed one after the other, in ascending order and read when the kernel runs: sequence s has the tokens
+/// from `offsets[s]` to `offsets[s + 1]`. Of a sequence with more than are planned, only so many first ones count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Offsets<'a> {
     /// `[batch + 1]` u32, if queries are packed. A row of out that is outside of all sequences is left as it is.
@@ -152,6 +152,10 @@ pub struct Offsets<'a> {
 /// are those of the same keys in one piece, but for prompts where `mma.sync` does those (Ampere), which it cannot with pages: they take
 /// the kernels without tensor cores. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
 /// that the pool does not have gives a result without meaning, and no access outside of it.
+/// **Packed sequences** ([`AttentionArgs::offsets`]): the queries of all sequences are one tensor, with or without the keys, so that prompts
+/// of different lengths, and single tokens beside them, are one run. A sequence's bits are those that it has alone by the same kernel, which
+/// here is that for the planned number of queries. Masks by element and by block keep a place for each sequence, of the planned sizes. Offsets
+/// that do not ascend give results without meaning, and no access outside of the tensors.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.
