@@ -60,6 +60,9 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
     let all = named!(
         attention::VARIANTS,
         attention::DECODE_RING_VARIANTS,
+        attention::DECODE_RING_FP8_VARIANTS,
+        attention::GATHER_VARIANTS,
+        attention::GATHER_PAGES_VARIANTS,
         attention::PREFILL_MMA_VARIANTS,
         attention::WGMMA_VARIANTS,
         causal_conv1d::VARIANTS,

@@ -10,7 +10,9 @@ use crate::models::config::VisionConfig;
 use crate::models::layers::Linear;
 use crate::models::loader::{Loader, encode};
 use crate::ops::Store;
-use crate::ops::attention::{self, Attention, AttentionArgs, AttentionProblem, Mask, ScoreTensors, Scores};
+use crate::ops::attention::{
+    self, Attention, AttentionArgs, AttentionProblem, KvScales, Mask, ScoreTensors, Scores,
+};
 use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
 use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
 use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
@@ -448,7 +450,17 @@ impl TowerBlock {
             let out = self.attended.view_mut().slice(0, first..first + frames * size)?.reshape(&shape)?;
             let (q, k, v) = (part(0)?, part(1)?, part(2)?);
             let (scores, page_table) = (ScoreTensors::default(), None);
-            let args = AttentionArgs { q, k, v, kv_lens: None, out, lse: None, scores, page_table };
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens: None,
+                kv_scales: KvScales::default(),
+                out,
+                lse: None,
+                scores,
+                page_table,
+            };
             self.attention.run(stream, args)?;
             first += frames * size;
         }
@@ -542,6 +554,7 @@ fn plan_attention(
         head_dim: config.hidden_size / heads,
         head_dim_v: config.hidden_size / heads,
         dtype,
+        dtype_kv: dtype,
         scale: None,
         mask: Mask::None,
         window: None,
