@@ -3,13 +3,15 @@
 use serde_json::json;
 use warpforge::ops::attention::reference::{self, Options, Sequence};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, Mask, Offsets, ScoreTensors,
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, KvScales, Mask, Offsets, ScoreTensors,
 };
-use warpforge::{DType, Error, Stream, Tensor, TensorView};
+use warpforge::{DType, Error, Stream, Tensor};
 
-use crate::harness::{Bencher, Failure, Work, expect_close};
+use crate::harness::{Bencher, Failure, Work, expect_close, floats};
 
 const DTYPE: DType = DType::BF16;
+/// What keys and values in fp8 are multiplied by.
+const KV_SCALE: f32 = 0.5;
 
 /// Of so many blocks of a block mask one is seen.
 const KEPT: usize = 10;
@@ -44,8 +46,10 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         scores,
         has_sinks,
         page_size,
+        is_fp8,
         ..
     } = case;
+    let dtype_kv = if is_fp8 { DType::F8E4M3 } else { DTYPE };
     let problem = AttentionProblem {
         batch,
         seq_q,
@@ -55,6 +59,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         head_dim,
         head_dim_v,
         dtype: DTYPE,
+        dtype_kv,
         scale: None,
         mask,
         window: None,
@@ -71,7 +76,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
         "soft_cap": scores.soft_cap, "has_sinks": has_sinks, "block_size": scores.blocks,
-        "page_size": page_size,
+        "page_size": page_size, "is_fp8": is_fp8,
     });
     // What is both key and value is read once.
     let shared = if is_latent { batch * seq_kv * heads_kv * head_dim_v * DTYPE.bytes() } else { 0 };
@@ -111,14 +116,15 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         Tensor::from_slice(&bencher.stream, &[1, heads_q, rows, words], &bits)
     });
     let blocks = blocks.transpose()?;
+    let scales = Tensor::from_slice(&bencher.stream, &[heads_kv], &vec![KV_SCALE; heads_kv])?;
     let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
             q: bencher.random(&q_shape(head_dim), DTYPE, seed)?,
-            k: bencher.random(&kv_shape(head_dim), DTYPE, 1000 + seed)?,
+            k: bencher.random(&kv_shape(head_dim), dtype_kv, 1000 + seed)?,
             v: if is_latent {
                 None
             } else {
-                Some(bencher.random(&kv_shape(head_dim_v), DTYPE, 2000 + seed)?)
+                Some(bencher.random(&kv_shape(head_dim_v), dtype_kv, 2000 + seed)?)
             },
             out: Tensor::empty(&bencher.stream, &q_shape(head_dim_v), DTYPE)?,
             pages: page_size.map(|page_size| table(bencher, page_size)).transpose()?,
@@ -134,26 +140,16 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             blocks: blocks.as_ref().map(Tensor::view),
         };
         let out = set.out.view_mut();
-        plan.run(
-            stream,
-            AttentionArgs {
-                q,
-                k,
-                v,
-                kv_lens,
-                out,
-                lse: None,
-                scores,
-                offsets: Offsets::default(),
-                page_table,
-            },
-        )
+        let (offsets, scale) = (Offsets::default(), is_fp8.then(|| scales.view()));
+        let kv_scales = KvScales { k: scale, v: scale };
+        let args = AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse: None, scores, page_table };
+        plan.run(stream, args)
     };
     // The first head of the first sequence's last query, which sees every key of its blocks.
     let verify = |stream: &Stream, set: &Set| {
         let row = |tensor: &Tensor| {
             let row = tensor.view().slice(0, 0..1)?.slice(1, seq_q - 1..seq_q)?.slice(2, 0..1)?;
-            to_f64(stream, row)
+            floats(row, stream)
         };
         let column = |tensor: &Tensor, width: usize| -> Result<Vec<f64>, Error> {
             let pieces = match page_size {
@@ -162,10 +158,11 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             };
             let mut all = Vec::new();
             for piece in pieces {
-                all.extend(to_f64(stream, tensor.view().slice(0, piece * batch..piece * batch + 1)?)?);
+                all.extend(floats(tensor.view().slice(0, piece * batch..piece * batch + 1)?, stream)?);
             }
             let row = heads_kv * tensor.shape()[3];
-            Ok(all.chunks(row).flat_map(|row| &row[..width]).copied().collect())
+            let scale = if is_fp8 { f64::from(KV_SCALE) } else { 1.0 };
+            Ok(all.chunks(row).flat_map(|row| &row[..width]).map(|value| value * scale).collect())
         };
         let last_row = scores.blocks.map(|size| -> Vec<bool> {
             (0..seq_kv.div_ceil(size)).map(|block| kept(0, (seq_q - 1) / size, block)).collect()
@@ -193,8 +190,4 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         expect_close(DTYPE, &row(&set.out)?, &want)
     };
     bencher.time(&report, &mut sets, run, verify)
-}
-
-fn to_f64(stream: &Stream, view: TensorView<'_>) -> Result<Vec<f64>, Error> {
-    Ok(view.to_vec::<half::bf16>(stream)?.into_iter().map(f64::from).collect())
 }

@@ -68,6 +68,8 @@ def attention(case, shape):
 
     if shape.get("page_size"):
         return paged_attention(case, shape)
+    if shape.get("is_fp8"):
+        return fp8_attention(case, shape)
 
     def inputs(generator):
         # As ours: [batch, tokens, heads, dim]; the views are what F.scaled_dot_product_attention takes.
@@ -200,6 +202,44 @@ def paged_attention(case, shape):
 
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     peers = [Peer(f"gather, SDPA {name}", through(backend)) for name, backend in backends.items()]
+    return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
+
+
+def fp8_attention(case, shape):
+    # PyTorch alone has no kernel for q in bf16 and keys in fp8: these are widened first.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    dtype, causal = DTYPES[case["dtype"]], shape["mask"] == "causal"
+    batch, seq_q, seq_kv, dim = shape["batch"], shape["seq_q"], shape["seq_kv"], shape["head_dim"]
+    heads_q, heads_kv = shape["heads_q"], shape["heads_kv"]
+    if causal and 1 < seq_q < seq_kv:
+        raise Missing("no peer is written for queries that begin inside the cache")
+
+    def inputs(generator):
+        q = normal(generator, batch, seq_q, heads_q, dim, dtype=dtype)
+        k, v = (
+            normal(generator, batch, seq_kv, heads_kv, dim, dtype=dtype).to(torch.float8_e4m3fn) for _ in range(2)
+        )
+        scale = torch.full((heads_kv, 1, 1), 0.5, device=q.device, dtype=dtype)
+        return [tensor.transpose(1, 2) for tensor in (q, k, v)] + [scale]
+
+    def expected(q, k, v, scale):
+        # The first head of the last query, which sees every key.
+        q, k, v = q[0, 0, -1:].float(), k[0, 0].float() * scale[0].float(), v[0, 0].float() * scale[0].float()
+        return torch.softmax(q @ k.T * dim**-0.5, -1) @ v
+
+    def through(backend):
+        def run(q, k, v, scale):
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    q, k.to(dtype) * scale, v.to(dtype) * scale, is_causal=causal and seq_q > 1,
+                    enable_gqa=heads_q > heads_kv,
+                )
+
+        return run
+
+    backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    peers = [Peer(f"widen, SDPA {name}", through(backend)) for name, backend in backends.items()]
     return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
 

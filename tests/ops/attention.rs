@@ -1,8 +1,8 @@
 //! Attention against its reference.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
-    WGMMA_VARIANTS,
+    AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
+    GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -11,8 +11,8 @@ use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
 use warpforge::ops::attention::{
-    self as attention_op, Attention, AttentionArgs, AttentionProblem, Bias, Mask, Offsets, PAGE_SIZES,
-    ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
+    Scores,
 };
 use warpforge::{Arch, DType, Device, Error, Tensor, TensorView};
 
@@ -57,6 +57,8 @@ struct Case {
     kv_layout: Layout,
     /// Keys of a page, if k and v are in pages.
     page_size: Option<usize>,
+    /// Whether k and v are stored as fp8.
+    is_fp8: bool,
     seed: u64,
 }
 
@@ -87,12 +89,26 @@ impl Case {
             head_dim,
             head_dim_v,
             dtype,
+            dtype_kv: self.dtype_kv(),
             scale,
             mask,
             window,
             scores,
             page_size,
         }
+    }
+
+    fn dtype_kv(&self) -> DType {
+        if self.is_fp8 { DType::F8E4M3 } else { self.dtype }
+    }
+
+    /// Scales of the key heads, of k and v; none are given if all are 1.
+    fn kv_scales(&self) -> [Vec<f32>; 2] {
+        let is_scaled = self.is_fp8 && !self.seed.is_multiple_of(4);
+        [0.25f32, 0.05].map(|first| {
+            let scale = |head: usize| first * (1.1 + head as f32) * (1.0 + (self.seed % 7) as f32 / 8.0);
+            (0..self.heads.1).map(|head| if is_scaled { scale(head) } else { 1.0 }).collect()
+        })
     }
 
     /// Tiles of 64 queries of a head, and 64 keys; wide heads have kernels for fewer queries only.
@@ -209,11 +225,16 @@ impl Case {
         let batch = self.lens.len();
         let mut q = values(Values::Normal, dtype, batch * seq_q * heads_q * head_dim, self.seed);
         q.iter_mut().for_each(|q| *q = round_to(dtype, *q * self.gain));
-        let mut k = values(Values::Normal, dtype, batch * capacity * heads_kv * head_dim, self.seed ^ 1);
+        let stored =
+            |kind, width, seed| values(kind, self.dtype_kv(), batch * capacity * heads_kv * width, seed);
+        let mut k = stored(Values::Normal, head_dim, self.seed ^ 1);
         let mut v = match self.values {
-            Place::Apart => values(self.kind, dtype, batch * capacity * heads_kv * head_dim_v, self.seed ^ 2),
+            Place::Apart => stored(self.kind, head_dim_v, self.seed ^ 2),
             Place::InKeys => k.chunks(head_dim).flat_map(|row| &row[..head_dim_v]).copied().collect(),
         };
+        let [k_scale, v_scale] = self.kv_scales();
+        scale_heads(&mut k, head_dim, &k_scale, |value, scale| value * scale);
+        scale_heads(&mut v, head_dim_v, &v_scale, |value, scale| value * scale);
         for (sequence, &len) in self.lens.iter().enumerate() {
             let unused = |width: usize| {
                 (sequence * capacity + len) * heads_kv * width..(sequence + 1) * capacity * heads_kv * width
@@ -237,6 +258,14 @@ impl Case {
             }
         }
         [q, k, v]
+    }
+}
+
+/// Changes rows of heads, each by its scale.
+fn scale_heads(values: &mut [f64], width: usize, scales: &[f32], change: impl Fn(f64, f64) -> f64) {
+    for (head, row) in values.chunks_mut(width).enumerate() {
+        let scale = f64::from(scales[head % scales.len()]);
+        row.iter_mut().for_each(|value| *value = change(*value, scale));
     }
 }
 
@@ -335,10 +364,31 @@ fn case(
                 q_layout,
                 kv_layout,
                 page_size: None,
+                is_fp8: false,
                 seed,
             }
         },
     )
+}
+
+/// The same with keys in fp8 and, if there are any, in pages.
+fn fp8_case() -> impl Strategy<Value = Case> {
+    let few = case(1usize..18, dims(&[64, 256], 600));
+    let sizes = prop_oneof![2 => few, 1 => case(dims(&[16, 64], 80), dims(&[64], 150))];
+    let pages = prop_oneof![1 => Just(None), 1 => select(&PAGE_SIZES[..]).prop_map(Some)];
+    (sizes, pages).prop_map(|(case, page_size)| {
+        let layout = |layout: Layout, by| Layout { padding: layout.padding * by, offset: layout.offset * by };
+        Case {
+            dtype: if case.dtype == DType::F32 { DType::BF16 } else { case.dtype },
+            head_dim: case.head_dim.next_multiple_of(16),
+            head_dim_v: case.head_dim_v.next_multiple_of(16),
+            q_layout: layout(case.q_layout, 8),
+            kv_layout: layout(case.kv_layout, 16),
+            page_size,
+            is_fp8: true,
+            ..case
+        }
+    })
 }
 
 fn prefill_case() -> impl Strategy<Value = Case> {
@@ -437,7 +487,7 @@ fn compute(
     variant: Option<&'static AttentionVariant>,
 ) -> Result<Results, TestCaseError> {
     let Case { dtype, seq_q, capacity, heads: (heads_q, heads_kv), q_layout, kv_layout, .. } = *case;
-    let Case { head_dim, head_dim_v, .. } = *case;
+    let Case { head_dim, head_dim_v, is_fp8, .. } = *case;
     let batch = case.lens.len();
     let stream = device.stream().map_err(fail)?;
     let plan = match variant {
@@ -445,11 +495,20 @@ fn compute(
         Some(variant) => Attention::plan_with(device, case.problem(), variant),
     };
     let plan = plan.map_err(fail)?;
-    let rows = |values, width, layout| Rows::input(&stream, dtype, values, width, layout).map_err(fail);
     let pool = case.page_size.map(|page_size| (page_size, Pool::new(case, page_size, k, v)));
     let (k, v) = pool.as_ref().map_or((k, v), |(_, pool)| (&pool.k, &pool.v));
-    let (q_rows, k_rows) = (rows(q, head_dim, q_layout)?, rows(k, head_dim, kv_layout)?);
-    let v_rows = rows(v, head_dim_v, kv_layout)?;
+    let q_rows = Rows::input(&stream, dtype, q, head_dim, q_layout).map_err(fail)?;
+    let scales = case.kv_scales();
+    let cached = |values: &[f64], width, scales| {
+        let mut stored = values.to_vec();
+        // Exact, as the product was.
+        scale_heads(&mut stored, width, scales, |value, scale| value / scale);
+        Rows::input(&stream, case.dtype_kv(), &stored, width, kv_layout).map_err(fail)
+    };
+    let (k_rows, v_rows) = (cached(k, head_dim, &scales[0])?, cached(v, head_dim_v, &scales[1])?);
+    let is_scaled = is_fp8 && scales.iter().flatten().any(|&scale| scale != 1.0);
+    let [k_scale, v_scale] = scales.map(|scales| Tensor::from_slice(&stream, &[heads_kv], &scales));
+    let (k_scale, v_scale) = (k_scale.map_err(fail)?, v_scale.map_err(fail)?);
     let mut out =
         Rows::output(&stream, dtype, batch * seq_q * heads_q, head_dim_v, q_layout).map_err(fail)?;
     let mut lse =
@@ -498,6 +557,7 @@ fn compute(
             Place::InKeys => k.slice(3, 0..head_dim_v).map_err(fail)?,
         },
         kv_lens: (!all || pool.is_some() || case.seed.is_multiple_of(2)).then(|| kv_lens.view()),
+        kv_scales: KvScales { k: is_scaled.then(|| k_scale.view()), v: is_scaled.then(|| v_scale.view()) },
         out: out.view_mut().reshape(&q_shape(head_dim_v)).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[batch, heads_q, seq_q]).map_err(fail)?),
         scores: ScoreTensors {
@@ -540,6 +600,9 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
         let cached =
             |data: &[f64], width: usize| part(data, capacity * heads_kv * width, len * heads_kv * width);
         let (k, v) = (cached(k, head_dim), cached(v, head_dim_v));
+        // What a user without fp8 would have: the nearest of the type.
+        let rounded = |data: &[f64]| data.iter().map(|&value| round_to(dtype, value)).collect::<Vec<_>>();
+        let (k_rounded, v_rounded) = (rounded(&k), rounded(&v));
         let append = |to: &mut Results, (out, lse): Results| {
             to.0.extend(out);
             to.1.extend(lse);
@@ -552,8 +615,8 @@ fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
         };
         for (order, naive) in expected.naive.iter_mut().enumerate() {
             let by = order * head_dim / orders;
-            let (q, k) = (rotated(&q, by), rotated(&k, by));
-            append(naive, attention::<f32>(&sequence, &q, &k, &v, store(dtype)));
+            let (q, k) = (rotated(&q, by), rotated(&k_rounded, by));
+            append(naive, attention::<f32>(&sequence, &q, &k, &v_rounded, store(dtype)));
         }
     }
     expected
@@ -588,12 +651,22 @@ fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
 fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let mut expected = None;
     for device in cards {
-        let variants =
-            [VARIANTS, DECODE_RING_VARIANTS, DECODE_LATENT_VARIANTS, PREFILL_MMA_VARIANTS, WGMMA_VARIANTS]
-                .into_iter()
-                .flatten();
-        for variant in variants.filter(|variant| variant.dtype == case.dtype) {
-            if wanted(variant.entry) && Attention::plan_with(device, case.problem(), variant).is_ok() {
+        let variants = [
+            VARIANTS,
+            DECODE_RING_VARIANTS,
+            DECODE_RING_FP8_VARIANTS,
+            DECODE_LATENT_VARIANTS,
+            PREFILL_MMA_VARIANTS,
+            WGMMA_VARIANTS,
+        ];
+        let gathers = [GATHER_VARIANTS, GATHER_PAGES_VARIANTS].into_iter().flatten().any(|gather| {
+            let is_for = gather.dtype == case.dtype && gather.dtype_kv == case.dtype_kv();
+            is_for && (case.is_fp8 || case.page_size.is_some()) && wanted(gather.entry)
+        });
+        for variant in variants.into_iter().flatten().filter(|variant| variant.dtype == case.dtype) {
+            if (wanted(variant.entry) || gathers)
+                && Attention::plan_with(device, case.problem(), variant).is_ok()
+            {
                 let data = case.data();
                 let results = compute(device, case, &data, Some(variant))?;
                 let expected = expected.get_or_insert_with(|| expect(case, &data));
@@ -629,7 +702,13 @@ fn same_bits(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError>
 
 #[test]
 fn every_kernel_is_simulated() -> TestResult {
-    let cases = prop_oneof![4 => prefill_case(), 4 => decode_case(), 2 => latent_case()];
+    let paged = case(1usize..20, dims(&[16], 40)).prop_map(|case| {
+        let layout = Layout::default();
+        Case { page_size: Some(16), q_layout: layout, kv_layout: layout, ..case }
+    });
+    let cases = prop_oneof![
+        4 => prefill_case(), 4 => decode_case(), 2 => latent_case(), 2 => fp8_case(), 1 => paged
+    ];
     every_kernel("attention", cases, |case| 4 * case.work(), run_variants)
 }
 
@@ -645,6 +724,12 @@ proptest! {
     /// The same for few queries and long caches.
     #[test]
     fn planned_decode((case, on) in on_executors(decode_case, Case::work)) {
+        planned(&case, on)?;
+    }
+
+    /// The same with keys in fp8.
+    #[test]
+    fn planned_fp8((case, on) in on_executors(fp8_case, Case::work)) {
         planned(&case, on)?;
     }
 
@@ -747,11 +832,8 @@ proptest! {
         let data = [q, k, v];
         let paged = Case { page_size: Some(page_size), ..case.clone() };
         for device in &on.devices() {
-            // Not all kernels follow pages: the one that does, for both.
-            let choice = device.limits().map(|limits| attention_op::select(&limits, &paged.problem(), case.seq_q));
-            let variant = choice.transpose().map_err(fail)?.map(|choice| choice.variant);
-            let (out, lse) = compute(device, &paged, &data, variant)?;
-            let (want, want_lse) = compute(device, &case, &data, variant)?;
+            let (out, lse) = compute(device, &paged, &data, None)?;
+            let (want, want_lse) = compute(device, &case, &data, None)?;
             same_bits(&format!("{device:?}, out"), &out, &want)?;
             same_bits(&format!("{device:?}, lse"), &lse, &want_lse)?;
         }
@@ -780,6 +862,7 @@ fn plain(dtype: DType, seq_q: usize, len: usize, heads: (usize, usize), head_dim
         q_layout: layout,
         kv_layout: layout,
         page_size: None,
+        is_fp8: false,
         seed: 7,
     }
 }
@@ -930,16 +1013,13 @@ fn nan_stays_where_it_is() -> TestResult {
 /// tile see and others do not.
 #[test]
 fn borders_on_tensor_cores() -> TestResult {
-    let devices = [Arch::Sm80, Arch::Sm90a].map(|floor| cards_of(floor).into_iter().map(move |d| (d, floor)));
-    for (device, floor) in &devices.into_iter().flatten().collect::<Vec<_>>() {
+    for device in &[Arch::Sm80, Arch::Sm90a].into_iter().flat_map(cards_of).collect::<Vec<_>>() {
         for (dtype, heads, head_dim, window, page_size, place) in [
             (DType::BF16, (2, 1), 64, None, None, Some((0, 140))),
             (DType::F16, (1, 1), 128, Some(100), Some(64), Some((1, 180))),
             (DType::BF16, (1, 1), 256, Some(150), Some(32), None),
         ] {
             let mask = Mask::Causal;
-            // Ampere's kernel is not for pages.
-            let page_size = page_size.filter(|_| *floor == Arch::Sm90a);
             let case = Case { mask, window, page_size, ..plain(dtype, 200, 290, heads, head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
@@ -989,13 +1069,14 @@ fn blocks() -> TestResult {
 #[test]
 fn borders_of_few_queries_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
-        for (dtype, head_dim, window, page_size) in [
-            (DType::BF16, 64, None, Some(16)),
-            (DType::F16, 128, Some(40), None),
-            (DType::BF16, 256, Some(200), Some(32)),
+        for (dtype, head_dim, window, page_size, is_fp8) in [
+            (DType::BF16, 64, None, Some(16), false),
+            (DType::F16, 128, Some(40), None, false),
+            (DType::BF16, 256, Some(200), Some(32), false),
+            (DType::BF16, 128, Some(40), Some(16), true),
         ] {
             let mask = Mask::Causal;
-            let case = Case { mask, window, page_size, ..plain(dtype, 9, 300, (4, 2), head_dim) };
+            let case = Case { mask, window, page_size, is_fp8, ..plain(dtype, 9, 300, (4, 2), head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
@@ -1048,6 +1129,7 @@ fn pages_beyond_the_pool() -> TestResult {
                     k: pool.view().reshape(&[2, 16, 1, 64])?,
                     v: pool.view().reshape(&[2, 16, 1, 64])?,
                     kv_lens: Some(kv_lens.view()),
+                    kv_scales: KvScales::default(),
                     out: out.view_mut().reshape(&[1, seq_q, 4, 64])?,
                     lse: None,
                     scores: ScoreTensors::default(),
@@ -1094,6 +1176,7 @@ fn chunks_then_decode() -> TestResult {
                     k: k.view().reshape(&cache)?.slice(1, 0..end)?,
                     v: v.view().reshape(&cache)?.slice(1, 0..end)?,
                     kv_lens: None,
+                    kv_scales: KvScales::default(),
                     out: out.view_mut().reshape(&[1, total, heads.0, head_dim])?.slice(1, start..end)?,
                     lse: None,
                     scores: ScoreTensors::default(),
@@ -1138,6 +1221,7 @@ fn joint_projection() -> TestResult {
             k: view(heads_q, heads_kv)?,
             v: view(heads_q + heads_kv, heads_kv)?,
             kv_lens: None,
+            kv_scales: KvScales::default(),
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
@@ -1178,6 +1262,7 @@ fn two_streams() -> TestResult {
                 k,
                 v,
                 kv_lens: None,
+                kv_scales: KvScales::default(),
                 out: out.view_mut(),
                 lse: None,
                 scores: ScoreTensors::default(),
@@ -1211,6 +1296,7 @@ fn bad_input() -> Result<(), Error> {
                 k,
                 v,
                 kv_lens,
+                kv_scales: KvScales::default(),
                 out: out.view_mut(),
                 lse: None,
                 scores: ScoreTensors::default(),
@@ -1251,6 +1337,7 @@ fn bad_input() -> Result<(), Error> {
             k: kv.view(),
             v: kv.view(),
             kv_lens: None,
+            kv_scales: KvScales::default(),
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors { sinks: Some(sinks.view()), ..ScoreTensors::default() },
@@ -1274,6 +1361,7 @@ fn bad_input() -> Result<(), Error> {
                 k,
                 v,
                 kv_lens: None,
+                kv_scales: KvScales::default(),
                 out: out.view_mut(),
                 lse: None,
                 scores,
@@ -1298,7 +1386,9 @@ fn bad_input() -> Result<(), Error> {
             let kv_lens = lens.map(Tensor::view);
             let (q, k, v) = (q.view(), kv.view(), kv.view());
             let (out, scores, page_table) = (out.view_mut(), ScoreTensors::default(), None);
-            let args = AttentionArgs { q, k, v, kv_lens, out, lse: None, scores, offsets, page_table };
+            let kv_scales = KvScales::default();
+            let args =
+                AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse: None, scores, page_table };
             plan.run(&stream, args).unwrap_err().to_string()
         };
         let words = |count| tensor(&[count], DType::U32);
@@ -1326,6 +1416,7 @@ fn bad_input() -> Result<(), Error> {
             k: kv.view(),
             v: kv.view(),
             kv_lens: None,
+            kv_scales: KvScales::default(),
             out: out.view_mut(),
             lse: None,
             scores: ScoreTensors::default(),
@@ -1347,6 +1438,7 @@ fn bad_input() -> Result<(), Error> {
             k: kv.view(),
             v: kv.view(),
             kv_lens: None,
+            kv_scales: KvScales::default(),
             out: out.view_mut(),
             lse: Some(lse.view_mut()),
             scores: ScoreTensors::default(),
@@ -1368,6 +1460,7 @@ fn bad_input() -> Result<(), Error> {
                 k,
                 v,
                 kv_lens,
+                kv_scales: KvScales::default(),
                 out,
                 lse: None,
                 scores,
@@ -1402,6 +1495,38 @@ fn bad_input() -> Result<(), Error> {
         assert_eq!(
             message(pages, &pool, Some(&lens), Some(&tensor(&[1, 2], DType::U32)?))?,
             "attention: page_table: expected at most 1 pages of a sequence, as planned, got 2"
+        );
+        let one = tensor(&[2], DType::F32)?;
+        let message = |problem: AttentionProblem, kv: &Tensor, scale: &Tensor| {
+            let mut out = Tensor::zeros(&stream, &[1, 4, 4, 64], problem.dtype)?;
+            let q = Tensor::zeros(&stream, &[1, 4, 4, 64], problem.dtype)?;
+            let (q, k, v, out, page_table) = (q.view(), kv.view(), kv.view(), out.view_mut(), None);
+            let kv_scales = KvScales { k: None, v: Some(scale.view()) };
+            let scores = ScoreTensors::default();
+            let args = AttentionArgs {
+                q,
+                k,
+                v,
+                kv_lens: None,
+                kv_scales,
+                offsets: Offsets::default(),
+                out,
+                lse: None,
+                scores,
+                page_table,
+            };
+            Ok::<_, Error>(Attention::plan(device, problem)?.run(&stream, args).unwrap_err().to_string())
+        };
+        let fp8 = AttentionProblem { dtype: DType::BF16, dtype_kv: DType::F8E4M3, ..problem };
+        assert_eq!(
+            message(problem, &kv, &one)?,
+            "attention: v_scale: expected none, as k and v are not fp8, got a tensor"
+        );
+        assert_eq!(message(fp8, &kv, &one)?, "attention: k: expected f8e4m3, got f32");
+        let kv8 = tensor(&[1, 8, 2, 64], DType::F8E4M3)?;
+        assert_eq!(
+            message(fp8, &kv8, &tensor(&[3], DType::F32)?)?,
+            "attention: v_scale: expected shape [2], got [3]"
         );
         let unsupported = [
             (
@@ -1439,6 +1564,12 @@ fn bad_input() -> Result<(), Error> {
             (
                 AttentionProblem { scores: Scores { blocks: Some(48), ..Scores::PLAIN }, ..problem },
                 "blocks of 16, 32, 64 or 128, got 48",
+            ),
+            (AttentionProblem { dtype_kv: DType::F8E4M3, ..problem }, "dtype_kv f32, got f8e4m3"),
+            (AttentionProblem { dtype_kv: DType::F16, ..fp8 }, "dtype_kv bf16 or f8e4m3, got f16"),
+            (
+                AttentionProblem { head_dim_v: 40, ..fp8 },
+                "head_dim_v a multiple of 16, as k and v are fp8, got 40",
             ),
             (AttentionProblem { seq_kv: 1 << 30, ..problem }, "seq_kv below 2^30, got 1073741824"),
         ];

@@ -10,7 +10,7 @@ use testkit::round::{encode, round_to};
 use testkit::strategies::{Values, dims};
 use warpforge::ops::attention::reference::{Options, Sequence, attention};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
 use warpforge::ops::copy::{Copy, CopyArgs, CopyProblem};
 use warpforge::ops::matmul::reference::matmul;
@@ -184,6 +184,7 @@ impl Run<'_> {
             head_dim,
             head_dim_v,
             dtype,
+            dtype_kv: dtype,
             scale: Some(self.case.scale()),
             mask: Mask::Causal,
             window: None,
@@ -195,6 +196,7 @@ impl Run<'_> {
             k: k.reshape(&[1, len, heads_kv, head_dim])?,
             v: v.reshape(&[1, len, heads_kv, head_dim_v])?,
             kv_lens: None,
+            kv_scales: KvScales::default(),
             out: out.view_mut().reshape(&[1, seq_q, heads, head_dim_v])?,
             lse: None,
             scores: ScoreTensors::default(),

@@ -6,7 +6,7 @@ use proptest::sample::select;
 use testkit::compare::check_bits_eq;
 use testkit::strategies::Values;
 use warpforge::ops::attention::{
-    self as op, Attention, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores,
+    self as op, Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
 use warpforge::{DType, Device, Tensor};
 
@@ -37,6 +37,8 @@ struct Case {
     /// Rows before the first sequence and behind the last one.
     gaps: (usize, usize),
     keys: Keys,
+    /// Whether k and v are fp8, where they may be.
+    is_fp8: bool,
     heads: (usize, usize),
     head_dims: (usize, usize),
     mask: Mask,
@@ -56,7 +58,10 @@ fn case() -> impl Strategy<Value = Case> {
         prop_oneof![1 => few, 2 => many],
         0usize..3,
         (0usize..3, 0usize..70),
-        select(vec![Keys::Packed, Keys::Padded, Keys::Paged]),
+        (
+            select(vec![Keys::Packed, Keys::Padded, Keys::Paged]),
+            prop_oneof![3 => Just(false), 1 => Just(true)],
+        ),
         select(vec![(1, 1), (2, 2), (2, 1), (6, 2)]),
         dims,
     );
@@ -68,14 +73,21 @@ fn case() -> impl Strategy<Value = Case> {
         any::<u64>(),
     );
     (sizes, options).prop_map(|(sizes, (mask, window, soft_cap, kind, seed))| {
-        let (dtype, lens, less, gaps, keys, heads, head_dims) = sizes;
+        let (dtype, lens, less, gaps, (keys, is_fp8), heads, head_dims) = sizes;
         let most = lens.iter().map(|len| len.0).max().unwrap_or(0);
         let seq_q = most.saturating_sub(less);
-        Case { dtype, lens, seq_q, gaps, keys, heads, head_dims, mask, window, soft_cap, kind, seed }
+        Case { dtype, lens, seq_q, gaps, keys, is_fp8, heads, head_dims, mask, window, soft_cap, kind, seed }
     })
 }
 
 impl Case {
+    fn dtype_kv(&self) -> DType {
+        let (head_dim, head_dim_v) = self.head_dims;
+        let may_be =
+            self.dtype != DType::F32 && self.keys != Keys::Packed && (head_dim | head_dim_v) % 16 == 0;
+        if self.is_fp8 && may_be { DType::F8E4M3 } else { self.dtype }
+    }
+
     fn seq_kv(&self) -> usize {
         self.lens.iter().map(|len| len.1).max().unwrap_or(0)
     }
@@ -96,6 +108,7 @@ impl Case {
             head_dim: self.head_dims.0,
             head_dim_v: self.head_dims.1,
             dtype: self.dtype,
+            dtype_kv: self.dtype_kv(),
             scale: None,
             mask: self.mask,
             window: self.window,
@@ -114,8 +127,8 @@ impl Case {
         [first as u32].into_iter().chain(ends.collect::<Vec<_>>()).collect()
     }
 
-    fn rows(&self, count: usize, width: usize, seed: u64) -> Vec<f64> {
-        values(self.kind, self.dtype, count * width, self.seed ^ seed)
+    fn rows(&self, dtype: DType, count: usize, width: usize, seed: u64) -> Vec<f64> {
+        values(self.kind, dtype, count * width, self.seed ^ seed)
     }
 }
 
@@ -172,7 +185,7 @@ fn run_packed(
                 pool[place(s, key) * row..][..row].copy_from_slice(&values[from..][..row]);
             }
         }
-        Rows::input(&stream, dtype, &pool, width, Layout::default()).map_err(fail)
+        Rows::input(&stream, case.dtype_kv(), &pool, width, Layout::default()).map_err(fail)
     };
     let (k_rows, v_rows) = (pool(k)?, pool(v)?);
     let q_rows = Rows::input(&stream, dtype, q, head_dim, Layout::default()).map_err(fail)?;
@@ -198,6 +211,7 @@ fn run_packed(
         out: out.view_mut().reshape(&[1, total_q, heads_q, head_dim_v]).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[1, heads_q, total_q]).map_err(fail)?),
         scores: ScoreTensors::default(),
+        kv_scales: KvScales::default(),
         offsets: Offsets { q: Some(q_offsets.view()), kv: (keys == Keys::Packed).then(|| kv_offsets.view()) },
         page_table: (keys == Keys::Paged).then(|| table.view()),
     };
@@ -219,8 +233,10 @@ fn run_alone(
         Some(variant) => Attention::plan_with(device, case.problem(1), variant),
         None => Attention::plan(device, case.problem(1)),
     };
-    let rows = |values, width| Rows::input(&stream, dtype, values, width, Layout::default()).map_err(fail);
-    let (q_rows, k_rows, v_rows) = (rows(q, head_dim)?, rows(k, head_dim)?, rows(v, head_dim_v)?);
+    let rows =
+        |dtype, values, width| Rows::input(&stream, dtype, values, width, Layout::default()).map_err(fail);
+    let cached = |values, width| rows(case.dtype_kv(), values, width);
+    let (q_rows, k_rows, v_rows) = (rows(dtype, q, head_dim)?, cached(k, head_dim)?, cached(v, head_dim_v)?);
     let output =
         |dtype, rows, width| Rows::output(&stream, dtype, rows, width, Layout::default()).map_err(fail);
     let (mut out, mut lse) =
@@ -233,6 +249,7 @@ fn run_alone(
         out: out.view_mut().reshape(&[1, seq_q, heads_q, head_dim_v]).map_err(fail)?,
         lse: Some(lse.view_mut().reshape(&[1, heads_q, seq_q]).map_err(fail)?),
         scores: ScoreTensors::default(),
+        kv_scales: KvScales::default(),
         offsets: Offsets::default(),
         page_table: None,
     };
@@ -250,10 +267,11 @@ proptest! {
         let Case { heads: (heads_q, heads_kv), head_dims: (head_dim, head_dim_v), ref lens, gaps, .. } = case;
         let total = |len: fn(&(usize, usize)) -> usize| lens.iter().map(len).sum::<usize>();
         let total_q = gaps.0 + total(|len| len.0) + gaps.1;
-        let q = case.rows(total_q * heads_q, head_dim, 1);
-        let k = case.rows(total(|len| len.1) * heads_kv, head_dim, 2);
-        let v = case.rows(total(|len| len.1) * heads_kv, head_dim_v, 3);
+        let q = case.rows(case.dtype, total_q * heads_q, head_dim, 1);
+        let k = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim, 2);
+        let v = case.rows(case.dtype_kv(), total(|len| len.1) * heads_kv, head_dim_v, 3);
         for device in &on.devices() {
+            // A kernel that takes no pages takes what was gathered from them.
             let page_size = (case.keys == Keys::Paged).then_some(PAGE);
             let problem = AttentionProblem { page_size, ..case.problem(lens.len()) };
             let choice = device.limits().map(|limits| op::select(&limits, &problem, case.seq_q));

@@ -27,8 +27,11 @@ use std::time::UNIX_EPOCH;
 
 use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
+use testkit::round::round_to;
 use testkit::strategies::Rng;
-use warpforge::{Arch, DType, Device, DeviceChoice, Error, OptimizationReport, Stream, Tensor, TensorView};
+use warpforge::{
+    Arch, DType, Device, DeviceChoice, Error, F8E4M3, OptimizationReport, Stream, Tensor, TensorView,
+};
 
 pub use energy::Meter;
 use roofline::Roofline;
@@ -163,13 +166,13 @@ impl Bencher {
 
     /// Measures what the results are set against, and prints the head of the table.
     fn prepare(&mut self, peaks: Option<PathBuf>) -> Result<(), Failure> {
-        self.blocks = [DType::F32, DType::F16, DType::BF16, DType::I8]
+        self.blocks = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8]
             .into_iter()
             .map(|dtype| {
                 let mut rng = Rng::new(1);
                 // Int8 fills its range like quantised data.
                 let scale = if dtype == DType::I8 { 32.0 } else { 1.0 };
-                let block: Vec<f64> = (0..BLOCK).map(|_| scale * rng.normal()).collect();
+                let block: Vec<f64> = (0..BLOCK).map(|_| round_to(dtype, scale * rng.normal())).collect();
                 let block = testkit::round::encode(dtype, &[block.as_slice(), &block].concat());
                 Tensor::from_bytes(&self.stream, &[2 * BLOCK], dtype, &block)
             })
@@ -279,7 +282,7 @@ impl Bencher {
         let mut tensor = Tensor::empty(&self.stream, shape, dtype)?;
         let Some(block) = self.blocks.iter().find(|block| block.dtype() == dtype) else {
             return Err(format!(
-                "there are no random numbers of type {dtype}: f32, f16, bf16 and i8 have some"
+                "there are no random numbers of type {dtype}: f32, f16, bf16, f8e4m3 and i8 have some"
             )
             .into());
         };
@@ -467,6 +470,9 @@ pub fn floats(view: TensorView<'_>, stream: &Stream) -> Result<Vec<f64>, Error> 
     Ok(match view.dtype() {
         DType::F16 => view.to_vec::<half::f16>(stream)?.into_iter().map(f64::from).collect(),
         DType::BF16 => view.to_vec::<half::bf16>(stream)?.into_iter().map(f64::from).collect(),
+        DType::F8E4M3 => {
+            view.to_vec::<F8E4M3>(stream)?.into_iter().map(|value| value.to_f32().into()).collect()
+        }
         _ => view.to_vec::<f32>(stream)?.into_iter().map(f64::from).collect(),
     })
 }

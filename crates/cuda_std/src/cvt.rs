@@ -170,7 +170,7 @@ pub fn f16x2_from_f32(low: f32, high: f32) -> u32 {
 
 /// The two halves of a register of binary16.
 #[inline(always)]
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg_attr(all(target_arch = "nvptx64", target_feature = "sm_80"), allow(dead_code))]
 fn f16x2_to_f32(pair: u32) -> [f32; 2] {
     [f16_to_f32(pair as u16), f16_to_f32((pair >> 16) as u16)]
 }
@@ -186,7 +186,7 @@ pub struct E4m3(pub u8);
 pub struct E5m2(pub u8);
 
 macro_rules! fp8 {
-    ($type:ident, $pair_from_f32:ident, $pair_from_f16x2:ident, $pair_to_f16x2:ident, $narrow:ident, $widen:ident,
+    ($type:ident, $pair_from_f32:ident, $pair_from_f16x2:ident, $pair_to_f16x2:ident, $narrow:ident, $widen_pair:ident,
         $format:literal) => {
         impl $type {
             /// The nearest, ties to even; beyond the largest finite value, that (also for infinity); NaN stays NaN.
@@ -257,14 +257,45 @@ macro_rules! fp8 {
             }
             #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
             {
-                u32::from($widen(pair as u8)) | u32::from($widen((pair >> 8) as u8)) << 16
+                $widen_pair(pair)
             }
         }
     };
 }
 
-fp8!(E4m3, e4m3x2_from_f32, e4m3x2_from_f16x2, f16x2_from_e4m3x2, e4m3_from_f32, e4m3_to_f16, "e4m3x2");
-fp8!(E5m2, e5m2x2_from_f32, e5m2x2_from_f16x2, f16x2_from_e5m2x2, e5m2_from_f32, e5m2_to_f16, "e5m2x2");
+/// Bytes `LOW` and `HIGH` of a word, of which each is an e4m3, as two binary16, exactly.
+#[inline(always)]
+pub fn f16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    {
+        f16x2_from_high_e4m3(prmt(word, 0, 0x0404 | LOW << 4 | HIGH << 12))
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    {
+        f16x2_from_e4m3x2(match (LOW, HIGH) {
+            (0, 1) => word,
+            (2, 3) => word >> 16,
+            _ => prmt(word, 0, 0x4400 | LOW | HIGH << 4),
+        } as u16)
+    }
+}
+
+/// The same as two bfloat16.
+#[inline(always)]
+pub fn bf16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    {
+        bf16x2_from_high_e4m3(prmt(word, 0, 0x0404 | LOW << 4 | HIGH << 12))
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    {
+        let [low, high] = f16x2_to_f32(f16x2_from_e4m3::<LOW, HIGH>(word));
+        bf16x2_from_f32(low, high)
+    }
+}
+
+fp8!(E4m3, e4m3x2_from_f32, e4m3x2_from_f16x2, f16x2_from_e4m3x2, e4m3_from_f32, e4m3x2_to_f16x2, "e4m3x2");
+fp8!(E5m2, e5m2x2_from_f32, e5m2x2_from_f16x2, f16x2_from_e5m2x2, e5m2_from_f32, e5m2x2_to_f16x2, "e5m2x2");
 
 /// The NaN that conversions to binary16 give.
 #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
@@ -306,6 +337,55 @@ fn fp8_from_f32<const MANTISSA: u32, const BIAS: u32, const LARGEST: u32>(value:
 
 #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
 #[inline(always)]
+fn e4m3x2_to_f16x2(pair: u16) -> u32 {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    {
+        f16x2_from_high_e4m3(prmt(pair.into(), 0, 0x1404))
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    {
+        u32::from(e4m3_to_f16(pair as u8)) | u32::from(e4m3_to_f16((pair >> 8) as u8)) << 16
+    }
+}
+
+/// e4m3 in the upper bytes of both halves of a word, shifted to the place of the same bits in a wider format: values that are too small
+/// by a power of two, the scale. Times the limit NaN, which is 480 by its bits, is infinity and 448 is not: times 0 that becomes NaN,
+/// the others nothing.
+#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+macro_rules! from_high_e4m3 {
+    ($name:ident, $format:literal, $shift:literal, $mask:literal, $scale:literal, $limit:literal) => {
+        #[inline(always)]
+        fn $name(word: u32) -> u32 {
+            let value: u32;
+            // SAFETY: register arithmetic.
+            unsafe {
+                core::arch::asm!(
+                    "{{",
+                    ".reg .b32 scaled, large;",
+                    concat!("fma.rn.", $format, " scaled, {small}, {scale}, {minus_zero};"),
+                    concat!("fma.rn.", $format, " large, scaled, {limit}, {minus_zero};"),
+                    concat!("fma.rn.", $format, " {value}, large, {zero}, scaled;"),
+                    "}}",
+                    value = out(reg32) value,
+                    small = in(reg32) word >> $shift & $mask | word & 0x8000_8000,
+                    scale = in(reg32) $scale,
+                    limit = in(reg32) $limit,
+                    zero = in(reg32) 0,
+                    minus_zero = in(reg32) 0x8000_8000u32,
+                    options(pure, nomem, nostack),
+                );
+            }
+            value
+        }
+    };
+}
+#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+from_high_e4m3!(f16x2_from_high_e4m3, "f16x2", 1, 0x3f80_3f80, 0x5c00_5c00, 0x5880_5880);
+#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+from_high_e4m3!(bf16x2_from_high_e4m3, "bf16x2", 4, 0x07f0_07f0, 0x7b80_7b80, 0x7b10_7b10);
+
+#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+#[inline(always)]
 fn e4m3_to_f16(bits: u8) -> u16 {
     let magnitude = u32::from(bits & 0x7f);
     // The bits read as an f32 with bias 127, subnormals included, are 2^120 too small.
@@ -316,8 +396,9 @@ fn e4m3_to_f16(bits: u8) -> u16 {
 
 #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
 #[inline(always)]
-fn e5m2_to_f16(bits: u8) -> u16 {
-    if bits & 0x7f > 0x7c { F16_NAN } else { u16::from(bits) << 8 }
+fn e5m2x2_to_f16x2(pair: u16) -> u32 {
+    let wide = |bits: u16| if bits & 0x7f > 0x7c { F16_NAN } else { bits << 8 };
+    u32::from(wide(pair & 0xff)) | u32::from(wide(pair >> 8)) << 16
 }
 
 /// An f32 rounded to the 10 bits of mantissa of tf32, ties away from zero; the lower 13 bits are zero. A NaN keeps its
@@ -586,6 +667,10 @@ mod tests {
         assert_eq!((E5m2(0x7c).to_f32(), E5m2(0xfc).to_f32()), (f32::INFINITY, f32::NEG_INFINITY));
         assert_eq!(e4m3x2_from_f32(1.0, -2.0), 0xc038);
         assert_eq!(f16x2_from_e4m3x2(0xc038), 0xc000_3c00);
+        assert_eq!(f16x2_from_e4m3::<0, 1>(0x7ec0_b838), 0xbc00_3c00);
+        assert_eq!(f16x2_from_e4m3::<2, 3>(0x7ec0_b838), 0x5f00_c000);
+        assert_eq!(f16x2_from_e4m3::<1, 3>(0x7ec0_b838), 0x5f00_bc00);
+        assert_eq!(bf16x2_from_e4m3::<1, 3>(0x7ec0_b838), 0x43e0_bf80);
         assert_eq!(e4m3x2_from_f16x2(0xc000_3c00), 0xc038);
         assert_eq!(e5m2x2_from_f32(1.0, -2.0), 0xc03c);
         assert_eq!(f16x2_from_e5m2x2(0xc03c), 0xc000_3c00);

@@ -136,6 +136,10 @@ pub const MAX_PREFILL_DIM: u32 = 256;
 pub const MAX_HEAD_DIM: u32 = 576;
 /// The largest `head_dim_v`.
 pub const MAX_HEAD_DIM_V: u32 = 512;
+/// Threads of a block of the gather kernels.
+pub const GATHER_THREADS: u32 = 256;
+/// Keys of a block of the gather kernels: all of one page.
+pub const GATHER_KEYS: u32 = 16;
 /// Rows of a thread of the prefill kernels.
 pub const PREFILL_THREAD_ROWS: u32 = 4;
 
@@ -180,6 +184,8 @@ pub enum AttentionTile {
         dim: u32,
         /// Chunks of 16 keys of a warp in shared memory.
         places: u32,
+        /// Bytes of an element of k and v.
+        kv_bytes: u32,
         /// Blocks that a multiprocessor is to hold, if it has the shared memory.
         blocks: u32,
     },
@@ -191,6 +197,8 @@ pub enum AttentionTile {
     },
     /// A block merges the splits of one row.
     Merge {},
+    /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take them from.
+    Gather {},
     /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
     Wgmma {
         /// Largest `head_dim`; the rest of a shorter head is zeros.
@@ -243,7 +251,9 @@ impl AttentionTile {
         match self {
             AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
-            AttentionTile::DecodeLatent { .. } | AttentionTile::Merge {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
+            AttentionTile::DecodeLatent { .. } | AttentionTile::Merge {} | AttentionTile::Gather {} => {
+                (MAX_HEAD_DIM, MAX_HEAD_DIM_V)
+            }
             AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
                 (dim, dim_v)
             }
@@ -258,7 +268,7 @@ impl AttentionTile {
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_ROWS,
-            AttentionTile::Merge {} => 1,
+            AttentionTile::Merge {} | AttentionTile::Gather {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
     }
@@ -272,6 +282,7 @@ impl AttentionTile {
             | AttentionTile::DecodeRing { .. } => THREADS,
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_THREADS,
             AttentionTile::Merge {} => MERGE_THREADS,
+            AttentionTile::Gather {} => GATHER_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
         }
     }
@@ -302,10 +313,10 @@ impl AttentionTile {
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
             }
-            AttentionTile::DecodeRing { dim, places, .. } => {
+            AttentionTile::DecodeRing { dim, places, kv_bytes, .. } => {
                 let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
                 let results = (DECODE_RING_ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
-                THREADS / 32 * (places * 16 * dim * 2 + results)
+                THREADS / 32 * (places * 16 * dim * kv_bytes + results)
             }
             AttentionTile::DecodeLatent { places } => {
                 let scores = DECODE_LATENT_ROWS * DECODE_LATENT_KEYS;
@@ -314,6 +325,7 @@ impl AttentionTile {
                     + DECODE_LATENT_ROWS * 4
             }
             AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
+            AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
                 (self.rows() * dim + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
@@ -333,8 +345,10 @@ pub const fn decode_results_bytes(dim_v: u32, rows: u32) -> u32 {
 pub struct AttentionVariant {
     /// The entry point's name.
     pub entry: &'static str,
-    /// Type of q, k, v and out.
+    /// Type of q and out.
     pub dtype: DType,
+    /// Type of k and v.
+    pub dtype_kv: DType,
     /// How the work is cut up.
     pub tile: AttentionTile,
     /// What it needs at least.
@@ -406,12 +420,49 @@ macro_rules! attention_table {
 macro_rules! attention_decode_ring_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 4, blocks: 4 };
-            attention_f16__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, blocks: 2 };
-            attention_f16__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 2, blocks: 2 };
-            attention_bf16__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 4, blocks: 4 };
-            attention_bf16__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, blocks: 2 };
-            attention_bf16__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 2, blocks: 2 };
+            attention_f16__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_f16__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_f16__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 2, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_bf16__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 2, kv_bytes: 2, blocks: 2 };
+        }
+    };
+}
+
+/// The same with k and v in fp8.
+#[macro_export]
+macro_rules! attention_decode_ring_fp8_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16_f8e4m3__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
+            attention_f16_f8e4m3__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 8, kv_bytes: 1, blocks: 2 };
+            attention_f16_f8e4m3__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
+            attention_bf16_f8e4m3__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 8, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
+        }
+    };
+}
+
+/// The same for the kernels that take k and v from fp8, or from pages of it, to the type of q.
+#[macro_export]
+macro_rules! attention_gather_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16_f8e4m3__gather__sm61 => f16, F16, Gather {};
+            attention_bf16_f8e4m3__gather__sm61 => bf16, BF16, Gather {};
+        }
+    };
+}
+
+/// The same for those that take them from pages.
+#[macro_export]
+macro_rules! attention_gather_pages_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__gather__sm80 => f16, F16, Gather {};
+            attention_bf16__gather__sm80 => bf16, BF16, Gather {};
         }
     };
 }
@@ -462,19 +513,29 @@ macro_rules! attention_wgmma_table {
 }
 
 macro_rules! sm61 {
-    ($($rows:tt)*) => { variants!(Sm61, $($rows)*) };
+    ($($rows:tt)*) => { variants!(Sm61, None, $($rows)*) };
+}
+macro_rules! sm61_fp8 {
+    ($($rows:tt)*) => { variants!(Sm61, Some(DType::F8E4M3), $($rows)*) };
 }
 macro_rules! sm80 {
-    ($($rows:tt)*) => { variants!(Sm80, $($rows)*) };
+    ($($rows:tt)*) => { variants!(Sm80, None, $($rows)*) };
+}
+macro_rules! sm80_fp8 {
+    ($($rows:tt)*) => { variants!(Sm80, Some(DType::F8E4M3), $($rows)*) };
 }
 macro_rules! sm90a {
-    ($($rows:tt)*) => { variants!(Sm90a, $($rows)*) };
+    ($($rows:tt)*) => { variants!(Sm90a, None, $($rows)*) };
 }
 macro_rules! variants {
-    ($floor:ident, $($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+    ($floor:ident, $dtype_kv:expr, $($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
         &[$(AttentionVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
+            dtype_kv: match $dtype_kv {
+                Some(dtype_kv) => dtype_kv,
+                None => DType::$dtype,
+            },
             tile: AttentionTile::$tile { $($field: $value),* },
             floor: Arch::$floor,
         }),*]
@@ -487,6 +548,12 @@ pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
 /// The kernels of latent attention on tensor cores.
 pub const DECODE_LATENT_VARIANTS: &[AttentionVariant] = attention_decode_latent_table!(sm80);
+/// The same with k and v in fp8.
+pub const DECODE_RING_FP8_VARIANTS: &[AttentionVariant] = attention_decode_ring_fp8_table!(sm80_fp8);
+/// The kernels that take k and v from fp8 to the type of q.
+pub const GATHER_VARIANTS: &[AttentionVariant] = attention_gather_table!(sm61_fp8);
+/// The kernels that take k and v from pages.
+pub const GATHER_PAGES_VARIANTS: &[AttentionVariant] = attention_gather_pages_table!(sm80);
 /// The kernels of many queries on tensor cores.
 pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
@@ -501,6 +568,7 @@ const _: () = {
     let mut i = 0;
     while i < DECODE_RING_VARIANTS.len() {
         assert!(DECODE_RING_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        assert!(DECODE_RING_FP8_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
         i += 1;
     }
     let mut i = 0;

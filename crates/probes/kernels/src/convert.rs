@@ -56,6 +56,8 @@ operations! {
     E4m3x2FromF16x2: |a, b, c| cvt::e4m3x2_from_f16x2(a).into();
     E5m2x2FromF16x2: |a, b, c| cvt::e5m2x2_from_f16x2(a).into();
     F16x2FromE4m3x2: |a, b, c| cvt::f16x2_from_e4m3x2(a as u16);
+    F16x2FromE4m3: |a, b, c| cvt::f16x2_from_e4m3::<1, 3>(a);
+    Bf16x2FromE4m3: |a, b, c| cvt::bf16x2_from_e4m3::<0, 2>(a);
     F16x2FromE5m2x2: |a, b, c| cvt::f16x2_from_e5m2x2(a as u16);
     Tf32FromF32: |a, b, c| cvt::tf32_from_f32(f(a));
     RoundI8: |a, b, c| math::round_i8(f(a)) as i32 as u32;

@@ -49,6 +49,10 @@ fn exact(operation: Operation, [a, b, c]: [u32; 3]) -> Option<(Kind, u32)> {
         Operation::E4m3x2FromF16x2 => (Kind::Word, cvt::e4m3x2_from_f16x2(a).into()),
         Operation::E5m2x2FromF16x2 => (Kind::Word, cvt::e5m2x2_from_f16x2(a).into()),
         Operation::F16x2FromE4m3x2 => (Kind::Word, cvt::f16x2_from_e4m3x2(a as u16)),
+        Operation::F16x2FromE4m3 => {
+            (Kind::Word, cvt::f16x2_from_e4m3x2((a >> 8 & 0xff | a >> 16 & 0xff00) as u16))
+        }
+        Operation::Bf16x2FromE4m3 => (Kind::Bf16x2, cvt::bf16x2_from_e4m3::<0, 2>(a)),
         Operation::F16x2FromE5m2x2 => (Kind::Word, cvt::f16x2_from_e5m2x2(a as u16)),
         Operation::Tf32FromF32 => (Kind::Word, cvt::tf32_from_f32(f(a))),
         Operation::RoundI8 => (Kind::Word, math::round_i8(f(a)) as i32 as u32),
@@ -188,6 +192,8 @@ fn inputs(operation: Operation, count: usize, random: &mut Random) -> Vec<[u32; 
         Operation::F16ToF32
         | Operation::Bf16ToF32
         | Operation::F16x2FromE4m3x2
+        | Operation::F16x2FromE4m3
+        | Operation::Bf16x2FromE4m3
         | Operation::F16x2FromE5m2x2
         | Operation::E4m3x2FromF16x2
         | Operation::E5m2x2FromF16x2 => {

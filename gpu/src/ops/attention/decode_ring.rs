@@ -22,6 +22,8 @@
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
 //! - A page has a multiple of 16 keys, so a chunk is of one: looked up once, when its copies start.
+//! - fp8 lies in the ring as it is, in twice as many places, and is widened between `ldmatrix` and `mma` ([`Cached`]): the scale of
+//!   a head's keys joins that of the scores, the scale of its values multiplies the results.
 //!
 //! # Measured on an H200, head dim 128, bf16, with the merge
 //!
@@ -39,11 +41,13 @@
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
 };
+use cuda_std::cvt::Element;
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
+use super::cached::{Cached, head_scale};
 use super::scores::{capped, has_cap};
 use super::{Pages, Sequence, Tables, Visible, offset};
-use crate::tile::multiplicand::{Multiplicand, not_finite};
+use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
 use crate::tile::softmax::weight;
 
 const ROWS: u32 = DECODE_RING_ROWS;
@@ -166,14 +170,21 @@ impl Splits {
     }
 }
 
+/// What the pieces of a row are moved by, of which it has so many.
+#[inline(always)]
+fn turn(pieces: u32, row: u32) -> u32 {
+    // Of four pieces, two rows lie in all the banks.
+    if pieces < 8 { row / 2 % 4 } else { row % 8 }
+}
+
 /// Starts the copies of a chunk, whose first row is `rows`: zeros for keys that are not among `keys`, and beyond `width`.
 ///
 /// # Safety
 /// - *converged*: the whole warp, whose own the place is; `keys` of the rows *in-bounds* and *aligned(16)*.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-unsafe fn copy<T, const DIM: u32>(
-    rows: *const T,
+unsafe fn copy<T: Multiplicand, C: Cached<T>, const DIM: u32>(
+    rows: *const C,
     stride: u32,
     width: u32,
     first_key: i32,
@@ -181,20 +192,26 @@ unsafe fn copy<T, const DIM: u32>(
     chunk: usize,
     place: u32,
 ) {
-    let pieces = DIM / 8;
+    let pieces = DIM / C::PER_PIECE;
     let rows_at_once = 32 / pieces;
     // Opaque, or the places of all pieces would be kept in registers for the next chunk.
     let salt = (first_key as u32 + chunk as u32) * 32;
     let lane = thread::opaque(thread::lane() + salt) % 32;
     let (first_row, piece) = (lane / pieces, lane % pieces);
     let stride = stride as usize;
-    let mut from = rows.wrapping_add(first_row as usize * stride + piece as usize * 8);
+    let mut from = rows.wrapping_add(first_row as usize * stride + piece as usize * C::PER_PIECE as usize);
     let mut i = 0;
     while i < pieces / 2 {
         let row = first_row + i * rows_at_once;
-        let bytes = if keys.has(first_key + row as i32) && piece * 8 < width { 16 } else { 0 };
+        let bytes = if keys.has(first_key + row as i32) && piece * C::PER_PIECE < width { 16 } else { 0 };
         // SAFETY: an existing row, or no byte of it; inside the place.
-        unsafe { cp_async::cg_16_fill(place + row * (DIM * 2) + ((piece ^ (row & 7)) << 4), from, bytes) };
+        unsafe {
+            cp_async::cg_16_fill(
+                place + row * (pieces * 16) + ((piece ^ turn(pieces, row)) << 4),
+                from,
+                bytes,
+            )
+        };
         from = from.wrapping_add(rows_at_once as usize * stride);
         i += 1;
     }
@@ -206,10 +223,10 @@ unsafe fn copy<T, const DIM: u32>(
 /// - *converged*: the whole warp.
 #[inline(always)]
 unsafe fn wait<const PLACES: usize>() {
-    if PLACES == 4 {
-        cp_async::wait_group::<3>();
-    } else {
-        cp_async::wait_group::<1>();
+    match PLACES {
+        8 => cp_async::wait_group::<7>(),
+        4 => cp_async::wait_group::<3>(),
+        _ => cp_async::wait_group::<1>(),
     }
     // SAFETY: the caller's promise.
     unsafe { warp::sync_warp(warp::FULL_MASK) };
@@ -231,26 +248,31 @@ pub(super) fn base(m: f32) -> f32 {
 ///
 /// # Safety
 /// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked in
-///   `Attention::run`. `STEPS` is `DIM / 16`, `TILES` `DIM / 8`; `PLACES` is 2 or 4.
+///   `Attention::run`. `STEPS` is `DIM / 16`, `TILES` `DIM / 8`; `PLACES` is 2, 4 or 8.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn splits<
     T: Multiplicand,
+    C: Cached<T>,
     const DIM: u32,
     const STEPS: usize,
     const TILES: usize,
     const PLACES: usize,
 >(
     q: *const T,
-    k: *const T,
-    v: *const T,
+    k: *const C,
+    v: *const C,
+    k_scale: *const f32,
+    v_scale: *const f32,
     tables: Tables,
     partial: *mut f32,
     stats: *mut f32,
     dims: &AttentionDims,
 ) {
     let warp_idx = thread::warp_idx();
-    let place_bytes = CHUNK * DIM * 2;
+    let pieces = DIM / C::PER_PIECE;
+    let row_bytes = pieces * 16;
+    let place_bytes = CHUNK * row_bytes;
     let ring = shared::base() + warp_idx * (PLACES as u32 * place_bytes);
     let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
     // Of chunk number 0, 1, … of k, then of v.
@@ -277,10 +299,16 @@ pub(super) unsafe fn splits<
                     let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
                     (v.wrapping_add(at), strides.1, dims.head_dim_v)
                 };
-                copy::<T, DIM>(rows, stride, width, first_key, work.any, chunk, place_of(chunk));
+                copy::<T, C, DIM>(rows, stride, width, first_key, work.any, chunk, place_of(chunk));
             }
             cp_async::commit_group();
         };
+        // The copies of the chunk `PLACES` behind one of a split.
+        let start_ahead =
+            |work: &Work, next: &Work, chunk: usize| match (chunk + PLACES).checked_sub(2 * CHUNKS) {
+                Some(of_next) => start(next, of_next),
+                None => start(work, chunk + PLACES),
+            };
 
         let mut splits = Splits { item: thread::block_idx_x() };
         let mut work: Work = splits.next(tables, dims);
@@ -305,9 +333,8 @@ pub(super) unsafe fn splits<
                     let at = offset(batch, strides.0, query, strides.1, head, dims.q_head_stride);
                     let mut i = 0;
                     while i < 2 * STEPS {
-                        let column = 8 * i as u32;
-                        if column < dims.head_dim {
-                            let from = q.wrapping_add(at + (column + 2 * member) as usize);
+                        if 8 * (i as u32) < dims.head_dim {
+                            let from = q.wrapping_add(at + C::key_column(i as u32, member) as usize);
                             queries[i / 2][half + 2 * (i % 2)] = global::load(from.cast::<u32>());
                         }
                         i += 1;
@@ -315,29 +342,40 @@ pub(super) unsafe fn splits<
                 }
                 half += 1;
             }
+            let mut next = work;
+            if PLACES > CHUNKS {
+                splits.item += thread::grid_dim_x();
+                next = splits.next(tables, dims);
+            }
             let mut s = [[0f32; 4]; 2 * CHUNKS];
             let mut chunk = 0;
             while chunk < CHUNKS {
                 wait::<PLACES>();
-                let at = place_of(chunk) + (lane % 8 + lane / 16 * 8) * (DIM * 2);
+                let at = place_of(chunk) + (lane % 8 + lane / 16 * 8) * row_bytes;
                 let mut i = 0;
                 while i < STEPS {
-                    let piece = (2 * i as u32 % 8) ^ (lane / 8 % 2) ^ (lane % 8);
-                    let [a, b, c, d] = matrix::load_x4(at + (piece << 4) + i as u32 / 4 * 128);
-                    s[2 * chunk] = T::multiply_add(queries[i], [a, b], s[2 * chunk]);
-                    s[2 * chunk + 1] = T::multiply_add(queries[i], [c, d], s[2 * chunk + 1]);
-                    i += 1;
+                    let from = i / C::FRAGMENTS;
+                    let piece = (2 * from as u32 % 8) ^ (lane / 8 % 2) ^ turn(pieces, lane % 8);
+                    let [a, b, c, d] = matrix::load_x4(at + (piece << 4) + from as u32 / 4 * 128);
+                    let (low, high) = (C::keys([a, b]), C::keys([c, d]));
+                    let mut j = 0;
+                    while j < C::FRAGMENTS {
+                        s[2 * chunk] = T::multiply_add(queries[i + j], low[j], s[2 * chunk]);
+                        s[2 * chunk + 1] = T::multiply_add(queries[i + j], high[j], s[2 * chunk + 1]);
+                        j += 1;
+                    }
+                    i += C::FRAGMENTS;
                 }
                 // The chunk `PLACES` further on goes where this one was.
                 warp::sync_warp(warp::FULL_MASK);
-                start(&work, chunk + PLACES);
+                start_ahead(&work, &next, chunk);
                 chunk += 1;
             }
 
             // Weights, of the warp's keys by themselves.
             let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
             let mut m = [f32::NEG_INFINITY; 2];
-            let mut scale = dims.scale;
+            let mut scale = dims.scale * head_scale::<T, C>(k_scale, work.head_kv);
             if has_cap(dims) {
                 let mut i = 0;
                 while i < 8 * CHUNKS {
@@ -369,36 +407,42 @@ pub(super) unsafe fn splits<
                     sums[half] += eight[j];
                     j += 1;
                 }
-                p[i] = T::pack(&eight);
+                p[i] = C::Values::pack(&eight);
                 i += 1;
             }
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
-            splits.item += thread::grid_dim_x();
-            let next = splits.next(tables, dims);
+            if PLACES <= CHUNKS {
+                splits.item += thread::grid_dim_x();
+                next = splits.next(tables, dims);
+            }
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
             while chunk < CHUNKS {
                 wait::<PLACES>();
-                let at = place_of(CHUNKS + chunk) + lane % 16 * (DIM * 2);
+                let at = place_of(CHUNKS + chunk) + lane % 16 * row_bytes;
                 let mut j = 0;
                 while j < TILES {
-                    let piece = (j as u32 % 8) ^ (lane / 16) ^ (lane % 8);
-                    let [a, b, c, d] = matrix::load_x4_trans(at + (piece << 4) + j as u32 / 8 * 128);
-                    o[j] = T::multiply_add(p[chunk], [a, b], o[j]);
-                    o[j + 1] = T::multiply_add(p[chunk], [c, d], o[j + 1]);
-                    j += 2;
+                    let from = j / C::FRAGMENTS;
+                    let piece = (from as u32 % 8) ^ (lane / 16) ^ turn(pieces, lane % 8);
+                    let [a, b, c, d] = matrix::load_x4_trans(at + (piece << 4) + from as u32 / 8 * 128);
+                    let (left, right) = (C::values([a, b]), C::values([c, d]));
+                    let mut i = 0;
+                    while i < C::FRAGMENTS {
+                        let (l, r) = (j + i, j + C::FRAGMENTS + i);
+                        o[l] = C::Values::multiply_add(p[chunk], left[i], o[l]);
+                        o[r] = C::Values::multiply_add(p[chunk], right[i], o[r]);
+                        i += 1;
+                    }
+                    j += 2 * C::FRAGMENTS;
                 }
                 warp::sync_warp(warp::FULL_MASK);
-                match (chunk + PLACES).checked_sub(CHUNKS) {
-                    Some(of_next) => start(&next, of_next),
-                    None => start(&work, CHUNKS + chunk + PLACES),
-                }
+                start_ahead(&work, &next, CHUNKS + chunk);
                 chunk += 1;
             }
 
             let end = End { item, m, sums, results: ring_end };
-            end.store::<T, DIM, TILES>(&o, &p, v, tables, partial, stats, dims);
+            end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims);
             // Opaque, as above.
             work = Work::new(thread::opaque(splits.item), tables, dims);
         }
@@ -423,11 +467,12 @@ impl End {
     /// - *converged*: the whole block; the rest is the caller's promise to [`splits`].
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    unsafe fn store<T: Multiplicand, const DIM: u32, const TILES: usize>(
+    unsafe fn store<T: Multiplicand, C: Cached<T>, const DIM: u32, const TILES: usize>(
         &self,
         o: &[[f32; 4]; TILES],
         p: &[[u32; 4]; CHUNKS],
-        v: *const T,
+        v: *const C,
+        v_scale: *const f32,
         tables: Tables,
         partial: *mut f32,
         stats: *mut f32,
@@ -462,13 +507,20 @@ impl End {
                             shared::store_f32(maxima + at * 4, m[half]);
                             shared::store_f32(totals + at * 4, sums[half]);
                         }
-                        let at = results + at * row_bytes + member * 8;
+                        let at = results + at * row_bytes + member * 8 * C::FRAGMENTS as u32;
                         let mut j = 0;
-                        while j < columns / 8 {
-                            let tile = o[(first_column / 8 + j) as usize];
-                            shared::store_f32(at + j * 32, tile[2 * half]);
-                            shared::store_f32(at + j * 32 + 4, tile[2 * half + 1]);
-                            j += 1;
+                        while j < columns as usize / 8 {
+                            let (tile, at) = (first_column as usize / 8 + j, at + j as u32 * 32);
+                            let [a, b] = [o[tile][2 * half], o[tile][2 * half + 1]];
+                            if C::FRAGMENTS == 1 {
+                                shared::store_f32(at, a);
+                                shared::store_f32(at + 4, b);
+                            } else {
+                                // The columns between them are the next tile's.
+                                let next = o[tile + 1];
+                                shared::store_f32x4(at, [a, next[2 * half], b, next[2 * half + 1]]);
+                            }
+                            j += C::FRAGMENTS;
                         }
                     }
                     half += 1;
@@ -483,6 +535,8 @@ impl End {
                     }
                     // 0 · NaN of a key that a row does not see: once more, without what is not finite of such keys.
                     if warp::any(warp::FULL_MASK, zero != 0.0) {
+                        // Other lanes' columns.
+                        warp::sync_warp(warp::FULL_MASK);
                         let pages = Pages::new(tables, dims, work.batch);
                         let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                         let mut j = 0;
@@ -501,9 +555,8 @@ impl End {
                                     if work.any.has(key) && column < dims.head_dim_v {
                                         let at = head
                                             + pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
-                                        let from = v.wrapping_add(at + column as usize).cast::<u16>();
-                                        halves[i] = u32::from(global::load(from));
-                                        if !all.has(key) && not_finite::<T>(halves[i]) != 0 {
+                                        halves[i] = C::value_bits(v.wrapping_add(at + column as usize));
+                                        if !all.has(key) && not_finite::<C::Values>(halves[i]) != 0 {
                                             halves[i] = 0;
                                             is_marked = true;
                                         }
@@ -511,7 +564,7 @@ impl End {
                                     i += 1;
                                 }
                                 let pairs = [halves[0] | halves[1] << 16, halves[2] | halves[3] << 16];
-                                tile = T::multiply_add(p[chunk], pairs, tile);
+                                tile = C::Values::multiply_add(p[chunk], pairs, tile);
                                 chunk += 1;
                             }
                             let mut i = 0;
@@ -580,12 +633,16 @@ impl End {
                                 let mut j = 0;
                                 while j < 4 && !all.has(key) {
                                     let from = v.wrapping_add(at + column as usize + j);
-                                    let value = global::load(from).to_f32();
+                                    let value = C::value(from);
                                     totals[j] += if value.is_finite() { 0.0 } else { value };
                                     j += 1;
                                 }
                                 key += 1;
                             }
+                        }
+                        if C::IS_SCALED {
+                            let scale = head_scale::<T, C>(v_scale, work.head_kv);
+                            totals = totals.map(|total| total * scale);
                         }
                         let at = work.slot(work.first_row + row, dims) * dims.head_dim_v as usize;
                         global::store_x4(partial.add(at + column as usize), totals.map(f32::to_bits));

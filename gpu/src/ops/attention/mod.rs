@@ -14,16 +14,20 @@
 //! same in another order.
 //!
 //! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads (`Pages`). One piece is the
-//! case of a single page, so no kernel has two forms (`prefill_mma` does without pages); what is summed in which order depends on a key's number alone.
+//! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone. For kernels that
+//! do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the keys into one piece of q's type before.
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
 
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod cached;
 mod decode;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_latent;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_ring;
+mod gather;
 mod merge;
 mod prefill;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
@@ -36,8 +40,10 @@ mod tile;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
+use core::ptr::null;
+
 use abi::ops::attention::AttentionDims;
-use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::cvt::{E4m3, Element, bf16, f16};
 use cuda_std::{global, kernel};
 
 use crate::tile::sequences;
@@ -302,7 +308,7 @@ macro_rules! entry {
         ) {
             // SAFETY: the caller's promise.
             unsafe {
-                let tables = Tables { kv_lens, q_offsets, page_table: core::ptr::null() };
+                let tables = Tables { kv_lens, q_offsets, page_table: null() };
                 merge::row::<$type>(partial, stats, tables, out, lse, sinks, &dims)
             }
         }
@@ -318,7 +324,7 @@ abi::attention_table!(entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! decode_ring_entries {
-    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, blocks: $blocks:literal };)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, kv_bytes: 2, blocks: $blocks:literal };)*) => {$(
         /// Entry point; see `decode_ring` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -341,8 +347,8 @@ macro_rules! decode_ring_entries {
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
-                decode_ring::splits::<$type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
-                    q, k, v, tables, partial, stats, &dims,
+                decode_ring::splits::<$type, $type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
+                    q, k, v, null(), null(), tables, partial, stats, &dims,
                 )
             }
         }
@@ -383,6 +389,83 @@ macro_rules! decode_latent_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::attention_decode_latent_table!(decode_latent_entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! decode_ring_fp8_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, kv_bytes: 1, blocks: $blocks:literal };)*) => {$(
+        /// Entry point; see `decode_ring` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            k_scale: *const f32,
+            v_scale: *const f32,
+            q: *const $type,
+            k: *const E4m3,
+            v: *const E4m3,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                decode_ring::splits::<$type, E4m3, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
+                    q, k, v, k_scale, v_scale, tables, partial, stats, &dims,
+                )
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_decode_ring_fp8_table!(decode_ring_fp8_entries);
+
+macro_rules! gather_entry {
+    ($entry:ident, $type:ident, $type_kv:ident) => {
+        /// Entry point; see `gather` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 256)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            k: *const $type_kv,
+            v: *const $type_kv,
+            k_scale: *const f32,
+            v_scale: *const f32,
+            kv_lens: *const u32,
+            page_table: *const u32,
+            k_out: *mut $type,
+            v_out: *mut $type,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets: null(), page_table };
+                gather::keys::<$type, $type_kv>(k, v, k_scale, v_scale, tables, k_out, v_out, &dims)
+            }
+        }
+    };
+}
+
+macro_rules! gather_fp8_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, E4m3);)* };
+}
+abi::attention_gather_table!(gather_fp8_entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! gather_pages_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, $type);)* };
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::attention_gather_pages_table!(gather_pages_entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! prefill_mma_entries {

@@ -9,7 +9,9 @@ use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::AttentionConfig;
 use crate::models::loader::Loader;
-use crate::ops::attention::{self, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores};
+use crate::ops::attention::{
+    self, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
+};
 use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use crate::ops::matmul::Matmul;
 use crate::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
@@ -136,6 +138,7 @@ impl AttentionBlock {
             head_dim,
             head_dim_v: head_dim,
             dtype,
+            dtype_kv: dtype,
             scale: None,
             mask: Mask::Causal,
             window,
@@ -222,6 +225,7 @@ impl AttentionBlock {
             k: cache.k.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
             v: cache.v.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
             kv_lens,
+            kv_scales: KvScales::default(),
             out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
             lse: None,
             scores: ScoreTensors::default(),

@@ -8,7 +8,8 @@ use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::LatentConfig;
 use crate::models::loader::Loader;
 use crate::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask, Offsets, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask, Offsets, ScoreTensors,
+    Scores,
 };
 use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
 use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
@@ -315,6 +316,7 @@ fn attention(
         head_dim,
         head_dim_v,
         dtype: phase.dtype,
+        dtype_kv: phase.dtype,
         scale: Some(config.scale),
         mask: Mask::Causal,
         window: None,
@@ -386,6 +388,7 @@ impl Absorbed {
             k,
             v: k.slice(3, 0..latent)?,
             kv_lens,
+            kv_scales: KvScales::default(),
             out: attended.reborrow().reshape(&[batch, seq, heads, latent])?,
             lse: None,
             scores: ScoreTensors::default(),
@@ -465,6 +468,7 @@ impl Naive {
                 k: k.as_view().reshape(&[1, keys, heads, nope + rope])?,
                 v: kv.slice(2, nope..nope + value)?.reshape(&[1, keys, heads, value])?,
                 kv_lens,
+                kv_scales: KvScales::default(),
                 out: out.reborrow().slice(0, tokens)?.reshape(&[1, seq, heads, value])?,
                 lse: None,
                 scores: ScoreTensors::default(),

@@ -11,7 +11,7 @@ use crate::models::layers::Linear;
 use crate::models::loader::{Loader, encode};
 use crate::ops::Store;
 use crate::ops::attention::{
-    self, Attention, AttentionArgs, AttentionProblem, Mask, Offsets, ScoreTensors, Scores,
+    self, Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
 use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
 use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
@@ -455,6 +455,7 @@ impl TowerBlock {
                 k,
                 v,
                 kv_lens: None,
+                kv_scales: KvScales::default(),
                 out,
                 lse: None,
                 scores,
@@ -554,6 +555,7 @@ fn plan_attention(
         head_dim: config.hidden_size / heads,
         head_dim_v: config.hidden_size / heads,
         dtype,
+        dtype_kv: dtype,
         scale: None,
         mask: Mask::None,
         window: None,

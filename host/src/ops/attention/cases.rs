@@ -32,6 +32,8 @@ pub struct AttentionCase {
     pub has_sinks: bool,
     /// Keys of a page, if k and v are in pages.
     pub page_size: Option<usize>,
+    /// Whether k and v are fp8.
+    pub is_fp8: bool,
 }
 
 const fn prefill(
@@ -56,6 +58,7 @@ const fn prefill(
         scores: Scores::PLAIN,
         has_sinks: false,
         page_size: None,
+        is_fp8: false,
     }
 }
 
@@ -81,12 +84,18 @@ const fn decode(
         scores: Scores::PLAIN,
         has_sinks: false,
         page_size: None,
+        is_fp8: false,
     }
 }
 
 /// The same with keys in pages.
 const fn paged(case: AttentionCase, page_size: usize, name: &'static str) -> AttentionCase {
     AttentionCase { name, page_size: Some(page_size), ..case }
+}
+
+/// The same with keys and values in fp8.
+const fn fp8(case: AttentionCase, name: &'static str) -> AttentionCase {
+    AttentionCase { name, is_fp8: true, ..case }
 }
 
 /// Gemma 2's, whose every other layer sees all keys.
@@ -136,6 +145,10 @@ pub const CASES: &[AttentionCase] = cases! {
         decode("anchor decode B64 H32/8 kv4096 D128", 64, (32, 8), 4096, 128),
         paged(decode("", 64, (32, 8), 4096, 128), 16, "decode B64 H32/8 kv4096 D128 pages 16"),
         paged(decode("", 64, (32, 8), 4096, 128), 64, "decode B64 H32/8 kv4096 D128 pages 64"),
+        fp8(decode("", 64, (32, 8), 4096, 128), "decode B64 H32/8 kv4096 D128 fp8"),
+        fp8(decode("", 256, (32, 8), 2048, 128), "decode B256 H32/8 kv2048 D128 fp8"),
+        fp8(decode("", 1, (32, 8), 32768, 128), "decode B1 H32/8 kv32768 D128 fp8"),
+        fp8(prefill("", 1, (32, 8), 4096, 128, Mask::Causal), "B1 H32/8 S4096 D128 causal fp8"),
         decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
         decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
         decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::{AttentionArgs, AttentionProblem, scores, visible};
 use crate::error::Error;
+use crate::fp8::F8E4M3;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{FloatElement, TensorView};
 
@@ -21,10 +22,12 @@ pub(super) fn run(
     dims: &AttentionDims,
     args: &mut AttentionArgs<'_>,
 ) -> Result<(), Error> {
-    match problem.dtype {
-        DType::F16 => tiles::<f16>(problem, dims, args),
-        DType::BF16 => tiles::<bf16>(problem, dims, args),
-        _ => tiles::<f32>(problem, dims, args),
+    match (problem.dtype, problem.dtype_kv) {
+        (DType::F16, DType::F8E4M3) => tiles::<f16, F8E4M3>(problem, dims, args),
+        (DType::BF16, DType::F8E4M3) => tiles::<bf16, F8E4M3>(problem, dims, args),
+        (DType::F16, _) => tiles::<f16, f16>(problem, dims, args),
+        (DType::BF16, _) => tiles::<bf16, bf16>(problem, dims, args),
+        _ => tiles::<f32, f32>(problem, dims, args),
     }
     Ok(())
 }
@@ -48,12 +51,18 @@ impl Row {
     }
 }
 
-fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args: &mut AttentionArgs<'_>) {
+fn tiles<T: FloatElement, C: FloatElement>(
+    problem: &AttentionProblem,
+    dims: &AttentionDims,
+    args: &mut AttentionArgs<'_>,
+) {
     let scale = problem.scale();
     let (seq_q, head_dim, head_dim_v) =
         (dims.seq_q as usize, dims.head_dim as usize, dims.head_dim_v as usize);
     let (heads_kv, group) = (dims.heads_kv as usize, dims.group as usize);
-    let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
+    let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<C>(), args.v.host_slice::<C>());
+    let [k_scales, v_scales] = [&args.kv_scales.k, &args.kv_scales.v]
+        .map(|scale| scale.as_ref().map(|scale| scale.host_slice::<f32>()));
     let kv_lens = words(&args.kv_lens);
     let (q_offsets, kv_offsets) = (words(&args.offsets.q), words(&args.offsets.kv));
     // Of a packed sequence, the first token and how many there are, at most `most`.
@@ -140,6 +149,8 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
         let mut rows: Vec<Row> = pairs().map(new_row).collect();
         let (mut keys, mut values) = (vec![0.0; KEYS * head_dim], vec![0.0; KEYS * head_dim_v]);
         let mut weights = [0.0; KEYS];
+        let [k_scale, v_scale] =
+            [k_scales, v_scales].map(|scales| scales.map_or(1.0, |scales| scales[head_kv]));
         for first in (any_lo / KEYS * KEYS..any_hi).step_by(KEYS) {
             let span = first.max(any_lo)..(first + KEYS).min(any_hi);
             for key in span {
@@ -148,8 +159,8 @@ fn tiles<T: FloatElement>(problem: &AttentionProblem, dims: &AttentionDims, args
                     + place(head_kv, dims.k_head_stride);
                 let v_row = row(batch, key, dims.v_batch_stride, dims.v_token_stride)
                     + place(head_kv, dims.v_head_stride);
-                widen(&k[k_row..][..head_dim], &mut keys[at(head_dim)]);
-                widen(&v[v_row..][..head_dim_v], &mut values[at(head_dim_v)]);
+                widen(&k[k_row..][..head_dim], k_scale, &mut keys[at(head_dim)]);
+                widen(&v[v_row..][..head_dim_v], v_scale, &mut values[at(head_dim_v)]);
             }
             for (index, (row, (query, head))) in std::iter::zip(&mut rows, pairs()).enumerate() {
                 let place = [batch, head, query];
@@ -222,9 +233,9 @@ fn words<'a>(view: &'a Option<TensorView<'_>>) -> Option<&'a [u32]> {
     view.as_ref().map(|view| view.host_slice())
 }
 
-fn widen<T: FloatElement>(from: &[T], to: &mut [f32]) {
+fn widen<T: FloatElement>(from: &[T], scale: f32, to: &mut [f32]) {
     for (to, from) in std::iter::zip(to, from) {
-        *to = from.to_f32();
+        *to = from.to_f32() * scale;
     }
 }
 

@@ -3,6 +3,8 @@
 
 mod cases;
 mod cpu;
+mod gather;
+mod kv_scales;
 pub mod reference;
 mod scores;
 mod select;
@@ -22,8 +24,10 @@ use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
+use gather::Gather;
 
 pub use cases::{AttentionCase, CASES};
+pub use kv_scales::KvScales;
 pub use scores::{Bias, ScoreTensors, Scores};
 pub use select::{AttentionChoice, MAX_DECODE_QUERIES, MAX_TENSOR_DECODE_QUERIES, select};
 
@@ -63,8 +67,10 @@ pub struct AttentionProblem {
     pub head_dim: usize,
     /// Elements of a head of v and out: a multiple of 8 from 8 to 512.
     pub head_dim_v: usize,
-    /// Type of q, k, v and out.
+    /// Type of q and out.
     pub dtype: DType,
+    /// Type of k and v: the same, or [`DType::F8E4M3`] where that is f16 or bf16 and both head dims are multiples of 16.
+    pub dtype_kv: DType,
     /// What q·kᵀ is multiplied by before the softmax; `head_dim`^−½ if none.
     pub scale: Option<f32>,
     /// Which keys a query sees.
@@ -83,6 +89,10 @@ impl AttentionProblem {
     pub fn scale(&self) -> f32 {
         self.scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
     }
+
+    fn is_fp8(&self) -> bool {
+        self.dtype_kv == DType::F8E4M3
+    }
 }
 
 /// The tensors of a run. Any strides, but 1 in the last dimension.
@@ -100,6 +110,8 @@ pub struct AttentionArgs<'a> {
     pub kv_lens: Option<TensorView<'a>>,
     /// Where packed sequences begin.
     pub offsets: Offsets<'a>,
+    /// What k and v are multiplied by, if they are fp8.
+    pub kv_scales: KvScales<'a>,
     /// `[batch, seq_q, heads_q, head_dim_v]`; packed `[1, tokens, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
     /// `[batch, heads_q, seq_q]`, packed `[1, heads_q, tokens]`, f32, if there: the natural logarithm of the sum of the exponentials of a row's scores,
@@ -118,7 +130,7 @@ pub struct AttentionArgs<'a> {
 pub struct Offsets<'a> {
     /// `[batch + 1]` u32, if queries are packed. A row of out that is outside of all sequences is left as it is.
     pub q: Option<TensorView<'a>>,
-    /// `[batch + 1]` u32, if keys are packed, which have neither `kv_lens` nor pages then.
+    /// `[batch + 1]` u32, if keys are packed, which have neither `kv_lens` nor pages then, and are not fp8.
     pub kv: Option<TensorView<'a>>,
 }
 
@@ -149,18 +161,22 @@ pub struct Offsets<'a> {
 /// Heads wider than 256 take the same kernels for any number of queries; those of 576 and 512 another one on tensor cores, where
 /// rows are aligned, v is the first columns of k's and there is no soft cap.
 /// **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at `j / page_size`. The bits
-/// are those of the same keys in one piece, but for prompts where `mma.sync` does those (Ampere), which it cannot with pages: they take
-/// the kernels without tensor cores. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
+/// are those of the same keys in one piece. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
 /// that the pool does not have gives a result without meaning, and no access outside of it.
 /// **Packed sequences** ([`AttentionArgs::offsets`]): the queries of all sequences are one tensor, with or without the keys, so that prompts
 /// of different lengths, and single tokens beside them, are one run. A sequence's bits are those that it has alone by the same kernel, which
 /// here is that for the planned number of queries. Masks by element and by block keep a place for each sequence, of the planned sizes. Offsets
 /// that do not ascend give results without meaning, and no access outside of the tensors.
+/// **fp8**: keys and values in e4m3, times a scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes them.
+/// With tensor cores few queries take them as they are, and the scales join those of the scores and of the results; the other kernels get
+/// them rounded to q's type first. On a card the rows of q, k, v and out have to be aligned to 16 bytes.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.
 /// **Memory**: the decode kernels leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory. Heads
-/// wider than 256 have those kernels only, so plan them for few queries at a time.
+/// wider than 256 have those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
+/// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the latter) has memory for
+/// all keys and values in q's type.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
 /// and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the keys' own rows, there are kernels for
@@ -176,16 +192,18 @@ pub struct Offsets<'a> {
 /// let stream = device.stream()?;
 /// let problem = AttentionProblem {
 ///     batch: 1, seq_q: 512, seq_kv: 4096, heads_q: 32, heads_kv: 8, head_dim: 128, head_dim_v: 128,
-///     dtype: DType::BF16, scale: None, mask: Mask::Causal, window: None, scores: Scores::default(), page_size: None,
+///     dtype: DType::BF16, dtype_kv: DType::BF16, scale: None, mask: Mask::Causal, window: None,
+///     scores: Scores::default(), page_size: None,
 /// };
 /// let attention = Attention::plan(&device, problem)?;
 /// let q = Tensor::zeros(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let cache = Tensor::zeros(&stream, &[2, 4096, 8, 128], DType::BF16)?;
 /// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
-/// let (out, scores) = (out.view_mut(), ScoreTensors::default());
-/// let (offsets, page_table) = (Offsets::default(), None);
-/// let args = AttentionArgs { q: q.view(), k, v, kv_lens: None, offsets, out, lse: None, scores, page_table };
+/// let args = AttentionArgs {
+///     q: q.view(), k, v, kv_lens: None, kv_scales: KvScales::default(), offsets: Offsets::default(), out: out.view_mut(),
+///     lse: None, scores: ScoreTensors::default(), page_table: None,
+/// };
 /// attention.run(&stream, args)?;
 /// println!("{}", attention.report());
 /// # Ok(())
@@ -209,6 +227,8 @@ enum Backend {
         kernels: Vec<Loaded>,
         /// What the decode kernels need besides, if there are any.
         splits: Option<Box<Splits>>,
+        /// What the kernels need besides that take keys from neither pages nor fp8, if there are any.
+        gather: Option<Box<Gather>>,
     },
 }
 
@@ -310,7 +330,10 @@ impl Attention {
         decoded: usize,
     ) -> Result<Self, Error> {
         let unaligned = select::unaligned(&problem)?;
-        let fallback = (!variants.contains(&unaligned)).then_some(unaligned);
+        // fp8 has to be aligned, and only tensor maps need another kernel then.
+        let is_reachable =
+            !problem.is_fp8() || variants.iter().any(|v| matches!(v.tile, AttentionTile::Wgmma { .. }));
+        let fallback = (is_reachable && !variants.contains(&unaligned)).then_some(unaligned);
         let kernels = variants.iter().copied().chain(fallback).map(|variant| Loaded::new(device, variant));
         let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
         let decodes = variants.iter().any(|variant| variant.tile.is_decode());
@@ -328,7 +351,9 @@ impl Attention {
             }
             _ => None,
         };
-        let backend = Backend::Cuda { choice, origin, kernels, splits };
+        let gathers = kernels.iter().any(|kernel| select::gathers(kernel.variant, &problem));
+        let gather = gathers.then(|| Gather::new(device, &problem).map(Box::new)).transpose()?;
+        let backend = Backend::Cuda { choice, origin, kernels, splits, gather };
         Ok(Attention { device: device.clone(), problem, backend })
     }
 
@@ -341,13 +366,16 @@ impl Attention {
         }
         match &self.backend {
             Backend::Cpu => cpu::run(&self.problem, &dims, &mut args),
-            Backend::Cuda { choice, origin, kernels, splits } => {
+            Backend::Cuda { choice, origin, kernels, splits, gather } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
                         select(&limits, &self.problem, dims.seq_q as usize)?.variant
                     }
                     _ => choice.variant,
                 };
+                if self.problem.is_fp8() {
+                    expect_aligned(&args)?;
+                }
                 // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
                     AttentionTile::DecodeLatent { .. } if !in_keys(&args) => {
@@ -371,6 +399,12 @@ impl Attention {
                 };
                 let [cap_in, cap_out] = scores::cap(&self.problem, Some(variant.tile));
                 dims.scores = ScoreDims { cap_in, cap_out, ..dims.scores };
+                let gather = gather.as_ref().filter(|_| select::gathers(variant, &self.problem));
+                let _alone = gather.map(|gather| gather.workspace.enter(stream)).transpose()?;
+                let (args, mut dims) = match gather {
+                    Some(gather) => gather.run(stream, args, &dims)?,
+                    None => (args, dims),
+                };
                 match (variant.tile, splits) {
                     (tile, Some(splits)) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
@@ -378,7 +412,8 @@ impl Attention {
                     }
                     (AttentionTile::Wgmma { keys, .. }, _) => {
                         tile_queries(&mut dims, variant.tile);
-                        dims.box_keys = box_keys(&self.problem, keys);
+                        let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
+                        dims.box_keys = box_keys(page_size, keys);
                         self.wgmma(stream, kernel, &args, &dims)
                     }
                     _ => {
@@ -463,8 +498,8 @@ impl Attention {
     }
 
     fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
-        let AttentionArgs { q, k, v, kv_lens, offsets, out, lse, scores, page_table: _ } = args;
-        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = self.problem;
+        let AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse, scores, page_table: _ } = args;
+        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, dtype_kv, .. } = self.problem;
         let device = &self.device;
         q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
         let (outer_q, tokens_q) = (q.shape()[0], q.shape()[1]);
@@ -493,7 +528,7 @@ impl Attention {
         }
         let cache = self.check_cache(args, batch)?;
         let [outer, tokens] = [k.shape()[0], k.shape()[1]];
-        v.expect(OP, "v", device, dtype, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
+        v.expect(OP, "v", device, dtype_kv, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
         let seq_kv = cache.seq_kv;
         out.expect(
             OP,
@@ -514,6 +549,7 @@ impl Attention {
             lse.expect(OP, "lse", device, DType::F32, &[Some(outer_q), Some(heads_q), Some(tokens_q)])?;
             lse.expect_inner_contiguous(OP, "lse")?;
         }
+        kv_scales.check(&self.problem, device)?;
         let scores = scores.check(&self.problem, device, [batch, seq_q, seq_kv])?;
         let planned = [
             ("q", "sequences", batch, self.problem.batch),
@@ -602,13 +638,16 @@ impl Attention {
     /// Checks k, and what tells where a sequence's keys are.
     fn check_cache(&self, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
         let AttentionArgs { k, kv_lens, offsets, page_table, .. } = args;
-        let AttentionProblem { heads_kv, head_dim, dtype, page_size, .. } = self.problem;
+        let AttentionProblem { heads_kv, head_dim, dtype_kv, page_size, .. } = self.problem;
         let rows = |outer, tokens| [outer, tokens, Some(heads_kv), Some(head_dim)];
         let invalid =
             |argument, expected: &str, got: String| Err(Error::invalid(OP, argument, expected, got));
         let (page_size, table) = match (page_size, page_table) {
             (None, None) if offsets.kv.is_some() => {
-                k.expect(OP, "k", &self.device, dtype, &rows(Some(1), None))?;
+                if self.problem.is_fp8() {
+                    return invalid("offsets.kv", "none, as k and v are fp8", "a tensor".into());
+                }
+                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(1), None))?;
                 if kv_lens.is_some() {
                     return invalid("kv_lens", "none, as keys are packed", "a tensor".into());
                 }
@@ -619,7 +658,7 @@ impl Attention {
                 return invalid("offsets.kv", "none, as there are pages", "a tensor".into());
             }
             (None, None) => {
-                k.expect(OP, "k", &self.device, dtype, &rows(Some(batch), None))?;
+                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(batch), None))?;
                 return Ok(Cache { seq_kv: k.shape()[1], page_log2: 31, num_pages: 1, table_stride: 0 });
             }
             (Some(_), None) => return invalid("page_table", "a table, as planned", "none".into()),
@@ -628,7 +667,7 @@ impl Attention {
             }
             (Some(page_size), Some(table)) => (page_size, table),
         };
-        k.expect(OP, "k", &self.device, dtype, &rows(None, Some(page_size)))?;
+        k.expect(OP, "k", &self.device, dtype_kv, &rows(None, Some(page_size)))?;
         table.expect(OP, "page_table", &self.device, DType::U32, &[Some(batch), None])?;
         table.expect_inner_contiguous(OP, "page_table")?;
         if kv_lens.is_none() {
@@ -662,6 +701,7 @@ impl Attention {
             head_dim,
             head_dim_v,
             dtype,
+            dtype_kv,
             mask,
             window,
             page_size,
@@ -676,17 +716,18 @@ impl Attention {
                 hi - own.saturating_sub(window).min(hi)
             })
             .sum();
-        let elements = batch * (head_dim + head_dim_v) * (seq_q * heads_q + seq_kv * heads_kv);
+        let row_bytes = seq_q * heads_q * dtype.bytes() + seq_kv * heads_kv * dtype_kv.bytes();
         let values = if head_dim_v == head_dim { String::new() } else { format!(" and {head_dim_v}") };
+        let fp8 = if self.problem.is_fp8() { format!(" {dtype_kv}") } else { String::new() };
         let pages = page_size.map_or(String::new(), |page_size| format!(" in pages of {page_size}"));
         let work = |why, tile, threads| Work {
             problem: format!(
-                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{values}{pages}"
+                "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{fp8}{values}{pages}"
             ),
             why,
             tile,
             threads,
-            bytes: (elements * dtype.bytes()) as u64,
+            bytes: (batch * (head_dim + head_dim_v) * row_bytes) as u64,
             flops: (2 * batch * heads_q * (head_dim + head_dim_v) * pairs) as u64,
         };
         match &self.backend {
@@ -738,13 +779,15 @@ fn decode(
     args: &AttentionArgs<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
+    let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
     let Splits { merge, workspace } = splits;
     let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
     let params = [
+        optional(&kv_scales.k),
+        optional(&kv_scales.v),
         (*q).into(),
         (*k).into(),
         (*v).into(),
@@ -757,6 +800,8 @@ fn decode(
         stats.into(),
         dims.into(),
     ];
+    // Only the kernels for fp8 know scales.
+    let params = if kernel.variant.dtype_kv == DType::F8E4M3 { &params[..] } else { &params[2..] };
     let merge_params = [
         partial.into(),
         stats.into(),
@@ -771,7 +816,7 @@ fn decode(
     // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
     // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
     unsafe {
-        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params)?;
+        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
         let threads = merge.variant.tile.threads();
         merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &merge_params)
     }
@@ -781,6 +826,19 @@ fn decode(
 fn in_keys(args: &AttentionArgs<'_>) -> bool {
     let AttentionArgs { k, v, .. } = args;
     k.address() == v.address() && k.strides() == v.strides()
+}
+
+/// An error where a tensor's rows are not aligned to 16 bytes, as no kernel takes fp8 then.
+fn expect_aligned(args: &AttentionArgs<'_>) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, out, .. } = args;
+    for (argument, view) in [("q", q), ("k", k), ("v", v), ("out", &out.as_view())] {
+        if !view.is_aligned_16() {
+            let expected = "rows aligned to 16 bytes, as k and v are fp8";
+            let got = format!("strides {:?} at {:#x}", view.strides(), view.address());
+            return Err(Error::invalid(OP, argument, expected, got));
+        }
+    }
+    Ok(())
 }
 
 /// Whether a tensor has a row in several places, as after a broadcast, of which tensor maps know nothing.
@@ -801,10 +859,10 @@ fn section(problem: &AttentionProblem, seq_kv: usize) -> u32 {
 }
 
 /// Keys of a box of the tensor maps of k and v: all boxes of a step lie in one page each.
-fn box_keys(problem: &AttentionProblem, step_keys: u32) -> u32 {
+fn box_keys(page_size: Option<usize>, step_keys: u32) -> u32 {
     // Page sizes are powers of two: the largest that divides the step is that of its lowest bit.
     let divisor = 1 << step_keys.trailing_zeros();
-    problem.page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
+    page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
 }
 
 /// Cuts queries into a kernel's tiles.
@@ -881,6 +939,21 @@ fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     }
     if !dtype.is_float() {
         return invalid("dtype f32, f16 or bf16", dtype.name().into());
+    }
+    if problem.dtype_kv != dtype {
+        if !problem.is_fp8() || dtype == DType::F32 {
+            let expected = if dtype == DType::F32 {
+                "dtype_kv f32".into()
+            } else {
+                format!("dtype_kv {dtype} or f8e4m3")
+            };
+            return invalid(&expected, problem.dtype_kv.name().into());
+        }
+        for (name, size) in [("head_dim", head_dim), ("head_dim_v", head_dim_v)] {
+            if !size.is_multiple_of(16) {
+                return invalid(&format!("{name} a multiple of 16, as k and v are fp8"), size.to_string());
+            }
+        }
     }
     if !problem.scale().is_finite() {
         return invalid("a finite scale", problem.scale().to_string());

@@ -2,8 +2,8 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS,
-    VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
+    GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, OP, scores};
@@ -31,14 +31,17 @@ impl AttentionChoice {
         variant: &'static AttentionVariant,
         problem: &AttentionProblem,
     ) -> Result<Self, Error> {
-        let merge = matches!(variant.tile, AttentionTile::Merge {});
-        if merge || !holds(variant, problem) {
+        let helps = matches!(variant.tile, AttentionTile::Merge {} | AttentionTile::Gather {});
+        if helps || !holds(variant, problem) {
             let (head_dim, head_dim_v) = variant.tile.max_head_dims();
             let up_to = if needs_whole(variant.tile) { "" } else { "up to " };
-            let expected = if merge {
+            let expected = if helps {
                 "a prefill or decode kernel".into()
-            } else {
+            } else if variant.dtype_kv == variant.dtype {
                 format!("{} of head dims {up_to}{head_dim} and {head_dim_v}", variant.dtype)
+            } else {
+                let AttentionVariant { dtype, dtype_kv, .. } = variant;
+                format!("{dtype} with keys in {dtype_kv} of head dims {up_to}{head_dim} and {head_dim_v}")
             };
             let AttentionProblem { dtype, head_dim, head_dim_v, .. } = problem;
             let got = format!("{} for {dtype} of head dims {head_dim} and {head_dim_v}", variant.entry);
@@ -59,17 +62,31 @@ pub(super) fn merge(dtype: DType) -> Option<&'static AttentionVariant> {
     VARIANTS.iter().find(|v| v.dtype == dtype && v.tile == AttentionTile::Merge {})
 }
 
-/// Whether a kernel is for the type and the heads of a problem.
+/// The kernel that brings keys and values to where all kernels take them from.
+pub(super) fn gather(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
+    let variants = if problem.is_fp8() { GATHER_VARIANTS } else { GATHER_PAGES_VARIANTS };
+    variants.iter().find(|v| v.dtype == problem.dtype).ok_or_else(|| unsupported_dtype(problem))
+}
+
+/// Whether a kernel takes keys and values only from there.
+pub(super) fn gathers(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
+    variant.dtype_kv != problem.dtype_kv || (problem.page_size.is_some() && !follows_pages(variant.tile))
+}
+
+/// Whether a kernel is for the types and the heads of a problem, if need be behind `gather`.
 fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     let (head_dim, head_dim_v) = variant.tile.max_head_dims();
     let (head_dim, head_dim_v) = (head_dim as usize, head_dim_v as usize);
     variant.dtype == problem.dtype
+        && (variant.dtype_kv == problem.dtype_kv || variant.dtype_kv == problem.dtype)
         && problem.head_dim <= head_dim
         && problem.head_dim_v <= head_dim_v
-        && (!needs_whole(variant.tile) || (problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v))
+        && (!needs_whole(variant.tile)
+            || (variant.dtype_kv == problem.dtype_kv
+                && (problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)))
 }
 
-/// Whether a kernel's heads are as wide as the widest.
+/// Whether a kernel's heads are as wide as the widest, and its keys the problem's own, which are values as well.
 fn needs_whole(tile: AttentionTile) -> bool {
     matches!(tile, AttentionTile::DecodeLatent { .. })
 }
@@ -90,7 +107,6 @@ fn runs(limits: &DeviceLimits, variant: &AttentionVariant, problem: &AttentionPr
         && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
         && (!needs_positive(variant.tile) || problem.scale() >= f32::MIN_POSITIVE)
         && scores::runs(variant.tile, problem)
-        && (problem.page_size.is_none() || follows_pages(variant.tile))
 }
 
 /// The smallest kernel of these, which go from small to large, that can do it.
@@ -136,7 +152,8 @@ pub fn select(
 ) -> Result<AttentionChoice, Error> {
     let group = problem.heads_q / problem.heads_kv.max(1);
     let rows = seq_q * group;
-    let tensor_decode = smallest(DECODE_RING_VARIANTS, limits, problem);
+    let rings = if problem.is_fp8() { DECODE_RING_FP8_VARIANTS } else { DECODE_RING_VARIANTS };
+    let tensor_decode = smallest(rings, limits, problem);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = (1..=most).contains(&seq_q);
     let (variant, why) = match prefill(problem) {
@@ -175,6 +192,7 @@ mod tests {
             head_dim,
             head_dim_v: head_dim,
             dtype,
+            dtype_kv: dtype,
             scale: None,
             mask: Mask::Causal,
             window: None,
@@ -236,6 +254,34 @@ mod tests {
             let problem = AttentionProblem { head_dim_v, scale, ..problem(dtype, 32, 8, head_dim) };
             assert_eq!(select(&limits, &problem, seq_q).unwrap().variant.entry, entry);
         }
+    }
+
+    #[test]
+    fn fp8_and_pages() {
+        let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
+        let fp8 = DType::F8E4M3;
+        let table = [
+            (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128__sm80", false),
+            (Arch::Sm80, fp8, Some(16), 16, "attention_bf16_f8e4m3__decode_ring_d128__sm80", false),
+            (Arch::Sm80, fp8, None, 17, "attention_bf16__prefill_d128__sm80", true),
+            (Arch::Sm80, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm80", true),
+            (Arch::Sm80, DType::BF16, Some(16), 1, "attention_bf16__decode_ring_d128__sm80", false),
+            (Arch::Sm61, fp8, None, 1, "attention_bf16__decode_d128_r4__sm61", true),
+            (Arch::Sm61, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm61", false),
+        ];
+        for (floor, dtype_kv, page_size, seq_q, entry, is_gathered) in table {
+            let problem = AttentionProblem { dtype_kv, page_size, ..problem(DType::BF16, 32, 8, 128) };
+            let variant = select(&limits(floor), &problem, seq_q).unwrap().variant;
+            assert_eq!((variant.entry, gathers(variant, &problem)), (entry, is_gathered));
+        }
+        let ring = &DECODE_RING_FP8_VARIANTS[0];
+        assert_eq!(
+            AttentionChoice::forced(&limits(Arch::Sm80), ring, &problem(DType::F16, 4, 4, 64))
+                .unwrap_err()
+                .to_string(),
+            "attention: variant: expected f16 with keys in f8e4m3 of head dims up to 64 and 64, got \
+             attention_f16_f8e4m3__decode_ring_d64__sm80 for f16 of head dims 64 and 64"
+        );
     }
 
     #[test]

@@ -1,0 +1,94 @@
+//! Keys and values in one piece and in q's type, for the kernels that take them in no other way.
+
+use abi::ops::attention::{AttentionDims, GATHER_KEYS};
+
+use super::{AttentionArgs, AttentionProblem, Loaded, OP, blocks, optional, select};
+use crate::device::Device;
+use crate::error::Error;
+use crate::ops::check_size;
+use crate::ops::workspace::Workspace;
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView};
+
+/// The kernel that brings them there, and the place.
+#[derive(Debug)]
+pub(super) struct Gather {
+    kernel: Loaded,
+    /// Keys and values of the planned sizes.
+    pub(super) workspace: Workspace<2>,
+}
+
+impl Gather {
+    pub(super) fn new(device: &Device, problem: &AttentionProblem) -> Result<Self, Error> {
+        let &AttentionProblem { batch, seq_kv, heads_kv, head_dim, head_dim_v, dtype, .. } = problem;
+        let kernel = Loaded::new(device, select::gather(problem)?)?;
+        let workspace = Workspace::new(device, |stream| {
+            // Zeros, as TMA brings whole boxes, also of keys beyond a sequence's.
+            let tensor = |width| Tensor::zeros(stream, &[batch * seq_kv * heads_kv, width], dtype);
+            Ok([tensor(head_dim)?, tensor(head_dim_v)?])
+        })?;
+        Ok(Gather { kernel, workspace })
+    }
+
+    /// Starts the kernel; the run with what it brings, in a workspace that nobody else has entered.
+    pub(super) fn run<'a>(
+        &'a self,
+        stream: &Stream,
+        args: AttentionArgs<'a>,
+        dims: &AttentionDims,
+    ) -> Result<(AttentionArgs<'a>, AttentionDims), Error> {
+        let [batch, seq_kv, heads_kv] =
+            [dims.sequences, dims.seq_kv, dims.heads_kv].map(|size| size as usize);
+        let part = |tensor: &'a Tensor, width| -> Result<TensorView<'a>, Error> {
+            tensor.view().slice(0, 0..batch * seq_kv * heads_kv)?.reshape(&[
+                batch,
+                seq_kv,
+                heads_kv,
+                width as usize,
+            ])
+        };
+        let [k_rows, v_rows] = &self.workspace.tensors;
+        let (k, v) = (part(k_rows, dims.head_dim)?, part(v_rows, dims.head_dim_v)?);
+        let params = [
+            args.k.into(),
+            args.v.into(),
+            optional(&args.kv_scales.k),
+            optional(&args.kv_scales.v),
+            optional(&args.kv_lens),
+            optional(&args.page_table),
+            k.into(),
+            v.into(),
+            dims.into(),
+        ];
+        let grid = blocks(&[dims.sequences, dims.seq_kv.div_ceil(GATHER_KEYS)])?;
+        // SAFETY: `check` found every row of the tensors inside its view, and `run` that all are aligned to 16 bytes; the workspace has
+        // room for the planned sizes, which the run's do not exceed; the grid covers exactly the keys of all sequences.
+        unsafe {
+            self.kernel.entry.launch(
+                stream,
+                [grid, 1, 1],
+                [self.kernel.variant.tile.threads(), 1, 1],
+                &params,
+            )?;
+        }
+        let strides = |view: &TensorView<'_>| -> Result<[u32; 3], Error> {
+            let stride = |axis: usize| check_size(OP, "k", "stride", view.strides()[axis]);
+            Ok([stride(0)?, stride(1)?, stride(2)?])
+        };
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides(&k)?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides(&v)?;
+        let dims = AttentionDims {
+            k_batch_stride,
+            k_token_stride,
+            k_head_stride,
+            v_batch_stride,
+            v_token_stride,
+            v_head_stride,
+            page_log2: 31,
+            num_pages: 1,
+            table_stride: 0,
+            ..*dims
+        };
+        Ok((AttentionArgs { k, v, page_table: None, ..args }, dims))
+    }
+}

@@ -1,0 +1,31 @@
+//! What keys and values in fp8 are to be multiplied by.
+
+use abi::DType;
+
+use super::{AttentionProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
+use crate::tensor::TensorView;
+
+/// Scales of keys and values in fp8: none is 1.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct KvScales<'a> {
+    /// `[heads_kv]` f32: what is read from k is multiplied by its head's.
+    pub k: Option<TensorView<'a>>,
+    /// The same for v.
+    pub v: Option<TensorView<'a>>,
+}
+
+impl KvScales<'_> {
+    pub(super) fn check(&self, problem: &AttentionProblem, device: &Device) -> Result<(), Error> {
+        for (argument, scale) in [("k_scale", &self.k), ("v_scale", &self.v)] {
+            let Some(scale) = scale else { continue };
+            if !problem.is_fp8() {
+                return Err(Error::invalid(OP, argument, "none, as k and v are not fp8", "a tensor"));
+            }
+            scale.expect(OP, argument, device, DType::F32, &[Some(problem.heads_kv)])?;
+            scale.expect_inner_contiguous(OP, argument)?;
+        }
+        Ok(())
+    }
+}
