@@ -1397,7 +1397,10 @@ fn bad_input() -> Result<(), Error> {
             of_offsets(Some(&none), None, None),
             "attention: offsets.q: expected the sequences' first tokens and the end, got no number"
         );
-        assert_eq!(of_offsets(Some(&kv), None, None), "attention: offsets.q: expected 1 dimensions, got 4");
+        assert_eq!(
+            of_offsets(Some(&kv), None, None),
+            "attention: offsets.q: expected shape [any], got [1, 8, 2, 64]"
+        );
         assert_eq!(
             of_offsets(Some(&three), None, None),
             "attention: q: expected at most 1 sequences, as planned, got 2"

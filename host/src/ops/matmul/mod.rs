@@ -358,9 +358,10 @@ impl Matmul {
         let any = |tile| matches!(tile, MatmulTile::Mma { .. });
         let many = best(&single).or_else(|| best(&any));
         let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
-        let most = if hopper { select::STREAM_MAX_ROWS_HOPPER } else { select::STREAM_MAX_ROWS };
+        let n = self.problem.b_rows();
+        let most = if hopper { select::stream_max_rows_hopper(n) } else { select::STREAM_MAX_ROWS };
         let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (dims.m <= most || many.is_none());
-        let splits = select::splits(num_sms, self.problem.b_rows(), self.problem.k);
+        let splits = select::splits(num_sms, n, self.problem.k);
         let split = |tile| {
             let worth = dims.m <= select::SPLIT_MAX_ROWS && splits;
             matches!(tile, MatmulTile::Split { .. }) && batch == 1 && (worth || many.is_none())
