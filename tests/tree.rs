@@ -33,7 +33,7 @@ fn every_operator_has_its_five_places() {
         ("crates/abi/src/ops", &["mod"][..]),
         ("gpu/src/ops", &["mod"]),
         ("host/src/ops", &["mod", "packed", "parallel", "reference", "workspace"]),
-        ("tests/ops", &["faults", "harness", "latent", "main", "moe"]),
+        ("tests/ops", &["faults", "harness", "latent", "main", "moe", "packed"]),
         ("benches/ops", &["harness", "main", "models"]),
     ] {
         let found: Vec<String> =

@@ -1402,7 +1402,7 @@ fn bad_input() -> Result<(), Error> {
             "attention: offsets.q: expected shape [any], got [1, 8, 2, 64]"
         );
         assert_eq!(
-            of_offsets(Some(&three), None, None),
+            of_offsets(Some(&three), Some(&three), None),
             "attention: q: expected at most 1 sequences, as planned, got 2"
         );
         assert_eq!(

@@ -436,10 +436,10 @@ macro_rules! attention_decode_ring_fp8_table {
     ($callback:ident) => {
         $callback! {
             attention_f16_f8e4m3__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
-            attention_f16_f8e4m3__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 8, kv_bytes: 1, blocks: 2 };
+            attention_f16_f8e4m3__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, kv_bytes: 1, blocks: 3 };
             attention_f16_f8e4m3__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
             attention_bf16_f8e4m3__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
-            attention_bf16_f8e4m3__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 8, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, kv_bytes: 1, blocks: 3 };
             attention_bf16_f8e4m3__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
         }
     };

@@ -28,6 +28,19 @@
 //! Per step of 32 keys and 32 rows: 36 KiB from memory, written and read once as k, 32 KiB read as v, 36 KiB of scores and
 //! weights there and back: some 1200 cycles of shared memory, and about as many of the tensor cores, beside
 //! 2000 that the bytes take on an H200.
+//!
+//! # Measured on an H200, 20 heads, 4096 keys, bf16, with the merge
+//!
+//! | sequences | µs | GB/s | by `decode` |
+//! |---|---|---|---|
+//! | 1 | 20.7 | 230 | 54.8 |
+//! | 8 | 21.6 | 1762 | 136 |
+//! | 32 | 64.0 | 2380 | 469 |
+//! | 128 | 241 | 2525 | 1800 |
+//!
+//! A copy makes 4240 GB/s. One or eight sequences are a single split for a block: what they wait for is its eight steps in a row, and the
+//! merge. At more a step takes some 3400 clocks instead of the 2000 that its bytes do: three barriers, between which only one of
+//! memory, tensor cores and the softmax's few lanes is at work at a time.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_LATENT_KEYS, DECODE_LATENT_PARTS, DECODE_LATENT_ROWS, MAX_HEAD_DIM, MAX_HEAD_DIM_V,

@@ -303,12 +303,6 @@ pub(super) unsafe fn splits<
             }
             cp_async::commit_group();
         };
-        // The copies of the chunk `PLACES` behind one of a split.
-        let start_ahead =
-            |work: &Work, next: &Work, chunk: usize| match (chunk + PLACES).checked_sub(2 * CHUNKS) {
-                Some(of_next) => start(next, of_next),
-                None => start(work, chunk + PLACES),
-            };
 
         let mut splits = Splits { item: thread::block_idx_x() };
         let mut work: Work = splits.next(tables, dims);
@@ -342,11 +336,13 @@ pub(super) unsafe fn splits<
                 }
                 half += 1;
             }
-            let mut next = work;
-            if PLACES > CHUNKS {
+            // Where all of a split's k is on its way, what follows it is of the next split.
+            let ahead = if PLACES > CHUNKS {
                 splits.item += thread::grid_dim_x();
-                next = splits.next(tables, dims);
-            }
+                splits.next(tables, dims)
+            } else {
+                work
+            };
             let mut s = [[0f32; 4]; 2 * CHUNKS];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -368,7 +364,7 @@ pub(super) unsafe fn splits<
                 }
                 // The chunk `PLACES` further on goes where this one was.
                 warp::sync_warp(warp::FULL_MASK);
-                start_ahead(&work, &next, chunk);
+                start(&ahead, (chunk + PLACES) % (2 * CHUNKS));
                 chunk += 1;
             }
 
@@ -412,10 +408,12 @@ pub(super) unsafe fn splits<
             }
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
-            if PLACES <= CHUNKS {
+            let next = if PLACES > CHUNKS {
+                ahead
+            } else {
                 splits.item += thread::grid_dim_x();
-                next = splits.next(tables, dims);
-            }
+                splits.next(tables, dims)
+            };
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -437,7 +435,10 @@ pub(super) unsafe fn splits<
                     j += 2 * C::FRAGMENTS;
                 }
                 warp::sync_warp(warp::FULL_MASK);
-                start_ahead(&work, &next, CHUNKS + chunk);
+                match (chunk + PLACES).checked_sub(CHUNKS) {
+                    Some(of_next) => start(&next, of_next),
+                    None => start(&work, CHUNKS + chunk + PLACES),
+                }
                 chunk += 1;
             }
 
