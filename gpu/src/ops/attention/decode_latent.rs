@@ -38,9 +38,10 @@
 //! | 32 | 64.0 | 2380 | 469 |
 //! | 128 | 241 | 2525 | 1800 |
 //!
-//! A copy makes 4240 GB/s. One or eight sequences are a single split for a block: what they wait for is its eight steps in a row, and the
-//! merge. At more a step takes some 3400 clocks instead of the 2000 that its bytes do: three barriers, between which only one of
-//! memory, tensor cores and the softmax's few lanes is at work at a time.
+//! A copy makes 4240 GB/s. One or eight sequences are one or two splits for a block: what they wait for is the steps of a split in a row,
+//! and the merge. Nsight Compute of the 128, without the merge: 213 µs, DRAM at 67 %, L2 at 75 %, two warps on a scheduler, which
+//! issue in 33 % of the cycles. So the merge takes some 28 µs, for which splits are to be longer; and a step some 3000 cycles instead of
+//! the 2000 of its bytes, between whose three barriers little runs beside one another.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_LATENT_KEYS, DECODE_LATENT_PARTS, DECODE_LATENT_ROWS, MAX_HEAD_DIM, MAX_HEAD_DIM_V,

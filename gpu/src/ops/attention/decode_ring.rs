@@ -37,6 +37,10 @@
 //! A copy makes 4237 GB/s there. The kernel without the ring kept 12 to 16 loads of 16 bytes per lane in registers, 255 of them, and
 //! each block began with nothing on its way; here 128 KiB are on their way on a multiprocessor, also from one split to the next.
 //! cuDNN, which only reads, is above a copy's rate; what is left is the splits' results, written and read again, and the merge.
+//!
+//! fp8 takes 200 µs where bf16 takes 272 (64 sequences), 410 and 552 (256 of 2048), 33 and 41.5 (1 of 32768): 1.25 to 1.36 times as
+//! fast, where half the bytes would allow 1.9. With eight places and two blocks on a multiprocessor it took 211: then two warps a scheduler
+//! issued in 53 % of the cycles (bf16 needs no instructions between `ldmatrix` and `mma`); with four places and three blocks 200.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
