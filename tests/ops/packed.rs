@@ -311,3 +311,53 @@ proptest! {
         }
     }
 }
+
+/// On the CPU, offsets that do not ascend: no two sequences write a row, and the first sequence is what it is alone.
+#[test]
+fn offsets_that_do_not_ascend() -> Result<(), TestCaseError> {
+    let device = Device::cpu();
+    let stream = device.stream().map_err(fail)?;
+    let (tokens, width) = (40, 64);
+    let problem = AttentionProblem {
+        batch: 3,
+        seq_q: tokens,
+        seq_kv: 8,
+        heads_q: 1,
+        heads_kv: 1,
+        head_dim: width,
+        head_dim_v: width,
+        dtype: DType::F32,
+        dtype_kv: DType::F32,
+        scale: None,
+        mask: Mask::None,
+        window: None,
+        scores: Scores::PLAIN,
+        page_size: None,
+    };
+    let rows = |count: usize, seed| values(Values::Normal, DType::F32, count * width, seed);
+    let layout = Layout::default();
+    let q = Rows::input(&stream, DType::F32, &rows(tokens, 1), width, layout).map_err(fail)?;
+    let k = Rows::input(&stream, DType::F32, &rows(24, 2), width, layout).map_err(fail)?;
+    let run = |offsets: [u32; 4]| -> Result<Vec<f64>, TestCaseError> {
+        let before = vec![BEFORE; tokens * width];
+        let mut out = Rows::input(&stream, DType::F32, &before, width, layout).map_err(fail)?;
+        let offsets = Tensor::from_slice(&stream, &[4], &offsets).map_err(fail)?;
+        let keys = k.view().reshape(&[3, 8, 1, width]).map_err(fail)?;
+        let args = AttentionArgs {
+            q: q.view().reshape(&[1, tokens, 1, width]).map_err(fail)?,
+            k: keys,
+            v: keys,
+            kv_lens: None,
+            kv_scales: KvScales::default(),
+            offsets: Offsets { q: Some(offsets.view()), kv: None },
+            out: out.view_mut().reshape(&[1, tokens, 1, width]).map_err(fail)?,
+            lse: None,
+            scores: ScoreTensors::default(),
+            page_table: None,
+        };
+        Attention::plan(&device, problem).map_err(fail)?.run(&stream, args).map_err(fail)?;
+        out.read(&stream)
+    };
+    // The second sequence has nothing, and the third what is behind the first.
+    check_bits_eq(&run([0, 30, 10, 40])?, &run([0, 30, 30, 40])?).map_err(fail)
+}

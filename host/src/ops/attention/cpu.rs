@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use super::{AttentionArgs, AttentionProblem, scores, visible};
 use crate::error::Error;
 use crate::fp8::F8E4M3;
+use crate::ops::packed::sequence;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{FloatElement, TensorView};
 
@@ -64,14 +65,24 @@ fn tiles<T: FloatElement, C: FloatElement>(
     let [k_scales, v_scales] = [&args.kv_scales.k, &args.kv_scales.v]
         .map(|scale| scale.as_ref().map(|scale| scale.host_slice::<f32>()));
     let kv_lens = words(&args.kv_lens);
-    let (q_offsets, kv_offsets) = (words(&args.offsets.q), words(&args.offsets.kv));
+    let kv_offsets = words(&args.offsets.kv);
+    // Made to ascend whatever they say: sequences are done side by side and may not write the same rows.
+    let q_offsets = words(&args.offsets.q).map(|offsets| {
+        let mut most = 0;
+        let ascending = offsets.iter().map(|&offset| {
+            most = offset.max(most);
+            most
+        });
+        ascending.collect::<Vec<u32>>()
+    });
     // Of a packed sequence, the first token and how many there are, at most `most`.
     let packed = |offsets: &[u32], batch: usize, tokens: u32, most: u32| {
-        let (start, end) = (offsets[batch].min(tokens), offsets[batch + 1].min(tokens));
-        (start as usize, end.saturating_sub(start).min(most))
+        let tokens = sequence(offsets, batch, tokens);
+        (tokens.start, (tokens.len() as u32).min(most))
     };
-    let queries_of = |batch: usize| {
-        q_offsets.map_or((0, dims.seq_q), |offsets| packed(offsets, batch, dims.tokens_q, dims.seq_q))
+    let queries_of = |batch: usize| match &q_offsets {
+        Some(offsets) => packed(offsets, batch, dims.tokens_q, dims.seq_q),
+        None => (0, dims.seq_q),
     };
     let keys_of = |batch: usize| match (kv_offsets, kv_lens) {
         (Some(offsets), _) => packed(offsets, batch, dims.tokens_kv, dims.seq_kv),
@@ -129,9 +140,9 @@ fn tiles<T: FloatElement, C: FloatElement>(
         if queries.is_empty() {
             return;
         }
-        let sequence = [len, seq_q];
-        let (any_lo, _) = visible(dims, sequence, queries.start as u32);
-        let (_, any_hi) = visible(dims, sequence, queries.end as u32 - 1);
+        let own = [len, seq_q];
+        let (any_lo, _) = visible(dims, own, queries.start as u32);
+        let (_, any_hi) = visible(dims, own, queries.end as u32 - 1);
 
         // Rows in the order (query, head).
         let pairs = || {
@@ -164,7 +175,7 @@ fn tiles<T: FloatElement, C: FloatElement>(
             }
             for (index, (row, (query, head))) in std::iter::zip(&mut rows, pairs()).enumerate() {
                 let place = [batch, head, query];
-                let (lo, hi) = visible(dims, sequence, query as u32);
+                let (lo, hi) = visible(dims, own, query as u32);
                 let span = lo.max(first)..hi.min(first + KEYS);
                 if span.is_empty() {
                     continue;
@@ -209,7 +220,8 @@ fn tiles<T: FloatElement, C: FloatElement>(
             let start = place(batch, dims.out_batch_stride)
                 + place(first_query + query, dims.out_token_stride)
                 + place(head, dims.out_head_stride);
-            // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements).
+            // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements), and offsets that
+            // ascend give each row to one sequence.
             let out = unsafe { out.part(start, head_dim_v) };
             let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
             for (out, value) in std::iter::zip(out, &row.out) {

@@ -1,9 +1,7 @@
 //! What changes scores besides the scale and the mask by places.
 
 use abi::DType;
-use abi::ops::attention::{
-    ADDED, AttentionDims, AttentionTile, NO_BIAS, SEEN, ScoreDims, wgmma_knows_blocks,
-};
+use abi::ops::attention::{ADDED, AttentionDims, AttentionTile, SEEN, ScoreDims, wgmma_knows_blocks};
 
 use super::{AttentionProblem, OP};
 use crate::device::Device;
@@ -121,7 +119,6 @@ impl ScoreTensors<'_> {
             dims.blocks_head_stride = stride(blocks, "blocks", 1)?;
             dims.blocks_query_stride = check_size(OP, "blocks", "stride", blocks.strides()[2])?;
         }
-        debug_assert!(dims.bias != NO_BIAS || self.bias.is_none());
         Ok(dims)
     }
 }
