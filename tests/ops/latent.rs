@@ -6,7 +6,7 @@
 
 use proptest::prelude::*;
 use proptest::sample::select;
-use testkit::round::{encode, round_to};
+use testkit::round::{encode, round_to, ulp};
 use testkit::strategies::{Values, dims};
 use warpforge::ops::attention::reference::{Options, Sequence, attention};
 use warpforge::ops::attention::{
@@ -262,13 +262,14 @@ fn relative_l2(got: &[f64], want: &[f64]) -> f64 {
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(64))]
 
-    /// Both forms err at most twice as much as the naive form done naively in the storage type.
+    /// Both forms err at most twice as much as the naive form done naively in the storage type, or as rounding once does: a result of
+    /// 32 elements may be nearer than that by chance.
     #[test]
     fn both_forms_are_latent_attention((case, on) in on_executors(case, Case::work)) {
         let data = case.data();
         let want = case.reference::<f64>(&data, |value| value);
         let naive = case.reference::<f32>(&data, store(case.dtype));
-        let allowed = 2.0 * relative_l2(&naive, &want);
+        let allowed = 2.0 * relative_l2(&naive, &want).max(ulp(case.dtype, 1.0) / 2.0);
         for device in &on.devices() {
             let run = Run { case: &case, device, stream: device.stream().map_err(fail)? };
             for (form, got) in [("naive", run.naive(&data)), ("absorbed", run.absorbed(&data))] {
