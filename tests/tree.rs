@@ -12,6 +12,8 @@ fn names(folder: &str) -> Vec<String> {
         .filter_map(|path| path.file_stem().map(|name| name.to_string_lossy().into_owned()))
         .collect();
     names.sort();
+    // A file and the folder of its parts.
+    names.dedup();
     names
 }
 
