@@ -48,22 +48,3 @@ pub fn not_finite<T: Multiplicand>(word: u32) -> u32 {
     let one = T::INFINITIES & !(T::INFINITIES << 1);
     (word & T::INFINITIES).wrapping_add(one) & 0x8000_8000
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn halves_that_are_not_finite() {
-        fn check<T: Multiplicand>(value: impl Fn(u16) -> bool) {
-            for half in 0..=u16::MAX {
-                let (low, high) = (u32::from(half), u32::from(half) << 16);
-                let want = if value(half) { 0 } else { 0x8000 };
-                assert_eq!(not_finite::<T>(low), want, "{half:#x}");
-                assert_eq!(not_finite::<T>(high), want << 16, "{half:#x}");
-            }
-        }
-        check::<bf16>(|bits| bf16::from_bits(bits).is_finite());
-        check::<f16>(|bits| f16::from_bits(bits).is_finite());
-    }
-}

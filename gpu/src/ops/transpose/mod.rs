@@ -212,21 +212,3 @@ macro_rules! entries {
     )*};
 }
 abi::transpose_table!(entries);
-
-#[cfg(test)]
-mod tests {
-    use super::transpose_square;
-
-    #[test]
-    fn squares() {
-        let bytes = |rows: [[u8; 4]; 4]| rows.map(u32::from_le_bytes);
-        let rows = bytes([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]);
-        let cols = bytes([[1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15], [4, 8, 12, 16]]);
-        assert_eq!(transpose_square::<u8>(rows), cols);
-        assert_eq!(
-            transpose_square::<u16>([0x0002_0001, 0x0004_0003, 9, 9])[..2],
-            [0x0003_0001, 0x0004_0002]
-        );
-        assert_eq!(transpose_square::<u32>([7, 0, 0, 0])[0], 7);
-    }
-}
