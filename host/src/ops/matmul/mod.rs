@@ -177,9 +177,10 @@ pub enum Residual<'a> {
 /// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
 /// the sums of 8 products are cut off then.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
-/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, up to 64 rows (on Hopper up to 16, and up
-/// to 64 where tiles of 64 columns are at most three to eight multiprocessors and k is at least 1024), and more. Else: up to 16
-/// rows, and more, which for tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result
+/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few rows, and more. Few are up to 64; on
+/// Hopper up to 16, of 65,536 columns and more up to 32, of 512 and fewer also 65 to 128; and there is a kind for up to 64 where tiles
+/// of 64 columns are at most three to eight multiprocessors and k is at least 1024. Else: up to 16 rows, and more, which for tf32
+/// are two kinds where the addresses differ in that. Among the products of one kind a row's result
 /// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may
 /// differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
@@ -359,8 +360,9 @@ impl Matmul {
         let many = best(&single).or_else(|| best(&any));
         let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
         let n = self.problem.b_rows();
-        let most = if hopper { select::stream_max_rows_hopper(n) } else { select::STREAM_MAX_ROWS };
-        let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (dims.m <= most || many.is_none());
+        let streams =
+            if hopper { select::streams_on_hopper(dims.m, n) } else { dims.m <= select::STREAM_MAX_ROWS };
+        let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
         let splits = select::splits(num_sms, n, self.problem.k);
         let split = |tile| {
             let worth = dims.m <= select::SPLIT_MAX_ROWS && splits;
