@@ -66,7 +66,7 @@ pub const LANES_TILE_THREADS: u32 = 128;
 /// Threads of a block of the `Block` tile: as many as RMSNorm's kernel for any size has, which makes their sums equal.
 pub const BLOCK_TILE_THREADS: u32 = crate::ops::rmsnorm::SCALAR_TILE_THREADS;
 /// Most heads that a lane takes one after another; one in the `Block` tile.
-pub const MAX_HEADS_PER_GROUP: u32 = 4;
+pub const MAX_HEADS_PER_GROUP: u32 = 8;
 
 /// How a head is spread over threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

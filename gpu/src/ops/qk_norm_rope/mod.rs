@@ -18,19 +18,20 @@
 //! head, 128 bf16 | 0 | 1 | … | 7 | 8 | 9 | … | 15 |     lane: its piece; lanes 0 and 8, 1 and 9, … exchange theirs
 //! ```
 //!
-//! A group of lanes takes up to four heads of a token, all of q, of k or of v: it reads weight, cos and sin once for them,
-//! and four loads are on their way before the first use. Few tokens are bound by the launch and by latency: then a group
-//! takes one head. Lanes and warps whose heads are others' work differ in addresses only, so that shuffles are converged.
+//! A group of lanes takes up to eight heads of a token, all of q, of k or of v: it finds their places and reads weight, cos and sin
+//! once for them, and four loads are on their way before the first use. Few tokens are bound by the launch and by latency: then a
+//! group takes one head. Lanes and warps whose heads are others' work differ in addresses only, so that shuffles are converged.
 //!
 //! q and q_out may be the same memory: a head is read before it is written, by the same lanes.
 
-use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeDims};
+use abi::ops::qk_norm_rope::QkNormRopeDims;
 use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
 use crate::tile::reduce::block_sum_f32;
 
-const HEADS: usize = MAX_HEADS_PER_GROUP as usize;
+/// Heads whose loads are on their way at a time.
+const HEADS: usize = 4;
 
 /// What a cache holds of heads of `T`.
 trait Cached<T>: Copy {
@@ -308,20 +309,28 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
         let index = thread::block_idx_x() * (thread::block_dim_x() / LANES) + thread::thread_idx_x() / LANES;
         let group = Group::new(index, tensors, dims);
         let heads = if piece < pieces { group.heads } else { 0 };
-        let mut held = [[0u32; 4]; HEADS];
-        let mut inverse_scales = [1.0; HEADS];
-        let mut i = 0;
-        while i < HEADS {
-            let head = group.head + i as u32 * group.step;
-            if head < heads {
-                inverse_scales[i] = group.inverse_scale(head);
-                held[i] = global::load_x4(group.from(head).wrapping_add(element));
+        let load = |first: u32| {
+            let (mut held, mut inverse_scales) = ([[0u32; 4]; HEADS], [1.0; HEADS]);
+            let mut i = 0;
+            while i < HEADS {
+                let head = group.head + (first + i as u32) * group.step;
+                if head < heads {
+                    inverse_scales[i] = group.inverse_scale(head);
+                    held[i] = global::load_x4(group.from(head).wrapping_add(element));
+                }
+                i += 1;
             }
-            i += 1;
-        }
+            (held, inverse_scales)
+        };
+        let (mut held, mut inverse_scales) = load(0);
         let mut gains = [0.0; 8];
         if heads > 0 && !group.weight.is_null() {
             T::unpack(global::load_nc_x4(group.weight.wrapping_add(element)), &mut gains);
+            let mut j = 0;
+            while j < T::PER_16_BYTES {
+                gains[j] += dims.weight_offset;
+                j += 1;
+            }
         }
         let rotates = piece < rotated && heads > 0 && !group.is_v;
         // The pieces of the second half have the pairs of the first.
@@ -351,61 +360,69 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
         } else {
             lane + half
         };
-        let mut i = 0;
-        while i < HEADS {
-            if (i as u32) < dims.heads_per_group {
-                let mut values = [0.0; 8];
-                T::unpack(held[i], &mut values);
-                if !tensors.q_weight.is_null() {
-                    let mut square = 0.0;
-                    let mut j = 0;
-                    while j < T::PER_16_BYTES {
-                        square = math::fma(values[j], values[j], square);
-                        j += 1;
-                    }
-                    let square = warp::sum_f32::<LANES>(square);
-                    let scale = math::rsqrt(math::fma(square, dims.inv_head_dim, dims.eps));
-                    let mut j = 0;
-                    while j < T::PER_16_BYTES {
-                        values[j] = values[j] * scale * (gains[j] + dims.weight_offset);
-                        j += 1;
-                    }
-                    let normed = T::pack(&values);
-                    if !group.is_v {
-                        held[i] = normed;
-                    }
+        let mut first = 0;
+        loop {
+            let mut i = 0;
+            while i < HEADS {
+                if first + (i as u32) < dims.heads_per_group {
+                    let mut values = [0.0; 8];
                     T::unpack(held[i], &mut values);
-                }
-                let mut others = [0.0; 8];
-                if is_interleaved {
-                    let mut j = 0;
-                    while j < T::PER_16_BYTES {
-                        others[j] = values[j ^ 1];
-                        j += 1;
+                    if !tensors.q_weight.is_null() {
+                        let mut square = 0.0;
+                        let mut j = 0;
+                        while j < T::PER_16_BYTES {
+                            square = math::fma(values[j], values[j], square);
+                            j += 1;
+                        }
+                        let square = warp::sum_f32::<LANES>(square);
+                        let scale = math::rsqrt(math::fma(square, dims.inv_head_dim, dims.eps));
+                        let mut j = 0;
+                        while j < T::PER_16_BYTES {
+                            values[j] = values[j] * scale * gains[j];
+                            j += 1;
+                        }
+                        let normed = T::pack(&values);
+                        if !group.is_v {
+                            held[i] = normed;
+                        }
+                        T::unpack(held[i], &mut values);
                     }
-                } else {
-                    let mut words = [0; 4];
-                    let mut j = 0;
-                    while j < 4 {
-                        words[j] = warp::shuffle_idx(warp::FULL_MASK, held[i][j], partner);
-                        j += 1;
+                    let mut others = [0.0; 8];
+                    if is_interleaved {
+                        let mut j = 0;
+                        while j < T::PER_16_BYTES {
+                            others[j] = values[j ^ 1];
+                            j += 1;
+                        }
+                    } else {
+                        let mut words = [0; 4];
+                        let mut j = 0;
+                        while j < 4 {
+                            words[j] = warp::shuffle_idx(warp::FULL_MASK, held[i][j], partner);
+                            j += 1;
+                        }
+                        T::unpack(words, &mut others);
                     }
-                    T::unpack(words, &mut others);
-                }
-                if rotates {
-                    let mut j = 0;
-                    while j < T::PER_16_BYTES {
-                        values[j] = math::fma(values[j], cos[j], others[j] * sin[j]);
-                        j += 1;
+                    if rotates {
+                        let mut j = 0;
+                        while j < T::PER_16_BYTES {
+                            values[j] = math::fma(values[j], cos[j], others[j] * sin[j]);
+                            j += 1;
+                        }
+                        held[i] = T::pack(&values);
                     }
-                    held[i] = T::pack(&values);
+                    let head = group.head + (first + i as u32) * group.step;
+                    if head < heads {
+                        group.store_piece(head, element, held[i], inverse_scales[i]);
+                    }
                 }
-                let head = group.head + i as u32 * group.step;
-                if head < heads {
-                    group.store_piece(head, element, held[i], inverse_scales[i]);
-                }
+                i += 1;
             }
-            i += 1;
+            first += HEADS as u32;
+            if first >= dims.heads_per_group {
+                break;
+            }
+            (held, inverse_scales) = load(first);
         }
     }
 }

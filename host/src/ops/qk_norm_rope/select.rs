@@ -85,8 +85,10 @@ pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<QkNo
     let heads = problem.heads_q + 2 * problem.heads_kv;
     let threads = problem.tokens.saturating_mul(heads * lanes as usize);
     let full = FULL_SM_THREADS * limits.num_sms as usize;
-    let is_full = |&heads_per_group: &u32| threads / heads_per_group as usize >= full;
-    let heads_per_group = [MAX_HEADS_PER_GROUP, 2].into_iter().find(is_full).unwrap_or(1);
+    // The most heads spare instructions, not latency: for several rounds of blocks only.
+    let rungs = [(MAX_HEADS_PER_GROUP, 4 * full), (4, full), (2, full)];
+    let is_full = |&&(heads, wanted): &&(u32, usize)| threads / heads as usize >= wanted;
+    let heads_per_group = rungs.iter().find(is_full).map_or(1, |&(heads, _)| heads);
     let why = if heads_per_group == 1 {
         "few tokens: all lanes at once"
     } else {
@@ -116,7 +118,8 @@ mod tests {
         let table = [
             (DType::BF16, half, 128, 128, 1, "qk_norm_rope_bf16__lanes16__sm61", 1),
             (DType::BF16, half, 128, 128, 214, "qk_norm_rope_bf16__lanes16__sm61", 2),
-            (DType::BF16, half, 128, 128, 4096, "qk_norm_rope_bf16__lanes16__sm61", 4),
+            (DType::BF16, half, 128, 128, 1024, "qk_norm_rope_bf16__lanes16__sm61", 4),
+            (DType::BF16, half, 128, 128, 4096, "qk_norm_rope_bf16__lanes16__sm61", 8),
             (DType::F16, half, 256, 64, 1, "qk_norm_rope_f16__lanes32__sm61", 1),
             (DType::BF16, half, 64, 64, 1, "qk_norm_rope_bf16__lanes8__sm61", 1),
             (DType::BF16, half, 24, 24, 4096, "qk_norm_rope_bf16__block__sm61", 1),
