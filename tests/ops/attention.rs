@@ -3,6 +3,7 @@
 mod case;
 mod mistakes;
 
+use abi::ops::attention::WGMMA_VARIANTS;
 use proptest::prelude::*;
 use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
@@ -14,7 +15,8 @@ use warpforge::ops::attention::{
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, on_executors, values,
+    EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, fail, on_executors, one_sm,
+    values,
 };
 use case::*;
 
@@ -342,6 +344,38 @@ fn borders_on_tensor_cores() -> TestResult {
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
         }
+    }
+    Ok(())
+}
+
+/// Tiles one after the other in one block, on Hopper's tensor cores, have the bits that they have in blocks of their own: long ones
+/// and short ones, those without keys at either end and between, values that are not finite, and steps that are left out.
+#[test]
+fn tiles_of_one_block() -> TestResult {
+    let own = &cards_of(Arch::Sm90a)[0];
+    let few = Scores { blocks: Some(64), ..Scores::PLAIN };
+    for (entry, seq_q, lens, window, scores) in [
+        ("attention_f16__prefill_d64__sm90a", 200, vec![290, 0, 0, 100], None, Scores::PLAIN),
+        ("attention_bf16__prefill_d128__sm90a", 150, vec![0, 260, 90, 0], Some(120), Scores::PLAIN),
+        ("attention_f16__prefill_d128__sm90a", 300, vec![400], None, few),
+        ("attention_bf16__prefill_d256__sm90a", 140, vec![170, 0, 60], None, Scores::PLAIN),
+    ] {
+        let variant =
+            WGMMA_VARIANTS.iter().find(|variant| variant.entry == entry).ok_or_else(|| fail(entry))?;
+        let width = variant.tile.max_head_dims().0 as usize;
+        let capacity = lens.iter().copied().max().unwrap_or(0);
+        let mask = if scores.blocks.is_some() { Mask::None } else { Mask::Causal };
+        let (sinks, seed) = (Some(0.5), 1 << 48);
+        let case = plain(variant.dtype, seq_q, 0, (1, 1), width);
+        let case = Case { lens, capacity, mask, window, scores, sinks, seed, ..case };
+        let mut data = case.data();
+        // Of one of the last keys of a sequence, which not all rows of a tile see.
+        let longest = case.lens.iter().position(|&len| len == capacity).unwrap_or(0);
+        data[2][((longest + 1) * capacity - 2) * width + 9] = f64::NAN;
+        let (want_out, want_lse) = compute(own, &case, &data, Some(variant))?;
+        let (out, lse) = compute(&one_sm(), &case, &data, Some(variant))?;
+        same_bits(entry, &out, &want_out)?;
+        same_bits(&format!("{entry}, lse"), &lse, &want_lse)?;
     }
     Ok(())
 }

@@ -97,8 +97,24 @@ thread_local! {
         .collect();
 }
 
+thread_local! {
+    /// The same for [`one_sm`].
+    static ONE_SM: (Device, Arc<Card>) = {
+        let card = Arc::new(Card::with_one_sm(Arch::Sm90a));
+        (Device::simulated(card.clone()).expect("a floor's own card"), card)
+    };
+}
+
+/// A simulated Hopper with one multiprocessor: a block that stays does all tiles, one after the other.
+pub fn one_sm() -> Device {
+    ONE_SM.with(|(device, _)| device.clone())
+}
+
 /// The simulated card of this place, if it is one of this test's.
 fn card_of(place: Place) -> Option<Arc<Card>> {
+    if one_sm().place() == place {
+        return ONE_SM.with(|(_, card)| Some(card.clone()));
+    }
     SIMULATED
         .with(|cards| cards.iter().find(|(device, _)| device.place() == place).map(|(_, card)| card.clone()))
 }

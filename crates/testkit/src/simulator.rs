@@ -27,6 +27,8 @@ use crate::strategies::Rng;
 #[derive(Debug)]
 pub struct Card {
     floor: Arch,
+    /// Fewer than it has.
+    num_sms: Option<u32>,
     base_seed: u64,
     state: Mutex<State>,
 }
@@ -45,7 +47,15 @@ impl Card {
     pub fn new(floor: Arch) -> Self {
         let base_seed = parse_seed(env::var("WARPFORGE_SIM_SEED").ok().as_deref())
             .unwrap_or_else(|message| panic!("{message}"));
-        Card { floor, base_seed, state: Mutex::default() }
+        Card { floor, num_sms: None, base_seed, state: Mutex::default() }
+    }
+
+    /// The same with one multiprocessor, on which a block of a kernel whose blocks stay does all of the work.
+    ///
+    /// # Panics
+    /// As [`Card::new`].
+    pub fn with_one_sm(floor: Arch) -> Self {
+        Card { num_sms: Some(1), ..Card::new(floor) }
     }
 
     /// Puts bytes out of bounds for kernels, until the host writes them or their block has another user.
@@ -105,7 +115,7 @@ impl Simulator for Card {
             place: Place::Cpu,
             compute_capability: Some(compute_capability),
             tensor_cores: TensorCores::of(compute_capability.0, compute_capability.1),
-            num_sms,
+            num_sms: self.num_sms.unwrap_or(num_sms),
             // What a test may want of the host.
             memory_bytes: 1 << 30,
             l2_bytes: l2_mib << 20,

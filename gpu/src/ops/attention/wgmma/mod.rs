@@ -426,8 +426,6 @@ unsafe fn consume<
                 wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                 release(places.empty_v(turn.stage()));
                 turn.0 += 1;
-            } else if !wgmma_out_in_q(DIM) {
-                release(places.empty_q());
             }
 
             // Opaque, or the places of tile and thread would take up registers all the time.
@@ -512,6 +510,9 @@ unsafe fn consume<
                 tma::commit_group();
                 if wgmma_out_in_q(DIM) {
                     tma::wait_group_read::<0>();
+                    mbarrier::arrive(places.empty_q());
+                } else if TileWords::of_masks(places, round)[0] == 0 {
+                    // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
                     mbarrier::arrive(places.empty_q());
                 }
             }
