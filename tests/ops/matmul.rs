@@ -7,11 +7,11 @@ use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::reference;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
-use warpforge::{DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
+use warpforge::{Arch, DType, Device, Error, Stream, Tensor, TensorView, TensorViewMut};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
-    store, values,
+    EVERY, Layout, Rows, Wanted, cards_of, check, devices, devices_for, every_kernel, fail, floats,
+    on_executors, one_sm, store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -646,6 +646,41 @@ proptest! {
             }
         }
     }
+}
+
+/// Tiles one after the other in one block, or in one cluster, have the bits that they have in blocks of their own, also with an
+/// epilogue.
+#[test]
+fn tiles_of_one_block() -> Result<(), TestCaseError> {
+    let (own, one_sm) = (&cards_of(Arch::Sm90a)[0], &one_sm());
+    let epilogues =
+        [Epilogue::NONE, Epilogue { act: Act::Gated(Activation::Silu), residual: true, ..Epilogue::NONE }];
+    for (dtype, epilogue) in std::iter::zip([DType::BF16, DType::F16], epilogues) {
+        // Two tiles of the largest kind by two, more of the others; two steps of k.
+        let problem = MatmulProblem {
+            batch: 1,
+            m: 130,
+            n: if epilogue == Epilogue::NONE { 264 } else { 136 },
+            k: 72,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::Full,
+            bias: Bias::None,
+            epilogue,
+        };
+        let layout = Layout::default();
+        let (a_layout, b_layout, out_layout) = (layout, layout, layout);
+        let case = Case { problem, a_layout, b_layout, out_layout, kind: Values::Normal, seed: 5 };
+        let inputs = inputs(&case);
+        for variant in variants(&problem) {
+            if !matches!(variant.tile, MatmulTile::Wgmma { .. }) {
+                continue;
+            }
+            let run = |device| product(device, &plan(device, problem, Some(variant))?, &case, &inputs);
+            prop_assert_eq!(run(one_sm)?, run(own)?, "{}", variant.entry);
+        }
+    }
+    Ok(())
 }
 
 /// Sizes of zero: nothing to do, or an empty sum.

@@ -10,7 +10,7 @@ use warpforge::ops::attention::{
 };
 use warpforge::{Arch, DType, Device, Tensor};
 
-use crate::harness::{Layout, Rows, cards_of, fail, floats, on_executors, one_sm, values};
+use crate::harness::{Layout, Rows, cards_of, devices, fail, floats, on_executors, one_sm, values};
 
 /// What is in a row before the run.
 const BEFORE: f64 = 77.0;
@@ -315,10 +315,13 @@ proptest! {
     }
 }
 
-/// On the CPU, offsets that do not ascend: no two sequences write a row, and the first sequence is what it is alone.
-#[test]
-fn offsets_that_do_not_ascend() -> Result<(), TestCaseError> {
-    let device = Device::cpu();
+/// A run of three sequences, 40 queries and 24 keys, with offsets as they are, and of keys if they are packed.
+fn run_offsets(
+    device: &Device,
+    dtype: DType,
+    offsets: [u32; 4],
+    kv: Option<[u32; 4]>,
+) -> Result<Vec<f64>, TestCaseError> {
     let stream = device.stream().map_err(fail)?;
     let (tokens, width) = (40, 64);
     let problem = AttentionProblem {
@@ -329,38 +332,60 @@ fn offsets_that_do_not_ascend() -> Result<(), TestCaseError> {
         heads_kv: 1,
         head_dim: width,
         head_dim_v: width,
-        dtype: DType::F32,
-        dtype_kv: DType::F32,
+        dtype,
+        dtype_kv: dtype,
         scale: None,
         mask: Mask::None,
         window: None,
         scores: Scores::PLAIN,
         page_size: None,
     };
-    let rows = |count: usize, seed| values(Values::Normal, DType::F32, count * width, seed);
+    let rows = |count: usize, seed| values(Values::Normal, dtype, count * width, seed);
     let layout = Layout::default();
-    let q = Rows::input(&stream, DType::F32, &rows(tokens, 1), width, layout).map_err(fail)?;
-    let k = Rows::input(&stream, DType::F32, &rows(24, 2), width, layout).map_err(fail)?;
-    let run = |offsets: [u32; 4]| -> Result<Vec<f64>, TestCaseError> {
-        let before = vec![BEFORE; tokens * width];
-        let mut out = Rows::input(&stream, DType::F32, &before, width, layout).map_err(fail)?;
-        let offsets = Tensor::from_slice(&stream, &[4], &offsets).map_err(fail)?;
-        let keys = k.view().reshape(&[3, 8, 1, width]).map_err(fail)?;
-        let args = AttentionArgs {
-            q: q.view().reshape(&[1, tokens, 1, width]).map_err(fail)?,
-            k: keys,
-            v: keys,
-            kv_lens: None,
-            kv_scales: KvScales::default(),
-            offsets: Offsets { q: Some(offsets.view()), kv: None },
-            out: out.view_mut().reshape(&[1, tokens, 1, width]).map_err(fail)?,
-            lse: None,
-            scores: ScoreTensors::default(),
-            page_table: None,
-        };
-        Attention::plan(&device, problem).map_err(fail)?.run(&stream, args).map_err(fail)?;
-        out.read(&stream)
+    let q = Rows::input(&stream, dtype, &rows(tokens, 1), width, layout).map_err(fail)?;
+    let k = Rows::input(&stream, dtype, &rows(24, 2), width, layout).map_err(fail)?;
+    let before = vec![BEFORE; tokens * width];
+    let mut out = Rows::input(&stream, dtype, &before, width, layout).map_err(fail)?;
+    let tensor = |offsets: [u32; 4]| Tensor::from_slice(&stream, &[4], &offsets).map_err(fail);
+    let (q_offsets, kv_offsets) = (tensor(offsets)?, kv.map(tensor).transpose()?);
+    let keys = if kv.is_some() { [1, 24, 1, width] } else { [3, 8, 1, width] };
+    let keys = k.view().reshape(&keys).map_err(fail)?;
+    let args = AttentionArgs {
+        q: q.view().reshape(&[1, tokens, 1, width]).map_err(fail)?,
+        k: keys,
+        v: keys,
+        kv_lens: None,
+        kv_scales: KvScales::default(),
+        offsets: Offsets { q: Some(q_offsets.view()), kv: kv_offsets.as_ref().map(Tensor::view) },
+        out: out.view_mut().reshape(&[1, tokens, 1, width]).map_err(fail)?,
+        lse: None,
+        scores: ScoreTensors::default(),
+        page_table: None,
     };
+    Attention::plan(device, problem).map_err(fail)?.run(&stream, args).map_err(fail)?;
+    out.read(&stream)
+}
+
+/// On the CPU, offsets that do not ascend: no two sequences write a row, and the first sequence is what it is alone.
+#[test]
+fn offsets_that_do_not_ascend() -> Result<(), TestCaseError> {
+    let run = |offsets| run_offsets(&Device::cpu(), DType::F32, offsets, None);
     // The second sequence has nothing, and the third what is behind the first.
     check_bits_eq(&run([0, 30, 10, 40])?, &run([0, 30, 30, 40])?).map_err(fail)
+}
+
+/// No token is beyond the tensors, whatever the offsets say.
+#[test]
+fn offsets_beyond_the_tokens() -> Result<(), TestCaseError> {
+    for device in &devices() {
+        for dtype in [DType::F32, DType::BF16] {
+            let run = |offsets, kv| run_offsets(device, dtype, offsets, kv);
+            let (want, got) = (run([0, 30, 35, 40], None)?, run([0, 30, 35, 4000], None)?);
+            check_bits_eq(&got, &want).map_err(fail)?;
+            let kv = [0, 8, 16, 24];
+            let (want, got) = (run([0, 30, 35, 40], Some(kv))?, run([0, 30, 35, 41], Some([0, 8, 16, 99]))?);
+            check_bits_eq(&got, &want).map_err(fail)?;
+        }
+    }
+    Ok(())
 }
