@@ -49,7 +49,7 @@ use abi::ops::attention::{
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::decode_ring::{Splits, Work, base};
-use super::{Pages, Tables, offset};
+use super::{Tables, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;
 
@@ -81,9 +81,9 @@ impl Cursor {
     /// - As for `Sequence::new`.
     #[inline(always)]
     unsafe fn new(tables: Tables, dims: &AttentionDims) -> Self {
-        let mut splits = Splits { item: thread::block_idx_x() };
+        let mut splits = Splits::new(dims);
         // SAFETY: the caller's promise.
-        let work = unsafe { splits.next(tables, dims) };
+        let work = unsafe { splits.find(tables, dims) };
         let mut cursor = Cursor { splits, work, step: 0 };
         cursor.step = cursor.q_step();
         cursor
@@ -108,7 +108,6 @@ impl Cursor {
     unsafe fn advance(&mut self, tables: Tables, dims: &AttentionDims) {
         self.step += 1;
         if self.first_key() >= self.work.any.hi {
-            self.splits.item += thread::grid_dim_x();
             // SAFETY: the caller's promise.
             self.work = unsafe { self.splits.next(tables, dims) };
             self.step = self.q_step();
@@ -163,7 +162,7 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
     unsafe {
         // Where the thread's row of a step is, and how many bytes of each of its pieces there are.
         let locate = |at: &Cursor| {
-            let Work { batch, head_kv, first_row, end_row, any, .. } = at.work;
+            let Work { batch, head_kv, first_row, end_row, pages, any, .. } = at.work;
             let (from, is_there) = if !at.work.has_keys() {
                 (q, false)
             } else if at.step == at.q_step() {
@@ -176,7 +175,6 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
             } else {
                 let key = at.first_key() + own_row as i32;
                 let nearest = key.max(any.lo).min(any.hi - 1);
-                let pages = Pages::new(tables, dims, batch);
                 let page = pages.page(dims, nearest);
                 let (strides, nearest) = (
                     (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride),
@@ -221,14 +219,14 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
             place = if place == PLACES - 1 { 0 } else { place + 1 };
             rows
         };
-        let mut splits = Splits { item: thread::block_idx_x() };
-        let mut work: Work<ROWS> = splits.next(tables, dims);
+        let mut splits = Splits::new(dims);
+        let mut work: Work<ROWS> = splits.find(tables, dims);
         while work.has_keys() {
             let visible = [
                 work.visible(work.first_row + own_rows[0], dims),
                 work.visible(work.first_row + own_rows[1], dims),
             ];
-            let all = work.all(dims);
+            let all = work.all;
             let mut queries = [[[0u32; 4]; LOTS]; TILES];
             let rows = arrive(next);
             let mut i = 0;
@@ -385,7 +383,6 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
                 }
                 i += 1;
             }
-            splits.item += thread::grid_dim_x();
             work = splits.next(tables, dims);
         }
         cp_async::wait_group::<0>();

@@ -70,27 +70,27 @@ pub(super) struct Work<const TILE: u32 = ROWS> {
     pub(super) first_row: u32,
     pub(super) end_row: u32,
     pub(super) own: Sequence,
+    pub(super) pages: Pages,
     /// Keys of the split that some row sees.
     pub(super) any: Visible,
+    /// Keys that all rows see.
+    pub(super) all: Visible,
 }
 
 impl<const TILE: u32> Work<TILE> {
-    /// Number `item`; without keys beyond the last one.
+    /// The split at a place of the order of all; without keys beyond the last one.
     ///
     /// # Safety
     /// - As for [`Sequence::new`].
     #[inline(always)]
-    pub(super) unsafe fn new(item: u32, tables: Tables, dims: &AttentionDims) -> Self {
-        // Sizes are at least 1 where there is work at all; `max` tells the compiler.
-        let (splits, tiles, heads_kv) = (dims.splits.max(1), dims.tiles.max(1), dims.heads_kv.max(1));
-        let (tile, rest) = (item % tiles, item / tiles);
-        let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
-        let (split, batch) = (rest % splits, rest / splits);
+    unsafe fn new([tile, head_kv, split, batch]: [u32; 4], tables: Tables, dims: &AttentionDims) -> Self {
         let first_row = tile * TILE;
+        let index = batch.min(dims.batch - 1);
         // SAFETY: the caller's promise.
-        let own = unsafe { Sequence::new(tables, dims, batch.min(dims.batch - 1)) };
+        let (own, pages) = unsafe { (Sequence::new(tables, dims, index), Pages::new(tables, dims, index)) };
         let end_row = (first_row + TILE).min(own.seq_q * dims.group);
-        let mut work = Work { batch, head_kv, split, first_row, end_row, own, any: Visible { lo: 0, hi: 0 } };
+        let none = Visible { lo: 0, hi: 0 };
+        let mut work = Work { batch, head_kv, split, first_row, end_row, own, pages, any: none, all: none };
         if batch >= dims.batch || first_row >= end_row {
             return work;
         }
@@ -98,7 +98,20 @@ impl<const TILE: u32> Work<TILE> {
         let first = work.first_key();
         work.any =
             Visible { lo: top.lo.max(first), hi: bottom.hi.min(first + SPLIT_KEYS as i32).min(own.len) };
+        work.all = Visible { lo: bottom.lo, hi: top.hi };
         work
+    }
+
+    /// The same found again: where not all of it is worth the registers in between.
+    ///
+    /// # Safety
+    /// - As for [`Sequence::new`].
+    #[inline(always)]
+    unsafe fn again(&self, tables: Tables, dims: &AttentionDims) -> Self {
+        // Opaque, or the compiler would keep it nevertheless.
+        let split = thread::opaque(self.split);
+        // SAFETY: the caller's promise.
+        unsafe { Work::new([self.first_row / TILE, self.head_kv, split, self.batch], tables, dims) }
     }
 
     #[inline(always)]
@@ -115,7 +128,9 @@ impl<const TILE: u32> Work<TILE> {
     #[inline(always)]
     pub(super) fn place(&self, row: u32, dims: &AttentionDims) -> (u32, u32) {
         let group = dims.group.max(1);
-        (row / group, self.head_kv * group + row % group)
+        // Of a single query without a division.
+        let query = if dims.seq_q == 1 { 0 } else { row / group };
+        (query, self.head_kv * group + (row - query * group))
     }
 
     #[inline(always)]
@@ -129,11 +144,16 @@ impl<const TILE: u32> Work<TILE> {
         if row < self.end_row { self.sees(row, dims) } else { Visible { lo: 0, hi: 0 } }
     }
 
-    /// Keys that all rows see.
+    /// Whether all rows see the same keys of the split.
     #[inline(always)]
-    pub(super) fn all(&self, dims: &AttentionDims) -> Visible {
-        let (top, bottom) = (self.sees(self.first_row, dims), self.sees(self.end_row - 1, dims));
-        Visible { lo: bottom.lo, hi: top.hi }
+    fn is_alike(&self) -> bool {
+        self.any.lo >= self.all.lo && self.any.hi <= self.all.hi
+    }
+
+    /// Whether all rows see all keys of the split.
+    #[inline(always)]
+    fn is_whole(&self) -> bool {
+        self.is_alike() && self.any.hi - self.any.lo == SPLIT_KEYS as i32
     }
 
     /// Where a row's results go: `[row][split]`.
@@ -146,13 +166,49 @@ impl<const TILE: u32> Work<TILE> {
     }
 }
 
-/// The splits of a block, in order.
+/// The splits of a block, in order: every so many-th of all, whose tiles of rows come first, then key heads, splits and sequences.
 pub(super) struct Splits {
-    pub(super) item: u32,
+    /// Numbers of tile, key head, split and sequence.
+    place: [u32; 4],
+    /// As many blocks as there are, in the same way.
+    step: [u32; 4],
 }
 
 impl Splits {
-    /// The next one that has keys; without keys if there is none.
+    /// From the block's first one on.
+    #[inline(always)]
+    pub(super) fn new(dims: &AttentionDims) -> Self {
+        // Sizes are at least 1 where there is work at all; `max` tells the compiler.
+        let (tiles, heads_kv, splits) = (dims.tiles.max(1), dims.heads_kv.max(1), dims.splits.max(1));
+        let digits = |item: u32| {
+            let (tile, rest) = (item % tiles, item / tiles);
+            let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
+            [tile, head_kv, rest % splits, rest / splits]
+        };
+        Splits { place: digits(thread::block_idx_x()), step: digits(thread::grid_dim_x()) }
+    }
+
+    /// The present one, or the next that has keys; without keys if there is none.
+    ///
+    /// # Safety
+    /// - As for [`Sequence::new`].
+    #[inline(always)]
+    pub(super) unsafe fn find<const TILE: u32>(
+        &mut self,
+        tables: Tables,
+        dims: &AttentionDims,
+    ) -> Work<TILE> {
+        loop {
+            // SAFETY: the caller's promise.
+            let work: Work<TILE> = unsafe { Work::new(self.place, tables, dims) };
+            if work.has_keys() || work.batch >= dims.batch {
+                return work;
+            }
+            self.advance(dims);
+        }
+    }
+
+    /// The next one that has keys, as above.
     ///
     /// # Safety
     /// - As for [`Sequence::new`].
@@ -162,62 +218,95 @@ impl Splits {
         tables: Tables,
         dims: &AttentionDims,
     ) -> Work<TILE> {
-        let count = dims.tiles * dims.heads_kv * dims.splits * dims.batch;
-        loop {
-            // SAFETY: the caller's promise.
-            let work: Work<TILE> = unsafe { Work::new(self.item, tables, dims) };
-            if work.has_keys() || self.item >= count {
-                return work;
-            }
-            self.item += thread::grid_dim_x();
-        }
+        self.advance(dims);
+        // SAFETY: the caller's promise.
+        unsafe { self.find(tables, dims) }
+    }
+
+    /// Adds as with pencil and paper: a division each time would cost more.
+    #[inline(always)]
+    fn advance(&mut self, dims: &AttentionDims) {
+        let [tile, head_kv, split, batch] = &mut self.place;
+        let add = |digit: &mut u32, step: u32, size: u32| {
+            *digit += step;
+            let carry = *digit >= size;
+            *digit -= if carry { size } else { 0 };
+            u32::from(carry)
+        };
+        let carry = add(tile, self.step[0], dims.tiles);
+        let carry = add(head_kv, self.step[1] + carry, dims.heads_kv);
+        let carry = add(split, self.step[2] + carry, dims.splits);
+        *batch += self.step[3] + carry;
     }
 }
 
-/// What the pieces of a row are moved by, of which it has so many.
+/// What the pieces of a row are moved by, of which it has so many: of rows without a bit in common that is what each is moved by,
+/// together.
 #[inline(always)]
 fn turn(pieces: u32, row: u32) -> u32 {
     // Of four pieces, two rows lie in all the banks.
     if pieces < 8 { row / 2 % 4 } else { row % 8 }
 }
 
-/// Starts the copies of a chunk, whose first row is `rows`: zeros for keys that are not among `keys`, and beyond `width`.
-///
-/// # Safety
-/// - *converged*: the whole warp, whose own the place is; `keys` of the rows *in-bounds* and *aligned(16)*.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn copy<T: Multiplicand, C: Cached<T>, const DIM: u32>(
-    rows: *const C,
-    stride: u32,
-    width: u32,
-    first_key: i32,
-    keys: Visible,
-    chunk: usize,
-    place: u32,
-) {
-    let pieces = DIM / C::PER_PIECE;
-    let rows_at_once = 32 / pieces;
-    // Opaque, or the places of all pieces would be kept in registers for the next chunk.
-    let salt = (first_key as u32 + chunk as u32) * 32;
-    let lane = thread::opaque(thread::lane() + salt) % 32;
-    let (first_row, piece) = (lane / pieces, lane % pieces);
-    let stride = stride as usize;
-    let mut from = rows.wrapping_add(first_row as usize * stride + piece as usize * C::PER_PIECE as usize);
-    let mut i = 0;
-    while i < pieces / 2 {
-        let row = first_row + i * rows_at_once;
-        let bytes = if keys.has(first_key + row as i32) && piece * C::PER_PIECE < width { 16 } else { 0 };
-        // SAFETY: an existing row, or no byte of it; inside the place.
-        unsafe {
-            cp_async::cg_16_fill(
-                place + row * (pieces * 16) + ((piece ^ turn(pieces, row)) << 4),
-                from,
-                bytes,
-            )
-        };
-        from = from.wrapping_add(rows_at_once as usize * stride);
-        i += 1;
+/// What a lane copies of a chunk: a piece of every so many-th row.
+#[derive(Clone, Copy)]
+struct Share {
+    first_row: u32,
+    piece: u32,
+}
+
+impl Share {
+    #[inline(always)]
+    fn new(pieces: u32, lane: u32) -> Self {
+        Share { first_row: lane / pieces, piece: lane % pieces }
+    }
+
+    /// Starts the copies of a chunk, all of which there is, from the share's first piece on.
+    ///
+    /// # Safety
+    /// - *converged*: the whole warp, whose own the place is; the rows *in-bounds* and *aligned(16)*.
+    #[inline(always)]
+    unsafe fn copy<C>(self, pieces: u32, from: *const C, stride: u32, place: u32) {
+        let rows_at_once = 32 / pieces;
+        let place = place + self.first_row * pieces * 16 + ((self.piece ^ turn(pieces, self.first_row)) << 4);
+        let mut from = from;
+        let mut i = 0;
+        while i < pieces / 2 {
+            let row = i * rows_at_once;
+            // SAFETY: an existing row; inside the place, which begins at a multiple of 128 bytes.
+            unsafe { cp_async::cg_16((place ^ turn(pieces, row) << 4) + row * pieces * 16, from) };
+            from = from.wrapping_add(rows_at_once as usize * stride as usize);
+            i += 1;
+        }
+    }
+
+    /// The same with zeros for keys that are not among `keys`, the chunk's first being 0, and beyond the first `width_pieces`.
+    ///
+    /// # Safety
+    /// - As for [`Share::copy`] of those that there are.
+    #[inline(always)]
+    unsafe fn copy_some<C>(
+        self,
+        pieces: u32,
+        from: *const C,
+        stride: u32,
+        place: u32,
+        keys: Visible,
+        width_pieces: u32,
+    ) {
+        let rows_at_once = 32 / pieces;
+        let mut from = from;
+        let mut i = 0;
+        while i < pieces / 2 {
+            let row = self.first_row + i * rows_at_once;
+            let bytes = if keys.has(row as i32) && self.piece < width_pieces { 16 } else { 0 };
+            let to = place + row * pieces * 16 + ((self.piece ^ turn(pieces, row)) << 4);
+            // SAFETY: an existing row, or no byte of it; inside the place.
+            unsafe { cp_async::cg_16_fill(to, from, bytes) };
+            from = from.wrapping_add(rows_at_once as usize * stride as usize);
+            // Opaque, so that the loop stays one.
+            i = thread::opaque(i + 1);
+        }
     }
 }
 
@@ -279,6 +368,8 @@ pub(super) unsafe fn splits<
     let place_bytes = CHUNK * row_bytes;
     let ring = shared::base() + warp_idx * (PLACES as u32 * place_bytes);
     let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
+    // For what would be kept from one split to the next.
+    let has_registers = DIM <= 128;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
 
@@ -286,39 +377,51 @@ pub(super) unsafe fn splits<
     // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. A place is filled
     // anew by the warp that has read it, all of it behind `sync_warp`.
     unsafe {
+        let share = Share::new(pieces, thread::lane());
         let start = |work: &Work, chunk: usize| {
             if work.has_keys() {
-                let Work { batch, head_kv, any, .. } = *work;
                 let first_key = key_of(work, chunk, warp_idx);
-                // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there is.
-                let pages = Pages::new(tables, dims, batch);
-                let page = pages.page(dims, first_key.clamp(any.lo, any.hi - 1));
-                let key = pages.row_in_page(dims, first_key);
-                let (rows, stride, width) = if chunk < CHUNKS {
-                    let strides = (dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride);
-                    let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
-                    (k.wrapping_add(at), strides.1, dims.head_dim)
+                let mut share = share;
+                if !has_registers {
+                    // Opaque, or the places of all pieces would be kept in registers for the next chunk.
+                    let salt = (first_key as u32 + chunk as u32) * 32;
+                    share = Share::new(pieces, thread::opaque(thread::lane() + salt) % 32);
+                }
+                let (strides, width) = if chunk < CHUNKS {
+                    ((dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride), dims.head_dim)
                 } else {
-                    let strides = (dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride);
-                    let at = offset(page, strides.0, key, strides.1, head_kv, strides.2);
-                    (v.wrapping_add(at), strides.1, dims.head_dim_v)
+                    ((dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride), dims.head_dim_v)
                 };
-                copy::<T, C, DIM>(rows, stride, width, first_key, work.any, chunk, place_of(chunk));
+                // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there is.
+                let from = |nearest: i32| {
+                    let page = work.pages.page(dims, nearest);
+                    let row = work.pages.row_in_page(dims, first_key) + share.first_row;
+                    let at = offset(page, strides.0, row, strides.1, work.head_kv, strides.2);
+                    let of_piece = (share.piece * C::PER_PIECE) as usize;
+                    (if chunk < CHUNKS { k } else { v }).wrapping_add(at + of_piece)
+                };
+                let any = work.any;
+                if width == DIM && any.lo <= first_key && first_key + CHUNK as i32 <= any.hi {
+                    share.copy(pieces, from(first_key), strides.1, place_of(chunk));
+                } else {
+                    let keys = Visible { lo: any.lo - first_key, hi: any.hi - first_key };
+                    let from = from(first_key.clamp(any.lo, any.hi - 1));
+                    share.copy_some(pieces, from, strides.1, place_of(chunk), keys, width / C::PER_PIECE);
+                }
             }
             cp_async::commit_group();
         };
 
-        let mut splits = Splits { item: thread::block_idx_x() };
-        let mut work: Work = splits.next(tables, dims);
+        let mut splits = Splits::new(dims);
+        let mut work: Work = splits.find(tables, dims);
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
             chunk += 1;
         }
         while work.has_keys() {
-            let item = splits.item;
             // Opaque, or the places of all that is read would be kept in registers for the next split.
-            let lane = thread::opaque(thread::lane() + item * 32) % 32;
+            let lane = thread::opaque(thread::lane() + work.split * 32) % 32;
             let (group, member) = (lane / 4, lane % 4);
             let rows = [work.first_row + group, work.first_row + group + 8];
             let mut queries = [[0u32; 4]; STEPS];
@@ -341,12 +444,7 @@ pub(super) unsafe fn splits<
                 half += 1;
             }
             // Where all of a split's k is on its way, what follows it is of the next split.
-            let ahead = if PLACES > CHUNKS {
-                splits.item += thread::grid_dim_x();
-                splits.next(tables, dims)
-            } else {
-                work
-            };
+            let ahead = if PLACES > CHUNKS { splits.next(tables, dims) } else { work };
             let mut s = [[0f32; 4]; 2 * CHUNKS];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -373,7 +471,6 @@ pub(super) unsafe fn splits<
             }
 
             // Weights, of the warp's keys by themselves.
-            let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
             let mut m = [f32::NEG_INFINITY; 2];
             let mut scale = dims.scale * head_scale::<T, C>(k_scale, work.head_kv);
             if has_cap(dims) {
@@ -384,14 +481,27 @@ pub(super) unsafe fn splits<
                 }
                 scale = 1.0;
             }
-            let mut i = 0;
-            while i < 8 * CHUNKS {
-                let half = i / 2 % 2;
-                let key = key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
-                let s = &mut s[i / 4][i % 4];
-                *s = if visible[half].has(key) { *s * scale } else { f32::NEG_INFINITY };
-                m[half] = math::max(m[half], *s);
-                i += 1;
+            if work.is_whole() {
+                let mut i = 0;
+                while i < 8 * CHUNKS {
+                    let s = &mut s[i / 4][i % 4];
+                    *s *= scale;
+                    m[i / 2 % 2] = math::max(m[i / 2 % 2], *s);
+                    i += 1;
+                }
+            } else {
+                let rows = [work.first_row + group, work.first_row + group + 8];
+                let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
+                let mut i = 0;
+                while i < 8 * CHUNKS {
+                    let half = i / 2 % 2;
+                    let key =
+                        key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
+                    let s = &mut s[i / 4][i % 4];
+                    *s = if visible[half].has(key) { *s * scale } else { f32::NEG_INFINITY };
+                    m[half] = math::max(m[half], *s);
+                    i += 1;
+                }
             }
             m = [warp::max_f32::<4>(m[0]), warp::max_f32::<4>(m[1])];
             let bases = [base(m[0]), base(m[1])];
@@ -412,12 +522,8 @@ pub(super) unsafe fn splits<
             }
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
-            let next = if PLACES > CHUNKS {
-                ahead
-            } else {
-                splits.item += thread::grid_dim_x();
-                splits.next(tables, dims)
-            };
+            let next = if PLACES > CHUNKS { ahead } else { splits.next(tables, dims) };
+            let is_alike = work.is_alike();
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
             while chunk < CHUNKS {
@@ -446,10 +552,9 @@ pub(super) unsafe fn splits<
                 chunk += 1;
             }
 
-            let end = End { item, m, sums, results: ring_end };
+            let end = End { work, is_alike, m, sums, results: ring_end };
             end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims);
-            // Opaque, as above.
-            work = Work::new(thread::opaque(splits.item), tables, dims);
+            work = if has_registers { next } else { next.again(tables, dims) };
         }
         cp_async::wait_group::<0>();
     }
@@ -457,7 +562,10 @@ pub(super) unsafe fn splits<
 
 /// What a thread knows when its products are done.
 struct End {
-    item: u32,
+    /// Its numbers and rows. More is found again where it is needed.
+    work: Work,
+    /// Whether all rows see the same keys of the split.
+    is_alike: bool,
     /// Maximum and sum of its two rows, of the warp's keys.
     m: [f32; 2],
     sums: [f32; 2],
@@ -483,9 +591,9 @@ impl End {
         stats: *mut f32,
         dims: &AttentionDims,
     ) {
-        let End { item, m, sums, results } = *self;
+        let End { work, is_alike, m, sums, results } = *self;
         // Opaque, or what is known of the thread and the split would take up registers while o does.
-        let thread = thread::opaque(thread::thread_idx_x() + item * THREADS) % THREADS;
+        let thread = thread::opaque(thread::thread_idx_x() + work.split * THREADS) % THREADS;
         let (lane, warp_idx) = (thread % 32, thread / 32);
         let (group, member) = (lane / 4, lane % 4);
         let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
@@ -495,9 +603,6 @@ impl End {
         let marks = totals + WARPS * ROWS * 4;
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
-            let work: Work = Work::new(thread::opaque(item), tables, dims);
-            let all = work.all(dims);
-            let alike = work.any.lo >= all.lo && work.any.hi <= all.hi;
             let num_rows = work.end_row - work.first_row;
             let mut first_column = 0;
             while first_column < DIM {
@@ -531,7 +636,7 @@ impl End {
                     half += 1;
                 }
                 let mut is_marked = false;
-                if !alike {
+                if !is_alike {
                     let mut zero = 0.0;
                     let mut i = 0;
                     while i < columns as usize / 2 {
@@ -542,7 +647,8 @@ impl End {
                     if warp::any(warp::FULL_MASK, zero != 0.0) {
                         // Other lanes' columns.
                         warp::sync_warp(warp::FULL_MASK);
-                        let pages = Pages::new(tables, dims, work.batch);
+                        let work = work.again(tables, dims);
+                        let Work { pages, all, .. } = work;
                         let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                         let mut j = 0;
                         // Opaque, so that the loop stays one.
@@ -628,8 +734,9 @@ impl End {
                         }
                         if is_marked {
                             // What was left out of the products, for the row that sees it.
+                            let work = work.again(tables, dims);
+                            let Work { pages, all, .. } = work;
                             let own = work.visible(work.first_row + row, dims);
-                            let pages = Pages::new(tables, dims, work.batch);
                             let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
                             let mut key = work.any.lo.max(own.lo);
                             while key < work.any.hi.min(own.hi) {
