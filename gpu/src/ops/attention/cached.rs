@@ -5,28 +5,23 @@ use cuda_std::global;
 
 use crate::tile::multiplicand::Multiplicand;
 
-/// An element of k and v, of which `ldmatrix` makes operands of `mma`.
+/// An element of k and v, of which operands of `mma` are made.
 ///
-/// `ldmatrix` brings a lane two bytes and two bytes of a row. Of fp8 these are four neighbours, twice as many as the lane is to have of 16
-/// elements. So the columns of an operand are put in another order: for keys, whose columns are summed over, q has the same order;
-/// for values two operands, one of the even columns and one of the odd, give the lane four neighbours of the result.
+/// Of k a lane has 16 bytes of a row, whose columns it has of q as well: in which order columns are summed over does not matter.
+/// Of v `ldmatrix` brings a lane two bytes and two bytes of a row. Of fp8 these are four neighbours, twice as many as the lane is
+/// to have: they make two operands, one of the even columns and one of the odd, so the lane has four neighbours of the result.
 pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
     /// What weights and values are multiplied in. For fp8 always binary16, which has its values, without another conversion.
     type Values: Multiplicand;
     /// Elements of 16 bytes.
     const PER_PIECE: u32;
-    /// Operands that two registers are made into.
-    const FRAGMENTS: usize = Self::PER_PIECE as usize / 8;
+    /// Operands of v that two registers are made into; times two of k that 16 bytes are made into.
+    const PARTS: usize = Self::PER_PIECE as usize / 8;
     /// Whether what is stored is to be multiplied by its head's scale.
     const IS_SCALED: bool = false;
 
-    /// The column of q that pair `i` of a lane's operands begins with: even ones are its first two of 16, odd ones the others.
-    fn key_column(i: u32, member: u32) -> u32 {
-        8 * i + 2 * member
-    }
-
-    /// The operands of eight keys, from 32 bytes of each.
-    fn keys(pieces: [u32; 2]) -> [[u32; 2]; 2];
+    /// The operands of a key, from 16 bytes of it: the first two, or four.
+    fn keys(piece: [u32; 4]) -> [[u32; 2]; 4];
 
     /// The operands of 16 keys' values, from 16 transposed bytes of each.
     fn values(keys: [u32; 2]) -> [[u32; 2]; 2];
@@ -51,8 +46,8 @@ macro_rules! cached_as_it_is {
             const PER_PIECE: u32 = 8;
 
             #[inline(always)]
-            fn keys(pieces: [u32; 2]) -> [[u32; 2]; 2] {
-                [pieces, [0; 2]]
+            fn keys([a, b, c, d]: [u32; 4]) -> [[u32; 2]; 4] {
+                [[a, b], [c, d], [0; 2], [0; 2]]
             }
 
             #[inline(always)]
@@ -84,13 +79,8 @@ macro_rules! cached_as_fp8 {
             const IS_SCALED: bool = true;
 
             #[inline(always)]
-            fn key_column(i: u32, member: u32) -> u32 {
-                i / 2 * 16 + 4 * member + i % 2 * 2
-            }
-
-            #[inline(always)]
-            fn keys(pieces: [u32; 2]) -> [[u32; 2]; 2] {
-                pieces.map(|four| {
+            fn keys(piece: [u32; 4]) -> [[u32; 2]; 4] {
+                piece.map(|four| {
                     [$widen::<0, 1>(four), $widen::<2, 3>(four)]
                 })
             }

@@ -17,7 +17,9 @@
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
 //! - Keys that no row sees, and columns beyond a head, are not read but filled with zeros. Pieces of 16 bytes are moved by an
-//!   exclusive or with their row, so that the eight rows that `ldmatrix` reads at a time come from different banks.
+//!   exclusive or with their row, so that what is read at a time comes from different banks: by `ldmatrix` eight rows of v.
+//! - The columns of q and k are multiplied in another order: a lane's operands of two steps of `mma` are 16 bytes of a row, of q
+//!   loaded at a time from global memory, of k from the ring.
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
@@ -244,8 +246,9 @@ impl Splits {
 /// together.
 #[inline(always)]
 fn turn(pieces: u32, row: u32) -> u32 {
-    // Of four pieces, two rows lie in all the banks.
-    if pieces < 8 { row / 2 % 4 } else { row % 8 }
+    // Of four pieces, two rows lie in all the banks. Of more, the exclusive or takes two neighbours to different halves of them:
+    // v is read eight rows at a time, a piece of each, and k two rows, four pieces of each.
+    row / 2 % 4 + if pieces < 8 { 0 } else { row % 2 * 4 }
 }
 
 /// What a lane copies of a chunk: a piece of every so many-th row.
@@ -423,23 +426,29 @@ pub(super) unsafe fn splits<
             // Opaque, or the places of all that is read would be kept in registers for the next split.
             let lane = thread::opaque(thread::lane() + work.split * 32) % 32;
             let (group, member) = (lane / 4, lane % 4);
-            let rows = [work.first_row + group, work.first_row + group + 8];
             let mut queries = [[0u32; 4]; STEPS];
             let mut half = 0;
             while half < 2 {
-                if rows[half] < work.end_row {
-                    let (query, head) = work.place(rows[half], dims);
-                    let (batch, strides) = (work.batch, (dims.q_batch_stride, dims.q_token_stride));
-                    let query = work.own.first_q + query;
-                    let at = offset(batch, strides.0, query, strides.1, head, dims.q_head_stride);
-                    let mut i = 0;
-                    while i < 2 * STEPS {
-                        if 8 * (i as u32) < dims.head_dim {
-                            let from = q.wrapping_add(at + C::key_column(i as u32, member) as usize);
-                            queries[i / 2][half + 2 * (i % 2)] = global::load(from.cast::<u32>());
-                        }
-                        i += 1;
+                let row = work.first_row + group + 8 * half as u32;
+                // For rows that there are not, the last one is loaded and thrown away: with the same instruction a word comes to
+                // where `mma` takes it from, which wants four registers in a row of two rows.
+                let is_there = row < work.end_row;
+                let (query, head) = work.place(row.min(work.end_row - 1), dims);
+                let (query, strides) = (work.own.first_q + query, (dims.q_batch_stride, dims.q_token_stride));
+                let at = offset(work.batch, strides.0, query, strides.1, head, dims.q_head_stride);
+                let mut i = 0;
+                while i < STEPS / 2 {
+                    // Of the columns that the lane has of a key.
+                    let (piece, part) = (i / C::PARTS, i % C::PARTS);
+                    let column = (member + 4 * piece as u32) * C::PER_PIECE + 8 * part as u32;
+                    if column < dims.head_dim {
+                        let from = q.wrapping_add(at + column as usize);
+                        let [a, b, c, d] =
+                            global::load_nc_x4(from).map(|word| if is_there { word } else { 0 });
+                        (queries[2 * i][half], queries[2 * i][half + 2]) = (a, b);
+                        (queries[2 * i + 1][half], queries[2 * i + 1][half + 2]) = (c, d);
                     }
+                    i += 1;
                 }
                 half += 1;
             }
@@ -449,20 +458,22 @@ pub(super) unsafe fn splits<
             let mut chunk = 0;
             while chunk < CHUNKS {
                 wait::<PLACES>();
-                let at = place_of(chunk) + (lane % 8 + lane / 16 * 8) * row_bytes;
+                // A piece of keys `group` and eight further on, of every four.
+                let at = place_of(chunk) + group * row_bytes;
                 let mut i = 0;
-                while i < STEPS {
-                    let from = i / C::FRAGMENTS;
-                    let piece = (2 * from as u32 % 8) ^ (lane / 8 % 2) ^ turn(pieces, lane % 8);
-                    let [a, b, c, d] = matrix::load_x4(at + (piece << 4) + from as u32 / 4 * 128);
-                    let (low, high) = (C::keys([a, b]), C::keys([c, d]));
+                while i < pieces as usize / 4 {
+                    let piece = (i as u32 % 2 * 4) ^ member ^ turn(pieces, group);
+                    let at = at + (piece << 4) + i as u32 / 2 * 128;
+                    let near = C::keys(shared::load_u32x4(at));
+                    let far = C::keys(shared::load_u32x4(at + 8 * row_bytes));
                     let mut j = 0;
-                    while j < C::FRAGMENTS {
-                        s[2 * chunk] = T::multiply_add(queries[i + j], low[j], s[2 * chunk]);
-                        s[2 * chunk + 1] = T::multiply_add(queries[i + j], high[j], s[2 * chunk + 1]);
+                    while j < 2 * C::PARTS {
+                        let query = queries[2 * C::PARTS * i + j];
+                        s[2 * chunk] = T::multiply_add(query, near[j], s[2 * chunk]);
+                        s[2 * chunk + 1] = T::multiply_add(query, far[j], s[2 * chunk + 1]);
                         j += 1;
                     }
-                    i += C::FRAGMENTS;
+                    i += 1;
                 }
                 // The chunk `PLACES` further on goes where this one was.
                 warp::sync_warp(warp::FULL_MASK);
@@ -531,18 +542,18 @@ pub(super) unsafe fn splits<
                 let at = place_of(CHUNKS + chunk) + lane % 16 * row_bytes;
                 let mut j = 0;
                 while j < TILES {
-                    let from = j / C::FRAGMENTS;
+                    let from = j / C::PARTS;
                     let piece = (from as u32 % 8) ^ (lane / 16) ^ turn(pieces, lane % 8);
                     let [a, b, c, d] = matrix::load_x4_trans(at + (piece << 4) + from as u32 / 8 * 128);
                     let (left, right) = (C::values([a, b]), C::values([c, d]));
                     let mut i = 0;
-                    while i < C::FRAGMENTS {
-                        let (l, r) = (j + i, j + C::FRAGMENTS + i);
+                    while i < C::PARTS {
+                        let (l, r) = (j + i, j + C::PARTS + i);
                         o[l] = C::Values::multiply_add(p[chunk], left[i], o[l]);
                         o[r] = C::Values::multiply_add(p[chunk], right[i], o[r]);
                         i += 1;
                     }
-                    j += 2 * C::FRAGMENTS;
+                    j += 2 * C::PARTS;
                 }
                 warp::sync_warp(warp::FULL_MASK);
                 match (chunk + PLACES).checked_sub(CHUNKS) {
@@ -617,12 +628,12 @@ impl End {
                             shared::store_f32(maxima + at * 4, m[half]);
                             shared::store_f32(totals + at * 4, sums[half]);
                         }
-                        let at = results + at * row_bytes + member * 8 * C::FRAGMENTS as u32;
+                        let at = results + at * row_bytes + member * 8 * C::PARTS as u32;
                         let mut j = 0;
                         while j < columns as usize / 8 {
                             let (tile, at) = (first_column as usize / 8 + j, at + j as u32 * 32);
                             let [a, b] = [o[tile][2 * half], o[tile][2 * half + 1]];
-                            if C::FRAGMENTS == 1 {
+                            if C::PARTS == 1 {
                                 shared::store_f32(at, a);
                                 shared::store_f32(at + 4, b);
                             } else {
@@ -630,7 +641,7 @@ impl End {
                                 let next = o[tile + 1];
                                 shared::store_f32x4(at, [a, next[2 * half], b, next[2 * half + 1]]);
                             }
-                            j += C::FRAGMENTS;
+                            j += C::PARTS;
                         }
                     }
                     half += 1;
