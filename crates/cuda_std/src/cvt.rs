@@ -280,7 +280,22 @@ pub fn f16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
     }
 }
 
-/// The same as two bfloat16.
+/// Bytes 0 and 2 of a word, and bytes 1 and 3, of which each is an e4m3, as two binary16, exactly.
+#[inline(always)]
+pub fn f16x2s_from_e4m3(word: u32) -> [u32; 2] {
+    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    {
+        [f16x2_from_e4m3::<0, 2>(word), f16x2_from_e4m3::<1, 3>(word)]
+    }
+    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    {
+        // The conversion takes either half of a register.
+        let word = prmt(word, 0, 0x3120);
+        [f16x2_from_e4m3::<0, 1>(word), f16x2_from_e4m3::<2, 3>(word)]
+    }
+}
+
+/// Bytes `LOW` and `HIGH` of a word as two bfloat16, exactly.
 #[inline(always)]
 pub fn bf16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
     #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
@@ -670,6 +685,7 @@ mod tests {
         assert_eq!(f16x2_from_e4m3::<0, 1>(0x7ec0_b838), 0xbc00_3c00);
         assert_eq!(f16x2_from_e4m3::<2, 3>(0x7ec0_b838), 0x5f00_c000);
         assert_eq!(f16x2_from_e4m3::<1, 3>(0x7ec0_b838), 0x5f00_bc00);
+        assert_eq!(f16x2s_from_e4m3(0x7ec0_b838), [0xc000_3c00, 0x5f00_bc00]);
         assert_eq!(bf16x2_from_e4m3::<1, 3>(0x7ec0_b838), 0x43e0_bf80);
         assert_eq!(e4m3x2_from_f16x2(0xc000_3c00), 0xc038);
         assert_eq!(e5m2x2_from_f32(1.0, -2.0), 0xc03c);

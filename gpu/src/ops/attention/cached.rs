@@ -1,6 +1,8 @@
 //! What the ring of `decode_ring` holds of keys and values.
 
-use cuda_std::cvt::{E4m3, Element, bf16, bf16x2_from_e4m3, f16, f16x2_from_e4m3, f16x2_from_e4m3x2};
+use cuda_std::cvt::{
+    E4m3, Element, bf16, bf16x2_from_e4m3, f16, f16x2_from_e4m3, f16x2_from_e4m3x2, f16x2s_from_e4m3,
+};
 use cuda_std::global;
 
 use crate::tile::multiplicand::Multiplicand;
@@ -87,10 +89,8 @@ macro_rules! cached_as_fp8 {
 
             #[inline(always)]
             fn values([low, high]: [u32; 2]) -> [[u32; 2]; 2] {
-                [
-                    [f16x2_from_e4m3::<0, 2>(low), f16x2_from_e4m3::<0, 2>(high)],
-                    [f16x2_from_e4m3::<1, 3>(low), f16x2_from_e4m3::<1, 3>(high)],
-                ]
+                let [[a, b], [c, d]] = [f16x2s_from_e4m3(low), f16x2s_from_e4m3(high)];
+                [[a, c], [b, d]]
             }
 
             #[inline(always)]
