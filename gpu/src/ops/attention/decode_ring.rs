@@ -12,7 +12,8 @@
 //! s = q·kᵀ    the warp's 64 keys: four chunks
 //! p           masks, the warp's own maximum m and sum l; rounded, the next product's operand as they are
 //! o = p·v     four chunks; behind them those of the next split's k start
-//! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time
+//! at the end  the next split's q starts
+//!             o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time
 //! ```
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
@@ -340,6 +341,74 @@ pub(super) fn base(m: f32) -> f32 {
     if m == f32::NEG_INFINITY { 0.0 } else { m }
 }
 
+/// The columns that a lane has of a key, of two of a split's rows: 16 bytes of the one and of the other by turns.
+///
+/// # Safety
+/// - The split has keys; rows below `end_row` are inside q, *aligned(16)*.
+#[inline(always)]
+unsafe fn load_queries<T: Multiplicand, C: Cached<T>, const STEPS: usize>(
+    q: *const T,
+    work: &Work,
+    lane: u32,
+    dims: &AttentionDims,
+) -> [[u32; 4]; STEPS] {
+    let (group, member) = (lane / 4, lane % 4);
+    let mut queries = [[0; 4]; STEPS];
+    let mut half = 0;
+    while half < 2 {
+        // The last row instead of those that there are not.
+        let row = (work.first_row + group + 8 * half as u32).min(work.end_row - 1);
+        let (query, head) = work.place(row, dims);
+        let (query, strides) = (work.own.first_q + query, (dims.q_batch_stride, dims.q_token_stride));
+        let at = offset(work.batch, strides.0, query, strides.1, head, dims.q_head_stride);
+        let mut load = |i: usize, width: u32| {
+            let (piece, part) = (i / C::PARTS, i % C::PARTS);
+            let column = (member + 4 * piece as u32) * C::PER_PIECE + 8 * part as u32;
+            if column < width {
+                // SAFETY: a row of q — the caller; 16 bytes of it.
+                queries[2 * i + half] = unsafe { global::load_nc_x4(q.wrapping_add(at + column as usize)) };
+            }
+        };
+        let mut i = 0;
+        if dims.head_dim as usize == 16 * STEPS {
+            while i < STEPS / 2 {
+                load(i, u32::MAX);
+                i += 1;
+            }
+        } else {
+            while i < STEPS / 2 {
+                load(i, dims.head_dim);
+                i += 1;
+            }
+        }
+        half += 1;
+    }
+    queries
+}
+
+/// The same as first operands of `mma`, of which each is of two rows; zeros for rows that there are not.
+#[inline(always)]
+fn operands<const STEPS: usize>(queries: &[[u32; 4]; STEPS], work: &Work, lane: u32) -> [[u32; 4]; STEPS] {
+    let mut operands = [[0; 4]; STEPS];
+    let mut half = 0;
+    while half < 2 {
+        // An instruction takes each word to where it is wanted; without one there would be moves before each product.
+        let is_there = work.first_row + lane / 4 + 8 * (half as u32) < work.end_row;
+        let mut i = 0;
+        while i < STEPS {
+            let words = queries[i / 2 * 2 + half];
+            let mut j = 0;
+            while j < 2 {
+                operands[i][half + 2 * j] = if is_there { words[i % 2 * 2 + j] } else { 0 };
+                j += 1;
+            }
+            i += 1;
+        }
+        half += 1;
+    }
+    operands
+}
+
 /// The whole block. See the module.
 ///
 /// # Safety
@@ -422,36 +491,18 @@ pub(super) unsafe fn splits<
             start(&work, chunk);
             chunk += 1;
         }
+        let mut loaded = [[0u32; 4]; STEPS];
+        if has_registers && work.has_keys() {
+            loaded = load_queries::<T, C, STEPS>(q, &work, thread::lane(), dims);
+        }
         while work.has_keys() {
             // Opaque, or the places of all that is read would be kept in registers for the next split.
             let lane = thread::opaque(thread::lane() + work.split * 32) % 32;
             let (group, member) = (lane / 4, lane % 4);
-            let mut queries = [[0u32; 4]; STEPS];
-            let mut half = 0;
-            while half < 2 {
-                let row = work.first_row + group + 8 * half as u32;
-                // For rows that there are not, the last one is loaded and thrown away: with the same instruction a word comes to
-                // where `mma` takes it from, which wants four registers in a row of two rows.
-                let is_there = row < work.end_row;
-                let (query, head) = work.place(row.min(work.end_row - 1), dims);
-                let (query, strides) = (work.own.first_q + query, (dims.q_batch_stride, dims.q_token_stride));
-                let at = offset(work.batch, strides.0, query, strides.1, head, dims.q_head_stride);
-                let mut i = 0;
-                while i < STEPS / 2 {
-                    // Of the columns that the lane has of a key.
-                    let (piece, part) = (i / C::PARTS, i % C::PARTS);
-                    let column = (member + 4 * piece as u32) * C::PER_PIECE + 8 * part as u32;
-                    if column < dims.head_dim {
-                        let from = q.wrapping_add(at + column as usize);
-                        let [a, b, c, d] =
-                            global::load_nc_x4(from).map(|word| if is_there { word } else { 0 });
-                        (queries[2 * i][half], queries[2 * i][half + 2]) = (a, b);
-                        (queries[2 * i + 1][half], queries[2 * i + 1][half + 2]) = (c, d);
-                    }
-                    i += 1;
-                }
-                half += 1;
+            if !has_registers {
+                loaded = load_queries::<T, C, STEPS>(q, &work, lane, dims);
             }
+            let queries = operands(&loaded, &work, lane);
             // Where all of a split's k is on its way, what follows it is of the next split.
             let ahead = if PLACES > CHUNKS { splits.next(tables, dims) } else { work };
             let mut s = [[0f32; 4]; 2 * CHUNKS];
@@ -564,7 +615,11 @@ pub(super) unsafe fn splits<
             }
 
             let end = End { work, is_alike, m, sums, results: ring_end };
-            end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims);
+            end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims, || {
+                if has_registers && next.has_keys() {
+                    loaded = load_queries::<T, C, STEPS>(q, &next, lane, dims);
+                }
+            });
             work = if has_registers { next } else { next.again(tables, dims) };
         }
         cp_async::wait_group::<0>();
@@ -585,7 +640,7 @@ struct End {
 }
 
 impl End {
-    /// The four warps' results as one.
+    /// The four warps' results as one. `meanwhile` is done once o is in shared memory, between two barriers.
     ///
     /// # Safety
     /// - *converged*: the whole block; the rest is the caller's promise to [`splits`].
@@ -601,6 +656,7 @@ impl End {
         partial: *mut f32,
         stats: *mut f32,
         dims: &AttentionDims,
+        mut meanwhile: impl FnMut(),
     ) {
         let End { work, is_alike, m, sums, results } = *self;
         // Opaque, or what is known of the thread and the split would take up registers while o does.
@@ -703,6 +759,10 @@ impl End {
                 is_marked = warp::any(warp::FULL_MASK, is_marked);
                 if lane == 0 {
                     shared::store_u32(marks + warp_idx * 4, u32::from(is_marked));
+                }
+
+                if first_column + columns == DIM {
+                    meanwhile();
                 }
 
                 // The block's maximum and sum, and the warps' results relative to it.
