@@ -430,7 +430,55 @@ fn borders_of_few_queries_on_tensor_cores() -> TestResult {
     Ok(())
 }
 
-/// The same where the values are in the keys' rows: a NaN in one makes those rows NaN that see it.
+/// Rows of q beside fp8 keys whose elements binary16 has at one scale, and rows for which it has no scale, as they come and by turns: a
+/// row does not depend on what the others are like. The first column, the largest, meets zeros only.
+#[test]
+fn queries_of_many_sizes() -> TestResult {
+    for device in &cards_of(Arch::Sm80) {
+        for (dtype, head_dim) in [(DType::BF16, 128), (DType::BF16, 64), (DType::BF16, 256), (DType::F16, 64)]
+        {
+            let small = if dtype == DType::F16 { -8 } else { -20 };
+            let case = Case {
+                scale: Some(2f32.powi(-small) / 8.0),
+                is_fp8: true,
+                ..plain(dtype, 3, 300, (4, 2), head_dim)
+            };
+            let [mut q, mut k, v] = case.data();
+            k.chunks_mut(head_dim).for_each(|row| row[0] = 0.0);
+            for row in q.chunks_mut(head_dim) {
+                row.iter_mut().for_each(|q| *q = round_to(dtype, *q * 2f64.powi(small)));
+                row[0] = 1.0;
+            }
+            let data = [q, k, v];
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+            if dtype == DType::F16 {
+                continue;
+            }
+            // One row of a tile, then all: that much smaller, and their scale as much larger.
+            let smaller = |rows: std::ops::Range<usize>| {
+                let mut data = data.clone();
+                let rows = &mut data[0][rows.start * head_dim..rows.end * head_dim];
+                for q in rows.iter_mut().filter(|q| **q != 1.0) {
+                    *q *= 2f64.powi(-25);
+                }
+                data
+            };
+            let (got, _) = compute(device, &case, &smaller(5..6), None)?;
+            for (index, (got, want)) in std::iter::zip(&got, &results.0).enumerate() {
+                let row = index / head_dim;
+                assert!(row == 5 || got.to_bits() == want.to_bits(), "{device:?} {case:?} row {row}");
+            }
+            let (case, data) =
+                (Case { scale: case.scale.map(|scale| scale * 2f32.powi(25)), ..case }, smaller(0..12));
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+        }
+    }
+    Ok(())
+}
+
+/// Few queries whose values are in the keys' rows: a NaN in one makes those rows NaN that see it.
 #[test]
 fn borders_of_latent_decode() -> TestResult {
     for device in &cards_of(Arch::Sm80) {

@@ -221,6 +221,12 @@ pub const DECODE_RING_COLUMNS: u32 = 128;
 /// Floats between the rows of those.
 pub const DECODE_RING_PADDING: u32 = 4;
 
+/// Shared memory of a `DecodeRing` tile for q, where that is brought to another type for all warps at once: operands, a factor
+/// per row, a mark per warp. None where the registers that it saves are not wanted, and no room is.
+pub const fn decode_ring_q_bytes(dim: u32, kv_bytes: u32) -> u32 {
+    if kv_bytes == 1 && dim <= 128 { DECODE_RING_ROWS * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
+}
+
 /// Rows of a `DecodeLatent` tile.
 pub const DECODE_LATENT_ROWS: u32 = 32;
 /// Keys of a step of one.
@@ -301,7 +307,7 @@ impl AttentionTile {
     ///
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
-    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp. DecodeLatent: the ring, the parts of a step's
+    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
     /// scores, the weights, an f32 per row. Merge: one row per warp. Wgmma: q, the result
     /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
@@ -316,7 +322,7 @@ impl AttentionTile {
             AttentionTile::DecodeRing { dim, places, kv_bytes, .. } => {
                 let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
                 let results = (DECODE_RING_ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
-                THREADS / 32 * (places * 16 * dim * kv_bytes + results)
+                THREADS / 32 * (places * 16 * dim * kv_bytes + results) + decode_ring_q_bytes(dim, kv_bytes)
             }
             AttentionTile::DecodeLatent { places } => {
                 let scores = DECODE_LATENT_ROWS * DECODE_LATENT_KEYS;

@@ -22,9 +22,6 @@ pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
     /// Whether what is stored is to be multiplied by its head's scale.
     const IS_SCALED: bool = false;
 
-    /// The operands of a key, from 16 bytes of it: the first two, or four.
-    fn keys(piece: [u32; 4]) -> [[u32; 2]; 4];
-
     /// The operands of 16 keys' values, from 16 transposed bytes of each.
     fn values(keys: [u32; 2]) -> [[u32; 2]; 2];
 
@@ -41,16 +38,17 @@ pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
     unsafe fn value(value: *const Self) -> f32;
 }
 
+/// What is multiplied with q as an `M`.
+pub(super) trait Keys<M: Multiplicand>: Copy + 'static {
+    /// The operands of a key, from 16 bytes of it: the first two, or four.
+    fn keys(piece: [u32; 4]) -> [[u32; 2]; 4];
+}
+
 macro_rules! cached_as_it_is {
     ($($type:ident),*) => {$(
         impl Cached<$type> for $type {
             type Values = $type;
             const PER_PIECE: u32 = 8;
-
-            #[inline(always)]
-            fn keys([a, b, c, d]: [u32; 4]) -> [[u32; 2]; 4] {
-                [[a, b], [c, d], [0; 2], [0; 2]]
-            }
 
             #[inline(always)]
             fn values(keys: [u32; 2]) -> [[u32; 2]; 2] {
@@ -69,6 +67,13 @@ macro_rules! cached_as_it_is {
                 Element::to_f32(unsafe { global::load(value) })
             }
         }
+
+        impl Keys<$type> for $type {
+            #[inline(always)]
+            fn keys([a, b, c, d]: [u32; 4]) -> [[u32; 2]; 4] {
+                [[a, b], [c, d], [0; 2], [0; 2]]
+            }
+        }
     )*};
 }
 cached_as_it_is!(f16, bf16);
@@ -79,13 +84,6 @@ macro_rules! cached_as_fp8 {
             type Values = f16;
             const PER_PIECE: u32 = 16;
             const IS_SCALED: bool = true;
-
-            #[inline(always)]
-            fn keys(piece: [u32; 4]) -> [[u32; 2]; 4] {
-                piece.map(|four| {
-                    [$widen::<0, 1>(four), $widen::<2, 3>(four)]
-                })
-            }
 
             #[inline(always)]
             fn values([low, high]: [u32; 2]) -> [[u32; 2]; 2] {
@@ -103,6 +101,13 @@ macro_rules! cached_as_fp8 {
             unsafe fn value(value: *const Self) -> f32 {
                 // SAFETY: the caller's promise.
                 unsafe { global::load(value) }.to_f32()
+            }
+        }
+
+        impl Keys<$type> for E4m3 {
+            #[inline(always)]
+            fn keys(piece: [u32; 4]) -> [[u32; 2]; 4] {
+                piece.map(|four| [$widen::<0, 1>(four), $widen::<2, 3>(four)])
             }
         }
     )*};

@@ -47,11 +47,12 @@
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
+    decode_ring_q_bytes,
 };
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
-use super::cached::{Cached, head_scale};
+use super::cached::{Cached, Keys, head_scale};
 use super::scores::{capped, has_cap};
 use super::{Pages, Sequence, Tables, Visible, offset};
 use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
@@ -409,6 +410,170 @@ fn operands<const STEPS: usize>(queries: &[[u32; 4]; STEPS], work: &Work, lane: 
     operands
 }
 
+/// q in shared memory, of type M for keys that are multiplied as such: all warps want the same, and each brings a part of it there.
+/// A row is multiplied by a power of two, so that its elements are representable; if some are not, the block does without.
+#[derive(Clone, Copy)]
+struct SharedQueries {
+    /// Operands of `mma`, [step][lane]; the rows' factors' inverses; of each warp whether it did not succeed.
+    at: u32,
+}
+
+impl SharedQueries {
+    /// The largest factor is 2^40; none makes an element larger than 2^15.
+    const MAX_SHIFT: u32 = 40;
+
+    #[inline(always)]
+    fn inverses(self, steps: usize) -> u32 {
+        self.at + steps as u32 * 512
+    }
+
+    #[inline(always)]
+    fn marks(self, steps: usize) -> u32 {
+        self.inverses(steps) + ROWS * 4
+    }
+
+    /// A thread's part of a split's q: one or two pieces of a row, zeros for what there is not.
+    ///
+    /// # Safety
+    /// - The split has keys; rows below `end_row` are inside q, *aligned(16)*.
+    #[inline(always)]
+    unsafe fn load<T: Multiplicand>(
+        q: *const T,
+        work: &Work,
+        steps: usize,
+        dims: &AttentionDims,
+    ) -> [[u32; 4]; 2] {
+        let thread = thread::thread_idx_x();
+        let row = work.first_row + thread / 8;
+        let mut part = [[0; 4]; 2];
+        if row < work.end_row {
+            let (query, head) = work.place(row, dims);
+            let (query, strides) = (work.own.first_q + query, (dims.q_batch_stride, dims.q_token_stride));
+            let at = offset(work.batch, strides.0, query, strides.1, head, dims.q_head_stride);
+            let mut i = 0;
+            while i < steps / 4 {
+                let column = thread % 8 * 8 + i as u32 * 64;
+                if column < dims.head_dim {
+                    // SAFETY: a row of q — the caller; 16 bytes of it.
+                    part[i] = unsafe { global::load_nc_x4(q.wrapping_add(at + column as usize)) };
+                }
+                i += 1;
+            }
+        }
+        part
+    }
+
+    /// Brings it to shared memory.
+    ///
+    /// # Safety
+    /// - *converged*: the whole block, of which nobody reads the shared memory until the next barrier.
+    #[inline(always)]
+    unsafe fn store<T: Multiplicand, M: Multiplicand>(self, part: [[u32; 4]; 2], steps: usize, salt: u32) {
+        // Opaque, or the places would be kept in registers for the next split.
+        let thread = thread::opaque(thread::thread_idx_x() + salt * THREADS) % THREADS;
+        let (row, piece) = (thread / 8, thread % 8);
+        let (mut words, mut inverse, mut is_exact) = (part, 1.0, true);
+        // SAFETY: inside the block's shared memory — `smem_bytes`; the rest is the caller's promise.
+        unsafe {
+            if T::INFINITIES != M::INFINITIES {
+                let mut values = [[0f32; 8]; 2];
+                let mut largest = 0f32;
+                let mut i = 0;
+                while i < 8 * (steps / 4) {
+                    if i % 8 == 0 {
+                        T::unpack(part[i / 8], &mut values[i / 8]);
+                    }
+                    largest = math::max(largest, values[i / 8][i % 8].abs());
+                    i += 1;
+                }
+                largest = warp::max_f32::<8>(largest);
+                // From 2^14 on, below 2^15, or as it is if it is larger.
+                let shift = (127 + 14u32).saturating_sub(largest.to_bits() >> 23).min(Self::MAX_SHIFT);
+                let factor = f32::from_bits((127 + shift) << 23);
+                inverse = f32::from_bits((127 - shift) << 23);
+                let mut i = 0;
+                while i < steps / 4 {
+                    let mut back = [0f32; 8];
+                    let scaled = values[i].map(|value| value * factor);
+                    words[i] = M::pack(&scaled);
+                    M::unpack(words[i], &mut back);
+                    let mut j = 0;
+                    while j < 8 {
+                        // Not `!=`: NaN stays what it is.
+                        #[allow(clippy::double_comparisons)]
+                        let is_rounded = back[j] < scaled[j] || back[j] > scaled[j];
+                        is_exact &= !is_rounded;
+                        j += 1;
+                    }
+                    i += 1;
+                }
+                let is_exact = warp::all(warp::FULL_MASK, is_exact);
+                if thread.is_multiple_of(32) {
+                    shared::store_u32(self.marks(steps) + thread / 32 * 4, u32::from(!is_exact));
+                }
+            }
+            if piece == 0 {
+                shared::store_f32(self.inverses(steps) + row * 4, inverse);
+            }
+            let mut i = 0;
+            while i < 2 * (steps / 4) {
+                // Two steps are of 16 bytes of q: the first of the lane, the second of the columns behind them.
+                let (piece, pair) = (piece + i as u32 / 2 * 8, i as u32 % 2);
+                let (step, member) = (piece / 8 * 4 + piece % 2 * 2 + pair, piece / 2 % 4);
+                let at = self.at + step * 512 + (row % 8 * 4 + member) * 16 + row / 8 * 4;
+                shared::store_u32(at, words[i / 2][2 * (i % 2)]);
+                shared::store_u32(at + 8, words[i / 2][2 * (i % 2) + 1]);
+                i += 1;
+            }
+        }
+    }
+}
+
+/// The products of a warp's keys and a split's rows, and the copies that follow: `start` is given the chunk that has been read.
+///
+/// # Safety
+/// - *converged*: the whole warp; the rest is the caller's promise to [`splits`].
+#[inline(always)]
+unsafe fn products<M: Multiplicand, C: Keys<M>, const STEPS: usize, const PLACES: usize>(
+    queries: &[[u32; 4]; STEPS],
+    lane: u32,
+    pieces: u32,
+    place_of: impl Fn(usize) -> u32,
+    start: impl Fn(usize),
+) -> [[f32; 4]; 2 * CHUNKS] {
+    let (group, member) = (lane / 4, lane % 4);
+    let steps_of_piece = 4 * STEPS / pieces as usize;
+    let mut s = [[0f32; 4]; 2 * CHUNKS];
+    let mut chunk = 0;
+    while chunk < CHUNKS {
+        // SAFETY: the caller's promise.
+        unsafe {
+            wait::<PLACES>();
+            // A piece of keys `group` and eight further on, of every four.
+            let at = place_of(chunk) + group * pieces * 16;
+            let mut i = 0;
+            while i < pieces as usize / 4 {
+                let piece = (i as u32 % 2 * 4) ^ member ^ turn(pieces, group);
+                let at = at + (piece << 4) + i as u32 / 2 * 128;
+                let near = C::keys(shared::load_u32x4(at));
+                let far = C::keys(shared::load_u32x4(at + 8 * pieces * 16));
+                let mut j = 0;
+                while j < steps_of_piece {
+                    let query = queries[steps_of_piece * i + j];
+                    s[2 * chunk] = M::multiply_add(query, near[j], s[2 * chunk]);
+                    s[2 * chunk + 1] = M::multiply_add(query, far[j], s[2 * chunk + 1]);
+                    j += 1;
+                }
+                i += 1;
+            }
+            warp::sync_warp(warp::FULL_MASK);
+        }
+        start(chunk);
+        chunk += 1;
+    }
+    s
+}
+
 /// The whole block. See the module.
 ///
 /// # Safety
@@ -418,7 +583,7 @@ fn operands<const STEPS: usize>(queries: &[[u32; 4]; STEPS], work: &Work, lane: 
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn splits<
     T: Multiplicand,
-    C: Cached<T>,
+    C: Cached<T> + Keys<T> + Keys<C::Values>,
     const DIM: u32,
     const STEPS: usize,
     const TILES: usize,
@@ -440,8 +605,12 @@ pub(super) unsafe fn splits<
     let place_bytes = CHUNK * row_bytes;
     let ring = shared::base() + warp_idx * (PLACES as u32 * place_bytes);
     let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
+    let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
+    let shared_queries =
+        SharedQueries { at: ring_end + WARPS * (ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4 };
     // For what would be kept from one split to the next.
     let has_registers = DIM <= 128;
+    let shares_q = decode_ring_q_bytes(DIM, 16 / C::PER_PIECE) != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
 
@@ -492,62 +661,64 @@ pub(super) unsafe fn splits<
             chunk += 1;
         }
         let mut loaded = [[0u32; 4]; STEPS];
-        if has_registers && work.has_keys() {
+        if !work.has_keys() || !has_registers {
+            // Nothing is loaded.
+        } else if shares_q {
+            let part = SharedQueries::load(q, &work, STEPS, dims);
+            shared_queries.store::<T, C::Values>(part, STEPS, 0);
+            thread::sync_threads();
+        } else {
             loaded = load_queries::<T, C, STEPS>(q, &work, thread::lane(), dims);
         }
         while work.has_keys() {
             // Opaque, or the places of all that is read would be kept in registers for the next split.
             let lane = thread::opaque(thread::lane() + work.split * 32) % 32;
             let (group, member) = (lane / 4, lane % 4);
-            if !has_registers {
-                loaded = load_queries::<T, C, STEPS>(q, &work, lane, dims);
-            }
-            let queries = operands(&loaded, &work, lane);
             // Where all of a split's k is on its way, what follows it is of the next split.
             let ahead = if PLACES > CHUNKS { splits.next(tables, dims) } else { work };
-            let mut s = [[0f32; 4]; 2 * CHUNKS];
-            let mut chunk = 0;
-            while chunk < CHUNKS {
-                wait::<PLACES>();
-                // A piece of keys `group` and eight further on, of every four.
-                let at = place_of(chunk) + group * row_bytes;
+            // The chunk `PLACES` further on goes where the one that was read is.
+            let go_on = |chunk: usize| start(&ahead, (chunk + PLACES) % (2 * CHUNKS));
+            let mut is_shared = shares_q;
+            if shares_q && T::INFINITIES != C::Values::INFINITIES {
+                let [a, b, c, d] = shared::load_u32x4(shared_queries.marks(STEPS));
+                is_shared = a | b | c | d == 0;
+            }
+            let mut scales = [dims.scale * head_scale::<T, C>(k_scale, work.head_kv); 2];
+            let mut s = if is_shared {
+                let at = shared_queries.inverses(STEPS) + group * 4;
+                scales = [scales[0] * shared::load_f32(at), scales[1] * shared::load_f32(at + 32)];
+                let mut queries = [[0; 4]; STEPS];
                 let mut i = 0;
-                while i < pieces as usize / 4 {
-                    let piece = (i as u32 % 2 * 4) ^ member ^ turn(pieces, group);
-                    let at = at + (piece << 4) + i as u32 / 2 * 128;
-                    let near = C::keys(shared::load_u32x4(at));
-                    let far = C::keys(shared::load_u32x4(at + 8 * row_bytes));
-                    let mut j = 0;
-                    while j < 2 * C::PARTS {
-                        let query = queries[2 * C::PARTS * i + j];
-                        s[2 * chunk] = T::multiply_add(query, near[j], s[2 * chunk]);
-                        s[2 * chunk + 1] = T::multiply_add(query, far[j], s[2 * chunk + 1]);
-                        j += 1;
-                    }
+                while i < STEPS {
+                    queries[i] = shared::load_u32x4(shared_queries.at + (i as u32 * 32 + lane) * 16);
                     i += 1;
                 }
-                // The chunk `PLACES` further on goes where this one was.
-                warp::sync_warp(warp::FULL_MASK);
-                start(&ahead, (chunk + PLACES) % (2 * CHUNKS));
-                chunk += 1;
-            }
+                products::<C::Values, C, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
+            } else {
+                let loaded = if has_registers && !shares_q {
+                    loaded
+                } else {
+                    load_queries::<T, C, STEPS>(q, &work, lane, dims)
+                };
+                let queries = operands(&loaded, &work, lane);
+                products::<T, C, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
+            };
 
             // Weights, of the warp's keys by themselves.
             let mut m = [f32::NEG_INFINITY; 2];
-            let mut scale = dims.scale * head_scale::<T, C>(k_scale, work.head_kv);
             if has_cap(dims) {
                 let mut i = 0;
                 while i < 8 * CHUNKS {
-                    s[i / 4][i % 4] = capped(s[i / 4][i % 4] * scale, dims);
+                    s[i / 4][i % 4] = capped(s[i / 4][i % 4] * scales[i / 2 % 2], dims);
                     i += 1;
                 }
-                scale = 1.0;
+                scales = [1.0; 2];
             }
             if work.is_whole() {
                 let mut i = 0;
                 while i < 8 * CHUNKS {
                     let s = &mut s[i / 4][i % 4];
-                    *s *= scale;
+                    *s *= scales[i / 2 % 2];
                     m[i / 2 % 2] = math::max(m[i / 2 % 2], *s);
                     i += 1;
                 }
@@ -560,7 +731,7 @@ pub(super) unsafe fn splits<
                     let key =
                         key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
                     let s = &mut s[i / 4][i % 4];
-                    *s = if visible[half].has(key) { *s * scale } else { f32::NEG_INFINITY };
+                    *s = if visible[half].has(key) { *s * scales[half] } else { f32::NEG_INFINITY };
                     m[half] = math::max(m[half], *s);
                     i += 1;
                 }
@@ -585,6 +756,10 @@ pub(super) unsafe fn splits<
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
 
             let next = if PLACES > CHUNKS { ahead } else { splits.next(tables, dims) };
+            let mut part = [[0; 4]; 2];
+            if shares_q && next.has_keys() {
+                part = SharedQueries::load(q, &next, STEPS, dims);
+            }
             let is_alike = work.is_alike();
             let mut o = [[0f32; 4]; TILES];
             let mut chunk = 0;
@@ -616,7 +791,9 @@ pub(super) unsafe fn splits<
 
             let end = End { work, is_alike, m, sums, results: ring_end };
             end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims, || {
-                if has_registers && next.has_keys() {
+                if shares_q {
+                    shared_queries.store::<T, C::Values>(part, STEPS, next.split);
+                } else if has_registers && next.has_keys() {
                     loaded = load_queries::<T, C, STEPS>(q, &next, lane, dims);
                 }
             });
@@ -671,6 +848,7 @@ impl End {
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
             let num_rows = work.end_row - work.first_row;
+            let v_scale = head_scale::<T, C>(v_scale, work.head_kv);
             let mut first_column = 0;
             while first_column < DIM {
                 // The results before these have been read.
@@ -824,8 +1002,7 @@ impl End {
                             }
                         }
                         if C::IS_SCALED {
-                            let scale = head_scale::<T, C>(v_scale, work.head_kv);
-                            totals = totals.map(|total| total * scale);
+                            totals = totals.map(|total| total * v_scale);
                         }
                         let at = work.slot(work.first_row + row, dims) * dims.head_dim_v as usize;
                         global::store_x4(partial.add(at + column as usize), totals.map(f32::to_bits));
