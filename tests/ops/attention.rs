@@ -412,20 +412,25 @@ fn blocks() -> TestResult {
 #[test]
 fn borders_of_few_queries_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
-        for (dtype, head_dim, window, page_size, is_fp8) in [
-            (DType::BF16, 64, None, Some(16), false),
-            (DType::F16, 128, Some(40), None, false),
-            (DType::BF16, 256, Some(200), Some(32), false),
-            (DType::BF16, 128, Some(40), Some(16), true),
+        for (dtype, len, head_dim, window, page_size, is_fp8) in [
+            // All keys of the second split are seen by a row of the first tile, but not by all.
+            (DType::BF16, 513, 64, None, Some(16), false),
+            (DType::F16, 300, 128, Some(40), None, false),
+            (DType::BF16, 300, 256, Some(200), Some(32), false),
+            (DType::BF16, 300, 128, Some(40), Some(16), true),
         ] {
             let mask = Mask::Causal;
-            let case = Case { mask, window, page_size, is_fp8, ..plain(dtype, 9, 300, (4, 2), head_dim) };
+            let case = Case { mask, window, page_size, is_fp8, ..plain(dtype, 9, len, (4, 2), head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
-            let first = 300 - window.unwrap_or(300);
-            nan_stays(device, &case, &[(0, 5), (1, 296), (2, 296), (2, 100), (2, first)])?;
+            let first = len - window.unwrap_or(len);
+            nan_stays(device, &case, &[(0, 5), (1, len - 4), (2, len - 4), (2, 100), (2, first)])?;
         }
+        // A key before the window, beside keys in it.
+        let (mask, window) = (Mask::Causal, Some(40));
+        let case = Case { mask, window, ..plain(DType::F16, 1, 300, (4, 2), 128) };
+        nan_stays(device, &case, &[(1, 258), (2, 258)])?;
     }
     Ok(())
 }

@@ -221,8 +221,8 @@ pub const DECODE_RING_COLUMNS: u32 = 128;
 /// Floats between the rows of those.
 pub const DECODE_RING_PADDING: u32 = 4;
 
-/// Shared memory of a `DecodeRing` tile for q, where that is brought to another type for all warps at once: operands, a factor
-/// per row, a mark per warp. None where the registers that it saves are not wanted, and no room is.
+/// Shared memory of a `DecodeRing` tile for q, which all warps have there beside fp8 keys: operands, a factor per row, a mark per
+/// warp. Wider heads have no room for it.
 pub const fn decode_ring_q_bytes(dim: u32, kv_bytes: u32) -> u32 {
     if kv_bytes == 1 && dim <= 128 { DECODE_RING_ROWS * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
 }

@@ -7,13 +7,14 @@
 //!
 //! ```text
 //! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][16 rows][≤ 128] | maxima | sums | marks |
+//!          beside fp8, heads up to 128: | q |
 //!
 //! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further into its place
 //! s = q·kᵀ    the warp's 64 keys: four chunks
-//! p           masks, the warp's own maximum m and sum l; rounded, the next product's operand as they are
+//! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, the next product's operand as they are
 //! o = p·v     four chunks; behind them those of the next split's k start
-//! at the end  the next split's q starts
-//!             o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time
+//! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time; meanwhile the next split's
+//!             q is loaded
 //! ```
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
@@ -25,8 +26,12 @@
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
 //! - A page has a multiple of 16 keys, so a chunk is of one: looked up once, when its copies start.
-//! - fp8 lies in the ring as it is, in twice as many places, and is widened between `ldmatrix` and `mma` ([`Cached`]): the scale of
-//!   a head's keys joins that of the scores, the scale of its values multiplies the results.
+//! - A chunk of which all rows and columns are there is copied without a predicate, the others in a loop. What is known of a split
+//!   is found once, without divisions, and kept; heads of 256 have no registers for all of it.
+//! - fp8 lies in the ring as it is and is widened before `mma` ([`Cached`]): the scale of a head's keys joins that of the scores, the
+//!   scale of its values multiplies the results. It is widened to binary16, which is a quarter of the instructions of bfloat16, so
+//!   q of that type is brought to binary16 too, exactly: a row by a power of two. That is done once for all warps, in shared memory.
+//!   Where binary16 has not all elements of a tile, its block multiplies in bfloat16, with the same bits ([`SharedQueries`]).
 //!
 //! # Measured on an H200, head dim 128, bf16, with the merge
 //!
@@ -44,6 +49,10 @@
 //! fp8 takes 200 µs where bf16 takes 272 (64 sequences), 410 and 552 (256 of 2048), 33 and 41.5 (1 of 32768): 1.25 to 1.36 times as
 //! fast, where half the bytes would allow 1.9. With eight places and two blocks on a multiprocessor it took 211: then two warps a scheduler
 //! issued in 53 % of the cycles (bf16 needs no instructions between `ldmatrix` and `mma`); with four places and three blocks 200.
+//!
+//! All that was measured with about 2650 instructions per warp and split (fp8: 3150), of which two thirds were for copies, masks and what
+//! is known of a split. Now about 1320 (fp8: 1710) are left, counted in the image of sm_90a for a query, four heads on one and no
+//! pages; their time has not been measured yet.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
@@ -410,8 +419,9 @@ fn operands<const STEPS: usize>(queries: &[[u32; 4]; STEPS], work: &Work, lane: 
     operands
 }
 
-/// q in shared memory, of type M for keys that are multiplied as such: all warps want the same, and each brings a part of it there.
-/// A row is multiplied by a power of two, so that its elements are representable; if some are not, the block does without.
+/// q in shared memory, of the type that keys are multiplied in: all warps want the same, and each brings a part of it there. If the
+/// type is another than that of q, a row is multiplied by a power of two; if some elements are not representable even so, the block
+/// does without.
 #[derive(Clone, Copy)]
 struct SharedQueries {
     /// Operands of `mma`, [step][lane]; the rows' factors' inverses; of each warp whether it did not succeed.
