@@ -49,7 +49,8 @@ impl Tile {
             }
             Sequence::new(tables, dims, batch)
         };
-        let end_query = (first_query + ROWS).min(own.seq_q);
+        // Of an empty place, of which nothing below is used, there may be none at all.
+        let end_query = (first_query + ROWS).min(own.seq_q).max(1);
         let (first_row, last_row) = (own.visible(dims, first_query), own.visible(dims, end_query - 1));
         let any = Visible { lo: first_row.lo, hi: last_row.hi };
         let all = Visible { lo: last_row.lo, hi: first_row.hi };
