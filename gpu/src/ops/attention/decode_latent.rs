@@ -48,7 +48,7 @@ use abi::ops::attention::{
 };
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
-use super::decode_ring::{Splits, Work, base};
+use super::work::{Splits, Work, base};
 use super::{Tables, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 use crate::tile::softmax::weight;

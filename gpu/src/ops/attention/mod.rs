@@ -32,6 +32,8 @@ mod merge;
 mod prefill;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod prefill_mma;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod queries;
 mod scores;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod softmax;
@@ -39,6 +41,8 @@ mod softmax;
 mod tile;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+mod work;
 
 use core::ptr::null;
 

@@ -138,30 +138,20 @@ impl Blocks {
     /// - As for [`Blocks::word`].
     #[inline(always)]
     pub(super) unsafe fn has(self, query: u32, key: u32, dims: &AttentionDims) -> bool {
-        let shift = dims.scores.block_shift;
-        let block = key >> shift;
         // SAFETY: the caller's promise.
-        unsafe { self.word(query >> shift, block / 32, dims) >> (block % 32) & 1 != 0 }
+        unsafe { self.bits(query, key, dims) & 1 != 0 }
     }
 
-    /// The bits of the block of a key and of those behind it, of 17 at least that there are.
+    /// The bits of the block of a key and of those behind it, up to a multiple of 32 blocks.
     ///
     /// # Safety
     /// - As for [`Blocks::word`].
     #[inline(always)]
     pub(super) unsafe fn bits(self, query: u32, key: u32, dims: &AttentionDims) -> u32 {
         let shift = dims.scores.block_shift;
-        let (query, block) = (query >> shift, key >> shift);
-        let next = (block | 31) + 1;
-        // SAFETY: the caller's promise; the next word if it has a block of keys.
-        unsafe {
-            let bits = self.word(query, block / 32, dims) >> (block % 32);
-            if block % 32 > 15 && next << shift < dims.seq_kv {
-                bits | self.word(query, next / 32, dims) << (32 - block % 32)
-            } else {
-                bits
-            }
-        }
+        let block = key >> shift;
+        // SAFETY: the caller's promise.
+        unsafe { self.word(query >> shift, block / 32, dims) >> (block % 32) }
     }
 
     /// The same as [`Blocks::word`] for the blocks of the queries from `first` to `last`: what some of them see, and what all see.

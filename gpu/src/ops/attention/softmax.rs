@@ -57,8 +57,8 @@ pub(super) fn mask<const SCORES: usize>(
     }
 }
 
-/// Scores of blocks of keys that a row does not see become −∞. The thread's first key is `first`, at most 7 further than the first of
-/// the step, its rows are `query` and 8 further, which are of one block of the mask.
+/// Scores of blocks of keys that a row does not see become −∞. The step has 128 keys and begins at a multiple of as many, so with a
+/// block; the thread's first key is `first`, at most 7 further. Its rows are `query` and 8 further, which are of one block of the mask.
 ///
 /// # Safety
 /// - The block mask of a head, *in-bounds* for `dims`.
@@ -72,11 +72,9 @@ pub(super) unsafe fn mask_blocks<const SCORES: usize>(
 ) {
     // SAFETY: a query and a key of the mask — the caller.
     let bits = unsafe { blocks.bits(query.min(dims.seq_q - 1), first, dims) };
-    let shift = dims.scores.block_shift;
-    let within = first & ((1 << shift) - 1);
     let mut i = 0;
     while i < SCORES / 4 {
-        if bits >> ((within + 8 * i as u32) >> shift) & 1 == 0 {
+        if bits >> ((8 * i as u32) >> dims.scores.block_shift) & 1 == 0 {
             let mut j = 0;
             while j < 4 {
                 s[4 * i + j] = f32::NEG_INFINITY;

@@ -127,6 +127,8 @@ pub(super) unsafe fn tiles<
     [f32; SUMS]: Registers,
     [u32; WEIGHTS]: Registers,
 {
+    // What `mask_blocks` asks for.
+    const { assert!(!wgmma_knows_blocks(CONSUMERS, DIM_V) || KEYS == 128) };
     let places = Places::new::<DIM, DIM_V, KEYS, ROWS>();
     let thread = thread::thread_idx_x();
     // SAFETY: the barriers lie behind the tensors; one thread initialises them before anyone uses them.
