@@ -251,12 +251,6 @@ pub const fn wgmma_out_in_q(dim: u32) -> bool {
     dim > 128
 }
 
-/// Tiles of queries in shared memory of a `Wgmma` tile: two, so that the next one's first product begins beside the last of the one
-/// before, where there is room.
-pub const fn wgmma_q_stages(dim: u32) -> u32 {
-    if wgmma_out_in_q(dim) { 1 } else { 2 }
-}
-
 impl AttentionTile {
     /// The largest `head_dim` and `head_dim_v`.
     pub const fn max_head_dims(self) -> (u32, u32) {
@@ -314,7 +308,7 @@ impl AttentionTile {
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
     /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. Merge: one row per warp. Wgmma: the stages of q, the result
+    /// scores, the weights, an f32 per row. Merge: one row per warp. Wgmma: q, the result
     /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
@@ -340,8 +334,7 @@ impl AttentionTile {
             AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
-                let q = wgmma_q_stages(dim) * self.rows() * dim;
-                (q + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
+                (self.rows() * dim + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
             }
         }
     }

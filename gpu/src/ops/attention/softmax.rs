@@ -18,11 +18,6 @@ pub(super) struct Rows {
     pub(super) l: [f32; 2],
 }
 
-impl Rows {
-    /// Before any keys.
-    pub(super) const NEW: Rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
-}
-
 /// Scores under the soft cap, still to be multiplied by the scale.
 #[inline(always)]
 pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDims) {

@@ -10,16 +10,13 @@
 //!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
 //!            wait for s ──► empty_k;  mask; m', l, p' = 2^(s·c − m'·c)
 //!            wait for o ──► empty_v;  o ·= 2^((m − m')·c);  p = p' rounded
-//!            … the next tile's s = q·k[n]  and  o += p·v[first];  meanwhile 1 / l, then the softmax of s: p', and m, l anew
-//!            o / l ──► shared memory ──► TMA store;  p = p' rounded …
+//!            … o += p·v[first];  o / l ──► shared memory ──► TMA store, while the next tile begins
 //!
-//! shared memory   | q 0, q 1 | out | k 0, k 1 | v 0, v 1 | barriers, marks |    at head dims above 128 one q, whose place out takes
+//! shared memory   | q | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
 //!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
 //! ```
 //!
 //! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
-//! - Between tiles it goes on like that: the next tile's first product is one more of a step's. A tile begins and ends by itself where
-//!   that is not possible: with a single q, beside a tile without steps, and as the block's first or last.
 //! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those that some row
 //!   does not see whole are masked.
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
@@ -50,26 +47,26 @@
 //! Of 1, 32 on 8, 16384, 128 all keys take 7053 µs and a tenth of the blocks of 128 takes 820: 8.6 times as fast, at 537 instead of
 //! 624 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes 531 µs.
 //!
-//! Large ones are at the card's power, and move by a tenth from run to run. Many short sequences, where a tile is a few steps and its
-//! beginning and end count, were timed when nothing of the next tile ran beside the end of the one before; since it does, not yet.
+//! Large ones are at the card's power, and move by a tenth from run to run. Open: many short sequences, where a tile is a few
+//! steps and its beginning and end count: nothing of the next tile's first product runs beside the end of the one before.
 
 mod borders;
 mod walk;
 
-use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q, wgmma_q_stages};
+use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::scores::{Blocks, has_blocks, has_cap, sink};
-use super::softmax::{Rows, cap, mask, mask_blocks, round as round_weights, scale_rows, softmax};
+use super::softmax::{Rows, cap, mask, mask_blocks, round, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use walk::{LAST, MARKS, NONE, Places, STEPS, Step, TileWords, Tiles, Turn, Walk};
+use walk::{MARKS, NONE, Places, Step, TileWords, Tiles, Turn, Walk};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -78,8 +75,6 @@ const STAGES: u32 = WGMMA_STAGES;
 const TURN: u32 = 1;
 const OWN: u32 = 4;
 const CLEANERS: u32 = 7;
-/// What a row without weights is multiplied by.
-const EMPTY: f32 = -1.0;
 
 /// The tensor maps of a launch, of `[sequence, head, token, column]`; of k and v a sequence may be a page.
 #[derive(Clone, Copy)]
@@ -134,12 +129,8 @@ pub(super) unsafe fn tiles<
     // SAFETY: the barriers lie behind the tensors; one thread initialises them before anyone uses them.
     unsafe {
         if thread == 0 {
-            let mut round = 1;
-            while round <= wgmma_q_stages(DIM) {
-                mbarrier::init(places.full_q(round), 1);
-                mbarrier::init(places.empty_q(round), CONSUMERS);
-                round += 1;
-            }
+            mbarrier::init(places.full_q(), 1);
+            mbarrier::init(places.empty_q(), CONSUMERS);
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(places.full_k(stage), 1);
@@ -226,20 +217,19 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             );
             let tile = &walk.tile;
             let batch = if tables.q_offsets.is_null() { tile.batch as i32 } else { 0 };
+            let pages = Pages::new(tables, dims, tile.batch);
             let mut next = walk.below::<KEYS>(tile.end, dims);
-            mbarrier::wait_parity(places.empty_q(tiles.round), places.parity_q(tiles.round) ^ 1);
-            TileWords::new(tile, next != NONE, tiles.is_last(), dims).store(places, tiles.round);
-            let full_q = places.full_q(tiles.round);
-            mbarrier::arrive_expect_tx(full_q, ROWS * DIM * 2);
+            mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+            TileWords::new(tile, next != NONE, dims).store(places, tiles.round);
+            mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
-                let at = places.stage_q(tiles.round) + col * ROWS * ROW_BYTES;
+                let at = places.q + col * ROWS * ROW_BYTES;
                 let query = (tile.own.first_q + tile.first_query) as i32;
                 let from = [(64 * col) as i32, query, tile.head as i32, batch];
-                tma::load(at, maps.q, from, full_q);
+                tma::load(at, maps.q, from, places.full_q());
                 col += 1;
             }
-            let pages = Pages::new(tables, dims, tile.batch);
             while next != NONE {
                 let step = next;
                 next = walk.below::<KEYS>(step, dims);
@@ -340,10 +330,10 @@ unsafe fn consume<
 {
     let member = thread::thread_idx_x() % 128;
     let (own_turn, next_turn) = (TURN + consumer, TURN + (consumer + 1) % CONSUMERS);
+    let q_at = places.q + consumer * 64 * ROW_BYTES;
     // Of the next k; v is one behind.
     let mut turn = Turn(0);
-    // Of the tile whose scores were the last, counted from 1.
-    let mut round = 0;
+    let mut tiles = Tiles::new(dims);
     // SAFETY: products read stages that have come, and give them back when they are done; all branches around products and
     // barriers depend on what is the same in the whole block.
     unsafe {
@@ -352,308 +342,185 @@ unsafe fn consume<
                 mbarrier::arrive(barrier);
             }
         };
-        let q_at = |round: u32| places.stage_q(round) + consumer * 64 * ROW_BYTES;
-        let own = (places, consumer, member, blocks, dims);
         // The first consumer begins.
         if consumer == CONSUMERS - 1 {
             barrier::arrive(TURN, 256);
         }
-        // Tiles that begin by themselves.
-        loop {
-            round += 1;
+        while tiles.next().is_some() {
             let mut s = [0f32; SCORES];
             let mut o = [0f32; SUMS];
-            // Weights whose product is still to come, and their step.
             let mut p = [0u32; WEIGHTS];
-            let mut step = Step::NONE;
-            let mut rows = Rows::NEW;
-            let mut accumulate = Accumulate::Overwrite;
-            let mut goes_on = false;
-            mbarrier::wait_parity(places.full_q(round), places.parity_q(round));
-            let [what, ..] = TileWords::of_masks(places, round);
-            if what & STEPS != 0 {
+            let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
+            let mut is_marked = false;
+            mbarrier::wait_parity(places.full_q(), (tiles.round & 1) ^ 1);
+            // What some row does not see. Nothing is kept in registers for it.
+            let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
+                let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+                let (round, member) = (thread::opaque(round), thread::opaque(member));
+                // The thread's first row, and its first column of eight.
+                let (query, key) =
+                    (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
+                mask(s, dims, [len as i32, ahead as i32], query, key);
+                if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+                    let [blocks_place, ..] = TileWords::of_rows(places, round);
+                    mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
+                }
+            };
+            let [has_steps, ..] = TileWords::of_masks(places, tiles.round);
+            if has_steps != 0 {
                 mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
-                step = Step::load(places, turn);
+                let mut step = Step::load(places, turn);
                 barrier::sync(own_turn, 256);
-                scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at(round), places.stage_k(turn.stage()));
+                scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                 barrier::arrive(next_turn, 256);
                 wgmma::wait_group::<0>(&mut s);
-                weigh::<DIM, DIM_V, KEYS, CONSUMERS, SCORES>(&mut s, &mut rows, step, round, turn, own);
-                round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
-                turn.0 += 1;
-                goes_on = wait_for_next::<DIM>(step, round, turn, places);
-            }
-            // The step's second product, beside the first one of the next step, and of the next tile after the last.
-            loop {
-                let (of_tile, is_end, is_alone) = (round, step.is_last(), !goes_on);
-                let before = Turn(turn.0.wrapping_sub(1));
-                let factors;
-                if goes_on {
-                    round += u32::from(is_end);
+                release(places.empty_k(turn.stage()));
+                if has_cap(dims) {
+                    cap(&mut s, dims);
+                }
+                if step.is_border() {
+                    hide(&mut s, step, tiles.round);
+                }
+                softmax(&mut s, &mut rows, dims.scale);
+                round::<T, SCORES, WEIGHTS>(&s, &mut p);
+                let mut accumulate = Accumulate::Overwrite;
+                let wait_for_next_k = |step: Step, turn: Turn| {
+                    if !step.is_last() {
+                        let next = Turn(turn.0 + 1);
+                        mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+                    }
+                };
+                wait_for_next_k(step, turn);
+                while !step.is_last() {
+                    let before = turn;
+                    turn.0 += 1;
+                    step = Step::load(places, turn);
                     barrier::sync(own_turn, 256);
-                    scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at(round), places.stage_k(turn.stage()));
+                    scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                     mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
                     values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(before.stage()), accumulate);
                     barrier::arrive(next_turn, 256);
                     accumulate = Accumulate::Add;
-                    let mut last = [0f32; 2];
-                    if is_end {
-                        last = end_rows::<T>(&rows, places, of_tile, lse, sinks, dims);
-                        rows = Rows::NEW;
-                        accumulate = Accumulate::Overwrite;
-                    }
                     wgmma::wait_group::<1>(&mut s);
-                    step = Step::load(places, turn);
-                    let decay = weigh::<DIM, DIM_V, KEYS, CONSUMERS, SCORES>(
-                        &mut s, &mut rows, step, round, turn, own,
-                    );
-                    factors = if is_end { last } else { decay };
-                    turn.0 += 1;
-                    // Here, because ptxas moves the wait for the products to the front of its basic block: this begins a new
-                    // one, behind the softmax.
-                    goes_on = wait_for_next::<DIM>(step, round, turn, places);
+                    release(places.empty_k(turn.stage()));
+                    if has_cap(dims) {
+                        cap(&mut s, dims);
+                    }
+                    if step.is_border() {
+                        hide(&mut s, step, tiles.round);
+                    }
+                    let decay = softmax(&mut s, &mut rows, dims.scale);
+                    // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
+                    // new one, behind the softmax.
+                    wait_for_next_k(step, turn);
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                     release(places.empty_v(before.stage()));
-                    round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
-                } else {
-                    if !step.is_none() {
-                        let v = places.stage_v(before.stage());
-                        mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
-                        values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, v, accumulate);
-                        wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                        release(places.empty_v(before.stage()));
-                    }
-                    factors = end_rows::<T>(&rows, places, of_tile, lse, sinks, dims);
+                    scale_rows(&mut o, decay);
+                    round::<T, SCORES, WEIGHTS>(&s, &mut p);
                 }
-                scale_rows(&mut o, factors);
-                if is_end {
-                    let all = (maps, places, v, out, tables, blocks);
-                    store::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SUMS>(&mut o, factors, of_tile, all, dims);
-                    if is_alone {
-                        // Here, where all threads have seen that it had come: they have passed the store's barriers.
-                        if step.is_none() && !wgmma_out_in_q(DIM) {
-                            release(places.empty_q(round));
-                        }
-                        break;
-                    }
+                if !wgmma_out_in_q(DIM) {
+                    release(places.empty_q());
                 }
+                mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
+                let mark = |cleaner: u32| shared::load_u32(places.mark(tiles.round, cleaner)) == tiles.round;
+                is_marked = mark(0) | mark(1) | mark(2);
+                wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                release(places.empty_v(turn.stage()));
+                turn.0 += 1;
             }
-            let [what, ..] = TileWords::of_masks(places, round);
-            if what & LAST != 0 {
-                break;
+
+            // Opaque, or the places of tile and thread would take up registers all the time.
+            let round = thread::opaque(tiles.round);
+            let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
+            let (consumer, member) = (thread / 128 - 1, thread % 128);
+            let (lane, row) = (member % 32, first_row(consumer, member));
+            let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
+            let first_row = TileWords::first_row(places, round);
+            let mut half = 0;
+            let mut factors = [0f32; 2];
+            let mut is_empty = [false; 2];
+            let sink = sink::<T>(sinks, head);
+            while half < 2 {
+                let mut sum = warp::sum_f32::<4>(rows.l[half]);
+                is_empty[half] = sum == 0.0;
+                let mut m = rows.m[half] * dims.scale;
+                let decay = join::<T>(&mut m, &mut sum, sink);
+                factors[half] = math::rcp(sum) * decay;
+                let row = row + 8 * half as u32;
+                if !lse.is_null() && lane % 4 == 0 && row < num_rows {
+                    let at =
+                        offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
+                    global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+                }
+                half += 1;
+            }
+            scale_rows(&mut o, factors);
+            // A row of weights 0 has no result, whatever its values are.
+            let mut i = 0;
+            while i < SUMS {
+                if is_empty[i / 2 % 2] {
+                    o[i] = 0.0;
+                }
+                i += 1;
+            }
+
+            // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
+            // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
+            tma::wait_group_read::<0>();
+            barrier::sync(OWN + consumer, 128);
+            let boxes = places.out + consumer * 64 * ROW_BYTES;
+            put::<T, ROWS, SUMS>(&o, boxes, member);
+            if is_marked {
+                barrier::sync(OWN + consumer, 128);
+                let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), tables, dims);
+                let pages = Pages::new(tables, dims, tile.batch);
+                let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
+                spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
+            }
+            fence::proxy_async_shared();
+            barrier::sync(OWN + consumer, 128);
+            let first_row = first_row + consumer * 64;
+            // Behind the last row of a packed sequence there are those of the next one.
+            let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
+            if !is_whole {
+                let rows = num_rows.saturating_sub(consumer * 64);
+                let stride = dims.out_token_stride;
+                let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
+                let mut i = member;
+                while i < rows * (DIM_V / 8) {
+                    let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
+                    if piece * 8 < dims.head_dim_v {
+                        let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
+                        let at_out = row as usize * stride as usize + piece as usize * 8;
+                        global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
+                    }
+                    i += 128;
+                }
+                barrier::sync(OWN + consumer, 128);
+            }
+            if member == 0 {
+                let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
+                let mut i = 0;
+                while is_whole && i < DIM_V / 64 {
+                    if 64 * i < dims.head_dim_v {
+                        let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
+                        tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
+                    }
+                    i += 1;
+                }
+                tma::commit_group();
+                if wgmma_out_in_q(DIM) {
+                    tma::wait_group_read::<0>();
+                    mbarrier::arrive(places.empty_q());
+                } else if TileWords::of_masks(places, round)[0] == 0 {
+                    // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
+                    mbarrier::arrive(places.empty_q());
+                }
             }
         }
         if member == 0 {
             tma::wait_group_read::<0>();
-        }
-    }
-}
-
-/// Makes weights of a step's scores, which are done; returns what older sums are to be multiplied by. Gives back k, and after a
-/// tile's last step q.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; the block mask *in-bounds* for `dims`.
-#[inline(always)]
-unsafe fn weigh<
-    const DIM: u32,
-    const DIM_V: u32,
-    const KEYS: u32,
-    const CONSUMERS: u32,
-    const SCORES: usize,
->(
-    s: &mut [f32; SCORES],
-    rows: &mut Rows,
-    step: Step,
-    round: u32,
-    turn: Turn,
-    (places, consumer, member, blocks, dims): (Places, u32, u32, *const u32, &AttentionDims),
-) -> [f32; 2] {
-    // SAFETY: the tile's words; the caller's promise.
-    unsafe {
-        if member == 0 {
-            mbarrier::arrive(places.empty_k(turn.stage()));
-            if !wgmma_out_in_q(DIM) && step.is_last() {
-                mbarrier::arrive(places.empty_q(round));
-            }
-        }
-        if has_cap(dims) {
-            cap(s, dims);
-        }
-        if step.is_border() {
-            // What some row does not see. Nothing is kept in registers for it.
-            let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
-            let (round, member) = (thread::opaque(round), thread::opaque(member));
-            // The thread's first row, and its first column of eight.
-            let (query, key) =
-                (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
-            mask(s, dims, [len as i32, ahead as i32], query, key);
-            if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
-                let [blocks_place, ..] = TileWords::of_rows(places, round);
-                mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
-            }
-        }
-        softmax(s, rows, dims.scale)
-    }
-}
-
-/// Waits until the first product of the step behind one can start beside the second of this one; false if it can not.
-///
-/// Nobody waits for ever: the loads need only what was given back before. k of the next step takes the place of the k before this
-/// one's, q of the next tile that of the tile before, and v of this step, which is loaded before them, that of two steps before.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer, when this step's k is given back; `next` is its turn and one.
-#[inline(always)]
-unsafe fn wait_for_next<const DIM: u32>(step: Step, round: u32, next: Turn, places: Places) -> bool {
-    // SAFETY: words of a tile whose q has come; the caller's promise.
-    unsafe {
-        if step.is_last() {
-            let has = |what: u32, round: u32| TileWords::of_masks(places, round)[0] & what != 0;
-            if wgmma_out_in_q(DIM) || has(LAST, round) {
-                return false;
-            }
-            mbarrier::wait_parity(places.full_q(round + 1), places.parity_q(round + 1));
-            if !has(STEPS, round + 1) {
-                return false;
-            }
-        }
-        mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
-        true
-    }
-}
-
-/// Ends a tile's sums of weights: stores the log-sum-exp, and returns what a thread's two rows of values are to be multiplied by, of a row
-/// without weights a negative number.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; lse and sinks *in-bounds* for `dims`.
-#[inline(always)]
-unsafe fn end_rows<T: Multiplicand>(
-    rows: &Rows,
-    places: Places,
-    round: u32,
-    lse: *mut f32,
-    sinks: *const f32,
-    dims: &AttentionDims,
-) -> [f32; 2] {
-    // SAFETY: the tile's words; rows that there are — the caller.
-    unsafe {
-        // Opaque, or the places of tile and thread would take up registers all the time.
-        let round = thread::opaque(round);
-        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
-        let (consumer, member) = (thread / 128 - 1, thread % 128);
-        let (lane, row) = (member % 32, first_row(consumer, member));
-        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
-        let first_row = TileWords::first_row(places, round);
-        let mut half = 0;
-        let mut factors = [0f32; 2];
-        let sink = sink::<T>(sinks, head);
-        while half < 2 {
-            let mut sum = warp::sum_f32::<4>(rows.l[half]);
-            let is_empty = sum == 0.0;
-            let mut m = rows.m[half] * dims.scale;
-            let decay = join::<T>(&mut m, &mut sum, sink);
-            factors[half] = if is_empty { EMPTY } else { math::rcp(sum) * decay };
-            let row = row + 8 * half as u32;
-            if !lse.is_null() && lane % 4 == 0 && row < num_rows {
-                let at = offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
-                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
-            }
-            half += 1;
-        }
-        factors
-    }
-}
-
-/// Stores a tile's results, which have been multiplied by what [`end_rows`] said.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; the rest is the caller's promise to [`tiles`].
-#[inline(always)]
-unsafe fn store<
-    T: Multiplicand,
-    const DIM: u32,
-    const DIM_V: u32,
-    const KEYS: u32,
-    const CONSUMERS: u32,
-    const ROWS: u32,
-    const SUMS: usize,
->(
-    o: &mut [f32; SUMS],
-    factors: [f32; 2],
-    round: u32,
-    (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
-    dims: &AttentionDims,
-) {
-    // SAFETY: the consumer's own boxes, and rows that there are — the caller.
-    unsafe {
-        // Opaque as in `end_rows`.
-        let round = thread::opaque(round);
-        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
-        let (consumer, member) = (thread / 128 - 1, thread % 128);
-        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
-        let first_row = TileWords::first_row(places, round);
-        let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
-        let is_marked = mark(0) | mark(1) | mark(2);
-        // A row of weights 0 has no result, whatever its values are.
-        let mut i = 0;
-        while i < SUMS {
-            if factors[i / 2 % 2] < 0.0 {
-                o[i] = 0.0;
-            }
-            i += 1;
-        }
-
-        // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
-        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
-        tma::wait_group_read::<0>();
-        barrier::sync(OWN + consumer, 128);
-        let boxes = places.out + consumer * 64 * ROW_BYTES;
-        put::<T, ROWS, SUMS>(o, boxes, member);
-        if is_marked {
-            barrier::sync(OWN + consumer, 128);
-            let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), tables, dims);
-            let pages = Pages::new(tables, dims, tile.batch);
-            let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
-            spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
-        }
-        fence::proxy_async_shared();
-        barrier::sync(OWN + consumer, 128);
-        let first_row = first_row + consumer * 64;
-        // Behind the last row of a packed sequence there are those of the next one.
-        let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
-        if !is_whole {
-            let rows = num_rows.saturating_sub(consumer * 64);
-            let stride = dims.out_token_stride;
-            let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
-            let mut i = member;
-            while i < rows * (DIM_V / 8) {
-                let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
-                if piece * 8 < dims.head_dim_v {
-                    let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
-                    let at_out = row as usize * stride as usize + piece as usize * 8;
-                    global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
-                }
-                i += 128;
-            }
-            barrier::sync(OWN + consumer, 128);
-        }
-        if member == 0 {
-            let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
-            let mut i = 0;
-            while is_whole && i < DIM_V / 64 {
-                if 64 * i < dims.head_dim_v {
-                    let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
-                    tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
-                }
-                i += 1;
-            }
-            tma::commit_group();
-            if wgmma_out_in_q(DIM) {
-                tma::wait_group_read::<0>();
-                mbarrier::arrive(places.empty_q(round));
-            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
-use abi::ops::attention::{AttentionDims, wgmma_out_in_q, wgmma_q_stages};
+use abi::ops::attention::{AttentionDims, wgmma_out_in_q};
 use cuda_std::{shared, thread};
 
 use super::super::scores::{Blocks, has_blocks};
@@ -50,19 +50,11 @@ impl Tiles {
         (number < self.count).then_some(number)
     }
 
-    /// Whether none comes after the one that [`Tiles::next`] gave.
-    #[inline(always)]
-    pub(super) fn is_last(&self) -> bool {
-        Self::number(thread::opaque(self.round)) >= self.count
-    }
-
     /// That of a round, counted from 0.
     #[inline(always)]
     pub(super) fn number(round: u32) -> u32 {
         let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
-        // From the back `blocks − 1 − block`, but no number that would be kept in a register.
-        let back = (round % 2).wrapping_neg();
-        (round * blocks).wrapping_add(block ^ back).wrapping_add(blocks & back)
+        round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
     }
 }
 
@@ -89,8 +81,6 @@ pub(super) struct Step(u32);
 impl Step {
     const BORDER: u32 = 1 << 30;
     const LAST: u32 = 1 << 31;
-    /// Of a tile without steps.
-    pub(super) const NONE: Step = Step(u32::MAX);
 
     #[inline(always)]
     pub(super) fn new(index: u32, is_border: bool, is_last: bool) -> Self {
@@ -129,16 +119,7 @@ impl Step {
     pub(super) fn is_last(self) -> bool {
         self.0 & Self::LAST != 0
     }
-
-    #[inline(always)]
-    pub(super) fn is_none(self) -> bool {
-        self.0 == Self::NONE.0
-    }
 }
-
-/// [`TileWords::of_masks`]: there are steps; no tile comes after.
-pub(super) const STEPS: u32 = 1;
-pub(super) const LAST: u32 = 2;
 
 /// A tile as the loader tells the consumers of it, before its q is loaded. They read it where they need it.
 pub(super) struct TileWords {
@@ -149,15 +130,10 @@ pub(super) struct TileWords {
 
 impl TileWords {
     #[inline(always)]
-    pub(super) fn new(tile: &Tile, has_steps: bool, is_last: bool, dims: &AttentionDims) -> Self {
+    pub(super) fn new(tile: &Tile, has_steps: bool, dims: &AttentionDims) -> Self {
         let Tile { batch, head, first_query, own, .. } = *tile;
         TileWords {
-            of_masks: [
-                if has_steps { STEPS } else { 0 } | if is_last { LAST } else { 0 },
-                first_query,
-                own.len as u32,
-                own.ahead as u32,
-            ],
+            of_masks: [u32::from(has_steps), first_query, own.len as u32, own.ahead as u32],
             of_rows: [Blocks::place(batch, head, dims), head, batch, own.seq_q.saturating_sub(first_query)],
             first_row: own.first_q + first_query,
         }
@@ -175,11 +151,10 @@ impl TileWords {
         }
     }
 
-    /// [`STEPS`] and [`LAST`]; the first query; of its sequence `len` and `ahead`.
+    /// Whether there are steps: 1 or 0; the first query; of its sequence `len` and `ahead`.
     ///
     /// # Safety
-    /// - *initialised*: the tile's q has come, and that of the tile after the next has not been given back: behind that the loader may be
-    ///   [`TILE_WORDS`] further.
+    /// - *initialised*: the tile's q has come, and the tile has not been given back.
     #[inline(always)]
     pub(super) unsafe fn of_masks(places: Places, round: u32) -> [u32; 4] {
         // SAFETY: inside shared memory; the caller's promise.
@@ -264,18 +239,13 @@ impl Walk {
     }
 }
 
-/// Of the barriers of q.
-const Q_BARRIER_BYTES: u32 = 32;
-
 /// Where things lie in shared memory.
 #[derive(Clone, Copy)]
 pub(super) struct Places {
-    q: u32,
+    pub(super) q: u32,
     pub(super) out: u32,
     k: u32,
     v: u32,
-    q_stages: u32,
-    q_bytes: u32,
     k_bytes: u32,
     v_bytes: u32,
     barriers: u32,
@@ -284,25 +254,15 @@ pub(super) struct Places {
 impl Places {
     #[inline(always)]
     pub(super) fn new<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>() -> Self {
-        let (q, q_stages) = (shared::base(), wgmma_q_stages(DIM));
-        let (q_bytes, k_bytes, v_bytes) = (ROWS * DIM * 2, KEYS * DIM * 2, KEYS * DIM_V * 2);
-        let behind_q = q + q_stages * q_bytes;
-        let (out, k) =
-            if wgmma_out_in_q(DIM) { (q, behind_q) } else { (behind_q, behind_q + ROWS * DIM_V * 2) };
+        let q = shared::base();
+        let (out, k) = if wgmma_out_in_q(DIM) {
+            (q, q + ROWS * DIM * 2)
+        } else {
+            (q + ROWS * DIM * 2, q + ROWS * (DIM + DIM_V) * 2)
+        };
+        let (k_bytes, v_bytes) = (KEYS * DIM * 2, KEYS * DIM_V * 2);
         let v = k + STAGES * k_bytes;
-        Places { q, out, k, v, q_stages, q_bytes, k_bytes, v_bytes, barriers: v + STAGES * v_bytes }
-    }
-
-    /// Of a tile, of which `round` there were with it.
-    #[inline(always)]
-    pub(super) fn stage_q(self, round: u32) -> u32 {
-        self.q + (round - 1) % self.q_stages.max(1) * self.q_bytes
-    }
-
-    /// Of the tile's turn in its stage.
-    #[inline(always)]
-    pub(super) fn parity_q(self, round: u32) -> u32 {
-        ((round - 1) / self.q_stages.max(1)) & 1
+        Places { q, out, k, v, k_bytes, v_bytes, barriers: v + STAGES * v_bytes }
     }
 
     #[inline(always)]
@@ -316,59 +276,54 @@ impl Places {
     }
 
     #[inline(always)]
-    pub(super) fn full_q(self, round: u32) -> u32 {
-        self.barriers + (round - 1) % self.q_stages.max(1) * 8
+    pub(super) fn full_q(self) -> u32 {
+        self.barriers
     }
 
     #[inline(always)]
-    pub(super) fn empty_q(self, round: u32) -> u32 {
-        self.barriers + (self.q_stages + (round - 1) % self.q_stages.max(1)) * 8
+    pub(super) fn empty_q(self) -> u32 {
+        self.barriers + 8
     }
 
     #[inline(always)]
     pub(super) fn full_k(self, stage: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * stage
+        self.barriers + 16 + 8 * stage
     }
 
     #[inline(always)]
     pub(super) fn empty_k(self, stage: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * (STAGES + stage)
+        self.barriers + 16 + 8 * (STAGES + stage)
     }
 
     #[inline(always)]
     pub(super) fn full_v(self, stage: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * (2 * STAGES + stage)
+        self.barriers + 16 + 8 * (2 * STAGES + stage)
     }
 
     #[inline(always)]
     pub(super) fn empty_v(self, stage: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * (3 * STAGES + stage)
+        self.barriers + 16 + 8 * (3 * STAGES + stage)
     }
 
     /// Completed by loads of values that are still to be cleaned.
     #[inline(always)]
     pub(super) fn raw_v(self, stage: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * (4 * STAGES + stage)
+        self.barriers + 16 + 8 * (4 * STAGES + stage)
     }
 
     #[inline(always)]
     fn step(self, turn: Turn) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * 5 * STAGES + MARKS * 12 + turn.0 % STEP_WORDS * 4
+        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + turn.0 % STEP_WORDS * 4
     }
 
     #[inline(always)]
     fn tile(self, round: u32) -> u32 {
-        self.barriers
-            + Q_BARRIER_BYTES
-            + 8 * 5 * STAGES
-            + MARKS * 12
-            + STEP_WORDS * 4
-            + round % TILE_WORDS * 48
+        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 48
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
     #[inline(always)]
     pub(super) fn mark(self, tile: u32, cleaner: u32) -> u32 {
-        self.barriers + Q_BARRIER_BYTES + 8 * 5 * STAGES + (tile % MARKS * 3 + cleaner) * 4
+        self.barriers + 16 + 8 * 5 * STAGES + (tile % MARKS * 3 + cleaner) * 4
     }
 }
