@@ -539,6 +539,7 @@ macro_rules! wgmma_entries {
             lse: *mut f32,
             sinks: *const f32,
             blocks: *const u32,
+            counter: *mut u32,
             dims: AttentionDims,
         ) {
             let maps = wgmma::Maps { q, k, v: v_map, out: out_map };
@@ -555,7 +556,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(maps, v, out, tables, lse, sinks, blocks, &dims)
+                >(maps, v, out, tables, lse, sinks, blocks, counter, &dims)
             }
         }
     )*};

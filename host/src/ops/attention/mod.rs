@@ -229,6 +229,8 @@ enum Backend {
         splits: Option<Box<Splits>>,
         /// What the kernels need besides that take keys from neither pages nor fp8, if there are any.
         gather: Option<Box<Gather>>,
+        /// The number from which blocks draw tiles, 0 between runs, if a kernel does that.
+        tile_counter: Option<Box<Workspace<1>>>,
     },
 }
 
@@ -353,7 +355,10 @@ impl Attention {
         };
         let gathers = kernels.iter().any(|kernel| select::gathers(kernel.variant, &problem));
         let gather = gathers.then(|| Gather::new(device, &problem).map(Box::new)).transpose()?;
-        let backend = Backend::Cuda { choice, origin, kernels, splits, gather };
+        let draws = kernels.iter().any(|kernel| matches!(kernel.variant.tile, AttentionTile::Wgmma { .. }));
+        let counter = || Workspace::new(device, |stream| Ok([Tensor::zeros(stream, &[1], DType::U32)?]));
+        let tile_counter = draws.then(counter).transpose()?.map(Box::new);
+        let backend = Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter };
         Ok(Attention { device: device.clone(), problem, backend })
     }
 
@@ -366,7 +371,7 @@ impl Attention {
         }
         match &self.backend {
             Backend::Cpu => cpu::run(&self.problem, &dims, &mut args),
-            Backend::Cuda { choice, origin, kernels, splits, gather } => {
+            Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
                         select(&limits, &self.problem, dims.seq_q as usize)?.variant
@@ -405,16 +410,16 @@ impl Attention {
                     Some(gather) => gather.run(stream, args, &dims)?,
                     None => (args, dims),
                 };
-                match (variant.tile, splits) {
-                    (tile, Some(splits)) if tile.is_decode() => {
+                match (variant.tile, splits, tile_counter) {
+                    (tile, Some(splits), _) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
                         decode(stream, kernel, splits, self.places(tile), &args, &dims)
                     }
-                    (AttentionTile::Wgmma { keys, .. }, _) => {
+                    (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
                         tile_queries(&mut dims, variant.tile);
                         let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
                         dims.box_keys = box_keys(page_size, keys);
-                        self.wgmma(stream, kernel, &args, &dims)
+                        self.wgmma(stream, kernel, counter, &args, &dims)
                     }
                     _ => {
                         tile_queries(&mut dims, variant.tile);
@@ -443,10 +448,12 @@ impl Attention {
         &self,
         stream: &Stream,
         kernel: &Loaded,
+        counter: &Workspace<1>,
         args: &AttentionArgs<'_>,
         dims: &AttentionDims,
     ) -> Result<(), Error> {
         let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
+        let [next_tile] = &counter.tensors;
         let (tile, out_view) = (kernel.variant.tile, out.as_view());
         let map = |view, box_rows| self.tensor_map(view, box_rows);
         let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
@@ -468,10 +475,13 @@ impl Attention {
             Param::optional(lse.as_ref()),
             optional(&scores.sinks),
             optional(&scores.blocks),
+            next_tile.view().into(),
             dims.into(),
         ];
+        let _alone = counter.enter(stream)?;
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
-        // walk over all tiles of all heads and sequences; threads and shared memory are the tile's.
+        // draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one is done; threads and
+        // shared memory are the tile's.
         unsafe { kernel.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 

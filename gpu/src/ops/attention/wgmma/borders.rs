@@ -6,12 +6,12 @@ use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
 use super::super::tile::Tile;
 use super::super::{Pages, Tables, offset};
-use super::walk::{NONE, Places, Tiles, Turn, Walk};
-use super::{CLEANERS, ROW_BYTES};
+use super::walk::{END, NONE, Places, TileWords, Turn, Walk};
+use super::{CLEANER_WARPS, CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 
 /// Threads of the warps that clean.
-const CLEANER_THREADS: u32 = 96;
+const CLEANER_THREADS: u32 = 32 * CLEANER_WARPS;
 
 /// The warps that clean values at borders: of keys that no row sees, and whatever is not finite. Marks the tile where that is
 /// seen by some row.
@@ -30,10 +30,20 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
     let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
     let mut turn = Turn(0);
     let mut parities = 0;
-    let mut tiles = Tiles::new(dims);
+    let mut round = 0;
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
-        while let Some(number) = tiles.next() {
+        loop {
+            round += 1;
+            mbarrier::wait_parity(places.full_q(), (round & 1) ^ 1);
+            let ([what, ..], number) = (TileWords::of_masks(places, round), TileWords::number(places, round));
+            warp::sync_warp(warp::FULL_MASK);
+            if what == END {
+                break;
+            }
+            if thread::lane() == 0 {
+                mbarrier::arrive(places.empty_q());
+            }
             let walk = Walk::new::<ROWS>(
                 Tile::new::<KEYS, ROWS>(number, tables, dims),
                 wgmma_knows_blocks(ROWS / 64, DIM_V),
@@ -69,7 +79,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, c
                     piece += CLEANER_THREADS;
                 }
                 if warp::any(warp::FULL_MASK, found) && thread::lane() == 0 {
-                    shared::store_u32(places.mark(tiles.round, member / 32), tiles.round);
+                    shared::store_u32(places.mark(round, member / 32), round);
                 }
                 fence::proxy_async_shared();
                 // Marks and values of all cleaners come before what one of them tells. racecheck reports the marks at 64 columns,

@@ -22,8 +22,9 @@
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
-//!   side: as many as have keys and values that fit into L2. Blocks take them forwards and backwards in turns, which evens
-//!   out what the order favours.
+//!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory, one ahead of
+//!   the one that it loads: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
+//! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
 //! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the product.
@@ -47,8 +48,11 @@
 //! Of 1, 32 on 8, 16384, 128 all keys take 7053 µs and a tenth of the blocks of 128 takes 820: 8.6 times as fast, at 537 instead of
 //! 624 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes 531 µs.
 //!
-//! Large ones are at the card's power, and move by a tenth from run to run. Open: many short sequences, where a tile is a few
-//! steps and its beginning and end count: nothing of the next tile's first product runs beside the end of the one before.
+//! Large ones are at the card's power, and move by a tenth from run to run.
+//!
+//! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
+//! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343): a plain step had 35 instructions more, and
+//! consumers stood waiting for the next tile's q and k where without it they store the results of the last.
 
 mod borders;
 mod walk;
@@ -60,13 +64,13 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::scores::{Blocks, has_blocks, has_cap, sink};
-use super::softmax::{Rows, cap, mask, mask_blocks, round, scale_rows, softmax};
+use super::softmax::{Rows, cap, mask, mask_blocks, round as round_weights, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use walk::{MARKS, NONE, Places, Step, TileWords, Tiles, Turn, Walk};
+use walk::{END, MARKS, NONE, Places, STEPS, Step, TileWords, Tiles, Turn, Walk};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -75,6 +79,7 @@ const STAGES: u32 = WGMMA_STAGES;
 const TURN: u32 = 1;
 const OWN: u32 = 4;
 const CLEANERS: u32 = 7;
+const CLEANER_WARPS: u32 = 3;
 
 /// The tensor maps of a launch, of `[sequence, head, token, column]`; of k and v a sequence may be a page.
 #[derive(Clone, Copy)]
@@ -116,6 +121,7 @@ pub(super) unsafe fn tiles<
     lse: *mut f32,
     sinks: *const f32,
     blocks: *const u32,
+    counter: *mut u32,
     dims: &AttentionDims,
 ) where
     [f32; SCORES]: Registers,
@@ -130,7 +136,7 @@ pub(super) unsafe fn tiles<
     unsafe {
         if thread == 0 {
             mbarrier::init(places.full_q(), 1);
-            mbarrier::init(places.empty_q(), CONSUMERS);
+            mbarrier::init(places.empty_q(), CONSUMERS + CLEANER_WARPS);
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(places.full_k(stage), 1);
@@ -164,7 +170,7 @@ pub(super) unsafe fn tiles<
                 registers::decrease::<32>();
             }
             if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, tables, blocks, dims);
+                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, tables, blocks, counter, dims);
             } else if thread >= 32 {
                 clean::<T, DIM_V, KEYS, ROWS>(places, tables, blocks, dims);
             }
@@ -202,13 +208,14 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     places: Places,
     tables: Tables,
     blocks: *const u32,
+    counter: *mut u32,
     dims: &AttentionDims,
 ) {
     let mut turn = Turn(0);
-    let mut tiles = Tiles::new(dims);
+    let mut tiles = Tiles::new();
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
-        while let Some(number) = tiles.next() {
+        while let Some(number) = tiles.next(counter, dims) {
             let walk = Walk::new::<ROWS>(
                 Tile::new::<KEYS, ROWS>(number, tables, dims),
                 wgmma_knows_blocks(ROWS / 64, DIM_V),
@@ -220,7 +227,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             let pages = Pages::new(tables, dims, tile.batch);
             let mut next = walk.below::<KEYS>(tile.end, dims);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
-            TileWords::new(tile, next != NONE, dims).store(places, tiles.round);
+            TileWords::new(number, tile, next != NONE, dims).store(places, tiles.round);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
@@ -254,6 +261,9 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
                 load_rows::<DIM_V, KEYS>(maps.v, places.stage_v(stage), full, tile, step, pages, dims);
             }
         }
+        mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+        TileWords::END.store(places, tiles.round);
+        mbarrier::arrive(places.full_q());
     }
 }
 
@@ -333,7 +343,8 @@ unsafe fn consume<
     let q_at = places.q + consumer * 64 * ROW_BYTES;
     // Of the next k; v is one behind.
     let mut turn = Turn(0);
-    let mut tiles = Tiles::new(dims);
+    // Tiles, with this one.
+    let mut round = 0;
     // SAFETY: products read stages that have come, and give them back when they are done; all branches around products and
     // barriers depend on what is the same in the whole block.
     unsafe {
@@ -346,13 +357,36 @@ unsafe fn consume<
         if consumer == CONSUMERS - 1 {
             barrier::arrive(TURN, 256);
         }
-        while tiles.next().is_some() {
+        loop {
+            round += 1;
+            mbarrier::wait_parity(places.full_q(), (round & 1) ^ 1);
+            let [what, ..] = TileWords::of_masks(places, round);
+            if what == END {
+                break;
+            }
+            // Without rows it takes its turns and gives back what comes, once it has: before that it may not speak of it.
+            if TileWords::of_rows(places, round)[3] <= consumer * 64 {
+                let mut is_last = what != STEPS;
+                while !is_last {
+                    mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                    is_last = Step::load(places, turn).is_last();
+                    barrier::sync(own_turn, 256);
+                    barrier::arrive(next_turn, 256);
+                    release(places.empty_k(turn.stage()));
+                    mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                    release(places.empty_v(turn.stage()));
+                    turn.0 += 1;
+                }
+                // All threads have seen the tile's words.
+                barrier::sync(OWN + consumer, 128);
+                release(places.empty_q());
+                continue;
+            }
             let mut s = [0f32; SCORES];
             let mut o = [0f32; SUMS];
             let mut p = [0u32; WEIGHTS];
             let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
             let mut is_marked = false;
-            mbarrier::wait_parity(places.full_q(), (tiles.round & 1) ^ 1);
             // What some row does not see. Nothing is kept in registers for it.
             let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
                 let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
@@ -366,23 +400,31 @@ unsafe fn consume<
                     mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
                 }
             };
-            let [has_steps, ..] = TileWords::of_masks(places, tiles.round);
-            if has_steps != 0 {
+            // Of a step whose scores are done, k, and behind a tile's last one q.
+            let release_scores = |step: Step, turn: Turn| {
+                if member == 0 {
+                    mbarrier::arrive(places.empty_k(turn.stage()));
+                    if !wgmma_out_in_q(DIM) && step.is_last() {
+                        mbarrier::arrive(places.empty_q());
+                    }
+                }
+            };
+            if what == STEPS {
                 mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
                 let mut step = Step::load(places, turn);
                 barrier::sync(own_turn, 256);
                 scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                 barrier::arrive(next_turn, 256);
                 wgmma::wait_group::<0>(&mut s);
-                release(places.empty_k(turn.stage()));
+                release_scores(step, turn);
                 if has_cap(dims) {
                     cap(&mut s, dims);
                 }
                 if step.is_border() {
-                    hide(&mut s, step, tiles.round);
+                    hide(&mut s, step, round);
                 }
                 softmax(&mut s, &mut rows, dims.scale);
-                round::<T, SCORES, WEIGHTS>(&s, &mut p);
+                round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                 let mut accumulate = Accumulate::Overwrite;
                 let wait_for_next_k = |step: Step, turn: Turn| {
                     if !step.is_last() {
@@ -402,12 +444,12 @@ unsafe fn consume<
                     barrier::arrive(next_turn, 256);
                     accumulate = Accumulate::Add;
                     wgmma::wait_group::<1>(&mut s);
-                    release(places.empty_k(turn.stage()));
+                    release_scores(step, turn);
                     if has_cap(dims) {
                         cap(&mut s, dims);
                     }
                     if step.is_border() {
-                        hide(&mut s, step, tiles.round);
+                        hide(&mut s, step, round);
                     }
                     let decay = softmax(&mut s, &mut rows, dims.scale);
                     // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
@@ -416,14 +458,11 @@ unsafe fn consume<
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                     release(places.empty_v(before.stage()));
                     scale_rows(&mut o, decay);
-                    round::<T, SCORES, WEIGHTS>(&s, &mut p);
-                }
-                if !wgmma_out_in_q(DIM) {
-                    release(places.empty_q());
+                    round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                 }
                 mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
                 values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
-                let mark = |cleaner: u32| shared::load_u32(places.mark(tiles.round, cleaner)) == tiles.round;
+                let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
                 is_marked = mark(0) | mark(1) | mark(2);
                 wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                 release(places.empty_v(turn.stage()));
@@ -431,7 +470,7 @@ unsafe fn consume<
             }
 
             // Opaque, or the places of tile and thread would take up registers all the time.
-            let round = thread::opaque(tiles.round);
+            let round = thread::opaque(round);
             let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
             let (consumer, member) = (thread / 128 - 1, thread % 128);
             let (lane, row) = (member % 32, first_row(consumer, member));
@@ -473,7 +512,7 @@ unsafe fn consume<
             put::<T, ROWS, SUMS>(&o, boxes, member);
             if is_marked {
                 barrier::sync(OWN + consumer, 128);
-                let tile = Tile::new::<KEYS, ROWS>(Tiles::number(round - 1), tables, dims);
+                let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
                 let pages = Pages::new(tables, dims, tile.batch);
                 let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
                 spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
@@ -513,7 +552,7 @@ unsafe fn consume<
                 if wgmma_out_in_q(DIM) {
                     tma::wait_group_read::<0>();
                     mbarrier::arrive(places.empty_q());
-                } else if TileWords::of_masks(places, round)[0] == 0 {
+                } else if TileWords::of_masks(places, round)[0] != STEPS {
                     // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
                     mbarrier::arrive(places.empty_q());
                 }

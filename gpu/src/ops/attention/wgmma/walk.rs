@@ -1,6 +1,7 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
 use abi::ops::attention::{AttentionDims, wgmma_out_in_q};
+use cuda_std::atomic::{self, Order};
 use cuda_std::{shared, thread};
 
 use super::super::scores::{Blocks, has_blocks};
@@ -27,34 +28,43 @@ impl Turn {
     }
 }
 
-/// The tiles of a block, in turns from the front and from the back of the blocks.
+/// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are left.
 pub(super) struct Tiles {
-    /// How many there were.
+    /// How many there were with this one.
     pub(super) round: u32,
-    count: u32,
+    /// The next one's number among those behind the blocks' first ones.
+    drawn: u32,
 }
 
 impl Tiles {
     #[inline(always)]
-    pub(super) fn new(dims: &AttentionDims) -> Self {
-        Tiles { round: 0, count: dims.tiles * dims.heads_q * dims.batch }
+    pub(super) fn new() -> Self {
+        Tiles { round: 0, drawn: thread::block_idx_x().wrapping_sub(thread::grid_dim_x()) }
     }
 
-    /// The next one's number.
+    /// The next one's number, if there is one. That of the one behind it is drawn meanwhile.
+    ///
+    /// # Safety
+    /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is *exclusive* to the
+    ///   launch. It is 0 when that begins, and again when it ends.
     #[inline(always)]
-    pub(super) fn next(&mut self) -> Option<u32> {
-        // Opaque, or its lowest bit would be kept in a register of its own.
-        let number = Self::number(thread::opaque(self.round));
+    pub(super) unsafe fn next(&mut self, counter: *mut u32, dims: &AttentionDims) -> Option<u32> {
         self.round += 1;
-        // Only the last round is not full.
-        (number < self.count).then_some(number)
-    }
-
-    /// That of a round, counted from 0.
-    #[inline(always)]
-    pub(super) fn number(round: u32) -> u32 {
-        let (block, blocks) = (thread::block_idx_x(), thread::grid_dim_x());
-        round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
+        // Opaque, or the count would be kept in a register.
+        let count = thread::opaque(dims.tiles) * dims.heads_q * dims.batch;
+        let number = self.drawn.wrapping_add(thread::grid_dim_x());
+        // SAFETY: the caller's promise.
+        unsafe {
+            if number < count {
+                self.drawn = atomic::add_u32(counter, 1, Order::Relaxed);
+                return Some(number);
+            }
+            // Each block draws one number beyond the last tile: this was the last of all.
+            if self.drawn == count - 1 {
+                atomic::and_u32(counter, 0, Order::Relaxed);
+            }
+        }
+        None
     }
 }
 
@@ -121,21 +131,32 @@ impl Step {
     }
 }
 
-/// A tile as the loader tells the consumers of it, before its q is loaded. They read it where they need it.
+/// [`TileWords::of_masks`]: a tile without steps, one with steps, no tile any more.
+const EMPTY: u32 = 0;
+pub(super) const STEPS: u32 = 1;
+pub(super) const END: u32 = 2;
+
+/// A tile as the loader tells the others of it, before its q is loaded. They read it where they need it.
 pub(super) struct TileWords {
     of_masks: [u32; 4],
     of_rows: [u32; 4],
     first_row: u32,
+    number: u32,
 }
 
 impl TileWords {
+    /// Behind the block's last tile.
+    pub(super) const END: TileWords =
+        TileWords { of_masks: [END, 0, 0, 0], of_rows: [0; 4], first_row: 0, number: 0 };
+
     #[inline(always)]
-    pub(super) fn new(tile: &Tile, has_steps: bool, dims: &AttentionDims) -> Self {
+    pub(super) fn new(number: u32, tile: &Tile, has_steps: bool, dims: &AttentionDims) -> Self {
         let Tile { batch, head, first_query, own, .. } = *tile;
         TileWords {
-            of_masks: [u32::from(has_steps), first_query, own.len as u32, own.ahead as u32],
+            of_masks: [if has_steps { STEPS } else { EMPTY }, first_query, own.len as u32, own.ahead as u32],
             of_rows: [Blocks::place(batch, head, dims), head, batch, own.seq_q.saturating_sub(first_query)],
             first_row: own.first_q + first_query,
+            number,
         }
     }
 
@@ -148,10 +169,11 @@ impl TileWords {
             shared::store_u32x4(places.tile(round), self.of_masks);
             shared::store_u32x4(places.tile(round) + 16, self.of_rows);
             shared::store_u32(places.tile(round) + 32, self.first_row);
+            shared::store_u32(places.tile(round) + 36, self.number);
         }
     }
 
-    /// Whether there are steps: 1 or 0; the first query; of its sequence `len` and `ahead`.
+    /// [`STEPS`], [`END`] or neither; the first query; of its sequence `len` and `ahead`.
     ///
     /// # Safety
     /// - *initialised*: the tile's q has come, and the tile has not been given back.
@@ -179,6 +201,16 @@ impl TileWords {
     pub(super) unsafe fn first_row(places: Places, round: u32) -> u32 {
         // SAFETY: inside shared memory; the caller's promise.
         unsafe { shared::load_u32(places.tile(round) + 32) }
+    }
+
+    /// The tile's number.
+    ///
+    /// # Safety
+    /// - As for [`TileWords::of_masks`].
+    #[inline(always)]
+    pub(super) unsafe fn number(places: Places, round: u32) -> u32 {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe { shared::load_u32(places.tile(round) + 36) }
     }
 }
 
