@@ -121,13 +121,13 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     eprintln!("loaded in {:.2} s", started.elapsed().as_secs_f64());
 
     let capacity = prompt.len() + options.max_new_tokens;
-    let logits = if options.dump_logits.is_some() { Logits::All } else { Logits::Last };
-    let mut session = model.session(SessionOptions {
-        batch: 1,
-        capacity,
-        chunk: 512,
-        logits,
-        max_patches: pictures.num_patches(),
+    let session_options =
+        SessionOptions { capacity, max_patches: pictures.num_patches(), ..SessionOptions::default() };
+    let mut session = model.session(if options.dump_logits.is_some() {
+        // All rows of logits of a chunk, half a megabyte each for a large vocabulary.
+        SessionOptions { chunk: 512, logits: Logits::All, ..session_options }
+    } else {
+        session_options
     })?;
     if options.report {
         for (phase, reports) in session.optimization_reports() {
