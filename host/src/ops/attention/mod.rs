@@ -791,7 +791,9 @@ fn decode(
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
     let Splits { merge, workspace } = splits;
-    let grid = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?.min(places);
+    // No more blocks than do as many splits each as the one with most: 8192 splits are 32 for each of 256, not 31 for 256 of 264.
+    let splits_in_all = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
+    let grid = splits_in_all.div_ceil(splits_in_all.div_ceil(places).max(1));
     let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());

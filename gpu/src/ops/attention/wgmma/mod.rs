@@ -22,8 +22,8 @@
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
-//!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory, one ahead of
-//!   the one that it loads: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
+//!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
+//!   one before: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
 //! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
@@ -212,7 +212,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     dims: &AttentionDims,
 ) {
     let mut turn = Turn(0);
-    let mut tiles = Tiles::new();
+    let mut tiles = Tiles { round: 0 };
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next(counter, dims) {
@@ -364,8 +364,12 @@ unsafe fn consume<
             if what == END {
                 break;
             }
+            // By one lane's word, and with a join at the end, so that ptxas knows that warps stay together: else it would keep what goes on
+            // from tile to tile, the products' descriptors with it, for each thread instead of once for the warp.
+            let has_rows = u32::from(TileWords::of_rows(places, round)[3] > consumer * 64);
+            let has_rows = warp::shuffle_idx(warp::FULL_MASK, has_rows, 0) != 0;
             // Without rows it takes its turns and gives back what comes, once it has: before that it may not speak of it.
-            if TileWords::of_rows(places, round)[3] <= consumer * 64 {
+            if !has_rows {
                 let mut is_last = what != STEPS;
                 while !is_last {
                     mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
@@ -374,76 +378,49 @@ unsafe fn consume<
                     barrier::arrive(next_turn, 256);
                     release(places.empty_k(turn.stage()));
                     mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                    // All threads have seen that it had come.
+                    barrier::sync(OWN + consumer, 128);
                     release(places.empty_v(turn.stage()));
                     turn.0 += 1;
                 }
-                // All threads have seen the tile's words.
+                // The tile's words too.
                 barrier::sync(OWN + consumer, 128);
                 release(places.empty_q());
-                continue;
-            }
-            let mut s = [0f32; SCORES];
-            let mut o = [0f32; SUMS];
-            let mut p = [0u32; WEIGHTS];
-            let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
-            let mut is_marked = false;
-            // What some row does not see. Nothing is kept in registers for it.
-            let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
-                let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
-                let (round, member) = (thread::opaque(round), thread::opaque(member));
-                // The thread's first row, and its first column of eight.
-                let (query, key) =
-                    (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
-                mask(s, dims, [len as i32, ahead as i32], query, key);
-                if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
-                    let [blocks_place, ..] = TileWords::of_rows(places, round);
-                    mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
-                }
-            };
-            // Of a step whose scores are done, k, and behind a tile's last one q.
-            let release_scores = |step: Step, turn: Turn| {
-                if member == 0 {
-                    mbarrier::arrive(places.empty_k(turn.stage()));
-                    if !wgmma_out_in_q(DIM) && step.is_last() {
-                        mbarrier::arrive(places.empty_q());
-                    }
-                }
-            };
-            if what == STEPS {
-                mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
-                let mut step = Step::load(places, turn);
-                barrier::sync(own_turn, 256);
-                scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
-                barrier::arrive(next_turn, 256);
-                wgmma::wait_group::<0>(&mut s);
-                release_scores(step, turn);
-                if has_cap(dims) {
-                    cap(&mut s, dims);
-                }
-                if step.is_border() {
-                    hide(&mut s, step, round);
-                }
-                softmax(&mut s, &mut rows, dims.scale);
-                round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
-                let mut accumulate = Accumulate::Overwrite;
-                let wait_for_next_k = |step: Step, turn: Turn| {
-                    if !step.is_last() {
-                        let next = Turn(turn.0 + 1);
-                        mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+            } else {
+                let mut s = [0f32; SCORES];
+                let mut o = [0f32; SUMS];
+                let mut p = [0u32; WEIGHTS];
+                let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
+                let mut is_marked = false;
+                // What some row does not see. Nothing is kept in registers for it.
+                let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
+                    let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+                    let (round, member) = (thread::opaque(round), thread::opaque(member));
+                    // The thread's first row, and its first column of eight.
+                    let (query, key) =
+                        (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
+                    mask(s, dims, [len as i32, ahead as i32], query, key);
+                    if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+                        let [blocks_place, ..] = TileWords::of_rows(places, round);
+                        mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
                     }
                 };
-                wait_for_next_k(step, turn);
-                while !step.is_last() {
-                    let before = turn;
-                    turn.0 += 1;
-                    step = Step::load(places, turn);
+                // Of a step whose scores are done, k, and behind a tile's last one q.
+                let release_scores = |step: Step, turn: Turn| {
+                    if member == 0 {
+                        mbarrier::arrive(places.empty_k(turn.stage()));
+                        if !wgmma_out_in_q(DIM) && step.is_last() {
+                            mbarrier::arrive(places.empty_q());
+                        }
+                    }
+                };
+                if what == STEPS {
+                    mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                    let mut step = Step::load(places, turn);
                     barrier::sync(own_turn, 256);
                     scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
-                    mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
-                    values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(before.stage()), accumulate);
                     barrier::arrive(next_turn, 256);
-                    accumulate = Accumulate::Add;
-                    wgmma::wait_group::<1>(&mut s);
+                    wgmma::wait_group::<0>(&mut s);
                     release_scores(step, turn);
                     if has_cap(dims) {
                         cap(&mut s, dims);
@@ -451,115 +428,186 @@ unsafe fn consume<
                     if step.is_border() {
                         hide(&mut s, step, round);
                     }
-                    let decay = softmax(&mut s, &mut rows, dims.scale);
-                    // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
-                    // new one, behind the softmax.
-                    wait_for_next_k(step, turn);
-                    wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                    release(places.empty_v(before.stage()));
-                    scale_rows(&mut o, decay);
+                    softmax(&mut s, &mut rows, dims.scale);
                     round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
-                }
-                mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
-                values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
-                let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
-                is_marked = mark(0) | mark(1) | mark(2);
-                wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                release(places.empty_v(turn.stage()));
-                turn.0 += 1;
-            }
-
-            // Opaque, or the places of tile and thread would take up registers all the time.
-            let round = thread::opaque(round);
-            let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
-            let (consumer, member) = (thread / 128 - 1, thread % 128);
-            let (lane, row) = (member % 32, first_row(consumer, member));
-            let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
-            let first_row = TileWords::first_row(places, round);
-            let mut half = 0;
-            let mut factors = [0f32; 2];
-            let mut is_empty = [false; 2];
-            let sink = sink::<T>(sinks, head);
-            while half < 2 {
-                let mut sum = warp::sum_f32::<4>(rows.l[half]);
-                is_empty[half] = sum == 0.0;
-                let mut m = rows.m[half] * dims.scale;
-                let decay = join::<T>(&mut m, &mut sum, sink);
-                factors[half] = math::rcp(sum) * decay;
-                let row = row + 8 * half as u32;
-                if !lse.is_null() && lane % 4 == 0 && row < num_rows {
-                    let at =
-                        offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
-                    global::store(lse.add(at), log_sum_exp::<T>(m, sum));
-                }
-                half += 1;
-            }
-            scale_rows(&mut o, factors);
-            // A row of weights 0 has no result, whatever its values are.
-            let mut i = 0;
-            while i < SUMS {
-                if is_empty[i / 2 % 2] {
-                    o[i] = 0.0;
-                }
-                i += 1;
-            }
-
-            // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
-            // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
-            tma::wait_group_read::<0>();
-            barrier::sync(OWN + consumer, 128);
-            let boxes = places.out + consumer * 64 * ROW_BYTES;
-            put::<T, ROWS, SUMS>(&o, boxes, member);
-            if is_marked {
-                barrier::sync(OWN + consumer, 128);
-                let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
-                let pages = Pages::new(tables, dims, tile.batch);
-                let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
-                spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
-            }
-            fence::proxy_async_shared();
-            barrier::sync(OWN + consumer, 128);
-            let first_row = first_row + consumer * 64;
-            // Behind the last row of a packed sequence there are those of the next one.
-            let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
-            if !is_whole {
-                let rows = num_rows.saturating_sub(consumer * 64);
-                let stride = dims.out_token_stride;
-                let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
-                let mut i = member;
-                while i < rows * (DIM_V / 8) {
-                    let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
-                    if piece * 8 < dims.head_dim_v {
-                        let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
-                        let at_out = row as usize * stride as usize + piece as usize * 8;
-                        global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
+                    let mut accumulate = Accumulate::Overwrite;
+                    let wait_for_next_k = |step: Step, turn: Turn| {
+                        if !step.is_last() {
+                            let next = Turn(turn.0 + 1);
+                            mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+                        }
+                    };
+                    wait_for_next_k(step, turn);
+                    while !step.is_last() {
+                        let before = turn;
+                        turn.0 += 1;
+                        step = Step::load(places, turn);
+                        barrier::sync(own_turn, 256);
+                        scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
+                        mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
+                        values::<T, KEYS, SUMS, WEIGHTS>(
+                            &mut o,
+                            &p,
+                            places.stage_v(before.stage()),
+                            accumulate,
+                        );
+                        barrier::arrive(next_turn, 256);
+                        accumulate = Accumulate::Add;
+                        wgmma::wait_group::<1>(&mut s);
+                        release_scores(step, turn);
+                        if has_cap(dims) {
+                            cap(&mut s, dims);
+                        }
+                        if step.is_border() {
+                            hide(&mut s, step, round);
+                        }
+                        let decay = softmax(&mut s, &mut rows, dims.scale);
+                        // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
+                        // new one, behind the softmax.
+                        wait_for_next_k(step, turn);
+                        wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                        release(places.empty_v(before.stage()));
+                        scale_rows(&mut o, decay);
+                        round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
-                    i += 128;
+                    mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                    values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
+                    let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
+                    is_marked = mark(0) | mark(1) | mark(2);
+                    wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                    release(places.empty_v(turn.stage()));
+                    turn.0 += 1;
                 }
-                barrier::sync(OWN + consumer, 128);
+
+                let all = (maps, places, v, out, tables, blocks);
+                finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SUMS>(
+                    &mut o,
+                    &rows,
+                    round,
+                    is_marked,
+                    all,
+                    (lse, sinks),
+                    dims,
+                );
             }
-            if member == 0 {
-                let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
-                let mut i = 0;
-                while is_whole && i < DIM_V / 64 {
-                    if 64 * i < dims.head_dim_v {
-                        let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
-                        tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
-                    }
-                    i += 1;
-                }
-                tma::commit_group();
-                if wgmma_out_in_q(DIM) {
-                    tma::wait_group_read::<0>();
-                    mbarrier::arrive(places.empty_q());
-                } else if TileWords::of_masks(places, round)[0] != STEPS {
-                    // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
-                    mbarrier::arrive(places.empty_q());
-                }
-            }
+            warp::sync_warp(warp::FULL_MASK);
         }
         if member == 0 {
             tma::wait_group_read::<0>();
+        }
+    }
+}
+
+/// Ends a tile: the log-sum-exp, and its results divided by the sums of weights.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the consumer; the rest is the caller's promise to [`tiles`].
+#[inline(always)]
+unsafe fn finish<
+    T: Multiplicand,
+    const DIM: u32,
+    const DIM_V: u32,
+    const KEYS: u32,
+    const CONSUMERS: u32,
+    const ROWS: u32,
+    const SUMS: usize,
+>(
+    o: &mut [f32; SUMS],
+    rows: &Rows,
+    round: u32,
+    is_marked: bool,
+    (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
+    (lse, sinks): (*mut f32, *const f32),
+    dims: &AttentionDims,
+) {
+    // SAFETY: the tile's words; rows that there are, and the consumer's own boxes — the caller.
+    unsafe {
+        // Opaque, or the places of tile and thread would take up registers all the time.
+        let round = thread::opaque(round);
+        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
+        let (consumer, member) = (thread / 128 - 1, thread % 128);
+        let (lane, row) = (member % 32, first_row(consumer, member));
+        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
+        let first_row = TileWords::first_row(places, round);
+        let mut half = 0;
+        let mut factors = [0f32; 2];
+        let mut is_empty = [false; 2];
+        let sink = sink::<T>(sinks, head);
+        while half < 2 {
+            let mut sum = warp::sum_f32::<4>(rows.l[half]);
+            is_empty[half] = sum == 0.0;
+            let mut m = rows.m[half] * dims.scale;
+            let decay = join::<T>(&mut m, &mut sum, sink);
+            factors[half] = math::rcp(sum) * decay;
+            let row = row + 8 * half as u32;
+            if !lse.is_null() && lane % 4 == 0 && row < num_rows {
+                let at = offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
+                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+            }
+            half += 1;
+        }
+        scale_rows(o, factors);
+        // A row of weights 0 has no result, whatever its values are.
+        let mut i = 0;
+        while i < SUMS {
+            if is_empty[i / 2 % 2] {
+                o[i] = 0.0;
+            }
+            i += 1;
+        }
+
+        // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
+        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
+        tma::wait_group_read::<0>();
+        barrier::sync(OWN + consumer, 128);
+        let boxes = places.out + consumer * 64 * ROW_BYTES;
+        put::<T, ROWS, SUMS>(o, boxes, member);
+        if is_marked {
+            barrier::sync(OWN + consumer, 128);
+            let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
+            let pages = Pages::new(tables, dims, tile.batch);
+            let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
+            spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
+        }
+        fence::proxy_async_shared();
+        barrier::sync(OWN + consumer, 128);
+        let first_row = first_row + consumer * 64;
+        // Behind the last row of a packed sequence there are those of the next one.
+        let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
+        if !is_whole {
+            let rows = num_rows.saturating_sub(consumer * 64);
+            let stride = dims.out_token_stride;
+            let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
+            let mut i = member;
+            while i < rows * (DIM_V / 8) {
+                let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
+                if piece * 8 < dims.head_dim_v {
+                    let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
+                    let at_out = row as usize * stride as usize + piece as usize * 8;
+                    global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
+                }
+                i += 128;
+            }
+            barrier::sync(OWN + consumer, 128);
+        }
+        if member == 0 {
+            let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
+            let mut i = 0;
+            while is_whole && i < DIM_V / 64 {
+                if 64 * i < dims.head_dim_v {
+                    let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
+                    tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
+                }
+                i += 1;
+            }
+            tma::commit_group();
+            if wgmma_out_in_q(DIM) {
+                tma::wait_group_read::<0>();
+                mbarrier::arrive(places.empty_q());
+            } else if TileWords::of_masks(places, round)[0] != STEPS {
+                // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
+                mbarrier::arrive(places.empty_q());
+            }
         }
     }
 }

@@ -30,41 +30,37 @@ impl Turn {
 
 /// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are left.
 pub(super) struct Tiles {
-    /// How many there were with this one.
+    /// How many there were.
     pub(super) round: u32,
-    /// The next one's number among those behind the blocks' first ones.
-    drawn: u32,
 }
 
 impl Tiles {
-    #[inline(always)]
-    pub(super) fn new() -> Self {
-        Tiles { round: 0, drawn: thread::block_idx_x().wrapping_sub(thread::grid_dim_x()) }
-    }
-
-    /// The next one's number, if there is one. That of the one behind it is drawn meanwhile.
+    /// The next one's number, if there is one.
+    ///
+    /// It is not drawn earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
+    /// share.
     ///
     /// # Safety
     /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is *exclusive* to the
     ///   launch. It is 0 when that begins, and again when it ends.
     #[inline(always)]
     pub(super) unsafe fn next(&mut self, counter: *mut u32, dims: &AttentionDims) -> Option<u32> {
-        self.round += 1;
         // Opaque, or the count would be kept in a register.
         let count = thread::opaque(dims.tiles) * dims.heads_q * dims.batch;
-        let number = self.drawn.wrapping_add(thread::grid_dim_x());
+        let mut number = thread::block_idx_x();
         // SAFETY: the caller's promise.
         unsafe {
-            if number < count {
-                self.drawn = atomic::add_u32(counter, 1, Order::Relaxed);
-                return Some(number);
-            }
-            // Each block draws one number beyond the last tile: this was the last of all.
-            if self.drawn == count - 1 {
-                atomic::and_u32(counter, 0, Order::Relaxed);
+            if self.round > 0 {
+                let drawn = atomic::add_u32(counter, 1, Order::Relaxed);
+                number = drawn + thread::grid_dim_x();
+                // Each block draws one number beyond the last tile: this was the last of all.
+                if drawn == count - 1 {
+                    atomic::and_u32(counter, 0, Order::Relaxed);
+                }
             }
         }
-        None
+        self.round += 1;
+        (number < count).then_some(number)
     }
 }
 
