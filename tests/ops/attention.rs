@@ -483,6 +483,27 @@ fn queries_of_many_sizes() -> TestResult {
     Ok(())
 }
 
+/// Many splits of few rows, which a block of eight warps merges, have the bits that one warp makes: on a card of one multiprocessor
+/// there are enough rows for that. More splits than are asked for at a time, of their numbers too where that is no work.
+#[test]
+fn merges_of_many_splits() -> TestResult {
+    let case = |len, heads| Case { sinks: Some(0.5), ..plain(DType::BF16, 1, len, heads, 8) };
+    let (own, many) = (&cards_of(Arch::Sm90a)[0], case(4400, (8, 1)));
+    let data = many.data();
+    let results = compute(own, &many, &data, None)?;
+    verify(&format!("{own:?}"), &many, &results, &expect(&many, &data))?;
+    let (out, lse) = compute(&one_sm(), &many, &data, None)?;
+    same_bits("out", &out, &results.0)?;
+    same_bits("lse", &lse, &results.1)?;
+    let more = case(35_000, (1, 1));
+    let data = more.data();
+    let expected = expect(&more, &data);
+    for device in &devices_for(more.work()) {
+        verify(&format!("{device:?}"), &more, &compute(device, &more, &data, None)?, &expected)?;
+    }
+    Ok(())
+}
+
 /// Few queries whose values are in the keys' rows: a NaN in one makes those rows NaN that see it.
 #[test]
 fn borders_of_latent_decode() -> TestResult {

@@ -24,6 +24,12 @@ pub fn weight<T: Element>(x: f32) -> f32 {
     exp_by(x, math::ex2)
 }
 
+/// What differences of scores are to, the largest being m: −∞ would spoil them.
+#[inline(always)]
+pub fn base(m: f32) -> f32 {
+    if m == f32::NEG_INFINITY { 0.0 } else { m }
+}
+
 /// A natural score in the unit of those that [`weight`] takes.
 #[inline(always)]
 pub fn in_unit<T: Element>(natural: f32) -> f32 {
@@ -35,7 +41,7 @@ pub fn in_unit<T: Element>(natural: f32) -> f32 {
 #[inline(always)]
 pub fn join<T: Element>(m: &mut f32, sum: &mut f32, score: f32) -> f32 {
     let largest = math::max(*m, score);
-    let base = if largest == f32::NEG_INFINITY { 0.0 } else { largest };
+    let base = base(largest);
     let decay = weight::<T>(*m - base);
     *m = largest;
     *sum = math::fma(*sum, decay, weight::<T>(score - base));

@@ -128,8 +128,12 @@ impl crate::Params for AttentionDims {}
 pub const SPLIT_KEYS: u32 = 256;
 /// Threads of a block of the prefill and decode kernels.
 pub const THREADS: u32 = 128;
-/// Threads of a block of the merge kernels.
-pub const MERGE_THREADS: u32 = 256;
+/// Parts of a sum of the merge kernels, every so many-th split each.
+pub const MERGE_PARTS: u32 = 8;
+/// Threads of a block of the merge kernels: a warp for each part, or one for all.
+pub const MERGE_THREADS: u32 = 32 * MERGE_PARTS;
+/// Columns of a block of the merge kernels.
+pub const MERGE_COLUMNS: u32 = 128;
 /// The largest `head_dim` and `head_dim_v` of the prefill kernels.
 pub const MAX_PREFILL_DIM: u32 = 256;
 /// The largest `head_dim`.
@@ -195,7 +199,7 @@ pub enum AttentionTile {
         /// Steps of [`DECODE_LATENT_KEYS`] keys in shared memory.
         places: u32,
     },
-    /// A block merges the splits of one row.
+    /// A block merges the splits of [`MERGE_COLUMNS`] columns of one row.
     Merge {},
     /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take them from.
     Gather {},
@@ -279,7 +283,7 @@ impl AttentionTile {
         }
     }
 
-    /// Threads of a block.
+    /// Threads of a block, the most.
     pub const fn threads(self) -> u32 {
         match self {
             AttentionTile::Prefill { .. }
@@ -308,7 +312,7 @@ impl AttentionTile {
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
     /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. Merge: one row per warp. Wgmma: q, the result
+    /// scores, the weights, an f32 per row. Merge: its columns per part. Wgmma: q, the result
     /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
@@ -330,7 +334,7 @@ impl AttentionTile {
                     + scores * (DECODE_LATENT_PARTS * 4 + 2)
                     + DECODE_LATENT_ROWS * 4
             }
-            AttentionTile::Merge {} => MERGE_THREADS / 32 * MAX_HEAD_DIM_V * 4,
+            AttentionTile::Merge {} => MERGE_PARTS * MERGE_COLUMNS * 4,
             AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };

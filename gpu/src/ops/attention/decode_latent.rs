@@ -48,10 +48,10 @@ use abi::ops::attention::{
 };
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
-use super::work::{Splits, Work, base};
+use super::work::{Splits, Work};
 use super::{Tables, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
-use crate::tile::softmax::weight;
+use crate::tile::softmax::{base, weight};
 
 const ROWS: u32 = DECODE_LATENT_ROWS;
 const KEYS: u32 = DECODE_LATENT_KEYS;

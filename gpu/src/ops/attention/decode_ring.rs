@@ -64,10 +64,10 @@ use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 use super::cached::{Cached, Keys, head_scale};
 use super::queries::{SharedQueries, load_queries, operands};
 use super::scores::{capped, has_cap};
-use super::work::{Splits, Work, base};
+use super::work::{Splits, Work};
 use super::{Tables, Visible, offset};
 use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
-use crate::tile::softmax::weight;
+use crate::tile::softmax::{base, weight};
 
 const ROWS: u32 = DECODE_RING_ROWS;
 const WARPS: u32 = THREADS / 32;

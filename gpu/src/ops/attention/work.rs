@@ -183,9 +183,3 @@ impl Splits {
         *batch += self.step[3] + carry;
     }
 }
-
-/// What a difference of scores is to, which −∞ would spoil.
-#[inline(always)]
-pub(super) fn base(m: f32) -> f32 {
-    if m == f32::NEG_INFINITY { 0.0 } else { m }
-}

@@ -11,7 +11,8 @@ mod select;
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS, ScoreDims,
+    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, MERGE_COLUMNS, SPLIT_KEYS,
+    ScoreDims,
 };
 
 use crate::device::Device;
@@ -267,6 +268,8 @@ impl Loaded {
 #[derive(Debug)]
 struct Splits {
     merge: Loaded,
+    /// From so many rows on the merge does each with one warp, whatever the number of splits.
+    many_rows: u32,
     /// What the splits leave for the merge, both `[sequence, head, query, split, …]` f32: unfinished results of `head_dim`;
     /// maximum and sum of the weights.
     workspace: Workspace<2>,
@@ -349,7 +352,8 @@ impl Attention {
                     };
                     Ok([tensor(problem.head_dim_v)?, tensor(2)?])
                 })?;
-                Some(Box::new(Splits { merge: Loaded::new(device, merge)?, workspace }))
+                let many_rows = 8 * device.profile().num_sms;
+                Some(Box::new(Splits { merge: Loaded::new(device, merge)?, many_rows, workspace }))
             }
             _ => None,
         };
@@ -790,11 +794,15 @@ fn decode(
     dims: &AttentionDims,
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
-    let Splits { merge, workspace } = splits;
+    let Splits { merge, many_rows, workspace } = splits;
     // No more blocks than do as many splits each as the one with most: 8192 splits are 32 for each of 256, not 31 for 256 of 264.
     let splits_in_all = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
     let grid = splits_in_all.div_ceil(splits_in_all.div_ceil(places).max(1));
-    let merge_grid = blocks(&[dims.batch, dims.heads_q, dims.seq_q])?;
+    let (merge_rows, merge_pieces) =
+        (blocks(&[dims.batch, dims.heads_q, dims.seq_q])?, dims.head_dim_v.div_ceil(MERGE_COLUMNS));
+    // As many splits as a warp asks for at a time are quickest done by one.
+    let is_by_warps = dims.splits <= 16 || merge_rows >= *many_rows;
+    let merge_threads = if is_by_warps { 32 } else { merge.variant.tile.threads() };
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
     let params = [
@@ -829,8 +837,7 @@ fn decode(
     // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
     unsafe {
         kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
-        let threads = merge.variant.tile.threads();
-        merge.entry.launch(stream, [merge_grid, 1, 1], [threads, 1, 1], &merge_params)
+        merge.entry.launch(stream, [merge_rows, merge_pieces, 1], [merge_threads, 1, 1], &merge_params)
     }
 }
 
