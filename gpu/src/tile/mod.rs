@@ -1,7 +1,10 @@
 //! Parts that kernels share.
 
 pub mod activation;
+pub mod epilogue;
 pub mod gemv;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod mma;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 pub mod multiplicand;
 pub mod operand;
@@ -11,3 +14,5 @@ pub mod scan;
 pub mod sequences;
 pub mod simt;
 pub mod softmax;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+pub mod stream;

@@ -4,31 +4,28 @@
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
-//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `mma` |
-//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `stream` |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `tile::mma` |
+//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
 //! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64, whose blocks share k: `split` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, behind all of the `epilogue`. Of several products of the same size each has a layer of blocks.
+//! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
 
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{kernel, thread};
 
-mod epilogue;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-mod mma;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod split;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-mod stream;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod wgmma;
 
+use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
 use crate::tile::{gemv, simt};
-use epilogue::{Epilogue, rows_of_b};
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+use crate::tile::{mma, stream};
 
 /// Where this block's product finds its operands.
 #[derive(Clone, Copy)]
@@ -182,6 +179,10 @@ macro_rules! mma_entries {
              stages: $stages:literal };)*) => {
         $(entry!($entry, $type, $out, $threads, $blocks, |x, end| {
             const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            const { assert!($bm == $bn) };
+            let (tile_m, tile_n) = simt::tile_of_block::<$bm>(x.dims);
+            let (row, col) = (tile_m * $bm, tile_n * $bn);
+            let steps_b = (x.dims.b_stride, u32::from(end.is_gated()));
             mma::multiply::<
                 $type,
                 $out,
@@ -193,7 +194,12 @@ macro_rules! mma_entries {
                 { $bn * 4 / $threads },
                 $stages,
                 $threads,
-            >(x, end)
+            >(
+                mma::strided::<$type, $threads>(simt::strided(x.a, x.dims), (x.dims.a_stride, 0), row),
+                mma::strided::<$type, $threads>(x.b_row(), steps_b, col),
+                (row, col),
+                end,
+            )
         });)*
     };
 }
@@ -213,7 +219,7 @@ macro_rules! stream_entries {
                 { $cols / 16 },
                 { $cols / 8 },
                 $unroll,
-            >(x, end)
+            >(simt::strided(x.a, x.dims), x.b_row(), gemv::place_of_block::<$rows>(x.dims), end)
         });)*
     };
 }

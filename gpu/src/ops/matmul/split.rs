@@ -25,8 +25,8 @@ use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Swizzle};
 use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp, wgmma};
 
-use super::epilogue::Epilogue;
 use super::wgmma::{Maps, Place, ROW_BYTES, Ring, add, finish, store_pairs};
+use crate::tile::epilogue::Epilogue;
 
 /// Rows and columns of a tile.
 const EDGE: u32 = 64;

@@ -46,7 +46,7 @@ use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
-use super::epilogue::Epilogue;
+use crate::tile::epilogue::Epilogue;
 
 /// Bytes of a row of a stage, and of a box of out.
 pub(super) const ROW_BYTES: u32 = WGMMA_ROW_BYTES;

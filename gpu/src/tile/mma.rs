@@ -21,60 +21,80 @@
 //! At 4096³ an H200 makes 389 TFLOP/s with 128 × 128 in bf16 (cuBLAS, by `wgmma`, 676). Tried: 128 × 256, 339; the copies of a step
 //! behind its first `ldmatrix` instead of before it, 344 (in another run; tf32 186).
 
-use abi::ops::matmul::{MMA_ROW_BYTES, MatmulDims};
+use abi::ops::matmul::MMA_ROW_BYTES;
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, matrix, shared, thread};
 
-use super::Operands;
 use super::epilogue::Epilogue;
-use crate::tile::multiplicand::Factor;
-use crate::tile::simt;
+use super::multiplicand::Factor;
+use super::simt;
 
 const ROW_BYTES: u32 = MMA_ROW_BYTES;
-/// Rows of tiles that are walked together, so that blocks that run at the same time share rows of both operands in L2.
-const BAND: u32 = 8;
+/// Pieces of a row of a step.
+const PIECES: u32 = ROW_BYTES / 16;
 
 /// Rows and columns of a warp's part of a tile.
 pub const fn warp_edge(bm: u32, bn: u32, threads: u32) -> usize {
     (bm * bn / (threads / 32)).isqrt() as usize
 }
 
-/// Tile row and column of this block, tile columns within bands of tile rows.
+/// Where the pieces begin that a thread copies of an operand whose rows lie one after another: of every `THREADS / 4`-th row from
+/// its own on, the piece of one column of pieces.
+///
+/// `halved` is 1 where two rows of the tile are one of the gate and one of up: a row of each operand for every two.
 #[inline(always)]
-fn tile_of_block<const BM: u32, const BN: u32>(dims: &MatmulDims) -> (u32, u32) {
-    let (tiles_m, tiles_n) = (dims.m.div_ceil(BM).max(1), dims.n.div_ceil(BN).max(1));
-    let block = thread::block_idx_x();
-    let (band, within) = (block / (BAND * tiles_n), block % (BAND * tiles_n));
-    let first = band * BAND;
-    let height = (tiles_m - first).clamp(1, BAND);
-    (first + within % height, within / height)
+pub fn strided<T: Element, const THREADS: u32>(
+    operand_row: impl Fn(u32) -> *const T,
+    (stride, halved): (u32, u32),
+    first_row: u32,
+) -> impl Fn(usize) -> *const T {
+    let from = piece_of(operand_row(first_row + own_row()));
+    // A multiple of 32 rows on: as many pairs of the gate and up.
+    move |i| from.wrapping_add(((i as u32 * (THREADS / PIECES)) >> halved) as usize * stride as usize)
 }
 
-/// This thread's share of the rows of an operand that a step copies: the piece of one column of pieces, of every
-/// `THREADS / 4`-th row.
-struct Share<T> {
-    /// The piece of the first row.
-    from: *const T,
-    stride: u32,
-    /// 1 where two rows of the tile are one of the gate and one of up: a row of each operand for every two.
-    halved: u32,
+/// The same where they lie anywhere: each is asked for once.
+#[inline(always)]
+pub fn gathered<T: Element, const COUNT: usize, const THREADS: u32>(
+    operand_row: impl Fn(u32) -> *const T,
+    first_row: u32,
+) -> impl Fn(usize) -> *const T {
+    let mut from = [core::ptr::null(); COUNT];
+    let mut i = 0;
+    while i < COUNT {
+        from[i] = piece_of(operand_row(first_row + own_row() + i as u32 * (THREADS / PIECES)));
+        i += 1;
+    }
+    move |i| from[i]
+}
+
+/// The first row of a tile that this thread copies pieces of.
+#[inline(always)]
+fn own_row() -> u32 {
+    thread::thread_idx_x() / PIECES
+}
+
+/// This thread's piece of a row.
+#[inline(always)]
+fn piece_of<T: Element>(row: *const T) -> *const T {
+    row.wrapping_add((thread::thread_idx_x() % PIECES) as usize * T::PER_16_BYTES)
+}
+
+/// This thread's share of the rows of an operand that a step copies.
+struct Share<F> {
+    /// The piece of the i-th of its rows.
+    from: F,
     /// Rows of the operand from the first one on.
     rows: u32,
     row: u32,
     piece: u32,
 }
 
-impl<T: Element> Share<T> {
+impl<F> Share<F> {
     #[inline(always)]
-    fn new(
-        operand_row: impl Fn(u32) -> *const T,
-        (stride, halved): (u32, u32),
-        rows: u32,
-        first_row: u32,
-    ) -> Self {
-        let (row, piece) = (thread::thread_idx_x() / 4, thread::thread_idx_x() % 4);
-        let from = operand_row(first_row + row).wrapping_add(piece as usize * T::PER_16_BYTES);
-        Share { from, stride, halved, rows: rows.saturating_sub(first_row), row, piece }
+    fn new(from: F, rows: u32, first_row: u32) -> Self {
+        let piece = thread::thread_idx_x() % PIECES;
+        Share { from, rows: rows.saturating_sub(first_row), row: own_row(), piece }
     }
 
     /// Starts the copies of `COUNT` pieces at column `k` of `end`, rows moved by `row / MOVE % 4`.
@@ -82,39 +102,37 @@ impl<T: Element> Share<T> {
     /// # Safety
     /// - Rows of the operand *in-bounds* and aligned to 16 bytes; the stage at `to` is nobody's.
     #[inline(always)]
-    unsafe fn start<const COUNT: usize, const THREADS: u32, const MOVE: u32>(
+    unsafe fn start<T: Element, const COUNT: usize, const THREADS: u32, const MOVE: u32>(
         &self,
         k: u32,
         end: u32,
         to: u32,
-    ) {
+    ) where
+        F: Fn(usize) -> *const T,
+    {
         let per_piece = T::PER_16_BYTES as u32;
         let left = end.saturating_sub(k + self.piece * per_piece);
         let bytes = left.min(per_piece) * size_of::<T>() as u32;
         let mut i = 0;
         while i < COUNT {
-            let step = i as u32 * (THREADS / 4);
-            let row = self.row + step;
+            let row = self.row + i as u32 * (THREADS / PIECES);
             let moved = self.piece ^ (row / MOVE % 4);
             let bytes = if row < self.rows { bytes } else { 0 };
-            // A multiple of 32 rows on: as many pairs of the gate and up.
-            let at = (step >> self.halved) as usize * self.stride as usize + k as usize;
+            let from = (self.from)(i).wrapping_add(k as usize);
             // SAFETY: `bytes` bytes from an existing row on; none where there is no row.
-            unsafe {
-                cp_async::cg_16_fill(to + row * ROW_BYTES + moved * 16, self.from.wrapping_add(at), bytes);
-            }
+            unsafe { cp_async::cg_16_fill(to + row * ROW_BYTES + moved * 16, from, bytes) };
             i += 1;
         }
     }
 }
 
-/// One tile of the product: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
-/// `COUNT_B` of b per step.
+/// The tile from `row` and `col` on: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
+/// `COUNT_B` of b per step, which `a` and `b` say where they begin.
 ///
 /// # Safety
 /// - *converged*: all `THREADS` threads of the block, a warp for each part of the tile; shared memory as
 ///   `MatmulTile::smem_bytes` says.
-/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in `Matmul::run`.
+/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in `run`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Factor,
@@ -128,16 +146,16 @@ pub unsafe fn multiply<
     const STAGES: u32,
     const THREADS: u32,
 >(
-    x: Operands<'_, T>,
+    a: impl Fn(usize) -> *const T,
+    b: impl Fn(usize) -> *const T,
+    (row, col): (u32, u32),
     end: Epilogue<'_, T, O>,
 ) {
-    let dims = x.dims;
+    let dims = end.dims;
     let (warp_rows, warp_cols) = (16 * FM as u32, 8 * FN as u32);
     let per_thread = warp_cols / 4;
     let stage_bytes = (BM + BN) * ROW_BYTES;
     let base = shared::base();
-    let (tile_m, tile_n) = tile_of_block::<BM, BN>(dims);
-    let (row, col) = (tile_m * BM, tile_n * BN);
     // Elements of k per step.
     let bk = ROW_BYTES / size_of::<T>() as u32;
     let steps = dims.k.div_ceil(bk);
@@ -151,8 +169,7 @@ pub unsafe fn multiply<
     let b_row = warp_col + b_col / 2 * per_thread + b_col % 2 + lane / 16 * 2;
     let b_piece = lane / 8 % 2;
 
-    let share_a = Share::new(simt::strided(x.a, dims), (dims.a_stride, 0), dims.m, row);
-    let share_b = Share::new(x.b_row(), (dims.b_stride, u32::from(end.is_gated())), dims.n, col);
+    let (share_a, share_b) = (Share::new(a, dims.m, row), Share::new(b, dims.n, col));
     let mut sums = [[[0f32; 4]; FN]; FM];
     // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
     // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
@@ -164,11 +181,11 @@ pub unsafe fn multiply<
         let start = |step: u32| {
             if step < steps {
                 let (k, to) = (step * bk, base + step % STAGES * stage_bytes);
-                share_a.start::<COUNT_A, THREADS, 2>(k, dims.k, to);
+                share_a.start::<T, COUNT_A, THREADS, 2>(k, dims.k, to);
                 if FN == 8 {
-                    share_b.start::<COUNT_B, THREADS, 16>(k, dims.k, to + BM * ROW_BYTES);
+                    share_b.start::<T, COUNT_B, THREADS, 16>(k, dims.k, to + BM * ROW_BYTES);
                 } else {
-                    share_b.start::<COUNT_B, THREADS, 8>(k, dims.k, to + BM * ROW_BYTES);
+                    share_b.start::<T, COUNT_B, THREADS, 8>(k, dims.k, to + BM * ROW_BYTES);
                 }
             }
             cp_async::commit_group();

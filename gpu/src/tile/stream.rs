@@ -30,10 +30,8 @@ use abi::ops::matmul::{STREAM_BK, THREADS, WARPS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, shared, thread};
 
-use super::Operands;
 use super::epilogue::Epilogue;
-use crate::tile::multiplicand::Multiplicand;
-use crate::tile::{gemv, simt};
+use super::multiplicand::Multiplicand;
 
 /// Elements of k that a step of a warp multiplies: a piece for each lane of four.
 const STEP: u32 = 32;
@@ -45,11 +43,12 @@ fn sum_address(row: u32, col: u32, cols: u32) -> u32 {
     (row * cols + (col ^ (row / 2 % 4 * 8 % cols))) * 4
 }
 
-/// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows.
+/// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows from `first_row` on. `a_row` and `b_row` say where a row
+/// begins.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block; shared memory as `MatmulTile::smem_bytes` says.
-/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes, k a multiple of 8 — checked in `Matmul::run`.
+/// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes, k a multiple of 8 — checked in `run`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Multiplicand,
@@ -60,26 +59,26 @@ pub unsafe fn multiply<
     const PIECES: usize,
     const UNROLL: usize,
 >(
-    x: Operands<'_, T>,
+    a_row: impl Fn(u32) -> *const T,
+    b_row: impl Fn(u32) -> *const T,
+    (first_row, col_block): (u32, u32),
     end: Epilogue<'_, T, O>,
 ) {
-    let dims = x.dims;
+    let dims = end.dims;
     let (rows, cols, parts) = (ROWS as u32, 16 * TILES as u32, 1 << dims.split_log2);
-    let (first_row, col_block) = gemv::place_of_block::<ROWS>(dims);
     let groups = WARPS >> dims.split_log2;
     let (warp, lane) = (thread::warp_idx(), thread::lane());
     let (group, part) = (warp >> dims.split_log2, warp & (parts - 1));
     let first_col = |group: u32| (col_block * groups + group) * cols;
 
     // Rows past the end are computed from the last one, and not stored.
-    let (a_row, b_row) = (simt::strided(x.a, dims), x.b_row());
-    let mut a = [x.a; FRAGMENTS];
+    let mut a = [core::ptr::null(); FRAGMENTS];
     let mut i = 0;
     while i < FRAGMENTS {
         a[i] = a_row((first_row + 8 * i as u32 + lane / 4).min(dims.m - 1));
         i += 1;
     }
-    let mut b = [x.b; PIECES];
+    let mut b = [core::ptr::null(); PIECES];
     let mut j = 0;
     while j < PIECES {
         b[j] = b_row((first_col(group) + 8 * j as u32 + lane / 4).min(dims.n - 1));

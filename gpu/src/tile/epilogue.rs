@@ -15,7 +15,7 @@ use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUAD
 use cuda_std::cvt::Element;
 use cuda_std::{global, thread};
 
-use crate::tile::{activation, simt};
+use super::{activation, simt};
 
 /// Where the rows of b begin, those of the gate and of up in turn if the product is gated.
 #[inline(always)]
@@ -42,6 +42,7 @@ pub struct Epilogue<'a, T, O> {
     bias: *const T,
     residual: *const O,
     out: *mut O,
+    /// Sizes of the product.
     pub dims: &'a MatmulDims,
     how: &'a MatmulEpilogue,
 }
@@ -77,6 +78,7 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         self.how.options == 0 && self.how.scale == 1.0 && self.residual.is_null()
     }
 
+    /// Whether b has two rows for each column of out.
     #[inline(always)]
     pub fn is_gated(&self) -> bool {
         self.how.options & GATED != 0
@@ -88,11 +90,13 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         if self.is_gated() { self.dims.n / 2 } else { self.dims.n }
     }
 
+    /// Whether an activation is asked for.
     #[inline(always)]
     pub fn is_activated(&self) -> bool {
         self.how.options & ACTIVATED != 0
     }
 
+    /// The activation of a value.
     #[inline(always)]
     pub fn activated(&self, x: f32) -> f32 {
         activation::curve(x, &self.how.curve)
@@ -110,11 +114,13 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         activation::straight(x, self.how.curve[0])
     }
 
+    /// Factor of the sums.
     #[inline(always)]
     pub fn scale(&self) -> f32 {
         self.how.scale
     }
 
+    /// Whether there is a bias.
     #[inline(always)]
     pub fn has_bias(&self) -> bool {
         !self.bias.is_null()
@@ -141,6 +147,7 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         if col < self.n() { unsafe { global::load(self.bias.add(at)) }.to_f32() } else { 0.0 }
     }
 
+    /// Whether a residual is added.
     #[inline(always)]
     pub fn has_residual(&self) -> bool {
         !self.residual.is_null()
