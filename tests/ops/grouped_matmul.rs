@@ -1,6 +1,6 @@
 //! The grouped product against its reference.
 
-use abi::ops::grouped_matmul::{GroupedMatmulVariant, VARIANTS};
+use abi::ops::grouped_matmul::{GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Rng, Values, dims_from, finite_values, stride_padding};
@@ -44,9 +44,18 @@ fn case() -> impl Strategy<Value = Case> {
     let k = prop_oneof![3 => dims_from(1, &[8, 16, 32], 130), 1 => dims_from(1, &[128, 512], 600)];
     // Most experts of a token.
     let fan_out = prop_oneof![1 => Just(0usize), 1 => 1usize..5];
-    let layouts = (layout(), layout(), layout());
+    let layouts = (layout(), layout(), layout(), any::<bool>());
     (floats(), groups(), n, k, fan_out, layouts, finite_values(), any::<u64>()).prop_map(
-        |(dtype, groups, n, k, fan_out, (x_layout, w_layout, out_layout), kind, seed)| {
+        |(dtype, groups, n, k, fan_out, (x_layout, w_layout, out_layout, in_pieces), kind, seed)| {
+            // Half of the cases are what the tensor cores' kernels take.
+            let (k, [x_layout, w_layout]) = if in_pieces {
+                let whole = |size: usize| size.next_multiple_of(8);
+                let pieces =
+                    |Layout { padding, offset }| Layout { padding: whole(padding), offset: whole(offset) };
+                (whole(k), [x_layout, w_layout].map(pieces))
+            } else {
+                (k, [x_layout, w_layout])
+            };
             let rows: usize = groups.iter().sum();
             // The largest that divides the rows.
             let fan_out = (1..=fan_out).rev().find(|fan_out| rows.is_multiple_of(*fan_out));
@@ -101,6 +110,18 @@ impl Case {
         let empty = (rows / 64 + experts) * n.div_ceil(64) * 256 * 20;
         rows_of_tiles * n.next_multiple_of(64) * (k + 100) / 8 + empty
     }
+}
+
+/// The kernels for a case; those of the tensor cores only if its operands are what they take.
+fn variants(case: &Case) -> impl Iterator<Item = &'static GroupedMatmulVariant> + use<> {
+    let GroupedMatmulProblem { k, dtype, .. } = case.problem;
+    let in_pieces = |Layout { padding, offset }| (k + padding).is_multiple_of(8) && offset.is_multiple_of(8);
+    let tensor = if k.is_multiple_of(8) && in_pieces(case.x_layout) && in_pieces(case.w_layout) {
+        MMA_VARIANTS
+    } else {
+        &[]
+    };
+    VARIANTS.iter().chain(tensor).filter(move |variant| variant.dtype == dtype)
 }
 
 /// Inputs as exact f64: x and the weights.
@@ -172,7 +193,8 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let (x, w) = inputs(case);
     let mut expected = None;
     for device in cards {
-        for variant in VARIANTS.iter().filter(|v| v.dtype == case.problem.dtype && wanted(v.entry)) {
+        let floor = device.limits().map(|limits| limits.floor);
+        for variant in variants(case).filter(|v| Some(v.floor) <= floor && wanted(v.entry)) {
             let got = product(device, case, Some(variant), (&x, &w))?;
             let expected = expected.get_or_insert_with(|| Expected::of(case, (&x, &w)));
             expected.check(variant.entry, &got, case)?;
@@ -190,9 +212,9 @@ fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
 fn few_rows() -> impl Strategy<Value = Case> {
     let groups = prop::collection::vec(0usize..9, 1..12)
         .prop_filter("rows", |groups| groups.iter().sum::<usize>() > 0);
-    let sizes = (dims_from(1, &[8, 64], 70), dims_from(1, &[128, 1024], 1200));
+    let sizes = (dims_from(1, &[8, 64], 70), dims_from(1, &[16, 128], 150));
     (floats(), groups, sizes, any::<u64>())
-        .prop_map(|(dtype, groups, (n, k), seed)| contiguous(dtype, groups, n, k, seed))
+        .prop_map(|(dtype, groups, (n, k), seed)| contiguous(dtype, groups, n, 8 * k, seed))
 }
 
 fn contiguous(dtype: DType, groups: Vec<usize>, n: usize, k: usize, seed: u64) -> Case {
@@ -219,13 +241,13 @@ proptest! {
 
     /// Every kernel that can do the case, on every floor.
     #[test]
-    fn every_variant((case, on) in on_executors(case, |case| 4 * case.work())) {
+    fn every_variant((case, on) in on_executors(case, |case| 6 * case.work())) {
         run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// A row gives the same bits alone and among others, and by all kernels of a kind.
     #[test]
-    fn rows_are_independent((case, on) in on_executors(few_rows, |case| 7 * case.work())) {
+    fn rows_are_independent((case, on) in on_executors(few_rows, |case| 12 * case.work())) {
         let (x, w) = inputs(&case);
         let GroupedMatmulProblem { rows, n, k, .. } = case.problem;
         let row = case.seed as usize % rows;
@@ -235,13 +257,19 @@ proptest! {
         let alone = contiguous(case.problem.dtype, groups, n, k, case.seed);
         let from = case.order()[row] as usize;
         for device in &on.devices() {
-            let mut seen: [Option<Vec<f64>>; 2] = [None, None];
-            for variant in VARIANTS.iter().filter(|variant| variant.dtype == case.problem.dtype) {
+            let floor = device.limits().map(|limits| limits.floor);
+            let mut seen: [Option<Vec<f64>>; 4] = Default::default();
+            for variant in variants(&case).filter(|variant| floor.is_none() || Some(variant.floor) <= floor) {
                 let together = product(device, &case, Some(variant), (&x, &w))?;
                 let apart = product(device, &alone, Some(variant), (&x[from * k..][..k], &w))?;
                 prop_assert_eq!(&together[row * n..][..n], &apart[..], "{} {:?}", variant.entry, device);
-                let of_kind = &mut seen[usize::from(variant.entry.contains("gemv"))];
-                prop_assert_eq!(of_kind.get_or_insert_with(|| together.clone()), &together);
+                let kind = match variant.tile {
+                    GroupedMatmulTile::Gemv { .. } => 0,
+                    GroupedMatmulTile::Simt { .. } => 1,
+                    GroupedMatmulTile::Stream { .. } => 2,
+                    GroupedMatmulTile::Mma { .. } => 3,
+                };
+                prop_assert_eq!(seen[kind].get_or_insert_with(|| together.clone()), &together);
             }
         }
     }

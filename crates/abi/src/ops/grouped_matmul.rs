@@ -4,7 +4,7 @@
 //! rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are counted from the
 //! number of rows and experts, and some stay empty.
 
-use super::matmul::{THREADS, WARPS};
+use super::matmul::{MMA_ROW_BYTES, THREADS, WARPS};
 use crate::{Arch, DType};
 
 /// Sizes and strides of one launch, in elements.
@@ -72,14 +72,45 @@ pub enum GroupedMatmulTile {
         /// Pieces of each row of the weight that a lane has in flight.
         unroll: u32,
     },
+    /// A block makes `bm` rows and `bn` columns on the tensor cores: as `MatmulTile::Mma`.
+    Mma {
+        /// Rows of the tile.
+        bm: u32,
+        /// Columns of the tile.
+        bn: u32,
+        /// Threads of the block.
+        threads: u32,
+        /// Blocks that a multiprocessor shall hold.
+        blocks: u32,
+        /// Steps of k that copies run ahead, and one.
+        stages: u32,
+    },
+    /// For few rows on the tensor cores: a warp, or several that share k, makes `rows` rows of `cols` columns: as
+    /// `MatmulTile::Stream`.
+    Stream {
+        /// Rows of the tile.
+        rows: u32,
+        /// Columns of a warp.
+        cols: u32,
+        /// Steps of 32 of k that a lane has in flight.
+        unroll: u32,
+    },
 }
 
 impl GroupedMatmulTile {
     /// Rows of a tile.
     pub const fn rows(self) -> u32 {
         match self {
-            GroupedMatmulTile::Simt { bm, .. } => bm,
-            GroupedMatmulTile::Gemv { rows, .. } => rows,
+            GroupedMatmulTile::Simt { bm, .. } | GroupedMatmulTile::Mma { bm, .. } => bm,
+            GroupedMatmulTile::Gemv { rows, .. } | GroupedMatmulTile::Stream { rows, .. } => rows,
+        }
+    }
+
+    /// Threads of a block.
+    pub const fn threads(self) -> u32 {
+        match self {
+            GroupedMatmulTile::Mma { threads, .. } => threads,
+            _ => THREADS,
         }
     }
 
@@ -87,15 +118,20 @@ impl GroupedMatmulTile {
     pub const fn smem_bytes(self) -> u32 {
         match self {
             GroupedMatmulTile::Simt { bm, bn, bk } => 2 * (bm + bn) * bk * 4,
-            GroupedMatmulTile::Gemv { rows, cols, .. } => WARPS * rows * cols * 4,
+            GroupedMatmulTile::Gemv { rows, cols, .. } | GroupedMatmulTile::Stream { rows, cols, .. } => {
+                WARPS * rows * cols * 4
+            }
+            GroupedMatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_ROW_BYTES,
         }
     }
 
     /// Stretches of columns.
     pub const fn col_blocks(self, n: u32, split_log2: u32) -> u32 {
         let cols = match self {
-            GroupedMatmulTile::Simt { bn, .. } => bn,
-            GroupedMatmulTile::Gemv { cols, .. } => cols * (WARPS >> split_log2),
+            GroupedMatmulTile::Simt { bn, .. } | GroupedMatmulTile::Mma { bn, .. } => bn,
+            GroupedMatmulTile::Gemv { cols, .. } | GroupedMatmulTile::Stream { cols, .. } => {
+                cols * (WARPS >> split_log2)
+            }
         };
         n.div_ceil(cols)
     }
@@ -123,7 +159,7 @@ pub struct GroupedMatmulVariant {
 /// Hands every row of the table to the macro `$callback`.
 #[macro_export]
 macro_rules! grouped_matmul_table {
-    ($callback:path) => {
+    ($callback:ident) => {
         $callback! {
             grouped_matmul_f32__gemv1__sm61 => f32, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
             grouped_matmul_f32__gemv2__sm61 => f32, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
@@ -147,19 +183,39 @@ macro_rules! grouped_matmul_table {
     };
 }
 
-macro_rules! variants {
+/// The same for the kernels of Ampere's tensor cores, which take operands in pieces of 16 bytes.
+#[macro_export]
+macro_rules! grouped_matmul_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            grouped_matmul_f16__stream8__sm80 => f16, F16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            grouped_matmul_f16__stream16__sm80 => f16, F16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            grouped_matmul_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            grouped_matmul_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            grouped_matmul_bf16__stream8__sm80 => bf16, BF16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
+            grouped_matmul_bf16__stream16__sm80 => bf16, BF16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            grouped_matmul_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            grouped_matmul_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+        }
+    };
+}
+
+macro_rules! rows {
     ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
-        /// Every kernel of the operator.
-        pub const VARIANTS: &[GroupedMatmulVariant] = &[$(GroupedMatmulVariant {
+        &[$(GroupedMatmulVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
             tile: GroupedMatmulTile::$tile { $($field: $value),* },
             floor: Arch::$floor,
-        }),*];
+        }),*]
     };
 }
-grouped_matmul_table!(variants);
+
+/// The kernels by ordinary arithmetic.
+pub const VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_table!(rows);
+/// The kernels of Ampere's tensor cores.
+pub const MMA_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_mma_table!(rows);
 
 const _: () = {
     let mut i = 0;
@@ -171,6 +227,12 @@ const _: () = {
         }
         i += 1;
     }
+    let mut i = 0;
+    while i < MMA_VARIANTS.len() {
+        // What an RTX 3090 gives a block.
+        assert!(MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
 };
 
 #[cfg(test)]
@@ -180,7 +242,7 @@ mod tests {
     /// Every tile has a slot, and no two the same: what the kernels count on.
     #[test]
     fn slots_of_tiles() {
-        for variant in VARIANTS.iter().filter(|variant| variant.dtype == DType::F32) {
+        for variant in VARIANTS.iter().chain(MMA_VARIANTS).filter(|variant| variant.dtype != DType::F16) {
             let tile_rows = variant.tile.rows();
             for sizes in [&[0, 5, 0, 0, 64, 1, 63, 200][..], &[1, 1, 1], &[0], &[129], &[0, 0, 128, 0]] {
                 let (mut start, mut next) = (0, 0);

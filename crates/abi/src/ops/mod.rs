@@ -73,6 +73,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         gated_delta::VARIANTS,
         glu::VARIANTS,
         grouped_matmul::VARIANTS,
+        grouped_matmul::MMA_VARIANTS,
         kv_append::VARIANTS,
         layernorm::VARIANTS,
         matmul::VARIANTS,

@@ -5,6 +5,10 @@
 //! |---|---|---|
 //! | `Gemv` | few rows per expert | up to 8 rows of an expert by some columns: [`crate::tile::gemv`] |
 //! | `Simt` | many | 64 × 64 or 128 × 128 of an expert's product: [`crate::tile::simt`] |
+//! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `tile::stream` |
+//! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `tile::mma` |
+//!
+//! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the others.
 //!
 //! Which expert and rows a block has it finds itself, from the offsets in device memory: block b has slot
 //! `b / col_blocks`, of either kind (`abi::ops::grouped_matmul`).
@@ -19,17 +23,32 @@
 //!
 //! 1. A lane compares every 32nd offset with the slot and the warp adds up: all loads are under way together, where a binary
 //!    search would wait for each. An empty slot costs a block that ends there.
-//! 2. The blocks of a slot are neighbours, and so are the slots of an expert: a weight is read from memory once.
-//! 3. Rows of x are gathered through the order as they are loaded; no sorted copy of x is made.
+//! 2. The blocks of a slot are neighbours, and so are the slots of an expert: x and the weights are read from memory once. With
+//!    the columns of a row of tiles beside each other an expert's weight, 3 to 13 MB, stays in L2 while its rows go by, however
+//!    many they are; with the rows beside each other it would be the rows that have to stay, which may be all that there are.
+//! 3. Rows of x are gathered through the order as they are loaded; no sorted copy of x is made. A thread of an `Mma` tile copies
+//!    pieces of the same rows in every step, and keeps where they begin in registers.
 //! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an access
 //!    out of bounds.
 
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+use core::ptr::null;
+
 use abi::ops::grouped_matmul::{GroupedMatmulDims, SLOTS_ARE_ROWS};
 use abi::ops::matmul::MatmulDims;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+use abi::ops::matmul::{MatmulEpilogue, SILU};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread, warp};
 
 use crate::tile::operand::Operand;
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+use crate::tile::{
+    epilogue::Epilogue,
+    mma,
+    multiplicand::{Factor, Multiplicand},
+    stream,
+};
 use crate::tile::{gemv, simt};
 
 /// The rows of a block.
@@ -48,17 +67,13 @@ struct Group {
 /// - *converged*: all threads of the block.
 /// - `offsets` holds `experts + 1` numbers — checked in `GroupedMatmul::run`.
 #[inline(always)]
-unsafe fn group<const TILE_ROWS: u32>(
-    offsets: *const u32,
-    dims: &GroupedMatmulDims,
-    slot: u32,
-) -> Option<Group> {
+unsafe fn group(offsets: *const u32, dims: &GroupedMatmulDims, slot: u32, tile_rows: u32) -> Option<Group> {
     let by_row = dims.slots == SLOTS_ARE_ROWS;
     // SAFETY: experts up to and with `experts` — the caller; all lanes take part in the shuffles.
     unsafe {
         let first_slot = |expert: u32| {
             let offset = global::load(offsets.add(expert as usize)).min(dims.rows);
-            if by_row { offset } else { offset / TILE_ROWS + expert }
+            if by_row { offset } else { offset / tile_rows + expert }
         };
         // How many experts' slots have ended.
         let mut expert = 0;
@@ -79,8 +94,8 @@ unsafe fn group<const TILE_ROWS: u32>(
         let end = global::load(offsets.add(expert as usize + 1)).min(dims.rows);
         let rows = end.saturating_sub(start);
         let within = slot.wrapping_sub(first_slot(expert));
-        let first = if by_row { within } else { within.wrapping_mul(TILE_ROWS) };
-        (first < rows && first % TILE_ROWS == 0).then_some(Group { expert, start, rows, first })
+        let first = if by_row { within } else { within.wrapping_mul(tile_rows) };
+        (first < rows && first % tile_rows == 0).then_some(Group { expert, start, rows, first })
     }
 }
 
@@ -143,7 +158,7 @@ unsafe fn tile<T, const EDGE: u32, const PER: usize>(
     // SAFETY: the caller's promise; the slot is the same for all threads, so they leave together. Every element of out
     // belongs to one thread of one block, as every tile has one slot.
     unsafe {
-        let Some(group) = group::<EDGE>(offsets, dims, slot) else { return };
+        let Some(group) = group(offsets, dims, slot, EDGE) else { return };
         let w = w.add(group.expert as usize * dims.w_expert_stride as usize);
         let out = out.add(group.start as usize * dims.out_stride as usize);
         let (own, tile_m) = (group.dims(dims), group.first / EDGE);
@@ -163,19 +178,46 @@ unsafe fn tile<T, const EDGE: u32, const PER: usize>(
     }
 }
 
+/// What a block does where rows are counted from the first of all groups: the end of the group and where the block begins are
+/// all of the group that a main loop's registers hold.
+struct Stretch<T> {
+    /// The expert's weight.
+    w: *const T,
+    /// The group's product: its rows end where the group does.
+    own: MatmulDims,
+    /// First row.
+    row: u32,
+    /// Which stretch of columns.
+    col_block: u32,
+}
+
+/// This block's, in tiles of `tile_rows` rows; none if its slot is empty.
+///
+/// # Safety
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `GroupedMatmul::run`.
+#[inline(always)]
+unsafe fn stretch<T>(
+    w: *const T,
+    offsets: *const u32,
+    dims: &GroupedMatmulDims,
+    tile_rows: u32,
+) -> Option<Stretch<T>> {
+    // At least 1, or there were no blocks; `max` tells the compiler.
+    let col_blocks = dims.col_blocks.max(1);
+    let (slot, col_block) = (thread::block_idx_x() / col_blocks, thread::block_idx_x() % col_blocks);
+    // SAFETY: the caller's promise; the slot is the same for all threads, so they leave together.
+    let group = unsafe { group(offsets, dims, slot, tile_rows) }?;
+    let own = MatmulDims { m: group.start + group.rows, ..group.dims(dims) };
+    let w = w.wrapping_add(group.expert as usize * dims.w_expert_stride as usize);
+    Some(Stretch { w, own, row: group.start + group.first, col_block })
+}
+
 /// Some columns of up to `ROWS` rows of a group's product.
 ///
 /// # Safety
 /// - *converged*: all threads of the block; tensors *in-bounds* for `dims` — checked in `GroupedMatmul::run`.
 #[inline(always)]
-unsafe fn few_rows<
-    T,
-    const ROWS: u32,
-    const COLS: usize,
-    const SUMS: usize,
-    const UNROLL: usize,
-    const R: usize,
->(
+unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, const UNROLL: usize>(
     x: *const T,
     w: *const T,
     offsets: *const u32,
@@ -185,24 +227,100 @@ unsafe fn few_rows<
 ) where
     T: Operand<Sum = f32> + Element,
 {
-    // At least 1, or there were no blocks; `max` tells the compiler.
-    let col_blocks = dims.col_blocks.max(1);
-    let (slot, col_block) = (thread::block_idx_x() / col_blocks, thread::block_idx_x() % col_blocks);
     // SAFETY: as in `tile`.
     unsafe {
-        let Some(group) = group::<ROWS>(offsets, dims, slot) else { return };
-        let w = w.add(group.expert as usize * dims.w_expert_stride as usize);
-        // Rows are counted from the first of all groups here: what ends the group and where this block begins is all that
-        // the loop's registers need to hold of it.
-        let end = group.start + group.rows;
-        let own = MatmulDims { m: end, ..group.dims(dims) };
-        let place = (group.start + group.first, col_block);
+        let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
         let x_row = |sorted| x_row(x, order, dims, sorted);
-        let w_row = simt::rows_of_b(w, &own);
-        gemv::multiply::<T, R, COLS, SUMS, UNROLL>(x_row, w_row, &own, place, false, |row, col, [sum, _]| {
-            let to = out.add(row as usize * dims.out_stride as usize + col as usize);
-            global::store(to, T::from_f32(sum));
-        });
+        let (w_row, place) = (simt::rows_of_b(w, &own), (row, col_block));
+        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
+            x_row,
+            w_row,
+            &own,
+            place,
+            false,
+            |row, col, [sum, _]| {
+                let to = out.add(row as usize * dims.out_stride as usize + col as usize);
+                global::store(to, T::from_f32(sum));
+            },
+        );
+    }
+}
+
+/// Nothing but the sums.
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+const PLAIN: MatmulEpilogue =
+    MatmulEpilogue { scale: 1.0, options: 0, residual_stride: 0, residual_batch_stride: 0, curve: SILU };
+
+/// Some columns of up to `ROWS` rows of a group's product.
+///
+/// # Safety
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, x and the weights in pieces — checked in
+///   `GroupedMatmul::run`.
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[inline(always)]
+unsafe fn streamed<
+    T: Multiplicand,
+    const ROWS: usize,
+    const FRAGMENTS: usize,
+    const TILES: usize,
+    const PIECES: usize,
+    const UNROLL: usize,
+>(
+    x: *const T,
+    w: *const T,
+    offsets: *const u32,
+    order: *const u32,
+    out: *mut T,
+    dims: &GroupedMatmulDims,
+) {
+    // SAFETY: as in `tile`.
+    unsafe {
+        let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
+        stream::multiply::<T, T, ROWS, FRAGMENTS, TILES, PIECES, UNROLL>(
+            |sorted| x_row(x, order, dims, sorted),
+            simt::rows_of_b(w, &own),
+            (row, col_block),
+            Epilogue::new(null(), null(), out, &own, &PLAIN),
+        );
+    }
+}
+
+/// One tile of a group's product on the tensor cores.
+///
+/// # Safety
+/// - As [`streamed`].
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[inline(always)]
+unsafe fn tensor_tile<
+    T: Factor,
+    const BM: u32,
+    const BN: u32,
+    const FM: usize,
+    const FN: usize,
+    const COUNT_A: usize,
+    const COUNT_B: usize,
+    const STAGES: u32,
+    const THREADS: u32,
+>(
+    x: *const T,
+    w: *const T,
+    offsets: *const u32,
+    order: *const u32,
+    out: *mut T,
+    dims: &GroupedMatmulDims,
+) {
+    // SAFETY: as in `tile`.
+    unsafe {
+        let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, BM) else { return };
+        let col = col_block * BN;
+        // Rows past the end are not read; the last stands for them.
+        let x_row = |sorted: u32| x_row(x, order, dims, sorted.min(own.m - 1));
+        mma::multiply::<T, T, BM, BN, FM, FN, COUNT_A, COUNT_B, STAGES, THREADS>(
+            mma::gathered::<T, COUNT_A, THREADS>(x_row, row),
+            mma::strided::<T, THREADS>(simt::rows_of_b(w, &own), (own.b_stride, 0), col),
+            (row, col),
+            Epilogue::new(null(), null(), out, &own, &PLAIN),
+        );
     }
 }
 
@@ -213,18 +331,39 @@ macro_rules! body {
     };
     (Gemv, $type:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
         // SAFETY: blocks of 256 threads, col_blocks of them per slot — GroupedMatmul::run.
-        unsafe { few_rows::<$type, $rows, $cols, { $rows * $cols }, $unroll, $rows> $args }
+        unsafe { few_rows::<$type, $rows, $cols, { $rows * $cols }, $unroll> $args }
     };
+    (Stream, $type:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
+        // SAFETY: as `Gemv`, and `GroupedMatmul::run` takes these kernels where x and the weights are in pieces.
+        unsafe { streamed::<$type, $rows, { $rows / 8 }, { $cols / 16 }, { $cols / 8 }, $unroll> $args }
+    };
+    (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal, $stages:literal) => {{
+        const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+        // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the weights in
+        // pieces — GroupedMatmul::run.
+        unsafe {
+            tensor_tile::<
+                $type,
+                $bm,
+                $bn,
+                { EDGE / 16 },
+                { EDGE / 8 },
+                { $bm * 4 / $threads },
+                { $bn * 4 / $threads },
+                $stages,
+                $threads,
+            > $args
+        }
+    }};
 }
 
-macro_rules! entries {
-    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
-       $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+macro_rules! entry {
+    ($entry:ident, $type:ident, $threads:literal, $blocks:literal, $tile:ident, $($value:tt),*) => {
         /// Entry point; see the module and `abi::ops::grouped_matmul`.
         ///
         /// # Safety
         /// - Arguments as `GroupedMatmul::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 2)]
+        #[kernel(max_threads = $threads, min_blocks = $blocks)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             x: *const $type,
@@ -236,6 +375,31 @@ macro_rules! entries {
         ) {
             body!($tile, $type, (x, w, offsets, order, out, &dims), $($value),*)
         }
-    )*};
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, 256, 2, $tile, $($value),*);)*
+    };
 }
 abi::grouped_matmul_table!(entries);
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! mma_entries {
+    () => {};
+    ($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+     Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal }; $($rest:tt)*) => {
+        entry!($entry, $type, 256, 2, Stream, $rows, $cols, $unroll);
+        mma_entries!($($rest)*);
+    };
+    ($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+     Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
+           stages: $stages:literal }; $($rest:tt)*) => {
+        entry!($entry, $type, $threads, $blocks, Mma, $bm, $bn, $threads, $stages);
+        mma_entries!($($rest)*);
+    };
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::grouped_matmul_mma_table!(mma_entries);

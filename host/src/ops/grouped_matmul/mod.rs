@@ -7,8 +7,8 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulVariant};
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_QUADS, THREADS};
+use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant};
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -76,15 +76,18 @@ pub struct GroupedMatmulArgs<'a> {
 /// Groups may be of any size, also empty. Their bounds are read on the device, so that a recorded graph is right for
 /// whatever [`super::moe_permute`] found: only `rows` decides about the launch. An empty sum (k = 0) is 0.
 ///
-/// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once.
-/// **Determinism**: bitwise the same from run to run. On a card there are two kinds of kernels, which sum in different
-/// orders: for up to 16 rows per expert on average, and for more. Among the products of one kind, which the number of rows
-/// alone decides, a row's result depends on that row and its expert, not on the other rows, their number or their experts. On
-/// the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8 on which place among them it has.
+/// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once. On tensor cores the sums of 16 products are
+/// cut off below the 25th bit.
+/// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in different
+/// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: for up to
+/// half a row per expert on average, up to 16, and more. Else: for up to 16 rows per expert on average, and for more. Among the
+/// products of one kind, which the number of rows alone decides, a row's result depends on that row and its expert, not on the
+/// other rows, their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
+/// on which place among them it has.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors.
+/// **Architectures**: the kernels by ordinary arithmetic on all floors; tensor cores for f16 and bf16 from sm_80 on.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::grouped_matmul::*};
@@ -110,8 +113,11 @@ pub struct GroupedMatmulArgs<'a> {
 pub struct GroupedMatmul {
     device: Device,
     problem: GroupedMatmulProblem,
-    /// Kernels for every number of rows up to the planned one, fewest first; none on the CPU.
+    /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride; none on the CPU.
     kernels: Vec<(GroupedMatmulChoice, Entry)>,
+    /// The tensor cores' kernels, which take operands in pieces of 16 bytes, from `tensor_from` rows on.
+    tensor: Vec<(GroupedMatmulChoice, Entry)>,
+    tensor_from: usize,
 }
 
 impl GroupedMatmul {
@@ -124,26 +130,42 @@ impl GroupedMatmul {
     /// Checks the problem, chooses kernels and loads them.
     pub fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let choices = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choices.unwrap_or_default())
+        let from = select::tensor_min_rows(problem.experts);
+        match device.limits() {
+            None => Self::new(device, problem, Vec::new(), Vec::new(), from),
+            Some(limits) => {
+                let tensor = select::tensor(&limits, &problem)?;
+                Self::new(device, problem, select(&limits, &problem)?, tensor, from)
+            }
+        }
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out where
+    /// an operand's address or stride does not suit it.
     pub fn plan_with(
         device: &Device,
         problem: GroupedMatmulProblem,
         variant: &'static GroupedMatmulVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let forced = |limits| GroupedMatmulChoice::forced(&limits, variant, &problem);
-        let choice = device.limits().map(forced).transpose()?;
-        Self::new(device, problem, choice.into_iter().collect())
+        let Some(limits) = device.limits() else {
+            return Self::new(device, problem, Vec::new(), Vec::new(), 0);
+        };
+        let choice = GroupedMatmulChoice::forced(&limits, variant, &problem)?;
+        match variant.tile {
+            GroupedMatmulTile::Simt { .. } | GroupedMatmulTile::Gemv { .. } => {
+                Self::new(device, problem, vec![choice], Vec::new(), 0)
+            }
+            _ => Self::new(device, problem, select(&limits, &problem)?, vec![choice], 0),
+        }
     }
 
     fn new(
         device: &Device,
         problem: GroupedMatmulProblem,
         choices: Vec<GroupedMatmulChoice>,
+        tensor: Vec<GroupedMatmulChoice>,
+        tensor_from: usize,
     ) -> Result<Self, Error> {
         let load = |choice: GroupedMatmulChoice| {
             let variant = choice.variant;
@@ -151,7 +173,21 @@ impl GroupedMatmul {
             Ok::<_, Error>((choice, entry))
         };
         let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
-        Ok(GroupedMatmul { device: device.clone(), problem, kernels })
+        let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
+        Ok(GroupedMatmul { device: device.clone(), problem, kernels, tensor, tensor_from })
+    }
+
+    /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were planned.
+    fn kernel(&self, rows: usize, in_pieces: bool) -> Option<&(GroupedMatmulChoice, Entry)> {
+        let fits = |(choice, _): &&(GroupedMatmulChoice, Entry)| rows <= choice.max_rows;
+        let in_pieces = in_pieces && rows >= self.tensor_from && !self.tensor.is_empty();
+        if in_pieces { &self.tensor } else { &self.kernels }.iter().find(fits)
+    }
+
+    /// Whether k is one that operands in pieces can have.
+    fn k_in_pieces(&self) -> bool {
+        let GroupedMatmulProblem { k, dtype, .. } = self.problem;
+        k > 0 && k.is_multiple_of(16 / dtype.bytes())
     }
 
     /// Runs once. See [`GroupedMatmul`].
@@ -163,13 +199,16 @@ impl GroupedMatmul {
             return Ok(());
         }
         let rows = dims.rows as usize;
-        let Some((choice, entry)) = self.kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
+        let operands = A_IN_PIECES | B_IN_PIECES;
+        let in_pieces = self.k_in_pieces() && dims.access & operands == operands;
+        let Some((choice, entry)) = self.kernel(rows, in_pieces) else {
             let expected = format!("at most {} rows, as planned", self.problem.rows);
             return Err(Error::invalid(OP, "out", expected, rows.to_string()));
         };
+        let tile = choice.variant.tile;
         dims.split_log2 = choice.split_log2;
-        dims.col_blocks = choice.variant.tile.col_blocks(dims.n, dims.split_log2);
-        let (kind, slots) = choice.variant.tile.slots(dims.rows, dims.experts);
+        dims.col_blocks = tile.col_blocks(dims.n, dims.split_log2);
+        let (kind, slots) = tile.slots(dims.rows, dims.experts);
         dims.slots = kind;
         let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", slots * u64::from(dims.col_blocks))? };
         let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
@@ -181,9 +220,9 @@ impl GroupedMatmul {
             out.into(),
             (&dims).into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned; the grid has
-        // every column of every slot; shared memory is the tile's.
-        unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
+        // looks at for the tensor cores; the grid has every column of every slot; threads and shared memory are the tile's.
+        unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
     fn check(&self, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {
@@ -240,6 +279,7 @@ impl GroupedMatmul {
             (A_IN_PIECES, rows_aligned!(x, per_piece)),
             (B_IN_PIECES, w_aligned),
             (OUT_IN_QUADS, rows_aligned!(out, 4)),
+            (OUT_IN_PIECES, rows_aligned!(out, per_piece)),
         ] {
             access |= if is_set { flag } else { 0 };
         }
@@ -269,12 +309,12 @@ impl GroupedMatmul {
             GroupedRows::Sorted => rows,
             GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
         };
-        let last = self.kernels.last();
+        let last = self.kernel(rows, self.k_in_pieces());
         let work = Work {
             problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
             why: last.map_or("no card".into(), |(choice, _)| choice.why.clone()),
             tile: last.map_or("panels".into(), |(choice, _)| format!("{:?}", choice.variant.tile)),
-            threads: THREADS,
+            threads: last.map_or(1, |(choice, _)| choice.variant.tile.threads()),
             bytes: ((experts.min(rows) * n * k + x_rows * k + rows * n) * dtype.bytes()) as u64,
             flops: 2 * (rows * n * k) as u64,
         };

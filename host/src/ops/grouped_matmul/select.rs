@@ -1,11 +1,11 @@
 //! Which kernels a grouped product takes.
 
-use abi::ops::grouped_matmul::{GroupedMatmulVariant, VARIANTS};
+use abi::ops::grouped_matmul::{GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS};
 
 use super::{GroupedMatmulProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
-use crate::ops::matmul::select::split_log2;
+use crate::ops::matmul::select::{split_log2, stream_split_log2};
 
 /// A kernel and how it is launched.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +26,17 @@ pub struct GroupedMatmulChoice {
 /// 16 rows the kernels for few are meant to win, as they do in the matrix product.
 const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256, 64), (usize::MAX, 128)];
 
+/// The same on tensor cores. Rows of experts differ: where eight of each are the average, four experts of ten have more, whose
+/// weights tiles of 8 rows read twice, which costs about what 16 rows cost all. A tile of 128 rows takes a multiprocessor of Ampere
+/// as long as three and a half of 64 × 64, so it pays when most experts fill more than half of it.
+const TENSOR_RUNGS: [(usize, u32); 4] = [(2 * 8, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
+
+/// Fewest rows for the tensor cores: where most experts have none the others have a single one, which is faster by ordinary
+/// arithmetic.
+pub(super) fn tensor_min_rows(experts: usize) -> usize {
+    experts / 2 + 1
+}
+
 impl GroupedMatmulChoice {
     /// This kernel for any number of rows, if it can do the problem.
     pub(super) fn forced(
@@ -38,7 +49,13 @@ impl GroupedMatmulChoice {
             let expected = format!("{} on {}", variant.dtype, variant.floor);
             return Err(Error::invalid(OP, "variant", expected, format!("{dtype} on {}", limits.floor)));
         }
-        let split_log2 = split_log2(limits, n, k, dtype);
+        let split_log2 = match variant.tile {
+            // Half of the experts at least have rows.
+            GroupedMatmulTile::Stream { .. } => {
+                stream_split_log2(limits.num_sms, n.saturating_mul(experts.div_ceil(2)), k)
+            }
+            _ => split_log2(limits, n, k, dtype),
+        };
         let (_, slots) = variant.tile.slots(rows as u32, experts as u32);
         let blocks = slots * u64::from(variant.tile.col_blocks(n as u32, split_log2));
         if blocks > i32::MAX as u64 {
@@ -49,22 +66,41 @@ impl GroupedMatmulChoice {
     }
 }
 
-/// The kernels for every number of rows up to the problem's, fewest rows first: a run takes the first that is for its
-/// rows.
+/// The kernels by ordinary arithmetic for every number of rows up to the problem's, fewest rows first: a run takes the first that
+/// is for its rows.
 pub fn select(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
+    let choices = ladder(limits, problem, &RUNGS, VARIANTS)?;
+    if choices.is_empty() {
+        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
+    }
+    Ok(choices)
+}
+
+/// The same on tensor cores; none for other cards and types.
+pub(super) fn tensor(
+    limits: &DeviceLimits,
+    problem: &GroupedMatmulProblem,
+) -> Result<Vec<GroupedMatmulChoice>, Error> {
+    ladder(limits, problem, &TENSOR_RUNGS, MMA_VARIANTS)
+}
+
+fn ladder(
+    limits: &DeviceLimits,
+    problem: &GroupedMatmulProblem,
+    rungs: &[(usize, u32)],
+    variants: &'static [GroupedMatmulVariant],
+) -> Result<Vec<GroupedMatmulChoice>, Error> {
     let GroupedMatmulProblem { rows, experts, dtype, .. } = *problem;
     let mut choices = Vec::new();
-    for (halves, tile_rows) in RUNGS {
+    for &(halves, tile_rows) in rungs {
         let max_rows = halves.saturating_mul(experts) / 2;
         let fits = |variant: &&GroupedMatmulVariant| {
             variant.dtype == dtype && variant.floor <= limits.floor && variant.tile.rows() == tile_rows
         };
-        let Some(variant) = VARIANTS.iter().find(fits) else {
-            return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-        };
+        let Some(variant) = variants.iter().find(fits) else { continue };
         let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
         let choice = GroupedMatmulChoice::forced(limits, variant, &largest)?;
         let max_rows = if halves == usize::MAX { usize::MAX } else { max_rows };
@@ -111,6 +147,27 @@ mod tests {
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
             assert!(choices.last().unwrap().max_rows >= rows);
+        }
+    }
+
+    #[test]
+    fn tensor_choice_by_rows() {
+        let ampere = DeviceLimits { floor: Arch::Sm80, smem_per_block_bytes: 99 << 10, ..LIMITS };
+        let table = [
+            (1024, 128, DType::F16, "grouped_matmul_f16__stream8__sm80"),
+            (1025, 128, DType::BF16, "grouped_matmul_bf16__stream16__sm80"),
+            (2049, 128, DType::BF16, "grouped_matmul_bf16__m64n64__sm80"),
+            (8193, 128, DType::BF16, "grouped_matmul_bf16__m128n128__sm80"),
+        ];
+        for (rows, experts, dtype, entry) in table {
+            let from = GroupedRows::Sorted;
+            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from };
+            let choices = tensor(&ampere, &problem).unwrap();
+            assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
+            assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
+            assert!(choices.last().unwrap().max_rows >= rows);
+            assert_eq!(choices[0].split_log2, 0);
+            assert!(tensor(&LIMITS, &problem).unwrap().is_empty());
         }
     }
 

@@ -214,7 +214,7 @@ const STREAM_GROUPS_PER_SM: usize = 32;
 /// for each.
 ///
 /// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number of rows.
-pub(super) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
+pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
     let (groups, wanted) = (n.div_ceil(16), STREAM_GROUPS_PER_SM * num_sms.max(1) as usize);
     let mut split = 0;
     while 1 << (split + 1) <= WARPS && groups << split < wanted && k >= (4 * STREAM_BK as usize) << split {
