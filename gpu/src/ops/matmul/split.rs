@@ -22,11 +22,12 @@
 //! | 2048 × 6144 | 10.7 / 18.4 | 4096 × 2048 | 11.6 / 8.3: no longer chosen |
 
 use cuda_std::cvt::Element;
-use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Swizzle};
-use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp, wgmma};
+use cuda_std::wgmma::Multiply;
+use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp};
 
-use super::wgmma::{Maps, Place, ROW_BYTES, Ring, add, finish, store_pairs};
+use super::wgmma::Maps;
 use crate::tile::epilogue::Epilogue;
+use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
 
 /// Rows and columns of a tile.
 const EDGE: u32 = 64;
@@ -118,39 +119,23 @@ pub unsafe fn multiply<
             warp::sync_warp(warp::FULL_MASK);
         } else {
             let mut ring = Ring::<STAGES>::START;
-            let (mut sums, mut total) = ([0f32; SUMS], [0f32; SUMS]);
-            let mut before = 0;
-            let mut step = first;
-            while step < last {
-                let Ring { stage, parity } = ring;
+            let operands = |stage: u32| {
                 let at = base + stage * 2 * operand_bytes;
-                mbarrier::wait_parity(full(stage), parity);
-                let a = Descriptor::<KMajor>::new(at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                let b = Descriptor::<KMajor>::new(at + operand_bytes, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                let accumulate =
-                    if promotes || step == first { Accumulate::Overwrite } else { Accumulate::Add };
-                wgmma::fence();
-                wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
-                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);
-                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(64), b.advance(64), Accumulate::Add);
-                wgmma::ss::<T, _, _, _>(&mut sums, a.advance(96), b.advance(96), Accumulate::Add);
-                wgmma::commit_group();
-                wgmma::wait_group::<1>(&mut sums);
-                if step > first && member == 0 {
-                    mbarrier::arrive(empty(before));
+                (at, at + operand_bytes)
+            };
+            let release = |stage: u32| {
+                if member == 0 {
+                    mbarrier::arrive(empty(stage));
                 }
-                before = stage;
-                ring.advance();
-                step += 1;
-                if promotes && step < last {
-                    wgmma::wait_group::<0>(&mut sums);
-                    add(&mut total, &sums);
-                }
-            }
-            wgmma::wait_group::<0>(&mut sums);
-            if promotes {
-                add(&mut sums, &total);
-            }
+            };
+            let sums = multiply_stages::<T, SUMS, STAGES>(
+                &mut ring,
+                last - first,
+                promotes,
+                operands,
+                full,
+                release,
+            );
             let mut quad = 0;
             while quad < SUMS / 4 {
                 let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];

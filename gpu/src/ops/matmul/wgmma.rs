@@ -40,16 +40,15 @@
 //!   which the tensor cores rest. A second tile in flight (ping-pong) and a split of k for what does not fill the card are
 //!   not there yet.
 
-use abi::ops::matmul::{OUT_BY_TMA, WGMMA_ROW_BYTES};
+use abi::ops::matmul::OUT_BY_TMA;
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
-use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
-use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
+use cuda_std::wgmma::{Multiply, Registers};
+use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp};
 
 use crate::tile::epilogue::Epilogue;
+use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
 
-/// Bytes of a row of a stage, and of a box of out.
-pub(super) const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
 /// 64 × 64 elements of out.
 const BOX_BYTES: u32 = 64 * ROW_BYTES;
 /// Rows of tiles in a band.
@@ -75,26 +74,6 @@ fn tile_at(tile: u32, rows: u32, cols: u32, band: u32) -> (u32, u32) {
     let height = if rows - first < band { rows - first } else { band };
     let within = tile - first * cols;
     (first + within % height.max(1), within / height.max(1))
-}
-
-/// A place in the ring of stages.
-#[derive(Clone, Copy)]
-pub(super) struct Ring<const STAGES: u32> {
-    pub(super) stage: u32,
-    pub(super) parity: u32,
-}
-
-impl<const STAGES: u32> Ring<STAGES> {
-    pub(super) const START: Self = Ring { stage: 0, parity: 0 };
-
-    #[inline(always)]
-    pub(super) fn advance(&mut self) {
-        self.stage += 1;
-        if self.stage == STAGES {
-            self.stage = 0;
-            self.parity ^= 1;
-        }
-    }
 }
 
 /// The block's part of the product.
@@ -243,48 +222,15 @@ pub unsafe fn multiply<
             let mut tile = first;
             while tile < num_tiles {
                 let (row, col) = tile_at(tile, rows, cols, band);
-                let mut sums = [0f32; SUMS];
-                let mut total = [0f32; SUMS];
-                let mut before = 0;
-                let mut step = 0;
-                while step < steps {
-                    let Ring { stage, parity } = ring;
+                let operands = |stage: u32| {
                     let at = base + stage * stage_bytes;
-                    mbarrier::wait_parity(full(stage), parity);
-                    let a_at = at + consumer * 64 * ROW_BYTES;
-                    let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                    let b = Descriptor::<KMajor>::new(at + a_bytes, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-                    let accumulate =
-                        if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
-                    wgmma::fence();
-                    wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
-                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);
-                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(64), b.advance(64), Accumulate::Add);
-                    wgmma::ss::<T, _, _, _>(&mut sums, a.advance(96), b.advance(96), Accumulate::Add);
-                    wgmma::commit_group();
-                    wgmma::wait_group::<1>(&mut sums);
-                    if step > 0 {
-                        release(before);
-                    }
-                    before = stage;
-                    ring.advance();
-                    step += 1;
-                    if promotes && step < steps {
-                        wgmma::wait_group::<0>(&mut sums);
-                        add(&mut total, &sums);
-                    }
-                }
-                wgmma::wait_group::<0>(&mut sums);
-                if promotes {
-                    add(&mut sums, &total);
-                }
-                if steps > 0 {
-                    release(before);
-                }
+                    (at + consumer * 64 * ROW_BYTES, at + a_bytes)
+                };
+                let mut sums =
+                    multiply_stages::<T, SUMS, STAGES>(&mut ring, steps, promotes, operands, full, release);
                 let place = Place {
                     row: (row * above + rank_m) * BM + consumer * 64,
                     col: (col * beside + rank_n) * if gated { BN / 2 } else { BN },
-                    // Sums that are elements of out in the end.
                     len: if gated { SUMS / 2 } else { SUMS },
                     consumer,
                     member,
@@ -305,119 +251,6 @@ pub unsafe fn multiply<
         if CLUSTER > 1 {
             // Others may still load into this block's memory, or arrive at its barriers.
             cluster::sync();
-        }
-    }
-}
-
-/// Adds each sum to its total, rounding to nearest.
-#[inline(always)]
-pub(super) fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
-    let mut i = 0;
-    while i < SUMS {
-        total[i] += sums[i];
-        i += 1;
-    }
-}
-
-/// Where a consumer's 64 rows lie in out.
-pub(super) struct Place {
-    pub(super) row: u32,
-    pub(super) col: u32,
-    pub(super) len: usize,
-    pub(super) consumer: u32,
-    pub(super) member: u32,
-}
-
-impl Place {
-    /// The row of the thread's first registers in the 64, and the column of its first register in 8.
-    #[inline(always)]
-    fn of_register(&self) -> (u32, u32) {
-        (self.member / 32 * 16 + self.member % 32 / 4, self.member % 4 * 2)
-    }
-}
-
-/// Makes the sums elements of out, `place.len` of them.
-///
-/// Step by step over all of them, so that a step that is not asked for costs one branch.
-///
-/// # Safety
-/// - Bias and residual *in-bounds* for the dimensions.
-#[inline(always)]
-pub(super) unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
-    sums: &mut [f32; SUMS],
-    end: &Epilogue<'_, T, O>,
-    place: &Place,
-) {
-    let (row, first) = place.of_register();
-    let col = |i: usize| place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
-    if end.scale() != 1.0 {
-        let mut i = 0;
-        while i < SUMS {
-            sums[i] *= end.scale();
-            i += 1;
-        }
-    }
-    if end.has_bias() {
-        let mut i = 0;
-        while i < SUMS {
-            // SAFETY: of columns that exist — the method.
-            let bias = unsafe {
-                if i >= place.len { end.bias_of_up(col(i - SUMS / 2)) } else { end.bias_of(col(i)) }
-            };
-            sums[i] += bias;
-            sums[i + 2] += bias;
-            i += if i % 4 == 0 { 1 } else { 3 };
-        }
-    }
-    if end.is_activated() {
-        // The same values by less than half of the instructions, which there are many of at the end of a tile.
-        if end.is_straight() {
-            activate(sums, end.is_gated(), |x| end.activated_straight(x));
-        } else {
-            activate(sums, end.is_gated(), |x| end.activated(x));
-        }
-    }
-    if end.is_gated() {
-        let mut i = 0;
-        while i < SUMS / 2 {
-            sums[i] *= sums[i + SUMS / 2];
-            i += 1;
-        }
-    }
-    if end.has_residual() {
-        // Row by row: their registers are two in four.
-        let mut half = 0;
-        while half < 2 {
-            let row = place.row + row + 8 * half as u32;
-            let from = end.residual_row(row);
-            let len = if row < end.dims.m { place.len } else { 0 };
-            let mut i = 2 * half;
-            while i < SUMS {
-                if i < len && col(i) < end.n() {
-                    // SAFETY: the row and column exist, the column is even.
-                    let [low, high] = unsafe { end.residual_pair(from, col(i)) };
-                    sums[i] += low;
-                    sums[i + 1] += high;
-                }
-                i += 4;
-            }
-            half += 1;
-        }
-    }
-}
-
-/// The activation of the sums, or of the gate's alone.
-#[inline(always)]
-fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activation: impl Fn(f32) -> f32) {
-    let mut i = 0;
-    while i < SUMS / 2 {
-        sums[i] = activation(sums[i]);
-        i += 1;
-    }
-    if !is_gated {
-        while i < SUMS {
-            sums[i] = activation(sums[i]);
-            i += 1;
         }
     }
 }
@@ -473,34 +306,5 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
             }
         }
         i += 1;
-    }
-}
-
-/// Rounds the sums and stores them from the registers, two at a time: for any stride and type of out.
-///
-/// # Safety
-/// - *in-bounds(out)* for the dimensions; nobody else writes the tile.
-#[inline(always)]
-pub(super) unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
-    sums: &[f32; SUMS],
-    end: &Epilogue<'_, T, O>,
-    place: &Place,
-) {
-    let (row, first) = place.of_register();
-    let mut half = 0;
-    while half < 2 {
-        let row = place.row + row + 8 * half as u32;
-        let to = end.out_row(row);
-        let len = if row < end.dims.m { place.len } else { 0 };
-        let mut i = 2 * half;
-        while i < SUMS {
-            let col = place.col + first + 8 * (i as u32 / 4);
-            if i < len && col < end.n() {
-                // SAFETY: the row and column exist — the caller.
-                unsafe { end.store_pair(to, col, [sums[i], sums[i + 1]]) };
-            }
-            i += 4;
-        }
-        half += 1;
     }
 }

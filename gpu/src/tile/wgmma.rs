@@ -1,0 +1,245 @@
+//! The consumers' side of products by `wgmma`: the ring of stages, the main loop, and the way out from registers.
+//!
+//! Stages have rows of 128 bytes of both operands in the 128-byte swizzle. A consumer is a warpgroup that makes 64 rows, with
+//! all sums in registers. One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
+
+use abi::ops::matmul::WGMMA_ROW_BYTES;
+use cuda_std::cvt::Element;
+use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
+use cuda_std::{mbarrier, wgmma};
+
+use super::epilogue::Epilogue;
+
+/// Bytes of a row of a stage, and of a box of out.
+pub const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
+
+/// A place in the ring of stages.
+#[derive(Clone, Copy)]
+pub struct Ring<const STAGES: u32> {
+    /// Which stage.
+    pub stage: u32,
+    /// Of the phase that its barriers are in.
+    pub parity: u32,
+}
+
+impl<const STAGES: u32> Ring<STAGES> {
+    /// The first stage.
+    pub const START: Self = Ring { stage: 0, parity: 0 };
+
+    /// Goes on to the next.
+    #[inline(always)]
+    pub fn advance(&mut self) {
+        self.stage += 1;
+        if self.stage == STAGES {
+            self.stage = 0;
+            self.parity ^= 1;
+        }
+    }
+}
+
+/// A consumer's sums over `steps` stages. `operands` says where its rows of a and those of b lie in a stage, `full` and
+/// `release` are how a stage is waited for and given back. `promotes`: each step's sum is added by itself.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the warpgroup.
+/// - *initialised(by who fills the stages, behind `full`)*: 64 rows of a and `2 · SUMS` of b.
+#[inline(always)]
+pub unsafe fn multiply_stages<T: Element + Multiply<[f32; SUMS]>, const SUMS: usize, const STAGES: u32>(
+    ring: &mut Ring<STAGES>,
+    steps: u32,
+    promotes: bool,
+    operands: impl Fn(u32) -> (u32, u32),
+    full: impl Fn(u32) -> u32,
+    release: impl Fn(u32),
+) -> [f32; SUMS]
+where
+    [f32; SUMS]: Registers,
+{
+    let mut sums = [0f32; SUMS];
+    let mut total = [0f32; SUMS];
+    let mut before = 0;
+    let mut step = 0;
+    // SAFETY: the caller's promise.
+    unsafe {
+        while step < steps {
+            let Ring { stage, parity } = *ring;
+            mbarrier::wait_parity(full(stage), parity);
+            let (a_at, b_at) = operands(stage);
+            let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+            let b = Descriptor::<KMajor>::new(b_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
+            let accumulate = if promotes || step == 0 { Accumulate::Overwrite } else { Accumulate::Add };
+            wgmma::fence();
+            wgmma::ss::<T, _, _, _>(&mut sums, a, b, accumulate);
+            wgmma::ss::<T, _, _, _>(&mut sums, a.advance(32), b.advance(32), Accumulate::Add);
+            wgmma::ss::<T, _, _, _>(&mut sums, a.advance(64), b.advance(64), Accumulate::Add);
+            wgmma::ss::<T, _, _, _>(&mut sums, a.advance(96), b.advance(96), Accumulate::Add);
+            wgmma::commit_group();
+            wgmma::wait_group::<1>(&mut sums);
+            if step > 0 {
+                release(before);
+            }
+            before = stage;
+            ring.advance();
+            step += 1;
+            if promotes && step < steps {
+                wgmma::wait_group::<0>(&mut sums);
+                add(&mut total, &sums);
+            }
+        }
+        wgmma::wait_group::<0>(&mut sums);
+    }
+    if promotes {
+        add(&mut sums, &total);
+    }
+    if steps > 0 {
+        release(before);
+    }
+    sums
+}
+
+/// Adds each sum to its total, rounding to nearest.
+#[inline(always)]
+fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
+    let mut i = 0;
+    while i < SUMS {
+        total[i] += sums[i];
+        i += 1;
+    }
+}
+
+/// Where a consumer's 64 rows lie in out.
+pub struct Place {
+    /// First row.
+    pub row: u32,
+    /// First column.
+    pub col: u32,
+    /// Sums that are elements of out in the end: all, or half of them where the product is gated.
+    pub len: usize,
+    /// Which warpgroup of those that multiply.
+    pub consumer: u32,
+    /// Thread of the warpgroup.
+    pub member: u32,
+}
+
+impl Place {
+    /// The row of the thread's first registers in the 64, and the column of its first register in 8.
+    #[inline(always)]
+    fn of_register(&self) -> (u32, u32) {
+        (self.member / 32 * 16 + self.member % 32 / 4, self.member % 4 * 2)
+    }
+}
+
+/// Makes the sums elements of out, `place.len` of them.
+///
+/// Step by step over all of them, so that a step that is not asked for costs one branch.
+///
+/// # Safety
+/// - Bias and residual *in-bounds* for the dimensions.
+#[inline(always)]
+pub unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
+    sums: &mut [f32; SUMS],
+    end: &Epilogue<'_, T, O>,
+    place: &Place,
+) {
+    let (row, first) = place.of_register();
+    let col = |i: usize| place.col + first + 8 * (i as u32 / 4) + i as u32 % 2;
+    if end.scale() != 1.0 {
+        let mut i = 0;
+        while i < SUMS {
+            sums[i] *= end.scale();
+            i += 1;
+        }
+    }
+    if end.has_bias() {
+        let mut i = 0;
+        while i < SUMS {
+            // SAFETY: of columns that exist — the method.
+            let bias = unsafe {
+                if i >= place.len { end.bias_of_up(col(i - SUMS / 2)) } else { end.bias_of(col(i)) }
+            };
+            sums[i] += bias;
+            sums[i + 2] += bias;
+            i += if i % 4 == 0 { 1 } else { 3 };
+        }
+    }
+    if end.is_activated() {
+        // The same values by less than half of the instructions, which there are many of at the end of a tile.
+        if end.is_straight() {
+            activate(sums, end.is_gated(), |x| end.activated_straight(x));
+        } else {
+            activate(sums, end.is_gated(), |x| end.activated(x));
+        }
+    }
+    if end.is_gated() {
+        let mut i = 0;
+        while i < SUMS / 2 {
+            sums[i] *= sums[i + SUMS / 2];
+            i += 1;
+        }
+    }
+    if end.has_residual() {
+        // Row by row: their registers are two in four.
+        let mut half = 0;
+        while half < 2 {
+            let row = place.row + row + 8 * half as u32;
+            let from = end.residual_row(row);
+            let len = if row < end.dims.m { place.len } else { 0 };
+            let mut i = 2 * half;
+            while i < SUMS {
+                if i < len && col(i) < end.n() {
+                    // SAFETY: the row and column exist, the column is even.
+                    let [low, high] = unsafe { end.residual_pair(from, col(i)) };
+                    sums[i] += low;
+                    sums[i + 1] += high;
+                }
+                i += 4;
+            }
+            half += 1;
+        }
+    }
+}
+
+/// The activation of the sums, or of the gate's alone.
+#[inline(always)]
+fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activation: impl Fn(f32) -> f32) {
+    let mut i = 0;
+    while i < SUMS / 2 {
+        sums[i] = activation(sums[i]);
+        i += 1;
+    }
+    if !is_gated {
+        while i < SUMS {
+            sums[i] = activation(sums[i]);
+            i += 1;
+        }
+    }
+}
+
+/// Rounds the sums and stores them from the registers, two at a time: for any stride and type of out.
+///
+/// # Safety
+/// - *in-bounds(out)* for the dimensions; nobody else writes the tile.
+#[inline(always)]
+pub unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
+    sums: &[f32; SUMS],
+    end: &Epilogue<'_, T, O>,
+    place: &Place,
+) {
+    let (row, first) = place.of_register();
+    let mut half = 0;
+    while half < 2 {
+        let row = place.row + row + 8 * half as u32;
+        let to = end.out_row(row);
+        let len = if row < end.dims.m { place.len } else { 0 };
+        let mut i = 2 * half;
+        while i < SUMS {
+            let col = place.col + first + 8 * (i as u32 / 4);
+            if i < len && col < end.n() {
+                // SAFETY: the row and column exist — the caller.
+                unsafe { end.store_pair(to, col, [sums[i], sums[i + 1]]) };
+            }
+            i += 4;
+        }
+        half += 1;
+    }
+}
