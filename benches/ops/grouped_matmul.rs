@@ -1,6 +1,6 @@
 //! The grouped product at the shapes of its cases.
 
-use abi::ops::grouped_matmul::{MMA_VARIANTS, VARIANTS};
+use abi::ops::grouped_matmul::{MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use half::bf16;
 use serde_json::json;
 use warpforge::ops::grouped_matmul::{
@@ -48,7 +48,12 @@ fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> 
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
     let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from };
     let named = bencher.kernel.as_deref();
-    let plan = match VARIANTS.iter().chain(MMA_VARIANTS).find(|variant| Some(variant.entry) == named) {
+    let plan = match VARIANTS
+        .iter()
+        .chain(MMA_VARIANTS)
+        .chain(WGMMA_VARIANTS)
+        .find(|variant| Some(variant.entry) == named)
+    {
         Some(variant) => GroupedMatmul::plan_with(&bencher.device, problem, variant)?,
         None => GroupedMatmul::plan(&bencher.device, problem)?,
     };

@@ -1,15 +1,18 @@
 //! The grouped product against its reference.
 
-use abi::ops::grouped_matmul::{GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS};
+use abi::ops::grouped_matmul::{
+    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Rng, Values, dims_from, finite_values, stride_padding};
 use warpforge::ops::grouped_matmul::reference::{self, Sizes};
 use warpforge::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
-use warpforge::{DType, Device, Error, Tensor};
+use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+    EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, fail, floats, on_executors, one_sm,
+    store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -116,11 +119,8 @@ impl Case {
 fn variants(case: &Case) -> impl Iterator<Item = &'static GroupedMatmulVariant> + use<> {
     let GroupedMatmulProblem { k, dtype, .. } = case.problem;
     let in_pieces = |Layout { padding, offset }| (k + padding).is_multiple_of(8) && offset.is_multiple_of(8);
-    let tensor = if k.is_multiple_of(8) && in_pieces(case.x_layout) && in_pieces(case.w_layout) {
-        MMA_VARIANTS
-    } else {
-        &[]
-    };
+    let tensor = k.is_multiple_of(8) && in_pieces(case.x_layout) && in_pieces(case.w_layout);
+    let tensor = MMA_VARIANTS.iter().chain(WGMMA_VARIANTS).filter(move |_| tensor);
     VARIANTS.iter().chain(tensor).filter(move |variant| variant.dtype == dtype)
 }
 
@@ -258,7 +258,7 @@ proptest! {
         let from = case.order()[row] as usize;
         for device in &on.devices() {
             let floor = device.limits().map(|limits| limits.floor);
-            let mut seen: [Option<Vec<f64>>; 4] = Default::default();
+            let mut seen: [Option<Vec<f64>>; 5] = Default::default();
             for variant in variants(&case).filter(|variant| floor.is_none() || Some(variant.floor) <= floor) {
                 let together = product(device, &case, Some(variant), (&x, &w))?;
                 let apart = product(device, &alone, Some(variant), (&x[from * k..][..k], &w))?;
@@ -268,6 +268,7 @@ proptest! {
                     GroupedMatmulTile::Simt { .. } => 1,
                     GroupedMatmulTile::Stream { .. } => 2,
                     GroupedMatmulTile::Mma { .. } => 3,
+                    GroupedMatmulTile::Wgmma { .. } => 4,
                 };
                 prop_assert_eq!(seen[kind].get_or_insert_with(|| together.clone()), &together);
             }
@@ -305,40 +306,58 @@ fn empty() -> Result<(), TestCaseError> {
 /// Rows of no expert stay as they are, and wrong offsets and orders reach nothing that is out of bounds.
 #[test]
 fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
-    let (dtype, from) = (DType::F32, GroupedRows::Gathered { fan_out: 2 });
-    for rows in [4, 140] {
-        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 4, dtype, from };
+    let from = GroupedRows::Gathered { fan_out: 2 };
+    for (dtype, rows) in [(DType::F32, 4), (DType::F32, 140), (DType::BF16, 4), (DType::BF16, 140)] {
+        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 8, dtype, from };
         for device in &devices() {
             let stream = device.stream()?;
             let plan = GroupedMatmul::plan(device, problem)?;
-            let ones = |n: usize| values(Values::Normal, dtype, n, 0).iter().map(|_| 1.0).collect::<Vec<_>>();
-            let place = Layout::default();
-            let x = Rows::input(&stream, dtype, &ones(rows * 2), 4, place)?;
-            let w = Rows::input(&stream, dtype, &ones(48), 4, place)?;
-            let run = |offsets: [u32; 4], order: &[u32]| -> Result<Vec<f32>, TestCaseError> {
+            let filled = |value: f64, rows: usize, cols: usize| {
+                Rows::input(&stream, dtype, &vec![value; rows * cols], cols, Layout::default())
+            };
+            let (x, w) = (filled(1.0, rows / 2, 8)?, filled(1.0, 12, 8)?);
+            let run = |offsets: [u32; 4], order: &[u32]| -> Result<Vec<f64>, TestCaseError> {
                 let offsets = Tensor::from_slice(&stream, &[4], &offsets)?;
                 let order = Tensor::from_slice(&stream, &[rows], order)?;
-                let mut out = Tensor::from_slice(&stream, &[rows, 4], &vec![-1.0f32; rows * 4])?;
+                let mut out = filled(-1.0, rows, 4)?;
                 let args = GroupedMatmulArgs {
                     x: x.view(),
-                    w: w.view().reshape(&[3, 4, 4])?,
+                    w: w.view().reshape(&[3, 4, 8])?,
                     offsets: offsets.view(),
                     order: Some(order.view()),
                     out: out.view_mut(),
                 };
                 plan.run(&stream, args)?;
-                Ok(out.to_vec(&stream)?)
+                out.read(&stream)
             };
             let order: Vec<u32> = (0..rows as u32).collect();
             let last = rows as u32 - 1;
             let got = run([0, 1, 1, last], &order)?;
-            let want = [vec![4.0; 4 * last as usize], vec![-1.0; 4]].concat();
+            let want = [vec![8.0; 4 * last as usize], vec![-1.0; 4]].concat();
             assert_eq!(got, want, "{device:?}");
             let got = run([0, 1, u32::MAX, u32::MAX], &vec![u32::MAX; rows])?;
-            assert!(got.iter().all(|&value| value == 4.0 || value == -1.0), "{device:?}");
+            assert!(got.iter().all(|&value| value == 8.0 || value == -1.0), "{device:?}");
             run([u32::MAX, 2, 1, 0], &order)?;
             run([1 << 31, 3, 0, 1 << 31], &order)?;
         }
+    }
+    Ok(())
+}
+
+/// Tiles one after the other in one block have the bits that they have in blocks of their own: of experts near and far, of some
+/// rows or all, with fewer steps than there are stages and with more.
+#[test]
+fn tiles_of_one_block() -> Result<(), TestCaseError> {
+    let (own, one_sm) = (&cards_of(Arch::Sm90a)[0], &one_sm());
+    for (variant, (n, k)) in std::iter::zip(WGMMA_VARIANTS, [(264, 72), (136, 328)]) {
+        let mut groups = vec![0; 40];
+        [groups[1], groups[2], groups[33], groups[39]] = [130, 1, 65, 3];
+        let case = contiguous(variant.dtype, groups, n, k, 5);
+        let (x, w) = inputs(&case);
+        let run = |device| product(device, &case, Some(variant), (&x, &w));
+        let got = run(one_sm)?;
+        Expected::of(&case, (&x, &w)).check(variant.entry, &got, &case)?;
+        prop_assert_eq!(got, run(own)?, "{}", variant.entry);
     }
     Ok(())
 }

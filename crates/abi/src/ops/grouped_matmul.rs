@@ -4,7 +4,7 @@
 //! rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are counted from the
 //! number of rows and experts, and some stay empty.
 
-use super::matmul::{MMA_ROW_BYTES, THREADS, WARPS};
+use super::matmul::{MMA_ROW_BYTES, THREADS, WARPS, WGMMA_ROW_BYTES};
 use crate::{Arch, DType};
 
 /// Sizes and strides of one launch, in elements.
@@ -95,13 +95,24 @@ pub enum GroupedMatmulTile {
         /// Steps of 32 of k that a lane has in flight.
         unroll: u32,
     },
+    /// A block walks over tiles of `bm` × `bn` on Hopper's tensor cores: a warpgroup loads, two multiply.
+    Wgmma {
+        /// Rows of the tile.
+        bm: u32,
+        /// Columns of the tile.
+        bn: u32,
+        /// Steps of k that loads run ahead.
+        stages: u32,
+    },
 }
 
 impl GroupedMatmulTile {
     /// Rows of a tile.
     pub const fn rows(self) -> u32 {
         match self {
-            GroupedMatmulTile::Simt { bm, .. } | GroupedMatmulTile::Mma { bm, .. } => bm,
+            GroupedMatmulTile::Simt { bm, .. }
+            | GroupedMatmulTile::Mma { bm, .. }
+            | GroupedMatmulTile::Wgmma { bm, .. } => bm,
             GroupedMatmulTile::Gemv { rows, .. } | GroupedMatmulTile::Stream { rows, .. } => rows,
         }
     }
@@ -110,6 +121,7 @@ impl GroupedMatmulTile {
     pub const fn threads(self) -> u32 {
         match self {
             GroupedMatmulTile::Mma { threads, .. } => threads,
+            GroupedMatmulTile::Wgmma { .. } => 384,
             _ => THREADS,
         }
     }
@@ -122,13 +134,19 @@ impl GroupedMatmulTile {
                 WARPS * rows * cols * 4
             }
             GroupedMatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_ROW_BYTES,
+            // Stages, two boxes of 64 × 64 elements for each warpgroup that multiplies, a tile and two barriers a stage.
+            GroupedMatmulTile::Wgmma { bm, bn, stages } => {
+                stages * (bm + bn) * WGMMA_ROW_BYTES + bm / 64 * 2 * 64 * 128 + 32 * stages
+            }
         }
     }
 
     /// Stretches of columns.
     pub const fn col_blocks(self, n: u32, split_log2: u32) -> u32 {
         let cols = match self {
-            GroupedMatmulTile::Simt { bn, .. } | GroupedMatmulTile::Mma { bn, .. } => bn,
+            GroupedMatmulTile::Simt { bn, .. }
+            | GroupedMatmulTile::Mma { bn, .. }
+            | GroupedMatmulTile::Wgmma { bn, .. } => bn,
             GroupedMatmulTile::Gemv { cols, .. } | GroupedMatmulTile::Stream { cols, .. } => {
                 cols * (WARPS >> split_log2)
             }
@@ -200,6 +218,17 @@ macro_rules! grouped_matmul_mma_table {
     };
 }
 
+/// The same for the kernels of Hopper's tensor cores, which take a tensor map of the weights.
+#[macro_export]
+macro_rules! grouped_matmul_wgmma_table {
+    ($callback:ident) => {
+        $callback! {
+            grouped_matmul_f16__m128n256__sm90a => f16, F16, Sm90a, Wgmma { bm: 128, bn: 256, stages: 4 };
+            grouped_matmul_bf16__m128n256__sm90a => bf16, BF16, Sm90a, Wgmma { bm: 128, bn: 256, stages: 4 };
+        }
+    };
+}
+
 macro_rules! rows {
     ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
@@ -216,6 +245,8 @@ macro_rules! rows {
 pub const VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_table!(rows);
 /// The kernels of Ampere's tensor cores.
 pub const MMA_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_mma_table!(rows);
+/// The kernels of Hopper's tensor cores.
+pub const WGMMA_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_wgmma_table!(rows);
 
 const _: () = {
     let mut i = 0;
@@ -231,6 +262,11 @@ const _: () = {
     while i < MMA_VARIANTS.len() {
         // What an RTX 3090 gives a block.
         assert!(MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < WGMMA_VARIANTS.len() {
+        assert!(WGMMA_VARIANTS[i].tile.smem_bytes() <= 227 << 10);
         i += 1;
     }
 };

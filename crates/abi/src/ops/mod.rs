@@ -74,6 +74,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         glu::VARIANTS,
         grouped_matmul::VARIANTS,
         grouped_matmul::MMA_VARIANTS,
+        grouped_matmul::WGMMA_VARIANTS,
         kv_append::VARIANTS,
         layernorm::VARIANTS,
         matmul::VARIANTS,

@@ -7,11 +7,12 @@
 //! | `Simt` | many | 64 × 64 or 128 × 128 of an expert's product: [`crate::tile::simt`] |
 //! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `tile::stream` |
 //! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `tile::mma` |
+//! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the others.
 //!
 //! Which expert and rows a block has it finds itself, from the offsets in device memory: block b has slot
-//! `b / col_blocks`, of either kind (`abi::ops::grouped_matmul`).
+//! `b / col_blocks`, of either kind (`abi::ops::grouped_matmul`). Those of `Wgmma` walk over the tiles that there are.
 //!
 //! ```text
 //! tiles of 4 rows
@@ -30,6 +31,9 @@
 //!    pieces of the same rows in every step, and keeps where they begin in registers.
 //! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an access
 //!    out of bounds.
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+mod wgmma;
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use core::ptr::null;
@@ -99,41 +103,49 @@ unsafe fn group(offsets: *const u32, dims: &GroupedMatmulDims, slot: u32, tile_r
     }
 }
 
-impl Group {
-    /// The product of this group, as one of its own.
-    #[inline(always)]
-    fn dims(&self, dims: &GroupedMatmulDims) -> MatmulDims {
-        MatmulDims {
-            m: self.rows,
-            n: dims.n,
-            k: dims.k,
-            a_stride: dims.x_stride,
-            b_stride: dims.w_stride,
-            out_stride: dims.out_stride,
-            a_batch_stride: 0,
-            b_batch_stride: 0,
-            out_batch_stride: 0,
-            access: dims.access,
-            split_log2: dims.split_log2,
-        }
+/// The product of a group but for the end of its rows, as one of its own.
+#[inline(always)]
+fn product(dims: &GroupedMatmulDims) -> MatmulDims {
+    MatmulDims {
+        m: 0,
+        n: dims.n,
+        k: dims.k,
+        a_stride: dims.x_stride,
+        b_stride: dims.w_stride,
+        out_stride: dims.out_stride,
+        a_batch_stride: 0,
+        b_batch_stride: 0,
+        out_batch_stride: 0,
+        access: dims.access,
+        split_log2: dims.split_log2,
     }
 }
 
-/// Where the row of x begins that a sorted row is made of.
+/// The row of x that a sorted row is made of.
 ///
 /// # Safety
 /// - `sorted` is below the number of rows; `order`, if there is a fan-out, holds a number for every row of out — checked in
 ///   `GroupedMatmul::run`.
 #[inline(always)]
-unsafe fn x_row<T>(x: *const T, order: *const u32, dims: &GroupedMatmulDims, sorted: u32) -> *const T {
-    let row = if dims.fan_out == 0 {
+unsafe fn x_number(order: *const u32, dims: &GroupedMatmulDims, sorted: u32) -> u32 {
+    if dims.fan_out == 0 {
         sorted
     } else {
         // SAFETY: the caller's promise.
         let pair = unsafe { global::load(order.add(sorted as usize)) };
         // At least 1 here; `max` tells the compiler, which would otherwise keep a panic path.
         (pair / dims.fan_out.max(1)).min(dims.x_rows - 1)
-    };
+    }
+}
+
+/// Where it begins.
+///
+/// # Safety
+/// - As [`x_number`].
+#[inline(always)]
+unsafe fn x_row<T>(x: *const T, order: *const u32, dims: &GroupedMatmulDims, sorted: u32) -> *const T {
+    // SAFETY: the caller's promise.
+    let row = unsafe { x_number(order, dims, sorted) };
     x.wrapping_add(row as usize * dims.x_stride as usize)
 }
 
@@ -161,7 +173,8 @@ unsafe fn tile<T, const EDGE: u32, const PER: usize>(
         let Some(group) = group(offsets, dims, slot, EDGE) else { return };
         let w = w.add(group.expert as usize * dims.w_expert_stride as usize);
         let out = out.add(group.start as usize * dims.out_stride as usize);
-        let (own, tile_m) = (group.dims(dims), group.first / EDGE);
+        let own = MatmulDims { m: group.rows, ..product(dims) };
+        let tile_m = group.first / EDGE;
         // Rows past the end are not read; the last stands for them.
         let x_row = |row: u32| x_row(x, order, dims, group.start + row.min(group.rows - 1));
         let sums = simt::multiply::<T, EDGE, PER>(x_row, simt::rows_of_b(w, &own), &own, tile_m, tile_n);
@@ -207,7 +220,7 @@ unsafe fn stretch<T>(
     let (slot, col_block) = (thread::block_idx_x() / col_blocks, thread::block_idx_x() % col_blocks);
     // SAFETY: the caller's promise; the slot is the same for all threads, so they leave together.
     let group = unsafe { group(offsets, dims, slot, tile_rows) }?;
-    let own = MatmulDims { m: group.start + group.rows, ..group.dims(dims) };
+    let own = MatmulDims { m: group.start + group.rows, ..product(dims) };
     let w = w.wrapping_add(group.expert as usize * dims.w_expert_stride as usize);
     Some(Stretch { w, own, row: group.start + group.first, col_block })
 }
@@ -403,3 +416,31 @@ macro_rules! mma_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::grouped_matmul_mma_table!(mma_entries);
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! wgmma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+       Wgmma { bm: 128, bn: $bn:literal, stages: $stages:literal };)*) => {$(
+        /// Entry point; see the module and `abi::ops::grouped_matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `GroupedMatmul::run` makes them.
+        #[kernel(max_threads = 384, min_blocks = 1)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            x: *const $type,
+            #[grid_constant] w: cuda_std::tma::TensorMap,
+            offsets: *const u32,
+            order: *const u32,
+            out: *mut $type,
+            dims: GroupedMatmulDims,
+        ) {
+            // SAFETY: threads and shared memory of the tile, a map of the weights, x in pieces — GroupedMatmul::run.
+            unsafe {
+                wgmma::multiply::<$type, $bn, { $bn / 2 }, $stages>(x, w, offsets, order, out, &dims);
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+abi::grouped_matmul_wgmma_table!(wgmma_entries);

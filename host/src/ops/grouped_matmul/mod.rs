@@ -8,17 +8,18 @@ mod select;
 
 use abi::DType;
 use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant};
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS};
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
 
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work};
-use crate::launch::Entry;
+use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::matmul::{optional, row_stride, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 pub use cases::{CASES, GroupedMatmulCase};
 pub use select::{GroupedMatmulChoice, select};
@@ -80,14 +81,15 @@ pub struct GroupedMatmulArgs<'a> {
 /// cut off below the 25th bit.
 /// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in different
 /// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: for up to
-/// half a row per expert on average, up to 16, and more. Else: for up to 16 rows per expert on average, and for more. Among the
+/// half a row per expert on average, up to 16, and more, which on Hopper is another kind. Else: for up to 16 rows per expert on average, and for more. Among the
 /// products of one kind, which the number of rows alone decides, a row's result depends on that row and its expert, not on the
 /// other rows, their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
 /// on which place among them it has.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the kernels by ordinary arithmetic on all floors; tensor cores for f16 and bf16 from sm_80 on.
+/// **Architectures**: the kernels by ordinary arithmetic on all floors; tensor cores for f16 and bf16 from sm_80 on, Hopper's own for
+/// many rows from sm_90a on.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::grouped_matmul::*};
@@ -200,7 +202,7 @@ impl GroupedMatmul {
         }
         let rows = dims.rows as usize;
         let operands = A_IN_PIECES | B_IN_PIECES;
-        let in_pieces = self.k_in_pieces() && dims.access & operands == operands;
+        let in_pieces = self.k_in_pieces() && dims.access & operands == operands && rows > 0 && dims.n > 0;
         let Some((choice, entry)) = self.kernel(rows, in_pieces) else {
             let expected = format!("at most {} rows, as planned", self.problem.rows);
             return Err(Error::invalid(OP, "out", expected, rows.to_string()));
@@ -210,19 +212,55 @@ impl GroupedMatmul {
         dims.col_blocks = tile.col_blocks(dims.n, dims.split_log2);
         let (kind, slots) = tile.slots(dims.rows, dims.experts);
         dims.slots = kind;
-        let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", slots * u64::from(dims.col_blocks))? };
+        let blocks = slots * u64::from(dims.col_blocks);
+        let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", blocks)? };
         let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
+        let map = match tile {
+            GroupedMatmulTile::Wgmma { bn, .. } => Some(self.map_of_weights(w, &dims, bn / 2)?),
+            _ => None,
+        };
+        // Blocks that load by a map walk over the tiles.
+        let grid = if map.is_some() { grid.min(self.device.profile().num_sms) } else { grid };
         let params = [
             (*x).into(),
-            (*w).into(),
+            map.as_ref().map_or((*w).into(), Param::from),
             (*offsets).into(),
             optional(order.as_ref()),
             out.into(),
             (&dims).into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
-        // looks at for the tensor cores; the grid has every column of every slot; threads and shared memory are the tile's.
+        // looks at for the tensor cores; the grid has every column of every slot, or the blocks walk over them; threads and
+        // shared memory are the tile's; the map has the weights' sizes and strides.
         unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
+    }
+
+    /// All weights as a stack of matrices, in boxes of `box_rows` rows and 128 bytes.
+    fn map_of_weights(
+        &self,
+        w: &TensorView<'_>,
+        dims: &GroupedMatmulDims,
+        box_rows: u32,
+    ) -> Result<TensorMap, Error> {
+        let &GroupedMatmulDims { experts, n, k, w_stride, w_expert_stride, .. } = dims;
+        let dtype = self.problem.dtype;
+        let bytes = dtype.bytes() as u64;
+        // The stride of a single row or weight is not used; it must be one all the same.
+        let stride = |size: u32, stride: u32| {
+            bytes * if size <= 1 { u64::from(k).next_multiple_of(16) } else { u64::from(stride) }
+        };
+        let outer = Axis { size: u64::from(experts), stride_bytes: stride(experts, w_expert_stride) };
+        let tiled = Tiled {
+            dtype,
+            address: w.address(),
+            rows: u64::from(n),
+            cols: u64::from(k),
+            stride_bytes: stride(n, w_stride),
+            outer: Some([outer, Axis { size: 1, stride_bytes: outer.stride_bytes }]),
+            box_rows,
+            box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
+        };
+        self.device.tensor_map(OP, &tiled)
     }
 
     fn check(&self, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {

@@ -1,6 +1,9 @@
 //! Which kernels a grouped product takes.
 
-use abi::ops::grouped_matmul::{GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS};
+use abi::Arch;
+use abi::ops::grouped_matmul::{
+    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 
 use super::{GroupedMatmulProblem, OP};
 use crate::device::DeviceLimits;
@@ -30,6 +33,9 @@ const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256,
 /// weights tiles of 8 rows read twice, which costs about what 16 rows cost all. A tile of 128 rows takes a multiprocessor of Ampere
 /// as long as three and a half of 64 × 64, so it pays when most experts fill more than half of it.
 const TENSOR_RUNGS: [(usize, u32); 4] = [(2 * 8, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
+
+/// The same on Hopper. Reading a weight takes longer than multiplying 128 rows by it, so that more than few rows are one kind.
+const HOPPER_RUNGS: [(usize, u32); 3] = [(2 * 8, 8), (2 * 16, 16), (usize::MAX, 128)];
 
 /// Fewest rows for the tensor cores: where most experts have none the others have a single one, which is faster by ordinary
 /// arithmetic.
@@ -72,7 +78,7 @@ pub fn select(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
-    let choices = ladder(limits, problem, &RUNGS, VARIANTS)?;
+    let choices = ladder(limits, problem, &RUNGS, &[VARIANTS])?;
     if choices.is_empty() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
     }
@@ -84,14 +90,18 @@ pub(super) fn tensor(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
-    ladder(limits, problem, &TENSOR_RUNGS, MMA_VARIANTS)
+    if limits.floor >= Arch::Sm90a {
+        ladder(limits, problem, &HOPPER_RUNGS, &[WGMMA_VARIANTS, MMA_VARIANTS])
+    } else {
+        ladder(limits, problem, &TENSOR_RUNGS, &[MMA_VARIANTS])
+    }
 }
 
 fn ladder(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
     rungs: &[(usize, u32)],
-    variants: &'static [GroupedMatmulVariant],
+    variants: &[&'static [GroupedMatmulVariant]],
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
     let GroupedMatmulProblem { rows, experts, dtype, .. } = *problem;
     let mut choices = Vec::new();
@@ -100,7 +110,7 @@ fn ladder(
         let fits = |variant: &&GroupedMatmulVariant| {
             variant.dtype == dtype && variant.floor <= limits.floor && variant.tile.rows() == tile_rows
         };
-        let Some(variant) = variants.iter().find(fits) else { continue };
+        let Some(variant) = variants.iter().copied().flatten().find(fits) else { continue };
         let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
         let choice = GroupedMatmulChoice::forced(limits, variant, &largest)?;
         let max_rows = if halves == usize::MAX { usize::MAX } else { max_rows };
@@ -118,7 +128,7 @@ fn ladder(
 
 #[cfg(test)]
 mod tests {
-    use abi::{Arch, DType};
+    use abi::DType;
 
     use super::super::GroupedRows;
     use super::*;
@@ -168,6 +178,9 @@ mod tests {
             assert!(choices.last().unwrap().max_rows >= rows);
             assert_eq!(choices[0].split_log2, 0);
             assert!(tensor(&LIMITS, &problem).unwrap().is_empty());
+            let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..LIMITS };
+            let on_hopper = tensor(&hopper, &problem).unwrap().last().unwrap().variant;
+            assert_eq!(on_hopper.floor == Arch::Sm90a, rows > 2048, "{rows} of {experts}");
         }
     }
 

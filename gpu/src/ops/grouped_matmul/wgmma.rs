@@ -1,0 +1,384 @@
+//! Grouped products on Hopper: TMA brings the weights, `cp.async` gathers the rows of x, warpgroups multiply by `wgmma`.
+//!
+//! A block stays on its multiprocessor and walks over the tiles of `BM` × `BN` that there are, those of an expert's rows side by
+//! side. Its first warpgroup finds the tiles and loads, the two others multiply 64 rows each.
+//!
+//! ```text
+//! producer   wait empty[s] ── tell whose stage it is, expect bytes, load w BN × 128 B ──► full[s]      a warp for each stage
+//!                          └─ 32 × cp.async: 4 rows of x ── wait for them ── fence ──► full[s]
+//! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]
+//! at the end of a tile: rounding, stmatrix to a 64 × 64 box of shared memory, from there 16 bytes at a time to the rows that exist
+//!
+//! shared memory   | stage 0: x BM · 128, w BN · 128 | … | 2 boxes of 8 KiB per consumer | tile of each stage | barriers |
+//! ```
+//!
+//! - The rows of x lie anywhere, where no TMA box reaches them. A warp copies four rows by an instruction, into the 128-byte
+//!   swizzle that `wgmma` reads; which rows they are its lanes hold for the whole tile, four each, and tell one another.
+//!   Sorted rows take the same way.
+//! - What `cp.async` writes is ordinary memory traffic, so whoever started the copies waits for them and fences them for the
+//!   asynchronous proxy. That fence waits for all of a warp's traffic (`MEMBAR.ALL.CTA`): with a warp for each stage it is
+//!   that stage's, and the copies of the others stay under way.
+//! - The sizes of groups are on the device, so only the producers know what comes next; each stage says whose it is.
+//! - Rows past the end of a group are not copied but to the next multiple of 32, and a consumer that has none passes its stages on.
+
+use abi::ops::grouped_matmul::GroupedMatmulDims;
+use abi::ops::matmul::{MatmulDims, OUT_IN_PIECES};
+use cuda_std::cvt::Element;
+use cuda_std::tma::TensorMap;
+use cuda_std::wgmma::{Multiply, Registers};
+use cuda_std::{barrier, cp_async, fence, global, matrix, mbarrier, registers, shared, thread, tma, warp};
+
+use super::{PLAIN, null, x_number};
+use crate::tile::epilogue::Epilogue;
+use crate::tile::wgmma::{Place, ROW_BYTES, Ring, multiply_stages, store_pairs};
+
+/// A warpgroup that loads and two that multiply.
+const THREADS: u32 = 384;
+/// Rows of a tile: 64 for each of two consumers.
+const BM: u32 = 128;
+/// 64 × 64 elements of out.
+const BOX_BYTES: u32 = 64 * ROW_BYTES;
+/// Pieces of 16 bytes of a row of a stage.
+const PIECES: u32 = ROW_BYTES / 16;
+/// Rows that an instruction of a warp copies.
+const ROWS: u32 = 32 / PIECES;
+/// Instructions for 32 rows.
+const COPIES: usize = (32 / ROWS) as usize;
+
+/// A walk over the tiles' rows, experts in their order.
+struct Walk {
+    /// The first of 32 experts, of which each lane has one.
+    experts: u32,
+    /// Rows of tiles of the experts before.
+    before: u32,
+    /// The lane's expert: its sorted rows.
+    start: u32,
+    end: u32,
+    /// Rows of tiles up to and with it, of these experts.
+    upto: u32,
+}
+
+/// A row of tiles: sorted rows `row..end` of an expert, or the first `BM` of them.
+struct TileRow {
+    expert: u32,
+    row: u32,
+    end: u32,
+}
+
+impl Walk {
+    /// At the experts from `experts` on.
+    ///
+    /// # Safety
+    /// - *converged*: all lanes; `offsets` holds `dims.experts + 1` numbers.
+    #[inline(always)]
+    unsafe fn at(offsets: *const u32, dims: &GroupedMatmulDims, experts: u32, before: u32) -> Self {
+        let lane = thread::lane();
+        let expert = (experts + lane).min(dims.experts - 1);
+        // SAFETY: below `experts` — the caller; all lanes take part in the shuffles.
+        unsafe {
+            let start = global::load(offsets.add(expert as usize)).min(dims.rows);
+            let end = global::load(offsets.add(expert as usize + 1)).min(dims.rows);
+            let exists = experts + lane < dims.experts;
+            let mut upto = if exists { end.saturating_sub(start).div_ceil(BM) } else { 0 };
+            let mut step = 1;
+            while step < 32 {
+                let other = warp::shuffle_up(warp::FULL_MASK, upto, step);
+                upto += if lane >= step { other } else { 0 };
+                step *= 2;
+            }
+            Walk { experts, before, start, end, upto }
+        }
+    }
+
+    /// The row of tiles of this number, which is not below that of the call before; none if there are no more.
+    ///
+    /// # Safety
+    /// - As [`Self::at`].
+    #[inline(always)]
+    unsafe fn find(&mut self, offsets: *const u32, dims: &GroupedMatmulDims, number: u32) -> Option<TileRow> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            loop {
+                let within = number - self.before;
+                let ended = warp::ballot(warp::FULL_MASK, self.upto <= within).count_ones();
+                if ended < 32 {
+                    let of_owner = |value: u32| warp::shuffle_idx(warp::FULL_MASK, value, ended);
+                    let (start, end, upto) = (of_owner(self.start), of_owner(self.end), of_owner(self.upto));
+                    // Counted from the end: the owner's last row of tiles is number `upto - 1`.
+                    let row = start + ((end - start).div_ceil(BM) - (upto - within)) * BM;
+                    return Some(TileRow { expert: self.experts + ended, row, end });
+                }
+                let next = self.experts + 32;
+                if next >= dims.experts {
+                    return None;
+                }
+                let before = self.before + warp::shuffle_idx(warp::FULL_MASK, self.upto, 31);
+                *self = Walk::at(offsets, dims, next, before);
+            }
+        }
+    }
+}
+
+/// The block's part of the product.
+///
+/// # Safety
+/// - Blocks of 384 threads, shared memory as `GroupedMatmulTile::smem_bytes` says.
+/// - `map` is that of the weights in boxes of `BN / 2` rows, the other tensors *in-bounds* for `dims` and x in pieces — checked in
+///   `GroupedMatmul::run`.
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Element + Multiply<[f32; SUMS]>,
+    const BN: u32,
+    const SUMS: usize,
+    const STAGES: u32,
+>(
+    x: *const T,
+    map: *const TensorMap,
+    offsets: *const u32,
+    order: *const u32,
+    out: *mut T,
+    dims: &GroupedMatmulDims,
+) where
+    [f32; SUMS]: Registers,
+{
+    const { assert!(SUMS as u32 * 2 == BN && STAGES == 4) };
+    let (x_bytes, w_bytes) = (BM * ROW_BYTES, BN * ROW_BYTES);
+    let stage_bytes = x_bytes + w_bytes;
+    let base = shared::base();
+    let boxes = base + STAGES * stage_bytes;
+    let tiles = boxes + 4 * BOX_BYTES;
+    let barriers = tiles + 16 * STAGES;
+    // Where a stage says whose it is: its tile's first row and the end of the group, the tile's first column.
+    let tile_of = |stage: u32| tiles + 16 * stage;
+    let full = |stage: u32| barriers + 8 * stage;
+    let empty = |stage: u32| barriers + 8 * (STAGES + stage);
+    let thread = thread::thread_idx_x();
+    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them, and all the stages.
+    unsafe {
+        if thread == 0 {
+            let mut stage = 0;
+            while stage < STAGES {
+                mbarrier::init(full(stage), 1);
+                mbarrier::init(empty(stage), 2);
+                stage += 1;
+            }
+            mbarrier::fence_mbarrier_init();
+            tma::prefetch_map(map);
+        }
+        // Rows of x that no copy fills are multiplied too, though not stored.
+        let mut at = thread * 16;
+        while at < x_bytes {
+            let mut stage = 0;
+            while stage < STAGES {
+                shared::store_u32x4(base + stage * stage_bytes + at, [0; 4]);
+                stage += 1;
+            }
+            at += THREADS * 16;
+        }
+        fence::proxy_async_shared();
+        thread::sync_threads();
+    }
+    // Elements of k per step.
+    let bk = ROW_BYTES / size_of::<T>() as u32;
+    let steps = dims.k.div_ceil(bk);
+    let warpgroup = thread / 128;
+    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
+    unsafe {
+        if warpgroup == 0 {
+            registers::decrease::<72>();
+            let (stage, lane) = (thread / 32, thread::lane());
+            let at = base + stage * stage_bytes;
+            let (first_row, piece) = (lane / PIECES, lane % PIECES);
+            // Of the first rows, and of those four on, which are the next in the swizzle too.
+            let place = |row: u32| at + row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
+            let places = [place(first_row), place(first_row + ROWS)];
+            let x_stride_bytes = dims.x_stride * size_of::<T>() as u32;
+            let col_blocks = dims.col_blocks.max(1);
+            let mut walk = Walk::at(offsets, dims, 0, 0);
+            let mut tile = thread::block_idx_x();
+            let mut parity = 1;
+            // The stage's first step in the tile.
+            let mut step = stage;
+            while let Some(TileRow { expert, row, end }) = walk.find(offsets, dims, tile / col_blocks) {
+                let rows = (end - row).min(BM);
+                if step < steps {
+                    // Which rows of x they are: each lane has those of every 32nd. Rows past the end are not read; the last
+                    // stands for those that are copied.
+                    let mut numbers = [0; (BM / 32) as usize];
+                    let mut i = 0;
+                    while i < numbers.len() {
+                        numbers[i] = x_number(order, dims, (row + 32 * i as u32 + lane).min(end - 1));
+                        i += 1;
+                    }
+                    let col = tile % col_blocks * BN;
+                    while step < steps {
+                        let k = step * bk;
+                        mbarrier::wait_parity(empty(stage), parity);
+                        parity ^= 1;
+                        if lane == 0 {
+                            shared::store_u32x4(tile_of(stage), [row, end, col, 0]);
+                            mbarrier::expect_tx(full(stage), w_bytes);
+                            let (w_at, half) = (at + x_bytes, w_bytes / 2);
+                            let [k, col, expert] = [k as i32, col as i32, expert as i32];
+                            tma::load(w_at, map, [k, col, expert, 0], full(stage));
+                            tma::load(w_at + half, map, [k, col + (BN / 2) as i32, expert, 0], full(stage));
+                        }
+                        let from = x.wrapping_add(k as usize + piece as usize * T::PER_16_BYTES).cast::<u8>();
+                        // k is a multiple of a piece.
+                        let left = (dims.k - k) / T::PER_16_BYTES as u32;
+                        let mut j = 0;
+                        while j < numbers.len() {
+                            if 32 * (j as u32) < rows {
+                                // All shuffles, then all copies: one does not wait for the other.
+                                let mut starts = [from; COPIES];
+                                let mut i = 0;
+                                while i < COPIES {
+                                    let owner = i as u32 * ROWS + first_row;
+                                    let number = warp::shuffle_idx(warp::FULL_MASK, numbers[j], owner);
+                                    starts[i] = from.wrapping_add(number as usize * x_stride_bytes as usize);
+                                    i += 1;
+                                }
+                                let mut i = 0;
+                                while i < COPIES {
+                                    let row = (32 * j + i / 2 * 8) as u32;
+                                    let to = places[i % 2] + row * ROW_BYTES;
+                                    if left >= PIECES {
+                                        cp_async::cg_16(to, starts[i]);
+                                    } else {
+                                        cp_async::cg_16_fill(
+                                            to,
+                                            starts[i],
+                                            if piece < left { 16 } else { 0 },
+                                        );
+                                    }
+                                    i += 1;
+                                }
+                            }
+                            j += 1;
+                        }
+                        cp_async::wait_all();
+                        fence::proxy_async_shared();
+                        warp::sync_warp(warp::FULL_MASK);
+                        if lane == 0 {
+                            mbarrier::arrive(full(stage));
+                        }
+                        step += STAGES;
+                    }
+                }
+                step -= steps;
+                tile += thread::grid_dim_x();
+            }
+            // A stage of no tile, the next one, ends the consumers' work.
+            if step == 0 {
+                mbarrier::wait_parity(empty(stage), parity);
+                if lane == 0 {
+                    shared::store_u32x4(tile_of(stage), [0; 4]);
+                    mbarrier::arrive(full(stage));
+                }
+            }
+        } else {
+            registers::increase::<216>();
+            let consumer = warpgroup - 1;
+            let member = thread % 128;
+            let my_boxes = boxes + consumer * 2 * BOX_BYTES;
+            let mut ring = Ring::<STAGES>::START;
+            let mut turn = 0;
+            let operands = |stage: u32| {
+                let at = base + stage * stage_bytes;
+                (at + consumer * 64 * ROW_BYTES, at + x_bytes)
+            };
+            let release = |stage: u32| {
+                if member == 0 {
+                    mbarrier::arrive(empty(stage));
+                }
+            };
+            loop {
+                mbarrier::wait_parity(full(ring.stage), ring.parity);
+                let [row, end, col, _] = shared::load_u32x4(tile_of(ring.stage));
+                // One thread gives the stage back: all have read whose it is.
+                barrier::sync(1 + consumer, 128);
+                if end == 0 {
+                    break;
+                }
+                let row = row + consumer * 64;
+                if row < end {
+                    let sums =
+                        multiply_stages::<T, SUMS, STAGES>(&mut ring, steps, false, operands, full, release);
+                    let place = Place { row, col, len: SUMS, consumer, member };
+                    if dims.access & OUT_IN_PIECES != 0 && dims.n.is_multiple_of(8) {
+                        store_rows(&sums, out, end, dims, my_boxes, &mut turn, &place);
+                    } else {
+                        let own = MatmulDims { m: end, ..super::product(dims) };
+                        store_pairs(&sums, &Epilogue::new(null::<T>(), null(), out, &own, &PLAIN), &place);
+                    }
+                } else {
+                    let mut step = 0;
+                    while step < steps {
+                        mbarrier::wait_parity(full(ring.stage), ring.parity);
+                        release(ring.stage);
+                        ring.advance();
+                        step += 1;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Rounds the sums and stores those of rows before `end` in pieces, box by box through two boxes of shared memory in turn.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the consumer; the boxes are theirs.
+/// - *in-bounds(out)* for the dimensions, rows of whole pieces; nobody else writes the tile.
+#[inline(always)]
+unsafe fn store_rows<T: Element, const SUMS: usize>(
+    sums: &[f32; SUMS],
+    out: *mut T,
+    end: u32,
+    dims: &GroupedMatmulDims,
+    boxes: u32,
+    turn: &mut u32,
+    place: &Place,
+) {
+    let lane = place.member % 32;
+    let box_row = place.member / 32 * 16 + (lane & 7) + (lane & 8);
+    let (row, piece) = (place.member / PIECES, place.member % PIECES);
+    let mut i = 0;
+    while i < SUMS / 32 {
+        let at = boxes + *turn * BOX_BYTES;
+        *turn ^= 1;
+        // SAFETY: who reads this box has read the one of two turns ago behind a barrier that all have passed since.
+        unsafe {
+            let mut j = 0;
+            while j < 4 {
+                let s = 32 * i + 8 * j;
+                let values = [
+                    sums[s],
+                    sums[s + 1],
+                    sums[s + 2],
+                    sums[s + 3],
+                    sums[s + 4],
+                    sums[s + 5],
+                    sums[s + 6],
+                    sums[s + 7],
+                ];
+                let piece = 2 * j as u32 + lane / 16;
+                matrix::store_x4(at + box_row * ROW_BYTES + ((piece ^ (box_row & 7)) << 4), T::pack(&values));
+                j += 1;
+            }
+            barrier::sync(1 + place.consumer, 128);
+            let col = place.col + 64 * i as u32 + piece * T::PER_16_BYTES as u32;
+            let mut j = 0;
+            while j < 64 / 16 {
+                let row = row + j * 16;
+                if place.row + row < end && col < dims.n {
+                    let values = shared::load_u32x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4));
+                    let to = (place.row + row) as usize * dims.out_stride as usize + col as usize;
+                    global::store_x4(out.add(to), values);
+                }
+                j += 1;
+            }
+        }
+        i += 1;
+    }
+}
