@@ -315,6 +315,8 @@ pub unsafe fn multiply<
                     let mut step = 0;
                     while step < steps {
                         mbarrier::wait_parity(full(ring.stage), ring.parity);
+                        // Or the stage might be filled again before all have seen it full.
+                        barrier::sync(1 + consumer, 128);
                         release(ring.stage);
                         ring.advance();
                         step += 1;
