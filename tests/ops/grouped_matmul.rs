@@ -344,6 +344,18 @@ fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// More rows than a tile has, none and one, by every kernel of the tensor cores: properties have few cases so large.
+#[test]
+fn tensor_tiles() -> Result<(), TestCaseError> {
+    for variant in MMA_VARIANTS {
+        let case = contiguous(variant.dtype, vec![130, 0, 1], 72, 40, 3);
+        let (x, w) = inputs(&case);
+        let got = product(&cards_of(Arch::Sm80)[0], &case, Some(variant), (&x, &w))?;
+        Expected::of(&case, (&x, &w)).check(variant.entry, &got, &case)?;
+    }
+    Ok(())
+}
+
 /// Tiles one after the other in one block have the bits that they have in blocks of their own: of experts near and far, of some
 /// rows or all, with fewer steps than there are stages and with more.
 #[test]
