@@ -80,11 +80,11 @@ pub struct GroupedMatmulArgs<'a> {
 /// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once. On tensor cores the sums of 16 products are
 /// cut off below the 25th bit.
 /// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in different
-/// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: for up to
-/// half a row per expert on average, up to 16, and more, which on Hopper is another kind. Else: for up to 16 rows per expert on average, and for more. Among the
-/// products of one kind, which the number of rows alone decides, a row's result depends on that row and its expert, not on the
-/// other rows, their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
-/// on which place among them it has.
+/// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: on Hopper for up
+/// to 31 rows, and for more; else for up to 16 rows per expert on average, and for more. By ordinary arithmetic also for up to 16 rows
+/// per expert on average, and for more. Among the products of one kind, which the number of rows alone decides, a row's result depends
+/// on that row and its expert, not on the other rows, their number or their experts. On the CPU it depends on whether its expert has
+/// up to 8 rows or more, and beyond 8 on which place among them it has.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
@@ -117,9 +117,8 @@ pub struct GroupedMatmul {
     problem: GroupedMatmulProblem,
     /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride; none on the CPU.
     kernels: Vec<(GroupedMatmulChoice, Entry)>,
-    /// The tensor cores' kernels, which take operands in pieces of 16 bytes, from `tensor_from` rows on.
+    /// The tensor cores' kernels, which take operands in pieces of 16 bytes; none on other cards.
     tensor: Vec<(GroupedMatmulChoice, Entry)>,
-    tensor_from: usize,
 }
 
 impl GroupedMatmul {
@@ -132,12 +131,11 @@ impl GroupedMatmul {
     /// Checks the problem, chooses kernels and loads them.
     pub fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let from = select::tensor_min_rows(problem.experts);
         match device.limits() {
-            None => Self::new(device, problem, Vec::new(), Vec::new(), from),
+            None => Self::new(device, problem, Vec::new(), Vec::new()),
             Some(limits) => {
                 let tensor = select::tensor(&limits, &problem)?;
-                Self::new(device, problem, select(&limits, &problem)?, tensor, from)
+                Self::new(device, problem, select(&limits, &problem)?, tensor)
             }
         }
     }
@@ -151,14 +149,14 @@ impl GroupedMatmul {
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Self::new(device, problem, Vec::new(), Vec::new(), 0);
+            return Self::new(device, problem, Vec::new(), Vec::new());
         };
         let choice = GroupedMatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
             GroupedMatmulTile::Simt { .. } | GroupedMatmulTile::Gemv { .. } => {
-                Self::new(device, problem, vec![choice], Vec::new(), 0)
+                Self::new(device, problem, vec![choice], Vec::new())
             }
-            _ => Self::new(device, problem, select(&limits, &problem)?, vec![choice], 0),
+            _ => Self::new(device, problem, select(&limits, &problem)?, vec![choice]),
         }
     }
 
@@ -167,7 +165,6 @@ impl GroupedMatmul {
         problem: GroupedMatmulProblem,
         choices: Vec<GroupedMatmulChoice>,
         tensor: Vec<GroupedMatmulChoice>,
-        tensor_from: usize,
     ) -> Result<Self, Error> {
         let load = |choice: GroupedMatmulChoice| {
             let variant = choice.variant;
@@ -176,13 +173,13 @@ impl GroupedMatmul {
         };
         let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
         let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
-        Ok(GroupedMatmul { device: device.clone(), problem, kernels, tensor, tensor_from })
+        Ok(GroupedMatmul { device: device.clone(), problem, kernels, tensor })
     }
 
     /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were planned.
     fn kernel(&self, rows: usize, in_pieces: bool) -> Option<&(GroupedMatmulChoice, Entry)> {
         let fits = |(choice, _): &&(GroupedMatmulChoice, Entry)| rows <= choice.max_rows;
-        let in_pieces = in_pieces && rows >= self.tensor_from && !self.tensor.is_empty();
+        let in_pieces = in_pieces && !self.tensor.is_empty();
         if in_pieces { &self.tensor } else { &self.kernels }.iter().find(fits)
     }
 
