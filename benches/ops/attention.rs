@@ -3,7 +3,8 @@
 use serde_json::json;
 use warpforge::ops::attention::reference::{self, Options, Sequence};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, KvScales, Mask, Offsets, ScoreTensors,
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, Bias, CASES, KvScales, Mask, Offsets,
+    ScoreTensors,
 };
 use warpforge::{DType, Error, Stream, Tensor};
 
@@ -76,6 +77,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
         "soft_cap": scores.soft_cap, "has_sinks": has_sinks, "block_size": scores.blocks,
+        "is_biased": scores.bias != Bias::None,
         "page_size": page_size, "is_fp8": is_fp8,
     });
     // What is both key and value is read once.
@@ -116,6 +118,9 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         Tensor::from_slice(&bencher.stream, &[1, heads_q, rows, words], &bits)
     });
     let blocks = blocks.transpose()?;
+    // For all heads of all sequences.
+    let bias = scores.bias != Bias::None;
+    let bias = bias.then(|| bencher.random(&[1, 1, seq_q, seq_kv], DTYPE, 3000)).transpose()?;
     let scales = Tensor::from_slice(&bencher.stream, &[heads_kv], &vec![KV_SCALE; heads_kv])?;
     let mut sets = bencher.sets(|bencher, seed| {
         Ok(Set {
@@ -136,7 +141,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         let [page_table, kv_lens] = [0, 1].map(|i| set.pages.as_ref().map(|pages| pages[i].view()));
         let scores = ScoreTensors {
             sinks: has_sinks.then(|| sinks.view()),
-            bias: None,
+            bias: bias.as_ref().map(Tensor::view),
             blocks: blocks.as_ref().map(Tensor::view),
         };
         let out = set.out.view_mut();
@@ -167,6 +172,8 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         let last_row = scores.blocks.map(|size| -> Vec<bool> {
             (0..seq_kv.div_ceil(size)).map(|block| kept(0, (seq_q - 1) / size, block)).collect()
         });
+        let bias_row = bias.as_ref().map(|bias| floats(bias.view().slice(2, seq_q - 1..seq_q)?, stream));
+        let bias_row = bias_row.transpose()?;
         let sequence = Sequence {
             seq_q: 1,
             len: seq_kv,
@@ -180,7 +187,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
             options: Options {
                 soft_cap: scores.soft_cap.map(f64::from),
                 sinks: has_sinks.then_some(&[0.0][..]),
-                bias: None,
+                bias: bias_row.as_deref(),
                 blocks: scores.blocks.zip(last_row.as_deref()),
             },
         };

@@ -122,6 +122,21 @@ def attention(case, shape):
         ]
         return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
+    if shape.get("is_biased"):
+
+        def with_bias(generator):
+            return [*inputs(generator), normal(generator, 1, 1, seq_q, seq_kv, dtype=dtype)]
+
+        def biased(q, k, v, bias):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=groups > 1)
+
+        def expected_biased(q, k, v, bias):
+            scores = q[0, 0, -1:].float() @ k[0, 0].float().T * dim**-0.5 + bias[0, 0, -1:].float()
+            return torch.softmax(scores, -1) @ v[0, 0].float()
+
+        peers = [Peer("SDPA", biased)]
+        return Operator(with_bias, expected_biased, peers, sample=lambda result: result[0, 0, -1:])
+
     if soft_cap or has_sinks or block:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

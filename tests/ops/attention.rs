@@ -10,7 +10,8 @@ use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_to;
 use testkit::strategies::{Values, dims};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
+    Scores,
 };
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
@@ -44,8 +45,12 @@ fn every_kernel_is_simulated() -> TestResult {
         let layout = Layout::default();
         Case { page_size: Some(16), q_layout: layout, kv_layout: layout, ..case }
     });
+    let masked = prefill_case().prop_map(|case| {
+        let (layout, scores) = (Layout::default(), Scores { bias: Bias::Additive, ..Scores::PLAIN });
+        Case { scores, q_layout: layout, kv_layout: layout, ..case }
+    });
     let cases = prop_oneof![
-        4 => prefill_case(), 4 => decode_case(), 2 => latent_case(), 2 => fp8_case(), 1 => paged
+        4 => prefill_case(), 4 => decode_case(), 2 => latent_case(), 2 => fp8_case(), 2 => masked, 1 => paged
     ];
     every_kernel("attention", cases, |case| 4 * case.work(), run_variants)
 }
@@ -403,6 +408,37 @@ fn blocks() -> TestResult {
             if len < 300 {
                 nan_stays(device, &case, &[(1, 150), (2, 40), (2, 250)])?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// Additive and boolean masks on tensor cores, with scales and lengths of all kinds; NaNs in keys that some rows of a tile see.
+#[test]
+fn biases_on_tensor_cores() -> TestResult {
+    for device in &cards_of(Arch::Sm80) {
+        for (dtype, bias, (seq_q, len), heads, head_dim, scale, soft_cap, mask, seed) in [
+            (DType::BF16, Bias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, 1),
+            (
+                DType::F16,
+                Bias::Boolean,
+                (40, 135),
+                (1, 1),
+                128,
+                Some(-0.125),
+                Some(2.0),
+                Mask::None,
+                2 + (1 << 41),
+            ),
+            (DType::F16, Bias::Additive, (20, 97), (2, 2), 128, Some(0.0), None, Mask::None, 3),
+            (DType::BF16, Bias::Boolean, (20, 70), (1, 1), 256, None, None, Mask::Causal, 4 + (1 << 40)),
+        ] {
+            let scores = Scores { bias, soft_cap, blocks: None };
+            let case = Case { scores, scale, mask, seed, ..plain(dtype, seq_q, len, heads, head_dim) };
+            let data = case.data();
+            let results = compute(device, &case, &data, None)?;
+            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+            nan_stays(device, &case, &[(1, 40), (2, len - 2)])?;
         }
     }
     Ok(())

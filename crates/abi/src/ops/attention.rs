@@ -171,6 +171,8 @@ pub enum AttentionTile {
         parts: u32,
         /// Blocks that a multiprocessor is to hold, which bounds the registers.
         blocks: u32,
+        /// Whether it is for an additive or a boolean mask, or for none.
+        masked: bool,
     },
     /// A block does rows of all the heads that share a key head, against [`SPLIT_KEYS`] keys, and leaves an unfinished
     /// result for the merge.
@@ -495,12 +497,18 @@ macro_rules! attention_decode_latent_table {
 macro_rules! attention_prefill_mma_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2 };
-            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2 };
-            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2 };
-            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2 };
-            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2 };
-            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2 };
+            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false };
+            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false };
+            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false };
+            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false };
+            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false };
+            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false };
+            attention_f16__prefill_masked_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true };
+            attention_f16__prefill_masked_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true };
+            attention_f16__prefill_masked_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true };
+            attention_bf16__prefill_masked_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true };
+            attention_bf16__prefill_masked_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true };
+            attention_bf16__prefill_masked_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true };
         }
     };
 }

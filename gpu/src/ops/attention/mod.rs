@@ -474,7 +474,7 @@ abi::attention_gather_pages_table!(gather_pages_entries);
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! prefill_mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
-       parts: $parts:literal, blocks: $blocks:literal };)*) => {$(
+       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal };)*) => {$(
         /// Entry point; see `prefill_mma` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -491,13 +491,14 @@ macro_rules! prefill_mma_entries {
             out: *mut $type,
             lse: *mut f32,
             sinks: *const f32,
-            _bias: *const u8,
-            _blocks: *const u32,
+            bias: *const u8,
+            blocks: *const u32,
             dims: AttentionDims,
         ) {
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
+                let masks = scores::Masks { bias, blocks };
                 prefill_mma::tile::<
                     $type,
                     $dim,
@@ -508,7 +509,8 @@ macro_rules! prefill_mma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
-                >(q, k, v, tables, out, lse, sinks, &dims)
+                    $masked,
+                >(q, k, v, tables, out, lse, sinks, masks, &dims)
             }
         }
     )*};

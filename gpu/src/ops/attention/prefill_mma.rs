@@ -17,6 +17,8 @@
 //!   from different banks.
 //! - Steps without a visible key are skipped; only those that some row does not see whole are masked. There whatever is not finite
 //!   in v becomes 0, as 0 · NaN would carry it into rows that do not see it, and is added in the end to those that do.
+//! - A bias is added by kernels of their own, with steps of 32 keys, since it takes registers: its words, of two keys each,
+//!   come while the products are made. Scores are multiplied by the scale before; every step may have keys that some row does not see.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
 //!   sequence alone.
 //! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them (it spilled 24 to 100
@@ -40,7 +42,7 @@
 use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
-use super::scores::{has_cap, sink};
+use super::scores::{Masks, add_pairs, has_cap, sink};
 use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
@@ -136,6 +138,7 @@ impl Share {
 /// # Safety
 /// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds*, their rows *aligned(16)* — checked in
 ///   `Attention::run`. `STEPS`, `SCORES`, `SUMS` and `WEIGHTS` are `DIM / 16`, `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
+///   There is a bias if, and only if, the kernel is `MASKED`; no block mask.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tile<
@@ -148,6 +151,7 @@ pub(super) unsafe fn tile<
     const SCORES: usize,
     const SUMS: usize,
     const WEIGHTS: usize,
+    const MASKED: bool,
 >(
     q: *const T,
     k: *const T,
@@ -156,6 +160,7 @@ pub(super) unsafe fn tile<
     out: *mut T,
     lse: *mut f32,
     sinks: *const f32,
+    masks: Masks,
     dims: &AttentionDims,
 ) {
     let q_at = shared::base();
@@ -233,8 +238,8 @@ pub(super) unsafe fn tile<
         let mut o = [[0f32; SUMS]; PARTS];
         let mut state = [Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] }; PARTS];
         let mut is_marked = false;
-        // By a scale below that scores are multiplied before the largest is looked for.
-        let is_positive = dims.scale >= f32::MIN_POSITIVE;
+        // By a scale below that scores are multiplied before the largest is looked for, and where a bias is added before that.
+        let is_positive = !MASKED && dims.scale >= f32::MIN_POSITIVE;
         let scale = || if is_positive { dims.scale } else { 1.0 };
         while step > tile.first {
             step -= 1;
@@ -250,6 +255,16 @@ pub(super) unsafe fn tile<
             }
             cp_async::commit_group();
 
+            let place = |part: usize| {
+                let query = tile.first_query + first_own(thread) + 16 * part as u32 + lane / 4;
+                (query, step * KEYS + 2 * (lane % 4))
+            };
+            let bias_of = |part: usize| -> [u32; WEIGHTS] {
+                let (query, first) = place(part);
+                masks.pairs([tile.batch, tile.head, query], first, (step + 1) * KEYS, dims)
+            };
+            // On its way while the products are made; the next part's while this one's weights are.
+            let mut bias = if MASKED { bias_of(0) } else { [0; WEIGHTS] };
             let mut s = [[0f32; SCORES]; PARTS];
             scores::<T, DIM, KEYS, PARTS, STEPS, SCORES>(
                 &mut s,
@@ -257,7 +272,7 @@ pub(super) unsafe fn tile<
                 k_at(step),
                 lane,
             );
-            let is_border = tile.is_border::<KEYS>(step);
+            let is_border = MASKED || tile.is_border::<KEYS>(step);
             let mut p = [[0u32; WEIGHTS]; PARTS];
             let mut part = 0;
             while part < PARTS {
@@ -272,9 +287,16 @@ pub(super) unsafe fn tile<
                         i += 1;
                     }
                 }
+                if MASKED {
+                    let own = bias;
+                    if part + 1 < PARTS {
+                        bias = bias_of(part + 1);
+                    }
+                    add_pairs::<T, SCORES, WEIGHTS>(s, &own, dims);
+                }
                 if is_border {
-                    let query = tile.first_query + first_own(thread) + 16 * part as u32 + lane / 4;
-                    mask(s, dims, [tile.own.len, tile.own.ahead], query, step * KEYS + 2 * (lane % 4));
+                    let (query, first) = place(part);
+                    mask(s, dims, [tile.own.len, tile.own.ahead], query, first);
                 }
                 let decay = softmax(s, &mut state[part], scale());
                 scale_rows(&mut o[part], decay);
@@ -346,7 +368,8 @@ pub(super) unsafe fn tile<
         thread::sync_threads();
         let [a, b, c, d] = shared::load_u32x4(marks);
         if a | b | c | d != 0 {
-            spoil::<T, DIM, KEYS>(&tile, rows, q_at, v, Pages::new(tables, dims, tile.batch), dims);
+            let pages = Pages::new(tables, dims, tile.batch);
+            spoil::<T, DIM, KEYS, MASKED>(&tile, rows, q_at, v, pages, masks, dims);
             thread::sync_threads();
         }
         let mut i = thread;
@@ -487,14 +510,15 @@ unsafe fn add_16<T: Multiplicand, const SUMS: usize>(
 /// does two columns.
 ///
 /// # Safety
-/// - The whole block, whose result is at `at`; v *in-bounds* for `dims`.
+/// - The whole block, whose result is at `at`; v and the bias *in-bounds* for `dims`.
 #[inline(always)]
-unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
+unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: bool>(
     tile: &Tile,
     rows: u32,
     at: u32,
     v: *const T,
     pages: Pages,
+    masks: Masks,
     dims: &AttentionDims,
 ) {
     let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
@@ -505,14 +529,19 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32>(
     // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
     unsafe {
         while column < dims.head_dim_v && key < tile.any.hi {
-            if tile.is_border::<KEYS>(key as u32 / KEYS) {
+            if MASKED || tile.is_border::<KEYS>(key as u32 / KEYS) {
                 let first = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                 let from = v.wrapping_add(first + column as usize);
                 let values = [global::load(from).to_f32(), global::load(from.add(1)).to_f32()];
                 let is_bad = [!values[0].is_finite(), !values[1].is_finite()];
                 let mut row = 0;
                 while (is_bad[0] || is_bad[1]) && row < rows {
-                    if tile.own.visible(dims, tile.first_query + row).has(key) {
+                    let query = tile.first_query + row;
+                    let mut is_seen = tile.own.visible(dims, query).has(key) && query < tile.own.seq_q;
+                    if MASKED && is_seen {
+                        is_seen = masks.term::<T>([tile.batch, tile.head, query], key as u32, dims).is_some();
+                    }
+                    if is_seen {
                         let at = at + row * (DIM * 2) + moved(column / 8, row) + column % 8 * 2;
                         let mut pair = [0f32; 8];
                         T::unpack([shared::load_u32(at), 0, 0, 0], &mut pair);

@@ -1,6 +1,6 @@
 //! Shapes that occur, for tests and benches.
 
-use super::{Mask, Scores};
+use super::{Bias, Mask, Scores};
 use crate::ops::Phase;
 
 /// One shape.
@@ -108,6 +108,11 @@ const fn sparse(case: AttentionCase) -> AttentionCase {
     AttentionCase { scores: Scores { blocks: Some(128), ..Scores::PLAIN }, ..case }
 }
 
+/// A number for each query and key that is added to the scores, the same for all heads.
+const fn biased(case: AttentionCase) -> AttentionCase {
+    AttentionCase { scores: Scores { bias: Bias::Additive, ..Scores::PLAIN }, ..case }
+}
+
 /// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
 const fn latent(name: &'static str, batch: usize, heads: usize, seq_kv: usize) -> AttentionCase {
     let case = decode(name, batch, (heads, 1), seq_kv, 576);
@@ -158,6 +163,7 @@ pub const CASES: &[AttentionCase] = cases! {
         latent("glm-4.7-flash latent decode 128", 128, 20, CONTEXT),
         prefill("B1 H32/8 S16384 D128", 1, (32, 8), 16384, 128, Mask::None),
         sparse(prefill("B1 H32/8 S16384 D128 blocks 10 %", 1, (32, 8), 16384, 128, Mask::None)),
+        biased(prefill("B1 H32/8 S4096 D128 additive mask", 1, (32, 8), 4096, 128, Mask::None)),
         capped(prefill("gemma-2-27b prefill 4096 soft cap", 1, (32, 16), 4096, 128, Mask::Causal)),
         capped(decode("gemma-2-27b decode 8 soft cap", 8, (32, 16), CONTEXT, 128)),
         AttentionCase { has_sinks: true, ..prefill("gpt-oss-120b prefill 4096 sinks", 1, (64, 8), 4096, 64, Mask::Causal) },

@@ -144,8 +144,9 @@ pub struct Offsets<'a> {
 /// **Masks of one's own** ([`Scores::bias`], [`Scores::blocks`]): a number for each query and key that is added to the score, or a byte
 /// that says whether the query sees the key; a bit for each block of queries and block of keys. They hide keys besides the mask and
 /// the window; a hidden key, also one whose number is −∞, makes no difference whatever it is. Blocks that no query of a kernel's tile
-/// sees are not read by the kernels of many queries, so time is in proportion to the others; those of few queries read all. Additive and
-/// boolean masks have no kernels on tensor cores, block masks those of Hopper.
+/// sees are not read by the kernels of many queries, so time is in proportion to the others; those of few queries read all. On tensor
+/// cores there are kernels of many queries for additive and boolean masks (`mma.sync`, also on Hopper) and for block masks (Hopper's),
+/// not for both together.
 /// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a key or value
 /// (gpt-oss); one of −∞ changes nothing.
 ///

@@ -143,6 +143,7 @@ pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
             bias == Bias::None && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
         }
         AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => true,
+        AttentionTile::PrefillMma { masked, .. } => masked == (bias != Bias::None) && blocks.is_none(),
         _ => bias == Bias::None && blocks.is_none(),
     };
     // Latent attention's has none: no model's has.

@@ -179,7 +179,7 @@ pub fn select(
 mod tests {
     use abi::Arch;
 
-    use super::super::{Mask, Scores};
+    use super::super::{Bias, Mask, Scores};
     use super::*;
 
     fn problem(dtype: DType, heads_q: usize, heads_kv: usize, head_dim: usize) -> AttentionProblem {
@@ -253,6 +253,24 @@ mod tests {
         for (limits, dtype, (head_dim, head_dim_v), seq_q, scale, entry) in table {
             let problem = AttentionProblem { head_dim_v, scale, ..problem(dtype, 32, 8, head_dim) };
             assert_eq!(select(&limits, &problem, seq_q).unwrap().variant.entry, entry);
+        }
+    }
+
+    #[test]
+    fn masks_of_ones_own() {
+        let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
+        let table = [
+            (Arch::Sm80, DType::BF16, Bias::Additive, None, 17, "attention_bf16__prefill_masked_d128__sm80"),
+            (Arch::Sm90a, DType::F16, Bias::Boolean, None, 17, "attention_f16__prefill_masked_d128__sm80"),
+            (Arch::Sm90a, DType::F16, Bias::Boolean, Some(64), 17, "attention_f16__prefill_d128__sm61"),
+            (Arch::Sm80, DType::F16, Bias::None, Some(64), 17, "attention_f16__prefill_d128__sm61"),
+            (Arch::Sm80, DType::F32, Bias::Additive, None, 17, "attention_f32__prefill_d128__sm61"),
+            (Arch::Sm80, DType::BF16, Bias::Additive, None, 1, "attention_bf16__decode_d128_r4__sm61"),
+        ];
+        for (floor, dtype, bias, blocks, seq_q, entry) in table {
+            let scores = Scores { bias, blocks, ..Scores::PLAIN };
+            let problem = AttentionProblem { scores, ..problem(dtype, 32, 8, 128) };
+            assert_eq!(select(&limits(floor), &problem, seq_q).unwrap().variant.entry, entry);
         }
     }
 
