@@ -33,26 +33,23 @@
 //!   q of that type is brought to binary16 too, exactly: a row by a power of two. That is done once for all warps, in shared memory.
 //!   Where binary16 has not all elements of a tile, its block multiplies in bfloat16, with the same bits ([`SharedQueries`]).
 //!
-//! # Measured on an H200, head dim 128, bf16, with the merge
+//! # Measured on an H200, head dim 128, with the merge
 //!
-//! | sequences, heads, keys | µs | GB/s | without the ring | cuDNN | FlashAttention-2 |
+//! | sequences, heads, keys | bf16 µs | GB/s | fp8 µs | cuDNN, bf16 | FlashAttention-2, bf16 |
 //! |---|---|---|---|---|---|
-//! | 64, 32 on 8, 4096 | 268 | 4006 | 314 | 245 | 401 |
-//! | 256, 32 on 8, 2048 | 547 | 3937 | 638 | 482 | 927 |
-//! | 1, 32 on 8, 32768 | 40.5 | 3318 | 55.1 | 38.0 | 46.7 |
-//! | 8, 32 on 4, 8192 | 39.0 | 3446 | 52.6 | 37.7 | 45.0 |
+//! | 64, 32 on 8, 4096 | 266 | 4046 | 152 | 242 | 393 |
+//! | 256, 32 on 8, 2048 | 525 | 4098 | 291 | 483 | 786 |
+//! | 1, 32 on 8, 32768 | 38.8 | 3460 | 29.4 | 37.4 | 47.1 |
+//! | 8, 32 on 4, 8192 | 41.2 | 3264 | | 41.1 | 45.2 |
 //!
-//! A copy makes 4237 GB/s there. The kernel without the ring kept 12 to 16 loads of 16 bytes per lane in registers, 255 of them, and
-//! each block began with nothing on its way; here 128 KiB are on their way on a multiprocessor, also from one split to the next.
-//! cuDNN, which only reads, is above a copy's rate; what is left is the splits' results, written and read again, and the merge.
+//! A copy makes 4235 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
+//! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
+//! on its way); half the instructions (about 2650 per warp and split → 1320) nothing, as schedulers issue in a fifth of the cycles; for fp8
+//! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself, and
+//! blocks that do as many splits as each other 2 µs.
 //!
-//! fp8 takes 200 µs where bf16 takes 272 (64 sequences), 410 and 552 (256 of 2048), 33 and 41.5 (1 of 32768): 1.25 to 1.36 times as
-//! fast, where half the bytes would allow 1.9. With eight places and two blocks on a multiprocessor it took 211: then two warps a scheduler
-//! issued in 53 % of the cycles (bf16 needs no instructions between `ldmatrix` and `mma`); with four places and three blocks 200.
-//!
-//! All that was measured with about 2650 instructions per warp and split (fp8: 3150), of which two thirds were for copies, masks and what
-//! is known of a split. Now about 1320 (fp8: 1710) are left, counted in the image of sm_90a for a query, four heads on one and no
-//! pages; their time has not been measured yet.
+//! The kernel alone takes 257 to 260 µs, at 4.19 TB/s with what it writes; cuDNN, which writes no partial results and has no merge,
+//! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,

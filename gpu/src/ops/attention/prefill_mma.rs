@@ -42,8 +42,8 @@
 use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
-use super::scores::{Masks, add_pairs, has_cap, sink};
-use super::softmax::{Rows, cap, mask, round, scale_rows, softmax};
+use super::scores::{Masks, has_cap, sink};
+use super::softmax::{Rows, add_pairs, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};

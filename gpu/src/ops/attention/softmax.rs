@@ -1,12 +1,13 @@
 //! From scores to weights, in registers: a thread has pairs of neighbouring keys, 8 apart, of two rows, 8 apart, as tensor cores
 //! leave them.
 
-use abi::ops::attention::AttentionDims;
+use abi::ops::attention::{ADDED, AttentionDims, SEEN};
 use cuda_std::cvt::Element;
-use cuda_std::{math, thread, warp};
+use cuda_std::{global, math, thread, warp};
 
-use super::Visible;
-use super::scores::{Blocks, capped};
+use super::scores::{Blocks, Masks, capped};
+use super::{Visible, offset};
+use crate::tile::softmax::in_unit;
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
@@ -76,6 +77,96 @@ pub(super) unsafe fn mask_blocks<const SCORES: usize>(
                 j += 1;
             }
         }
+        i += 1;
+    }
+}
+
+impl Masks {
+    /// The bias of a thread's scores, as tensor cores leave them: of the keys `first`, which is even, and the next, and so on 8 further,
+    /// for the query and the one 8 further. A pair of keys to a word, in the bias's own type; 0 beyond the last key. `end` is one past
+    /// the last key of all threads.
+    ///
+    /// # Safety
+    /// - There is a bias, *in-bounds* for `dims`, of which sequence and head are some — checked in `Attention::run`.
+    #[inline(always)]
+    pub(super) unsafe fn pairs<const PAIRS: usize>(
+        self,
+        [batch, head, query]: [u32; 3],
+        first: u32,
+        end: u32,
+        dims: &AttentionDims,
+    ) -> [u32; PAIRS] {
+        let scores = &dims.scores;
+        let bytes = if scores.bias == ADDED { 2 } else { 1 };
+        // Results of queries that there are not are not used.
+        let row = |query: u32| {
+            let (batch_stride, head_stride) = (scores.bias_batch_stride, scores.bias_head_stride);
+            let query = query.min(dims.seq_q - 1);
+            let at = offset(batch, batch_stride, query, scores.bias_query_stride, head, head_stride);
+            self.bias.wrapping_add((at + first as usize) * bytes)
+        };
+        let rows = [row(query), row(query + 8)];
+        let strides = scores.bias_batch_stride | scores.bias_head_stride | scores.bias_query_stride;
+        let pair_bytes = 2 * bytes;
+        let is_even = (self.bias as usize | (strides as usize * bytes)) & (pair_bytes - 1) == 0;
+        let mut pairs = [0; PAIRS];
+        let mut i = 0;
+        // SAFETY: the caller's promise: rows of queries and keys that there are.
+        unsafe {
+            if is_even && end <= dims.seq_kv {
+                while i < PAIRS {
+                    let at = rows[i % 2].wrapping_add(i / 2 * 8 * bytes);
+                    pairs[i] = if bytes == 2 {
+                        global::load(at.cast::<u32>())
+                    } else {
+                        u32::from(global::load(at.cast::<u16>()))
+                    };
+                    i += 1;
+                }
+            } else {
+                while i < PAIRS {
+                    let mut j = 0;
+                    while j < 2 {
+                        let key = i / 2 * 8 + j;
+                        let at = rows[i % 2].wrapping_add(key * bytes);
+                        if first as usize + key < dims.seq_kv as usize {
+                            pairs[i] |= if bytes == 2 {
+                                u32::from(global::load(at.cast::<u16>())) << (16 * j)
+                            } else {
+                                u32::from(global::load(at)) << (8 * j)
+                            };
+                        }
+                        j += 1;
+                    }
+                    i += 1;
+                }
+            }
+        }
+        pairs
+    }
+}
+
+/// Adds what [`Masks::pairs`] has loaded to the scores, which are multiplied by the scale already.
+#[inline(always)]
+pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
+    s: &mut [f32; SCORES],
+    pairs: &[u32; PAIRS],
+    dims: &AttentionDims,
+) {
+    let mut i = 0;
+    while i < SCORES {
+        let (pair, half) = (pairs[i / 2], i % 2);
+        let mut terms = [0.0; 8];
+        T::unpack([pair, 0, 0, 0], &mut terms);
+        if dims.scores.bias == SEEN {
+            terms[half] = if pair >> (8 * half) & 0xff == 0 { f32::NEG_INFINITY } else { 0.0 };
+        }
+        // Whatever a hidden key's score is.
+        s[i] = if terms[half] == f32::NEG_INFINITY {
+            f32::NEG_INFINITY
+        } else {
+            s[i] + in_unit::<T>(terms[half])
+        };
         i += 1;
     }
 }
