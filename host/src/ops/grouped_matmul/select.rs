@@ -103,7 +103,6 @@ fn by_average(rungs: &[(usize, u32)], problem: &GroupedMatmulProblem) -> Vec<(us
 }
 
 /// A choice for each of the rungs that the problem's rows need; a rung is the most rows and those of its tile.
-
 fn ladder(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
