@@ -6,12 +6,14 @@
 use abi::ops::matmul::WGMMA_ROW_BYTES;
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
-use cuda_std::{mbarrier, wgmma};
+use cuda_std::{matrix, mbarrier, wgmma};
 
 use super::epilogue::Epilogue;
 
 /// Bytes of a row of a stage, and of a box of out.
 pub const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
+/// 64 × 64 elements of out, of 16 bits.
+pub const BOX_BYTES: u32 = 64 * ROW_BYTES;
 
 /// A place in the ring of stages.
 #[derive(Clone, Copy)]
@@ -241,5 +243,35 @@ pub unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
             i += 4;
         }
         half += 1;
+    }
+}
+
+/// Rounds a consumer's sums of 64 columns, those from number `first` on, into a box in the 128-byte swizzle.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the consumer; the box is theirs.
+#[inline(always)]
+pub unsafe fn put_box<O: Element, const SUMS: usize>(sums: &[f32; SUMS], first: usize, at: u32, member: u32) {
+    let lane = member % 32;
+    let row = member / 32 * 16 + (lane & 7) + (lane & 8);
+    let mut j = 0;
+    while j < 4 {
+        let s = first + 8 * j;
+        let values = [
+            sums[s],
+            sums[s + 1],
+            sums[s + 2],
+            sums[s + 3],
+            sums[s + 4],
+            sums[s + 5],
+            sums[s + 6],
+            sums[s + 7],
+        ];
+        let piece = 2 * j as u32 + lane / 16;
+        // SAFETY: inside the box — the caller.
+        unsafe {
+            matrix::store_x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4), O::pack(&values));
+        }
+        j += 1;
     }
 }

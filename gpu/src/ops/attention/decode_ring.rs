@@ -45,8 +45,9 @@
 //! A copy makes 4235 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
 //! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
 //! on its way); half the instructions (about 2650 per warp and split → 1320) nothing, as schedulers issue in a fifth of the cycles; for fp8
-//! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself, and
-//! blocks that do as many splits as each other 2 µs.
+//! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself,
+//! which with as many splits for each block made 267 → 266 of both, 41.6 → 38.8 at 1 × 32768, and 39.6 → 41.2 at 8 × 8192: there the merge
+//! has blocks of eight warps with 145 registers, one on a multiprocessor at a time, which is the first thing to look at.
 //!
 //! The kernel alone takes 257 to 260 µs, at 4.19 TB/s with what it writes; cuDNN, which writes no partial results and has no merge,
 //! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge.

@@ -30,14 +30,12 @@ use cuda_std::{barrier, cp_async, fence, global, matrix, mbarrier, registers, sh
 
 use super::{PLAIN, null, x_number};
 use crate::tile::epilogue::Epilogue;
-use crate::tile::wgmma::{Place, ROW_BYTES, Ring, multiply_stages, store_pairs};
+use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, multiply_stages, put_box, store_pairs};
 
 /// A warpgroup that loads and two that multiply.
 const THREADS: u32 = 384;
 /// Rows of a tile: 64 for each of two consumers.
 const BM: u32 = 128;
-/// 64 × 64 elements of out.
-const BOX_BYTES: u32 = 64 * ROW_BYTES;
 /// Pieces of 16 bytes of a row of a stage.
 const PIECES: u32 = ROW_BYTES / 16;
 /// Rows that an instruction of a warp copies.
@@ -342,8 +340,6 @@ unsafe fn store_rows<T: Element, const SUMS: usize>(
     turn: &mut u32,
     place: &Place,
 ) {
-    let lane = place.member % 32;
-    let box_row = place.member / 32 * 16 + (lane & 7) + (lane & 8);
     let (row, piece) = (place.member / PIECES, place.member % PIECES);
     let mut i = 0;
     while i < SUMS / 32 {
@@ -351,23 +347,7 @@ unsafe fn store_rows<T: Element, const SUMS: usize>(
         *turn ^= 1;
         // SAFETY: who reads this box has read the one of two turns ago behind a barrier that all have passed since.
         unsafe {
-            let mut j = 0;
-            while j < 4 {
-                let s = 32 * i + 8 * j;
-                let values = [
-                    sums[s],
-                    sums[s + 1],
-                    sums[s + 2],
-                    sums[s + 3],
-                    sums[s + 4],
-                    sums[s + 5],
-                    sums[s + 6],
-                    sums[s + 7],
-                ];
-                let piece = 2 * j as u32 + lane / 16;
-                matrix::store_x4(at + box_row * ROW_BYTES + ((piece ^ (box_row & 7)) << 4), T::pack(&values));
-                j += 1;
-            }
+            put_box::<T, SUMS>(sums, 32 * i, at, place.member);
             barrier::sync(1 + place.consumer, 128);
             let col = place.col + 64 * i as u32 + piece * T::PER_16_BYTES as u32;
             let mut j = 0;

@@ -47,10 +47,8 @@ use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp};
 
 use crate::tile::epilogue::Epilogue;
-use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
+use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, finish, multiply_stages, put_box, store_pairs};
 
-/// 64 × 64 elements of out.
-const BOX_BYTES: u32 = 64 * ROW_BYTES;
 /// Rows of tiles in a band.
 const BAND: u32 = 16;
 
@@ -267,8 +265,6 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
     turn: &mut u32,
     place: &Place,
 ) {
-    let lane = place.member % 32;
-    let row = place.member / 32 * 16 + (lane & 7) + (lane & 8);
     let mut i = 0;
     while i < SUMS / 32 {
         if 32 * i >= place.len {
@@ -281,23 +277,7 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
             // One thread has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
             tma::wait_group_read::<1>();
             barrier::sync(1 + place.consumer, 128);
-            let mut j = 0;
-            while j < 4 {
-                let s = 32 * i + 8 * j;
-                let values = [
-                    sums[s],
-                    sums[s + 1],
-                    sums[s + 2],
-                    sums[s + 3],
-                    sums[s + 4],
-                    sums[s + 5],
-                    sums[s + 6],
-                    sums[s + 7],
-                ];
-                let piece = 2 * j as u32 + lane / 16;
-                matrix::store_x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4), O::pack(&values));
-                j += 1;
-            }
+            put_box::<O, SUMS>(sums, 32 * i, at, place.member);
             fence::proxy_async_shared();
             barrier::sync(1 + place.consumer, 128);
             if place.member == 0 {

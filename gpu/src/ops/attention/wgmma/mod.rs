@@ -51,8 +51,9 @@
 //! Large ones are at the card's power, and move by a tenth from run to run.
 //!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
-//! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343): a plain step had 35 instructions more, and
-//! consumers stood waiting for the next tile's q and k where without it they store the results of the last.
+//! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
+//! registers (ARCHITECTURE, "Uniform registers"), which was not known then: a plain step had 35 instructions more. Consumers also stood
+//! waiting for the next tile's q and k where without it they store the results of the last. Not tried: both places without that overlap.
 
 mod borders;
 mod walk;
