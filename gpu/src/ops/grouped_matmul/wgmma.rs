@@ -26,7 +26,7 @@ use abi::ops::matmul::{MatmulDims, OUT_IN_PIECES};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{barrier, cp_async, fence, global, matrix, mbarrier, registers, shared, thread, tma, warp};
+use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, thread, tma, warp};
 
 use super::{PLAIN, null, x_number};
 use crate::tile::epilogue::Epilogue;

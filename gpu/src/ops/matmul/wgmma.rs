@@ -44,7 +44,7 @@ use abi::ops::matmul::OUT_BY_TMA;
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{barrier, cluster, fence, matrix, mbarrier, registers, shared, thread, tma, warp};
+use cuda_std::{barrier, cluster, fence, mbarrier, registers, shared, thread, tma, warp};
 
 use crate::tile::epilogue::Epilogue;
 use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, finish, multiply_stages, put_box, store_pairs};
