@@ -519,7 +519,7 @@ fn queries_of_many_sizes() -> TestResult {
     Ok(())
 }
 
-/// Many splits of few rows, which a block of eight warps merges, have the bits that one warp makes: on a card of one multiprocessor
+/// Many splits of few rows, which a block of four warps merges, have the bits that one warp makes: on a card of one multiprocessor
 /// there are enough rows for that. More splits than are asked for at a time, of their numbers too where that is no work.
 #[test]
 fn merges_of_many_splits() -> TestResult {
@@ -536,6 +536,33 @@ fn merges_of_many_splits() -> TestResult {
     let expected = expect(&more, &data);
     for device in &devices_for(more.work()) {
         verify(&format!("{device:?}"), &more, &compute(device, &more, &data, None)?, &expected)?;
+    }
+    Ok(())
+}
+
+/// The splits of a group joined by the block that does them all, as on a card of one multiprocessor, have the bits that they have
+/// joined by the merge: whole groups, some of a group's splits only, at either end, and a value that is not finite.
+#[test]
+fn joined_splits() -> TestResult {
+    let own = &cards_of(Arch::Sm90a)[0];
+    let case = |dtype, heads, head_dim, lens: &[usize]| Case {
+        lens: lens.to_vec(),
+        ..plain(dtype, 1, 2048, heads, head_dim)
+    };
+    let (mask, window, page_size) = (Mask::Causal, Some(900), Some(16));
+    for case in [
+        Case { sinks: Some(0.5), ..case(DType::BF16, (6, 1), 128, &[1990]) },
+        Case { seq_q: 3, mask, window, ..case(DType::F16, (2, 1), 64, &[2048, 1300]) },
+        Case { is_fp8: true, page_size, ..case(DType::BF16, (4, 1), 128, &[2048, 0, 700]) },
+    ] {
+        let mut data = case.data();
+        if !case.is_fp8 {
+            data[2][1400 * case.head_dim + 9] = f64::NAN;
+        }
+        let (want_out, want_lse) = compute(own, &case, &data, None)?;
+        let (out, lse) = compute(&one_sm(), &case, &data, None)?;
+        same_bits(&format!("{case:?}"), &out, &want_out)?;
+        same_bits(&format!("{case:?}, lse"), &lse, &want_lse)?;
     }
     Ok(())
 }

@@ -48,6 +48,16 @@ pub fn join<T: Element>(m: &mut f32, sum: &mut f32, score: f32) -> f32 {
     decay
 }
 
+/// Two parts of a sum, of which `m` and `other` are the largest scores: what each is multiplied by; `m` becomes the larger.
+#[inline(always)]
+pub fn meet<T: Element>(m: &mut f32, other: f32) -> [f32; 2] {
+    let largest = math::max(*m, other);
+    let base = base(largest);
+    let factors = [weight::<T>(*m - base), weight::<T>(other - base)];
+    *m = largest;
+    factors
+}
+
 /// ln Σexp of natural scores, from the largest score and the sum of the weights; −∞ of no scores.
 #[inline(always)]
 pub fn log_sum_exp<T: Element>(largest: f32, sum: f32) -> f32 {

@@ -37,8 +37,10 @@ pub struct AttentionDims {
     /// Tiles of query rows: of one head (prefill), if queries are packed places of them for all sequences, see `sequences` of the
     /// kernels' tiles; or of the heads that share a key head (decode).
     pub tiles: u32,
-    /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has.
+    /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has; a multiple of those of a result.
     pub splits: u32,
+    /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of a group.
+    pub result_shift: u32,
     /// Query heads, counted through all sequences, whose tiles the `Wgmma` kernels finish before they take up the next: a
     /// multiple of `group`, whose keys and values fit into L2.
     pub section: u32,
@@ -121,15 +123,17 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 188);
+const _: () = assert!(size_of::<AttentionDims>() == 192);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
 pub const SPLIT_KEYS: u32 = 256;
+/// Splits of a group, whose results are joined one after another: by the decode kernel, if a block does them all, or by the merge.
+pub const GROUP_SPLITS: u32 = 4;
 /// Threads of a block of the prefill and decode kernels.
 pub const THREADS: u32 = 128;
-/// Parts of a sum of the merge kernels, every so many-th split each.
-pub const MERGE_PARTS: u32 = 8;
+/// Parts of a sum of the merge kernels, every so many-th group each.
+pub const MERGE_PARTS: u32 = 4;
 /// Threads of a block of the merge kernels: a warp for each part, or one for all.
 pub const MERGE_THREADS: u32 = 32 * MERGE_PARTS;
 /// Columns of a block of the merge kernels.
@@ -232,6 +236,20 @@ pub const DECODE_RING_PADDING: u32 = 4;
 pub const fn decode_ring_q_bytes(dim: u32, kv_bytes: u32) -> u32 {
     if kv_bytes == 1 && dim <= 128 { DECODE_RING_ROWS * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
 }
+
+/// Whether a `DecodeRing` tile can join the splits of a group: wider heads have no registers for it.
+pub const fn decode_ring_joins(dim: u32) -> bool {
+    dim <= 128
+}
+
+/// Shared memory of a `DecodeRing` tile besides, where it joins the splits of a group: their largest scores, twice, and sums, then
+/// their results, of so many rows.
+pub const fn decode_ring_group_bytes(dim: u32, rows: u32) -> u32 {
+    DECODE_RING_GROUP_NUMBERS_BYTES + rows * dim * 4
+}
+
+/// See [`decode_ring_group_bytes`].
+pub const DECODE_RING_GROUP_NUMBERS_BYTES: u32 = 3 * DECODE_RING_ROWS * 4;
 
 /// Rows of a `DecodeLatent` tile.
 pub const DECODE_LATENT_ROWS: u32 = 32;

@@ -81,7 +81,7 @@ impl Cursor {
     /// - As for `Sequence::new`.
     #[inline(always)]
     unsafe fn new(tables: Tables, dims: &AttentionDims) -> Self {
-        let mut splits = Splits::new(dims);
+        let mut splits = Splits::new(dims, false);
         // SAFETY: the caller's promise.
         let work = unsafe { splits.find(tables, dims) };
         let mut cursor = Cursor { splits, work, step: 0 };
@@ -219,7 +219,7 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
             place = if place == PLACES - 1 { 0 } else { place + 1 };
             rows
         };
-        let mut splits = Splits::new(dims);
+        let mut splits = Splits::new(dims, false);
         let mut work: Work<ROWS> = splits.find(tables, dims);
         while work.has_keys() {
             let visible = [

@@ -2,19 +2,20 @@
 //! shared memory, from one split of 256 keys to the next.
 //!
 //! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are the 16
-//! rows of `mma.sync`. Blocks are as many as the card holds at a time; each takes every so many-th split. Heads go first, since
-//! their keys are neighbours in memory. A warp does every fourth 16 keys of a split, by itself up to the end.
+//! rows of `mma.sync`. Blocks are as many as the card holds at a time; each takes every so many-th split, or every so many-th group of
+//! four that follow each other. Heads go first, since their keys are neighbours in memory. A warp does every fourth 16 keys of a
+//! split, by itself up to the end.
 //!
 //! ```text
 //! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][16 rows][≤ 128] | maxima | sums | marks |
-//!          beside fp8, heads up to 128: | q |
+//!          beside fp8, heads up to 128: | q |         of groups: | maxima × 2 | sums | what has been joined [rows][DIM] |
 //!
 //! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further into its place
 //! s = q·kᵀ    the warp's 64 keys: four chunks
 //! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, the next product's operand as they are
 //! o = p·v     four chunks; behind them those of the next split's k start
 //! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time; meanwhile the next split's
-//!             q is loaded
+//!             q is loaded. Of a group, they are joined to those of the splits before; the last one's go to the workspace
 //! ```
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
@@ -50,11 +51,13 @@
 //! has blocks of eight warps with 145 registers, one on a multiprocessor at a time, which is the first thing to look at.
 //!
 //! The kernel alone takes 257 to 260 µs, at 4.19 TB/s with what it writes; cuDNN, which writes no partial results and has no merge,
-//! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge.
+//! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge: hence the
+//! groups, which all four cases of the table have, with a quarter of that. Groups, and the merge by four warps where eight were, are newer
+//! than the table and not timed yet. A group is joined by the same operations whoever joins it, so a row's bits do not tell.
 
 use abi::ops::attention::{
-    AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_PADDING, DECODE_RING_ROWS, SPLIT_KEYS, THREADS,
-    decode_ring_q_bytes,
+    AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_GROUP_NUMBERS_BYTES, DECODE_RING_PADDING,
+    DECODE_RING_ROWS, SPLIT_KEYS, THREADS, decode_ring_joins, decode_ring_q_bytes,
 };
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
@@ -65,7 +68,7 @@ use super::scores::{capped, has_cap};
 use super::work::{Splits, Work};
 use super::{Tables, Visible, offset};
 use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
-use crate::tile::softmax::{base, weight};
+use crate::tile::softmax::{base, meet, weight};
 
 const ROWS: u32 = DECODE_RING_ROWS;
 const WARPS: u32 = THREADS / 32;
@@ -245,8 +248,10 @@ pub(super) unsafe fn splits<
     let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
     let shared_queries =
         SharedQueries { at: ring_end + WARPS * (ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4 };
-    // For what would be kept from one split to the next.
+    let joined = shared_queries.at + decode_ring_q_bytes(DIM, 16 / C::PER_PIECE);
+    // For what would be kept from one split to the next; and for all that is known of the next split, while v is multiplied.
     let has_registers = DIM <= 128;
+    let keeps_next = DIM < 128 || (has_registers && C::PARTS == 1);
     let shares_q = decode_ring_q_bytes(DIM, 16 / C::PER_PIECE) != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
@@ -290,8 +295,9 @@ pub(super) unsafe fn splits<
             cp_async::commit_group();
         };
 
-        let mut splits = Splits::new(dims);
+        let mut splits = Splits::new(dims, decode_ring_joins(DIM));
         let mut work: Work = splits.find(tables, dims);
+        let mut is_first = true;
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
@@ -391,6 +397,9 @@ pub(super) unsafe fn splits<
                 i += 1;
             }
             sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
+            // All four lanes of a row know them: each keeps one.
+            let numbers = if member < 2 { m } else { sums };
+            let number = if member % 2 == 0 { numbers[0] } else { numbers[1] };
 
             let next = if PLACES > CHUNKS { ahead } else { splits.next(tables, dims) };
             let mut part = [[0; 4]; 2];
@@ -426,7 +435,8 @@ pub(super) unsafe fn splits<
                 chunk += 1;
             }
 
-            let end = End { work, is_alike, m, sums, results: ring_end };
+            let is_last = splits.is_first || !next.has_keys();
+            let end = End { work, is_alike, is_first, is_last, number, results: ring_end, joined };
             end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims, || {
                 if shares_q {
                     shared_queries.store::<T, C::Values>(part, STEPS, next.split);
@@ -434,7 +444,8 @@ pub(super) unsafe fn splits<
                     loaded = load_queries::<T, C, STEPS>(q, &next, lane, dims);
                 }
             });
-            work = if has_registers { next } else { next.again(tables, dims) };
+            work = if keeps_next { next } else { next.again(tables, dims) };
+            is_first = is_last;
         }
         cp_async::wait_group::<0>();
     }
@@ -446,11 +457,15 @@ struct End {
     work: Work,
     /// Whether all rows see the same keys of the split.
     is_alike: bool,
-    /// Maximum and sum of its two rows, of the warp's keys.
-    m: [f32; 2],
-    sums: [f32; 2],
+    /// Whether the split is the first of its result, and the last.
+    is_first: bool,
+    is_last: bool,
+    /// Of the maxima of its two rows and their sums, of the warp's keys, the one that is the lane's.
+    number: f32,
     /// Shared memory behind the ring.
     results: u32,
+    /// And for what the splits of a result have been joined to.
+    joined: u32,
 }
 
 impl End {
@@ -472,7 +487,7 @@ impl End {
         dims: &AttentionDims,
         mut meanwhile: impl FnMut(),
     ) {
-        let End { work, is_alike, m, sums, results } = *self;
+        let End { work, is_alike, is_first, is_last, number, results, joined } = *self;
         // Opaque, or what is known of the thread and the split would take up registers while o does.
         let thread = thread::opaque(thread::thread_idx_x() + work.split * THREADS) % THREADS;
         let (lane, warp_idx) = (thread % 32, thread / 32);
@@ -490,16 +505,16 @@ impl End {
             while first_column < DIM {
                 // The results before these have been read.
                 thread::sync_threads();
+                let numbers = if member < 2 { maxima } else { totals };
+                let row = group + 8 * (member % 2);
+                if row < num_rows {
+                    shared::store_f32(numbers + (warp_idx * ROWS + row) * 4, number);
+                }
                 let mut half = 0;
                 while half < 2 {
                     let row = group + 8 * half as u32;
                     if row < num_rows {
-                        let at = warp_idx * ROWS + row;
-                        if member == 0 {
-                            shared::store_f32(maxima + at * 4, m[half]);
-                            shared::store_f32(totals + at * 4, sums[half]);
-                        }
-                        let at = results + at * row_bytes + member * 8 * C::PARTS as u32;
+                        let at = results + (warp_idx * ROWS + row) * row_bytes + member * 8 * C::PARTS as u32;
                         let mut j = 0;
                         while j < columns as usize / 8 {
                             let (tile, at) = (first_column as usize / 8 + j, at + j as u32 * 32);
@@ -594,11 +609,30 @@ impl End {
                 };
                 let decay =
                     |warp: u32, row: u32| weight::<T>(of_warp(maxima, warp, row) - base(largest(row)));
+                // The largest score of the splits before, whose place is another for each split, as it is read until all are done
+                // with this one; and what they and this one are multiplied by.
+                let joined_m = |split: u32, row: u32| joined + (split % 2 * ROWS + row) * 4;
+                let meet_joined = |m: &mut f32, row: u32| {
+                    let before = shared::load_f32(joined_m(work.split + 1, row));
+                    meet::<T>(m, before)
+                };
                 if first_column == 0 && thread < num_rows {
                     let total = |warp: u32| of_warp(totals, warp, thread) * decay(warp, thread);
-                    let stats = stats.add(2 * work.slot(work.first_row + thread, dims));
-                    global::store(stats, largest(thread));
-                    global::store(stats.add(1), (total(0) + total(1)) + (total(2) + total(3)));
+                    let mut total = (total(0) + total(1)) + (total(2) + total(3));
+                    let mut m = largest(thread);
+                    let joined_sum = joined + (2 * ROWS + thread) * 4;
+                    if !is_first {
+                        let [own, of_before] = meet_joined(&mut m, thread);
+                        total = math::fma(total, own, shared::load_f32(joined_sum) * of_before);
+                    }
+                    if is_last {
+                        let stats = stats.add(2 * work.slot(work.first_row + thread, dims));
+                        global::store(stats, m);
+                        global::store(stats.add(1), total);
+                    } else {
+                        shared::store_f32(joined_m(work.split, thread), m);
+                        shared::store_f32(joined_sum, total);
+                    }
                 }
                 let quads = columns / 4;
                 let mut i = thread;
@@ -641,8 +675,22 @@ impl End {
                         if C::IS_SCALED {
                             totals = totals.map(|total| total * v_scale);
                         }
-                        let at = work.slot(work.first_row + row, dims) * dims.head_dim_v as usize;
-                        global::store_x4(partial.add(at + column as usize), totals.map(f32::to_bits));
+                        let joined_row = joined + DECODE_RING_GROUP_NUMBERS_BYTES + row * DIM * 4;
+                        if !is_first {
+                            let [own, of_before] = meet_joined(&mut largest(row), row);
+                            let before = shared::load_f32x4(joined_row + column * 4);
+                            let mut j = 0;
+                            while j < 4 {
+                                totals[j] = math::fma(totals[j], own, before[j] * of_before);
+                                j += 1;
+                            }
+                        }
+                        if is_last {
+                            let at = work.slot(work.first_row + row, dims) * dims.head_dim_v as usize;
+                            global::store_x4(partial.add(at + column as usize), totals.map(f32::to_bits));
+                        } else {
+                            shared::store_f32x4(joined_row + column * 4, totals);
+                        }
                     }
                     i += THREADS;
                 }

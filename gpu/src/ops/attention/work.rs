@@ -100,36 +100,44 @@ impl<const TILE: u32> Work<TILE> {
         self.is_alike() && self.any.hi - self.any.lo == SPLIT_KEYS as i32
     }
 
-    /// Where a row's results go: `[row][split]`.
+    /// Where a row's results go: `[row][result]`.
     #[inline(always)]
     pub(super) fn slot(&self, row: u32, dims: &AttentionDims) -> usize {
         let (query, head) = self.place(row, dims);
         ((self.batch * dims.heads_q + head) as usize * dims.seq_q as usize + query as usize)
-            * dims.splits as usize
-            + self.split as usize
+            * (dims.splits >> dims.result_shift) as usize
+            + (self.split >> dims.result_shift) as usize
     }
 }
 
-/// The splits of a block, in order: every so many-th of all, whose tiles of rows come first, then key heads, splits and sequences.
+/// The splits of a block, in order: those of every so many-th result of all, whose tiles of rows come first, then key heads, results
+/// of a row and sequences.
 pub(super) struct Splits {
     /// Numbers of tile, key head, split and sequence.
     place: [u32; 4],
-    /// As many blocks as there are, in the same way.
+    /// As many results as there are blocks, in the same way.
     step: [u32; 4],
+    /// log2 of the splits of a result.
+    shift: u32,
+    /// Whether the split last found is the first one of its result that has keys.
+    pub(super) is_first: bool,
 }
 
 impl Splits {
-    /// From the block's first one on.
+    /// From the block's first one on, for a kernel that `joins` the splits of a result, or one of which each is a result.
     #[inline(always)]
-    pub(super) fn new(dims: &AttentionDims) -> Self {
+    pub(super) fn new(dims: &AttentionDims, joins: bool) -> Self {
+        let shift = if joins { dims.result_shift } else { 0 };
         // Sizes are at least 1 where there is work at all; `max` tells the compiler.
-        let (tiles, heads_kv, splits) = (dims.tiles.max(1), dims.heads_kv.max(1), dims.splits.max(1));
+        let (tiles, heads_kv, results) =
+            (dims.tiles.max(1), dims.heads_kv.max(1), (dims.splits >> shift).max(1));
         let digits = |item: u32| {
             let (tile, rest) = (item % tiles, item / tiles);
             let (head_kv, rest) = (rest % heads_kv, rest / heads_kv);
-            [tile, head_kv, rest % splits, rest / splits]
+            [tile, head_kv, (rest % results) << shift, rest / results]
         };
-        Splits { place: digits(thread::block_idx_x()), step: digits(thread::grid_dim_x()) }
+        let (place, step) = (digits(thread::block_idx_x()), digits(thread::grid_dim_x()));
+        Splits { place, step, shift, is_first: true }
     }
 
     /// The present one, or the next that has keys; without keys if there is none.
@@ -162,6 +170,7 @@ impl Splits {
         tables: Tables,
         dims: &AttentionDims,
     ) -> Work<TILE> {
+        self.is_first = false;
         self.advance(dims);
         // SAFETY: the caller's promise.
         unsafe { self.find(tables, dims) }
@@ -171,6 +180,13 @@ impl Splits {
     #[inline(always)]
     fn advance(&mut self, dims: &AttentionDims) {
         let [tile, head_kv, split, batch] = &mut self.place;
+        let result = *split >> self.shift;
+        if (*split + 1) >> self.shift == result {
+            *split += 1;
+            return;
+        }
+        *split = result << self.shift;
+        self.is_first = true;
         let add = |digit: &mut u32, step: u32, size: u32| {
             *digit += step;
             let carry = *digit >= size;
@@ -179,7 +195,7 @@ impl Splits {
         };
         let carry = add(tile, self.step[0], dims.tiles);
         let carry = add(head_kv, self.step[1] + carry, dims.heads_kv);
-        let carry = add(split, self.step[2] + carry, dims.splits);
+        let carry = add(split, self.step[2] + (carry << self.shift), dims.splits);
         *batch += self.step[3] + carry;
     }
 }

@@ -21,7 +21,7 @@ pub(super) struct Gather {
 impl Gather {
     pub(super) fn new(device: &Device, problem: &AttentionProblem) -> Result<Self, Error> {
         let &AttentionProblem { batch, seq_kv, heads_kv, head_dim, head_dim_v, dtype, .. } = problem;
-        let kernel = Loaded::new(device, select::gather(problem)?)?;
+        let kernel = Loaded::new(device, select::gather(problem)?, 0)?;
         let workspace = Workspace::new(device, |stream| {
             // Zeros, as TMA brings whole boxes, also of keys beyond a sequence's.
             let tensor = |width| Tensor::zeros(stream, &[batch * seq_kv * heads_kv, width], dtype);

@@ -11,8 +11,8 @@ mod select;
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, MAX_HEAD_DIM, MAX_HEAD_DIM_V, MERGE_COLUMNS, SPLIT_KEYS,
-    ScoreDims,
+    AttentionDims, AttentionTile, AttentionVariant, DECODE_RING_ROWS, GROUP_SPLITS, MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V, MERGE_COLUMNS, SPLIT_KEYS, ScoreDims, decode_ring_group_bytes, decode_ring_joins,
 };
 
 use crate::device::Device;
@@ -257,12 +257,33 @@ struct Cache {
 struct Loaded {
     variant: &'static AttentionVariant,
     entry: Entry,
+    /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
+    places: u32,
+    /// Whether a block can join the splits of a group: it has the shared memory.
+    joins: bool,
 }
 
 impl Loaded {
-    fn new(device: &Device, variant: &'static AttentionVariant) -> Result<Self, Error> {
-        let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
-        Ok(Loaded { variant, entry })
+    /// For so many rows of a decode kernel's block, at most.
+    fn new(device: &Device, variant: &'static AttentionVariant, rows: u32) -> Result<Self, Error> {
+        let smem_bytes = variant.tile.smem_bytes();
+        let load = |smem_bytes| device.entry(OP, variant.entry, smem_bytes);
+        let (most, joined_bytes) = match variant.tile {
+            AttentionTile::DecodeRing { dim, blocks, .. } if decode_ring_joins(dim) => {
+                (blocks, decode_ring_group_bytes(dim, rows))
+            }
+            AttentionTile::DecodeRing { blocks, .. } => (blocks, 0),
+            AttentionTile::DecodeLatent { .. } => (1, 0),
+            _ => (0, 0),
+        };
+        let Some(limits) = device.limits().filter(|_| most != 0) else {
+            return Ok(Loaded { variant, entry: load(smem_bytes)?, places: u32::MAX, joins: false });
+        };
+        // A multiprocessor has one KiB more than a block can take, and takes one for each.
+        let held = |bytes: u32| ((limits.smem_per_block_bytes + (1 << 10)) / (bytes + (1 << 10))).min(most);
+        let joins = joined_bytes != 0 && held(smem_bytes + joined_bytes) == held(smem_bytes);
+        let entry = load(if joins { smem_bytes + joined_bytes } else { smem_bytes })?;
+        Ok(Loaded { variant, entry, places: limits.num_sms.max(1) * held(smem_bytes).max(1), joins })
     }
 }
 
@@ -271,7 +292,7 @@ struct Splits {
     merge: Loaded,
     /// From so many rows on the merge does each with one warp, whatever the number of splits.
     many_rows: u32,
-    /// What the splits leave for the merge, both `[sequence, head, query, split, …]` f32: unfinished results of `head_dim`;
+    /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or a group's: unfinished results of `head_dim`;
     /// maximum and sum of the weights.
     workspace: Workspace<2>,
 }
@@ -340,7 +361,9 @@ impl Attention {
         let is_reachable =
             !problem.is_fp8() || variants.iter().any(|v| matches!(v.tile, AttentionTile::Wgmma { .. }));
         let fallback = (is_reachable && !variants.contains(&unaligned)).then_some(unaligned);
-        let kernels = variants.iter().copied().chain(fallback).map(|variant| Loaded::new(device, variant));
+        let rows = (decoded * (problem.heads_q / problem.heads_kv)).min(DECODE_RING_ROWS as usize) as u32;
+        let load = |variant| Loaded::new(device, variant, rows);
+        let kernels = variants.iter().copied().chain(fallback).map(load);
         let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
         let decodes = variants.iter().any(|variant| variant.tile.is_decode());
         let splits = match select::merge(problem.dtype) {
@@ -354,7 +377,7 @@ impl Attention {
                     Ok([tensor(problem.head_dim_v)?, tensor(2)?])
                 })?;
                 let many_rows = 8 * device.profile().num_sms;
-                Some(Box::new(Splits { merge: Loaded::new(device, merge)?, many_rows, workspace }))
+                Some(Box::new(Splits { merge: load(merge)?, many_rows, workspace }))
             }
             _ => None,
         };
@@ -418,7 +441,7 @@ impl Attention {
                 match (variant.tile, splits, tile_counter) {
                     (tile, Some(splits), _) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
-                        decode(stream, kernel, splits, self.places(tile), &args, &dims)
+                        decode(stream, kernel, splits, &args, dims)
                     }
                     (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
                         tile_queries(&mut dims, variant.tile);
@@ -433,19 +456,6 @@ impl Attention {
                 }
             }
         }
-    }
-
-    /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
-    fn places(&self, tile: AttentionTile) -> u32 {
-        let blocks = match tile {
-            AttentionTile::DecodeRing { blocks, .. } => blocks,
-            AttentionTile::DecodeLatent { .. } => 1,
-            _ => return u32::MAX,
-        };
-        let Some(limits) = self.device.limits() else { return u32::MAX };
-        // A multiprocessor has one KiB more than a block can take, and takes one for each.
-        let held = (limits.smem_per_block_bytes + (1 << 10)) / (tile.smem_bytes() + (1 << 10));
-        limits.num_sms.max(1) * held.clamp(1, blocks)
     }
 
     /// Runs a kernel that takes tensor maps.
@@ -623,6 +633,7 @@ impl Attention {
             vector: u32::from(vector),
             tiles: 0,
             splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
+            result_shift: 0,
             section: section(&self.problem, seq_kv).min((batch * heads_q) as u32),
             q_batch_stride,
             q_token_stride,
@@ -790,20 +801,30 @@ fn decode(
     stream: &Stream,
     kernel: &Loaded,
     splits: &Splits,
-    places: u32,
     args: &AttentionArgs<'_>,
-    dims: &AttentionDims,
+    mut dims: AttentionDims,
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
     let Splits { merge, many_rows, workspace } = splits;
-    // No more blocks than do as many splits each as the one with most: 8192 splits are 32 for each of 256, not 31 for 256 of 264.
-    let splits_in_all = blocks(&[dims.splits, dims.tiles, dims.heads_kv, dims.batch])?;
-    let grid = splits_in_all.div_ceil(splits_in_all.div_ceil(places).max(1));
+    // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
+    let results =
+        |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
+    let each = |results: u32| results.div_ceil(kernel.places).max(1);
+    let (alone, joined) = (results(1)?, results(GROUP_SPLITS)?);
+    let joins = kernel.joins && each(joined).saturating_mul(GROUP_SPLITS) <= each(alone) + each(alone) / 16;
+    if joins {
+        dims.splits = dims.splits.next_multiple_of(GROUP_SPLITS);
+        dims.result_shift = GROUP_SPLITS.ilog2();
+    }
+    // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
+    let items = if joins { joined } else { alone };
+    let grid = items.div_ceil(each(items));
     let (merge_rows, merge_pieces) =
         (blocks(&[dims.batch, dims.heads_q, dims.seq_q])?, dims.head_dim_v.div_ceil(MERGE_COLUMNS));
-    // As many splits as a warp asks for at a time are quickest done by one.
-    let is_by_warps = dims.splits <= 16 || merge_rows >= *many_rows;
+    // As many results as a warp asks for at a time are quickest added up by one.
+    let is_by_warps = dims.splits >> dims.result_shift <= 16 || merge_rows >= *many_rows;
     let merge_threads = if is_by_warps { 32 } else { merge.variant.tile.threads() };
+    let dims = &dims;
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
     let params = [
