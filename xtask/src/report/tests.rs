@@ -138,6 +138,17 @@ fn a_record_is_read_as_it_was_written() {
 }
 
 #[test]
+fn models_have_their_whole_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = ours("model qwen3-coder-next, 36 of 48 layers, decode 8", 0, 4000.0, 10.0);
+    let line = with(line, json!({ "model": "qwen3-coder-next", "phase": "decode 8" }));
+    measured(folder.path(), &[run_line(0), line], &[]);
+    let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
+    let row = "| qwen3-coder-next, 36 of 48 layers, decode 8 | 4.00 ms ± 10.0 µs | 2000 |";
+    assert!(text.contains(row), "{text}");
+}
+
+#[test]
 fn slower_beyond_the_spread_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let record = |day: &str, cases: &[Value]| {
