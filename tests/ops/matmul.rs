@@ -130,7 +130,7 @@ proptest! {
 
     /// The same among the products of more rows, on a card: the tiles' sums run in the order of k.
     #[test]
-    fn many_rows_are_independent((case, on) in on_executors(many_rows, |case| 4 * case.work_in_tiles())) {
+    fn many_rows_are_independent((case, on) in on_executors(many_rows, |case| 8 * case.work_in_tiles())) {
         let problem = case.problem;
         let MatmulProblem { m, n, .. } = problem;
         let cards = on.cards();
