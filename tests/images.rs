@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use testkit::ptx::{assemble, count_instructions, entries, find_ptxas};
+use testkit::ptx::{KernelResources, assemble, count_instructions, entries, find_ptxas};
 use warpforge::{Arch, IMAGES};
 
 #[test]
@@ -55,6 +55,17 @@ fn no_local_memory_no_calls() {
     }
 }
 
+/// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and the next; where
+/// it does not, four: ARCHITECTURE, "Uniform registers".
+fn check_descriptors(kernel: &KernelResources) {
+    // These are so as yet.
+    let is_known = ["grouped_matmul_", "_f32__m64n64"].iter().any(|part| kernel.name.contains(part));
+    let most = if is_known { 4 } else { 2 };
+    let moves = kernel.moves_between_products;
+    assert_eq!(moves.is_some(), kernel.name.ends_with("__sm90a"), "{}: products by wgmma", kernel.name);
+    assert!(moves <= Some(most), "{}: {moves:?} R2UR between one HGMMA and the next", kernel.name);
+}
+
 /// ptxas takes every kernel of the images of an architecture, without a stack or a spill.
 fn assemble_without_spills(arch: Arch) {
     let Some(ptxas) = find_ptxas() else {
@@ -67,6 +78,7 @@ fn assemble_without_spills(arch: Arch) {
         for kernel in kernels {
             let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
             assert_eq!(spills, (0, 0, 0), "{image:?}: {}: stack, spill stores, spill loads", kernel.name);
+            check_descriptors(&kernel);
         }
     }
 }

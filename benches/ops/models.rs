@@ -1,8 +1,9 @@
 //! Whole models of published size with random weights: prefill, and a decode step at several batch sizes.
 //!
 //! Timed by the clock around a call and its synchronisation, so what the host does counts too: for decode also the choice
-//! of the next tokens and their way to the host. The bytes are those of the weights, and for decode of the cache: what a
-//! step must read at least.
+//! of the next tokens and their way to the host. Sequences that are decoded together hold different texts. The bytes are those
+//! of the weights, and for decode of the cache: what a step must read at least, of experts as many as its tokens are expected
+//! to go to.
 
 use std::path::Path;
 use std::time::Instant;
@@ -67,6 +68,8 @@ const DTYPE: DType = DType::BF16;
 const PROMPT: usize = 2048;
 /// Decode steps from one prompt.
 const STEPS: usize = 48;
+/// The same where sequences cannot go back to their prompts' ends: those whose energy is measured come on top.
+const STEPS_ONWARD: usize = 8 * STEPS;
 /// How long calls are repeated where the energy is measured.
 const ENERGY_SECONDS: f64 = 0.5;
 
@@ -104,16 +107,18 @@ fn open<'a>(
     model.as_ref().ok_or_else(|| "there is no model".into())
 }
 
-fn prompt(model: &Model) -> Vec<u32> {
+/// The text of a sequence, another for each: the prompt, and the first token that is decoded. The peers have the same.
+fn text(model: &Model, sequence: usize) -> Vec<u32> {
     let vocab = model.config().decoder.vocab_size as u32;
-    (0..PROMPT as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect()
+    let start = (sequence * (PROMPT + 1)) as u32;
+    (start..=start + PROMPT as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab).collect()
 }
 
 fn prefill(bencher: &mut Bencher, model: &Model) -> Result<(), Failure> {
     let options = SessionOptions { batch: 1, capacity: PROMPT, ..SessionOptions::default() };
     let mut session = model.session(options)?;
-    let prompt = prompt(model);
-    let (samples, joules) = repeat(bencher.meter(), 4, |_| read(&mut session, 0, &prompt))?;
+    let text = text(model, 0);
+    let (samples, joules) = repeat(bencher.meter(), 4, |_| read(&mut session, 0, &text[..PROMPT]))?;
     bencher.record(samples, joules)
 }
 
@@ -123,24 +128,30 @@ fn read(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Er
     session.stream().synchronize()
 }
 
-/// All sequences back at the prompt's end; a recurrent state has to read it again.
-fn rewind(session: &mut Session, batch: usize, prompt: &[u32]) -> Result<(), Error> {
-    if session.len(0) >= PROMPT && (0..batch).all(|sequence| session.truncate(sequence, PROMPT).is_ok()) {
-        return Ok(());
+/// All sequences back at their prompts' ends. A recurrent state goes on while there is room, and then reads its prompt again.
+fn rewind(session: &mut Session, texts: &[Vec<u32>]) -> Result<(), Error> {
+    let is_full = session.len(0) + STEPS > session.options().capacity;
+    for (sequence, text) in texts.iter().enumerate() {
+        let is_new = session.len(sequence) < PROMPT;
+        if is_new || (session.truncate(sequence, PROMPT).is_err() && is_full) {
+            read(session, sequence, &text[..PROMPT])?;
+        }
     }
-    read(session, 0, prompt)?;
-    (1..batch).try_for_each(|sequence| session.fork(0, sequence))
+    Ok(())
 }
 
 fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Failure> {
-    let options = SessionOptions { batch, capacity: PROMPT + STEPS, ..SessionOptions::default() };
+    // A state of fixed size is what cannot go back.
+    let is_recurrent = model.config().decoder.cache_bytes(DTYPE, 0) > 0;
+    let steps = if is_recurrent { STEPS_ONWARD } else { STEPS };
+    let options = SessionOptions { batch, capacity: PROMPT + steps, ..SessionOptions::default() };
     let mut session = model.session(options)?;
-    let prompt = prompt(model);
+    let texts: Vec<Vec<u32>> = (0..batch).map(|sequence| text(model, sequence)).collect();
     let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
-    let mut ids = vec![1; batch];
+    let mut ids: Vec<u32> = texts.iter().map(|text| text[PROMPT]).collect();
     let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
         if step % STEPS == 0 {
-            rewind(&mut session, batch, &prompt)?;
+            rewind(&mut session, &texts)?;
         }
         session.decode(&ids)?;
         ids = sampler.sample(&session)?;
@@ -229,12 +240,15 @@ impl Cost {
         (bytes, 2 * (matrices * PROMPT + self.head) + pairs * self.attention)
     }
 
-    /// The same for a step of `batch` sequences, each of which has experts of its own while there are any left.
+    /// The same for a step of `batch` sequences. Of the experts it reads those that some token goes to, if any is as likely as
+    /// another: all but `(1 - share)^batch` of them.
     fn decode(&self, batch: usize) -> (usize, usize) {
-        let share =
-            |tokens: usize| (self.experts as f64 * (self.expert_share * tokens as f64).min(1.0)) as usize;
-        let bytes = (self.dense + share(batch) + self.head) * DTYPE.bytes() + batch * self.cache;
-        let linear = 2 * (self.dense + share(1) + self.head);
+        let read = |tokens: usize| {
+            let unread = (1.0 - self.expert_share).powf(tokens as f64);
+            (self.experts as f64 * (1.0 - unread)).round() as usize
+        };
+        let bytes = (self.dense + read(batch) + self.head) * DTYPE.bytes() + batch * self.cache;
+        let linear = 2 * (self.dense + read(1) + self.head);
         (bytes, batch * (linear + PROMPT * self.attention))
     }
 }

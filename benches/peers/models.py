@@ -45,15 +45,17 @@ class Models:
         return self.model if compile is None else compile(self.model.forward)
 
     def prompted(self, shape, room):
-        """The prompt's tokens, and a cache with room for more that has read them."""
+        """The prompts' tokens, the next ones, and a cache with room for more that has read the prompts: texts as in ours."""
         import transformers
 
-        ids = torch.arange(shape["prompt"], device=self.device) * 2_654_435_761 % self.config["vocab_size"]
-        ids = ids.expand(shape["batch"], -1)
+        batch, length = shape["batch"], shape["prompt"] + 1
+        ids = torch.arange(batch * length, device=self.device).view(batch, length)
+        ids = (ids * 2_654_435_761 & 0xFFFF_FFFF) % self.config["vocab_size"]
+        ids, following = ids[:, :-1], ids[:, -1:]
         cache = transformers.StaticCache(config=self.model.config, max_cache_len=shape["prompt"] + room)
         # Not compiled: this call makes the cache's tensors.
         self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        return ids, cache
+        return ids, following, cache
 
     def recorded(self, step):
         """The step as a graph, where there are graphs."""
@@ -74,7 +76,7 @@ class Models:
     @torch.inference_mode()
     def prefill(self, case, compile):
         forward = self.forward(case, compile)
-        ids, cache = self.prompted(case["shape"], 0)
+        ids, _, cache = self.prompted(case["shape"], 0)
 
         def step():
             rewind(cache, 0)
@@ -94,8 +96,8 @@ class Models:
         shape = case["shape"]
         steps = shape["steps"]
         # Room for the steps before those that are timed.
-        _, cache = self.prompted(shape, steps + 8)
-        ids = torch.ones(shape["batch"], 1, dtype=torch.long, device=self.device)
+        _, ids, cache = self.prompted(shape, steps + 8)
+        ids = ids.clone()
 
         def step():
             logits = forward(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits

@@ -427,7 +427,7 @@ impl Current {
 
 /// The model that a case's label begins with.
 fn model(label: &str) -> Option<&str> {
-    let first = label.split(' ').next()?;
+    let first = label.split([' ', ',']).next()?;
     ["qwen3", "glm"].iter().any(|family| first.starts_with(family)).then_some(first)
 }
 

@@ -8,6 +8,7 @@
 //! | [`strategies`] | proptest strategies for dimensions, strides and values; the seeded generator |
 //! | [`gpu`] | what to do without a GPU, number of cases, where regression seeds are kept |
 //! | [`ptx`] | reading PTX text, running `ptxas` |
+//! | [`sass`] | counting instructions in what `ptxas` wrote |
 //! | [`golden`] | reference arrays from safetensors files |
 //! | `simulator` | a simulated card for `host` (feature `simulator`) |
 //!
@@ -21,6 +22,7 @@ pub mod golden;
 pub mod gpu;
 pub mod ptx;
 pub mod round;
+pub mod sass;
 #[cfg(feature = "simulator")]
 pub mod simulator;
 pub mod strategies;

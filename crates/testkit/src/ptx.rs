@@ -1,6 +1,7 @@
 //! Reading PTX text, and running `ptxas` over it.
 
 use crate::gpu::workspace_root;
+use crate::sass::moves_between_products;
 use abi::Arch;
 use std::collections::BTreeMap;
 use std::env;
@@ -179,6 +180,8 @@ pub struct KernelResources {
     pub spill_loads: u32,
     /// Bytes of static shared memory per block.
     pub smem_bytes: u32,
+    /// What [`crate::sass::moves_between_products`] finds in its code for sm_90a.
+    pub moves_between_products: Option<usize>,
 }
 
 /// The assembler: `WARPFORGE_PTXAS` as it stands, else the first of the copy that `xtask` keeps under
@@ -220,12 +223,12 @@ fn find_in_bin(folder: &Path, file: &str) -> Option<PathBuf> {
 /// its purpose (C7508 to C7520): the code would run, several times slower.
 pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResources>, String> {
     let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
-    let source = folder.path().join("image.ptx");
+    let (source, cubin) = (folder.path().join("image.ptx"), folder.path().join("image.cubin"));
     std::fs::write(&source, ptx).map_err(|error| format!("{}: {error}", source.display()))?;
     let run = |target: &str| -> Result<(bool, String), String> {
         let output = Command::new(ptxas)
             .args(["-v", "-arch", target, "-o"])
-            .arg(folder.path().join("image.cubin"))
+            .arg(&cubin)
             .arg(&source)
             .output()
             .map_err(|error| format!("cannot run {}: {error}", ptxas.display()))?;
@@ -242,7 +245,18 @@ pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResourc
     match (success, advisories.is_empty()) {
         (false, _) => Err(log),
         (true, false) => Err(advisories.join("\n")),
-        (true, true) => parse_resources(&log),
+        (true, true) => {
+            let mut kernels = parse_resources(&log)?;
+            if arch == Arch::Sm90a {
+                let code = std::fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
+                let moves =
+                    moves_between_products(&code).ok_or("ptxas wrote something else than an ELF file")?;
+                for kernel in &mut kernels {
+                    kernel.moves_between_products = moves.get(&kernel.name).copied();
+                }
+            }
+            Ok(kernels)
+        }
     }
 }
 
@@ -430,6 +444,7 @@ ptxas info    : Function properties for harmless
             spill_stores: 52,
             spill_loads: 64,
             smem_bytes: 1024,
+            moves_between_products: None,
         };
         let helper = KernelResources { name: "helper".into(), stack_bytes: 64, ..Default::default() };
         assert_eq!(rows, [big, helper]);

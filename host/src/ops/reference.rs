@@ -13,20 +13,24 @@ pub trait Real: num_traits::Float + std::iter::Sum + std::fmt::Debug {
 }
 
 impl Real for f64 {
+    #[inline]
     fn real(value: f64) -> Self {
         value
     }
 
+    #[inline]
     fn to_real(self) -> f64 {
         self
     }
 }
 
 impl Real for f32 {
+    #[inline]
     fn real(value: f64) -> Self {
         value as f32
     }
 
+    #[inline]
     fn to_real(self) -> f64 {
         f64::from(self)
     }

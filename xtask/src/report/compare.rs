@@ -15,7 +15,7 @@ pub struct Comparison {
     pub not_comparable: Option<String>,
     pub slower: Vec<Change>,
     pub faster: Vec<Change>,
-    /// Cases that the one before has and this one has not.
+    /// Cases that the one before has and this one has not, or has with other work under their name.
     pub gone: Vec<String>,
 }
 
@@ -51,7 +51,10 @@ pub fn compare(folder: PathBuf, before: &Record, now: &Record) -> Comparison {
     for case in &before.cases {
         let Some(old) = &case.ours else { continue };
         let name = case.work.name.clone();
-        let Some(new) = now.case(&name).and_then(|case| case.ours.as_ref()) else {
+        let same = now
+            .case(&name)
+            .filter(|now| (now.work.bytes, now.work.flops) == (case.work.bytes, case.work.flops));
+        let Some(new) = same.and_then(|case| case.ours.as_ref()) else {
             comparison.gone.push(name);
             continue;
         };

@@ -172,8 +172,8 @@ fn models(record: &Record) -> String {
         let floor = case.work.bytes as f64 / record.run.roofline.copy_gb_per_s * 1e-3;
         let _ = writeln!(
             text,
-            "| {} {phase} | {} | {:.0} | {} | {} | {} | {} |",
-            case.work.model.as_deref().unwrap_or(""),
+            "| {} | {} | {:.0} | {} | {} | {} | {} |",
+            label(case),
             time_cell(case),
             tokens / ours.us * 1e6,
             duration(floor),
@@ -229,11 +229,10 @@ fn cases_table(record: &Record, cases: &[&Case]) -> String {
             .collect();
         let joules = ours.and_then(|ours| ours.joules);
         let memory = ours.and_then(|ours| ours.memory_bytes);
-        let label = case.work.name.strip_prefix(&*case.work.op).unwrap_or(&case.work.name);
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            label.trim(),
+            label(case),
             time_cell(case),
             rate_cell(case),
             roof_cell(record, case),
@@ -251,6 +250,11 @@ fn cases_table(record: &Record, cases: &[&Case]) -> String {
         );
     }
     text
+}
+
+/// A case's name without its operator.
+fn label(case: &Case) -> &str {
+    case.work.name.strip_prefix(&*case.work.op).unwrap_or(&case.work.name).trim()
 }
 
 fn missing(record: &Record) -> String {

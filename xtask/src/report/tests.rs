@@ -138,6 +138,17 @@ fn a_record_is_read_as_it_was_written() {
 }
 
 #[test]
+fn models_have_their_whole_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = ours("model qwen3-coder-next, 36 of 48 layers, decode 8", 0, 4000.0, 10.0);
+    let line = with(line, json!({ "model": "qwen3-coder-next", "phase": "decode 8" }));
+    measured(folder.path(), &[run_line(0), line], &[]);
+    let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
+    let row = "| qwen3-coder-next, 36 of 48 layers, decode 8 | 4.00 ms ± 10.0 µs | 2000 |";
+    assert!(text.contains(row), "{text}");
+}
+
+#[test]
 fn slower_beyond_the_spread_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let record = |day: &str, cases: &[Value]| {
@@ -146,23 +157,23 @@ fn slower_beyond_the_spread_is_an_error() {
         run(folder.path(), &options(&from, &folder.path().join("h200").join(day)))
     };
     record("2026-11-20", &[ours("rope a", 0, 1.0, 0.0)]).unwrap();
-    let before = [("a", 10.0), ("b", 10.0), ("c", 10.0), ("d", 10.0)]
+    let before = [("a", 10.0), ("b", 10.0), ("c", 10.0), ("d", 10.0), ("e", 10.0)]
         .map(|(name, us)| ours(&format!("rope {name}"), 0, us, 0.1));
     // Ten times as slow as the record before: that is what the exit status tells.
     assert_eq!(
         record("2026-11-21", &before).unwrap_err().to_string(),
         "1 cases are slower than in the last record"
     );
-    // a: 5 % and a little more than the spread. b: within the spread. c: faster. d: gone.
-    let now = [("a", 10.7, 0.1), ("b", 12.0, 2.0), ("c", 5.0, 0.1)]
-        .map(|(name, us, spread)| ours(&format!("rope {name}"), 0, us, spread));
+    // a: 5 % and a little more than the spread. b: within the spread. c: faster. d: gone. e: more to do than before.
+    let now = [("a", 0, 10.7, 0.1), ("b", 0, 12.0, 2.0), ("c", 0, 5.0, 0.1), ("e", 7, 20.0, 0.1)]
+        .map(|(name, flops, us, spread)| ours(&format!("rope {name}"), flops, us, spread));
     let error = record("2026-11-22", &now).unwrap_err().to_string();
     assert_eq!(error, "1 cases are slower than in the last record");
     let report = fs::read_to_string(folder.path().join("h200/2026-11-22/report.md")).unwrap();
     for part in [
-        "Against [2026-11-21](../2026-11-21/report.md): 1 slower by more than 5 % beyond their spread, 1 faster, 1 gone.",
+        "Against [2026-11-21](../2026-11-21/report.md): 1 slower by more than 5 % beyond their spread, 1 faster, 2 gone.",
         "| rope a | 10.0 µs | 10.7 µs | 1.07 |",
-        "Gone: rope d.",
+        "Gone: rope d; rope e.",
     ] {
         assert!(report.contains(part), "`{part}` is not in\n{report}");
     }

@@ -1,6 +1,7 @@
 //! Operations of the lanes of a warp among themselves.
 
 use core::panic::Location;
+use std::boxed::Box;
 use std::format;
 use std::string::String;
 use std::vec::Vec;
@@ -30,7 +31,8 @@ struct Gathering {
     mask: u32,
     arrived: u32,
     immediate: u64,
-    inputs: Inputs,
+    /// In a box, for they are moved more often than read.
+    inputs: Box<Inputs>,
 }
 
 /// A warp of a block.
@@ -165,7 +167,7 @@ impl Machine {
         immediate: u64,
         input: [u32; 12],
         line: &'static Location<'static>,
-    ) -> Result<Option<Inputs>, Failure> {
+    ) -> Result<Option<Box<Inputs>>, Failure> {
         let Operation { instruction, together, floor } = operation;
         self.needs(floor, instruction)?;
         let lane = self.thread().lane;
@@ -193,8 +195,8 @@ impl Machine {
                 && (!one_line || other.line == line)
         };
         let index = warp.gatherings.iter().position(alike).unwrap_or_else(|| {
-            let gathering =
-                Gathering { instruction, line, mask, arrived: 0, immediate, inputs: [[0; 12]; 32] };
+            let inputs = Box::new([[0; 12]; 32]);
+            let gathering = Gathering { instruction, line, mask, arrived: 0, immediate, inputs };
             warp.gatherings.push(gathering);
             warp.gatherings.len() - 1
         });
