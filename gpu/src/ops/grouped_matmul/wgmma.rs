@@ -299,7 +299,8 @@ pub unsafe fn multiply<
                     break;
                 }
                 let row = row + consumer * 64;
-                if row < end {
+                // Of one lane, and joined below: so ptxas knows that a warp stays together.
+                if warp::shuffle_idx(warp::FULL_MASK, u32::from(row < end), 0) != 0 {
                     let sums =
                         multiply_stages::<T, SUMS, STAGES>(&mut ring, steps, false, operands, full, release);
                     let place = Place { row, col, len: SUMS, consumer, member };
@@ -316,10 +317,12 @@ pub unsafe fn multiply<
                         // Or the stage might be filled again before all have seen it full.
                         barrier::sync(1 + consumer, 128);
                         release(ring.stage);
+                        warp::sync_warp(warp::FULL_MASK);
                         ring.advance();
                         step += 1;
                     }
                 }
+                warp::sync_warp(warp::FULL_MASK);
             }
         }
     }
