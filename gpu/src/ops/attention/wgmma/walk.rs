@@ -11,7 +11,7 @@ use super::STAGES;
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
 pub(super) const MARKS: u32 = 4;
 
-/// A number of steps of keys, counted through all tiles: its place in the rings, in one register.
+/// A number of steps of keys, or of those that are borders, counted through all tiles: its place in the rings, in one register.
 #[derive(Clone, Copy)]
 pub(super) struct Turn(pub(super) u32);
 
@@ -127,6 +127,65 @@ impl Step {
     }
 }
 
+/// Values at a border, as the loader tells the cleaners of them before it loads them.
+#[derive(Clone, Copy)]
+pub(super) struct Border {
+    /// The stage of v, and the last of the step's keys that some row sees.
+    place: u32,
+    /// The tile's.
+    pub(super) round: u32,
+}
+
+impl Border {
+    /// Behind the last one.
+    pub(super) const END: Border = Border { place: u32::MAX, round: 0 };
+
+    /// `last` is the last key that some row sees, counted from the step's first.
+    #[inline(always)]
+    pub(super) fn new<const KEYS: u32>(stage: u32, last: u32, round: u32) -> Self {
+        Border { place: stage << 16 | last.min(KEYS - 1), round }
+    }
+
+    /// # Safety
+    /// - *exclusive*: the border so many before as there are stages has been cleaned, since a stage has been given back behind it.
+    #[inline(always)]
+    pub(super) unsafe fn store(self, places: Places, turn: Turn) {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe {
+            shared::store_u32(places.border(turn), self.place);
+            shared::store_u32(places.border(turn) + 4, self.round);
+        }
+    }
+
+    /// # Safety
+    /// - *initialised*: its values have come.
+    #[inline(always)]
+    pub(super) unsafe fn load(places: Places, turn: Turn) -> Self {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe {
+            let (place, round) =
+                (shared::load_u32(places.border(turn)), shared::load_u32(places.border(turn) + 4));
+            Border { place, round }
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_end(self) -> bool {
+        self.place == Self::END.place
+    }
+
+    #[inline(always)]
+    pub(super) fn stage(self) -> u32 {
+        self.place >> 16
+    }
+
+    /// How many keys of the step there are up to the last that some row sees.
+    #[inline(always)]
+    pub(super) fn keys(self) -> u32 {
+        (self.place & 0xffff) + 1
+    }
+}
+
 /// [`TileWords::of_masks`]: a tile without steps, one with steps, no tile any more.
 const EMPTY: u32 = 0;
 pub(super) const STEPS: u32 = 1;
@@ -225,7 +284,7 @@ impl Walk {
         Walk { tile, has_blocks, blocks, queries }
     }
 
-    /// The last step below `step` that has a key for some row, or `NONE`. All roles walk from `end` on by this.
+    /// The last step below `step` that has a key for some row, or `NONE`.
     ///
     /// # Safety
     /// - The block mask, if there is one, is *in-bounds* for `dims`.
@@ -333,10 +392,10 @@ impl Places {
         self.barriers + 16 + 8 * (3 * STAGES + stage)
     }
 
-    /// Completed by loads of values that are still to be cleaned.
+    /// Completed by loads of values that are still to be cleaned, in turns of their own.
     #[inline(always)]
-    pub(super) fn raw_v(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * (4 * STAGES + stage)
+    pub(super) fn raw_v(self, border: Turn) -> u32 {
+        self.barriers + 16 + 8 * (4 * STAGES + border.stage())
     }
 
     #[inline(always)]
@@ -347,6 +406,17 @@ impl Places {
     #[inline(always)]
     fn tile(self, round: u32) -> u32 {
         self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 48
+    }
+
+    #[inline(always)]
+    fn border(self, border: Turn) -> u32 {
+        self.barriers
+            + 16
+            + 8 * 5 * STAGES
+            + MARKS * 12
+            + STEP_WORDS * 4
+            + TILE_WORDS * 48
+            + border.stage() * 8
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
