@@ -23,7 +23,7 @@
 //!   none to keep what they need of a tile at its borders and its end.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
-//!   one before: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
+//!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
 //! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
@@ -170,8 +170,11 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::decrease::<32>();
             }
-            if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, tables, blocks, counter, dims);
+            // Tiles are drawn early where the loader has registers for it.
+            if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
+                load::<DIM, DIM_V, KEYS, ROWS, true>(maps, places, tables, blocks, counter, dims);
+            } else if thread == 0 {
+                load::<DIM, DIM_V, KEYS, ROWS, false>(maps, places, tables, blocks, counter, dims);
             } else if thread >= 32 {
                 clean::<T, DIM_V, KEYS>(places);
             }
@@ -204,7 +207,7 @@ pub(super) unsafe fn tiles<
 /// # Safety
 /// - One thread; the rest is the caller's promise to [`tiles`].
 #[inline(always)]
-unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
+unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32, const EARLY: bool>(
     maps: Maps,
     places: Places,
     tables: Tables,
@@ -214,7 +217,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
 ) {
     // Steps, and in the two lowest bits borders, of which no more is asked: in one register.
     let mut counts = 0;
-    let mut tiles = Tiles { round: 0 };
+    let mut tiles = Tiles::<EARLY>::NEW;
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next(counter, dims) {
@@ -230,6 +233,7 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             // The last key that some row sees, opaque, or the one behind it would have a register too.
             let last = thread::opaque((tile.any.hi - 1) as u32);
             let mut next = walk.below::<KEYS>(tile.end, dims);
+            tiles.draw(counter, next == NONE);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
             TileWords::new(number, tile, next != NONE, dims).store(places, tiles.round);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
@@ -261,6 +265,8 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
                     pages,
                     dims,
                 );
+                // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
+                tiles.draw(counter, next == NONE);
                 mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
                 let mut full = places.full_v(stage);
                 if is_border {

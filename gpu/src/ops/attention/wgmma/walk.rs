@@ -29,16 +29,33 @@ impl Turn {
 }
 
 /// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are left.
-pub(super) struct Tiles {
+pub(super) struct Tiles<const EARLY: bool> {
     /// How many there were.
     pub(super) round: u32,
+    /// What was drawn early for the next one.
+    drawn: u32,
 }
 
-impl Tiles {
-    /// The next one's number, if there is one.
+impl<const EARLY: bool> Tiles<EARLY> {
+    pub(super) const NEW: Self = Tiles { round: 0, drawn: 0 };
+
+    /// Where tiles are drawn early, draws the next one, if it is due. That takes a while; what is drawn is not looked at before
+    /// [`Tiles::next`].
     ///
-    /// It is not drawn earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
+    /// It is not due much earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
     /// share.
+    ///
+    /// # Safety
+    /// - As for [`Tiles::next`]; it is due once in each tile.
+    #[inline(always)]
+    pub(super) unsafe fn draw(&mut self, counter: *mut u32, is_due: bool) {
+        if EARLY {
+            // SAFETY: the caller's promise.
+            self.drawn = if is_due { unsafe { atomic::add_u32(counter, 1, Order::Relaxed) } } else { 0 };
+        }
+    }
+
+    /// The next one's number, if there is one.
     ///
     /// # Safety
     /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is *exclusive* to the
@@ -51,7 +68,7 @@ impl Tiles {
         // SAFETY: the caller's promise.
         unsafe {
             if self.round > 0 {
-                let drawn = atomic::add_u32(counter, 1, Order::Relaxed);
+                let drawn = if EARLY { self.drawn } else { atomic::add_u32(counter, 1, Order::Relaxed) };
                 number = drawn + thread::grid_dim_x();
                 // Each block draws one number beyond the last tile: this was the last of all.
                 if drawn == count - 1 {
