@@ -21,6 +21,7 @@
 //!   does not see whole are masked.
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
+//! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its first `p·v` waits for them.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
 //!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
