@@ -3,6 +3,9 @@
 use crate::{Arch, DType};
 
 /// Sizes and strides of one launch; strides in elements.
+///
+/// A new field goes behind the others: in between it moved what kernels read two fields at a time, and the loader of Hopper's prompts of
+/// 64 columns, which has 32 registers, spilled.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDims {
@@ -39,8 +42,6 @@ pub struct AttentionDims {
     pub tiles: u32,
     /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has; a multiple of those of a result.
     pub splits: u32,
-    /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of a group.
-    pub result_shift: u32,
     /// Query heads, counted through all sequences, whose tiles the `Wgmma` kernels finish before they take up the next: a
     /// multiple of `group`, whose keys and values fit into L2.
     pub section: u32,
@@ -85,6 +86,8 @@ pub struct AttentionDims {
     pub table_stride: u32,
     /// Keys of a box of the `Wgmma` kernels' maps: a divisor of the keys of a page and of those of a step.
     pub box_keys: u32,
+    /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of a group.
+    pub result_shift: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.

@@ -633,7 +633,6 @@ impl Attention {
             vector: u32::from(vector),
             tiles: 0,
             splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
-            result_shift: 0,
             section: section(&self.problem, seq_kv).min((batch * heads_q) as u32),
             q_batch_stride,
             q_token_stride,
@@ -658,6 +657,7 @@ impl Attention {
             num_pages: cache.num_pages,
             table_stride: cache.table_stride,
             box_keys: 0,
+            result_shift: 0,
         })
     }
 

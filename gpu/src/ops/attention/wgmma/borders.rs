@@ -1,94 +1,89 @@
 //! Values that are not finite, where some rows of a tile see them and others do not.
 
-use abi::ops::attention::{AttentionDims, wgmma_knows_blocks};
+use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 
-use super::super::tile::Tile;
-use super::super::{Pages, Tables, offset};
-use super::walk::{END, NONE, Places, TileWords, Turn, Walk};
+use super::super::{Pages, offset};
+use super::walk::{Border, Places, Turn, Walk};
 use super::{CLEANER_WARPS, CLEANERS, ROW_BYTES};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
 
 /// Threads of the warps that clean.
 const CLEANER_THREADS: u32 = 32 * CLEANER_WARPS;
 
-/// The warps that clean values at borders: of keys that no row sees, and whatever is not finite. Marks the tile where that is
-/// seen by some row.
+/// Pieces that a thread looks at together.
+const PIECES: usize = 4;
+
+/// The warps that clean values at borders: of keys behind the last that some row sees, and whatever is not finite.
+/// Marks the tile where that is found among the others. Under a causal mask a tile begins at a border, and its first `p·v` waits for this: a first pass only looks, at several
+/// pieces at a time.
 ///
 /// # Safety
 /// - Threads 32 to 127, *converged*.
 #[inline(always)]
-pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
-    places: Places,
-    tables: Tables,
-    blocks: *const u32,
-    dims: &AttentionDims,
-) {
+pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(places: Places) {
     let member = thread::thread_idx_x() - 32;
     let bad = not_finite::<T>;
     let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
     let mut turn = Turn(0);
-    let mut parities = 0;
-    let mut round = 0;
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
         loop {
-            round += 1;
-            mbarrier::wait_parity(places.full_q(), (round & 1) ^ 1);
-            let ([what, ..], number) = (TileWords::of_masks(places, round), TileWords::number(places, round));
-            warp::sync_warp(warp::FULL_MASK);
-            if what == END {
+            mbarrier::wait_parity(places.raw_v(turn), turn.parity());
+            let border = Border::load(places, turn);
+            if border.is_end() {
                 break;
             }
-            if thread::lane() == 0 {
-                mbarrier::arrive(places.empty_q());
-            }
-            let walk = Walk::new::<ROWS>(
-                Tile::new::<KEYS, ROWS>(number, tables, dims),
-                wgmma_knows_blocks(ROWS / 64, DIM_V),
-                blocks,
-                dims,
-            );
-            let tile = &walk.tile;
-            let mut next = walk.below::<KEYS>(tile.end, dims);
-            while next != NONE {
-                let step = next;
-                next = walk.below::<KEYS>(step, dims);
-                let stage = turn.stage();
-                turn.0 += 1;
-                if !walk.is_border::<KEYS>(step, dims) {
-                    continue;
-                }
-                mbarrier::wait_parity(places.raw_v(stage), parities >> stage & 1);
-                parities ^= 1 << stage;
-                let mut found = false;
-                let mut piece = member;
-                while piece < KEYS * DIM_V / 8 {
-                    let at = places.stage_v(stage) + piece * 16;
-                    let key = step * KEYS + piece / 8 % KEYS;
-                    if tile.any.has(key as i32) {
-                        let [a, b, c, d] = shared::load_u32x4(at);
-                        if bad(a) | bad(b) | bad(c) | bad(d) != 0 {
-                            found = true;
-                            shared::store_u32x4(at, [kept(a), kept(b), kept(c), kept(d)]);
-                        }
-                    } else {
-                        shared::store_u32x4(at, [0; 4]);
+            turn.0 += 1;
+            let stage = border.stage();
+            let pieces = KEYS * DIM_V / 8;
+            let mut any = 0;
+            let mut first = member;
+            while first < pieces {
+                let mut words = [[0; 4]; PIECES];
+                let mut i = 0;
+                while i < PIECES {
+                    let piece = first + i as u32 * CLEANER_THREADS;
+                    if piece < pieces {
+                        words[i] = shared::load_u32x4(places.stage_v(stage) + piece * 16);
                     }
-                    piece += CLEANER_THREADS;
+                    i += 1;
                 }
-                if warp::any(warp::FULL_MASK, found) && thread::lane() == 0 {
-                    shared::store_u32(places.mark(round, member / 32), round);
+                let mut i = 0;
+                while i < PIECES {
+                    let [a, b, c, d] = words[i];
+                    any |= bad(a) | bad(b) | bad(c) | bad(d);
+                    i += 1;
                 }
-                fence::proxy_async_shared();
-                // Marks and values of all cleaners come before what one of them tells. racecheck reports the marks at 64 columns,
-                // it seems because it follows the second of the two barriers only.
-                barrier::sync(CLEANERS, CLEANER_THREADS);
-                if member == 0 {
-                    mbarrier::arrive(places.full_v(stage));
-                }
+                first += PIECES as u32 * CLEANER_THREADS;
             }
+            let mut found = false;
+            let mut piece = if any != 0 || border.keys() < KEYS { member } else { pieces };
+            while piece < pieces {
+                let at = places.stage_v(stage) + piece * 16;
+                if piece / 8 % KEYS < border.keys() {
+                    let [a, b, c, d] = shared::load_u32x4(at);
+                    if bad(a) | bad(b) | bad(c) | bad(d) != 0 {
+                        found = true;
+                        shared::store_u32x4(at, [kept(a), kept(b), kept(c), kept(d)]);
+                    }
+                } else {
+                    shared::store_u32x4(at, [0; 4]);
+                }
+                piece += CLEANER_THREADS;
+            }
+            if warp::any(warp::FULL_MASK, found) && thread::lane() == 0 {
+                shared::store_u32(places.mark(border.round, member / 32), border.round);
+            }
+            fence::proxy_async_shared();
+            // Marks and values of all cleaners come before what one of them tells. racecheck reports the marks at 64 columns,
+            // it seems because it follows the second of the two barriers only.
+            barrier::sync(CLEANERS, CLEANER_THREADS);
+            if member == 0 {
+                mbarrier::arrive(places.full_v(stage));
+            }
+            warp::sync_warp(warp::FULL_MASK);
         }
     }
 }

@@ -21,9 +21,10 @@
 //!   does not see whole are masked.
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
+//! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its first `p·v` waits for them.
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
-//!   one before: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
+//!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
 //! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
@@ -71,7 +72,7 @@ use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 use borders::{clean, spoil};
-use walk::{END, MARKS, NONE, Places, STEPS, Step, TileWords, Tiles, Turn, Walk};
+use walk::{Border, END, MARKS, NONE, Places, STEPS, Step, TileWords, Tiles, Turn, Walk};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -137,14 +138,14 @@ pub(super) unsafe fn tiles<
     unsafe {
         if thread == 0 {
             mbarrier::init(places.full_q(), 1);
-            mbarrier::init(places.empty_q(), CONSUMERS + CLEANER_WARPS);
+            mbarrier::init(places.empty_q(), CONSUMERS);
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(places.full_k(stage), 1);
                 mbarrier::init(places.empty_k(stage), CONSUMERS);
                 mbarrier::init(places.full_v(stage), 1);
                 mbarrier::init(places.empty_v(stage), CONSUMERS);
-                mbarrier::init(places.raw_v(stage), 1);
+                mbarrier::init(places.raw_v(Turn(stage)), 1);
                 stage += 1;
             }
             let mut mark = 0;
@@ -170,10 +171,13 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::decrease::<32>();
             }
-            if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS>(maps, places, tables, blocks, counter, dims);
+            // Tiles are drawn early where the loader has registers for it.
+            if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
+                load::<DIM, DIM_V, KEYS, ROWS, true>(maps, places, tables, blocks, counter, dims);
+            } else if thread == 0 {
+                load::<DIM, DIM_V, KEYS, ROWS, false>(maps, places, tables, blocks, counter, dims);
             } else if thread >= 32 {
-                clean::<T, DIM_V, KEYS, ROWS>(places, tables, blocks, dims);
+                clean::<T, DIM_V, KEYS>(places);
             }
         } else {
             if wgmma_knows_blocks(CONSUMERS, DIM_V) {
@@ -204,7 +208,7 @@ pub(super) unsafe fn tiles<
 /// # Safety
 /// - One thread; the rest is the caller's promise to [`tiles`].
 #[inline(always)]
-unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>(
+unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32, const EARLY: bool>(
     maps: Maps,
     places: Places,
     tables: Tables,
@@ -212,8 +216,9 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     counter: *mut u32,
     dims: &AttentionDims,
 ) {
-    let mut turn = Turn(0);
-    let mut tiles = Tiles { round: 0 };
+    // Steps, and in the two lowest bits borders, of which no more is asked: in one register.
+    let mut counts = 0;
+    let mut tiles = Tiles::<EARLY>::NEW;
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next(counter, dims) {
@@ -226,7 +231,10 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             let tile = &walk.tile;
             let batch = if tables.q_offsets.is_null() { tile.batch as i32 } else { 0 };
             let pages = Pages::new(tables, dims, tile.batch);
+            // The last key that some row sees, opaque, or the one behind it would have a register too.
+            let last = thread::opaque((tile.any.hi - 1) as u32);
             let mut next = walk.below::<KEYS>(tile.end, dims);
+            tiles.draw(counter, next == NONE);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
             TileWords::new(number, tile, next != NONE, dims).store(places, tiles.round);
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
@@ -240,35 +248,58 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             }
             while next != NONE {
                 let step = next;
-                next = walk.below::<KEYS>(step, dims);
+                // Opaque, or the step would be kept to ask by it whether there is a next one.
+                next = thread::opaque(walk.below::<KEYS>(step, dims));
+                let turn = Turn(counts / 4);
                 let (stage, parity) = (turn.stage(), turn.parity());
                 let is_border = walk.is_border::<KEYS>(step, dims);
                 mbarrier::wait_parity(places.empty_k(stage), parity ^ 1);
                 Step::new(step, is_border, next == NONE).store(places, turn);
-                turn.0 += 1;
+                counts += 4;
                 mbarrier::arrive_expect_tx(places.full_k(stage), KEYS * DIM * 2);
                 load_rows::<DIM, KEYS>(
                     maps.k,
                     places.stage_k(stage),
                     places.full_k(stage),
-                    tile,
-                    step,
+                    tile.head_kv,
+                    [step * KEYS, last],
                     pages,
                     dims,
                 );
+                // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
+                tiles.draw(counter, next == NONE);
                 mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
-                let full = if is_border { places.raw_v(stage) } else { places.full_v(stage) };
+                let mut full = places.full_v(stage);
+                if is_border {
+                    let border = Turn(counts % 4);
+                    Border::new::<KEYS>(stage, last - step * KEYS, tiles.round).store(places, border);
+                    full = places.raw_v(border);
+                    counts = counts & !3 | (counts + 1) & 3;
+                }
                 mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                load_rows::<DIM_V, KEYS>(maps.v, places.stage_v(stage), full, tile, step, pages, dims);
+                load_rows::<DIM_V, KEYS>(
+                    maps.v,
+                    places.stage_v(stage),
+                    full,
+                    tile.head_kv,
+                    [step * KEYS, last],
+                    pages,
+                    dims,
+                );
             }
         }
         mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
         TileWords::END.store(places, tiles.round);
         mbarrier::arrive(places.full_q());
+        // As before one more border.
+        let (turn, border) = (Turn(counts / 4), Turn(counts % 4));
+        mbarrier::wait_parity(places.empty_v(turn.stage()), turn.parity() ^ 1);
+        Border::END.store(places, border);
+        mbarrier::arrive(places.raw_v(border));
     }
 }
 
-/// Loads a step of k or v, box by box. A page beyond the keys that are seen is not looked up: another comes in its place, whose
+/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up: another comes in its place, whose
 /// rows are masked as those of the last page are.
 ///
 /// # Safety
@@ -278,21 +309,21 @@ unsafe fn load_rows<const WIDTH: u32, const KEYS: u32>(
     map: *const TensorMap,
     stage: u32,
     full: u32,
-    tile: &Tile,
-    step: u32,
+    head: u32,
+    [first, last]: [u32; 2],
     pages: Pages,
     dims: &AttentionDims,
 ) {
     let mut row = 0;
     while row < KEYS {
-        let key = (step * KEYS + row) as i32;
+        let key = (first + row) as i32;
         // SAFETY: a key of the sequence; the box lies inside the stage.
         unsafe {
-            let page = pages.page(dims, key.min(tile.any.hi - 1));
+            let page = pages.page(dims, key.min(last as i32));
             let mut col = 0;
             while col < WIDTH / 64 {
                 let token = pages.row_in_page(dims, key) as i32;
-                let from = [(64 * col) as i32, token, tile.head_kv as i32, page as i32];
+                let from = [(64 * col) as i32, token, head as i32, page as i32];
                 tma::load(stage + (col * KEYS + row) * ROW_BYTES, map, from, full);
                 col += 1;
             }

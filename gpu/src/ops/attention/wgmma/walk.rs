@@ -11,7 +11,7 @@ use super::STAGES;
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
 pub(super) const MARKS: u32 = 4;
 
-/// A number of steps of keys, counted through all tiles: its place in the rings, in one register.
+/// A number of steps of keys, or of those that are borders, counted through all tiles: its place in the rings, in one register.
 #[derive(Clone, Copy)]
 pub(super) struct Turn(pub(super) u32);
 
@@ -29,16 +29,33 @@ impl Turn {
 }
 
 /// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are left.
-pub(super) struct Tiles {
+pub(super) struct Tiles<const EARLY: bool> {
     /// How many there were.
     pub(super) round: u32,
+    /// What was drawn early for the next one.
+    drawn: u32,
 }
 
-impl Tiles {
-    /// The next one's number, if there is one.
+impl<const EARLY: bool> Tiles<EARLY> {
+    pub(super) const NEW: Self = Tiles { round: 0, drawn: 0 };
+
+    /// Where tiles are drawn early, draws the next one, if it is due. That takes a while; what is drawn is not looked at before
+    /// [`Tiles::next`].
     ///
-    /// It is not drawn earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
+    /// It is not due much earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
     /// share.
+    ///
+    /// # Safety
+    /// - As for [`Tiles::next`]; it is due once in each tile.
+    #[inline(always)]
+    pub(super) unsafe fn draw(&mut self, counter: *mut u32, is_due: bool) {
+        if EARLY {
+            // SAFETY: the caller's promise.
+            self.drawn = if is_due { unsafe { atomic::add_u32(counter, 1, Order::Relaxed) } } else { 0 };
+        }
+    }
+
+    /// The next one's number, if there is one.
     ///
     /// # Safety
     /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is *exclusive* to the
@@ -51,7 +68,7 @@ impl Tiles {
         // SAFETY: the caller's promise.
         unsafe {
             if self.round > 0 {
-                let drawn = atomic::add_u32(counter, 1, Order::Relaxed);
+                let drawn = if EARLY { self.drawn } else { atomic::add_u32(counter, 1, Order::Relaxed) };
                 number = drawn + thread::grid_dim_x();
                 // Each block draws one number beyond the last tile: this was the last of all.
                 if drawn == count - 1 {
@@ -124,6 +141,65 @@ impl Step {
     #[inline(always)]
     pub(super) fn is_last(self) -> bool {
         self.0 & Self::LAST != 0
+    }
+}
+
+/// Values at a border, as the loader tells the cleaners of them before it loads them.
+#[derive(Clone, Copy)]
+pub(super) struct Border {
+    /// The stage of v, and the last of the step's keys that some row sees.
+    place: u32,
+    /// The tile's.
+    pub(super) round: u32,
+}
+
+impl Border {
+    /// Behind the last one.
+    pub(super) const END: Border = Border { place: u32::MAX, round: 0 };
+
+    /// `last` is the last key that some row sees, counted from the step's first.
+    #[inline(always)]
+    pub(super) fn new<const KEYS: u32>(stage: u32, last: u32, round: u32) -> Self {
+        Border { place: stage << 16 | last.min(KEYS - 1), round }
+    }
+
+    /// # Safety
+    /// - *exclusive*: the border so many before as there are stages has been cleaned, since a stage has been given back behind it.
+    #[inline(always)]
+    pub(super) unsafe fn store(self, places: Places, turn: Turn) {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe {
+            shared::store_u32(places.border(turn), self.place);
+            shared::store_u32(places.border(turn) + 4, self.round);
+        }
+    }
+
+    /// # Safety
+    /// - *initialised*: its values have come.
+    #[inline(always)]
+    pub(super) unsafe fn load(places: Places, turn: Turn) -> Self {
+        // SAFETY: inside shared memory; the caller's promise.
+        unsafe {
+            let (place, round) =
+                (shared::load_u32(places.border(turn)), shared::load_u32(places.border(turn) + 4));
+            Border { place, round }
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_end(self) -> bool {
+        self.place == Self::END.place
+    }
+
+    #[inline(always)]
+    pub(super) fn stage(self) -> u32 {
+        self.place >> 16
+    }
+
+    /// How many keys of the step there are up to the last that some row sees.
+    #[inline(always)]
+    pub(super) fn keys(self) -> u32 {
+        (self.place & 0xffff) + 1
     }
 }
 
@@ -225,7 +301,7 @@ impl Walk {
         Walk { tile, has_blocks, blocks, queries }
     }
 
-    /// The last step below `step` that has a key for some row, or `NONE`. All roles walk from `end` on by this.
+    /// The last step below `step` that has a key for some row, or `NONE`.
     ///
     /// # Safety
     /// - The block mask, if there is one, is *in-bounds* for `dims`.
@@ -333,10 +409,10 @@ impl Places {
         self.barriers + 16 + 8 * (3 * STAGES + stage)
     }
 
-    /// Completed by loads of values that are still to be cleaned.
+    /// Completed by loads of values that are still to be cleaned, in turns of their own.
     #[inline(always)]
-    pub(super) fn raw_v(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * (4 * STAGES + stage)
+    pub(super) fn raw_v(self, border: Turn) -> u32 {
+        self.barriers + 16 + 8 * (4 * STAGES + border.stage())
     }
 
     #[inline(always)]
@@ -347,6 +423,17 @@ impl Places {
     #[inline(always)]
     fn tile(self, round: u32) -> u32 {
         self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 48
+    }
+
+    #[inline(always)]
+    fn border(self, border: Turn) -> u32 {
+        self.barriers
+            + 16
+            + 8 * 5 * STAGES
+            + MARKS * 12
+            + STEP_WORDS * 4
+            + TILE_WORDS * 48
+            + border.stage() * 8
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
