@@ -716,7 +716,8 @@ fn joint_projection() -> TestResult {
     Ok(())
 }
 
-/// Runs of one plan in turns in two streams, whose workspace is the same.
+/// Runs of one plan in turns in two streams, whose workspace is the same; of a kernel that another plan, with fewer rows, launches with less
+/// shared memory.
 #[test]
 fn two_streams() -> TestResult {
     let case = plain(DType::BF16, 1, 2000, (8, 2), 64);
@@ -724,6 +725,7 @@ fn two_streams() -> TestResult {
     for device in &devices_for(20 * case.work()) {
         let (want, _) = compute(device, &case, &[q.clone(), k.clone(), v.clone()], None)?;
         let plan = Attention::plan(device, case.problem())?;
+        let _other = Attention::plan(device, plain(DType::BF16, 1, 2000, (2, 2), 64).problem())?;
         let streams = [device.stream()?, device.stream()?];
         let tensor = |values: &[f64], shape: &[usize]| -> Result<Tensor, Error> {
             let values = testkit::round::encode(DType::BF16, values);

@@ -435,10 +435,12 @@ impl Modules {
             unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
         };
         let static_smem = get(FuncAttribute::StaticSharedBytes)? as u32;
-        // Up to 48 KiB, static and dynamic together, need no permission.
+        // Up to 48 KiB, static and dynamic together, need no permission. It is given for as much as there is: plans that launch the
+        // kernel with less share the function with those that need more.
         if smem_bytes + static_smem > 48 << 10 {
+            let most = self.context.profile.smem_per_block_bytes.saturating_sub(static_smem);
             // SAFETY: as above.
-            unsafe { driver::set_max_dynamic_shared(function, smem_bytes) }
+            unsafe { driver::set_max_dynamic_shared(function, most.max(smem_bytes)) }
                 .map_err(failed("cuFuncSetAttribute"))?;
         }
         let resources = Resources {
