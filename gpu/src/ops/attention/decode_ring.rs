@@ -48,7 +48,7 @@
 //! on its way); half the instructions (about 2650 per warp and split → 1320) nothing, as schedulers issue in a fifth of the cycles; for fp8
 //! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself,
 //! which with as many splits for each block made 267 → 266 of both, 41.6 → 38.8 at 1 × 32768, and 39.6 → 41.2 at 8 × 8192: there the merge
-//! has blocks of eight warps with 145 registers, one on a multiprocessor at a time, which is the first thing to look at.
+//! had blocks of eight warps with 145 registers, one on a multiprocessor at a time.
 //!
 //! The kernel alone takes 257 to 260 µs, at 4.19 TB/s with what it writes; cuDNN, which writes no partial results and has no merge,
 //! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge: hence the

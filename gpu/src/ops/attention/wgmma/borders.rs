@@ -16,8 +16,10 @@ const CLEANER_THREADS: u32 = 32 * CLEANER_WARPS;
 const PIECES: usize = 4;
 
 /// The warps that clean values at borders: of keys behind the last that some row sees, and whatever is not finite.
-/// Marks the tile where that is found among the others. Under a causal mask a tile begins at a border, and its first `p·v` waits for this: a first pass only looks, at several
-/// pieces at a time.
+/// Marks the tile where that is found among the others.
+///
+/// Under a causal mask a tile begins at a border, and its first `p·v` waits for this: a first pass only looks, at several pieces at a
+/// time.
 ///
 /// # Safety
 /// - Threads 32 to 127, *converged*.

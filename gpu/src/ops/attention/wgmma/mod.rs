@@ -51,6 +51,8 @@
 //!
 //! Large ones are at the card's power, and move by a tenth from run to run.
 //!
+//! Newer than these times, and not timed yet: the loader tells the cleaners of borders, and draws tiles behind the last k.
+//!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
 //! registers (ARCHITECTURE, "Uniform registers"), which was not known then: a plain step had 35 instructions more. Consumers also stood
@@ -299,8 +301,8 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
     }
 }
 
-/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up: another comes in its place, whose
-/// rows are masked as those of the last page are.
+/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up: another comes in
+/// its place, whose rows are masked as those of the last page are.
 ///
 /// # Safety
 /// - One thread; the stage is free, and the barrier expects it.
