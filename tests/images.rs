@@ -42,6 +42,17 @@ fn floor_of(entry: &str) -> Arch {
     }
 }
 
+/// Every kernel for Hopper waits for the one ahead of it, or the host would not let them overlap; no other one can.
+#[test]
+fn hopper_kernels_wait() {
+    for image in IMAGES {
+        for entry in entries(&image.text().expect("a sound image")).expect("PTX") {
+            let waits = count_instructions(&entry.body, "griddepcontrol.wait");
+            assert_eq!(waits, usize::from(image.arch == Arch::Sm90a), "{image:?}: {}", entry.name);
+        }
+    }
+}
+
 /// Registers alone: a call is a panic path or a function that was not inlined.
 #[test]
 fn no_local_memory_no_calls() {

@@ -65,6 +65,9 @@ impl Parse for Pair {
 /// A parameter marked `#[grid_constant]` is passed by value, and the body sees its address in parameter memory: a
 /// `*const` of its type, for tensor maps. rustc would copy it to local memory for that.
 ///
+/// On Hopper a kernel first waits for the one ahead of it in its stream (`griddepcontrol.wait`), so that it may be launched while
+/// that still runs.
+///
 /// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with the
 /// addresses of its parameters.
 #[proc_macro_attribute]
@@ -122,6 +125,8 @@ fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
         #[unsafe(no_mangle)]
         #vis unsafe extern "ptx-kernel" fn #ident(#inputs) {
             #(#constants)*
+            #[cfg(target_feature = "sm_90a")]
+            ::cuda_std::grid::wait();
             #(#statements)*
         }
 
@@ -257,7 +262,8 @@ mod tests {
         let text =
             expansion("", "/** Text. */ pub(crate) unsafe fn k(out: *mut f32, n: u32) { body(out, n) }");
         let device = "#[cfg(target_arch=\"nvptx64\")]#[unsafe(no_mangle)]\
-                      pub(crate)unsafeextern\"ptx-kernel\"fnk(out:*mutf32,n:u32){body(out,n)}";
+                      pub(crate)unsafeextern\"ptx-kernel\"fnk(out:*mutf32,n:u32){\
+                      #[cfg(target_feature=\"sm_90a\")]::cuda_std::grid::wait();body(out,n)}";
         let host = "pub(crate)unsafefnk(out:*mutf32,n:u32){body(out,n)}";
         assert!(text.contains(device) && text.contains(host), "{text}");
         assert_eq!(text.matches("Text.").count(), 2, "{text}");

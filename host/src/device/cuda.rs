@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use abi::{Arch, DType};
 use cuda_loader::driver::{
-    self, FuncAttribute, LaunchAttributes, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion,
-    TensorMapOobFill, TensorMapParams, TensorMapSwizzle,
+    self, FuncAttribute, LaunchAttributes, Overlap, TensorMapDataType, TensorMapInterleave,
+    TensorMapL2Promotion, TensorMapOobFill, TensorMapParams, TensorMapSwizzle,
 };
 use cust::context::CurrentContext;
 use cust::device::DeviceAttribute;
@@ -237,12 +237,14 @@ impl Stream {
         params: &mut [*mut c_void],
     ) -> Result<(), LaunchFailure> {
         self.context.enter().map_err(LaunchFailure::Other)?;
-        let launched = if cluster == 1 {
+        let overlap = if entry.module.overlaps { Overlap::Programmatic } else { Overlap::None };
+        let launched = if cluster == 1 && overlap == Overlap::None {
             // SAFETY: function and stream are live, since their owners are; parameters — the caller.
             unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
         } else {
-            let attributes = LaunchAttributes { cluster: Some([cluster, 1, 1]), ..Default::default() };
-            // SAFETY: as above.
+            let cluster = (cluster != 1).then_some([cluster, 1, 1]);
+            let attributes = LaunchAttributes { cluster, overlap };
+            // SAFETY: as above; every kernel of a module that overlaps waits first — `Modules::module`.
             unsafe {
                 driver::launch_kernel_ex(
                     entry.function,
@@ -366,7 +368,7 @@ pub(crate) enum LaunchFailure {
 pub(crate) struct EntryHandle {
     function: CUfunction,
     context: Arc<Context>,
-    _module: Arc<Module>,
+    module: Arc<Module>,
 }
 
 // SAFETY: function handles may be used from any thread whose current context is theirs — the driver's own rule.
@@ -387,6 +389,8 @@ impl EntryHandle {
 #[derive(Debug)]
 struct Module {
     module: CUmodule,
+    /// Whether its kernels may be started before the one ahead of them in the stream has ended.
+    overlaps: bool,
     context: Arc<Context>,
 }
 
@@ -402,6 +406,15 @@ impl Drop for Module {
             let _ = unsafe { driver::module_unload(self.module) };
         }
     }
+}
+
+/// The first CUDA version whose graphs keep the overlap of launches.
+const OVERLAP_DRIVER: (u32, u32) = (12, 3);
+
+/// Whether each kernel waits for the one ahead of it, as `#[kernel]` makes those for Hopper do.
+fn all_kernels_wait(ptx: &str) -> bool {
+    let mut kernels = ptx.split(".entry ").skip(1).peekable();
+    kernels.peek().is_some() && kernels.all(|kernel| kernel.contains("griddepcontrol.wait;"))
 }
 
 /// The images of a build, loaded when an operator first wants one.
@@ -449,7 +462,7 @@ impl Modules {
             max_threads: get(FuncAttribute::MaxThreadsPerBlock)? as u32,
             smem_bytes: smem_bytes + static_smem,
         };
-        let handle = EntryHandle { function, context: self.context.clone(), _module: module };
+        let handle = EntryHandle { function, context: self.context.clone(), module };
         Ok(Entry::new(name, resources, smem_bytes, handle))
     }
 
@@ -465,8 +478,11 @@ impl Modules {
                 self.images.iter().map(|image| format!("{} {}", image.family, image.arch)).collect();
             return Err(Error::MissingImage { family, arch, available: held.join(", ") });
         };
-        image.check_driver(self.context.profile.driver.unwrap_or((0, 0)))?;
-        let ptx = CString::new(image.text()?.into_owned())
+        let driver_version = self.context.profile.driver.unwrap_or((0, 0));
+        image.check_driver(driver_version)?;
+        let text = image.text()?;
+        let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
+        let ptx = CString::new(text.into_owned())
             .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
         let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {
             family,
@@ -474,7 +490,7 @@ impl Modules {
             log: error.log,
             source: error.source.into(),
         })?;
-        let module = Arc::new(Module { module, context: self.context.clone() });
+        let module = Arc::new(Module { module, overlaps, context: self.context.clone() });
         loaded.insert((family, arch), module.clone());
         Ok(module)
     }
@@ -510,5 +526,22 @@ impl Backing for DeviceMemory {
         let entered = self.0.enter().is_ok();
         let (free, total) = if entered { cust::memory::mem_get_info().unwrap_or((0, 0)) } else { (0, 0) };
         (free, total, self.0.profile.name.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::all_kernels_wait;
+
+    /// One that does not wait would read what the kernel ahead of it still writes.
+    #[test]
+    fn kernels_overlap_if_all_wait() {
+        let waits = ".visible .entry a() {\n\tgriddepcontrol.wait;\n\tret;\n}\n";
+        let does_not = ".visible .entry b() {\n\tret;\n}\n";
+        assert!(all_kernels_wait(waits));
+        assert!(all_kernels_wait(&format!("{waits}{waits}")));
+        for image in [does_not, "", &format!("{waits}{does_not}"), &format!("{does_not}{waits}")] {
+            assert!(!all_kernels_wait(image), "{image}");
+        }
     }
 }
