@@ -1,6 +1,7 @@
 //! A tile of queries of one head, and the keys that it sees in steps, for the kernels of tensor cores.
 
 use abi::ops::attention::AttentionDims;
+use cuda_std::thread;
 
 use super::{Sequence, Tables, Visible};
 use crate::tile::sequences::piece_at;
@@ -32,7 +33,8 @@ impl Tile {
     ) -> Self {
         // Sizes are at least 1 where there is a tile at all; `max` tells the compiler.
         let (tiles, heads) = (dims.tiles.max(1), dims.heads_q.max(1));
-        let section = number / (dims.section * tiles).max(1) * dims.section;
+        // Opaque, or a kernel of many tiles would keep the product in a register.
+        let section = number / (thread::opaque(dims.section) * tiles).max(1) * dims.section;
         let width = dims.section.min(heads * dims.batch - section).max(1);
         let within = number - section * tiles;
         let pair = section + within % width;

@@ -4,7 +4,7 @@
 //! warpgroups. One thread of the first warpgroup loads; the three warps beside it clean values at the borders.
 //!
 //! ```text
-//! producer   q ──► full_q;  for each step of KEYS keys, from the last that is seen to the first:  k ──► full_k, v ──► full_v
+//! producer   q ──► full_q;  for each step of KEYS keys, from the last that is seen to the first:  k ──► full_k, v of the step before ──► full_v
 //! cleaners   at borders:    v ──► raw_v, keys that nobody sees and what is not finite becomes 0 ──► full_v
 //! consumer   s = q·k[n]     ── first step: wait, mask, softmax: p, m, l
 //!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
@@ -38,20 +38,26 @@
 //!
 //! | sequences, heads, tokens, head dim | all keys | causal |
 //! |---|---|---|
-//! | 16, 32, 512, 64 (f16) | 96 / 91 | |
-//! | 4, 32, 4096, 128 | 1910 ± 110 / 1840 ± 102 | 907 / 920 |
-//! | 1, 32 on 8, 16384, 128 | | 3249 / 3614 |
-//! | 2, 32, 4096, 64 | | 335 / 333 |
-//! | 2, 16, 8192, 256 | | 1781 / 1781 |
-//! | 16, 16, 1024, 128 | | 171 / 154 |
-//! | 1, 32 on 8, 2048, 128 | | 70 / 83 |
+//! | 16, 32, 512, 64 (f16) | 94 / 90 | |
+//! | 4, 32, 4096, 128 | 1655 ± 8 / 1602 ± 241 | 884 / 944 |
+//! | 1, 32 on 8, 16384, 128 | | 3634 / 3801 |
+//! | 2, 32, 4096, 64 | | 325 / 329 |
+//! | 2, 16, 8192, 256 | | 1646 / 1857 |
+//! | 16, 16, 1024, 128 | | 171 / 155 |
+//! | 1, 32 on 8, 2048, 128 | | 68 / 83 |
 //!
-//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 859 µs, at 512 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
-//! 431 µs.
+//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 725 µs, at 607 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
+//! 423 µs.
 //!
-//! Large ones are at the card's power, and move by a tenth from run to run.
+//! Large ones are at the card's power, and move by a tenth from run to run. All keys of 4, 32, 4096, 128 take 1.28 J here and 1.20 J by cuDNN,
+//! a causal mask 0.655 and 0.652, heads of 256 1.19 and 1.29.
 //!
-//! Newer than these times, and not timed yet: the loader tells the cleaners of borders, and draws tiles behind the last k.
+//! Where the time of 16, 16, 1024, 128 goes (`%clock` noted by one thread of each consumer, medians in cycles, before the order of loads
+//! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
+//! 1820 for the softmax and the wait for the next k, which stood behind the values in the loader. It now stands before them: 1.5 to 4 % where
+//! steps are many, and 15 % with block masks. Beside the steps a tile has 460 until its first k, 660 for its first scores, 2350 for mask and softmax
+//! of the border, 720 for its last values, 1480 to its end, 170 to the next one. The two consumers of a tile come to its end together, so
+//! little of that is hidden; what cuDNN is ahead by at 512 and 1024 tokens is there.
 //!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
@@ -238,7 +244,8 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
             let mut next = walk.below::<KEYS>(tile.end, dims);
             tiles.draw(counter, next == NONE);
             mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
-            TileWords::new(number, tile, next != NONE, dims).store(places, tiles.round);
+            // Opaque, or its place would be computed before the tile is.
+            TileWords::new(number, tile, next != NONE, dims).store(places, thread::opaque(tiles.round));
             mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
@@ -248,46 +255,46 @@ unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u3
                 tma::load(at, maps.q, from, places.full_q());
                 col += 1;
             }
-            while next != NONE {
-                let step = next;
-                // Opaque, or the step would be kept to ask by it whether there is a next one.
-                next = thread::opaque(walk.below::<KEYS>(step, dims));
-                let turn = Turn(counts / 4);
-                let (stage, parity) = (turn.stage(), turn.parity());
-                let is_border = walk.is_border::<KEYS>(step, dims);
-                mbarrier::wait_parity(places.empty_k(stage), parity ^ 1);
-                Step::new(step, is_border, next == NONE).store(places, turn);
-                counts += 4;
-                mbarrier::arrive_expect_tx(places.full_k(stage), KEYS * DIM * 2);
-                load_rows::<DIM, KEYS>(
-                    maps.k,
-                    places.stage_k(stage),
-                    places.full_k(stage),
-                    tile.head_kv,
-                    [step * KEYS, last],
-                    pages,
-                    dims,
-                );
-                // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
-                tiles.draw(counter, next == NONE);
-                mbarrier::wait_parity(places.empty_v(stage), parity ^ 1);
-                let mut full = places.full_v(stage);
-                if is_border {
-                    let border = Turn(counts % 4);
-                    Border::new::<KEYS>(stage, last - step * KEYS, tiles.round).store(places, border);
-                    full = places.raw_v(border);
-                    counts = counts & !3 | (counts + 1) & 3;
+            // Keys of a step come before the values of the one before it: their place is the first to be free, and they are wanted first.
+            let mut has_keys = false;
+            loop {
+                let goes_on = next != NONE;
+                if goes_on {
+                    let index = next;
+                    // Opaque, or the step would be kept to ask by it whether there is a next one.
+                    next = thread::opaque(walk.below::<KEYS>(index, dims));
+                    let step = Step::new(index, walk.is_border::<KEYS>(index, dims), next == NONE);
+                    let turn = Turn(counts / 4);
+                    let (stage, full) = (turn.stage(), places.full_k(turn.stage()));
+                    mbarrier::wait_parity(places.empty_k(stage), turn.parity() ^ 1);
+                    step.store(places, turn);
+                    counts += 4;
+                    mbarrier::arrive_expect_tx(full, KEYS * DIM * 2);
+                    let (at, from) = (places.stage_k(stage), [index * KEYS, last]);
+                    load_rows::<DIM, KEYS>(maps.k, at, full, tile.head_kv, from, pages, dims);
                 }
-                mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                load_rows::<DIM_V, KEYS>(
-                    maps.v,
-                    places.stage_v(stage),
-                    full,
-                    tile.head_kv,
-                    [step * KEYS, last],
-                    pages,
-                    dims,
-                );
+                if has_keys {
+                    // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
+                    tiles.draw(counter, !goes_on);
+                    let turn = Turn(counts / 4 - 1 - u32::from(goes_on));
+                    let loaded = Step::load(places, turn);
+                    let (stage, mut full) = (turn.stage(), places.full_v(turn.stage()));
+                    mbarrier::wait_parity(places.empty_v(stage), turn.parity() ^ 1);
+                    let first = loaded.index() * KEYS;
+                    if loaded.is_border() {
+                        let border = Turn(counts % 4);
+                        Border::new::<KEYS>(stage, last - first, tiles.round).store(places, border);
+                        full = places.raw_v(border);
+                        counts = counts & !3 | (counts + 1) & 3;
+                    }
+                    mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
+                    let at = places.stage_v(stage);
+                    load_rows::<DIM_V, KEYS>(maps.v, at, full, tile.head_kv, [first, last], pages, dims);
+                }
+                if !goes_on {
+                    break;
+                }
+                has_keys = true;
             }
         }
         mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
