@@ -38,22 +38,24 @@
 //!
 //! | sequences, heads, keys | bf16 µs | GB/s | fp8 µs | cuDNN, bf16 | FlashAttention-2, bf16 |
 //! |---|---|---|---|---|---|
-//! | 64, 32 on 8, 4096 | 266 | 4046 | 152 | 242 | 393 |
-//! | 256, 32 on 8, 2048 | 525 | 4098 | 291 | 483 | 786 |
-//! | 1, 32 on 8, 32768 | 38.8 | 3460 | 29.4 | 37.4 | 47.1 |
-//! | 8, 32 on 4, 8192 | 41.2 | 3264 | | 41.1 | 45.2 |
+//! | 64, 32 on 8, 4096 | 255 | 4210 | 156 | 238 | 400 |
+//! | 256, 32 on 8, 2048 | 507 | 4242 | 283 | 474 | 789 |
+//! | 1, 32 on 8, 32768 | 37.8 | 3549 | 34.7 | 38.2 | 47.4 |
+//! | 8, 32 on 4, 8192 | 39.2 | 3431 | | 38.0 | 45.0 |
 //!
-//! A copy makes 4235 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
+//! A copy makes 4220 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
 //! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
 //! on its way); half the instructions (about 2650 per warp and split → 1320) nothing, as schedulers issue in a fifth of the cycles; for fp8
 //! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself,
 //! which with as many splits for each block made 267 → 266 of both, 41.6 → 38.8 at 1 × 32768, and 39.6 → 41.2 at 8 × 8192: there the merge
 //! had blocks of eight warps with 145 registers, one on a multiprocessor at a time.
 //!
-//! The kernel alone takes 257 to 260 µs, at 4.19 TB/s with what it writes; cuDNN, which writes no partial results and has no merge,
-//! is above a copy's rate. What is left are the splits' results, 16.8 MB that are written and read again, and the merge: hence the
-//! groups, which all four cases of the table have, with a quarter of that. Groups, and the merge by four warps where eight were, are newer
-//! than the table and not timed yet. A group is joined by the same operations whoever joins it, so a row's bits do not tell.
+//! cuDNN, which writes no partial results and has no merge, is above a copy's rate. The splits' results were 16.8 MB that are written and
+//! read again: hence the groups, which all four cases have in bf16, with a quarter of that: 266 → 254 µs, and 42.0 → 39.6 at 8 × 8192.
+//! The merge is 5.1 µs of the first case, 3.7 of the last two (each kernel by itself). A group is joined by the same operations whoever
+//! joins it, so a row's bits do not tell. That costs the merge where the kernel has joined nothing: fp8's three blocks on a multiprocessor
+//! have three splits each of 1 × 32768, fewer than a group, and the merge of its 128 takes 5.9 µs. With groups where there is a balance and what is known
+//! of the next split kept, fp8 takes 283 µs of 256 × 2048; without groups 306, with it found again 287.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_GROUP_NUMBERS_BYTES, DECODE_RING_PADDING,
@@ -251,7 +253,8 @@ pub(super) unsafe fn splits<
     let joined = shared_queries.at + decode_ring_q_bytes(DIM, 16 / C::PER_PIECE);
     // For what would be kept from one split to the next; and for all that is known of the next split, while v is multiplied.
     let has_registers = DIM <= 128;
-    let keeps_next = DIM < 128 || (has_registers && C::PARTS == 1);
+    // fp8 at 128 has the registers for that on Hopper alone.
+    let keeps_next = DIM < 128 || (has_registers && (C::PARTS == 1 || cfg!(target_feature = "sm_90a")));
     let shares_q = decode_ring_q_bytes(DIM, 16 / C::PER_PIECE) != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
