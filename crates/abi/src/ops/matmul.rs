@@ -159,8 +159,10 @@ pub enum MatmulTile {
         /// Whether they lie side by side and share a, instead of one above the other and sharing b.
         shares_a: bool,
     },
-    /// Hopper, for few rows and columns: the blocks of a cluster share the k of a tile of 64 × 64.
+    /// Hopper, for few rows and columns: the blocks of a cluster share the k of a tile of 64 rows.
     Split {
+        /// Columns of the tile.
+        bn: u32,
         /// Threads of the block: a warpgroup that loads and one that multiplies.
         threads: u32,
         /// Steps of k that loads run ahead.
@@ -201,7 +203,7 @@ impl MatmulTile {
                 let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
                 stages * (bm + bn) * WGMMA_ROW_BYTES + boxes * 64 * 128 + 16 * stages
             }
-            MatmulTile::Split { stages, .. } => stages * (2 * 64 * WGMMA_ROW_BYTES + 16),
+            MatmulTile::Split { bn, stages, .. } => stages * ((64 + bn) * WGMMA_ROW_BYTES + 16),
         }
     }
 
@@ -225,7 +227,7 @@ impl MatmulTile {
             MatmulTile::Mma { bm, bn, .. } => (bm, bn),
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
             MatmulTile::Wgmma { bm, bn, cluster, .. } => (bm * cluster, bn),
-            MatmulTile::Split { .. } => (64, 64),
+            MatmulTile::Split { bn, .. } => (64, bn),
         };
         m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
     }
@@ -342,20 +344,22 @@ macro_rules! matmul_wgmma_table {
             matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
             matmul_bf16__m64n64c4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
-            matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_bf16__m64n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
-            matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
             matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
             matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
             matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
-            matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_f16__m64n128k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
-            matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, stages: 6, cluster: 4 };
+            matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_tf32__n256c2__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_tf32__n128__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
         }

@@ -7,7 +7,7 @@
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `tile::mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
-//! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64, whose blocks share k: `split` |
+//! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `split` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
@@ -231,8 +231,8 @@ macro_rules! wgmma_body {
     (Wgmma, $type:ident, $out:ident, $args:tt, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         wgmma::multiply::<$type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a> $args
     };
-    (Split, $type:ident, $out:ident, $args:tt, $stages:literal, $cluster:literal) => {
-        split::multiply::<$type, $out, $stages, $cluster> $args
+    (Split, $type:ident, $out:ident, $args:tt, $bn:literal, $stages:literal, $cluster:literal) => {
+        split::multiply::<$type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster> $args
     };
 }
 

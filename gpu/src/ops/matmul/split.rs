@@ -1,12 +1,12 @@
 //! Matrix products of few rows and columns on Hopper: the blocks of a cluster share k.
 //!
-//! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile of 64 × 64 is a
-//! cluster's, each of whose blocks multiplies a part of k as `wgmma` does, and then makes a part of the tile's columns from
+//! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile of 64 rows and 64
+//! or 128 columns is a cluster's, each of whose blocks multiplies a part of k as `wgmma` does, and then makes a part of the tile's columns from
 //! the sums of all:
 //!
 //! ```text
-//! producer   wait empty[s] ── expect bytes ── load a, b 64 × 64 ──► full[s]
-//! consumer   wait full[s] ── 4 × wgmma m64n64k16 ──► empty[s-1]
+//! producer   wait empty[s] ── expect bytes ── load a 64 × 64, b n × 64 ──► full[s]
+//! consumer   wait full[s] ── 4 × wgmma m64nNk16 ──► empty[s-1]
 //! at the end sums ──► shared memory ── cluster's barrier ── own columns of block 0 + block 1 + … ── epilogue ── out
 //! ```
 //!
@@ -20,49 +20,56 @@
 //! | 2560 × 9728 | 16.6 / 27.8 / 18.2 | 2048 × 5120 | 9.7 / 15.9 |
 //! | 2560 × 4096 | 9.5 / 13.4 / 11.4 | 3072 × 2048 | 7.3 / 8.1 |
 //! | 2048 × 6144 | 10.7 / 18.4 | 4096 × 2048 | 11.6 / 8.3: no longer chosen |
+//!
+//! 64 rows of 4096 × 4096 take 13.8 µs by 32 tiles of 128 columns, 14.1 to 14.8 by tiles that share a; cuBLAS 12.5. With eight stages, and so
+//! one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then (`cuOccupancyMaxActiveClusters`), and two
+//! came after the others. With four stages it holds 62.
 
 use cuda_std::cvt::Element;
-use cuda_std::wgmma::Multiply;
+use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp};
 
 use super::wgmma::Maps;
 use crate::tile::epilogue::Epilogue;
 use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
 
-/// Rows and columns of a tile.
-const EDGE: u32 = 64;
-/// Sums of a thread.
-const SUMS: usize = 32;
-/// Sums that a thread finishes: those of a block's 16 columns, or of its 8 columns of the gate and of up.
-const OWN: usize = 8;
+/// Rows of a tile.
+const BM: u32 = 64;
 
 /// The block's part of the product.
 ///
 /// # Safety
-/// - Blocks of 256 threads in clusters of 4, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
+/// - Blocks of 256 threads in clusters of `CLUSTER`, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
+/// - A thread has `SUMS` of the tile's sums, and finishes `OWN` of them: those of a block's columns, or half of the gate and half of up.
 /// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Element + Multiply<[f32; SUMS]>,
     O: Element,
+    const SUMS: usize,
+    const OWN: usize,
     const STAGES: u32,
     const CLUSTER: u32,
 >(
     maps: Maps,
     end: Epilogue<'_, T, O>,
-) {
-    const { assert!(CLUSTER as usize * OWN == SUMS) };
+) where
+    [f32; SUMS]: Registers,
+{
+    const { assert!(CLUSTER as usize * OWN == SUMS && OWN.is_multiple_of(8)) };
     let (dims, gated) = (end.dims, end.is_gated());
-    let operand_bytes = EDGE * ROW_BYTES;
+    let bn = 2 * SUMS as u32;
+    let (a_bytes, b_bytes) = (BM * ROW_BYTES, bn * ROW_BYTES);
     let base = shared::base();
-    let barriers = base + STAGES * 2 * operand_bytes;
+    let stage_of = |stage: u32| base + stage * (a_bytes + b_bytes);
+    let barriers = stage_of(STAGES);
     let full = |stage: u32| barriers + 8 * stage;
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let (rank, thread) = (cluster::block_rank(), thread::thread_idx_x());
     let tile = thread::block_idx_x() / CLUSTER;
-    let rows = dims.m.div_ceil(EDGE).max(1);
-    let (row, col) = (tile % rows * EDGE, tile / rows * if gated { EDGE / 2 } else { EDGE });
-    let box_rows = dims.m.next_multiple_of(8).min(EDGE);
+    let rows = dims.m.div_ceil(BM).max(1);
+    let (row, col) = (tile % rows * BM, tile / rows * if gated { bn / 2 } else { bn });
+    let box_rows = dims.m.next_multiple_of(8).min(BM);
     let bk = ROW_BYTES / size_of::<T>() as u32;
     let steps = dims.k.div_ceil(bk);
     let (first, last) = (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
@@ -79,10 +86,10 @@ pub unsafe fn multiply<
             mbarrier::fence_mbarrier_init();
         }
         let mut at = box_rows * ROW_BYTES + thread * 16;
-        while at < operand_bytes {
+        while at < a_bytes {
             let mut stage = 0;
             while stage < STAGES {
-                shared::store_u32x4(base + stage * 2 * operand_bytes + at, [0; 4]);
+                shared::store_u32x4(stage_of(stage) + at, [0; 4]);
                 stage += 1;
             }
             at += 256 * 16;
@@ -102,15 +109,15 @@ pub unsafe fn multiply<
                 let mut step = first;
                 while step < last {
                     let Ring { stage, parity } = ring;
-                    let at = base + stage * 2 * operand_bytes;
+                    let at = stage_of(stage);
                     mbarrier::wait_parity(empty(stage), parity ^ 1);
-                    mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + operand_bytes);
+                    mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
                     let k = (step * bk) as i32;
-                    let b_at = at + operand_bytes;
+                    let b_at = at + a_bytes;
                     tma::load(at, maps.a, [k, row as i32], full(stage));
                     tma::load(b_at, maps.b, [k, col as i32], full(stage));
                     if gated {
-                        tma::load(b_at + operand_bytes / 2, maps.up, [k, col as i32], full(stage));
+                        tma::load(b_at + b_bytes / 2, maps.up, [k, col as i32], full(stage));
                     }
                     ring.advance();
                     step += 1;
@@ -119,10 +126,7 @@ pub unsafe fn multiply<
             warp::sync_warp(warp::FULL_MASK);
         } else {
             let mut ring = Ring::<STAGES>::START;
-            let operands = |stage: u32| {
-                let at = base + stage * 2 * operand_bytes;
-                (at, at + operand_bytes)
-            };
+            let operands = |stage: u32| (stage_of(stage), stage_of(stage) + a_bytes);
             let release = |stage: u32| {
                 if member == 0 {
                     mbarrier::arrive(empty(stage));
@@ -145,14 +149,19 @@ pub unsafe fn multiply<
         }
         cluster::sync();
         if thread >= 128 {
-            // A quad is 8 columns, or as many of the gate where the quad four on is up's.
-            let quads = if gated { [rank, 4 + rank] } else { [2 * rank, 2 * rank + 1] };
+            // A quad is 8 columns: the block's are next to each other, or half of them in the gate's half and half in up's.
+            let quads = OWN as u32 / 4;
+            let quad_of = |i: u32| match (gated, i < quads / 2) {
+                (false, _) => quads * rank + i,
+                (true, true) => quads / 2 * rank + i,
+                (true, false) => SUMS as u32 / 8 + quads / 2 * rank + (i - quads / 2),
+            };
             let mut sums = [0f32; OWN];
             let mut from = 0;
             while from < CLUSTER {
                 let mut i = 0;
-                while i < 2 {
-                    let at = cluster::map_shared(base + (quads[i] * 128 + member) * 16, from);
+                while i < OWN / 4 {
+                    let at = cluster::map_shared(base + (quad_of(i as u32) * 128 + member) * 16, from);
                     let values = cluster::load_x4(at).map(f32::from_bits);
                     let mut j = 0;
                     while j < 4 {
@@ -164,7 +173,8 @@ pub unsafe fn multiply<
                 }
                 from += 1;
             }
-            let (col, len) = if gated { (col + 8 * rank, OWN / 2) } else { (col + 16 * rank, OWN) };
+            let own = bn / CLUSTER;
+            let (col, len) = if gated { (col + own / 2 * rank, OWN / 2) } else { (col + own * rank, OWN) };
             let place = Place { row, col, len, consumer: 0, member };
             finish(&mut sums, &end, &place);
             store_pairs(&sums, &end, &place);

@@ -363,10 +363,11 @@ impl Matmul {
         let streams =
             if hopper { select::streams_on_hopper(dims.m, n) } else { dims.m <= select::STREAM_MAX_ROWS };
         let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
-        let splits = select::splits(num_sms, n, self.problem.k);
+        let columns = select::split_columns(num_sms, n, self.problem.k);
         let split = |tile| {
-            let worth = dims.m <= select::SPLIT_MAX_ROWS && splits;
-            matches!(tile, MatmulTile::Split { .. }) && batch == 1 && (worth || many.is_none())
+            let MatmulTile::Split { bn, .. } = tile else { return false };
+            let worth = dims.m <= select::SPLIT_MAX_ROWS && columns == Some(bn);
+            batch == 1 && (worth || many.is_none())
         };
         best(&few).or_else(|| best(&split)).or(many)
     }
@@ -389,7 +390,7 @@ impl Matmul {
     ) -> Result<(), Error> {
         let ([bm, bn], cluster) = match variant.tile {
             MatmulTile::Wgmma { bm, bn, cluster, .. } => ([bm, bn], cluster),
-            MatmulTile::Split { cluster, .. } => ([64; 2], cluster),
+            MatmulTile::Split { bn, cluster, .. } => ([64, bn], cluster),
             tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
         let MatmulArgs { a, b, up, bias, out, .. } = args;

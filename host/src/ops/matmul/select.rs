@@ -198,13 +198,21 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
 /// Most rows of the `Split` tile: its height.
 pub(super) const SPLIT_MAX_ROWS: u32 = 64;
 
-/// Whether up to so many rows take the `Split` tile: where tiles of 64 columns leave most of the multiprocessors idle, and k is
-/// long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 16.6 µs instead of 27.8, of 3072 × 2048 in 7.3 instead of 8.1,
-/// but of 4096 × 2048 in 11.6 instead of 8.3.
+/// The columns of the `Split` tile that up to so many rows take, if they take one: where tiles of 64 columns leave most of the
+/// multiprocessors idle, and k is long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 16.6 µs instead of 27.8, of
+/// 3072 × 2048 in 7.3 instead of 8.1, but of 4096 × 2048 in 11.6 instead of 8.3: there are too many tiles for a block each on a multiprocessor then.
+/// Those of 128 columns are half as many, and each brings in a quarter less than two of 64 do: 64 rows of 4096 × 4096 in 13.8 instead of 14.1 to 14.8.
 ///
 /// It decides the order of a sum, so it depends on n, k and the card only, not on the number of rows.
-pub(super) fn splits(num_sms: u32, n: usize, k: usize) -> bool {
-    8 * n.div_ceil(64) <= 3 * num_sms as usize && k >= 1024
+pub(super) fn split_columns(num_sms: u32, n: usize, k: usize) -> Option<u32> {
+    let num_sms = num_sms as usize;
+    if k >= 1024 && 8 * n.div_ceil(64) <= 3 * num_sms {
+        Some(64)
+    } else if k >= 4096 && 4 * n.div_ceil(128) <= num_sms {
+        Some(128)
+    } else {
+        None
+    }
 }
 
 /// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
@@ -413,14 +421,16 @@ mod tests {
 
     #[test]
     fn narrow_products_of_long_k_share_it() {
-        for (n, k, shared) in [
-            (2560, 9728, true),
-            (3136, 1024, true),
-            (3137, 4096, false),
-            (4096, 4096, false),
-            (64, 1016, false),
+        for (n, k, columns) in [
+            (2560, 9728, Some(64)),
+            (3136, 1024, Some(64)),
+            (3137, 4096, Some(128)),
+            (4224, 4096, Some(128)),
+            (4225, 4096, None),
+            (4096, 4095, None),
+            (64, 1016, None),
         ] {
-            assert_eq!(splits(132, n, k), shared, "{n} {k}");
+            assert_eq!(split_columns(132, n, k), columns, "{n} {k}");
         }
     }
 
