@@ -2,7 +2,8 @@
 
 use abi::ops::attention::{AttentionDims, GATHER_KEYS};
 
-use super::{AttentionArgs, AttentionProblem, Loaded, OP, blocks, optional, select};
+use super::launch::{Loaded, blocks, optional};
+use super::{AttentionArgs, AttentionProblem, OP, select};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::check_size;

@@ -1,0 +1,309 @@
+//! What a plan and a run ask of their problem and tensors before anything is launched.
+
+use abi::DType;
+use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS};
+
+use super::{Attention, AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES};
+use crate::error::Error;
+use crate::ops::check_size;
+use crate::tensor::TensorView;
+
+/// What the keys and values of the heads that are worked on at a time may take of L2: on Hopper, half.
+const SECTION_BYTES: usize = 24 << 20;
+
+/// Where a run's keys are: fields of [`AttentionDims`].
+struct Cache {
+    seq_kv: usize,
+    page_log2: u32,
+    num_pages: u32,
+    table_stride: u32,
+}
+
+pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
+    let AttentionProblem { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } =
+        *problem;
+    let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
+    for (what, size) in [("batch", batch), ("heads_q", heads_q)] {
+        check_size(OP, "problem", what, size)?;
+    }
+    // The kernels add and subtract the two and the window in i32.
+    for (name, size) in [("seq_q", seq_q), ("seq_kv", seq_kv)] {
+        if size >= 1 << 30 {
+            return invalid(&format!("{name} below 2^30"), size.to_string());
+        }
+    }
+    if heads_kv == 0 || heads_q == 0 || !heads_q.is_multiple_of(heads_kv) {
+        return invalid(
+            "heads_q a multiple of heads_kv, both at least 1",
+            format!("{heads_q} and {heads_kv}"),
+        );
+    }
+    for (name, size, most) in
+        [("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", head_dim_v, MAX_HEAD_DIM_V)]
+    {
+        if !(8..=most as usize).contains(&size) || !size.is_multiple_of(8) {
+            return invalid(&format!("{name} a multiple of 8 from 8 to {most}"), size.to_string());
+        }
+    }
+    if !dtype.is_float() {
+        return invalid("dtype f32, f16 or bf16", dtype.name().into());
+    }
+    if problem.dtype_kv != dtype {
+        if !problem.is_fp8() || dtype == DType::F32 {
+            let expected = if dtype == DType::F32 {
+                "dtype_kv f32".into()
+            } else {
+                format!("dtype_kv {dtype} or f8e4m3")
+            };
+            return invalid(&expected, problem.dtype_kv.name().into());
+        }
+        for (name, size) in [("head_dim", head_dim), ("head_dim_v", head_dim_v)] {
+            if !size.is_multiple_of(16) {
+                return invalid(&format!("{name} a multiple of 16, as k and v are fp8"), size.to_string());
+            }
+        }
+    }
+    if !problem.scale().is_finite() {
+        return invalid("a finite scale", problem.scale().to_string());
+    }
+    if let Some(page_size) = problem.page_size.filter(|size| !PAGE_SIZES.contains(size)) {
+        return invalid("pages of 16, 32, 64, 128 or 256 keys", page_size.to_string());
+    }
+    if problem.window == Some(0) {
+        return invalid("a window of at least 1 key", "0".into());
+    }
+    problem.scores.check()
+}
+
+impl Attention {
+    /// Checks all arguments: the parameters of a launch.
+    pub(super) fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
+        let AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse, scores, page_table: _ } = args;
+        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, dtype_kv, .. } = self.problem;
+        let device = &self.device;
+        q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
+        let (outer_q, tokens_q) = (q.shape()[0], q.shape()[1]);
+        let sequences = |argument, of: &TensorView<'_>| {
+            of.expect(OP, argument, device, DType::U32, &[None])?;
+            of.expect_inner_contiguous(OP, argument)?;
+            of.shape()[0].checked_sub(1).ok_or_else(|| {
+                Error::invalid(
+                    OP,
+                    argument,
+                    "the sequences' first tokens and the end",
+                    "no number".to_string(),
+                )
+            })
+        };
+        let (batch, seq_q) = match &offsets.q {
+            None => (outer_q, tokens_q),
+            Some(of) if outer_q == 1 => (sequences("offsets.q", of)?, self.problem.seq_q),
+            Some(_) => {
+                return Err(Error::invalid(OP, "q", "one row of packed sequences", outer_q.to_string()));
+            }
+        };
+        if let Some(of) = &offsets.kv {
+            of.expect(OP, "offsets.kv", device, DType::U32, &[Some(batch + 1)])?;
+            of.expect_inner_contiguous(OP, "offsets.kv")?;
+        }
+        let cache = self.check_cache(args, batch)?;
+        let [outer, tokens] = [k.shape()[0], k.shape()[1]];
+        v.expect(OP, "v", device, dtype_kv, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
+        let seq_kv = cache.seq_kv;
+        out.expect(
+            OP,
+            "out",
+            device,
+            dtype,
+            &[Some(outer_q), Some(tokens_q), Some(heads_q), Some(head_dim_v)],
+        )?;
+        for (argument, view) in [("q", q), ("k", k), ("v", v)] {
+            view.expect_inner_contiguous(OP, argument)?;
+        }
+        out.expect_inner_contiguous(OP, "out")?;
+        if let Some(kv_lens) = kv_lens {
+            kv_lens.expect(OP, "kv_lens", device, DType::U32, &[Some(batch)])?;
+            kv_lens.expect_inner_contiguous(OP, "kv_lens")?;
+        }
+        if let Some(lse) = lse {
+            lse.expect(OP, "lse", device, DType::F32, &[Some(outer_q), Some(heads_q), Some(tokens_q)])?;
+            lse.expect_inner_contiguous(OP, "lse")?;
+        }
+        kv_scales.check(&self.problem, device)?;
+        let scores = scores.check(&self.problem, device, [batch, seq_q, seq_kv])?;
+        let planned = [
+            ("q", "sequences", batch, self.problem.batch),
+            ("q", "queries", seq_q, self.problem.seq_q),
+            ("k", "keys", seq_kv, self.problem.seq_kv),
+        ];
+        for (argument, what, got, most) in planned {
+            if got > most {
+                return Err(Error::invalid(
+                    OP,
+                    argument,
+                    format!("at most {most} {what}, as planned"),
+                    got.to_string(),
+                ));
+            }
+        }
+        let strides = |argument, shape: &[usize], strides: &[usize]| -> Result<[u32; 3], Error> {
+            // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
+            // all the same.
+            let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
+            let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
+            Ok([stride(0)?, stride(1)?, stride(2)?])
+        };
+        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.shape(), q.strides())?;
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
+        let [out_batch_stride, out_token_stride, out_head_stride] =
+            strides("out", out.shape(), out.strides())?;
+        let [lse_batch_stride, lse_head_stride, _] = match lse {
+            Some(lse) => strides("lse", lse.shape(), lse.strides())?,
+            None => [0; 3],
+        };
+        // Packed sequences are told apart by their first rows.
+        let of_sequence =
+            |stride: u32, offsets: &Option<TensorView<'_>>| if offsets.is_some() { 0 } else { stride };
+        let q_batch_stride = of_sequence(q_batch_stride, &offsets.q);
+        let out_batch_stride = of_sequence(out_batch_stride, &offsets.q);
+        let lse_batch_stride = of_sequence(lse_batch_stride, &offsets.q);
+        let packed =
+            |tokens: usize, offsets: &Option<TensorView<'_>>| if offsets.is_some() { tokens } else { 0 };
+        let vector = q.is_aligned_16() && k.is_aligned_16() && v.is_aligned_16() && out.is_aligned_16();
+        Ok(AttentionDims {
+            batch: batch as u32,
+            seq_q: seq_q as u32,
+            seq_kv: seq_kv as u32,
+            sequences: batch as u32,
+            tokens_q: check_size(OP, "q", "number of tokens", packed(tokens_q, &offsets.q))?,
+            tokens_kv: check_size(OP, "k", "number of tokens", packed(tokens, &offsets.kv))?,
+            heads_q: heads_q as u32,
+            heads_kv: heads_kv as u32,
+            group: (heads_q / heads_kv) as u32,
+            head_dim: head_dim as u32,
+            head_dim_v: head_dim_v as u32,
+            causal: u32::from(self.problem.mask == Mask::Causal),
+            window: self.problem.window.unwrap_or(seq_kv).min(seq_kv) as u32,
+            vector: u32::from(vector),
+            tiles: 0,
+            splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
+            section: section(&self.problem, seq_kv).min((batch * heads_q) as u32),
+            q_batch_stride,
+            q_token_stride,
+            q_head_stride,
+            k_batch_stride,
+            k_token_stride,
+            k_head_stride,
+            v_batch_stride,
+            v_token_stride,
+            v_head_stride,
+            out_batch_stride,
+            out_token_stride,
+            out_head_stride,
+            lse_batch_stride,
+            lse_head_stride,
+            scale: match self.problem.dtype {
+                DType::F32 => self.problem.scale(),
+                _ => self.problem.scale() * std::f32::consts::LOG2_E,
+            },
+            scores,
+            page_log2: cache.page_log2,
+            num_pages: cache.num_pages,
+            table_stride: cache.table_stride,
+            box_keys: 0,
+            result_shift: 0,
+        })
+    }
+
+    /// Checks k, and what tells where a sequence's keys are.
+    fn check_cache(&self, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
+        let AttentionArgs { k, kv_lens, offsets, page_table, .. } = args;
+        let AttentionProblem { heads_kv, head_dim, dtype_kv, page_size, .. } = self.problem;
+        let rows = |outer, tokens| [outer, tokens, Some(heads_kv), Some(head_dim)];
+        let invalid =
+            |argument, expected: &str, got: String| Err(Error::invalid(OP, argument, expected, got));
+        let (page_size, table) = match (page_size, page_table) {
+            (None, None) if offsets.kv.is_some() => {
+                if self.problem.is_fp8() {
+                    return invalid("offsets.kv", "none, as k and v are fp8", "a tensor".into());
+                }
+                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(1), None))?;
+                if kv_lens.is_some() {
+                    return invalid("kv_lens", "none, as keys are packed", "a tensor".into());
+                }
+                let seq_kv = if k.shape()[1] == 0 { 0 } else { self.problem.seq_kv };
+                return Ok(Cache { seq_kv, page_log2: 31, num_pages: 1, table_stride: 0 });
+            }
+            _ if offsets.kv.is_some() => {
+                return invalid("offsets.kv", "none, as there are pages", "a tensor".into());
+            }
+            (None, None) => {
+                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(batch), None))?;
+                return Ok(Cache { seq_kv: k.shape()[1], page_log2: 31, num_pages: 1, table_stride: 0 });
+            }
+            (Some(_), None) => return invalid("page_table", "a table, as planned", "none".into()),
+            (None, Some(_)) => {
+                return invalid("page_table", "none, as planned without pages", "a table".into());
+            }
+            (Some(page_size), Some(table)) => (page_size, table),
+        };
+        k.expect(OP, "k", &self.device, dtype_kv, &rows(None, Some(page_size)))?;
+        table.expect(OP, "page_table", &self.device, DType::U32, &[Some(batch), None])?;
+        table.expect_inner_contiguous(OP, "page_table")?;
+        if kv_lens.is_none() {
+            return invalid("kv_lens", "the sequences' lengths, as there are pages", "none".into());
+        }
+        let (num_pages, most) = (k.shape()[0], self.problem.seq_kv.div_ceil(page_size));
+        if table.shape()[1] > most {
+            let expected = format!("at most {most} pages of a sequence, as planned");
+            return invalid("page_table", &expected, table.shape()[1].to_string());
+        }
+        let stride = table.strides()[0];
+        check_size(OP, "page_table", "number of elements", batch.saturating_mul(stride))?;
+        // Of a pool without pages there is nothing to see.
+        let room = if num_pages == 0 { 0 } else { table.shape()[1] * page_size };
+        Ok(Cache {
+            seq_kv: room.min(self.problem.seq_kv),
+            page_log2: page_size.ilog2(),
+            num_pages: check_size(OP, "k", "number of pages", num_pages)?.max(1),
+            table_stride: stride as u32,
+        })
+    }
+}
+
+/// Whether v is the first columns of k's rows.
+pub(super) fn in_keys(args: &AttentionArgs<'_>) -> bool {
+    let AttentionArgs { k, v, .. } = args;
+    k.address() == v.address() && k.strides() == v.strides()
+}
+
+/// An error where a tensor's rows are not aligned to 16 bytes, as no kernel takes fp8 then.
+pub(super) fn expect_aligned(args: &AttentionArgs<'_>) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, out, .. } = args;
+    for (argument, view) in [("q", q), ("k", k), ("v", v), ("out", &out.as_view())] {
+        if !view.is_aligned_16() {
+            let expected = "rows aligned to 16 bytes, as k and v are fp8";
+            let got = format!("strides {:?} at {:#x}", view.strides(), view.address());
+            return Err(Error::invalid(OP, argument, expected, got));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a tensor has a row in several places, as after a broadcast, of which tensor maps know nothing.
+pub(super) fn repeats(args: &AttentionArgs<'_>) -> bool {
+    let AttentionArgs { q, k, v, out, .. } = args;
+    [q.strides(), k.strides(), v.strides(), out.strides()]
+        .iter()
+        .zip([q.shape(), k.shape(), v.shape(), out.shape()])
+        .any(|(strides, shape)| (0..3).any(|axis| shape[axis] > 1 && strides[axis] == 0))
+}
+
+/// Query heads of a section: those of as many key heads as L2 holds the keys and values of.
+fn section(problem: &AttentionProblem, seq_kv: usize) -> u32 {
+    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = *problem;
+    let bytes = seq_kv * (head_dim + head_dim_v) * dtype.bytes();
+    let heads = (SECTION_BYTES / bytes.max(1)).max(1).saturating_mul(heads_q / heads_kv);
+    u32::try_from(heads).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,256 @@
+//! How each kind of kernel is launched.
+
+use abi::DType;
+use abi::ops::attention::{
+    AttentionDims, AttentionTile, AttentionVariant, GROUP_SPLITS, MERGE_COLUMNS, decode_ring_group_bytes,
+    decode_ring_joins,
+};
+
+use super::{Attention, AttentionArgs, OP};
+use crate::device::Device;
+use crate::error::Error;
+use crate::launch::{Entry, Param};
+use crate::ops::check_size;
+use crate::ops::workspace::Workspace;
+use crate::stream::Stream;
+use crate::tensor::TensorView;
+use crate::tensor_map::{Axis, TensorMap, Tiled};
+
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) variant: &'static AttentionVariant,
+    pub(super) entry: Entry,
+    /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
+    pub(super) places: u32,
+    /// Whether a block can join the splits of a group: it has the shared memory.
+    pub(super) joins: bool,
+}
+
+impl Loaded {
+    /// For so many rows of a decode kernel's block, at most.
+    pub(super) fn new(device: &Device, variant: &'static AttentionVariant, rows: u32) -> Result<Self, Error> {
+        let smem_bytes = variant.tile.smem_bytes();
+        let load = |smem_bytes| device.entry(OP, variant.entry, smem_bytes);
+        let (most, joined_bytes) = match variant.tile {
+            AttentionTile::DecodeRing { dim, blocks, .. } if decode_ring_joins(dim) => {
+                (blocks, decode_ring_group_bytes(dim, rows))
+            }
+            AttentionTile::DecodeRing { blocks, .. } => (blocks, 0),
+            AttentionTile::DecodeLatent { .. } => (1, 0),
+            _ => (0, 0),
+        };
+        let Some(limits) = device.limits().filter(|_| most != 0) else {
+            return Ok(Loaded { variant, entry: load(smem_bytes)?, places: u32::MAX, joins: false });
+        };
+        // A multiprocessor has one KiB more than a block can take, and takes one for each.
+        let held = |bytes: u32| ((limits.smem_per_block_bytes + (1 << 10)) / (bytes + (1 << 10))).min(most);
+        let joins = joined_bytes != 0 && held(smem_bytes + joined_bytes) == held(smem_bytes);
+        let entry = load(if joins { smem_bytes + joined_bytes } else { smem_bytes })?;
+        Ok(Loaded { variant, entry, places: limits.num_sms.max(1) * held(smem_bytes).max(1), joins })
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Splits {
+    pub(super) merge: Loaded,
+    /// From so many rows on the merge does each with one warp, whatever the number of splits.
+    pub(super) many_rows: u32,
+    /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or a group's: unfinished results of `head_dim`;
+    /// maximum and sum of the weights.
+    pub(super) workspace: Workspace<2>,
+}
+
+impl AttentionArgs<'_> {
+    /// What tells how many keys sequences have, and, if they are packed, where.
+    pub(super) fn lens(&self) -> Param<'_> {
+        optional(if self.offsets.kv.is_some() { &self.offsets.kv } else { &self.kv_lens })
+    }
+}
+
+impl Attention {
+    /// Runs a kernel that takes tensor maps.
+    pub(super) fn wgmma(
+        &self,
+        stream: &Stream,
+        kernel: &Loaded,
+        counter: &Workspace<1>,
+        args: &AttentionArgs<'_>,
+        dims: &AttentionDims,
+    ) -> Result<(), Error> {
+        let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
+        let [next_tile] = &counter.tensors;
+        let (tile, out_view) = (kernel.variant.tile, out.as_view());
+        let map = |view, box_rows| self.tensor_map(view, box_rows);
+        let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
+        // Without keys nothing is loaded from them.
+        let (k_map, v_map) =
+            if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, dims.box_keys)?, map(v, dims.box_keys)?) };
+        let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+        let grid = items.min(self.device.profile().num_sms.max(1));
+        let params = [
+            (&q_map).into(),
+            (&k_map).into(),
+            (&v_map).into(),
+            (&out_map).into(),
+            (*v).into(),
+            out.into(),
+            args.lens(),
+            optional(&args.offsets.q),
+            optional(page_table),
+            Param::optional(lse.as_ref()),
+            optional(&scores.sinks),
+            optional(&scores.blocks),
+            next_tile.view().into(),
+            dims.into(),
+        ];
+        let _alone = counter.enter(stream)?;
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
+        // draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one is done; threads and
+        // shared memory are the tile's.
+        unsafe { kernel.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
+    }
+
+    /// The map of `[sequence, token, head, column]` in boxes of 64 columns of a head.
+    fn tensor_map(&self, view: &TensorView<'_>, box_rows: u32) -> Result<TensorMap, Error> {
+        let bytes = view.dtype().bytes();
+        // The stride of a single one is not used; it must be one all the same.
+        let axis = |axis: usize| {
+            let (size, stride) = (view.shape()[axis], view.strides()[axis] * bytes);
+            Axis { size: size as u64, stride_bytes: if size <= 1 { 16 } else { stride as u64 } }
+        };
+        let tokens = axis(1);
+        let tiled = Tiled {
+            dtype: view.dtype(),
+            address: view.address(),
+            rows: tokens.size,
+            cols: view.shape()[3] as u64,
+            stride_bytes: tokens.stride_bytes,
+            outer: Some([axis(2), axis(0)]),
+            box_rows,
+            box_cols: 64,
+        };
+        self.device.tensor_map(OP, &tiled)
+    }
+}
+
+pub(super) fn prefill(
+    stream: &Stream,
+    kernel: &Loaded,
+    args: &AttentionArgs<'_>,
+    dims: &AttentionDims,
+) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
+    let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+    let params = [
+        (*q).into(),
+        (*k).into(),
+        (*v).into(),
+        args.lens(),
+        optional(&args.offsets.q),
+        optional(page_table),
+        out.into(),
+        Param::optional(lse.as_ref()),
+        optional(&scores.sinks),
+        optional(&scores.bias),
+        optional(&scores.blocks),
+        dims.into(),
+    ];
+    // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
+    // grid covers exactly the tiles of all heads and sequences.
+    unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params) }
+}
+
+pub(super) fn decode(
+    stream: &Stream,
+    kernel: &Loaded,
+    splits: &Splits,
+    args: &AttentionArgs<'_>,
+    mut dims: AttentionDims,
+) -> Result<(), Error> {
+    let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
+    let Splits { merge, many_rows, workspace } = splits;
+    // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
+    let results =
+        |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
+    let each = |results: u32| results.div_ceil(kernel.places).max(1);
+    let (alone, joined) = (results(1)?, results(GROUP_SPLITS)?);
+    let joins = kernel.joins && each(joined).saturating_mul(GROUP_SPLITS) <= each(alone) + each(alone) / 16;
+    if joins {
+        dims.splits = dims.splits.next_multiple_of(GROUP_SPLITS);
+        dims.result_shift = GROUP_SPLITS.ilog2();
+    }
+    // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
+    let items = if joins { joined } else { alone };
+    let grid = items.div_ceil(each(items));
+    let (merge_rows, merge_pieces) =
+        (blocks(&[dims.batch, dims.heads_q, dims.seq_q])?, dims.head_dim_v.div_ceil(MERGE_COLUMNS));
+    // As many results as a warp asks for at a time are quickest added up by one.
+    let is_by_warps = dims.splits >> dims.result_shift <= 16 || merge_rows >= *many_rows;
+    let merge_threads = if is_by_warps { 32 } else { merge.variant.tile.threads() };
+    let dims = &dims;
+    let [partial, stats] = &workspace.tensors;
+    let (partial, stats) = (partial.view(), stats.view());
+    let params = [
+        optional(&kv_scales.k),
+        optional(&kv_scales.v),
+        (*q).into(),
+        (*k).into(),
+        (*v).into(),
+        args.lens(),
+        optional(&args.offsets.q),
+        optional(page_table),
+        optional(&scores.bias),
+        optional(&scores.blocks),
+        partial.into(),
+        stats.into(),
+        dims.into(),
+    ];
+    // Only the kernels for fp8 know scales.
+    let params = if kernel.variant.dtype_kv == DType::F8E4M3 { &params[..] } else { &params[2..] };
+    let merge_params = [
+        partial.into(),
+        stats.into(),
+        args.lens(),
+        optional(&args.offsets.q),
+        out.into(),
+        Param::optional(lse.as_ref()),
+        optional(&scores.sinks),
+        dims.into(),
+    ];
+    let _alone = workspace.enter(stream)?;
+    // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
+    // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
+    unsafe {
+        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
+        merge.entry.launch(stream, [merge_rows, merge_pieces, 1], [merge_threads, 1, 1], &merge_params)
+    }
+}
+
+/// Keys of a box of the tensor maps of k and v: all boxes of a step lie in one page each.
+pub(super) fn box_keys(page_size: Option<usize>, step_keys: u32) -> u32 {
+    // Page sizes are powers of two: the largest that divides the step is that of its lowest bit.
+    let divisor = 1 << step_keys.trailing_zeros();
+    page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
+}
+
+/// Cuts queries into a kernel's tiles.
+pub(super) fn tile_queries(dims: &mut AttentionDims, tile: AttentionTile) {
+    if dims.tokens_q == 0 {
+        dims.tiles = dims.seq_q.div_ceil(tile.rows());
+    } else {
+        // The places of `tile::sequences`, for all sequences together.
+        (dims.tiles, dims.batch) = (dims.tokens_q / tile.rows() + dims.sequences, 1);
+        dims.section = dims.section.min(dims.heads_q);
+    }
+}
+
+/// The address of a tensor that there may be, else null.
+pub(super) fn optional<'a>(view: &Option<TensorView<'a>>) -> Param<'a> {
+    view.map_or(Param::Address(0), Param::from)
+}
+
+/// Blocks altogether.
+pub(super) fn blocks(factors: &[u32]) -> Result<u32, Error> {
+    let blocks = factors.iter().try_fold(1usize, |blocks, &factor| blocks.checked_mul(factor as usize));
+    check_size(OP, "problem", "number of blocks", blocks.unwrap_or(usize::MAX))
+}
