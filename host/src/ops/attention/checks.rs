@@ -146,13 +146,6 @@ impl Attention {
                 ));
             }
         }
-        let strides = |argument, shape: &[usize], strides: &[usize]| -> Result<[u32; 3], Error> {
-            // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
-            // all the same.
-            let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
-            let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
-            Ok([stride(0)?, stride(1)?, stride(2)?])
-        };
         let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.shape(), q.strides())?;
         let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
         let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
@@ -270,6 +263,15 @@ impl Attention {
             table_stride: stride as u32,
         })
     }
+}
+
+/// The first three strides of a tensor.
+pub(super) fn strides(argument: &'static str, shape: &[usize], strides: &[usize]) -> Result<[u32; 3], Error> {
+    // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
+    // all the same.
+    let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
+    let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
+    Ok([stride(0)?, stride(1)?, stride(2)?])
 }
 
 /// Whether v is the first columns of k's rows.

@@ -2,11 +2,11 @@
 
 use abi::ops::attention::{AttentionDims, GATHER_KEYS};
 
+use super::checks::strides;
 use super::launch::{Loaded, blocks, optional};
-use super::{AttentionArgs, AttentionProblem, OP, select};
+use super::{AttentionArgs, AttentionProblem, select};
 use crate::device::Device;
 use crate::error::Error;
-use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView};
@@ -72,12 +72,8 @@ impl Gather {
                 &params,
             )?;
         }
-        let strides = |view: &TensorView<'_>| -> Result<[u32; 3], Error> {
-            let stride = |axis: usize| check_size(OP, "k", "stride", view.strides()[axis]);
-            Ok([stride(0)?, stride(1)?, stride(2)?])
-        };
-        let [k_batch_stride, k_token_stride, k_head_stride] = strides(&k)?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = strides(&v)?;
+        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
         let dims = AttentionDims {
             k_batch_stride,
             k_token_stride,
