@@ -52,7 +52,7 @@
 //! Large ones are at the card's power, and move by a tenth from run to run. All keys of 4, 32, 4096, 128 take 1.28 J here and 1.20 J by cuDNN,
 //! a causal mask 0.655 and 0.652, heads of 256 1.19 and 1.29.
 //!
-//! Where the time of 16, 16, 1024, 128 goes (`%clock` noted by one thread of each consumer, medians in cycles, before the order of loads
+//! Where the time of 16, 16, 1024, 128 goes (`%clock`, see CONTRIBUTING, medians in cycles, before the order of loads
 //! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
 //! 1820 for the softmax and the wait for the next k, which stood behind the values in the loader. It now stands before them: 1.5 to 4 % where
 //! steps are many, and 15 % with block masks. Beside the steps a tile has 460 until its first k, 660 for its first scores, 2350 for mask and softmax
