@@ -9,6 +9,7 @@ use proptest::sample::select;
 use testkit::compare::{Scale, Tolerance};
 use testkit::round::round_to;
 use testkit::strategies::{Values, dims};
+use warpforge::ops::attention::reference::attention;
 use warpforge::ops::attention::{
     Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
     Scores,
@@ -514,6 +515,58 @@ fn queries_of_many_sizes() -> TestResult {
                 (Case { scale: case.scale.map(|scale| scale * 2f32.powi(25)), ..case }, smaller(0..12));
             let results = compute(device, &case, &data, None)?;
             verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+        }
+    }
+    Ok(())
+}
+
+/// Weights beside fp8 keys from 1 down to 2^-121, and columns in which all values but those of one weight are 0: it has all bits that the
+/// type of q has, though it is multiplied in binary16. Bits do not depend on another row's weights, nor on what is not finite elsewhere.
+#[test]
+fn weights_of_many_sizes() -> TestResult {
+    let len = 300;
+    for device in &cards_of(Arch::Sm80) {
+        for (heads, head_dim, mask) in [(4, 64, Mask::None), (6, 128, Mask::Causal), (3, 256, Mask::Causal)] {
+            let case = Case {
+                scale: Some(1.0),
+                is_fp8: true,
+                mask,
+                seed: 8,
+                ..plain(DType::BF16, 2, len, (heads, 1), head_dim)
+            };
+            let mut q = vec![0.0; 2 * heads * head_dim];
+            for (row, q) in q.chunks_mut(head_dim).enumerate() {
+                // e to that power is 4; the first head's weights are alike.
+                q[0] = if row % heads == 0 { 0.0 } else { round_to(DType::BF16, 4f64.ln()) };
+            }
+            let (mut k, mut v) = (vec![0.0; len * head_dim], vec![0.0; len * head_dim]);
+            let rows = std::iter::zip(k.chunks_mut(head_dim), v.chunks_mut(head_dim));
+            for (key, (k, v)) in rows.enumerate() {
+                k[0] = -((key % 16) as f64) * if key % 16 < 8 { 1.0 } else { 4.0 };
+                v[key % 64] = 1.0 + (key % 8) as f64 / 8.0;
+            }
+            let (first_query, first_row) = (heads * head_dim, head_dim);
+            let data = [q, k, v];
+            let (out, _) = compute(device, &case, &data, None)?;
+            let own = Own { sinks: None, bias: None, blocks: None };
+            let [q, k, v] = &data;
+            let (want, _) = attention::<f64>(&case.sequence(len, &own), q, k, v, |value| value);
+            for (index, (got, want)) in std::iter::zip(&out, &want).enumerate() {
+                let is_near = (got - want).abs() <= want.abs() / 64.0;
+                assert!(is_near, "{device:?} {case:?} element {index}: {got} {want}");
+            }
+            let what = |change| format!("{device:?} {case:?}, {change}");
+            let mut changed = data.clone();
+            changed[0].fill(0.0);
+            let (alike, _) = compute(device, &case, &changed, None)?;
+            same_bits(&what("other rows"), &out[..first_row], &alike[..first_row])?;
+            if mask == Mask::Causal {
+                let mut changed = data.clone();
+                changed[2][(len - 1) * head_dim + 1] = f64::NAN;
+                let (spoilt, _) = compute(device, &case, &changed, None)?;
+                same_bits(&what("NaN"), &out[..first_query], &spoilt[..first_query])?;
+                assert!(spoilt[first_query + 1].is_nan());
+            }
         }
     }
     Ok(())

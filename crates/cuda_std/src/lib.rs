@@ -44,6 +44,14 @@ macro_rules! device {
     }};
 }
 
+/// The operands of a vector in an `asm!` template: `{a}, {b}`.
+#[cfg(target_arch = "nvptx64")]
+macro_rules! vector_operands {
+    ($first:ident $($rest:ident)*) => {
+        concat!("{", stringify!($first), "}", $(", {", stringify!($rest), "}"),*)
+    };
+}
+
 pub mod atomic;
 pub mod barrier;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]

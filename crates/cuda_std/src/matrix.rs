@@ -25,7 +25,7 @@ macro_rules! ldmatrix {
                 $(let $d: u32;)+
                 // SAFETY: the caller's promise. Reads memory, so neither pure nor nomem.
                 unsafe {
-                    core::arch::asm!(concat!($ptx, " {{", matrix_operands!($($d)+), "}}, [{address}];"),
+                    core::arch::asm!(concat!($ptx, " {{", vector_operands!($($d)+), "}}, [{address}];"),
                         $($d = out(reg32) $d,)+ address = in(reg32) address, options(nostack, readonly));
                 }
                 [$($d),+]
@@ -56,7 +56,7 @@ macro_rules! stmatrix {
                 let [$($d),+] = registers;
                 // SAFETY: the caller's promise.
                 unsafe {
-                    core::arch::asm!(concat!($ptx, " [{address}], {{", matrix_operands!($($d)+), "}};"),
+                    core::arch::asm!(concat!($ptx, " [{address}], {{", vector_operands!($($d)+), "}};"),
                         $($d = in(reg32) $d,)+ address = in(reg32) address, options(nostack));
                 }
             } else {
@@ -65,14 +65,6 @@ macro_rules! stmatrix {
                 crate::sim::stmatrix($registers, crate::sim::fragment::Transpose::$transpose, address, all)
             })
         }
-    };
-}
-
-/// The operands of a vector in an `asm!` template: `{a}, {b}`.
-#[cfg(target_arch = "nvptx64")]
-macro_rules! matrix_operands {
-    ($first:ident $($rest:ident)*) => {
-        concat!("{", stringify!($first), "}", $(", {", stringify!($rest), "}"),*)
     };
 }
 

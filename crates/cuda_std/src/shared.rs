@@ -67,53 +67,54 @@ macro_rules! shared_access {
 shared_access!(load_f32, store_f32, f32, 4, ".f32");
 shared_access!(load_u32, store_u32, u32, 4, ".b32");
 
-macro_rules! shared_access_x4 {
-    ($load:ident, $store:ident, $type:ty, $suffix:literal) => {
-        #[doc = concat!("`ld.shared.v4", $suffix, "`: four ", stringify!($type), " from a 16-byte aligned shared address.")]
+macro_rules! shared_access_vector {
+    ($load:ident, $store:ident, $type:ty, $number:literal, $bytes:literal, $suffix:literal, $($i:tt: $v:ident)+) => {
+        #[doc = concat!("`ld.shared", $suffix, "`: ", $number, " neighbouring ", stringify!($type), ".")]
         ///
         /// # Safety
-        /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+        #[doc = concat!("- *aligned(", $bytes, ")* and *in-bounds(dynamic shared memory)*.")]
         /// - *initialised*: by a write and a barrier before.
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
-        pub unsafe fn $load(address: u32) -> [$type; 4] {
+        pub unsafe fn $load(address: u32) -> [$type; $number] {
             device!({
-                let (a, b, c, d): ($type, $type, $type, $type);
+                $(let $v: $type;)+
                 // SAFETY: the caller's promise.
                 unsafe {
-                    core::arch::asm!(concat!("ld.shared.v4", $suffix, " {{{}, {}, {}, {}}}, [{}];"), out(reg32) a,
-                        out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) address, options(nostack, readonly));
+                    core::arch::asm!(concat!("ld.shared", $suffix, " {{", vector_operands!($($v)+), "}}, [{address}];"),
+                        $($v = out(reg32) $v,)+ address = in(reg32) address, options(nostack, readonly));
                 }
-                [a, b, c, d]
+                [$($v),+]
             } else {
-                crate::sim::load_shared(address, concat!("ld.shared.v4", $suffix))
+                crate::sim::load_shared(address, concat!("ld.shared", $suffix))
             })
         }
 
-        #[doc = concat!("`st.shared.v4", $suffix, "`: four ", stringify!($type), " to a 16-byte aligned shared address.")]
+        #[doc = concat!("`st.shared", $suffix, "`: ", $number, " neighbouring ", stringify!($type), ".")]
         ///
         /// # Safety
-        /// - *aligned(16)* and *in-bounds(dynamic shared memory)*.
+        #[doc = concat!("- *aligned(", $bytes, ")* and *in-bounds(dynamic shared memory)*.")]
         /// - *exclusive*: no other thread touches it until the next barrier.
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
-        pub unsafe fn $store(address: u32, value: [$type; 4]) {
+        pub unsafe fn $store(address: u32, value: [$type; $number]) {
             device!({
                 // SAFETY: the caller's promise.
                 unsafe {
-                    core::arch::asm!(concat!("st.shared.v4", $suffix, " [{}], {{{}, {}, {}, {}}};"), in(reg32) address,
-                        in(reg32) value[0], in(reg32) value[1], in(reg32) value[2], in(reg32) value[3],
-                        options(nostack));
+                    core::arch::asm!(concat!("st.shared", $suffix, " [{address}], {{", vector_operands!($($v)+), "}};"),
+                        $($v = in(reg32) value[$i],)+ address = in(reg32) address, options(nostack));
                 }
             } else {
-                crate::sim::store_shared(address, value, concat!("st.shared.v4", $suffix))
+                crate::sim::store_shared(address, value, concat!("st.shared", $suffix))
             })
         }
     };
 }
 
-shared_access_x4!(load_f32x4, store_f32x4, f32, ".f32");
-shared_access_x4!(load_u32x4, store_u32x4, u32, ".b32");
+shared_access_vector!(load_f32x2, store_f32x2, f32, 2, 8, ".v2.f32", 0: a 1: b);
+shared_access_vector!(load_u32x2, store_u32x2, u32, 2, 8, ".v2.b32", 0: a 1: b);
+shared_access_vector!(load_f32x4, store_f32x4, f32, 4, 16, ".v4.f32", 0: a 1: b 2: c 3: d);
+shared_access_vector!(load_u32x4, store_u32x4, u32, 4, 16, ".v4.b32", 0: a 1: b 2: c 3: d);
 
 /// `ld.shared.b16`: 16 bits from a 2-byte aligned shared address.
 ///

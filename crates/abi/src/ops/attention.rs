@@ -195,6 +195,8 @@ pub enum AttentionTile {
     DecodeRing {
         /// Largest `head_dim` and `head_dim_v`.
         dim: u32,
+        /// Pairs of a query and a head of those that share a key head: 8 or 16.
+        rows: u32,
         /// Chunks of 16 keys of a warp in shared memory.
         places: u32,
         /// Bytes of an element of k and v.
@@ -227,7 +229,7 @@ pub enum AttentionTile {
     },
 }
 
-/// Rows of a `DecodeRing` tile.
+/// Rows of a `DecodeRing` tile, the most.
 pub const DECODE_RING_ROWS: u32 = 16;
 /// Columns of results in shared memory at a time, at most.
 pub const DECODE_RING_COLUMNS: u32 = 128;
@@ -236,8 +238,8 @@ pub const DECODE_RING_PADDING: u32 = 4;
 
 /// Shared memory of a `DecodeRing` tile for q, which all warps have there beside fp8 keys: operands, a factor per row, a mark per
 /// warp. Wider heads have no room for it.
-pub const fn decode_ring_q_bytes(dim: u32, kv_bytes: u32) -> u32 {
-    if kv_bytes == 1 && dim <= 128 { DECODE_RING_ROWS * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
+pub const fn decode_ring_q_bytes(dim: u32, rows: u32, kv_bytes: u32) -> u32 {
+    if kv_bytes == 1 && dim <= 128 { rows * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
 }
 
 /// Whether a `DecodeRing` tile can join the splits of a group: wider heads have no registers for it.
@@ -299,7 +301,7 @@ impl AttentionTile {
             AttentionTile::Prefill { lanes, .. } => THREADS / lanes * PREFILL_THREAD_ROWS,
             AttentionTile::PrefillMma { parts, .. } => THREADS / 32 * 16 * parts,
             AttentionTile::Decode { rows, .. } => rows,
-            AttentionTile::DecodeRing { .. } => DECODE_RING_ROWS,
+            AttentionTile::DecodeRing { rows, .. } => rows,
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_ROWS,
             AttentionTile::Merge {} | AttentionTile::Gather {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
@@ -346,10 +348,11 @@ impl AttentionTile {
             AttentionTile::Decode { dim_v, rows, .. } => {
                 decode_results_bytes(dim_v, rows) + 2 * (THREADS / 32) * rows * 4
             }
-            AttentionTile::DecodeRing { dim, places, kv_bytes, .. } => {
+            AttentionTile::DecodeRing { dim, rows, places, kv_bytes, .. } => {
                 let columns = if dim < DECODE_RING_COLUMNS { dim } else { DECODE_RING_COLUMNS };
-                let results = (DECODE_RING_ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
-                THREADS / 32 * (places * 16 * dim * kv_bytes + results) + decode_ring_q_bytes(dim, kv_bytes)
+                let results = (rows * (columns + DECODE_RING_PADDING + 2) + 1) * 4;
+                THREADS / 32 * (places * 16 * dim * kv_bytes + results)
+                    + decode_ring_q_bytes(dim, rows, kv_bytes)
             }
             AttentionTile::DecodeLatent { places } => {
                 let scores = DECODE_LATENT_ROWS * DECODE_LATENT_KEYS;
@@ -453,12 +456,18 @@ macro_rules! attention_table {
 macro_rules! attention_decode_ring_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 4, kv_bytes: 2, blocks: 4 };
-            attention_f16__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, kv_bytes: 2, blocks: 2 };
-            attention_f16__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 2, kv_bytes: 2, blocks: 2 };
-            attention_bf16__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 4, kv_bytes: 2, blocks: 4 };
-            attention_bf16__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, kv_bytes: 2, blocks: 2 };
-            attention_bf16__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 2, kv_bytes: 2, blocks: 2 };
+            attention_f16__decode_ring_d64_r8__sm80 => f16, F16, DecodeRing { dim: 64, rows: 8, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_f16__decode_ring_d64_r16__sm80 => f16, F16, DecodeRing { dim: 64, rows: 16, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_f16__decode_ring_d128_r8__sm80 => f16, F16, DecodeRing { dim: 128, rows: 8, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_f16__decode_ring_d128_r16__sm80 => f16, F16, DecodeRing { dim: 128, rows: 16, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_f16__decode_ring_d256_r8__sm80 => f16, F16, DecodeRing { dim: 256, rows: 8, places: 2, kv_bytes: 2, blocks: 2 };
+            attention_f16__decode_ring_d256_r16__sm80 => f16, F16, DecodeRing { dim: 256, rows: 16, places: 2, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d64_r8__sm80 => bf16, BF16, DecodeRing { dim: 64, rows: 8, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_bf16__decode_ring_d64_r16__sm80 => bf16, BF16, DecodeRing { dim: 64, rows: 16, places: 4, kv_bytes: 2, blocks: 4 };
+            attention_bf16__decode_ring_d128_r8__sm80 => bf16, BF16, DecodeRing { dim: 128, rows: 8, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d128_r16__sm80 => bf16, BF16, DecodeRing { dim: 128, rows: 16, places: 4, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d256_r8__sm80 => bf16, BF16, DecodeRing { dim: 256, rows: 8, places: 2, kv_bytes: 2, blocks: 2 };
+            attention_bf16__decode_ring_d256_r16__sm80 => bf16, BF16, DecodeRing { dim: 256, rows: 16, places: 2, kv_bytes: 2, blocks: 2 };
         }
     };
 }
@@ -468,12 +477,18 @@ macro_rules! attention_decode_ring_table {
 macro_rules! attention_decode_ring_fp8_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16_f8e4m3__decode_ring_d64__sm80 => f16, F16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
-            attention_f16_f8e4m3__decode_ring_d128__sm80 => f16, F16, DecodeRing { dim: 128, places: 4, kv_bytes: 1, blocks: 3 };
-            attention_f16_f8e4m3__decode_ring_d256__sm80 => f16, F16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
-            attention_bf16_f8e4m3__decode_ring_d64__sm80 => bf16, BF16, DecodeRing { dim: 64, places: 8, kv_bytes: 1, blocks: 3 };
-            attention_bf16_f8e4m3__decode_ring_d128__sm80 => bf16, BF16, DecodeRing { dim: 128, places: 4, kv_bytes: 1, blocks: 3 };
-            attention_bf16_f8e4m3__decode_ring_d256__sm80 => bf16, BF16, DecodeRing { dim: 256, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_f16_f8e4m3__decode_ring_d64_r8__sm80 => f16, F16, DecodeRing { dim: 64, rows: 8, places: 8, kv_bytes: 1, blocks: 4 };
+            attention_f16_f8e4m3__decode_ring_d64_r16__sm80 => f16, F16, DecodeRing { dim: 64, rows: 16, places: 8, kv_bytes: 1, blocks: 3 };
+            attention_f16_f8e4m3__decode_ring_d128_r8__sm80 => f16, F16, DecodeRing { dim: 128, rows: 8, places: 4, kv_bytes: 1, blocks: 4 };
+            attention_f16_f8e4m3__decode_ring_d128_r16__sm80 => f16, F16, DecodeRing { dim: 128, rows: 16, places: 4, kv_bytes: 1, blocks: 3 };
+            attention_f16_f8e4m3__decode_ring_d256_r8__sm80 => f16, F16, DecodeRing { dim: 256, rows: 8, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_f16_f8e4m3__decode_ring_d256_r16__sm80 => f16, F16, DecodeRing { dim: 256, rows: 16, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d64_r8__sm80 => bf16, BF16, DecodeRing { dim: 64, rows: 8, places: 8, kv_bytes: 1, blocks: 4 };
+            attention_bf16_f8e4m3__decode_ring_d64_r16__sm80 => bf16, BF16, DecodeRing { dim: 64, rows: 16, places: 8, kv_bytes: 1, blocks: 3 };
+            attention_bf16_f8e4m3__decode_ring_d128_r8__sm80 => bf16, BF16, DecodeRing { dim: 128, rows: 8, places: 4, kv_bytes: 1, blocks: 4 };
+            attention_bf16_f8e4m3__decode_ring_d128_r16__sm80 => bf16, BF16, DecodeRing { dim: 128, rows: 16, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d256_r8__sm80 => bf16, BF16, DecodeRing { dim: 256, rows: 8, places: 4, kv_bytes: 1, blocks: 2 };
+            attention_bf16_f8e4m3__decode_ring_d256_r16__sm80 => bf16, BF16, DecodeRing { dim: 256, rows: 16, places: 4, kv_bytes: 1, blocks: 2 };
         }
     };
 }

@@ -7,25 +7,27 @@ use cuda_std::global;
 
 use crate::tile::multiplicand::Multiplicand;
 
-/// An element of k and v, of which operands of `mma` are made.
+/// An element of k and v, beside a q of `T`s.
 ///
-/// Of k a lane has 16 bytes of a row, whose columns it has of q as well: in which order columns are summed over does not matter.
-/// Of v `ldmatrix` brings a lane two bytes and two bytes of a row. Of fp8 these are four neighbours, twice as many as the lane is
-/// to have: they make two operands, one of the even columns and one of the odd, so the lane has four neighbours of the result.
+/// Operands of `mma` whose rows are keys, of k, or columns, of v, are made of the registers that `ldmatrix` brings of two
+/// neighbouring pieces of 16 rows: each piece's first eight rows and the eight behind them. Two bytes and two bytes are what a lane is to have of
+/// an operand's row. Of fp8 these are four neighbours, twice as many: they make two operands, of k 16 columns each, of v a piece each,
+/// whose even columns are its first eight rows and the odd ones the others.
 pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
-    /// What weights and values are multiplied in. For fp8 always binary16, which has its values, without another conversion.
-    type Values: Multiplicand;
+    /// What weights and values are multiplied in, and keys if q has such values. For fp8 always binary16, to which the way is shorter than
+    /// to bfloat16.
+    type Narrow: Multiplicand;
     /// Elements of 16 bytes.
     const PER_PIECE: u32;
-    /// Operands of v that two registers are made into; times two of k that 16 bytes are made into.
+    /// Operands that four registers are made into.
     const PARTS: usize = Self::PER_PIECE as usize / 8;
     /// Whether what is stored is to be multiplied by its head's scale.
     const IS_SCALED: bool = false;
 
-    /// The operands of 16 keys' values, from 16 transposed bytes of each.
-    fn values(keys: [u32; 2]) -> [[u32; 2]; 2];
+    /// Operands of v from transposed registers: eight keys of both pieces, then the other keys of both.
+    fn values(registers: [u32; 4]) -> [[u32; 4]; 2];
 
-    /// A value as half an operand.
+    /// A value as half a word of an operand.
     ///
     /// # Safety
     /// - *in-bounds*.
@@ -40,19 +42,19 @@ pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
 
 /// What is multiplied with q as an `M`.
 pub(super) trait Keys<M: Multiplicand>: Copy + 'static {
-    /// The operands of a key, from 16 bytes of it: the first two, or four.
-    fn keys(piece: [u32; 4]) -> [[u32; 2]; 4];
+    /// Operands of k from eight keys of the one piece, eight of the other, then the keys behind them.
+    fn keys(registers: [u32; 4]) -> [[u32; 4]; 2];
 }
 
 macro_rules! cached_as_it_is {
     ($($type:ident),*) => {$(
         impl Cached<$type> for $type {
-            type Values = $type;
+            type Narrow = $type;
             const PER_PIECE: u32 = 8;
 
             #[inline(always)]
-            fn values(keys: [u32; 2]) -> [[u32; 2]; 2] {
-                [keys, [0; 2]]
+            fn values(registers: [u32; 4]) -> [[u32; 4]; 2] {
+                [registers, [0; 4]]
             }
 
             #[inline(always)]
@@ -70,8 +72,8 @@ macro_rules! cached_as_it_is {
 
         impl Keys<$type> for $type {
             #[inline(always)]
-            fn keys([a, b, c, d]: [u32; 4]) -> [[u32; 2]; 4] {
-                [[a, b], [c, d], [0; 2], [0; 2]]
+            fn keys(registers: [u32; 4]) -> [[u32; 4]; 2] {
+                [registers, [0; 4]]
             }
         }
     )*};
@@ -81,14 +83,17 @@ cached_as_it_is!(f16, bf16);
 macro_rules! cached_as_fp8 {
     ($($type:ident: $widen:ident;)*) => {$(
         impl Cached<$type> for E4m3 {
-            type Values = f16;
+            type Narrow = f16;
             const PER_PIECE: u32 = 16;
             const IS_SCALED: bool = true;
 
             #[inline(always)]
-            fn values([low, high]: [u32; 2]) -> [[u32; 2]; 2] {
-                let [[a, b], [c, d]] = [f16x2s_from_e4m3(low), f16x2s_from_e4m3(high)];
-                [[a, c], [b, d]]
+            fn values([a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
+                let piece = |near: u32, far: u32| {
+                    let [[a, b], [c, d]] = [f16x2s_from_e4m3(near), f16x2s_from_e4m3(far)];
+                    [a, b, c, d]
+                };
+                [piece(a, c), piece(b, d)]
             }
 
             #[inline(always)]
@@ -106,8 +111,11 @@ macro_rules! cached_as_fp8 {
 
         impl Keys<$type> for E4m3 {
             #[inline(always)]
-            fn keys(piece: [u32; 4]) -> [[u32; 2]; 4] {
-                piece.map(|four| [$widen::<0, 1>(four), $widen::<2, 3>(four)])
+            fn keys([a, b, c, d]: [u32; 4]) -> [[u32; 4]; 2] {
+                let piece = |near: u32, far: u32| {
+                    [$widen::<0, 1>(near), $widen::<0, 1>(far), $widen::<2, 3>(near), $widen::<2, 3>(far)]
+                };
+                [piece(a, b), piece(c, d)]
             }
         }
     )*};

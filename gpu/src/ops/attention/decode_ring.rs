@@ -1,28 +1,28 @@
 //! Few queries against a long cache on the tensor cores of Ampere and later: `cp.async` keeps k and v coming through a ring in
 //! shared memory, from one split of 256 keys to the next.
 //!
-//! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are the 16
-//! rows of `mma.sync`. Blocks are as many as the card holds at a time; each takes every so many-th split, or every so many-th group of
-//! four that follow each other. Heads go first, since their keys are neighbours in memory. A warp does every fourth 16 keys of a
-//! split, by itself up to the end.
+//! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are 8 columns of
+//! `mma.sync`, or twice 8: keys, and columns of v, are its rows. Blocks are as many as the card holds at a time; each takes every so many-th
+//! split, or every so many-th group of four that follow each other. Heads go first, since their keys are neighbours in memory. A warp does
+//! every fourth 16 keys of a split, by itself up to the end.
 //!
 //! ```text
-//! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][16 rows][≤ 128] | maxima | sums | marks |
+//! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][8 or 16 rows][≤ 128] | maxima | sums | marks |
 //!          beside fp8, heads up to 128: | q |         of groups: | maxima × 2 | sums | what has been joined [rows][DIM] |
 //!
 //! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further into its place
-//! s = q·kᵀ    the warp's 64 keys: four chunks
-//! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, the next product's operand as they are
-//! o = p·v     four chunks; behind them those of the next split's k start
+//! s = k·qᵀ    the warp's 64 keys: four chunks
+//! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, and transposed among the warp's lanes
+//! o = vᵀ·p    four chunks; behind them those of the next split's k start
 //! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time; meanwhile the next split's
 //!             q is loaded. Of a group, they are joined to those of the splits before; the last one's go to the workspace
 //! ```
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
 //! - Keys that no row sees, and columns beyond a head, are not read but filled with zeros. Pieces of 16 bytes are moved by an
-//!   exclusive or with their row, so that what is read at a time comes from different banks: by `ldmatrix` eight rows of v.
-//! - The columns of q and k are multiplied in another order: a lane's operands of two steps of `mma` are 16 bytes of a row, of q
-//!   loaded at a time from global memory, of k from the ring.
+//!   exclusive or with their row, so that those of eight rows, which `ldmatrix` reads at a time, come from different banks.
+//! - Keys are the rows of the product, so that 8 rows of q take half of the products, weights and registers that 16 take: of fp8 a
+//!   multiprocessor holds four blocks instead of three.
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
 //! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
 //!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
@@ -33,9 +33,9 @@
 //!   scale of its values multiplies the results. It is widened to binary16, which is a quarter of the instructions of bfloat16, so
 //!   q of that type is brought to binary16 too, exactly: a row by a power of two. That is done once for all warps, in shared memory.
 //!   Where binary16 has not all elements of a tile, its block multiplies in bfloat16, with the same bits ([`SharedQueries`]).
-//! - To be mended: weights beside fp8 are binary16 too, and end at 2^-25, where those of bfloat16 go on. A column in which the heavy keys
-//!   have a value of 0 is made of the light ones alone: `planned_fp8` finds it now and then (7 queries, 4 keys, one head of 208, queries times 16).
-//!   Weights times 2^15, which the values' scale can take back, would end at 2^-40.
+//! - Weights of bfloat16 are binary16 for that too, times 2^15, which the values' scale takes back. Those below 2^-29 are multiplied in
+//!   bands of their own, further up, with the sums as far up meanwhile: a row without such weights keeps its bits, and a column whose heavy
+//!   keys have a value of 0 is made of the light ones.
 //!
 //! # Measured on an H200, head dim 128, with the merge
 //!
@@ -64,23 +64,63 @@ use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_GROUP_NUMBERS_BYTES, DECODE_RING_PADDING,
     DECODE_RING_ROWS, SPLIT_KEYS, THREADS, decode_ring_joins, decode_ring_q_bytes,
 };
-use cuda_std::cvt::Element;
-use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
+use cuda_std::{cp_async, cvt, global, math, matrix, shared, thread, warp};
 
 use super::cached::{Cached, Keys, head_scale};
-use super::queries::{SharedQueries, load_queries, operands};
+use super::queries::{SharedQueries, load_queries};
 use super::scores::{capped, has_cap};
 use super::work::{Splits, Work};
 use super::{Tables, Visible, offset};
 use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
 use crate::tile::softmax::{base, meet, weight};
 
-const ROWS: u32 = DECODE_RING_ROWS;
 const WARPS: u32 = THREADS / 32;
 /// Keys of a chunk.
 const CHUNK: u32 = 16;
 /// Chunks of k of a warp, and of v.
 const CHUNKS: usize = (SPLIT_KEYS / WARPS / CHUNK) as usize;
+/// What weights are multiplied by where they are bfloat16 and are to be binary16: 1 becomes the largest power of two there.
+const LIFT: f32 = (1u32 << 15) as f32;
+/// log2 of how far a band of such weights reaches: where it begins is an ordinary number of binary16, whose smallest is 2^-14.
+const BAND: u32 = 29;
+/// Bands down to the least number of f32; what is not ordinary of the last one is below 2^-116.
+const BANDS: u32 = 4;
+
+/// The bits of the least weight of a band, times [`LIFT`].
+#[inline(always)]
+fn least_of_band(band: u32) -> u32 {
+    (127 - 14 - BAND * band) << 23
+}
+
+/// What so many bands reach over.
+#[inline(always)]
+fn power_of_bands(bands: u32) -> f32 {
+    f32::from_bits((127 + BAND * bands) << 23)
+}
+
+/// Those of eight keys' weights in words of `T` that are of a band, as far up as those of band 0, as `M`; all of them if there is
+/// one band only. Weights of the same type stay as they are.
+#[inline(always)]
+fn narrow<T: Multiplicand, M: Multiplicand>(words: [u32; 2], band: u32, bands: u32) -> [u32; 2] {
+    if T::INFINITIES == M::INFINITIES {
+        return words;
+    }
+    let mut values = [0f32; 8];
+    T::unpack([words[0], words[1], 0, 0], &mut values);
+    if bands != 1 {
+        let least = if band + 1 == bands { 0.0 } else { f32::from_bits(least_of_band(band)) };
+        let end = if band == 0 { f32::INFINITY } else { f32::from_bits(least_of_band(band - 1)) };
+        let mut i = 0;
+        while i < 4 {
+            // Not the other way round: NaN is of all bands.
+            let is_other = values[i] < least || values[i] >= end;
+            values[i] = if is_other { 0.0 } else { values[i] * power_of_bands(band) };
+            i += 1;
+        }
+    }
+    let [a, b, ..] = M::pack(&values);
+    [a, b]
+}
 
 /// What the pieces of a row are moved by, of which it has so many: of rows without a bit in common that is what each is moved by,
 /// together.
@@ -170,46 +210,93 @@ unsafe fn wait<const PLACES: usize>() {
 
 /// The first key of a chunk.
 #[inline(always)]
-fn key_of(work: &Work, chunk: usize, warp_idx: u32) -> i32 {
+fn key_of<const ROWS: u32>(work: &Work<ROWS>, chunk: usize, warp_idx: u32) -> i32 {
     work.first_key() + (((chunk % CHUNKS) as u32 * WARPS + warp_idx) * CHUNK) as i32
 }
 
-/// The products of a warp's keys and a split's rows, and the copies that follow: `start` is given the chunk that has been read.
+/// The largest of eight lanes', of which every fourth is one; or their sum.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn over_groups(value: f32, join: fn(f32, f32) -> f32) -> f32 {
+    let mut value = value;
+    let mut step = 16;
+    while step >= 4 {
+        // SAFETY: the caller's promise.
+        value = join(value, unsafe { warp::shuffle_xor_f32(warp::FULL_MASK, value, step) });
+        step /= 2;
+    }
+    value
+}
+
+/// The transpose of eight rows of eight 16-bit elements, of which a lane has two neighbours as of an operand of `mma`. `movmatrix` would do it
+/// in one instruction, but not before PTX 7.8.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+unsafe fn transpose(word: u32, lane: u32) -> u32 {
+    let (group, member) = (lane / 4, lane % 4);
+    // SAFETY: the caller's promise.
+    let [near, far] =
+        [0, 4].map(|next| unsafe { warp::shuffle_idx(warp::FULL_MASK, word, member * 8 + next + group / 2) });
+    cvt::prmt(near, far, if group % 2 == 0 { 0x5410 } else { 0x7632 })
+}
+
+/// Where a lane's row of two neighbouring pieces begins in a chunk of 16 rows, for `ldmatrix`: the second piece's or not.
+#[inline(always)]
+fn row_of_pair(pieces: u32, row: u32, is_second: u32) -> u32 {
+    row * pieces * 16 + ((is_second ^ turn(pieces, row)) << 4)
+}
+
+/// The same of pair number `pair`: the exclusive or of [`turn`] has its own bits.
+#[inline(always)]
+fn pair(row_of_first: u32, pair: u32) -> u32 {
+    (row_of_first ^ (pair % 4 * 2) << 4) + pair / 4 * 128
+}
+
+/// The products of a warp's keys and a split's rows, and the copies that follow: `start` is given the chunk that has been read. For each
+/// chunk and eight rows of q a lane has keys `g` and `g + 8`, rows `2 t` and `2 t + 1`.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the rest is the caller's promise to [`splits`].
 #[inline(always)]
-unsafe fn products<M: Multiplicand, C: Keys<M>, const STEPS: usize, const PLACES: usize>(
-    queries: &[[u32; 4]; STEPS],
+unsafe fn products<
+    M: Multiplicand,
+    C: Keys<M>,
+    const HALVES: usize,
+    const STEPS: usize,
+    const PLACES: usize,
+>(
+    queries: &[[[u32; 2]; HALVES]; STEPS],
     lane: u32,
     pieces: u32,
     place_of: impl Fn(usize) -> u32,
     start: impl Fn(usize),
-) -> [[f32; 4]; 2 * CHUNKS] {
-    let (group, member) = (lane / 4, lane % 4);
-    let steps_of_piece = 4 * STEPS / pieces as usize;
-    let mut s = [[0f32; 4]; 2 * CHUNKS];
+) -> [[[f32; 4]; HALVES]; CHUNKS] {
+    let row = row_of_pair(pieces, lane % 16, lane / 16);
+    let parts = 2 * STEPS / pieces as usize;
+    let mut s = [[[0f32; 4]; HALVES]; CHUNKS];
     let mut chunk = 0;
     while chunk < CHUNKS {
         // SAFETY: the caller's promise.
         unsafe {
             wait::<PLACES>();
-            // A piece of keys `group` and eight further on, of every four.
-            let at = place_of(chunk) + group * pieces * 16;
+            let at = place_of(chunk) + row;
             let mut i = 0;
-            while i < pieces as usize / 4 {
-                let piece = (i as u32 % 2 * 4) ^ member ^ turn(pieces, group);
-                let at = at + (piece << 4) + i as u32 / 2 * 128;
-                let near = C::keys(shared::load_u32x4(at));
-                let far = C::keys(shared::load_u32x4(at + 8 * pieces * 16));
-                let mut j = 0;
-                while j < steps_of_piece {
-                    let query = queries[steps_of_piece * i + j];
-                    s[2 * chunk] = M::multiply_add(query, near[j], s[2 * chunk]);
-                    s[2 * chunk + 1] = M::multiply_add(query, far[j], s[2 * chunk + 1]);
-                    j += 1;
+            while i < STEPS {
+                let keys = C::keys(matrix::load_x4(pair(at, (i / parts) as u32)));
+                let mut part = 0;
+                while part < parts {
+                    let mut half = 0;
+                    while half < HALVES {
+                        s[chunk][half] = M::multiply_add(keys[part], queries[i + part][half], s[chunk][half]);
+                        half += 1;
+                    }
+                    part += 1;
                 }
-                i += 1;
+                i += parts;
             }
             warp::sync_warp(warp::FULL_MASK);
         }
@@ -219,19 +306,51 @@ unsafe fn products<M: Multiplicand, C: Keys<M>, const STEPS: usize, const PLACES
     s
 }
 
+/// Adds the products of a chunk's values and weights. For each 16 columns and eight rows a lane has rows `2 t` and `2 t + 1` of two
+/// columns: `g` and `g + 8`, of fp8 `2 g` and `2 g + 1`.
+///
+/// # Safety
+/// - *converged*: the whole warp; `at` is [`row_of_pair`] of the chunk's place; the rest is the caller's promise to [`splits`].
+#[inline(always)]
+unsafe fn add_values<T: Multiplicand, C: Cached<T>, const HALVES: usize, const STEPS: usize>(
+    o: &mut [[[f32; 4]; HALVES]; STEPS],
+    weights: [[u32; 2]; HALVES],
+    at: u32,
+) {
+    let mut i = 0;
+    while i < STEPS {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let values = C::values(matrix::load_x4_trans(pair(at, (i / C::PARTS) as u32)));
+            let mut part = 0;
+            while part < C::PARTS {
+                let mut half = 0;
+                while half < HALVES {
+                    let o = &mut o[i + part][half];
+                    *o = C::Narrow::multiply_add(values[part], weights[half], *o);
+                    half += 1;
+                }
+                part += 1;
+            }
+        }
+        i += C::PARTS;
+    }
+}
+
 /// The whole block. See the module.
 ///
 /// # Safety
 /// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked in
-///   `Attention::run`. `STEPS` is `DIM / 16`, `TILES` `DIM / 8`; `PLACES` is 2, 4 or 8.
+///   `Attention::run`. `HALVES` is `ROWS / 8`, `STEPS` `DIM / 16`; `PLACES` is 2, 4 or 8.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn splits<
     T: Multiplicand,
-    C: Cached<T> + Keys<T> + Keys<C::Values>,
+    C: Cached<T> + Keys<T> + Keys<C::Narrow>,
     const DIM: u32,
+    const ROWS: u32,
+    const HALVES: usize,
     const STEPS: usize,
-    const TILES: usize,
     const PLACES: usize,
 >(
     q: *const T,
@@ -252,13 +371,16 @@ pub(super) unsafe fn splits<
     let ring_end = shared::base() + WARPS * PLACES as u32 * place_bytes;
     let columns = if DIM < DECODE_RING_COLUMNS { DIM } else { DECODE_RING_COLUMNS };
     let shared_queries =
-        SharedQueries { at: ring_end + WARPS * (ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4 };
-    let joined = shared_queries.at + decode_ring_q_bytes(DIM, 16 / C::PER_PIECE);
+        SharedQueries::<ROWS> { at: ring_end + WARPS * (ROWS * (columns + DECODE_RING_PADDING + 2) + 1) * 4 };
+    let q_bytes = decode_ring_q_bytes(DIM, ROWS, 16 / C::PER_PIECE);
+    let joined = shared_queries.at + q_bytes;
+    // Whether weights have exponents that the type they are multiplied in has not.
+    let lifts = T::INFINITIES != C::Narrow::INFINITIES;
     // For what would be kept from one split to the next; and for all that is known of the next split, while v is multiplied.
-    let has_registers = DIM <= 128;
-    // fp8 at 128 has the registers for that on Hopper alone; the simulator runs the other form of it, which knows the same.
-    let keeps_next = DIM < 128 || (has_registers && (C::PARTS == 1 || cfg!(target_feature = "sm_90a")));
-    let shares_q = decode_ring_q_bytes(DIM, 16 / C::PER_PIECE) != 0;
+    let has_registers = DIM * ROWS <= 128 * 16;
+    // fp8 has the registers for that on Hopper alone; the simulator runs the other form of it, which knows the same.
+    let keeps_next = has_registers && (C::PARTS == 1 || cfg!(target_feature = "sm_90a"));
+    let shares_q = q_bytes != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
 
@@ -267,7 +389,7 @@ pub(super) unsafe fn splits<
     // anew by the warp that has read it, all of it behind `sync_warp`.
     unsafe {
         let share = Share::new(pieces, thread::lane());
-        let start = |work: &Work, chunk: usize| {
+        let start = |work: &Work<ROWS>, chunk: usize| {
             if work.has_keys() {
                 let first_key = key_of(work, chunk, warp_idx);
                 let mut share = share;
@@ -302,22 +424,22 @@ pub(super) unsafe fn splits<
         };
 
         let mut splits = Splits::new(dims, decode_ring_joins(DIM));
-        let mut work: Work = splits.find(tables, dims);
+        let mut work: Work<ROWS> = splits.find(tables, dims);
         let mut is_first = true;
         let mut chunk = 0;
         while chunk < PLACES {
             start(&work, chunk);
             chunk += 1;
         }
-        let mut loaded = [[0u32; 4]; STEPS];
+        let mut loaded = [[[0u32; 2]; HALVES]; STEPS];
         if !work.has_keys() || !has_registers {
             // Nothing is loaded.
         } else if shares_q {
             let part = SharedQueries::load(q, &work, STEPS, dims);
-            shared_queries.store::<T, C::Values>(part, STEPS, 0);
+            shared_queries.store::<T, C::Narrow>(part, STEPS, 0);
             thread::sync_threads();
         } else {
-            loaded = load_queries::<T, C, STEPS>(q, &work, thread::lane(), dims);
+            loaded = load_queries::<T, C, ROWS, HALVES, STEPS>(q, &work, thread::lane(), dims);
         }
         while work.has_keys() {
             // Opaque, or the places of all that is read would be kept in registers for the next split.
@@ -328,84 +450,118 @@ pub(super) unsafe fn splits<
             // The chunk `PLACES` further on goes where the one that was read is.
             let go_on = |chunk: usize| start(&ahead, (chunk + PLACES) % (2 * CHUNKS));
             let mut is_shared = shares_q;
-            if shares_q && T::INFINITIES != C::Values::INFINITIES {
+            if shares_q && lifts {
                 let [a, b, c, d] = shared::load_u32x4(shared_queries.marks(STEPS));
                 is_shared = a | b | c | d == 0;
             }
-            let mut scales = [dims.scale * head_scale::<T, C>(k_scale, work.head_kv); 2];
+            let mut scales = [[dims.scale * head_scale::<T, C>(k_scale, work.head_kv); 2]; HALVES];
             let mut s = if is_shared {
-                let at = shared_queries.inverses(STEPS) + group * 4;
-                scales = [scales[0] * shared::load_f32(at), scales[1] * shared::load_f32(at + 32)];
-                let mut queries = [[0; 4]; STEPS];
-                let mut i = 0;
-                while i < STEPS {
-                    queries[i] = shared::load_u32x4(shared_queries.at + (i as u32 * 32 + lane) * 16);
-                    i += 1;
+                let mut queries = [[[0; 2]; HALVES]; STEPS];
+                let mut half = 0;
+                while half < HALVES {
+                    let at = shared_queries.inverses(STEPS) + (8 * half as u32 + 2 * member) * 4;
+                    let inverses = shared::load_f32x2(at);
+                    scales[half] = [scales[half][0] * inverses[0], scales[half][1] * inverses[1]];
+                    let mut i = 0;
+                    while i < STEPS {
+                        let at = shared_queries.at + (i as u32 * ROWS + 8 * half as u32) * 32;
+                        queries[i][half] = shared::load_u32x2(at + lane * 8);
+                        i += 1;
+                    }
+                    half += 1;
                 }
-                products::<C::Values, C, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
+                products::<C::Narrow, C, HALVES, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
             } else {
-                let loaded = if has_registers && !shares_q {
+                let queries = if has_registers && !shares_q {
                     loaded
                 } else {
-                    load_queries::<T, C, STEPS>(q, &work, lane, dims)
+                    load_queries::<T, C, ROWS, HALVES, STEPS>(q, &work, lane, dims)
                 };
-                let queries = operands(&loaded, &work, lane);
-                products::<T, C, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
+                products::<T, C, HALVES, STEPS, PLACES>(&queries, lane, pieces, place_of, go_on)
             };
 
             // Weights, of the warp's keys by themselves.
-            let mut m = [f32::NEG_INFINITY; 2];
+            let mut m = [[f32::NEG_INFINITY; 2]; HALVES];
             if has_cap(dims) {
                 let mut i = 0;
-                while i < 8 * CHUNKS {
-                    s[i / 4][i % 4] = capped(s[i / 4][i % 4] * scales[i / 2 % 2], dims);
+                while i < 4 * CHUNKS * HALVES {
+                    let (chunk, half, row) = (i / 4 / HALVES, i / 4 % HALVES, i % 2);
+                    let s = &mut s[chunk][half][i % 4];
+                    *s = capped(*s * scales[half][row], dims);
                     i += 1;
                 }
-                scales = [1.0; 2];
+                scales = [[1.0; 2]; HALVES];
             }
             if work.is_whole() {
                 let mut i = 0;
-                while i < 8 * CHUNKS {
-                    let s = &mut s[i / 4][i % 4];
-                    *s *= scales[i / 2 % 2];
-                    m[i / 2 % 2] = math::max(m[i / 2 % 2], *s);
+                while i < 4 * CHUNKS * HALVES {
+                    let (chunk, half, row) = (i / 4 / HALVES, i / 4 % HALVES, i % 2);
+                    let s = &mut s[chunk][half][i % 4];
+                    *s *= scales[half][row];
+                    m[half][row] = math::max(m[half][row], *s);
                     i += 1;
                 }
             } else {
-                let rows = [work.first_row + group, work.first_row + group + 8];
-                let visible = [work.visible(rows[0], dims), work.visible(rows[1], dims)];
-                let mut i = 0;
-                while i < 8 * CHUNKS {
-                    let half = i / 2 % 2;
-                    let key =
-                        key_of(&work, i / 8, warp_idx) + (i / 4 % 2 * 8 + i % 2) as i32 + 2 * member as i32;
-                    let s = &mut s[i / 4][i % 4];
-                    *s = if visible[half].has(key) { *s * scales[half] } else { f32::NEG_INFINITY };
-                    m[half] = math::max(m[half], *s);
-                    i += 1;
+                let mut half = 0;
+                while half < HALVES {
+                    let first = work.first_row + 8 * half as u32 + 2 * member;
+                    let visible = [work.visible(first, dims), work.visible(first + 1, dims)];
+                    let mut i = 0;
+                    while i < 4 * CHUNKS {
+                        let (chunk, row) = (i / 4, i % 2);
+                        let key = key_of(&work, chunk, warp_idx) + (i / 2 % 2 * 8) as i32 + group as i32;
+                        let s = &mut s[chunk][half][i % 4];
+                        *s = if visible[row].has(key) { *s * scales[half][row] } else { f32::NEG_INFINITY };
+                        m[half][row] = math::max(m[half][row], *s);
+                        i += 1;
+                    }
+                    half += 1;
                 }
             }
-            m = [warp::max_f32::<4>(m[0]), warp::max_f32::<4>(m[1])];
-            let bases = [base(m[0]), base(m[1])];
-            let mut sums = [0f32; 2];
-            let mut p = [[0u32; 4]; CHUNKS];
+            let mut bases = [[0f32; 2]; HALVES];
             let mut i = 0;
-            while i < CHUNKS {
+            while i < 2 * HALVES {
+                m[i / 2][i % 2] = over_groups(m[i / 2][i % 2], math::max);
+                bases[i / 2][i % 2] = base(m[i / 2][i % 2]);
+                i += 1;
+            }
+            let mut sums = [[0f32; 2]; HALVES];
+            let mut p = [[[0u32; 2]; HALVES]; CHUNKS];
+            // Of 0 the bits less one are the largest.
+            let mut least = u32::MAX;
+            let mut i = 0;
+            while i < CHUNKS * HALVES {
                 let mut eight = [0f32; 8];
                 let mut j = 0;
                 while j < 8 {
-                    let half = j / 2 % 2;
-                    eight[j] = weight::<T>(s[2 * i + j / 4][j % 4] - bases[half]);
-                    sums[half] += eight[j];
+                    let (chunk, half, row) = ((i + j / 4) / HALVES, (i + j / 4) % HALVES, j % 2);
+                    let weight = weight::<T>(s[chunk][half][j % 4] - bases[half][row]);
+                    sums[half][row] += weight;
+                    eight[j] = if lifts { weight * LIFT } else { weight };
+                    least = least.min(eight[j].to_bits().wrapping_sub(1));
                     j += 1;
                 }
-                p[i] = C::Values::pack(&eight);
+                // A key's weights are a row there, and are wanted as a column.
+                let words = T::pack(&eight).map(|word| transpose(word, lane));
+                p[i / HALVES][i % HALVES] = [words[0], words[1]];
+                p[(i + 1) / HALVES][(i + 1) % HALVES] = [words[2], words[3]];
+                i += 2;
+            }
+            let mut bands = 1;
+            while lifts && bands < BANDS && warp::any(warp::FULL_MASK, least < least_of_band(bands - 1)) {
+                bands += 1;
+            }
+            let mut i = 0;
+            while i < 2 * HALVES {
+                sums[i / 2][i % 2] = over_groups(sums[i / 2][i % 2], |a, b| a + b);
                 i += 1;
             }
-            sums = [warp::sum_f32::<4>(sums[0]), warp::sum_f32::<4>(sums[1])];
-            // All four lanes of a row know them: each keeps one.
-            let numbers = if member < 2 { m } else { sums };
-            let number = if member % 2 == 0 { numbers[0] } else { numbers[1] };
+            // All eight lanes of a row know them: each keeps one.
+            let half = if HALVES == 1 || group < 4 { 0 } else { HALVES - 1 };
+            let of_half =
+                |numbers: [[f32; 2]; HALVES]| if half == 0 { numbers[0] } else { numbers[HALVES - 1] };
+            let numbers = if group % 4 < 2 { of_half(m) } else { of_half(sums) };
+            let number = if group % 2 == 0 { numbers[0] } else { numbers[1] };
 
             let next = if PLACES > CHUNKS { ahead } else { splits.next(tables, dims) };
             let mut part = [[0; 4]; 2];
@@ -413,41 +569,64 @@ pub(super) unsafe fn splits<
                 part = SharedQueries::load(q, &next, STEPS, dims);
             }
             let is_alike = work.is_alike();
-            let mut o = [[0f32; 4]; TILES];
-            let mut chunk = 0;
-            while chunk < CHUNKS {
-                wait::<PLACES>();
-                let at = place_of(CHUNKS + chunk) + lane % 16 * row_bytes;
-                let mut j = 0;
-                while j < TILES {
-                    let from = j / C::PARTS;
-                    let piece = (from as u32 % 8) ^ (lane / 16) ^ turn(pieces, lane % 8);
-                    let [a, b, c, d] = matrix::load_x4_trans(at + (piece << 4) + from as u32 / 8 * 128);
-                    let (left, right) = (C::values([a, b]), C::values([c, d]));
-                    let mut i = 0;
-                    while i < C::PARTS {
-                        let (l, r) = (j + i, j + C::PARTS + i);
-                        o[l] = C::Values::multiply_add(p[chunk], left[i], o[l]);
-                        o[r] = C::Values::multiply_add(p[chunk], right[i], o[r]);
-                        i += 1;
+            let mut o = [[[0f32; 4]; HALVES]; STEPS];
+            let row_of_values = |lane: u32| row_of_pair(pieces, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+            let row = row_of_values(lane);
+            // Not a loop: its rounds would be too long for LLVM to put them side by side, and p an array in memory.
+            macro_rules! add_chunk {
+                ($chunk:literal) => {{
+                    let chunk = $chunk;
+                    wait::<PLACES>();
+                    let place = place_of(CHUNKS + chunk);
+                    let weights = |band: u32| {
+                        let mut weights = p[chunk];
+                        let mut half = 0;
+                        while half < HALVES {
+                            weights[half] = narrow::<T, C::Narrow>(weights[half], band, bands);
+                            half += 1;
+                        }
+                        weights
+                    };
+                    let scale = |o: &mut [[[f32; 4]; HALVES]; STEPS], factor: f32| {
+                        let mut i = 0;
+                        while i < 4 * HALVES * STEPS {
+                            o[i / 4 / HALVES][i / 4 % HALVES][i % 4] *= factor;
+                            i += 1;
+                        }
+                    };
+                    add_values::<T, C, HALVES, STEPS>(&mut o, weights(0), place + row);
+                    if lifts && bands != 1 {
+                        // Opaque, so that the loop stays one.
+                        let mut band = thread::opaque(1);
+                        while band < bands {
+                            scale(&mut o, power_of_bands(1));
+                            // Opaque, or all that is read would be kept in registers for the next band.
+                            let row = row_of_values(thread::opaque(lane + band * 32) % 32);
+                            add_values::<T, C, HALVES, STEPS>(&mut o, weights(band), place + row);
+                            band += 1;
+                        }
+                        scale(&mut o, 1.0 / power_of_bands(bands - 1));
                     }
-                    j += 2 * C::PARTS;
-                }
-                warp::sync_warp(warp::FULL_MASK);
-                match (chunk + PLACES).checked_sub(CHUNKS) {
-                    Some(of_next) => start(&next, of_next),
-                    None => start(&work, CHUNKS + chunk + PLACES),
-                }
-                chunk += 1;
+                    warp::sync_warp(warp::FULL_MASK);
+                    match (chunk + PLACES).checked_sub(CHUNKS) {
+                        Some(of_next) => start(&next, of_next),
+                        None => start(&work, CHUNKS + chunk + PLACES),
+                    }
+                }};
             }
+            const { assert!(CHUNKS == 4) };
+            add_chunk!(0);
+            add_chunk!(1);
+            add_chunk!(2);
+            add_chunk!(3);
 
             let is_last = splits.is_first || !next.has_keys();
-            let end = End { work, is_alike, is_first, is_last, number, results: ring_end, joined };
-            end.store::<T, C, DIM, TILES>(&o, &p, v, v_scale, tables, partial, stats, dims, || {
+            let end = End { work, is_alike, bands, is_first, is_last, number, results: ring_end, joined };
+            end.store::<T, C, DIM, HALVES, STEPS>(&o, &p, v, v_scale, tables, partial, stats, dims, || {
                 if shares_q {
-                    shared_queries.store::<T, C::Values>(part, STEPS, next.split);
+                    shared_queries.store::<T, C::Narrow>(part, STEPS, next.split);
                 } else if has_registers && next.has_keys() {
-                    loaded = load_queries::<T, C, STEPS>(q, &next, lane, dims);
+                    loaded = load_queries::<T, C, ROWS, HALVES, STEPS>(q, &next, lane, dims);
                 }
             });
             work = if keeps_next { next } else { next.again(tables, dims) };
@@ -457,12 +636,123 @@ pub(super) unsafe fn splits<
     }
 }
 
+/// A lane's part of 16 keys' values in 16 columns, as an operand, without what is not finite of keys that a row does not see; and whether it
+/// had such a one.
+///
+/// # Safety
+/// - The caller's promise to [`splits`].
+#[inline(always)]
+unsafe fn finite_values<T: Multiplicand, C: Cached<T>, const ROWS: u32>(
+    v: *const C,
+    first_key: i32,
+    first_column: u32,
+    work: &Work<ROWS>,
+    dims: &AttentionDims,
+) -> ([u32; 4], bool) {
+    let Work { pages, any, all, .. } = *work;
+    let (mut values, mut has_left_out) = ([0u32; 4], false);
+    let mut eight = 0;
+    while eight < 2 {
+        let mut second = 0;
+        while second < 2 {
+            let key = first_key + (second + 8 * eight) as i32;
+            if any.has(key) {
+                let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
+                // SAFETY: a key that there is.
+                let at = head + unsafe { pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride) };
+                let mut side = 0;
+                while side < 2 {
+                    let column = first_column + side * 8;
+                    if column < dims.head_dim_v {
+                        // SAFETY: as above, one of its columns.
+                        let bits = unsafe { C::value_bits(v.wrapping_add(at + column as usize)) };
+                        let is_left_out = !all.has(key) && not_finite::<C::Narrow>(bits) != 0;
+                        has_left_out |= is_left_out;
+                        let bits = if is_left_out { 0 } else { bits };
+                        values[(2 * eight + side) as usize] |= bits << (16 * second);
+                    }
+                    side += 1;
+                }
+            }
+            // Opaque, so that the loop stays one.
+            second = thread::opaque(second + 1);
+        }
+        eight += 1;
+    }
+    (values, has_left_out)
+}
+
+/// A warp's results of so many times 16 columns from one on, without values that are not finite, of keys that a row does not see. Returns
+/// whether there were any in the lane's columns.
+///
+/// # Safety
+/// - *converged*: the whole warp, to which the rows of results belong; the rest is the caller's promise to [`splits`].
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn multiply_finite<T: Multiplicand, C: Cached<T>, const ROWS: u32, const HALVES: usize>(
+    p: &[[[u32; 2]; HALVES]; CHUNKS],
+    v: *const C,
+    (results, row_bytes, first_column, tiles): (u32, u32, u32, u32),
+    bands: u32,
+    work: &Work<ROWS>,
+    thread: u32,
+    dims: &AttentionDims,
+) -> bool {
+    let (lane, warp_idx) = (thread % 32, thread / 32);
+    let (group, member) = (lane / 4, lane % 4);
+    let mut is_marked = false;
+    let mut j = 0;
+    // Opaque, so that the loop stays one.
+    while j < thread::opaque(tiles) {
+        let mut tile = [[0f32; 4]; HALVES];
+        // Opaque, or the places of all keys would be kept in registers for the next columns.
+        let member = thread::opaque(member + j * 4) % 4;
+        let mut chunk = 0;
+        while chunk < CHUNKS {
+            let first_key = key_of(work, chunk, warp_idx) + 2 * member as i32;
+            let column = first_column + j * 16 + group;
+            // SAFETY: the caller's promise.
+            let (values, has_left_out) =
+                unsafe { finite_values::<T, C, ROWS>(v, first_key, column, work, dims) };
+            is_marked |= has_left_out;
+            // As in `splits`; opaque, so that the loop stays one.
+            let mut band = thread::opaque(0);
+            while band < bands {
+                let factor = if band == 0 { 1.0 } else { power_of_bands(1) };
+                let mut half = 0;
+                while half < HALVES {
+                    let weights = narrow::<T, C::Narrow>(p[chunk][half], band, bands);
+                    let sums = tile[half].map(|sum| sum * factor);
+                    // SAFETY: the caller's promise.
+                    tile[half] = unsafe { C::Narrow::multiply_add(values, weights, sums) };
+                    half += 1;
+                }
+                band += 1;
+            }
+            tile = tile.map(|tile| tile.map(|sum| sum * (1.0 / power_of_bands(bands - 1))));
+            chunk += 1;
+        }
+        let mut i = 0;
+        while i < 4 * HALVES {
+            let row = 8 * (i / 4) as u32 + 2 * member + (i % 2) as u32;
+            let column = j * 16 + group + (i / 2 % 2 * 8) as u32;
+            // SAFETY: a row and a column of the warp's results.
+            unsafe { shared::store_f32(results + row * row_bytes + column * 4, tile[i / 4][i % 4]) };
+            i += 1;
+        }
+        j += 1;
+    }
+    is_marked
+}
+
 /// What a thread knows when its products are done.
-struct End {
+struct End<const ROWS: u32> {
     /// Its numbers and rows. More is found again where it is needed.
-    work: Work,
+    work: Work<ROWS>,
     /// Whether all rows see the same keys of the split.
     is_alike: bool,
+    /// Of the warp's weights, as [`narrow`] takes them.
+    bands: u32,
     /// Whether the split is the first of its result, and the last.
     is_first: bool,
     is_last: bool,
@@ -474,17 +764,23 @@ struct End {
     joined: u32,
 }
 
-impl End {
+impl<const ROWS: u32> End<ROWS> {
     /// The four warps' results as one. `meanwhile` is done once o is in shared memory, between two barriers.
     ///
     /// # Safety
     /// - *converged*: the whole block; the rest is the caller's promise to [`splits`].
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
-    unsafe fn store<T: Multiplicand, C: Cached<T>, const DIM: u32, const TILES: usize>(
+    unsafe fn store<
+        T: Multiplicand,
+        C: Cached<T>,
+        const DIM: u32,
+        const HALVES: usize,
+        const STEPS: usize,
+    >(
         &self,
-        o: &[[f32; 4]; TILES],
-        p: &[[u32; 4]; CHUNKS],
+        o: &[[[f32; 4]; HALVES]; STEPS],
+        p: &[[[u32; 2]; HALVES]; CHUNKS],
         v: *const C,
         v_scale: *const f32,
         tables: Tables,
@@ -493,7 +789,7 @@ impl End {
         dims: &AttentionDims,
         mut meanwhile: impl FnMut(),
     ) {
-        let End { work, is_alike, is_first, is_last, number, results, joined } = *self;
+        let End { work, is_alike, bands, is_first, is_last, number, results, joined } = *self;
         // Opaque, or what is known of the thread and the split would take up registers while o does.
         let thread = thread::opaque(thread::thread_idx_x() + work.split * THREADS) % THREADS;
         let (lane, warp_idx) = (thread % 32, thread / 32);
@@ -506,44 +802,46 @@ impl End {
         // SAFETY: as in `splits`; between the two barriers a warp writes its own rows of shared memory only.
         unsafe {
             let num_rows = work.end_row - work.first_row;
-            let v_scale = head_scale::<T, C>(v_scale, work.head_kv);
+            let mut v_scale = head_scale::<T, C>(v_scale, work.head_kv);
+            if T::INFINITIES != C::Narrow::INFINITIES {
+                v_scale *= 1.0 / LIFT;
+            }
             let mut first_column = 0;
             while first_column < DIM {
                 // The results before these have been read.
                 thread::sync_threads();
-                let numbers = if member < 2 { maxima } else { totals };
-                let row = group + 8 * (member % 2);
+                let numbers = if group % 4 < 2 { maxima } else { totals };
+                let row = group / 4 * 8 + 2 * member + group % 2;
                 if row < num_rows {
                     shared::store_f32(numbers + (warp_idx * ROWS + row) * 4, number);
                 }
-                let mut half = 0;
-                while half < 2 {
-                    let row = group + 8 * half as u32;
+                let mut i = 0;
+                while i < 2 * HALVES {
+                    let row = 8 * (i / 2) as u32 + 2 * member + (i % 2) as u32;
                     if row < num_rows {
-                        let at = results + (warp_idx * ROWS + row) * row_bytes + member * 8 * C::PARTS as u32;
+                        let at = results + (warp_idx * ROWS + row) * row_bytes + group * 4 * C::PARTS as u32;
                         let mut j = 0;
-                        while j < columns as usize / 8 {
-                            let (tile, at) = (first_column as usize / 8 + j, at + j as u32 * 32);
-                            let [a, b] = [o[tile][2 * half], o[tile][2 * half + 1]];
+                        while j < columns as usize / 16 {
+                            let (tile, at) = (first_column as usize / 16 + j, at + j as u32 * 64);
+                            let [a, b] = [o[tile][i / 2][i % 2], o[tile][i / 2][2 + i % 2]];
                             if C::PARTS == 1 {
                                 shared::store_f32(at, a);
-                                shared::store_f32(at + 4, b);
+                                shared::store_f32(at + 32, b);
                             } else {
-                                // The columns between them are the next tile's.
-                                let next = o[tile + 1];
-                                shared::store_f32x4(at, [a, next[2 * half], b, next[2 * half + 1]]);
+                                shared::store_f32x2(at, [a, b]);
                             }
-                            j += C::PARTS;
+                            j += 1;
                         }
                     }
-                    half += 1;
+                    i += 1;
                 }
                 let mut is_marked = false;
                 if !is_alike {
                     let mut zero = 0.0;
                     let mut i = 0;
-                    while i < columns as usize / 2 {
-                        zero = math::fma(o[first_column as usize / 8 + i / 4][i % 4], 0.0, zero);
+                    while i < columns as usize / 16 * HALVES * 4 {
+                        let o = o[first_column as usize / 16 + i / 4 / HALVES][i / 4 % HALVES][i % 4];
+                        zero = math::fma(o, 0.0, zero);
                         i += 1;
                     }
                     // 0 · NaN of a key that a row does not see: once more, without what is not finite of such keys.
@@ -551,45 +849,10 @@ impl End {
                         // Other lanes' columns.
                         warp::sync_warp(warp::FULL_MASK);
                         let work = work.again(tables, dims);
-                        let Work { pages, all, .. } = work;
-                        let head = offset(0, 0, 0, 0, work.head_kv, dims.v_head_stride);
-                        let mut j = 0;
-                        // Opaque, so that the loop stays one.
-                        while j < thread::opaque(columns / 8) {
-                            let column = first_column + j * 8 + group;
-                            let mut tile = [0f32; 4];
-                            let mut chunk = 0;
-                            while chunk < CHUNKS {
-                                let mut halves = [0u32; 4];
-                                let mut i = 0;
-                                while i < 4 {
-                                    let key = key_of(&work, chunk, warp_idx)
-                                        + 2 * member as i32
-                                        + (i / 2 * 8 + i % 2) as i32;
-                                    if work.any.has(key) && column < dims.head_dim_v {
-                                        let at = head
-                                            + pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
-                                        halves[i] = C::value_bits(v.wrapping_add(at + column as usize));
-                                        if !all.has(key) && not_finite::<C::Values>(halves[i]) != 0 {
-                                            halves[i] = 0;
-                                            is_marked = true;
-                                        }
-                                    }
-                                    i += 1;
-                                }
-                                let pairs = [halves[0] | halves[1] << 16, halves[2] | halves[3] << 16];
-                                tile = C::Values::multiply_add(p[chunk], pairs, tile);
-                                chunk += 1;
-                            }
-                            let mut i = 0;
-                            while i < 4 {
-                                let row = group + 8 * (i / 2) as u32;
-                                let at = results + (warp_idx * ROWS + row) * row_bytes + member * 8 + j * 32;
-                                shared::store_f32(at + (i % 2) as u32 * 4, tile[i]);
-                                i += 1;
-                            }
-                            j += 1;
-                        }
+                        let results = results + warp_idx * ROWS * row_bytes;
+                        let place = (results, row_bytes, first_column, columns / 16);
+                        is_marked =
+                            multiply_finite::<T, C, ROWS, HALVES>(p, v, place, bands, &work, thread, dims);
                     }
                 }
                 is_marked = warp::any(warp::FULL_MASK, is_marked);
@@ -617,7 +880,7 @@ impl End {
                     |warp: u32, row: u32| weight::<T>(of_warp(maxima, warp, row) - base(largest(row)));
                 // The largest score of the splits before, whose place is another for each split, as it is read until all are done
                 // with this one; and what they and this one are multiplied by.
-                let joined_m = |split: u32, row: u32| joined + (split % 2 * ROWS + row) * 4;
+                let joined_m = |split: u32, row: u32| joined + (split % 2 * DECODE_RING_ROWS + row) * 4;
                 let meet_joined = |m: &mut f32, row: u32| {
                     let before = shared::load_f32(joined_m(work.split + 1, row));
                     meet::<T>(m, before)
@@ -626,7 +889,7 @@ impl End {
                     let total = |warp: u32| of_warp(totals, warp, thread) * decay(warp, thread);
                     let mut total = (total(0) + total(1)) + (total(2) + total(3));
                     let mut m = largest(thread);
-                    let joined_sum = joined + (2 * ROWS + thread) * 4;
+                    let joined_sum = joined + (2 * DECODE_RING_ROWS + thread) * 4;
                     if !is_first {
                         let [own, of_before] = meet_joined(&mut m, thread);
                         total = math::fma(total, own, shared::load_f32(joined_sum) * of_before);

@@ -328,7 +328,8 @@ abi::attention_table!(entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! decode_ring_entries {
-    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, kv_bytes: 2, blocks: $blocks:literal };)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, rows: $rows:literal, places: $places:literal, kv_bytes: 2,
+       blocks: $blocks:literal };)*) => {$(
         /// Entry point; see `decode_ring` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -351,7 +352,7 @@ macro_rules! decode_ring_entries {
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
-                decode_ring::splits::<$type, $type, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
+                decode_ring::splits::<$type, $type, $dim, $rows, { $rows / 8 }, { $dim / 16 }, $places>(
                     q, k, v, null(), null(), tables, partial, stats, &dims,
                 )
             }
@@ -396,7 +397,8 @@ abi::attention_decode_latent_table!(decode_latent_entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! decode_ring_fp8_entries {
-    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, places: $places:literal, kv_bytes: 1, blocks: $blocks:literal };)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, rows: $rows:literal, places: $places:literal, kv_bytes: 1,
+       blocks: $blocks:literal };)*) => {$(
         /// Entry point; see `decode_ring` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -421,7 +423,7 @@ macro_rules! decode_ring_fp8_entries {
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
-                decode_ring::splits::<$type, E4m3, $dim, { $dim / 16 }, { $dim / 8 }, $places>(
+                decode_ring::splits::<$type, E4m3, $dim, $rows, { $rows / 8 }, { $dim / 16 }, $places>(
                     q, k, v, k_scale, v_scale, tables, partial, stats, &dims,
                 )
             }

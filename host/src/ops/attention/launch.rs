@@ -32,8 +32,8 @@ impl Loaded {
         let smem_bytes = variant.tile.smem_bytes();
         let load = |smem_bytes| device.entry(OP, variant.entry, smem_bytes);
         let (most, joined_bytes) = match variant.tile {
-            AttentionTile::DecodeRing { dim, blocks, .. } if decode_ring_joins(dim) => {
-                (blocks, decode_ring_group_bytes(dim, rows))
+            AttentionTile::DecodeRing { dim, rows: most, blocks, .. } if decode_ring_joins(dim) => {
+                (blocks, decode_ring_group_bytes(dim, rows.min(most)))
             }
             AttentionTile::DecodeRing { blocks, .. } => (blocks, 0),
             AttentionTile::DecodeLatent { .. } => (1, 0),

@@ -169,9 +169,6 @@ pub struct Offsets<'a> {
 /// **fp8**: keys and values in e4m3, times a scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes them.
 /// With tensor cores few queries take them as they are, and the scales join those of the scores and of the results; the other kernels get
 /// them rounded to q's type first. On a card the rows of q, k, v and out have to be aligned to 16 bytes.
-/// **Known defect**: the kernels of few queries on tensor cores round weights beside fp8 to binary16, also where q is bfloat16. A key whose
-/// weight is less than 2^-25 of the largest among 64 keys adds nothing, less than 2^-14 not with all bits; where all heavier keys have a value of 0, that is
-/// more than the bound allows.
 /// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
 /// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.

@@ -123,14 +123,21 @@ fn prefill(problem: &AttentionProblem) -> Option<&'static AttentionVariant> {
     VARIANTS.iter().find(|v| matches!(v.tile, AttentionTile::Prefill { .. }) && holds(v, problem))
 }
 
-/// The smallest decode kernel that holds the heads, and the rows if one of them does.
-fn decode(problem: &AttentionProblem, rows: usize) -> Option<&'static AttentionVariant> {
-    let fits = |v: &&AttentionVariant| matches!(v.tile, AttentionTile::Decode { .. }) && holds(v, problem);
-    // The table goes from small to large.
-    let smallest = VARIANTS.iter().find(fits)?.tile.max_head_dims();
-    let mut fitting = VARIANTS.iter().filter(fits).filter(|v| v.tile.max_head_dims() == smallest);
+/// The smallest of these kernels, which go from small to large, whose heads are wide enough, and which holds the rows if one of them does.
+fn for_rows(
+    variants: &'static [AttentionVariant],
+    fits: impl Fn(&AttentionVariant) -> bool,
+    rows: usize,
+) -> Option<&'static AttentionVariant> {
+    let smallest = variants.iter().find(|v| fits(v))?.tile.max_head_dims();
+    let mut fitting = variants.iter().filter(|v| fits(v) && v.tile.max_head_dims() == smallest);
     let most = fitting.clone().next_back();
     fitting.find(|v| rows <= v.tile.rows() as usize).or(most)
+}
+
+/// The decode kernel without tensor cores for so many rows.
+fn decode(problem: &AttentionProblem, rows: usize) -> Option<&'static AttentionVariant> {
+    for_rows(VARIANTS, |v| matches!(v.tile, AttentionTile::Decode { .. }) && holds(v, problem), rows)
 }
 
 /// The kernel for tensors whose rows are not aligned to 16 bytes, and for wide heads whose values are not in the keys' rows.
@@ -153,7 +160,7 @@ pub fn select(
     let group = problem.heads_q / problem.heads_kv.max(1);
     let rows = seq_q * group;
     let rings = if problem.is_fp8() { DECODE_RING_FP8_VARIANTS } else { DECODE_RING_VARIANTS };
-    let tensor_decode = smallest(rings, limits, problem);
+    let tensor_decode = for_rows(rings, |v| holds(v, problem) && runs(limits, v, problem), rows);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = (1..=most).contains(&seq_q);
     let (variant, why) = match prefill(problem) {
@@ -227,8 +234,10 @@ mod tests {
         let small = DeviceLimits { floor: Arch::Sm80, num_sms: 84, smem_per_block_bytes: 99 << 10 };
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
-            (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128__sm80"),
-            (hopper, DType::F16, (64, 40), 1, None, "attention_f16__decode_ring_d64__sm80"),
+            (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128_r16__sm80"),
+            (hopper, DType::F16, (64, 40), 1, None, "attention_f16__decode_ring_d64_r8__sm80"),
+            (hopper, DType::BF16, (128, 128), 2, None, "attention_bf16__decode_ring_d128_r8__sm80"),
+            (hopper, DType::BF16, (128, 128), 3, None, "attention_bf16__decode_ring_d128_r16__sm80"),
             (hopper, DType::F32, (64, 40), 5, None, "attention_f32__prefill_d64__sm61"),
             (hopper, DType::F16, (40, 64), 4096, None, "attention_f16__prefill_d64__sm90a"),
             (hopper, DType::F16, (40, 72), 4096, None, "attention_f16__prefill_d128__sm90a"),
@@ -279,11 +288,11 @@ mod tests {
         let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
         let fp8 = DType::F8E4M3;
         let table = [
-            (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128__sm80", false),
-            (Arch::Sm80, fp8, Some(16), 16, "attention_bf16_f8e4m3__decode_ring_d128__sm80", false),
+            (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128_r8__sm80", false),
+            (Arch::Sm80, fp8, Some(16), 16, "attention_bf16_f8e4m3__decode_ring_d128_r16__sm80", false),
             (Arch::Sm80, fp8, None, 17, "attention_bf16__prefill_d128__sm80", true),
             (Arch::Sm80, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm80", true),
-            (Arch::Sm80, DType::BF16, Some(16), 1, "attention_bf16__decode_ring_d128__sm80", false),
+            (Arch::Sm80, DType::BF16, Some(16), 1, "attention_bf16__decode_ring_d128_r8__sm80", false),
             (Arch::Sm61, fp8, None, 1, "attention_bf16__decode_d128_r4__sm61", true),
             (Arch::Sm61, DType::BF16, Some(16), 17, "attention_bf16__prefill_d128__sm61", false),
         ];
@@ -298,7 +307,7 @@ mod tests {
                 .unwrap_err()
                 .to_string(),
             "attention: variant: expected f16 with keys in f8e4m3 of head dims up to 64 and 64, got \
-             attention_f16_f8e4m3__decode_ring_d64__sm80 for f16 of head dims 64 and 64"
+             attention_f16_f8e4m3__decode_ring_d64_r8__sm80 for f16 of head dims 64 and 64"
         );
     }
 
