@@ -43,7 +43,7 @@ use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::scores::{Masks, has_cap, sink};
-use super::softmax::{Rows, add_pairs, cap, mask, round, scale_rows, softmax};
+use super::softmax::{Groups, Rows, add_pairs, cap, mask, round, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
@@ -296,9 +296,9 @@ pub(super) unsafe fn tile<
                 }
                 if is_border {
                     let (query, first) = place(part);
-                    mask(s, dims, [tile.own.len, tile.own.ahead], query, first);
+                    mask(s, Groups::UNKNOWN, dims, [tile.own.len, tile.own.ahead], query, first);
                 }
-                let decay = softmax(s, &mut state[part], scale());
+                let decay = softmax(s, Groups::UNKNOWN, &mut state[part], scale());
                 scale_rows(&mut o[part], decay);
                 round::<T, SCORES, WEIGHTS>(s, &mut p[part]);
                 part += 1;

@@ -29,10 +29,81 @@ pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDi
     }
 }
 
-/// Scores of keys that a row does not see become −∞. The thread's first key is `first`, its rows are `query` and 8 further.
+/// What a warp's 16 rows see of a step, 16 keys at a time. For each 16 keys a low bit says that some row may see some of them, a high
+/// one that besides not all rows see all.
+#[derive(Clone, Copy)]
+pub(super) struct Groups(u32);
+
+impl Groups {
+    /// Nothing is known of them.
+    pub(super) const UNKNOWN: Groups = Groups(!0);
+
+    /// Of a step of at most 256 keys from `first` on, for the warp's first row.
+    ///
+    /// # Safety
+    /// - *converged*: the whole warp.
+    #[inline(always)]
+    pub(super) unsafe fn new(dims: &AttentionDims, [len, ahead]: [i32; 2], query: u32, first: u32) -> Self {
+        // Bounds do not fall from row to row.
+        let query = query as i32;
+        let rows = [Visible::new(dims, len, ahead, query), Visible::new(dims, len, ahead, query + 15)];
+        // Those that end at a key or before it, and those that begin before it.
+        let ended = |key: i32| (1u32 << ((key - first as i32) >> 4).clamp(0, 16)) - 1;
+        let begun = |key: i32| ended(key + 15);
+        let some = begun(rows[1].hi) & !ended(rows[0].lo);
+        let all = ended(rows[0].hi) & !begun(rows[1].lo);
+        let groups = some | (some & !all) << 16;
+        // One lane's, so that ptxas knows that the warp stays together.
+        // SAFETY: the whole warp takes part — the caller.
+        Groups(unsafe { warp::shuffle_idx(warp::FULL_MASK, groups, 0) })
+    }
+
+    /// Without blocks of keys that the rows do not see. The step has 128 keys and begins at a multiple of as many, so with a block,
+    /// at `first`; the rows, of which `query` is one, are of one block of the mask.
+    ///
+    /// # Safety
+    /// - *converged*: the whole warp; the block mask of a head, *in-bounds* for `dims`.
+    #[inline(always)]
+    pub(super) unsafe fn of_blocks(
+        self,
+        blocks: Blocks,
+        query: u32,
+        first: u32,
+        dims: &AttentionDims,
+    ) -> Self {
+        // SAFETY: a query and a key of the mask, the whole warp — the caller.
+        let bits = unsafe {
+            let bits = blocks.bits(query.min(dims.seq_q - 1), first, dims);
+            warp::shuffle_idx(warp::FULL_MASK, bits, 0)
+        };
+        let mut seen = 0;
+        let mut group = 0;
+        while group < 8 {
+            seen |= (bits >> ((16 * group) >> dims.scores.block_shift) & 1) << group;
+            group += 1;
+        }
+        Groups(self.0 & (seen | seen << 16))
+    }
+
+    /// Whether some row may see some keys of a group.
+    #[inline(always)]
+    fn some(self, group: usize) -> bool {
+        self.0 >> group & 1 != 0
+    }
+
+    /// Whether some rows see some keys of a group, and others not.
+    #[inline(always)]
+    fn mixed(self, group: usize) -> bool {
+        self.0 >> (16 + group) & 1 != 0
+    }
+}
+
+/// Scores of keys that a row does not see become −∞, in those groups where some are seen. The thread's first key is `first`, its rows
+/// are `query` and 8 further.
 #[inline(always)]
 pub(super) fn mask<const SCORES: usize>(
     s: &mut [f32; SCORES],
+    groups: Groups,
     dims: &AttentionDims,
     [len, ahead]: [i32; 2],
     query: u32,
@@ -43,41 +114,19 @@ pub(super) fn mask<const SCORES: usize>(
     let rows = [Visible::new(dims, len, ahead, query), Visible::new(dims, len, ahead, query + 8)];
     let lo = [rows[0].lo - first as i32, rows[1].lo - first as i32];
     let hi = [rows[0].hi - first as i32, rows[1].hi - first as i32];
-    let mut i = 0;
-    while i < SCORES {
-        let (key, row) = ((8 * (i / 4) + i % 2) as i32, i / 2 % 2);
-        if key < lo[row] || key >= hi[row] {
-            s[i] = f32::NEG_INFINITY;
-        }
-        i += 1;
-    }
-}
-
-/// Scores of blocks of keys that a row does not see become −∞. The step has 128 keys and begins at a multiple of as many, so with a
-/// block; the thread's first key is `first`, at most 7 further. Its rows are `query` and 8 further, which are of one block of the mask.
-///
-/// # Safety
-/// - The block mask of a head, *in-bounds* for `dims`.
-#[inline(always)]
-pub(super) unsafe fn mask_blocks<const SCORES: usize>(
-    s: &mut [f32; SCORES],
-    blocks: Blocks,
-    query: u32,
-    first: u32,
-    dims: &AttentionDims,
-) {
-    // SAFETY: a query and a key of the mask — the caller.
-    let bits = unsafe { blocks.bits(query.min(dims.seq_q - 1), first, dims) };
-    let mut i = 0;
-    while i < SCORES / 4 {
-        if bits >> ((8 * i as u32) >> dims.scores.block_shift) & 1 == 0 {
-            let mut j = 0;
-            while j < 4 {
-                s[4 * i + j] = f32::NEG_INFINITY;
-                j += 1;
+    let mut group = 0;
+    while group < SCORES / 8 {
+        if groups.mixed(group) {
+            let mut i = 8 * group;
+            while i < 8 * group + 8 {
+                let (key, row) = ((8 * (i / 4) + i % 2) as i32, i / 2 % 2);
+                if key < lo[row] || key >= hi[row] {
+                    s[i] = f32::NEG_INFINITY;
+                }
+                i += 1;
             }
         }
-        i += 1;
+        group += 1;
     }
 }
 
@@ -171,7 +220,8 @@ pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
     }
 }
 
-/// Turns scores into weights; returns what older sums are to be multiplied by.
+/// Turns scores into weights; returns what older sums are to be multiplied by. In groups of which no row sees a key scores are not
+/// looked at, and weights are 0.
 ///
 /// A weight is `2^(s·c − M)` with M = m·c rounded, one multiply-add: M is no more than a number near the largest `s·c` that all
 /// of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores beyond that (of
@@ -182,15 +232,22 @@ pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
 #[inline(always)]
 pub(super) unsafe fn softmax<const SCORES: usize>(
     s: &mut [f32; SCORES],
+    groups: Groups,
     rows: &mut Rows,
     scale: f32,
 ) -> [f32; 2] {
     let mut largest = rows.m;
-    let mut i = 0;
-    while i < SCORES {
-        largest[0] = math::max(largest[0], math::max(s[i], s[i + 1]));
-        largest[1] = math::max(largest[1], math::max(s[i + 2], s[i + 3]));
-        i += 4;
+    let mut group = 0;
+    while group < SCORES / 8 {
+        if groups.some(group) {
+            let mut i = 8 * group;
+            while i < 8 * group + 8 {
+                largest[0] = math::max(largest[0], math::max(s[i], s[i + 1]));
+                largest[1] = math::max(largest[1], math::max(s[i + 2], s[i + 3]));
+                i += 4;
+            }
+        }
+        group += 1;
     }
     let mut base = [0f32; 2];
     let mut shift = [0f32; 2];
@@ -219,10 +276,28 @@ pub(super) unsafe fn softmax<const SCORES: usize>(
         (factor, shift) = (1.0, [0.0; 2]);
     }
     rows.m = largest;
+    let mut group = 0;
+    while group < SCORES / 8 {
+        let end = 8 * group + 8;
+        let mut i = 8 * group;
+        if groups.some(group) {
+            while i < end {
+                s[i] = math::ex2(math::fma(s[i], factor, -shift[i / 2 % 2]));
+                i += 1;
+            }
+        } else {
+            // Opaque, or ahead of the branch there would be zeros for all, in registers of their own.
+            let zero = f32::from_bits(thread::opaque(0));
+            while i < end {
+                s[i] = zero;
+                i += 1;
+            }
+        }
+        group += 1;
+    }
     let mut sums = [0f32; 4];
     let mut i = 0;
     while i < SCORES {
-        s[i] = math::ex2(math::fma(s[i], factor, -shift[i / 2 % 2]));
         sums[i % 4] += s[i];
         i += 1;
     }

@@ -18,7 +18,8 @@
 //!
 //! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
 //! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those that some row
-//!   does not see whole are masked.
+//!   does not see whole are masked. Of these a warp masks only those 16 keys at a time that some of its 16 rows see and others do not,
+//!   and has no maximum and no exponential of what none of them sees: see `Groups`.
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
 //! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its first `p·v` waits for them.
@@ -57,7 +58,9 @@
 //! 1820 for the softmax and the wait for the next k, which stood behind the values in the loader. It now stands before them: 1.5 to 4 % where
 //! steps are many, and 15 % with block masks. Beside the steps a tile has 460 until its first k, 660 for its first scores, 2350 for mask and softmax
 //! of the border, 720 for its last values, 1480 to its end, 170 to the next one. The two consumers of a tile come to its end together, so
-//! little of that is hidden; what cuDNN is ahead by at 512 and 1024 tokens is there.
+//! little of that is hidden; what cuDNN is ahead by at 512 and 1024 tokens is there. That was before borders were done 16 keys at a time:
+//! mask, softmax and rounding of one were 639 instructions of a warp at 128 columns, 64 of them exponentials; they are 337 and 23 for each 16
+//! keys that some row of the warp sees, 8 of them exponentials, where a causal mask begins at a multiple of 16.
 //!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
@@ -74,7 +77,7 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::scores::{Blocks, has_blocks, has_cap, sink};
-use super::softmax::{Rows, cap, mask, mask_blocks, round as round_weights, scale_rows, softmax};
+use super::softmax::{Groups, Rows, cap, mask, round as round_weights, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
@@ -138,7 +141,7 @@ pub(super) unsafe fn tiles<
     [f32; SUMS]: Registers,
     [u32; WEIGHTS]: Registers,
 {
-    // What `mask_blocks` asks for.
+    // What `Groups::of_blocks` asks for.
     const { assert!(!wgmma_knows_blocks(CONSUMERS, DIM_V) || KEYS == 128) };
     let places = Places::new::<DIM, DIM_V, KEYS, ROWS>();
     let thread = thread::thread_idx_x();
@@ -433,19 +436,6 @@ unsafe fn consume<
                 let mut p = [0u32; WEIGHTS];
                 let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
                 let mut is_marked = false;
-                // What some row does not see. Nothing is kept in registers for it.
-                let hide = |s: &mut [f32; SCORES], step: Step, round: u32| {
-                    let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
-                    let (round, member) = (thread::opaque(round), thread::opaque(member));
-                    // The thread's first row, and its first column of eight.
-                    let (query, key) =
-                        (first_query + first_row(consumer, member), step.index() * KEYS + member % 4 * 2);
-                    mask(s, dims, [len as i32, ahead as i32], query, key);
-                    if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
-                        let [blocks_place, ..] = TileWords::of_rows(places, round);
-                        mask_blocks(s, Blocks(blocks).of_head(blocks_place), query, key, dims);
-                    }
-                };
                 // Of a step whose scores are done, k, and behind a tile's last one q.
                 let release_scores = |step: Step, turn: Turn| {
                     if member == 0 {
@@ -455,6 +445,7 @@ unsafe fn consume<
                         }
                     }
                 };
+                let of_borders = |round: u32| (places, round, consumer, member, blocks);
                 if what == STEPS {
                     mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
                     let mut step = Step::load(places, turn);
@@ -466,10 +457,7 @@ unsafe fn consume<
                     if has_cap(dims) {
                         cap(&mut s, dims);
                     }
-                    if step.is_border() {
-                        hide(&mut s, step, round);
-                    }
-                    softmax(&mut s, &mut rows, dims.scale);
+                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(&mut s, &mut rows, step, of_borders(round), dims);
                     round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     let mut accumulate = Accumulate::Overwrite;
                     let wait_for_next_k = |step: Step, turn: Turn| {
@@ -499,10 +487,13 @@ unsafe fn consume<
                         if has_cap(dims) {
                             cap(&mut s, dims);
                         }
-                        if step.is_border() {
-                            hide(&mut s, step, round);
-                        }
-                        let decay = softmax(&mut s, &mut rows, dims.scale);
+                        let decay = weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
+                            &mut s,
+                            &mut rows,
+                            step,
+                            of_borders(round),
+                            dims,
+                        );
                         // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
                         // new one, behind the softmax.
                         wait_for_next_k(step, turn);
@@ -536,6 +527,40 @@ unsafe fn consume<
         if member == 0 {
             tma::wait_group_read::<0>();
         }
+    }
+}
+
+/// From scores to weights, of which those that a row does not see are 0; returns what older sums are to be multiplied by.
+///
+/// # Safety
+/// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.
+#[inline(always)]
+unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const SCORES: usize>(
+    s: &mut [f32; SCORES],
+    rows: &mut Rows,
+    step: Step,
+    (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
+    dims: &AttentionDims,
+) -> [f32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if !step.is_border() {
+            return softmax(s, Groups::UNKNOWN, rows, dims.scale);
+        }
+        // Nothing is kept in registers for it.
+        let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+        let bounds = [len as i32, ahead as i32];
+        let (round, member) = (thread::opaque(round), thread::opaque(member));
+        // The warp's first row, and the step's first key.
+        let (query, key) = (first_query + first_row(consumer, member & !31), step.index() * KEYS);
+        let mut groups = Groups::new(dims, bounds, query, key);
+        if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+            let [blocks_place, ..] = TileWords::of_rows(places, round);
+            groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+        }
+        let lane = member % 32;
+        mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
+        softmax(s, groups, rows, dims.scale)
     }
 }
 
