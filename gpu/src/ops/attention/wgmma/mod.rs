@@ -10,7 +10,7 @@
 //!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
 //!            wait for s ──► empty_k;  mask; m', l, p' = 2^(s·c − m'·c)
 //!            wait for o ──► empty_v;  o ·= 2^((m − m')·c);  p = p' rounded
-//!            … o += p·v[first];  o / l ──► shared memory ──► TMA store, while the next tile begins
+//!            … o += p·v[first], meanwhile the log-sum-exp;  o / l ──► shared memory ──► TMA store, while the next tile begins
 //!
 //! shared memory   | q | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
 //!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
@@ -60,12 +60,17 @@
 //! of the border, 720 for its last values, 1480 to its end, 170 to the next one. The two consumers of a tile come to its end together, so
 //! little of that is hidden; what cuDNN is ahead by at 512 and 1024 tokens is there. That was before borders were done 16 keys at a time:
 //! mask, softmax and rounding of one were 639 instructions of a warp at 128 columns, 64 of them exponentials; they are 337 and 23 for each 16
-//! keys that some row of the warp sees, 8 of them exponentials, where a causal mask begins at a multiple of 16.
+//! keys that some row of the warp sees, 8 of them exponentials, where a causal mask begins at a multiple of 16. Then, too, all of a
+//! tile's end stood behind its last product: up to the last store into the boxes 281 instructions, and 153 now that sums, factors, the
+//! log-sum-exp and the wait for the boxes are beside it.
 //!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
 //! registers (ARCHITECTURE, "Uniform registers"), which was not known then: a plain step had 35 instructions more. Consumers also stood
-//! waiting for the next tile's q and k where without it they store the results of the last. Not tried: both places without that overlap.
+//! waiting for the next tile's q and k where without it they store the results of the last. Not tried: both places without that overlap. Where
+//! results have a place of their own q is given back with the tile's last scores anyway, a softmax, a product and the end before the next one
+//! is wanted. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
+//! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more.
 
 mod borders;
 mod walk;
@@ -436,6 +441,7 @@ unsafe fn consume<
                 let mut p = [0u32; WEIGHTS];
                 let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
                 let mut is_marked = false;
+                let ends;
                 // Of a step whose scores are done, k, and behind a tile's last one q.
                 let release_scores = |step: Step, turn: Turn| {
                     if member == 0 {
@@ -506,20 +512,17 @@ unsafe fn consume<
                     values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
                     let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
                     is_marked = mark(0) | mark(1) | mark(2);
+                    ends = settle::<T>(&rows, round, places, lse, sinks, dims);
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                     release(places.empty_v(turn.stage()));
                     turn.0 += 1;
+                } else {
+                    ends = settle::<T>(&rows, round, places, lse, sinks, dims);
                 }
 
                 let all = (maps, places, v, out, tables, blocks);
                 finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SUMS>(
-                    &mut o,
-                    &rows,
-                    round,
-                    is_marked,
-                    all,
-                    (lse, sinks),
-                    dims,
+                    &mut o, ends, round, is_marked, all, dims,
                 );
             }
             warp::sync_warp(warp::FULL_MASK);
@@ -564,7 +567,60 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     }
 }
 
-/// Ends a tile: the log-sum-exp, and its results divided by the sums of weights.
+/// What a thread's two rows are multiplied by in the end, and whether a row has no weights.
+#[derive(Clone, Copy)]
+struct Ends {
+    factors: [f32; 2],
+    is_empty: [bool; 2],
+}
+
+/// What of a tile's end may be done while its last product is under way: waits for the boxes of the results, and stores the log-sum-exp.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to [`tiles`].
+#[inline(always)]
+unsafe fn settle<T: Multiplicand>(
+    rows: &Rows,
+    round: u32,
+    places: Places,
+    lse: *mut f32,
+    sinks: *const f32,
+    dims: &AttentionDims,
+) -> Ends {
+    // SAFETY: the tile's words; rows that there are — the caller.
+    unsafe {
+        // Opaque, or the places of tile and thread would take up registers all the time.
+        let round = thread::opaque(round);
+        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
+        let consumer = thread / 128 - 1;
+        // The store of the tile before has read its boxes, and the products of scores q, when all threads have passed the barrier. All
+        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
+        tma::wait_group_read::<0>();
+        barrier::sync(OWN + consumer, 128);
+        let row = first_row(consumer, thread % 128);
+        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
+        let mut ends = Ends { factors: [0.0; 2], is_empty: [false; 2] };
+        let sink = sink::<T>(sinks, head);
+        let mut half = 0;
+        while half < 2 {
+            let mut sum = warp::sum_f32::<4>(rows.l[half]);
+            ends.is_empty[half] = sum == 0.0;
+            let mut m = rows.m[half] * dims.scale;
+            let decay = join::<T>(&mut m, &mut sum, sink);
+            ends.factors[half] = math::rcp(sum) * decay;
+            let row = row + 8 * half as u32;
+            if !lse.is_null() && thread.is_multiple_of(4) && row < num_rows {
+                let row = TileWords::first_row(places, round) + row;
+                let at = offset(batch, dims.lse_batch_stride, row, 1, head, dims.lse_head_stride);
+                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+            }
+            half += 1;
+        }
+        ends
+    }
+}
+
+/// Ends a tile: its results, of which each row has a factor.
 ///
 /// # Safety
 /// - *converged*: all 128 threads of the consumer; the rest is the caller's promise to [`tiles`].
@@ -579,11 +635,10 @@ unsafe fn finish<
     const SUMS: usize,
 >(
     o: &mut [f32; SUMS],
-    rows: &Rows,
+    Ends { factors, is_empty }: Ends,
     round: u32,
     is_marked: bool,
     (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
-    (lse, sinks): (*mut f32, *const f32),
     dims: &AttentionDims,
 ) {
     // SAFETY: the tile's words; rows that there are, and the consumer's own boxes — the caller.
@@ -592,40 +647,20 @@ unsafe fn finish<
         let round = thread::opaque(round);
         let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
         let (consumer, member) = (thread / 128 - 1, thread % 128);
-        let (lane, row) = (member % 32, first_row(consumer, member));
         let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
         let first_row = TileWords::first_row(places, round);
-        let mut half = 0;
-        let mut factors = [0f32; 2];
-        let mut is_empty = [false; 2];
-        let sink = sink::<T>(sinks, head);
-        while half < 2 {
-            let mut sum = warp::sum_f32::<4>(rows.l[half]);
-            is_empty[half] = sum == 0.0;
-            let mut m = rows.m[half] * dims.scale;
-            let decay = join::<T>(&mut m, &mut sum, sink);
-            factors[half] = math::rcp(sum) * decay;
-            let row = row + 8 * half as u32;
-            if !lse.is_null() && lane % 4 == 0 && row < num_rows {
-                let at = offset(batch, dims.lse_batch_stride, first_row + row, 1, head, dims.lse_head_stride);
-                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
-            }
-            half += 1;
-        }
         scale_rows(o, factors);
         // A row of weights 0 has no result, whatever its values are.
-        let mut i = 0;
-        while i < SUMS {
-            if is_empty[i / 2 % 2] {
-                o[i] = 0.0;
+        if warp::any(warp::FULL_MASK, is_empty[0] || is_empty[1]) {
+            let mut i = 0;
+            while i < SUMS {
+                if is_empty[i / 2 % 2] {
+                    o[i] = 0.0;
+                }
+                i += 1;
             }
-            i += 1;
         }
 
-        // The store of the tile before has read its boxes, and the products q, when all threads have passed the barrier. All
-        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
-        tma::wait_group_read::<0>();
-        barrier::sync(OWN + consumer, 128);
         let boxes = places.out + consumer * 64 * ROW_BYTES;
         put::<T, ROWS, SUMS>(o, boxes, member);
         if is_marked {
