@@ -11,6 +11,8 @@ use crate::tile::softmax::in_unit;
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
+/// How far a row's largest score may be above what its weights are relative to, in the unit of the exponent.
+const LATE: f32 = 8.0;
 
 /// What a thread knows of its two rows: the largest score so far, and its part of the sum of weights.
 #[derive(Clone, Copy)]
@@ -227,6 +229,9 @@ pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
 /// of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores beyond that (of
 /// 1e30, say) are subtracted first, so that equal ones cancel; they are then final.
 ///
+/// m is a row's largest score, or one that the largest is no more than [`LATE`] above, in the unit of the exponent: weights up to 2^8 do no harm,
+/// and older sums mostly stay as they are (as in FlashAttention-4).
+///
 /// # Safety
 /// - *converged*: the whole warp.
 #[inline(always)]
@@ -256,7 +261,11 @@ pub(super) unsafe fn softmax<const SCORES: usize>(
     let mut half = 0;
     while half < 2 {
         // SAFETY: the whole warp takes part — the caller.
-        let m = unsafe { warp::max_f32::<4>(largest[half]) };
+        let mut m = unsafe { warp::max_f32::<4>(largest[half]) };
+        // False of −∞.
+        if (m - rows.m[half]) * scale <= LATE {
+            m = rows.m[half];
+        }
         base[half] = if m == f32::NEG_INFINITY { 0.0 } else { m };
         shift[half] = base[half] * scale;
         // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's largest is.
@@ -305,6 +314,18 @@ pub(super) unsafe fn softmax<const SCORES: usize>(
     rows.l[0] = math::fma(rows.l[0], decay[0], sums[0] + sums[1]);
     rows.l[1] = math::fma(rows.l[1], decay[1], sums[2] + sums[3]);
     decay
+}
+
+/// Multiplies older sums by what [`softmax`] has returned, unless that is 1 for all rows.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[inline(always)]
+pub(super) unsafe fn rescale<const SUMS: usize>(o: &mut [f32; SUMS], decay: [f32; 2]) {
+    // SAFETY: the whole warp takes part — the caller.
+    if unsafe { warp::any(warp::FULL_MASK, decay[0] != 1.0 || decay[1] != 1.0) } {
+        scale_rows(o, decay);
+    }
 }
 
 /// Weights as the operand of the next product.

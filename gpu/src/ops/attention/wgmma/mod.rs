@@ -82,7 +82,7 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::scores::{Blocks, has_blocks, has_cap, sink};
-use super::softmax::{Groups, Rows, cap, mask, round as round_weights, scale_rows, softmax};
+use super::softmax::{Groups, Rows, cap, mask, rescale, round as round_weights, scale_rows, softmax};
 use super::tile::Tile;
 use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
@@ -505,7 +505,7 @@ unsafe fn consume<
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                         release(places.empty_v(before.stage()));
-                        scale_rows(&mut o, decay);
+                        rescale(&mut o, decay);
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
                     mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
