@@ -572,8 +572,8 @@ fn weights_of_many_sizes() -> TestResult {
     Ok(())
 }
 
-/// Many splits of few rows, which a block of four warps merges, have the bits that one warp makes: on a card of one multiprocessor
-/// there are enough rows for that. More splits than are asked for at a time, of their numbers too where that is no work.
+/// Many splits of few rows, of which a lane of the merge does one part, have the bits that lanes make which do all: on a card of one
+/// multiprocessor there are enough rows for that. More splits than are asked for at a time, of their numbers too where that is no work.
 #[test]
 fn merges_of_many_splits() -> TestResult {
     let case = |len, heads| Case { sinks: Some(0.5), ..plain(DType::BF16, 1, len, heads, 8) };

@@ -88,6 +88,8 @@ pub struct AttentionDims {
     pub box_keys: u32,
     /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of a group.
     pub result_shift: u32,
+    /// Parts of a sum that a lane of the merge does: all [`MERGE_PARTS`], or one, whose lanes have as much less columns.
+    pub merge_parts: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.
@@ -126,7 +128,7 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 192);
+const _: () = assert!(size_of::<AttentionDims>() == 196);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -137,10 +139,8 @@ pub const GROUP_SPLITS: u32 = 4;
 pub const THREADS: u32 = 128;
 /// Parts of a sum of the merge kernels, every so many-th group each.
 pub const MERGE_PARTS: u32 = 4;
-/// Threads of a block of the merge kernels: a warp for each part, or one for all.
-pub const MERGE_THREADS: u32 = 32 * MERGE_PARTS;
-/// Columns of a block of the merge kernels.
-pub const MERGE_COLUMNS: u32 = 128;
+/// Columns of a block of the merge kernels, a warp, for each part that a lane does.
+pub const MERGE_COLUMNS: u32 = 32;
 /// The largest `head_dim` and `head_dim_v` of the prefill kernels.
 pub const MAX_PREFILL_DIM: u32 = 256;
 /// The largest `head_dim`.
@@ -210,7 +210,7 @@ pub enum AttentionTile {
         /// Steps of [`DECODE_LATENT_KEYS`] keys in shared memory.
         places: u32,
     },
-    /// A block merges the splits of [`MERGE_COLUMNS`] columns of one row.
+    /// A warp merges the splits of some columns of one row, see [`MERGE_COLUMNS`].
     Merge {},
     /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take them from.
     Gather {},
@@ -316,7 +316,7 @@ impl AttentionTile {
             | AttentionTile::Decode { .. }
             | AttentionTile::DecodeRing { .. } => THREADS,
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_THREADS,
-            AttentionTile::Merge {} => MERGE_THREADS,
+            AttentionTile::Merge {} => 32,
             AttentionTile::Gather {} => GATHER_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
         }
@@ -337,7 +337,7 @@ impl AttentionTile {
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
     /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. Merge: its columns per part. Wgmma: q, the result
+    /// scores, the weights, an f32 per row. Wgmma: q, the result
     /// unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
@@ -360,8 +360,7 @@ impl AttentionTile {
                     + scores * (DECODE_LATENT_PARTS * 4 + 2)
                     + DECODE_LATENT_ROWS * 4
             }
-            AttentionTile::Merge {} => MERGE_PARTS * MERGE_COLUMNS * 4,
-            AttentionTile::Gather {} => 0,
+            AttentionTile::Merge {} | AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
                 (self.rows() * dim + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES

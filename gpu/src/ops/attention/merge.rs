@@ -1,32 +1,69 @@
 //! The results of a row's splits become one: `out = Σ 2^(m_s − m)·o_s / (Σ 2^(m_s − m)·l_s + 2^(sink − m))`, m the largest of
 //! the m_s and the sink.
 //!
-//! Work split: a block per row and [`MERGE_COLUMNS`] columns, four of them to a lane. The splits of a group are joined one after
-//! another, unless the decode kernel has done that. Every fourth group is of one part of the sum. A block of one warp adds up all
-//! four parts, in registers; one of four warps, for many splits of few rows, a part with each, and they meet in shared memory. All
-//! of these do the same additions, whose order depends on the row alone.
+//! Work split: a block is one warp, for a piece of one row. The splits of a group are joined one after another, unless the decode
+//! kernel has done that. Every fourth group is of one part of the sum. Of few rows a lane does one part of four columns: a warp has
+//! [`MERGE_COLUMNS`] of them then, and a row is spread over many multiprocessors. Of many rows a lane does all four parts, so that a
+//! warp has four times as many columns, and fewer warps work out the same numbers. All of these do the same additions, whose order
+//! depends on the row alone.
 //!
-//! The results lie in L2, just written, and what takes time is one access waiting for another. So the first results are asked for
-//! together with the numbers that they are weighted by, 16 at a time; a lane each knows the weight of one of those.
+//! The results lie in L2, just written. What takes time is one access waiting for another, and instructions, hardly one of which
+//! is used twice. So each lane knows the numbers of one group of 32, works out once what its results are multiplied by, and hands
+//! that to the others; the first results, up to 16 of a lane, are asked for before these numbers have come; batches that a
+//! row does not have are passed over, and within a batch what is not there is multiplied by 0. Of few rows two accesses wait for each
+//! other, the number of keys and all the rest, up to 32 joined groups or 16 others; then one more for each further 16 results of a lane.
 
 use abi::ops::attention::{AttentionDims, GROUP_SPLITS, MERGE_COLUMNS, MERGE_PARTS, SPLIT_KEYS};
 use cuda_std::cvt::Element;
-use cuda_std::{global, math, shared, thread, warp};
+use cuda_std::{global, math, thread, warp};
 
 use super::scores::sink;
 use super::{Sequence, Tables, offset};
 use crate::tile::softmax::{base, log_sum_exp, meet, weight};
 
-/// Results that a warp has on their way.
-const AHEAD: usize = 16;
-/// Times 32 groups whose numbers a warp has on their way.
-const NUMBERS_AHEAD: usize = 2;
+/// Results that a lane asks for, or passes over, at a time.
+const BATCH: usize = 4;
+/// Groups of which the lanes of a warp know the numbers, one each.
+const CHUNK: u32 = 32;
+
+/// What a lane knows of its group.
+#[derive(Clone, Copy)]
+struct Group<const RESULTS: usize> {
+    /// Largest score and sum of the weights.
+    m: f32,
+    sum: f32,
+    /// For each result: what those before it have come to, and itself, are multiplied by. The first is taken as it is.
+    factors: [[f32; 2]; RESULTS],
+}
+
+impl<const RESULTS: usize> Group<RESULTS> {
+    /// From the largest score and sum of each result, in one word.
+    #[inline(always)]
+    fn new<T: Element>(numbers: [u64; RESULTS]) -> Self {
+        let [m, sum] = halves(numbers[0]);
+        let mut group = Group { m, sum, factors: [[0.0; 2]; RESULTS] };
+        let mut i = 1;
+        while i < RESULTS {
+            let [m, sum] = halves(numbers[i]);
+            let [of_before, of_this] = meet::<T>(&mut group.m, m);
+            group.sum = math::fma(sum, of_this, group.sum * of_before);
+            group.factors[i] = [of_before, of_this];
+            i += 1;
+        }
+        group
+    }
+}
+
+#[inline(always)]
+fn halves(word: u64) -> [f32; 2] {
+    [f32::from_bits(word as u32), f32::from_bits((word >> 32) as u32)]
+}
 
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - One block per row, in the order sequence, head, query, and per [`MERGE_COLUMNS`] columns (y), of a warp or of
-///   [`MERGE_PARTS`]; the decode kernel before it had the same `dims` — `Attention::run`.
+/// - One block of a warp per sequence and query (x), head (y) and piece of [`MERGE_COLUMNS`] for each part of a lane (z); the decode
+///   kernel before it had the same `dims` — `Attention::run`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn row<T: Element>(
@@ -42,22 +79,22 @@ pub(super) unsafe fn row<T: Element>(
     unsafe {
         const ALL: usize = MERGE_PARTS as usize;
         const SPLITS: usize = GROUP_SPLITS as usize;
-        match (thread::block_dim_x() == 32, dims.result_shift == 0) {
-            (true, true) => parts::<T, ALL, SPLITS>(partial, stats, tables, out, lse, sinks, dims),
-            (true, false) => parts::<T, ALL, 1>(partial, stats, tables, out, lse, sinks, dims),
-            (false, true) => parts::<T, 1, SPLITS>(partial, stats, tables, out, lse, sinks, dims),
-            (false, false) => parts::<T, 1, 1>(partial, stats, tables, out, lse, sinks, dims),
+        match (dims.merge_parts == MERGE_PARTS, dims.result_shift == 0) {
+            (true, true) => parts::<T, ALL, SPLITS, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (true, false) => parts::<T, ALL, 1, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (false, true) => parts::<T, 1, SPLITS, 4>(partial, stats, tables, out, lse, sinks, dims),
+            (false, false) => parts::<T, 1, 1, 2>(partial, stats, tables, out, lse, sinks, dims),
         }
     }
 }
 
-/// The same with so many parts of the sum to a warp, and results to a group.
+/// The same with so many parts of the sum to a lane, results to a group, and times [`BATCH`] results of a lane on their way.
 ///
 /// # Safety
 /// - As for [`row`].
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize>(
+unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize, const AHEAD: usize>(
     partial: *const f32,
     stats: *const f32,
     tables: Tables,
@@ -66,17 +103,21 @@ unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize>(
     sinks: *const f32,
     dims: &AttentionDims,
 ) {
+    // Lanes that have a part's columns; from one of a lane's groups to the next; from one batch to the next.
+    let quads = MERGE_COLUMNS / 4 * PARTS as u32;
+    let step = MERGE_PARTS / PARTS as u32;
+    let batch_step = (BATCH / RESULTS) as u32 * step;
     let dim = dims.head_dim_v;
-    let (row, piece) = (thread::block_idx_x(), thread::block_idx_y());
-    let (seq_q, heads) = (dims.seq_q.max(1), dims.heads_q.max(1));
+    let (row, head, piece) = (thread::block_idx_x(), thread::block_idx_y(), thread::block_idx_z());
     // Of a single query without a division.
-    let (query, rest) = if seq_q == 1 { (0, row) } else { (row % seq_q, row / seq_q) };
-    let (head, batch) = (rest % heads, rest / heads);
-    let (lane, warp_idx) = (thread::lane(), thread::warp_idx());
-    let col = piece * MERGE_COLUMNS + 4 * lane;
+    let (batch, query) = if dims.seq_q <= 1 { (row, 0) } else { (row / dims.seq_q, row % dims.seq_q) };
+    let lane = thread::lane();
+    let part = lane / quads;
+    let col = 4 * (piece * quads + lane % quads);
     // SAFETY: splits in which the row sees a key were written by the decode kernel, and lie inside the workspace —
-    // Attention::run. What the branches around shuffles and the barrier depend on is the same in the whole block.
+    // Attention::run. What the branches around shuffles depend on is the same in the whole block.
     unsafe {
+        let sink = sink::<T>(sinks, head);
         let own = Sequence::new(tables, dims, batch);
         if query >= own.seq_q {
             return;
@@ -87,158 +128,133 @@ unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize>(
         let first_result = keys.lo as u32 / result_keys;
         let end_result =
             if keys.lo < keys.hi { (keys.hi as u32).div_ceil(result_keys) } else { first_result };
-        let exists = |result: u32| first_result <= result && result < end_result;
         let (first, end) = (first_result / RESULTS as u32, end_result.div_ceil(RESULTS as u32));
         let results = (dims.splits >> dims.result_shift) as usize;
-        let stats = stats.add(row as usize * results * 2);
-        let partial = partial.add(row as usize * results * dim as usize + col as usize);
-        // Largest score and sum of the weights.
-        let stat = |result: u32| {
-            let none = u64::from(f32::NEG_INFINITY.to_bits());
-            let both = if exists(result) {
-                global::load(stats.add(2 * result as usize).cast::<u64>())
-            } else {
-                none
-            };
-            (f32::from_bits(both as u32), f32::from_bits((both >> 32) as u32))
-        };
-        // The same of a group; and what its `own`-th result, and what the others before it have come to, are multiplied by.
-        let join = |group: u32, own: usize| {
-            let (mut m, mut sum, mut before, mut this) = (f32::NEG_INFINITY, 0.0, 0.0, 1.0);
+        let row = ((batch * dims.heads_q + head) * dims.seq_q + query) as usize;
+        let stats = stats.add(row * results * 2).cast::<u64>();
+        let partial = partial.add(row * results * dim as usize + col as usize);
+        let count = end_result - first_result;
+        let numbers = |group: u32| {
+            let mut numbers = [u64::from(f32::NEG_INFINITY.to_bits()); RESULTS];
             let mut i = 0;
             while i < RESULTS {
-                let (m_i, sum_i) = stat(group * RESULTS as u32 + i as u32);
-                if RESULTS == 1 {
-                    (m, sum) = (m_i, sum_i);
-                } else {
-                    let [of_before, of_this] = meet::<T>(&mut m, m_i);
-                    sum = math::fma(sum_i, of_this, sum * of_before);
-                    before = if i == own { of_before } else { before };
-                    this = if i == own { of_this } else { this };
+                let result = group * RESULTS as u32 + i as u32;
+                if result.wrapping_sub(first_result) < count {
+                    numbers[i] = global::load(stats.add(result as usize));
                 }
                 i += 1;
             }
-            (m, sum, before, this)
+            numbers
         };
-        // Of the warp's groups the `i`-th behind `at`, which is one of them.
-        let group_of = |at: u32, i: u32| at + i * (MERGE_PARTS / PARTS as u32);
-        let result_of =
-            |at: u32, i: u32| group_of(at, i / RESULTS as u32) * RESULTS as u32 + i % RESULTS as u32;
+        let lane_count = if col < dim { count } else { 0 };
+        // Whether the row has any groups of a batch, the same for all lanes.
+        let has = |at: u32, batch: usize| at + batch as u32 * batch_step < end;
         let fetch = |at: u32| {
-            let mut held = [[0u32; 4]; AHEAD];
-            let mut i = 0;
-            while i < AHEAD {
-                let result = result_of(at, i as u32);
-                if exists(result) && col < dim {
-                    held[i] = global::load_x4(partial.add((result * dim) as usize));
+            // −0 times the weight of what is not there, 0, changes no sum, not even the sign of a zero.
+            let mut held = [[[(-0f32).to_bits(); 4]; BATCH]; AHEAD];
+            let result = (at + part) * RESULTS as u32;
+            let from = result * dim;
+            let mut batch = 0;
+            while batch < AHEAD {
+                if has(at, batch) {
+                    let mut i = 0;
+                    while i < BATCH {
+                        let group = batch * (BATCH / RESULTS) + i / RESULTS;
+                        let next = group as u32 * step * RESULTS as u32 + (i % RESULTS) as u32;
+                        if (result + next).wrapping_sub(first_result) < lane_count {
+                            held[batch][i] = global::load_x4(partial.add((from + next * dim) as usize));
+                        }
+                        i += 1;
+                    }
                 }
-                i += 1;
+                batch += 1;
             }
             held
         };
 
-        let mut at = first + warp_idx;
-        let mut held = fetch(at);
-        let (mut m, mut sum) = (f32::NEG_INFINITY, 0.0);
-        let mut from = first + lane;
-        while from - lane < end {
-            let mut numbers = [(0.0, 0.0); NUMBERS_AHEAD];
-            let mut i = 0;
-            while i < NUMBERS_AHEAD {
-                let (m_i, sum_i, ..) = join(from + 32 * i as u32, 0);
-                numbers[i] = (m_i, sum_i);
-                i += 1;
-            }
-            let mut i = 0;
-            while i < NUMBERS_AHEAD {
-                let [of_before, of_this] = meet::<T>(&mut m, numbers[i].0);
-                sum = math::fma(numbers[i].1, of_this, sum * of_before);
-                i += 1;
-            }
+        let own_numbers = numbers(first + lane);
+        let mut held = fetch(first);
+        let mut group = Group::<RESULTS>::new::<T>(own_numbers);
+        let (mut m, mut sum) = (group.m, group.sum);
+        let mut from = first + CHUNK;
+        while from < end {
+            let more = Group::<RESULTS>::new::<T>(numbers(from + lane));
+            let [of_before, of_this] = meet::<T>(&mut m, more.m);
+            sum = math::fma(more.sum, of_this, sum * of_before);
             // Opaque, so that the loop stays one.
-            from = thread::opaque(from + 32 * NUMBERS_AHEAD as u32);
+            from = thread::opaque(from + CHUNK);
         }
-        let sink = sink::<T>(sinks, head);
         let of_lane = m;
         let m = math::max(warp::max_f32::<32>(m), sink);
         let base = base(m);
-        let sum = warp::sum_f32::<32>(sum * weight::<T>(of_lane - base)) + weight::<T>(sink - base);
+        let sum = sum * weight::<T>(of_lane - base);
 
+        let mut of_group = weight::<T>(group.m - base);
         let mut totals = [[0f32; 4]; PARTS];
+        let mut at = first;
         while at < end {
-            let own = lane % AHEAD as u32;
-            let (m, _, of_before, of_this) = join(group_of(at, own / RESULTS as u32), own as usize % RESULTS);
-            let weight = weight::<T>(m - base);
-            let mut group = [0f32; 4];
-            let mut i = 0;
-            while i < AHEAD {
-                // What is not there is left out, since 0 · 0 would change the sign of a zero.
-                let is_there = exists(result_of(at, i as u32));
-                let values = held[i].map(f32::from_bits);
-                if RESULTS == 1 {
-                    group = values;
-                } else {
-                    let of_before = warp::shuffle_idx_f32(warp::FULL_MASK, of_before, i as u32);
-                    let of_this = warp::shuffle_idx_f32(warp::FULL_MASK, of_this, i as u32);
-                    if i % RESULTS == 0 {
-                        group = [0.0; 4];
-                    }
-                    if is_there {
+            let mut batch = 0;
+            while batch < AHEAD {
+                if has(at, batch) {
+                    let mut i = 0;
+                    while i < BATCH / RESULTS {
+                        let next = batch * (BATCH / RESULTS) + i;
+                        let owner = at - first + part + next as u32 * step;
+                        let mut values = held[batch][i * RESULTS].map(f32::from_bits);
+                        let mut result = 1;
+                        while result < RESULTS {
+                            let factors = group.factors[result];
+                            let [of_before, of_this] =
+                                factors.map(|factor| warp::shuffle_idx_f32(warp::FULL_MASK, factor, owner));
+                            let this = held[batch][i * RESULTS + result].map(f32::from_bits);
+                            let mut j = 0;
+                            while j < 4 {
+                                values[j] = math::fma(this[j], of_this, values[j] * of_before);
+                                j += 1;
+                            }
+                            result += 1;
+                        }
+                        let weight = warp::shuffle_idx_f32(warp::FULL_MASK, of_group, owner);
                         let mut j = 0;
                         while j < 4 {
-                            group[j] = math::fma(values[j], of_this, group[j] * of_before);
+                            let total = &mut totals[next % PARTS][j];
+                            *total = math::fma(weight, values[j], *total);
                             j += 1;
                         }
+                        i += 1;
                     }
                 }
-                if i % RESULTS == RESULTS - 1 {
-                    let weight = warp::shuffle_idx_f32(warp::FULL_MASK, weight, i as u32);
-                    if group_of(at, (i / RESULTS) as u32) < end {
-                        let total = &mut totals[i / RESULTS % PARTS];
-                        let mut j = 0;
-                        while j < 4 {
-                            total[j] = math::fma(weight, group[j], total[j]);
-                            j += 1;
-                        }
-                    }
-                }
-                i += 1;
+                batch += 1;
             }
-            at = group_of(at, (AHEAD / RESULTS) as u32);
+            // Opaque, or all places of the next round would be worked out before this one.
+            at = thread::opaque(at + AHEAD as u32 * batch_step);
             if at < end {
                 held = fetch(at);
+                if (at - first).is_multiple_of(CHUNK) {
+                    group = Group::new::<T>(numbers(at + lane));
+                    of_group = weight::<T>(group.m - base);
+                }
             }
         }
 
         let mut total = totals[0];
-        if PARTS == 1 {
-            let place = |part: u32| shared::base() + (part * MERGE_COLUMNS + 4 * lane) * 4;
-            shared::store_f32x4(place(warp_idx), total);
-            thread::sync_threads();
-            total = shared::load_f32x4(place(0));
-            let mut part = 1;
-            while part < MERGE_PARTS {
-                let more = shared::load_f32x4(place(part));
-                let mut j = 0;
-                while j < 4 {
-                    total[j] += more[j];
-                    j += 1;
-                }
-                part += 1;
+        let mut next = 1;
+        while next < MERGE_PARTS {
+            let mut j = 0;
+            while j < 4 {
+                total[j] += if PARTS == 1 {
+                    warp::shuffle_idx_f32(warp::FULL_MASK, totals[0][j], lane + next * quads)
+                } else {
+                    totals[next as usize % PARTS][j]
+                };
+                j += 1;
             }
-        } else {
-            let mut part = 1;
-            while part < PARTS {
-                let mut j = 0;
-                while j < 4 {
-                    total[j] += totals[part][j];
-                    j += 1;
-                }
-                part += 1;
-            }
+            next += 1;
         }
+        // Only now, as nothing before has to wait for it.
+        let sum = warp::sum_f32::<32>(sum) + weight::<T>(sink - base);
         let inverse = math::rcp(sum);
-        if warp_idx == 0 && col < dim {
+        if part == 0 && col < dim {
             let at = offset(
                 batch,
                 dims.out_batch_stride,
@@ -265,7 +281,7 @@ unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize>(
                 }
             }
         }
-        if thread::thread_idx_x() == 0 && piece == 0 && !lse.is_null() {
+        if lane == 0 && piece == 0 && !lse.is_null() {
             let at = offset(batch, dims.lse_batch_stride, own.first_q + query, 1, head, dims.lse_head_stride);
             global::store(lse.add(at), log_sum_exp::<T>(m, sum));
         }

@@ -298,7 +298,7 @@ macro_rules! entry {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 128)]
+        #[kernel(max_threads = 32)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             partial: *const f32,

@@ -23,8 +23,10 @@ pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     let AttentionProblem { batch, seq_q, seq_kv, heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } =
         *problem;
     let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
-    for (what, size) in [("batch", batch), ("heads_q", heads_q)] {
-        check_size(OP, "problem", what, size)?;
+    check_size(OP, "problem", "batch", batch)?;
+    // The second axis of the merge's grid.
+    if heads_q >= 1 << 16 {
+        return invalid("heads_q below 2^16", heads_q.to_string());
     }
     // The kernels add and subtract the two and the window in i32.
     for (name, size) in [("seq_q", seq_q), ("seq_kv", seq_kv)] {
@@ -206,6 +208,7 @@ impl Attention {
             table_stride: cache.table_stride,
             box_keys: 0,
             result_shift: 0,
+            merge_parts: 0,
         })
     }
 

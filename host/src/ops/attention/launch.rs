@@ -2,8 +2,8 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, GROUP_SPLITS, MERGE_COLUMNS, decode_ring_group_bytes,
-    decode_ring_joins,
+    AttentionDims, AttentionTile, AttentionVariant, GROUP_SPLITS, MERGE_COLUMNS, MERGE_PARTS,
+    decode_ring_group_bytes, decode_ring_joins,
 };
 
 use super::{Attention, AttentionArgs, OP};
@@ -53,8 +53,8 @@ impl Loaded {
 #[derive(Debug)]
 pub(super) struct Splits {
     pub(super) merge: Loaded,
-    /// From so many rows on the merge does each with one warp, whatever the number of splits.
-    pub(super) many_rows: u32,
+    /// From so many pieces of [`MERGE_PARTS`] times [`MERGE_COLUMNS`] columns on a warp of the merge does each.
+    pub(super) many_pieces: u32,
     /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or a group's: unfinished results of `head_dim`;
     /// maximum and sum of the weights.
     pub(super) workspace: Workspace<2>,
@@ -168,7 +168,7 @@ pub(super) fn decode(
     mut dims: AttentionDims,
 ) -> Result<(), Error> {
     let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
-    let Splits { merge, many_rows, workspace } = splits;
+    let Splits { merge, many_pieces, workspace } = splits;
     // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
     let results =
         |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
@@ -182,12 +182,12 @@ pub(super) fn decode(
     // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
     let items = if joins { joined } else { alone };
     let grid = items.div_ceil(each(items));
-    let (merge_rows, merge_pieces) =
-        (blocks(&[dims.batch, dims.heads_q, dims.seq_q])?, dims.head_dim_v.div_ceil(MERGE_COLUMNS));
-    // As many results as a warp asks for at a time are quickest added up by one.
-    let is_by_warps = dims.splits >> dims.result_shift <= 16 || merge_rows >= *many_rows;
-    let merge_threads = if is_by_warps { 32 } else { merge.variant.tile.threads() };
-    let dims = &dims;
+    let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
+    let merge_grid = |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
+    let is_many = blocks(&merge_grid(MERGE_PARTS))? >= *many_pieces;
+    let merge_parts = if is_many { MERGE_PARTS } else { 1 };
+    let merge_grid = merge_grid(merge_parts);
+    let dims = &AttentionDims { merge_parts, ..dims };
     let [partial, stats] = &workspace.tensors;
     let (partial, stats) = (partial.view(), stats.view());
     let params = [
@@ -222,7 +222,7 @@ pub(super) fn decode(
     // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
     unsafe {
         kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
-        merge.entry.launch(stream, [merge_rows, merge_pieces, 1], [merge_threads, 1, 1], &merge_params)
+        merge.entry.launch(stream, merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
     }
 }
 

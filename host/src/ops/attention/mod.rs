@@ -314,8 +314,8 @@ impl Attention {
                     };
                     Ok([tensor(problem.head_dim_v)?, tensor(2)?])
                 })?;
-                let many_rows = 8 * device.profile().num_sms;
-                Some(Box::new(Splits { merge: load(merge)?, many_rows, workspace }))
+                let many_pieces = device.profile().num_sms;
+                Some(Box::new(Splits { merge: load(merge)?, many_pieces, workspace }))
             }
             _ => None,
         };
