@@ -642,10 +642,14 @@ pub(super) fn verify(
     let tolerance = Tolerance::new(case.dtype, Scale::Given(&scale), roundings);
     check(what, &repeat(out), &repeat(&reference.0), &naive_out, &tolerance)?;
     // Near a sum of 1 the hardware's logarithm has an absolute error of 2^-22, four times the naive one's.
-    let scale = magnitudes.1.repeat(2);
-    let tolerance = Tolerance { factor: 8.0, ..Tolerance::new(DType::F32, Scale::Given(&scale), roundings) };
-    let naive_lse = [&naive[0].1[..], &gathered.1].concat();
-    check(&format!("{what}, lse"), &lse.repeat(2), &reference.1.repeat(2), &naive_lse, &tolerance)
+    let scale = Scale::Given(&magnitudes.1);
+    let tolerance = Tolerance { factor: 8.0, ..Tolerance::new(DType::F32, scale, roundings) };
+    let further = |((&naive, &gathered), &exact): ((&f64, &f64), &f64)| {
+        if (gathered - exact).abs() > (naive - exact).abs() { gathered } else { naive }
+    };
+    let naive_lse =
+        std::iter::zip(&naive[0].1, &gathered.1).zip(&reference.1).map(further).collect::<Vec<_>>();
+    check(&format!("{what}, lse"), lse, &reference.1, &naive_lse, &tolerance)
 }
 
 pub(super) fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
