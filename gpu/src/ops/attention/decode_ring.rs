@@ -41,24 +41,23 @@
 //!
 //! | sequences, heads, keys | bf16 µs | GB/s | fp8 µs | cuDNN, bf16 | FlashAttention-2, bf16 |
 //! |---|---|---|---|---|---|
-//! | 64, 32 on 8, 4096 | 255 | 4210 | 156 | 238 | 400 |
-//! | 256, 32 on 8, 2048 | 507 | 4242 | 283 | 474 | 789 |
-//! | 1, 32 on 8, 32768 | 37.8 | 3549 | 34.7 | 38.2 | 47.4 |
-//! | 8, 32 on 4, 8192 | 39.2 | 3431 | | 38.0 | 45.0 |
+//! | 64, 32 on 8, 4096 | 255 | 4209 | 144 | 244 | 393 |
+//! | 256, 32 on 8, 2048 | 508 | 4232 | 283 | 482 | 807 |
+//! | 1, 32 on 8, 32768 | 37.4 | 3587 | 31.6 | 37.8 | 46.9 |
+//! | 8, 32 on 4, 8192 | 38.2 | 3512 | | 37.7 | 44.9 |
 //!
-//! A copy makes 4220 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
+//! A copy makes 4230 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
 //! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
-//! on its way); half the instructions (about 2650 per warp and split → 1320) nothing, as schedulers issue in a fifth of the cycles; for fp8
-//! (3150 → 1710) 200 → 152 µs, where they issue in two fifths; the merge by one warp a row instead of a block 13 → 8.3 µs by itself,
-//! which with as many splits for each block made 267 → 266 of both, 41.6 → 38.8 at 1 × 32768, and 39.6 → 41.2 at 8 × 8192: there the merge
-//! had blocks of eight warps with 145 registers, one on a multiprocessor at a time.
+//! on its way); half the instructions nothing, as schedulers issued in a fifth of the cycles; for fp8 (3150 → 1710) 200 → 152 µs, where they
+//! issued in two fifths.
 //!
 //! cuDNN, which writes no partial results and has no merge, is above a copy's rate. The splits' results were 16.8 MB that are written and
-//! read again: hence the groups, which all four cases have in bf16, with a quarter of that: 266 → 254 µs, and 42.0 → 39.6 at 8 × 8192.
-//! The merge is 5.1 µs of the first case, 3.7 of the last two (each kernel by itself). A group is joined by the same operations whoever
-//! joins it, so a row's bits do not tell. That costs the merge where the kernel has joined nothing: fp8's three blocks on a multiprocessor
-//! have three splits each of 1 × 32768, fewer than a group, and the merge of its 128 takes 5.9 µs. With groups where there is a balance and what is known
-//! of the next split kept, fp8 takes 283 µs of 256 × 2048; without groups 306, with it found again 287.
+//! read again: hence the groups, which all four cases have in bf16, with a quarter of that: 266 → 254 µs, and 42.0 → 39.6 at 8 × 8192. A group
+//! is joined by the same operations whoever joins it, so a row's bits do not tell.
+//!
+//! Keys as the rows of the product: queries were, 16 of them, of which these cases have 4 or 8. bf16 at 128 has 165 registers instead of 230
+//! and gains 2 % where there is little to do; fp8 has 125 instead of 168, so four blocks on a multiprocessor instead of three: 156 → 144 µs,
+//! and 34.7 → 31.6 at 1 × 32768, with the merge (`merge`). 256 × 2048 has stayed at 283: 3.8 TB/s.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_RING_COLUMNS, DECODE_RING_GROUP_NUMBERS_BYTES, DECODE_RING_PADDING,

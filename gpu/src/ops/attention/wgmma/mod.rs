@@ -39,19 +39,19 @@
 //!
 //! | sequences, heads, tokens, head dim | all keys | causal |
 //! |---|---|---|
-//! | 16, 32, 512, 64 (f16) | 94 / 90 | |
-//! | 4, 32, 4096, 128 | 1655 ± 8 / 1602 ± 241 | 884 / 944 |
-//! | 1, 32 on 8, 16384, 128 | | 3634 / 3801 |
-//! | 2, 32, 4096, 64 | | 325 / 329 |
-//! | 2, 16, 8192, 256 | | 1646 / 1857 |
-//! | 16, 16, 1024, 128 | | 171 / 155 |
-//! | 1, 32 on 8, 2048, 128 | | 68 / 83 |
+//! | 16, 32, 512, 64 (f16) | 93 / 90 | |
+//! | 4, 32, 4096, 128 | 1913 ± 266 / 1630 | 871 ± 73 / 922 |
+//! | 1, 32 on 8, 16384, 128 | | 3223 ± 442 / 3904 |
+//! | 2, 32, 4096, 64 | | 311 / 329 |
+//! | 2, 16, 8192, 256 | | 1665 ± 159 / 1787 |
+//! | 16, 16, 1024, 128 | | 163 / 156 |
+//! | 1, 32 on 8, 2048, 128 | | 66 / 84 |
 //!
-//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 725 µs, at 607 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
-//! 423 µs.
+//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 717 µs, at 613 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
+//! 411 µs.
 //!
-//! Large ones are at the card's power, and move by a tenth from run to run. All keys of 4, 32, 4096, 128 take 1.28 J here and 1.20 J by cuDNN,
-//! a causal mask 0.655 and 0.652, heads of 256 1.19 and 1.29.
+//! Large ones are at the card's power, and move by a tenth from run to run: all keys of 4, 32, 4096, 128 took 1655 µs on another card. It takes
+//! 1.34 J here and 1.25 J by cuDNN, draws 830 W in its first 50 ms and 720 to 770 W then, at 1650 MHz instead of 1980.
 //!
 //! Where the time of 16, 16, 1024, 128 goes (`%clock`, see CONTRIBUTING, medians in cycles, before the order of loads
 //! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
@@ -62,7 +62,8 @@
 //! mask, softmax and rounding of one were 639 instructions of a warp at 128 columns, 64 of them exponentials; they are 337 and 23 for each 16
 //! keys that some row of the warp sees, 8 of them exponentials, where a causal mask begins at a multiple of 16. Then, too, all of a
 //! tile's end stood behind its last product: up to the last store into the boxes 281 instructions, and 153 now that sums, factors, the
-//! log-sum-exp and the wait for the boxes are beside it.
+//! log-sum-exp and the wait for the boxes are beside it. Both and sums that are rescaled only where a maximum has grown (`softmax`; 64 of a
+//! plain step's 507 instructions) took it from 171 to 163 µs, from 0.91 of cuDNN to 0.96, each in one run.
 //!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
