@@ -267,6 +267,7 @@ fn bad_input() -> Result<(), Error> {
                 AttentionProblem { heads_kv: 0, ..problem },
                 "heads_q a multiple of heads_kv, both at least 1, got 4 and 0",
             ),
+            (AttentionProblem { heads_q: 1 << 16, ..problem }, "heads_q below 2^16, got 65536"),
             (AttentionProblem { head_dim: 68, ..problem }, "head_dim a multiple of 8 from 8 to 576, got 68"),
             (
                 AttentionProblem { head_dim: 584, ..problem },
