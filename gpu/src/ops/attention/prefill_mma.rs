@@ -43,7 +43,7 @@ use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::scores::{Masks, has_cap, sink};
-use super::softmax::{Groups, Rows, add_pairs, cap, mask, round, scale_rows, softmax};
+use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
 use crate::tile::multiplicand::{Multiplicand, not_finite};
@@ -298,8 +298,12 @@ pub(super) unsafe fn tile<
                     let (query, first) = place(part);
                     mask(s, Groups::UNKNOWN, dims, [tile.own.len, tile.own.ahead], query, first);
                 }
-                let decay = softmax(s, Groups::UNKNOWN, &mut state[part], scale());
-                scale_rows(&mut o[part], decay);
+                let (exponents, decay) =
+                    raise::<SCORES, false>(s, Groups::UNKNOWN, &mut state[part], scale());
+                if let Some(decay) = decay {
+                    scale_rows(&mut o[part], decay);
+                }
+                weights(s, Groups::UNKNOWN, &mut state[part], exponents);
                 round::<T, SCORES, WEIGHTS>(s, &mut p[part]);
                 part += 1;
             }

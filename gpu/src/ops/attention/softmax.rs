@@ -7,7 +7,7 @@ use cuda_std::{global, math, thread, warp};
 
 use super::scores::{Blocks, Masks, capped};
 use super::{Visible, offset};
-use crate::tile::softmax::in_unit;
+use crate::tile::softmax::{base, in_unit};
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
@@ -222,25 +222,33 @@ pub(super) fn add_pairs<T: Element, const SCORES: usize, const PAIRS: usize>(
     }
 }
 
-/// Turns scores into weights; returns what older sums are to be multiplied by. In groups of which no row sees a key scores are not
-/// looked at, and weights are 0.
+/// What the exponents of weights are: `s · factor − shift` of each of the two rows.
+#[derive(Clone, Copy)]
+pub(super) struct Exponents {
+    factor: f32,
+    shift: [f32; 2],
+}
+
+/// The first half of a softmax: finds what the weights of some scores are relative to, and returns what older sums are to be
+/// multiplied by, if they are at all. Scores in groups of which no row sees a key are not looked at.
 ///
 /// A weight is `2^(s·c − M)` with M = m·c rounded, one multiply-add: M is no more than a number near the largest `s·c` that all
 /// of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores beyond that (of
 /// 1e30, say) are subtracted first, so that equal ones cancel; they are then final.
 ///
 /// m is a row's largest score, or one that the largest is no more than [`LATE`] above, in the unit of the exponent: weights up to 2^8 do no harm,
-/// and older sums mostly stay as they are (as in FlashAttention-4).
+/// and older sums mostly stay as they are (as in FlashAttention-4). Whether they all do a warp knows before it knows any row's largest
+/// score: lanes ask it of their own ones, without the four shuffles. `ASKS`: unless the kernel has no registers for another branch.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
 #[inline(always)]
-pub(super) unsafe fn softmax<const SCORES: usize>(
+pub(super) unsafe fn raise<const SCORES: usize, const ASKS: bool>(
     s: &mut [f32; SCORES],
     groups: Groups,
     rows: &mut Rows,
     scale: f32,
-) -> [f32; 2] {
+) -> (Exponents, Option<[f32; 2]>) {
     let mut largest = rows.m;
     let mut group = 0;
     while group < SCORES / 8 {
@@ -254,37 +262,53 @@ pub(super) unsafe fn softmax<const SCORES: usize>(
         }
         group += 1;
     }
-    let mut base = [0f32; 2];
-    let mut shift = [0f32; 2];
+    let mut exponents = Exponents { factor: scale, shift: [rows.m[0] * scale, rows.m[1] * scale] };
+    let growth = math::max(largest[0] - rows.m[0], largest[1] - rows.m[1]);
+    // Also where a row has not seen a key, whose m is −∞.
+    let is_due = growth * scale > LATE || is_large(exponents.shift);
+    // SAFETY: the whole warp takes part — the caller.
+    if ASKS && !unsafe { warp::any(warp::FULL_MASK, is_due) } {
+        return (exponents, None);
+    }
     let mut decay = [0f32; 2];
-    let mut factor = scale;
+    let old = rows.m;
     let mut half = 0;
     while half < 2 {
         // SAFETY: the whole warp takes part — the caller.
-        let mut m = unsafe { warp::max_f32::<4>(largest[half]) };
+        let m = unsafe { warp::max_f32::<4>(largest[half]) };
         // False of −∞.
-        if (m - rows.m[half]) * scale <= LATE {
-            m = rows.m[half];
+        if !((m - old[half]) * scale <= LATE) {
+            rows.m[half] = m;
         }
-        base[half] = if m == f32::NEG_INFINITY { 0.0 } else { m };
-        shift[half] = base[half] * scale;
+        exponents.shift[half] = base(rows.m[half]) * scale;
         // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's largest is.
-        decay[half] = rows.m[half] * scale - shift[half];
-        largest[half] = m;
+        decay[half] = old[half] * scale - exponents.shift[half];
         half += 1;
     }
-    let is_large = math::max(math::abs(shift[0]), math::abs(shift[1])) > SMALL;
     // SAFETY: the whole warp takes part — the caller.
-    if unsafe { warp::any(warp::FULL_MASK, is_large) } {
+    if unsafe { warp::any(warp::FULL_MASK, is_large(exponents.shift)) } {
+        let bases = [base(rows.m[0]), base(rows.m[1])];
         let mut i = 0;
         while i < SCORES {
-            s[i] = (s[i] - base[i / 2 % 2]) * scale;
+            s[i] = (s[i] - bases[i / 2 % 2]) * scale;
             i += 1;
         }
-        decay = [(rows.m[0] - base[0]) * scale, (rows.m[1] - base[1]) * scale];
-        (factor, shift) = (1.0, [0.0; 2]);
+        decay = [(old[0] - bases[0]) * scale, (old[1] - bases[1]) * scale];
+        exponents = Exponents { factor: 1.0, shift: [0.0; 2] };
     }
-    rows.m = largest;
+    decay = [math::ex2(decay[0]), math::ex2(decay[1])];
+    rows.l = [rows.l[0] * decay[0], rows.l[1] * decay[1]];
+    (exponents, Some(decay))
+}
+
+/// The second half: turns scores into weights. In groups of which no row sees a key they are 0.
+#[inline(always)]
+pub(super) fn weights<const SCORES: usize>(
+    s: &mut [f32; SCORES],
+    groups: Groups,
+    rows: &mut Rows,
+    Exponents { factor, shift }: Exponents,
+) {
     let mut group = 0;
     while group < SCORES / 8 {
         let end = 8 * group + 8;
@@ -310,22 +334,14 @@ pub(super) unsafe fn softmax<const SCORES: usize>(
         sums[i % 4] += s[i];
         i += 1;
     }
-    decay = [math::ex2(decay[0]), math::ex2(decay[1])];
-    rows.l[0] = math::fma(rows.l[0], decay[0], sums[0] + sums[1]);
-    rows.l[1] = math::fma(rows.l[1], decay[1], sums[2] + sums[3]);
-    decay
+    rows.l[0] += sums[0] + sums[1];
+    rows.l[1] += sums[2] + sums[3];
 }
 
-/// Multiplies older sums by what [`softmax`] has returned, unless that is 1 for all rows.
-///
-/// # Safety
-/// - *converged*: the whole warp.
+/// Whether products with the scale are too large for their rounding.
 #[inline(always)]
-pub(super) unsafe fn rescale<const SUMS: usize>(o: &mut [f32; SUMS], decay: [f32; 2]) {
-    // SAFETY: the whole warp takes part — the caller.
-    if unsafe { warp::any(warp::FULL_MASK, decay[0] != 1.0 || decay[1] != 1.0) } {
-        scale_rows(o, decay);
-    }
+fn is_large(shift: [f32; 2]) -> bool {
+    math::max(math::abs(shift[0]), math::abs(shift[1])) > SMALL
 }
 
 /// Weights as the operand of the next product.

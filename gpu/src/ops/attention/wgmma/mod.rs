@@ -83,7 +83,7 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registe
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
 use super::scores::{Blocks, has_blocks, has_cap, sink};
-use super::softmax::{Groups, Rows, cap, mask, rescale, round as round_weights, scale_rows, softmax};
+use super::softmax::{Groups, Rows, cap, mask, raise, round as round_weights, scale_rows, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
@@ -506,7 +506,9 @@ unsafe fn consume<
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                         release(places.empty_v(before.stage()));
-                        rescale(&mut o, decay);
+                        if let Some(decay) = decay {
+                            scale_rows(&mut o, decay);
+                        }
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
                     mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
@@ -534,7 +536,7 @@ unsafe fn consume<
     }
 }
 
-/// From scores to weights, of which those that a row does not see are 0; returns what older sums are to be multiplied by.
+/// From scores to weights, of which those that a row does not see are 0; returns what older sums are to be multiplied by, if they are.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.
@@ -545,11 +547,13 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     step: Step,
     (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
     dims: &AttentionDims,
-) -> [f32; 2] {
+) -> Option<[f32; 2]> {
     // SAFETY: the caller's promise.
     unsafe {
         if !step.is_border() {
-            return softmax(s, Groups::UNKNOWN, rows, dims.scale);
+            let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
+            weights(s, Groups::UNKNOWN, rows, exponents);
+            return decay;
         }
         // Nothing is kept in registers for it.
         let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
@@ -564,7 +568,10 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
         }
         let lane = member % 32;
         mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
-        softmax(s, groups, rows, dims.scale)
+        // Mostly a tile's first step, in which all is new.
+        let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
+        weights(s, groups, rows, exponents);
+        decay
     }
 }
 
