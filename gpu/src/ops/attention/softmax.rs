@@ -275,11 +275,12 @@ pub(super) unsafe fn raise<const SCORES: usize, const ASKS: bool>(
     let mut half = 0;
     while half < 2 {
         // SAFETY: the whole warp takes part — the caller.
-        let m = unsafe { warp::max_f32::<4>(largest[half]) };
+        let mut m = unsafe { warp::max_f32::<4>(largest[half]) };
         // False of −∞.
-        if !((m - old[half]) * scale <= LATE) {
-            rows.m[half] = m;
+        if (m - old[half]) * scale <= LATE {
+            m = old[half];
         }
+        rows.m[half] = m;
         exponents.shift[half] = base(rows.m[half]) * scale;
         // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's largest is.
         decay[half] = old[half] * scale - exponents.shift[half];

@@ -3,15 +3,11 @@
 use abi::DType;
 use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS};
 
+use super::select::section;
 use super::{Attention, AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES};
 use crate::error::Error;
 use crate::ops::check_size;
 use crate::tensor::TensorView;
-
-/// What the keys and values of the heads that are worked on at a time may take of L2. An H200's has 50 MiB, of which what both halves
-/// read is in each: of 4, 32, 4096, 128 under a causal mask 403 MB came from memory with 16 MiB, as much as there is, 479 with 32
-/// and 4445 with all heads at a time.
-const SECTION_BYTES: usize = 16 << 20;
 
 /// Where a run's keys are: fields of [`AttentionDims`].
 struct Cache {
@@ -305,16 +301,4 @@ pub(super) fn repeats(args: &AttentionArgs<'_>) -> bool {
         .iter()
         .zip([q.shape(), k.shape(), v.shape(), out.shape()])
         .any(|(strides, shape)| (0..3).any(|axis| shape[axis] > 1 && strides[axis] == 0))
-}
-
-/// Query heads of a section. Where all tiles have as much to do, those of a single key head: blocks that read the same keys at about the
-/// same time share them on the way from L2 (of 4, 32, 4096, 128 5.1 GB instead of 8.9 with 24 MiB of heads side by side). Under a causal mask those of as many
-/// as L2 holds, since tiles go from long ones to short ones in each section, and there must be enough of the last; all sections alike, or
-/// the last would have too few.
-fn section(problem: &AttentionProblem, seq_kv: usize, key_heads: usize) -> u32 {
-    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, mask, .. } = *problem;
-    let bytes = seq_kv * (head_dim + head_dim_v) * dtype.bytes();
-    let most = if mask == Mask::Causal { (SECTION_BYTES / bytes.max(1)).max(1) } else { 1 };
-    let alike = key_heads.div_ceil(key_heads.div_ceil(most).max(1));
-    (alike * (heads_q / heads_kv)) as u32
 }

@@ -39,19 +39,33 @@
 //!
 //! | sequences, heads, tokens, head dim | all keys | causal |
 //! |---|---|---|
-//! | 16, 32, 512, 64 (f16) | 93 / 90 | |
-//! | 4, 32, 4096, 128 | 1913 ± 266 / 1630 | 871 ± 73 / 922 |
-//! | 1, 32 on 8, 16384, 128 | | 3223 ± 442 / 3904 |
-//! | 2, 32, 4096, 64 | | 311 / 329 |
-//! | 2, 16, 8192, 256 | | 1665 ± 159 / 1787 |
-//! | 16, 16, 1024, 128 | | 163 / 156 |
-//! | 1, 32 on 8, 2048, 128 | | 66 / 84 |
+//! | 16, 32, 512, 64 | 91 / 90 | |
+//! | 4, 32, 4096, 128 | 1705 ± 272 / 1821 | 854 / 925 |
+//! | 1, 32 on 8, 16384, 128 | | 3131 ± 488 / 3626 |
+//! | 2, 32, 4096, 64 | | 296 / 331 |
+//! | 2, 16, 8192, 256 | | 1567 ± 186 / 1857 |
+//! | 16, 16, 1024, 128 | | 163 / 155 |
+//! | 1, 32 on 8, 2048, 128 | | 65 / 83 |
 //!
-//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 717 µs, at 613 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
-//! 411 µs.
+//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 690 µs, at 638 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
+//! 413 µs.
 //!
-//! Large ones are at the card's power, and move by a tenth from run to run: all keys of 4, 32, 4096, 128 took 1655 µs on another card. It takes
-//! 1.34 J here and 1.25 J by cuDNN, draws 830 W in its first 50 ms and 720 to 770 W then, at 1650 MHz instead of 1980.
+//! Large ones are at the card's power (700 W, clocks from 1980 down to 1650 MHz): all keys of 4, 32, 4096, 128 are 1.15 to 1.2 J, and
+//! times move by a tenth from run to run, as cuDNN's do (1.25 to 1.34 J; 1605 µs in its first 50 ms, 1850 after that). What counters say is steadier
+//! (`ncu`, see CONTRIBUTING; this / cuDNN):
+//!
+//! | | thousands of cycles | MB from memory | MB from L2 to multiprocessors |
+//! |---|---|---|---|
+//! | 16, 32, 512, 64 | 176 / 161 | 101 / 101 | 261 / 256 |
+//! | 4, 32, 4096, 128 | 2746 / 2758 | 403 / 403 | 5386 / 6103 |
+//! | 4, 32, 4096, 128, causal | 1505 / 1593 | 403 / 403 | 4746 / 4570 |
+//! | 1, 32 on 8, 16384, 128, causal | 5375 / 5803 | 204 / 202 | 15889 / 17406 |
+//! | 2, 32, 4096, 64, causal | 548 / 593 | 101 / 101 | 888 / 1070 |
+//! | 2, 16, 8192, 256, causal | 2359 / 2794 | 408 / 403 | 9020 / 8563 |
+//! | 16, 16, 1024, 128, causal | 278 / 270 | 201 / 201 | 786 / 681 |
+//!
+//! With tiles of 24 MiB of heads side by side all keys of 4, 32, 4096, 128 were 843 MB and 8937 MB, and 1.27 to 1.39 J: see `section` in the host's
+//! `checks.rs`. Its tiles ask for 8724 MB: blocks that want the same keys at about the same time get them together.
 //!
 //! Where the time of 16, 16, 1024, 128 goes (`%clock`, see CONTRIBUTING, medians in cycles, before the order of loads
 //! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
@@ -65,13 +79,23 @@
 //! log-sum-exp and the wait for the boxes are beside it. Both and sums that are rescaled only where a maximum has grown (`softmax`; 64 of a
 //! plain step's 507 instructions) took it from 171 to 163 µs, from 0.91 of cuDNN to 0.96, each in one run.
 //!
+//! Of 2811 cycles of a plain step of 4, 32, 4096, 128 a consumer's warp then stood 1110 in latencies that are fixed, 300 before its turn, 210
+//! for registers' ports, 180 while the other consumer's warp issued and 170 for shuffles and exponentials (`ncu`'s stall reasons); it issued 498.
+//! Between the last comparison of scores and the first exponential some 170 cycles were shuffles and what hangs on them. Without those where
+//! no row's maximum grows by enough it is 2827 to 2746 thousand cycles in all, and 5520 to 5375 of 16384, 566 to 548 of 2, 32, 4096, 64.
+//! Exponentials are eight cycles of a warp each, 512 in a step.
+//!
 //! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
 //! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
 //! registers (ARCHITECTURE, "Uniform registers"), which was not known then: a plain step had 35 instructions more. Consumers also stood
 //! waiting for the next tile's q and k where without it they store the results of the last. Not tried: both places without that overlap. Where
 //! results have a place of their own q is given back with the tile's last scores anyway, a softmax, a product and the end before the next one
 //! is wanted. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
-//! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more.
+//! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
+//! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
+//! FlashAttention-3 has them: 2966 thousand cycles instead of 2827. Of 64 columns two consumers instead of three, whose tiles of 128 rows
+//! go into 512: 108 instead of 92 µs; two blocks a multiprocessor with 64 keys a step: 104 registers, with which ptxas has one product wait for the
+//! other.
 
 mod borders;
 mod walk;
