@@ -300,10 +300,10 @@ pub(super) unsafe fn tile<
                 }
                 let (exponents, decay) =
                     raise::<SCORES, false>(s, Groups::UNKNOWN, &mut state[part], scale());
+                weights(s, Groups::UNKNOWN, &mut state[part], exponents, decay);
                 if let Some(decay) = decay {
                     scale_rows(&mut o[part], decay);
                 }
-                weights(s, Groups::UNKNOWN, &mut state[part], exponents);
                 round::<T, SCORES, WEIGHTS>(s, &mut p[part]);
                 part += 1;
             }

@@ -298,17 +298,18 @@ pub(super) unsafe fn raise<const SCORES: usize, const ASKS: bool>(
         exponents = Exponents { factor: 1.0, shift: [0.0; 2] };
     }
     decay = [math::ex2(decay[0]), math::ex2(decay[1])];
-    rows.l = [rows.l[0] * decay[0], rows.l[1] * decay[1]];
     (exponents, Some(decay))
 }
 
-/// The second half: turns scores into weights. In groups of which no row sees a key they are 0.
+/// The second half: turns scores into weights, and adds them to the rows' sums, which are older: `decay`, as [`raise`] has returned it. In
+/// groups of which no row sees a key weights are 0.
 #[inline(always)]
 pub(super) fn weights<const SCORES: usize>(
     s: &mut [f32; SCORES],
     groups: Groups,
     rows: &mut Rows,
     Exponents { factor, shift }: Exponents,
+    decay: Option<[f32; 2]>,
 ) {
     let mut group = 0;
     while group < SCORES / 8 {
@@ -335,8 +336,9 @@ pub(super) fn weights<const SCORES: usize>(
         sums[i % 4] += s[i];
         i += 1;
     }
-    rows.l[0] += sums[0] + sums[1];
-    rows.l[1] += sums[2] + sums[3];
+    let decay = decay.unwrap_or([1.0; 2]);
+    rows.l[0] = math::fma(rows.l[0], decay[0], sums[0] + sums[1]);
+    rows.l[1] = math::fma(rows.l[1], decay[1], sums[2] + sums[3]);
 }
 
 /// Whether products with the scale are too large for their rounding.

@@ -576,7 +576,7 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     unsafe {
         if !step.is_border() {
             let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
-            weights(s, Groups::UNKNOWN, rows, exponents);
+            weights(s, Groups::UNKNOWN, rows, exponents, decay);
             return decay;
         }
         // Nothing is kept in registers for it.
@@ -594,7 +594,7 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
         mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
         // Mostly a tile's first step, in which all is new.
         let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
-        weights(s, groups, rows, exponents);
+        weights(s, groups, rows, exponents, decay);
         decay
     }
 }
