@@ -246,7 +246,8 @@ fn huge_scores() -> TestResult {
             if let Some(best) = best {
                 k[best * head_dim] = 0.0;
             }
-            for device in &devices_for(case.work()) {
+            // On every floor: each has a softmax of its own.
+            for device in &devices() {
                 let data = [q.clone(), k.clone(), v.clone()];
                 let (out, lse) = compute(device, &case, &data, None)?;
                 for (index, row) in out.chunks(head_dim).enumerate() {
