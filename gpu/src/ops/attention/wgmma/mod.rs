@@ -50,8 +50,8 @@
 //! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 690 µs, at 638 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
 //! 413 µs.
 //!
-//! Large ones are at the card's power (700 W, clocks from 1980 down to 1650 MHz): all keys of 4, 32, 4096, 128 are 1.15 to 1.2 J, and
-//! times move by a tenth from run to run, as cuDNN's do (1.25 to 1.34 J; 1605 µs in its first 50 ms, 1850 after that). What counters say is steadier
+//! Large ones are at the card's power (700 W, clocks from 1980 down to 1650 MHz): all keys of 4, 32, 4096, 128 are 1.12 to 1.27 J, and
+//! times move by a tenth from run to run, as cuDNN's do (1.25 to 1.45 J; 1605 µs in its first 50 ms, 1850 after that). What counters say is steadier
 //! (`ncu`, see CONTRIBUTING; this / cuDNN):
 //!
 //! | | thousands of cycles | MB from memory | MB from L2 to multiprocessors |
@@ -64,8 +64,8 @@
 //! | 2, 16, 8192, 256, causal | 2359 / 2794 | 408 / 403 | 9020 / 8563 |
 //! | 16, 16, 1024, 128, causal | 278 / 270 | 201 / 201 | 786 / 681 |
 //!
-//! With tiles of 24 MiB of heads side by side all keys of 4, 32, 4096, 128 were 843 MB and 8937 MB, and 1.27 to 1.39 J: see `section` in the host's
-//! `checks.rs`. Its tiles ask for 8724 MB: blocks that want the same keys at about the same time get them together.
+//! With tiles of 24 MiB of heads side by side all keys of 4, 32, 4096, 128 were 843 MB and 8937 MB, and 1.15 to 1.39 J: see `section` in the host's
+//! `select.rs`. Its tiles ask for 8724 MB: blocks that want the same keys at about the same time get them together.
 //!
 //! Where the time of 16, 16, 1024, 128 goes (`%clock`, see CONTRIBUTING, medians in cycles, before the order of loads
 //! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
