@@ -18,7 +18,8 @@
 //! Where fewer than [`SAMPLE`] elements are of like magnitude, their largest error may be small by luck still, so the
 //! maximum then includes `2⁻²⁴ · √roundings`, the error to be expected of that many f32 roundings with random signs
 //! (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). In f16 and bf16 it is far below
-//! an ulp.
+//! an ulp. Where the terms of a sum are rounded to the storage type themselves, as attention's weights are for tensor cores,
+//! the naive formula does not do so; the maximum then includes half of the most that comes of it, `½ · 2⁻ᵖ` with p bits of precision.
 //!
 //! From [`RMS_FROM`] elements on, the root mean square over all elements is bounded too, which catches a result that is
 //! a little wrong everywhere:
@@ -73,6 +74,8 @@ pub struct Tolerance<'a> {
     pub scale: Scale<'a>,
     /// f32 roundings in the longest chain of the formula: terms of a sum, steps of an elementwise expression.
     pub roundings: usize,
+    /// The type, if it is not f32, that a factor of a sum's terms is rounded to on the way.
+    pub terms: Option<DType>,
     /// Multiple of the naive error. Other than 2 is an exception to be explained where it stands.
     pub factor: f64,
     /// Multiple of the ulp. Other than 2 is an exception to be explained where it stands.
@@ -82,7 +85,7 @@ pub struct Tolerance<'a> {
 impl<'a> Tolerance<'a> {
     /// The project's bound: twice the naive error and 2 ulps.
     pub fn new(dtype: DType, scale: Scale<'a>, roundings: usize) -> Self {
-        Tolerance { dtype, scale, roundings, factor: 2.0, ulps: 2.0 }
+        Tolerance { dtype, scale, roundings, terms: None, factor: 2.0, ulps: 2.0 }
     }
 }
 
@@ -271,9 +274,10 @@ pub fn check_within_naive(
 ) -> Result<Agreement, Mismatch> {
     same_length("got", got.len(), reference.len())?;
     same_length("naive", naive.len(), reference.len())?;
-    let &Tolerance { dtype, roundings, factor, ulps, .. } = tolerance;
+    let &Tolerance { dtype, roundings, terms, factor, ulps, .. } = tolerance;
     let magnitude = magnitudes(reference, tolerance)?;
-    let chance = 2f64.powi(-24) * (roundings as f64).sqrt();
+    let of_terms = terms.map_or(0.0, |terms| ulp(terms, 1.0) / 4.0);
+    let chance = (2f64.powi(-24) * (roundings as f64).sqrt()).max(of_terms);
 
     // Largest scaled naive error per binade; exponents of finite f64 run from −1023 to 1023, one spare on either side.
     let bin = |m: f64| (exponent_of(m) + 1024) as usize;
@@ -616,6 +620,23 @@ mod tests {
         let reference: Vec<f64> = (0..64).map(|i| 1.0 + f64::from(i) * 2f64.powi(-7)).collect();
         let got: Vec<f64> = reference.iter().map(|value| value + 3.5 * 2f64.powi(-23)).collect();
         assert!(check_within_naive(&got, &reference, &reference, &tolerance).is_err());
+    }
+
+    /// Terms that were rounded to bf16 may be half a bf16 ulp off; where there are enough elements the naive error says how much.
+    #[test]
+    fn rounded_terms_count_among_few() {
+        let tolerance = Tolerance { ulps: 0.0, ..Tolerance::new(DType::BF16, Scale::Given(&[1.0; 64]), 100) };
+        let rounded = Tolerance { terms: Some(DType::BF16), ..tolerance };
+        let reference: Vec<f64> = (0..64).map(|i| f64::from(i) * 2f64.powi(-7)).collect();
+        let got = |error: f64| reference.iter().map(|value| value + error).collect::<Vec<_>>();
+        let passes = |count: usize, error: f64, tolerance: Tolerance<'_>| {
+            let tolerance = Tolerance { scale: Scale::Given(&[1.0; 64][..count]), ..tolerance };
+            let (got, reference) = (&got(error)[..count], &reference[..count]);
+            check_within_naive(got, reference, reference, &tolerance).is_ok()
+        };
+        let half = 2f64.powi(-8);
+        assert!(passes(63, half, rounded) && !passes(63, half * 1.01, rounded));
+        assert!(!passes(63, half, tolerance) && !passes(64, half, rounded));
     }
 
     #[test]
