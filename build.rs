@@ -1,4 +1,4 @@
-//! Builds the device images, one per operator and architecture floor, and lists them for `src/images.rs`.
+//! Builds the device images, one per operator and architecture floor, and lists them, kernel by kernel, for `src/images.rs`.
 
 use std::process::ExitCode;
 
@@ -24,7 +24,7 @@ mod images {
     use std::path::{Path, PathBuf};
 
     use abi::{Arch, ops::FAMILIES};
-    use cuda_builder::{BuildError, CudaBuilder, NvvmArch};
+    use cuda_builder::{BuildError, CudaBuilder, NvvmArch, split_kernels};
 
     pub fn build() -> Result<(), BuildError> {
         for path in
@@ -36,7 +36,7 @@ mod images {
         let out_dir = PathBuf::from(var_os("OUT_DIR").unwrap_or_default());
         let arches: Vec<Arch> = Arch::ALL.into_iter().filter(|&arch| wanted(arch)).collect();
         // One architecture per thread: each has a target directory of its own.
-        let results: Vec<Result<(), BuildError>> = std::thread::scope(|scope| {
+        let results: Vec<Result<String, BuildError>> = std::thread::scope(|scope| {
             let build = |&arch| {
                 scope.spawn({
                     let out_dir = &out_dir;
@@ -49,41 +49,37 @@ mod images {
                 .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
                 .collect()
         });
-        results.into_iter().collect::<Result<(), _>>()?;
-
-        let mut list = String::from("&[\n");
-        for arch in arches {
-            for family in FAMILIES {
-                let path = out_dir.join(file_name(family, arch));
-                let _ = writeln!(
-                    list,
-                    "    Image {{ family: {family:?}, arch: Arch::{arch:?}, ptx: Ptx::Deflated(include_bytes!({path:?})) }},"
-                );
-            }
-        }
-        list.push(']');
-        let path = out_dir.join("images.rs");
-        std::fs::write(&path, list).map_err(|source| BuildError::Io { path, source })
+        let images = results.into_iter().collect::<Result<String, _>>()?;
+        write(out_dir.join("images.rs"), format!("&[\n{images}]").as_bytes())
     }
 
-    fn build_arch(arch: Arch, out_dir: &Path) -> Result<(), BuildError> {
+    /// The images of an architecture, as `src/images.rs` has them.
+    fn build_arch(arch: Arch, out_dir: &Path) -> Result<String, BuildError> {
         let nvvm = match arch {
             Arch::Sm61 => NvvmArch::Compute61,
             Arch::Sm80 => NvvmArch::Compute80,
             Arch::Sm90a => NvvmArch::Compute90a,
         };
+        let mut list = String::new();
         for family in FAMILIES {
-            let image = out_dir.join(file_name(family, arch));
             let ptx = CudaBuilder::new("gpu").arch(nvvm).features([*family]).build()?;
-            let text = std::fs::read(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
-            let deflated = miniz_oxide::deflate::compress_to_vec(&text, 9);
-            std::fs::write(&image, deflated).map_err(|source| BuildError::Io { path: image, source })?;
+            let text =
+                std::fs::read_to_string(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
+            let (head, kernels) = split_kernels(&text);
+            let _ = writeln!(list, "Image {{ family: {family:?}, arch: Arch::{arch:?}, ptx: Ptx::Kernels {{");
+            let _ = writeln!(list, "    head: {head:?},\n    kernels: &[");
+            for (name, text) in kernels {
+                let path = out_dir.join(format!("{name}.{arch}.ptx.deflate"));
+                let _ = writeln!(list, "        ({name:?}, include_bytes!({path:?})),");
+                write(path, &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
+            }
+            list.push_str("    ],\n} },\n");
         }
-        Ok(())
+        Ok(list)
     }
 
-    fn file_name(family: &str, arch: Arch) -> String {
-        format!("{family}.{arch}.ptx.deflate")
+    fn write(path: PathBuf, bytes: &[u8]) -> Result<(), BuildError> {
+        std::fs::write(&path, bytes).map_err(|source| BuildError::Io { path, source })
     }
 
     fn wanted(arch: Arch) -> bool {

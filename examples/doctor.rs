@@ -7,7 +7,7 @@ use std::path::Path;
 
 use warpforge::models::{Model, Sampler, Session, SessionOptions};
 use warpforge::ops::sampling::Sampling;
-use warpforge::{Arch, DType, Device, Error, IMAGES};
+use warpforge::{Arch, DType, Device, Error, IMAGES, Image};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     print_images();
@@ -42,11 +42,14 @@ fn print_images() {
             println!("  {arch}: none");
             continue;
         };
-        let bytes: usize = images.iter().filter_map(|image| image.text().ok()).map(|text| text.len()).sum();
+        let modules: Vec<_> = images.iter().copied().flat_map(Image::modules).collect();
+        let bytes: usize =
+            modules.iter().filter_map(|module| module.text().ok()).map(|text| text.len()).sum();
         let needed = first.needed_driver().map_or("unknown".into(), |needed| {
             format!("driver {} or later (CUDA {}.{})", needed.branch, needed.cuda.0, needed.cuda.1)
         });
-        println!("  {arch}: {} families, {} KiB of PTX, {needed}", images.len(), bytes >> 10);
+        let (families, kernels) = (images.len(), modules.len());
+        println!("  {arch}: {families} families, {kernels} kernels, {} KiB of PTX, {needed}", bytes >> 10);
     }
 }
 

@@ -11,8 +11,8 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, DType, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile, Image, Kernel,
-    MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, Resources, Stream,
-    Tensor, TensorView, TensorViewMut, models, ops, simulator,
+    MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, PtxModule, Resources,
+    Stream, Tensor, TensorView, TensorViewMut, models, ops, simulator,
 };
 
 /// The README's example is a test.

@@ -1,10 +1,10 @@
-//! The embedded PTX images: they assemble, nothing spills, and they hold the kernels of the tables and no others.
+//! The embedded PTX images: each kernel assembles by itself, nothing spills, and they hold the kernels of the tables and no others.
 #![cfg(feature = "cuda")]
 
 use std::collections::BTreeSet;
 
-use testkit::ptx::{KernelResources, assemble, count_instructions, entries, find_ptxas};
-use warpforge::{Arch, IMAGES};
+use testkit::ptx::{Entry, KernelResources, assemble, count_instructions, entries, find_ptxas};
+use warpforge::{Arch, IMAGES, Image};
 
 #[test]
 fn one_image_per_family_and_floor() {
@@ -15,15 +15,21 @@ fn one_image_per_family_and_floor() {
     }
 }
 
+/// The kernels of an image, each in a module of its name.
+fn kernels(image: &Image) -> impl Iterator<Item = Entry> {
+    image.modules().into_iter().map(|module| {
+        let mut entries = entries(&module.text().expect("a sound module")).expect("PTX");
+        let entry = entries.pop().expect("a kernel");
+        assert_eq!((entries.len(), entry.name.as_str()), (0, module.name));
+        entry
+    })
+}
+
 /// Table and image agree both ways: no kernel is missing, none is an orphan.
 #[test]
 fn entry_points_match_the_tables() {
     for image in IMAGES {
-        let in_image: BTreeSet<String> = entries(&image.text().expect("a sound image"))
-            .expect("PTX")
-            .into_iter()
-            .map(|entry| entry.name)
-            .collect();
+        let in_image: BTreeSet<String> = kernels(image).map(|entry| entry.name).collect();
         let in_table: BTreeSet<String> = abi::ops::entries(image.family)
             .filter(|entry| floor_of(entry) <= image.arch)
             .map(str::to_string)
@@ -46,7 +52,7 @@ fn floor_of(entry: &str) -> Arch {
 #[test]
 fn hopper_kernels_wait() {
     for image in IMAGES {
-        for entry in entries(&image.text().expect("a sound image")).expect("PTX") {
+        for entry in kernels(image) {
             let waits = count_instructions(&entry.body, "griddepcontrol.wait");
             assert_eq!(waits, usize::from(image.arch == Arch::Sm90a), "{image:?}: {}", entry.name);
         }
@@ -57,7 +63,7 @@ fn hopper_kernels_wait() {
 #[test]
 fn no_local_memory_no_calls() {
     for image in IMAGES {
-        for entry in entries(&image.text().expect("a sound image")).expect("PTX") {
+        for entry in kernels(image) {
             for forbidden in [".local", "call"] {
                 let found = count_instructions(&entry.body, forbidden);
                 assert_eq!(found, 0, "{image:?}: {} holds {forbidden}", entry.name);
@@ -82,12 +88,14 @@ fn assemble_without_spills(arch: Arch) {
         testkit::gpu::skip_optional("there is no ptxas: `cargo xtask test` gets one");
         return;
     };
-    for image in IMAGES.iter().filter(|image| image.arch == arch) {
-        let kernels = assemble(&ptxas, &image.text().expect("a sound image"), arch)
-            .unwrap_or_else(|error| panic!("{image:?}: {error}"));
+    for module in IMAGES.iter().filter(|image| image.arch == arch).flat_map(Image::modules) {
+        let name = module.name;
+        let kernels = assemble(&ptxas, &module.text().expect("a sound module"), arch)
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(kernels.len(), 1, "{name}");
         for kernel in kernels {
             let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
-            assert_eq!(spills, (0, 0, 0), "{image:?}: {}: stack, spill stores, spill loads", kernel.name);
+            assert_eq!(spills, (0, 0, 0), "{name}: stack, spill stores, spill loads");
             check_descriptors(&kernel);
         }
     }

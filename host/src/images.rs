@@ -20,10 +20,15 @@ pub struct Image {
 /// PTX as a build embeds it.
 #[derive(Clone, Copy)]
 pub enum Ptx {
-    /// As text.
+    /// As text, whose kernels are loaded together.
     Text(&'static str),
-    /// As text in a raw DEFLATE stream (RFC 1951): a twentieth of the size.
-    Deflated(&'static [u8]),
+    /// Kernel by kernel, each loaded when it is first wanted, so that a driver assembles no others.
+    Kernels {
+        /// What stands before the kernels.
+        head: &'static str,
+        /// Their names, and their texts as raw DEFLATE streams (RFC 1951): a twentieth of the size.
+        kernels: &'static [(&'static str, &'static [u8])],
+    },
 }
 
 impl std::fmt::Debug for Image {
@@ -33,22 +38,38 @@ impl std::fmt::Debug for Image {
 }
 
 impl Image {
-    /// The PTX text. **Errors**: [`Error::Invalid`] if it was deflated and is damaged.
-    pub fn text(&self) -> Result<Cow<'static, str>, Error> {
-        let damaged = |reason: String| Error::invalid("Image::text", "ptx", "deflated PTX text", reason);
+    /// What a device loads, each by itself: the kernels, or all of them where they are one text.
+    pub fn modules(&self) -> Vec<PtxModule> {
+        let head = self.head();
         match self.ptx {
-            Ptx::Text(text) => Ok(text.into()),
-            Ptx::Deflated(bytes) => {
-                let text = miniz_oxide::inflate::decompress_to_vec(bytes)
-                    .map_err(|error| damaged(error.to_string()))?;
-                String::from_utf8(text).map(Cow::Owned).map_err(|error| damaged(error.to_string()))
+            Ptx::Text(_) => vec![PtxModule { name: self.family, head, deflated: None }],
+            Ptx::Kernels { kernels, .. } => {
+                let module = |&(name, deflated)| PtxModule { name, head, deflated: Some(deflated) };
+                kernels.iter().map(module).collect()
             }
+        }
+    }
+
+    /// What a device loads for a kernel. **Errors**: [`Error::Invalid`] if the image's kernels are known and it is none of them.
+    pub fn module_of(&self, kernel: &str) -> Result<PtxModule, Error> {
+        let holds = |module: &PtxModule| module.deflated.is_none() || module.name == kernel;
+        let found = self.modules().into_iter().find(holds);
+        found.ok_or_else(|| {
+            Error::invalid(self.family, "kernel", format!("one of the image for {}", self.arch), kernel)
+        })
+    }
+
+    /// The beginning of the text; all of it where that is one.
+    fn head(&self) -> &'static str {
+        match self.ptx {
+            Ptx::Text(text) => text,
+            Ptx::Kernels { head, .. } => head,
         }
     }
 
     /// The PTX version, from the `.version` line.
     pub fn ptx_version(&self) -> Option<(u32, u32)> {
-        let text = self.text().ok()?;
+        let text = self.head();
         let line = text.lines().find_map(|line| line.trim().strip_prefix(".version "))?;
         let (major, minor) = line.trim().split_once('.')?;
         Some((major.parse().ok()?, minor.parse().ok()?))
@@ -109,6 +130,27 @@ impl Image {
     }
 }
 
+/// PTX that a device loads at a time.
+#[derive(Clone, Copy)]
+pub struct PtxModule {
+    /// The kernel's name, or the family's where all kernels are one text.
+    pub name: &'static str,
+    head: &'static str,
+    deflated: Option<&'static [u8]>,
+}
+
+impl PtxModule {
+    /// The text. **Errors**: [`Error::Invalid`] if it was deflated and is damaged.
+    pub fn text(&self) -> Result<Cow<'static, str>, Error> {
+        let Some(deflated) = self.deflated else { return Ok(self.head.into()) };
+        let damaged = |reason: String| Error::invalid(self.name, "ptx", "deflated PTX text", reason);
+        let text =
+            miniz_oxide::inflate::decompress_to_vec(deflated).map_err(|error| damaged(error.to_string()))?;
+        let text = String::from_utf8(text).map_err(|error| damaged(error.to_string()))?;
+        Ok(Cow::Owned(self.head.to_owned() + &text))
+    }
+}
+
 /// A driver that takes an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NeededDriver {
@@ -148,9 +190,26 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_image_is_an_error() {
-        let image = Image { family: "f", arch: Arch::Sm61, ptx: Ptx::Deflated(&[0xff, 1, 2]) };
-        let message = image.text().unwrap_err().to_string();
-        assert!(message.starts_with("Image::text: ptx: expected deflated PTX text, got "), "{message}");
+    fn kernels_are_modules_of_their_own() {
+        let ret = miniz_oxide::deflate::compress_to_vec(b".visible .entry a() { ret; }", 6);
+        let kernels: &[_] =
+            Box::leak(Box::new([("a", &*Box::leak(ret.into_boxed_slice())), ("b", &[0xff, 1, 2])]));
+        let ptx = Ptx::Kernels { head: ".version 8.0\n", kernels };
+        let image = Image { family: "f", arch: Arch::Sm90a, ptx };
+        assert_eq!(image.ptx_version(), Some((8, 0)));
+        assert_eq!(image.modules().iter().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
+        let text = image.module_of("a").unwrap().text().unwrap();
+        assert_eq!(text, ".version 8.0\n.visible .entry a() { ret; }");
+        let message = image.module_of("b").unwrap().text().unwrap_err().to_string();
+        assert!(message.starts_with("b: ptx: expected deflated PTX text, got "), "{message}");
+        let message = image.module_of("c").err().unwrap().to_string();
+        assert_eq!(message, "f: kernel: expected one of the image for sm_90a, got c");
+    }
+
+    #[test]
+    fn one_text_is_one_module() {
+        let image = Image { family: "f", arch: Arch::Sm61, ptx: Ptx::Text(".version 6.3\n") };
+        let module = image.module_of("a").unwrap();
+        assert_eq!((module.name, &*module.text().unwrap()), ("f", ".version 6.3\n"));
     }
 }

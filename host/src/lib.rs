@@ -22,7 +22,7 @@ pub use abi::{Arch, DType};
 pub use device::{Device, HardwareProfile, OptLevel, Place};
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
-pub use images::{Image, NeededDriver, Ptx};
+pub use images::{Image, NeededDriver, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
 pub use launch::Resources;
 pub use memory::{Pool, PoolStats};

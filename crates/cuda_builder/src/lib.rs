@@ -29,6 +29,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+pub use ptx::split_kernels;
 pub use toolchain::{DeviceToolchain, Rejection, ToolchainError};
 
 /// What the PTX is built for.

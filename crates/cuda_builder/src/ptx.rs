@@ -1,4 +1,4 @@
-//! What the compiler cannot say, put into the finished PTX.
+//! What the compiler cannot say, put into the finished PTX; and its kernels one by one.
 
 /// Turns the comments that `#[kernel]` leaves into directives of their entries, and aligns tensor maps.
 ///
@@ -25,7 +25,7 @@ pub(crate) fn finish(ptx: &str) -> Result<String, String> {
         if text.is_empty() || text.starts_with("//") {
             continue;
         }
-        if let Some(rest) = text.strip_prefix(".visible .entry ") {
+        if let Some(rest) = text.strip_prefix(ENTRY) {
             let name = rest.split(['(', ' ']).next().unwrap_or(rest);
             current = pending.iter().position(|&(entry, _)| entry == name);
         }
@@ -53,9 +53,35 @@ pub(crate) fn finish(ptx: &str) -> Result<String, String> {
     }
 }
 
+/// What begins a kernel in finished PTX.
+const ENTRY: &str = ".visible .entry ";
+
+/// Finished PTX in parts: what stands before its kernels, and each kernel's name and text. The first part and one of the others are a
+/// module, as long as the kernel calls nothing and nothing is defined between kernels. A driver that gets it assembles no other kernel.
+pub fn split_kernels(ptx: &str) -> (&str, Vec<(&str, &str)>) {
+    let is_line = |at: &usize| *at == 0 || ptx.as_bytes()[at - 1] == b'\n';
+    let starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).filter(is_line).collect();
+    let ends = starts.iter().skip(1).copied().chain([ptx.len()]);
+    let kernels = std::iter::zip(&starts, ends).map(|(&start, end)| {
+        let text = &ptx[start..end];
+        let name = text[ENTRY.len()..].split(['(', ' ', '\n']).next().unwrap_or_default();
+        (name, text)
+    });
+    (&ptx[..starts.first().copied().unwrap_or(ptx.len())], kernels.collect())
+}
+
 #[cfg(test)]
 mod tests {
-    use super::finish;
+    use super::{finish, split_kernels};
+
+    #[test]
+    fn kernels_one_by_one() {
+        let head = ".version 8.0\n.extern .shared .b8 smem[];\n";
+        let (a, b) = (".visible .entry a(\n)\n{\n}\n", ".visible .entry b()\n{\n // .visible .entry c\n}\n");
+        assert_eq!(split_kernels(&format!("{head}{a}{b}")), (head, vec![("a", a), ("b", b)]));
+        assert_eq!(split_kernels(head), (head, vec![]));
+        assert_eq!(split_kernels(a), ("", vec![("a", a)]));
+    }
 
     #[test]
     fn directives_go_before_the_body() {

@@ -417,10 +417,11 @@ fn all_kernels_wait(ptx: &str) -> bool {
     kernels.peek().is_some() && kernels.all(|kernel| kernel.contains("griddepcontrol.wait;"))
 }
 
-/// The images of a build, loaded when an operator first wants one.
+/// The images of a build, of which the modules are loaded that operators want.
 pub(crate) struct Modules {
     context: Arc<Context>,
     images: &'static [Image],
+    /// By name and floor.
     loaded: Mutex<HashMap<(&'static str, Arch), Arc<Module>>>,
 }
 
@@ -436,7 +437,7 @@ impl Modules {
         name: &'static str,
         smem_bytes: u32,
     ) -> Result<Entry, Error> {
-        let module = self.module(family, arch)?;
+        let module = self.module(family, arch, name)?;
         let c_name =
             CString::new(name).map_err(|_| Error::invalid(family, "entry", "a name without NUL", name))?;
         // SAFETY: the module is live; `module` did enter the context.
@@ -466,21 +467,23 @@ impl Modules {
         Ok(Entry::new(name, resources, smem_bytes, handle))
     }
 
-    fn module(&self, family: &'static str, arch: Arch) -> Result<Arc<Module>, Error> {
+    /// The module of a kernel.
+    fn module(&self, family: &'static str, arch: Arch, kernel: &str) -> Result<Arc<Module>, Error> {
         self.context.enter()?;
-        let mut loaded = self.loaded.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(module) = loaded.get(&(family, arch)) {
-            return Ok(module.clone());
-        }
         let Some(image) = self.images.iter().find(|image| (image.family, image.arch) == (family, arch))
         else {
             let held: Vec<String> =
                 self.images.iter().map(|image| format!("{} {}", image.family, image.arch)).collect();
             return Err(Error::MissingImage { family, arch, available: held.join(", ") });
         };
+        let own = image.module_of(kernel)?;
+        let mut loaded = self.loaded.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(module) = loaded.get(&(own.name, arch)) {
+            return Ok(module.clone());
+        }
         let driver_version = self.context.profile.driver.unwrap_or((0, 0));
         image.check_driver(driver_version)?;
-        let text = image.text()?;
+        let text = own.text()?;
         let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
         let ptx = CString::new(text.into_owned())
             .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
@@ -491,7 +494,7 @@ impl Modules {
             source: error.source.into(),
         })?;
         let module = Arc::new(Module { module, overlaps, context: self.context.clone() });
-        loaded.insert((family, arch), module.clone());
+        loaded.insert((own.name, arch), module.clone());
         Ok(module)
     }
 }

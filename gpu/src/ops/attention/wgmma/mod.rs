@@ -85,12 +85,14 @@
 //! no row's maximum grows by enough it is 2827 to 2746 thousand cycles in all, and 5520 to 5375 of 16384, 566 to 548 of 2, 32, 4096, 64.
 //! Exponentials are eight cycles of a warp each, 512 in a step.
 //!
-//! Tried and left: the next tile's first product beside the last one of the tile before, with two places for q. It was slower at every
-//! size (16, 16, 1024, 128 in 231 instead of 190 µs, 2, 32, 4096, 64 in 360 instead of 343). Its loop did not keep descriptors in uniform
-//! registers (ARCHITECTURE, "Uniform registers"), which was not known then: a plain step had 35 instructions more. Consumers also stood
-//! waiting for the next tile's q and k where without it they store the results of the last. Not tried: both places without that overlap. Where
-//! results have a place of their own q is given back with the tile's last scores anyway, a softmax, a product and the end before the next one
-//! is wanted. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
+//! Tried and left: the next tile's first scores beside the end of the tile before. Sums must be rounded before those scores start: ptxas
+//! waits for all products (C7517) where one's result is read behind the start of others, even if it was waited for in the round before. So
+//! done, in two runs each, beside the kernel as it is: 16, 16, 1024, 128 in 147 to 149 µs instead of 154 to 160 with two places for q,
+//! 151 to 154 instead of 154 to 156 with one; 1, 32 on 8, 2048, 128 in 64 instead of 63; 4096 and 16384 tokens the same; 16, 32, 512, 64 in 97
+//! instead of 92, two places or one. With the next scores started behind the last values, and the tile's end beside them: 154 to 165, and
+//! 65 to 66. It wants a way that leaves the kernels of 64 and of 256 columns as they are: their loops stay the same, but 64 columns were
+//! at 94 with no more than the shape of the code around them changed, and ptxas spills a word of the loader's 32 registers at the least
+//! occasion. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
 //! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
 //! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
 //! FlashAttention-3 has them: 2966 thousand cycles instead of 2827. Of 64 columns two consumers instead of three, whose tiles of 128 rows
