@@ -100,22 +100,23 @@
 //! other.
 
 mod borders;
+mod end;
+mod loader;
 mod walk;
 
 use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q};
-use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
-use cuda_std::{barrier, fence, global, math, matrix, mbarrier, registers, shared, thread, tma, warp, wgmma};
+use cuda_std::{barrier, mbarrier, registers, shared, thread, tma, warp, wgmma};
 
-use super::scores::{Blocks, has_blocks, has_cap, sink};
+use super::Tables;
+use super::scores::{Blocks, has_blocks, has_cap};
 use super::softmax::{Groups, Rows, cap, mask, raise, round as round_weights, scale_rows, weights};
-use super::tile::Tile;
-use super::{Pages, Tables, offset};
 use crate::tile::multiplicand::Multiplicand;
-use crate::tile::softmax::{join, log_sum_exp};
-use borders::{clean, spoil};
-use walk::{Border, END, MARKS, NONE, Places, STEPS, Step, TileWords, Tiles, Turn, Walk};
+use borders::clean;
+use end::{finish, settle};
+use loader::load;
+use walk::{END, MARKS, Places, STEPS, Step, TileWords, Turn};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
@@ -243,136 +244,6 @@ pub(super) unsafe fn tiles<
                 dims,
             );
         }
-    }
-}
-
-/// The thread that loads.
-///
-/// # Safety
-/// - One thread; the rest is the caller's promise to [`tiles`].
-#[inline(always)]
-unsafe fn load<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32, const EARLY: bool>(
-    maps: Maps,
-    places: Places,
-    tables: Tables,
-    blocks: *const u32,
-    counter: *mut u32,
-    dims: &AttentionDims,
-) {
-    // Steps, and in the two lowest bits borders, of which no more is asked: in one register.
-    let mut counts = 0;
-    let mut tiles = Tiles::<EARLY>::NEW;
-    // SAFETY: a stage is loaded when all consumers have given it back.
-    unsafe {
-        while let Some(number) = tiles.next(counter, dims) {
-            let walk = Walk::new::<ROWS>(
-                Tile::new::<KEYS, ROWS>(number, tables, dims),
-                wgmma_knows_blocks(ROWS / 64, DIM_V),
-                blocks,
-                dims,
-            );
-            let tile = &walk.tile;
-            let batch = if tables.q_offsets.is_null() { tile.batch as i32 } else { 0 };
-            let pages = Pages::new(tables, dims, tile.batch);
-            // The last key that some row sees, opaque, or the one behind it would have a register too.
-            let last = thread::opaque((tile.any.hi - 1) as u32);
-            let mut next = walk.below::<KEYS>(tile.end, dims);
-            tiles.draw(counter, next == NONE);
-            mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
-            // Opaque, or its place would be computed before the tile is.
-            TileWords::new(number, tile, next != NONE, dims).store(places, thread::opaque(tiles.round));
-            mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
-            let mut col = 0;
-            while col < DIM / 64 {
-                let at = places.q + col * ROWS * ROW_BYTES;
-                let query = (tile.own.first_q + tile.first_query) as i32;
-                let from = [(64 * col) as i32, query, tile.head as i32, batch];
-                tma::load(at, maps.q, from, places.full_q());
-                col += 1;
-            }
-            // Keys of a step come before the values of the one before it: their place is the first to be free, and they are wanted first.
-            let mut has_keys = false;
-            loop {
-                let goes_on = next != NONE;
-                if goes_on {
-                    let index = next;
-                    // Opaque, or the step would be kept to ask by it whether there is a next one.
-                    next = thread::opaque(walk.below::<KEYS>(index, dims));
-                    let step = Step::new(index, walk.is_border::<KEYS>(index, dims), next == NONE);
-                    let turn = Turn(counts / 4);
-                    let (stage, full) = (turn.stage(), places.full_k(turn.stage()));
-                    mbarrier::wait_parity(places.empty_k(stage), turn.parity() ^ 1);
-                    step.store(places, turn);
-                    counts += 4;
-                    mbarrier::arrive_expect_tx(full, KEYS * DIM * 2);
-                    let (at, from) = (places.stage_k(stage), [index * KEYS, last]);
-                    load_rows::<DIM, KEYS>(maps.k, at, full, tile.head_kv, from, pages, dims);
-                }
-                if has_keys {
-                    // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
-                    tiles.draw(counter, !goes_on);
-                    let turn = Turn(counts / 4 - 1 - u32::from(goes_on));
-                    let loaded = Step::load(places, turn);
-                    let (stage, mut full) = (turn.stage(), places.full_v(turn.stage()));
-                    mbarrier::wait_parity(places.empty_v(stage), turn.parity() ^ 1);
-                    let first = loaded.index() * KEYS;
-                    if loaded.is_border() {
-                        let border = Turn(counts % 4);
-                        Border::new::<KEYS>(stage, last - first, tiles.round).store(places, border);
-                        full = places.raw_v(border);
-                        counts = counts & !3 | (counts + 1) & 3;
-                    }
-                    mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                    let at = places.stage_v(stage);
-                    load_rows::<DIM_V, KEYS>(maps.v, at, full, tile.head_kv, [first, last], pages, dims);
-                }
-                if !goes_on {
-                    break;
-                }
-                has_keys = true;
-            }
-        }
-        mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
-        TileWords::END.store(places, tiles.round);
-        mbarrier::arrive(places.full_q());
-        // As before one more border.
-        let (turn, border) = (Turn(counts / 4), Turn(counts % 4));
-        mbarrier::wait_parity(places.empty_v(turn.stage()), turn.parity() ^ 1);
-        Border::END.store(places, border);
-        mbarrier::arrive(places.raw_v(border));
-    }
-}
-
-/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up: another comes in
-/// its place, whose rows are masked as those of the last page are.
-///
-/// # Safety
-/// - One thread; the stage is free, and the barrier expects it.
-#[inline(always)]
-unsafe fn load_rows<const WIDTH: u32, const KEYS: u32>(
-    map: *const TensorMap,
-    stage: u32,
-    full: u32,
-    head: u32,
-    [first, last]: [u32; 2],
-    pages: Pages,
-    dims: &AttentionDims,
-) {
-    let mut row = 0;
-    while row < KEYS {
-        let key = (first + row) as i32;
-        // SAFETY: a key of the sequence; the box lies inside the stage.
-        unsafe {
-            let page = pages.page(dims, key.min(last as i32));
-            let mut col = 0;
-            while col < WIDTH / 64 {
-                let token = pages.row_in_page(dims, key) as i32;
-                let from = [(64 * col) as i32, token, head as i32, page as i32];
-                tma::load(stage + (col * KEYS + row) * ROW_BYTES, map, from, full);
-                col += 1;
-            }
-        }
-        row += dims.box_keys;
     }
 }
 
@@ -601,152 +472,6 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     }
 }
 
-/// What a thread's two rows are multiplied by in the end, and whether a row has no weights.
-#[derive(Clone, Copy)]
-struct Ends {
-    factors: [f32; 2],
-    is_empty: [bool; 2],
-}
-
-/// What of a tile's end may be done while its last product is under way: waits for the boxes of the results, and stores the log-sum-exp.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to [`tiles`].
-#[inline(always)]
-unsafe fn settle<T: Multiplicand>(
-    rows: &Rows,
-    round: u32,
-    places: Places,
-    lse: *mut f32,
-    sinks: *const f32,
-    dims: &AttentionDims,
-) -> Ends {
-    // SAFETY: the tile's words; rows that there are — the caller.
-    unsafe {
-        // Opaque, or the places of tile and thread would take up registers all the time.
-        let round = thread::opaque(round);
-        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
-        let consumer = thread / 128 - 1;
-        // The store of the tile before has read its boxes, and the products of scores q, when all threads have passed the barrier. All
-        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
-        tma::wait_group_read::<0>();
-        barrier::sync(OWN + consumer, 128);
-        let row = first_row(consumer, thread % 128);
-        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
-        let mut ends = Ends { factors: [0.0; 2], is_empty: [false; 2] };
-        let sink = sink::<T>(sinks, head);
-        let mut half = 0;
-        while half < 2 {
-            let mut sum = warp::sum_f32::<4>(rows.l[half]);
-            ends.is_empty[half] = sum == 0.0;
-            let mut m = rows.m[half] * dims.scale;
-            let decay = join::<T>(&mut m, &mut sum, sink);
-            ends.factors[half] = math::rcp(sum) * decay;
-            let row = row + 8 * half as u32;
-            if !lse.is_null() && thread.is_multiple_of(4) && row < num_rows {
-                let row = TileWords::first_row(places, round) + row;
-                let at = offset(batch, dims.lse_batch_stride, row, 1, head, dims.lse_head_stride);
-                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
-            }
-            half += 1;
-        }
-        ends
-    }
-}
-
-/// Ends a tile: its results, of which each row has a factor.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; the rest is the caller's promise to [`tiles`].
-#[inline(always)]
-unsafe fn finish<
-    T: Multiplicand,
-    const DIM: u32,
-    const DIM_V: u32,
-    const KEYS: u32,
-    const CONSUMERS: u32,
-    const ROWS: u32,
-    const SUMS: usize,
->(
-    o: &mut [f32; SUMS],
-    Ends { factors, is_empty }: Ends,
-    round: u32,
-    is_marked: bool,
-    (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
-    dims: &AttentionDims,
-) {
-    // SAFETY: the tile's words; rows that there are, and the consumer's own boxes — the caller.
-    unsafe {
-        // Opaque, or the places of tile and thread would take up registers all the time.
-        let round = thread::opaque(round);
-        let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
-        let (consumer, member) = (thread / 128 - 1, thread % 128);
-        let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
-        let first_row = TileWords::first_row(places, round);
-        scale_rows(o, factors);
-        // A row of weights 0 has no result, whatever its values are.
-        if warp::any(warp::FULL_MASK, is_empty[0] || is_empty[1]) {
-            let mut i = 0;
-            while i < SUMS {
-                if is_empty[i / 2 % 2] {
-                    o[i] = 0.0;
-                }
-                i += 1;
-            }
-        }
-
-        let boxes = places.out + consumer * 64 * ROW_BYTES;
-        put::<T, ROWS, SUMS>(o, boxes, member);
-        if is_marked {
-            barrier::sync(OWN + consumer, 128);
-            let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
-            let pages = Pages::new(tables, dims, tile.batch);
-            let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
-            spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
-        }
-        fence::proxy_async_shared();
-        barrier::sync(OWN + consumer, 128);
-        let first_row = first_row + consumer * 64;
-        // Behind the last row of a packed sequence there are those of the next one.
-        let is_whole = tables.q_offsets.is_null() || num_rows >= consumer * 64 + 64;
-        if !is_whole {
-            let rows = num_rows.saturating_sub(consumer * 64);
-            let stride = dims.out_token_stride;
-            let out = out.wrapping_add(offset(0, 0, first_row, stride, head, dims.out_head_stride));
-            let mut i = member;
-            while i < rows * (DIM_V / 8) {
-                let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
-                if piece * 8 < dims.head_dim_v {
-                    let at = boxes + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece ^ row) % 8) * 16;
-                    let at_out = row as usize * stride as usize + piece as usize * 8;
-                    global::store_x4(out.wrapping_add(at_out), shared::load_u32x4(at));
-                }
-                i += 128;
-            }
-            barrier::sync(OWN + consumer, 128);
-        }
-        if member == 0 {
-            let batch = if tables.q_offsets.is_null() { batch as i32 } else { 0 };
-            let mut i = 0;
-            while is_whole && i < DIM_V / 64 {
-                if 64 * i < dims.head_dim_v {
-                    let to = [(64 * i) as i32, first_row as i32, head as i32, batch];
-                    tma::store(maps.out, to, boxes + i * ROWS * ROW_BYTES);
-                }
-                i += 1;
-            }
-            tma::commit_group();
-            if wgmma_out_in_q(DIM) {
-                tma::wait_group_read::<0>();
-                mbarrier::arrive(places.empty_q());
-            } else if TileWords::of_masks(places, round)[0] != STEPS {
-                // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
-                mbarrier::arrive(places.empty_q());
-            }
-        }
-    }
-}
-
 /// Starts `s = q·kᵀ` as a group of its own.
 ///
 /// # Safety
@@ -803,25 +528,5 @@ unsafe fn values<T: Multiply<[f32; SUMS]>, const KEYS: u32, const SUMS: usize, c
             i += 1;
         }
         wgmma::commit_group();
-    }
-}
-
-/// Rounds 64 rows into boxes of 64 columns.
-///
-/// # Safety
-/// - All 128 threads of the consumer (*converged*); the boxes are theirs.
-#[inline(always)]
-unsafe fn put<T: Element, const ROWS: u32, const SUMS: usize>(o: &[f32; SUMS], boxes: u32, member: u32) {
-    let lane = member % 32;
-    let row = member / 32 * 16 + lane % 16;
-    let mut i = 0;
-    while i < SUMS / 8 {
-        let j = 8 * i;
-        let eight = [o[j], o[j + 1], o[j + 2], o[j + 3], o[j + 4], o[j + 5], o[j + 6], o[j + 7]];
-        let (column, piece) = (i as u32 / 4, 2 * (i as u32 % 4) + lane / 16);
-        let at = boxes + column * ROWS * ROW_BYTES + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
-        // SAFETY: inside the consumer's boxes.
-        unsafe { matrix::store_x4(at, T::pack(&eight)) };
-        i += 1;
     }
 }
