@@ -186,7 +186,7 @@ pub fn select(
 /// read is in each: of 4, 32, 4096, 128 under a causal mask 403 MB came from memory with 16 MiB, as much as there is, 479 with 32
 /// and 4445 with all heads at a time.
 const SECTION_BYTES: usize = 16 << 20;
-/// What all keys and values may take for one section of all heads.
+/// What all keys and values may take for one section of all heads: 20 heads of 256 columns and 2048 tokens take 84 µs so, 96 in two.
 const WHOLE_BYTES: usize = 48 << 20;
 
 /// Query heads of a section. Where all tiles have as much to do, those of a single key head: blocks that read the same keys at about the
