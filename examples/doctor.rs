@@ -7,7 +7,7 @@ use std::path::Path;
 
 use warpforge::models::{Model, Sampler, Session, SessionOptions};
 use warpforge::ops::sampling::Sampling;
-use warpforge::{Arch, DType, Device, Error, IMAGES, Image};
+use warpforge::{Arch, DType, Device, Error, IMAGES};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     print_images();
@@ -42,7 +42,7 @@ fn print_images() {
             println!("  {arch}: none");
             continue;
         };
-        let modules: Vec<_> = images.iter().copied().flat_map(Image::modules).collect();
+        let modules: Vec<_> = images.iter().flat_map(|image| image.modules()).collect();
         let bytes: usize =
             modules.iter().filter_map(|module| module.text().ok()).map(|text| text.len()).sum();
         let needed = first.needed_driver().map_or("unknown".into(), |needed| {

@@ -17,7 +17,7 @@ fn one_image_per_family_and_floor() {
 
 /// The kernels of an image, each in a module of its name.
 fn kernels(image: &Image) -> impl Iterator<Item = Entry> {
-    image.modules().into_iter().map(|module| {
+    image.modules().map(|module| {
         let mut entries = entries(&module.text().expect("a sound module")).expect("PTX");
         let entry = entries.pop().expect("a kernel");
         assert_eq!((entries.len(), entry.name.as_str()), (0, module.name));
@@ -88,7 +88,7 @@ fn assemble_without_spills(arch: Arch) {
         testkit::gpu::skip_optional("there is no ptxas: `cargo xtask test` gets one");
         return;
     };
-    for module in IMAGES.iter().filter(|image| image.arch == arch).flat_map(Image::modules) {
+    for module in IMAGES.iter().filter(|image| image.arch == arch).flat_map(|image| image.modules()) {
         let name = module.name;
         let kernels = assemble(&ptxas, &module.text().expect("a sound module"), arch)
             .unwrap_or_else(|error| panic!("{name}: {error}"));

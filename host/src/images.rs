@@ -39,21 +39,20 @@ impl std::fmt::Debug for Image {
 
 impl Image {
     /// What a device loads, each by itself: the kernels, or all of them where they are one text.
-    pub fn modules(&self) -> Vec<PtxModule> {
+    pub fn modules(&self) -> impl Iterator<Item = PtxModule> + use<> {
         let head = self.head();
-        match self.ptx {
-            Ptx::Text(_) => vec![PtxModule { name: self.family, head, deflated: None }],
-            Ptx::Kernels { kernels, .. } => {
-                let module = |&(name, deflated)| PtxModule { name, head, deflated: Some(deflated) };
-                kernels.iter().map(module).collect()
-            }
-        }
+        let (whole, kernels) = match self.ptx {
+            Ptx::Text(_) => (Some(PtxModule { name: self.family, head, deflated: None }), &[][..]),
+            Ptx::Kernels { kernels, .. } => (None, kernels),
+        };
+        let kernel = move |&(name, deflated)| PtxModule { name, head, deflated: Some(deflated) };
+        whole.into_iter().chain(kernels.iter().map(kernel))
     }
 
     /// What a device loads for a kernel. **Errors**: [`Error::Invalid`] if the image's kernels are known and it is none of them.
     pub fn module_of(&self, kernel: &str) -> Result<PtxModule, Error> {
         let holds = |module: &PtxModule| module.deflated.is_none() || module.name == kernel;
-        let found = self.modules().into_iter().find(holds);
+        let found = self.modules().find(holds);
         found.ok_or_else(|| {
             Error::invalid(self.family, "kernel", format!("one of the image for {}", self.arch), kernel)
         })
@@ -197,7 +196,7 @@ mod tests {
         let ptx = Ptx::Kernels { head: ".version 8.0\n", kernels };
         let image = Image { family: "f", arch: Arch::Sm90a, ptx };
         assert_eq!(image.ptx_version(), Some((8, 0)));
-        assert_eq!(image.modules().iter().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(image.modules().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
         let text = image.module_of("a").unwrap().text().unwrap();
         assert_eq!(text, ".version 8.0\n.visible .entry a() { ret; }");
         let message = image.module_of("b").unwrap().text().unwrap_err().to_string();
