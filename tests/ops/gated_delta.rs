@@ -512,6 +512,26 @@ fn one_head(dtype: DType, tokens: usize, dim_k: usize, dim_v: usize) -> Case {
     }
 }
 
+/// On the CPU a slot that is there twice is no race of its threads: one sequence goes on from the other's state.
+#[test]
+fn a_slot_that_is_there_twice() -> Result<(), TestCaseError> {
+    let case = Case { heads_k: 4, group: 2, lens: vec![9, 17, 5], ..one_head(DType::F32, 0, 32, 64) };
+    let (device, mut data) = (Device::cpu(), Data::new(&case));
+    data.slots = vec![1, 1, 1];
+    let (out, state) = run_once(&device, &case, &data, &case.lens, Some(Form::Recurrent))?;
+    let (mut alone, mut alone_state) = (Vec::new(), data.state.clone());
+    for range in ranges(&case.lens) {
+        let part =
+            Data { slots: vec![1], state: alone_state, ..data.part(&case, std::slice::from_ref(&range)) };
+        let (rows, next) = run_once(&device, &case, &part, &[range.len()], Some(Form::Recurrent))?;
+        alone.extend(rows);
+        alone_state = next;
+    }
+    prop_assert_eq!(out, alone);
+    prop_assert_eq!(state, alone_state);
+    Ok(())
+}
+
 /// In f64 the chunked formula is the recurrent one.
 #[test]
 fn the_two_formulas_agree() {

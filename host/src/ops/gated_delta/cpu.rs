@@ -45,50 +45,53 @@ fn heads<T: FloatElement>(dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) 
         token * token_stride as usize + head * head_stride as usize
     };
     let elements = dims.tokens as usize * heads * dim_k * dim_v;
-    for_rows(slots.len() * heads, elements, |index| {
-        let (index, head) = (index / heads, index % heads);
-        let slot = slots[index];
-        let tokens = sequence(offsets, index, dims.tokens);
-        if slot >= dims.num_slots || tokens.is_empty() {
-            return;
-        }
-        let key_head = head / dims.group as usize;
-        let start = slot as usize * dims.slot_stride as usize + head * dim_k * dim_v;
-        // SAFETY: slots are distinct and heads of a slot do not overlap.
-        let state = unsafe { state.part(start, dim_k * dim_v) };
-        for token in tokens {
-            let q = unit(
-                &q[row(token, dims.q_token_stride, key_head, dims.q_head_stride)..][..dim_k],
-                dims.scale,
-            );
-            let k = unit(&k[row(token, dims.k_token_stride, key_head, dims.k_head_stride)..][..dim_k], 1.0);
-            let v = &v[row(token, dims.v_token_stride, head, dims.v_head_stride)..][..dim_v];
-            let beta = sigmoid(b[row(token, dims.b_stride, head, 1)].to_f32());
-            let x = a[row(token, dims.a_stride, head, 1)].to_f32() + dt_bias[head];
-            let log_decay = -a_log[head].exp() * softplus(x);
-            let decay = if log_decay < LEAST_LOG_DECAY as f32 { 0.0 } else { log_decay.exp() };
-            let mut change: Vec<f32> = vec![0.0; dim_v];
-            for (state, &k) in std::iter::zip(state.chunks_exact_mut(dim_v), &k) {
-                for (state, change) in std::iter::zip(state, &mut change) {
-                    *state *= decay;
-                    *change += *state * k;
+    // By heads, whose parts of state and out are apart, whatever slots and offsets the caller has written: of a slot that is there twice one
+    // sequence comes after the other.
+    for_rows(heads, elements, |head| {
+        for (index, &slot) in slots.iter().enumerate() {
+            let tokens = sequence(offsets, index, dims.tokens);
+            if slot >= dims.num_slots || tokens.is_empty() {
+                continue;
+            }
+            let key_head = head / dims.group as usize;
+            let start = slot as usize * dims.slot_stride as usize + head * dim_k * dim_v;
+            // SAFETY: of the state's heads this one is this thread's.
+            let state = unsafe { state.part(start, dim_k * dim_v) };
+            for token in tokens {
+                let q = unit(
+                    &q[row(token, dims.q_token_stride, key_head, dims.q_head_stride)..][..dim_k],
+                    dims.scale,
+                );
+                let k =
+                    unit(&k[row(token, dims.k_token_stride, key_head, dims.k_head_stride)..][..dim_k], 1.0);
+                let v = &v[row(token, dims.v_token_stride, head, dims.v_head_stride)..][..dim_v];
+                let beta = sigmoid(b[row(token, dims.b_stride, head, 1)].to_f32());
+                let x = a[row(token, dims.a_stride, head, 1)].to_f32() + dt_bias[head];
+                let log_decay = -a_log[head].exp() * softplus(x);
+                let decay = if log_decay < LEAST_LOG_DECAY as f32 { 0.0 } else { log_decay.exp() };
+                let mut change: Vec<f32> = vec![0.0; dim_v];
+                for (state, &k) in std::iter::zip(state.chunks_exact_mut(dim_v), &k) {
+                    for (state, change) in std::iter::zip(state, &mut change) {
+                        *state *= decay;
+                        *change += *state * k;
+                    }
                 }
-            }
-            for (change, v) in std::iter::zip(&mut change, v) {
-                *change = beta * (v.to_f32() - *change);
-            }
-            let mut read = vec![0.0; dim_v];
-            for ((state, &k), &q) in state.chunks_exact_mut(dim_v).zip(&k).zip(&q) {
-                for ((state, &change), read) in state.iter_mut().zip(&change).zip(&mut read) {
-                    *state += k * change;
-                    *read += *state * q;
+                for (change, v) in std::iter::zip(&mut change, v) {
+                    *change = beta * (v.to_f32() - *change);
                 }
-            }
-            // SAFETY: the rows of distinct tokens and heads do not overlap.
-            let out =
-                unsafe { out.part(row(token, dims.out_token_stride, head, dims.out_head_stride), dim_v) };
-            for (out, read) in std::iter::zip(out, read) {
-                *out = T::from_f32(read);
+                let mut read = vec![0.0; dim_v];
+                for ((state, &k), &q) in state.chunks_exact_mut(dim_v).zip(&k).zip(&q) {
+                    for ((state, &change), read) in state.iter_mut().zip(&change).zip(&mut read) {
+                        *state += k * change;
+                        *read += *state * q;
+                    }
+                }
+                // SAFETY: and so are its rows of out.
+                let out =
+                    unsafe { out.part(row(token, dims.out_token_stride, head, dims.out_head_stride), dim_v) };
+                for (out, read) in std::iter::zip(out, read) {
+                    *out = T::from_f32(read);
+                }
             }
         }
     });
