@@ -15,7 +15,7 @@ use crate::IMAGES;
 pub struct Device(host::Device);
 
 impl Device {
-    /// The first CUDA device if there is a driver and a card that some image runs on, else the CPU.
+    /// The CUDA device of ordinal 0 if it can be had, else the CPU. [`Device::cuda`] says why it cannot.
     pub fn best() -> Self {
         Self::cuda(0).unwrap_or_else(|_| Self::cpu())
     }
@@ -25,12 +25,14 @@ impl Device {
         Device(host::Device::cpu())
     }
 
-    /// The CUDA device of this ordinal.
+    /// The CUDA device of this ordinal, running the newest floor of this build that card and driver can run.
+    ///
+    /// **Errors**: those of [`host::Device::cuda`].
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {
         host::Device::cuda(ordinal, IMAGES).map(Device)
     }
 
-    /// The CUDA device of this ordinal, running other images than this build's: for kernels of one's own.
+    /// The CUDA device of this ordinal, with other images of the operators than this build's.
     pub fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         host::Device::cuda(ordinal, images).map(Device)
     }

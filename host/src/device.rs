@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use abi::Arch;
 
 use crate::error::Error;
-use crate::images::Image;
+use crate::images::{self, Image};
 use crate::launch::Entry;
 use crate::memory::{Backing, Pool};
 use crate::simulator::{SimulatedMemory, Simulator};
@@ -211,13 +211,16 @@ impl Device {
         Device { shared: Arc::new(shared), arch: Arch::Sm61, level: OptLevel::default() }
     }
 
-    /// The CUDA device of this ordinal, running these images; the newest floor among them that the card can run.
+    /// The CUDA device of this ordinal, running these images: the newest floor among them that card and driver can run.
+    ///
+    /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
+    /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
     pub fn cuda(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         let context = cuda::Context::open(ordinal)?;
         let profile = context.profile().clone();
         let (major, minor) = profile.compute_capability.unwrap_or((0, 0));
-        let floors = images.iter().map(|image| image.arch);
-        let Some(arch) = floors.filter(|arch| arch.runs_on(major, minor)).max() else {
+        let driver = profile.driver.unwrap_or((0, 0));
+        let Some(arch) = images::newest_floor(images, (major, minor), driver)? else {
             let mut held: Vec<String> = images.iter().map(|image| image.arch.to_string()).collect();
             held.dedup();
             let reason = format!(

@@ -109,7 +109,6 @@ impl Image {
     }
 
     /// An error if a driver that supports CUDA `found` (major, minor) is too old for the PTX version.
-    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code))]
     pub(crate) fn check_driver(&self, found: (u32, u32)) -> Result<(), Error> {
         let (Some(version), Some(needed)) = (self.ptx_version(), self.needed_driver()) else { return Ok(()) };
         if found >= needed.cuda {
@@ -127,6 +126,24 @@ impl Image {
             found_minor: found.1,
         })
     }
+}
+
+/// The newest floor among the images that a card of this compute capability runs, of those whose PTX its driver takes; none if it runs
+/// no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
+pub(crate) fn newest_floor(
+    images: &[Image],
+    (major, minor): (u32, u32),
+    driver: (u32, u32),
+) -> Result<Option<Arch>, Error> {
+    let mut newest = None;
+    let mut refused = Ok(());
+    for image in images.iter().filter(|image| image.arch.runs_on(major, minor)) {
+        match image.check_driver(driver) {
+            Ok(()) => newest = newest.max(Some(image.arch)),
+            error => refused = error,
+        }
+    }
+    if newest.is_none() { refused.map(|()| None) } else { Ok(newest) }
 }
 
 /// PTX that a device loads at a time.
@@ -161,7 +178,8 @@ pub struct NeededDriver {
 
 #[cfg(test)]
 mod tests {
-    use super::{Image, NeededDriver, Ptx};
+    use super::{Image, NeededDriver, Ptx, newest_floor};
+    use crate::error::Error;
     use abi::Arch;
 
     #[test]
@@ -186,6 +204,31 @@ mod tests {
             "image rmsnorm for sm_90a is PTX 8.0, which needs a CUDA 12.0 driver (branch 525 or later); the installed \
              driver supports CUDA 11.8"
         );
+    }
+
+    /// A driver that is too old for the card's own floor runs an older one.
+    #[test]
+    fn the_newest_floor_is_one_that_card_and_driver_run() {
+        let image = |arch, text| Image { family: "rmsnorm", arch, ptx: Ptx::Text(text) };
+        let images = [
+            image(Arch::Sm80, ".version 7.4\n"),
+            image(Arch::Sm90a, ".version 8.0\n"),
+            image(Arch::Sm61, ".version 6.3\n"),
+        ];
+        for (capability, driver, expected) in [
+            ((9, 0), (12, 0), Some(Arch::Sm90a)),
+            ((9, 0), (11, 8), Some(Arch::Sm80)),
+            ((8, 9), (13, 0), Some(Arch::Sm80)),
+            ((8, 0), (11, 3), Some(Arch::Sm61)),
+            ((6, 1), (12, 0), Some(Arch::Sm61)),
+            ((6, 0), (12, 0), None),
+        ] {
+            let got = newest_floor(&images, capability, driver).unwrap();
+            assert_eq!(got, expected, "{capability:?} with {driver:?}");
+        }
+        assert_eq!(newest_floor(&[], (9, 0), (12, 0)).unwrap(), None);
+        let error = newest_floor(&images[1..2], (9, 0), (11, 8)).unwrap_err();
+        assert!(matches!(error, Error::DriverTooOld { needed_major: 12, .. }), "{error}");
     }
 
     #[test]
