@@ -113,7 +113,7 @@ impl Entry {
             return Ok(());
         }
         let (handle, queue) = match (&self.kernel, stream.queue()) {
-            (Loaded::Cuda(handle, _), Queue::Cuda(queue)) => (handle, queue),
+            (Loaded::Cuda(handle, _), Queue::Cuda(queue)) if handle.is_of(queue) => (handle, queue),
             (Loaded::Simulated(simulator, arch), Queue::Simulated(queue))
                 if Arc::ptr_eq(simulator, queue) =>
             {

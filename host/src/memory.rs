@@ -28,6 +28,12 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
 
+    /// Takes over the free blocks of a pool that ends while a graph is being recorded.
+    ///
+    /// # Safety
+    /// As for [`Backing::release`].
+    unsafe fn take_over(&self, _blocks: &[(u64, usize)]) {}
+
     /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has no
     /// user any more.
     fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
@@ -153,9 +159,7 @@ impl Pool {
         let mut state = self.lock();
         let address = match state.take(class, stream) {
             Some(free) => {
-                if free.queue != *stream.queue()
-                    && let Err(error) = stream.queue().wait_for(&free.queue)
-                {
+                if let Err(error) = stream.queue().follow(&free.queue) {
                     state.free.entry(class).or_default().push(free);
                     return Err(error);
                 }
@@ -247,11 +251,14 @@ impl Pool {
 }
 
 impl State {
-    /// A free block of the class: one of this stream if there is one, else the one that was given back first.
+    /// A free block of the class: one of this stream if there is one, else the one that was given back first, of those whose stream is
+    /// not being recorded: who waited for that would be recorded too.
     fn take(&mut self, class: usize, stream: &Stream) -> Option<FreeBlock> {
         let blocks = self.free.get_mut(&class)?;
-        let index = blocks.iter().rposition(|block| block.queue == *stream.queue()).unwrap_or(0);
-        (index < blocks.len()).then(|| blocks.remove(index))
+        let own = blocks.iter().rposition(|block| block.queue == *stream.queue());
+        let index =
+            own.or_else(|| blocks.iter().position(|block| matches!(block.queue.is_recorded(), Ok(false))))?;
+        Some(blocks.remove(index))
     }
 
     /// The free block that was given back first, with its size class.
@@ -268,13 +275,20 @@ impl Drop for Pool {
         let state = self.state.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut state = std::mem::take(state);
         // Where the device does not answer any more, its memory is gone with its context.
-        let _ = self.trim_locked(&mut state);
+        if self.trim_locked(&mut state).is_ok() {
+            let left = state
+                .free
+                .iter()
+                .flat_map(|(&class, blocks)| blocks.iter().map(move |block| (block.address, class)));
+            // SAFETY: free blocks of this pool, which ends here.
+            unsafe { self.backing.take_over(&left.collect::<Vec<_>>()) };
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use proptest::prelude::*;
 
@@ -292,6 +306,8 @@ mod tests {
         num_allocated: AtomicUsize,
         num_refused: AtomicUsize,
         num_synchronized: AtomicUsize,
+        is_recording: AtomicBool,
+        left: Mutex<Vec<(u64, usize)>>,
     }
 
     impl Ledger {
@@ -303,6 +319,8 @@ mod tests {
                 num_allocated: AtomicUsize::new(0),
                 num_refused: AtomicUsize::new(0),
                 num_synchronized: AtomicUsize::new(0),
+                is_recording: AtomicBool::new(false),
+                left: Mutex::default(),
             })
         }
 
@@ -324,11 +342,18 @@ mod tests {
         }
 
         unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+            if self.is_recording.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
             self.num_synchronized.fetch_add(1, Ordering::Relaxed);
             for &(address, bytes) in blocks {
                 assert_eq!(self.held.lock().unwrap().remove(&address), Some(bytes), "release of {address}");
             }
             Ok(true)
+        }
+
+        unsafe fn take_over(&self, blocks: &[(u64, usize)]) {
+            self.left.lock().unwrap().extend(blocks);
         }
 
         fn report(&self) -> (usize, usize, String) {
@@ -372,6 +397,24 @@ mod tests {
         let stats = pool.stats();
         assert_eq!((stats.num_reused, stats.num_allocations, stats.num_live), (1, 4, 0));
         assert_eq!(ledger.num_allocated.load(Ordering::Relaxed), 3);
+        Ok(())
+    }
+
+    /// While a graph is recorded nothing goes back to the device: what is free stays so, and outlives its pool.
+    #[test]
+    fn a_recording_keeps_all_memory() -> Result<(), Error> {
+        let (ledger, pool, stream) = pool(1 << 30);
+        let blocks = [pool.allocate(5000, &stream)?, pool.allocate(100, &stream)?];
+        let mut held: Vec<(u64, usize)> = blocks.iter().map(|block| (block.address(), block.class)).collect();
+        drop(blocks);
+        ledger.is_recording.store(true, Ordering::Relaxed);
+        assert_eq!(pool.trim()?, 0);
+        assert_eq!(pool.stats().reserved_bytes, ledger.held_bytes());
+        drop(pool);
+        let mut left = std::mem::take(&mut *ledger.left.lock().unwrap());
+        left.sort();
+        held.sort();
+        assert_eq!(left, held);
         Ok(())
     }
 

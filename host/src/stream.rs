@@ -43,6 +43,24 @@ impl Queue {
             _ => Ok(()),
         }
     }
+
+    /// Whether what is enqueued is being recorded.
+    pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
+        match self {
+            Queue::Cuda(stream) => stream.is_recorded(),
+            Queue::Cpu | Queue::Simulated(_) => Ok(false),
+        }
+    }
+
+    /// The same as [`Queue::wait_for`] for memory that both use, where the caller has not asked for a wait: by one for a queue that is
+    /// recorded this one's work would be recorded as well.
+    pub(crate) fn follow(&self, other: &Queue) -> Result<(), Error> {
+        if self != other && other.is_recorded()? && !self.is_recorded()? {
+            let expected = "one that does not use what is being recorded in another";
+            return Err(Error::invalid("Stream::capture", "stream", expected, "memory of the recorded work"));
+        }
+        self.wait_for(other)
+    }
 }
 
 impl Stream {
@@ -67,7 +85,8 @@ impl Stream {
         }
     }
 
-    /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller.
+    /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller. If that is being recorded, this
+    /// stream's is from here on too, until `other` has waited for it.
     pub fn wait_for(&self, other: &Stream) -> Result<(), Error> {
         self.queue.wait_for(&other.queue)
     }
@@ -175,7 +194,8 @@ impl Stream {
             let (device, reason) = (self.device.describe(), "only CUDA streams can be recorded".into());
             return Err(Error::Unsupported { op: "Stream::capture", device, reason });
         };
-        stream.capture(|| enqueue(self)).map(Graph)
+        let graph = stream.capture(|| enqueue(self))?;
+        Ok(Graph { graph, _device: self.device.clone() })
     }
 }
 
@@ -210,17 +230,23 @@ impl Event {
 
 /// Recorded work of a CUDA stream.
 #[derive(Debug)]
-pub struct Graph(cuda::Graph);
+pub struct Graph {
+    graph: cuda::Graph,
+    /// Whose kernels it launches.
+    _device: Device,
+}
 
 impl Graph {
     /// Enqueues the recorded work in `stream`.
     ///
     /// # Safety
-    /// The tensors that the work was recorded with are still there; it reads and writes them by address.
+    /// - The tensors that the work was recorded with are still there, and so are the plans, some of which hold memory for their runs: it
+    ///   reads and writes them by address.
+    /// - Nothing else uses them meanwhile: what the stream waits for is done before, and who uses them in another stream waits for this one.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         match &stream.queue {
             // SAFETY: the caller's promise.
-            Queue::Cuda(queue) => unsafe { queue.launch_graph(&self.0) },
+            Queue::Cuda(queue) => unsafe { queue.launch_graph(&self.graph) },
             Queue::Cpu | Queue::Simulated(_) => {
                 let got = stream.device.describe();
                 Err(Error::invalid("Graph::launch", "stream", "a CUDA stream", got))

@@ -103,6 +103,70 @@ fn devices_that_do_not_match() -> Result<(), Error> {
     Ok(())
 }
 
+/// A recording that panics or fails ends, and its stream and the pool go on.
+#[test]
+fn recordings_that_fail() -> Result<(), Error> {
+    let Some(device) = card(warpforge::IMAGES) else { return Ok(()) };
+    let device = device?;
+    let stream = device.stream()?;
+    let panics = std::panic::AssertUnwindSafe(|| stream.capture(|_| panic!("while it records")));
+    assert!(std::panic::catch_unwind(panics).is_err());
+    let refused = || Error::Invalid {
+        op: "recordings_that_fail",
+        argument: "x",
+        expected: "nothing".into(),
+        got: "something".into(),
+    };
+    let error = stream.capture(|_| Err(refused())).unwrap_err();
+    assert_eq!(error.to_string(), refused().to_string());
+    let tensor = Tensor::from_slice(&stream, &[3], &[1.0f32, 2.0, 3.0])?;
+    assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.0, 2.0, 3.0]);
+    drop(tensor);
+    // An error where the stream were still recorded; nothing is given back while another test records.
+    device.pool().trim()?;
+    Ok(())
+}
+
+/// What a recording has used is not handed to another stream meanwhile, whose work would be recorded too.
+#[test]
+fn recordings_stay_apart() -> Result<(), Error> {
+    let Some(device) = card(warpforge::IMAGES) else { return Ok(()) };
+    let device = device?;
+    let (stream, other) = (device.stream()?, device.stream()?);
+    let (x, weight) =
+        (Tensor::zeros(&stream, &[1, 64], DType::BF16)?, Tensor::zeros(&stream, &[64], DType::BF16)?);
+    let mut out = Tensor::zeros(&stream, &[1, 64], DType::BF16)?;
+    let free = Tensor::zeros(&stream, &[1 << 20], DType::F32)?;
+    let address = free.view().address();
+    stream.synchronize()?;
+    drop(free);
+    let rmsnorm = RmsNorm::plan(&device, PROBLEM)?;
+    let graph = stream.capture(|stream| {
+        let args = RmsNormArgs {
+            x: x.view(),
+            residual: None,
+            weight: weight.view(),
+            gate: None,
+            out: out.view_mut(),
+        };
+        rmsnorm.run(stream, args)?;
+        let elsewhere = || -> Result<(), Error> {
+            let tensor = Tensor::zeros(&other, &[1 << 20], DType::F32)?;
+            assert_ne!(tensor.view().address(), address, "its stream is being recorded");
+            assert!(tensor.to_vec::<f32>(&other)?.iter().all(|&value| value == 0.0));
+            Ok(())
+        };
+        std::thread::scope(|scope| scope.spawn(elsewhere).join().expect("no panic"))?;
+        Ok(())
+    })?;
+    // SAFETY: the tensors and the plan are there until the stream has been waited for.
+    unsafe { graph.launch(&stream)? };
+    stream.synchronize()?;
+    let third = device.stream()?;
+    assert_eq!(Tensor::empty(&third, &[1 << 20], DType::F32)?.view().address(), address);
+    Ok(())
+}
+
 #[test]
 fn more_memory_than_there_is() {
     // The other tests' allocations are in the pools of their devices.

@@ -246,11 +246,14 @@ fn a_captured_graph_replays() {
     bench.fill(0);
     // SAFETY: all handles are live, and the memory outlives the launches, which `read` waits for.
     unsafe {
+        assert!(!driver::stream_is_capturing(bench.stream).expect("answers"));
         driver::stream_begin_capture(bench.stream).expect("captures");
+        assert!(driver::stream_is_capturing(bench.stream).expect("answers"));
         for add in [1, 10, 100] {
             bench.add(bench.stream, add, 0).expect("is recorded");
         }
         let graph = driver::stream_end_capture(bench.stream).expect("a graph");
+        assert!(!driver::stream_is_capturing(bench.stream).expect("answers"));
         let exec = graph.instantiate().expect("a launchable graph");
         drop(graph);
         assert_eq!(bench.read(), [0; WORDS as usize]);
@@ -259,6 +262,16 @@ fn a_captured_graph_replays() {
         assert_eq!(bench.read(), [222; WORDS as usize]);
         assert!(driver::stream_end_capture(bench.stream).is_err(), "no capture is under way");
     }
+}
+
+#[test]
+fn memory_that_the_driver_knows() {
+    let Some(_gpu) = gpu() else { return };
+    let bench = Bench::new(ADD, c"add_to_all");
+    assert!(driver::is_known_memory(bench.words as usize as *const c_void), "the device's");
+    let pinned = cust::memory::LockedBuffer::new(&0u32, 1024).expect("pinned memory");
+    assert!(driver::is_known_memory(pinned.as_ptr().cast()));
+    assert!(!driver::is_known_memory(vec![0u32; 1024].as_ptr().cast()));
 }
 
 #[test]

@@ -5,7 +5,9 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+};
 
 use abi::{Arch, DType};
 use cuda_loader::driver::{
@@ -40,17 +42,44 @@ fn cust_failed(call: &'static str) -> impl Fn(CudaError) -> Error {
     move |error| Error::Driver { call, source: cuda_loader::DriverError::from_code(error as u32).into() }
 }
 
+/// `CUDA_ERROR_NO_DEVICE`: what a driver without cards, or with none that the program may see, answers to `cuInit`.
+const NO_DEVICE: u32 = 100;
+
 /// Loads and initialises the driver, and counts its devices.
 pub(crate) fn device_count() -> Result<usize, Error> {
     cuda_loader::load().map_err(|error| Error::NoDriver { reason: error.to_string() })?;
-    cuda_loader::init()
-        .map_err(|error| Error::NoDriver { reason: format!("the driver does not start: {error}") })?;
+    match cuda_loader::init() {
+        Ok(()) => {}
+        Err(error) if error.code == NO_DEVICE => return Ok(0),
+        Err(error) => return Err(Error::NoDriver { reason: format!("the driver does not start: {error}") }),
+    }
     Ok(cuda_loader::device_count().map_err(failed("cuDeviceGetCount"))? as usize)
 }
 
 /// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone waits for
 /// the whole context meanwhile; and all devices of an ordinal share its primary context.
 static RECORDING: RwLock<()> = RwLock::new(());
+
+/// What keeps recordings from beginning.
+struct NoRecording {
+    _none: RwLockWriteGuard<'static, ()>,
+    _only: MutexGuard<'static, ()>,
+}
+
+impl NoRecording {
+    /// None while a graph is recorded; waits for another of its kind.
+    fn begin() -> Option<Self> {
+        // Of its own, or one that waits for its device would look like a recording to the others.
+        static ONLY: Mutex<()> = Mutex::new(());
+        let only = ONLY.lock().unwrap_or_else(PoisonError::into_inner);
+        let none = match RECORDING.try_write() {
+            Ok(none) => none,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(NoRecording { _none: none, _only: only })
+    }
+}
 
 /// A device's primary context.
 #[derive(Debug)]
@@ -194,12 +223,20 @@ impl Stream {
         }
     }
 
+    /// Whether what is enqueued is recorded: a stream that waits for this one would be recorded too.
+    pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_is_capturing(self.stream) }.map_err(failed("cuStreamIsCapturing"))
+    }
+
     pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
         self.context.enter()?;
-        // From pageable memory the driver copies before it returns, so `data` may go.
-        // SAFETY: the stream is live; Tensor allocated `data.len()` bytes at `address`.
+        // SAFETY: the stream is live; Tensor allocated `data.len()` bytes at `address`; `data` may go when this returns, since from
+        // pageable memory the driver copies before it returns, and for other memory it is waited below.
         unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
-            .map_err(failed("cuMemcpyHtoDAsync"))
+            .map_err(failed("cuMemcpyHtoDAsync"))?;
+        if driver::is_known_memory(data.as_ptr().cast()) { self.synchronize() } else { Ok(()) }
     }
 
     pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
@@ -223,7 +260,7 @@ impl Stream {
         unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.map_err(failed("cuMemsetD8Async"))
     }
 
-    /// The raw handle, for the launch.
+    /// Enqueues a kernel.
     ///
     /// # Safety
     /// The kernel behind `entry` takes these parameters and is sound with their values.
@@ -262,17 +299,10 @@ impl Stream {
 
     /// Records what `enqueue` enqueues instead of running it.
     pub(crate) fn capture(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
-        let _recording = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
-        self.context.enter()?;
-        // SAFETY: live while `self` is.
-        unsafe { driver::stream_begin_capture(self.stream) }.map_err(failed("cuStreamBeginCapture"))?;
-        // The recording must end, also after a failure.
-        let enqueued = enqueue();
-        self.context.enter()?;
-        // SAFETY: live while `self` is.
-        let graph = unsafe { driver::stream_end_capture(self.stream) };
-        enqueued?;
-        let graph = graph.map_err(failed("cuStreamEndCapture"))?;
+        let recording = Recording::begin(self)?;
+        enqueue()?;
+        let graph = recording.end()?;
+        DeviceMemory::free_left();
         // SAFETY: the recorded work's addresses are the caller's contract, at the launch.
         let exec = unsafe { graph.instantiate() }.map_err(failed("cuGraphInstantiate"))?;
         Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
@@ -297,6 +327,39 @@ impl Stream {
         let exec = graph.exec.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         // SAFETY: live while `graph` and `self` are; memory — the caller.
         unsafe { exec.launch(self.stream) }.map_err(failed("cuGraphLaunch"))
+    }
+}
+
+/// A recording under way, which ends also where it fails or panics: else its stream could not be used any more.
+struct Recording<'a> {
+    stream: &'a Stream,
+    has_ended: bool,
+    _recording: RwLockReadGuard<'static, ()>,
+}
+
+impl<'a> Recording<'a> {
+    fn begin(stream: &'a Stream) -> Result<Self, Error> {
+        let recording = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
+        stream.context.enter()?;
+        // SAFETY: live while `stream` is.
+        unsafe { driver::stream_begin_capture(stream.stream) }.map_err(failed("cuStreamBeginCapture"))?;
+        Ok(Recording { stream, has_ended: false, _recording: recording })
+    }
+
+    fn end(mut self) -> Result<driver::Graph, Error> {
+        self.stream.context.enter()?;
+        self.has_ended = true;
+        // SAFETY: live while the stream is.
+        unsafe { driver::stream_end_capture(self.stream.stream) }.map_err(failed("cuStreamEndCapture"))
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended && self.stream.context.enter().is_ok() {
+            // SAFETY: live while the stream is.
+            let _ = unsafe { driver::stream_end_capture(self.stream.stream) };
+        }
     }
 }
 
@@ -377,6 +440,11 @@ unsafe impl Send for EntryHandle {}
 unsafe impl Sync for EntryHandle {}
 
 impl EntryHandle {
+    /// Whether a stream is of the kernel's card. Devices of an ordinal share its primary context.
+    pub(crate) fn is_of(&self, stream: &Stream) -> bool {
+        self.context.profile.place == stream.context.profile.place
+    }
+
     /// Blocks of `threads` threads that fit on a multiprocessor at a time.
     pub(crate) fn blocks_per_sm(&self, threads: u32, smem_bytes: u32) -> Result<u32, Error> {
         self.context.enter()?;
@@ -401,8 +469,11 @@ unsafe impl Sync for Module {}
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if self.context.enter().is_ok() {
-            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc.
+        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes.
+        let Some(_no_recording) = NoRecording::begin() else { return };
+        if self.context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
+            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has its kernels, as
+            // each holds its device, and none of them is still queued.
             let _ = unsafe { driver::module_unload(self.module) };
         }
     }
@@ -503,6 +574,27 @@ impl Modules {
 #[derive(Debug)]
 pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
 
+/// Memory of pools that ended while a graph was recorded, with its context.
+static LEFT: Mutex<Vec<(Arc<Context>, u64)>> = Mutex::new(Vec::new());
+
+impl DeviceMemory {
+    /// Frees what pools have left, unless a graph is being recorded.
+    fn free_left() {
+        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        if left.is_empty() {
+            return;
+        }
+        let Some(_no_recording) = NoRecording::begin() else { return };
+        for (context, address) in left.drain(..) {
+            if context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
+                // SAFETY: from `allocate`; a pool that has ended gave it back; the device has just finished all its work.
+                let _ =
+                    unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
+            }
+        }
+    }
+}
+
 impl Backing for DeviceMemory {
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
         self.0.enter()?;
@@ -515,7 +607,7 @@ impl Backing for DeviceMemory {
     }
 
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
-        let Ok(_no_recording) = RECORDING.try_write() else { return Ok(false) };
+        let Some(_no_recording) = NoRecording::begin() else { return Ok(false) };
         self.0.enter()?;
         CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))?;
         for &(address, _) in blocks {
@@ -523,6 +615,11 @@ impl Backing for DeviceMemory {
             let _ = unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
         }
         Ok(true)
+    }
+
+    unsafe fn take_over(&self, blocks: &[(u64, usize)]) {
+        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+        left.extend(blocks.iter().map(|&(address, _)| (self.0.clone(), address)));
     }
 
     fn report(&self) -> (usize, usize, String) {

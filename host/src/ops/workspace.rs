@@ -33,12 +33,12 @@ impl<const N: usize> Workspace<N> {
     }
 
     /// Makes `stream` wait for the last run if that was in another stream. Nobody else enqueues a run until the guard is
-    /// dropped.
+    /// dropped. **Errors**: [`Error::Invalid`] if that other stream is being recorded, and this one not.
     pub(crate) fn enter(&self, stream: &Stream) -> Result<MutexGuard<'_, Option<Stream>>, Error> {
         // The stream is replaced as a whole: a panic elsewhere leaves it consistent.
         let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(last) = &*last {
-            stream.wait_for(last)?;
+            stream.queue().follow(last.queue())?;
         }
         *last = Some(stream.clone());
         Ok(last)
@@ -49,9 +49,9 @@ impl<const N: usize> Drop for Workspace<N> {
     fn drop(&mut self) {
         let last = self.last.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(last) = last {
-            // The memory goes back in the owner's order. Where the device does not answer any more there is no work to
-            // wait for.
-            let _ = self.owner.wait_for(last);
+            // The memory goes back in the owner's order. Where the device does not answer any more, or the last run was only
+            // recorded, there is no work to wait for.
+            let _ = self.owner.queue().follow(last.queue());
         }
     }
 }

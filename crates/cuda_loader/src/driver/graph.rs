@@ -7,7 +7,8 @@ use cust::sys::{CUgraph, CUgraphExec, CUstream};
 use super::ffi;
 use crate::error::{DriverError, check};
 
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: what other threads do meanwhile neither is recorded nor spoils the capture.
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls that a capture does not allow are errors in this thread alone. What another thread queues
+/// on the stream is recorded like this one's, and what waits for the whole context ends the capture, wherever it is called.
 const THREAD_LOCAL: c_int = 1;
 
 /// From here on, what this thread queues on the stream is recorded and not run.
@@ -19,6 +20,17 @@ const THREAD_LOCAL: c_int = 1;
 pub unsafe fn stream_begin_capture(stream: CUstream) -> Result<(), DriverError> {
     // SAFETY: `stream` is live — the caller.
     check(unsafe { ffi::cuStreamBeginCapture_v2(stream, THREAD_LOCAL) })
+}
+
+/// Whether what is queued on the stream is recorded: it began a capture, or waits for a stream that did.
+///
+/// # Safety
+/// `stream` is live.
+pub unsafe fn stream_is_capturing(stream: CUstream) -> Result<bool, DriverError> {
+    let mut status: c_int = 0;
+    // SAFETY: `stream` is live — the caller; `status` is writable — a local.
+    check(unsafe { ffi::cuStreamIsCapturing(stream, &mut status) })?;
+    Ok(status != 0)
 }
 
 /// Ends a capture on the thread that began it.

@@ -1,6 +1,6 @@
 //! Copies and fills in stream order, on raw addresses. Pageable host memory works, but the call then waits for the copy.
 
-use std::ffi::c_void;
+use std::ffi::{c_int, c_uint, c_void};
 
 use cust::sys::{CUdeviceptr, CUstream};
 
@@ -35,6 +35,20 @@ pub unsafe fn memcpy_dtoh_async(
 ) -> Result<(), DriverError> {
     // SAFETY: this function's contract is the driver's.
     check(unsafe { ffi::cuMemcpyDtoHAsync_v2(target, source, bytes, stream) })
+}
+
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+const MEMORY_TYPE: c_int = 2;
+
+/// Whether the driver has pinned, or manages, the memory at an address. Copies to and from such memory are still under way when their
+/// call returns; of all other memory of the host the driver knows nothing.
+pub fn is_known_memory(address: *const c_void) -> bool {
+    let mut memory_type: c_uint = 0;
+    // SAFETY: `memory_type` is writable, and as large as the attribute — a local; the driver looks the address up and does not follow it.
+    let code = unsafe {
+        ffi::cuPointerGetAttribute((&raw mut memory_type).cast(), MEMORY_TYPE, address as CUdeviceptr)
+    };
+    check(code).is_ok() && memory_type != 0
 }
 
 /// Copies on the device.
