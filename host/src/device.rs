@@ -1,6 +1,7 @@
 //! Devices: the CPU, a CUDA card with the images that it can run, or a simulated card.
 
 use std::alloc::Layout;
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -313,6 +314,23 @@ impl Device {
             Backend::Simulated(simulator) => Queue::Simulated(simulator.clone()),
         };
         Ok(Stream::new(self.clone(), queue))
+    }
+
+    /// A stream of another library: what is enqueued in it by either runs in order. CUDA only.
+    ///
+    /// # Safety
+    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context, not the legacy default stream. It is not destroyed as
+    /// long as this device, its clones, or what they made are there: the pool remembers in whose order memory was used.
+    ///
+    /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card.
+    pub unsafe fn stream_from_raw(&self, handle: *mut c_void) -> Result<Stream, Error> {
+        let Backend::Cuda(context, _) = &self.shared.backend else {
+            let (device, reason) = (self.describe(), "only CUDA has stream handles".into());
+            return Err(Error::Unsupported { op: "Device::stream_from_raw", device, reason });
+        };
+        // SAFETY: the caller's promise.
+        let stream = unsafe { cuda::Stream::of_caller(context.clone(), handle)? };
+        Ok(Stream::new(self.clone(), Queue::Cuda(Arc::new(stream))))
     }
 
     /// What `select` knows of a card; none on the CPU, where there is nothing to select.

@@ -1,5 +1,6 @@
 //! Streams: queues of work on a device.
 
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use crate::device::{Device, cuda};
@@ -75,6 +76,14 @@ impl Stream {
 
     pub(crate) fn queue(&self) -> &Queue {
         &self.queue
+    }
+
+    /// The `CUstream`, for other libraries, valid as long as the stream; none where it is no CUDA stream.
+    pub fn as_raw(&self) -> Option<*mut c_void> {
+        match &self.queue {
+            Queue::Cpu | Queue::Simulated(_) => None,
+            Queue::Cuda(stream) => Some(stream.handle()),
+        }
     }
 
     /// Waits until all work so far is done, and reports errors of that work.

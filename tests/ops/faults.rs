@@ -167,6 +167,29 @@ fn recordings_stay_apart() -> Result<(), Error> {
     Ok(())
 }
 
+/// A stream of another library is one queue with its own work, and stays when ours is dropped.
+#[test]
+fn streams_of_others() -> Result<(), Error> {
+    let cpu = Device::cpu();
+    assert!(cpu.stream()?.as_raw().is_none());
+    // SAFETY: refused before the handle is looked at.
+    let error = unsafe { cpu.stream_from_raw(std::ptr::null_mut()) }.unwrap_err();
+    assert!(matches!(error, Error::Unsupported { op: "Device::stream_from_raw", .. }), "{error}");
+
+    let Some(device) = card(warpforge::IMAGES) else { return Ok(()) };
+    let device = device?;
+    let stream = device.stream()?;
+    let handle = stream.as_raw().expect("a CUDA stream");
+    for _ in 0..2 {
+        // SAFETY: of this device, and destroyed behind the loop.
+        let same = unsafe { device.stream_from_raw(handle)? };
+        assert_eq!(same.as_raw(), Some(handle));
+        let tensor = Tensor::from_slice(&same, &[3], &[1.0f32, 2.0, 3.0])?;
+        assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.0, 2.0, 3.0]);
+    }
+    stream.synchronize()
+}
+
 #[test]
 fn more_memory_than_there_is() {
     // The other tests' allocations are in the pools of their devices.

@@ -183,8 +183,16 @@ fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile
 #[derive(Debug)]
 pub(crate) struct Stream {
     stream: CUstream,
+    owner: Owner,
     event: CUevent,
     context: Arc<Context>,
+}
+
+/// Who destroys a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Library,
+    Caller,
 }
 
 // SAFETY: stream and event handles may be used from any thread whose current context is theirs — the driver's own rule;
@@ -198,13 +206,27 @@ impl Stream {
         context.enter()?;
         let stream = driver::stream_create().map_err(failed("cuStreamCreate"))?;
         match driver::event_create(driver::Timing::Disabled) {
-            Ok(event) => Ok(Stream { stream, event, context }),
+            Ok(event) => Ok(Stream { stream, owner: Owner::Library, event, context }),
             Err(error) => {
                 // SAFETY: just made, and not used.
                 let _ = unsafe { driver::stream_destroy(stream) };
                 Err(failed("cuEventCreate")(error))
             }
         }
+    }
+
+    /// A stream of the caller's.
+    ///
+    /// # Safety
+    /// The handle is live as long as the value, and of this context.
+    pub(crate) unsafe fn of_caller(context: Arc<Context>, handle: *mut c_void) -> Result<Self, Error> {
+        context.enter()?;
+        let event = driver::event_create(driver::Timing::Disabled).map_err(failed("cuEventCreate"))?;
+        Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context })
+    }
+
+    pub(crate) fn handle(&self) -> *mut c_void {
+        self.stream.cast()
     }
 
     pub(crate) fn synchronize(&self) -> Result<(), Error> {
@@ -367,8 +389,12 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // Work that is still enqueued runs on: the driver destroys the stream after it.
         if self.context.enter().is_ok() {
-            // SAFETY: both were made in `new` and end here.
-            let _ = unsafe { (driver::event_destroy(self.event), driver::stream_destroy(self.stream)) };
+            // SAFETY: made in `new` or `of_caller`, and ends here.
+            let _ = unsafe { driver::event_destroy(self.event) };
+            if self.owner == Owner::Library {
+                // SAFETY: made in `new`, and ends here.
+                let _ = unsafe { driver::stream_destroy(self.stream) };
+            }
         }
     }
 }

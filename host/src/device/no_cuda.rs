@@ -50,6 +50,16 @@ impl Stream {
         match context.0 {}
     }
 
+    /// # Safety
+    /// None: it cannot be called.
+    pub(crate) unsafe fn of_caller(context: Arc<Context>, _handle: *mut c_void) -> Result<Self, Error> {
+        match context.0 {}
+    }
+
+    pub(crate) fn handle(&self) -> *mut c_void {
+        match self.0 {}
+    }
+
     pub(crate) fn synchronize(&self) -> Result<(), Error> {
         match self.0 {}
     }

@@ -72,10 +72,10 @@ pub fn report(record: &Record, date: &str, comparison: Option<&Comparison>) -> S
 /// What the README says of speed.
 pub fn readme(record: &Record, date: &str, folder: &str) -> String {
     let mut text = format!(
-        "{} by `bundle/run bench` on {date}; everything, with plots, is in [{folder}]({folder}/report.md). {}\n",
+        "{}, {date}: [the whole record, with plots]({folder}/report.md). {}\n",
         record.run.device,
-        "Every result was checked before it\nwas timed. *Roof* is the share of the card's measured roofline; the ratio is the \
-         fastest peer's time over ours: above 1 we are faster.\n"
+        "Every result was checked before it was timed. *Roof* is the\nshare of what the card reached in that run (the rate of a \
+         copy, or of the best product); the ratio is the fastest peer's time over ours: above 1\nwe are faster.\n"
     );
     text += "| what | time | rate | roof | fastest peer | ratio |\n|---|---|---|---|---|---|\n";
     for case in HEADLINES.iter().filter_map(|name| record.case(name)) {
@@ -92,8 +92,53 @@ pub fn readme(record: &Record, date: &str, folder: &str) -> String {
             );
         }
     }
-    let _ = write!(text, "\nOver all cases of each operator:\n\n{}\n{}", summary(record), models(record));
+    let _ = write!(text, "\n{}\n{}", behind(record), rates_of_models(record));
     text
+}
+
+/// The cases in which a peer was faster, the worst first.
+fn behind(record: &Record) -> String {
+    let ratio = |case: &Case| Some((case.ratio()?, case.work.name.clone()));
+    let mut ratios: Vec<(f64, String)> = record.cases.iter().filter_map(ratio).collect();
+    let count = ratios.len();
+    ratios.retain(|&(ratio, _)| ratio < 0.995);
+    ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let names: Vec<String> = ratios.iter().map(|(ratio, name)| format!("{name} ({})", two(*ratio))).collect();
+    let names = if names.is_empty() { "none".to_owned() } else { names.join("; ") };
+    format!(
+        "Of the {count} cases of that run that have a peer, it was faster in {}: {names}.\n",
+        ratios.len()
+    )
+}
+
+/// Tokens per second of the models, a line each.
+fn rates_of_models(record: &Record) -> String {
+    let (mut phases, mut rows) = (Vec::new(), Vec::<(&str, BTreeMap<&str, f64>)>::new());
+    for case in record.cases.iter().filter(|case| case.work.op == "model") {
+        let (Some(ours), Some(phase)) = (&case.ours, case.work.phase.as_deref()) else { continue };
+        let name = label(case).strip_suffix(phase).unwrap_or(label(case)).trim_end_matches([',', ' ']);
+        if !phases.contains(&phase) {
+            phases.push(phase);
+        }
+        if rows.last().is_none_or(|(last, _)| *last != name) {
+            rows.push((name, BTreeMap::new()));
+        }
+        if let Some((_, rates)) = rows.last_mut() {
+            rates.insert(phase, tokens_of(phase) / ours.us * 1e6);
+        }
+    }
+    let mut text = format!("| tokens/s, bf16, random weights | {} |\n|---|", phases.join(" | "));
+    text += &"---|".repeat(phases.len());
+    for (name, rates) in rows {
+        let cells = phases.iter().map(|phase| or_dash(rates.get(phase).map(|rate| format!("{rate:.0}"))));
+        let _ = write!(text, "\n| {name} | {} |", cells.collect::<Vec<_>>().join(" | "));
+    }
+    text + "\n"
+}
+
+/// Tokens of one call: a prefill's number is its tokens, a decode step's its sequences.
+fn tokens_of(phase: &str) -> f64 {
+    phase.split(' ').nth(1).and_then(|count| count.parse().ok()).unwrap_or(1.0)
 }
 
 fn conditions(record: &Record) -> String {
@@ -167,8 +212,7 @@ fn models(record: &Record) -> String {
     for case in record.cases.iter().filter(|case| case.work.op == "model") {
         let Some(ours) = &case.ours else { continue };
         let phase = case.work.phase.as_deref().unwrap_or("");
-        // A prefill's number is its tokens, a decode step's its sequences: tokens of one call either way.
-        let tokens: f64 = phase.split(' ').nth(1).and_then(|count| count.parse().ok()).unwrap_or(1.0);
+        let tokens = tokens_of(phase);
         let floor = case.work.bytes as f64 / record.run.roofline.copy_gb_per_s * 1e-3;
         let _ = writeln!(
             text,

@@ -142,10 +142,35 @@ fn models_have_their_whole_names() {
     let folder = tempfile::tempdir().unwrap();
     let line = ours("model qwen3-coder-next, 36 of 48 layers, decode 8", 0, 4000.0, 10.0);
     let line = with(line, json!({ "model": "qwen3-coder-next", "phase": "decode 8" }));
-    measured(folder.path(), &[run_line(0), line], &[]);
-    let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
+    let other = ours("model qwen3-0.6b prefill 2048", 0, 4096.0, 10.0);
+    let other = with(other, json!({ "model": "qwen3-0.6b", "phase": "prefill 2048" }));
+    measured(folder.path(), &[run_line(0), line, other], &[]);
+    let record = Record::join(folder.path()).unwrap();
+    let report = markdown::report(&record, "1970-01-01", None);
     let row = "| qwen3-coder-next, 36 of 48 layers, decode 8 | 4.00 ms ± 10.0 µs | 2000 |";
-    assert!(text.contains(row), "{text}");
+    assert!(report.contains(row), "{report}");
+    let text = markdown::readme(&record, "1970-01-01", "folder");
+    for row in [
+        "| tokens/s, bf16, random weights | decode 8 | prefill 2048 |\n|---|---|---|\n",
+        "| qwen3-coder-next, 36 of 48 layers | 2000 | – |\n",
+        "| qwen3-0.6b | – | 500000 |\n",
+    ] {
+        assert!(text.contains(row), "{text}");
+    }
+}
+
+#[test]
+fn the_readme_says_where_a_peer_is_faster() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases =
+        [("a", 10.0), ("b", 10.0), ("c", 10.0)].map(|(name, us)| ours(&format!("rope {name}"), 0, us, 0.1));
+    let peers =
+        [("a", 9.0), ("b", 12.0), ("c", 5.0)].map(|(name, us)| peer(&format!("rope {name}"), 0, "torch", us));
+    measured(folder.path(), &[&[run_line(0)], &cases[..]].concat(), &peers);
+    let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
+    let sentence =
+        "Of the 3 cases of that run that have a peer, it was faster in 2: rope c (0.50); rope a (0.90).";
+    assert!(text.contains(sentence), "{text}");
 }
 
 #[test]
