@@ -1,6 +1,6 @@
 //! The int8 product and the quantisation against their references, bit for bit.
 
-use abi::ops::matmul_i8::{MatmulI8Variant, VARIANTS};
+use abi::ops::matmul_i8::{MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::check_bits_eq;
 use testkit::strategies::{Values, any_values, dims, dims_from, stride_padding};
@@ -12,8 +12,8 @@ use warpforge::ops::matmul_i8::{
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, store,
-    values,
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, one_sm,
+    store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -29,13 +29,21 @@ struct Case {
 fn layout() -> impl Strategy<Value = Layout> {
     let offset = prop_oneof![3 => Just(0usize), 1 => 1usize..17];
     let padding = prop_oneof![3 => stride_padding(), 1 => Just(16usize)];
-    (padding, offset).prop_map(|(padding, offset)| Layout { padding, offset })
+    let any = (padding, offset).prop_map(|(padding, offset)| Layout { padding, offset });
+    // The tensor cores want multiples of 16 bytes.
+    let in_pieces = (0usize..3, 0usize..3)
+        .prop_map(|(padding, offset)| Layout { padding: 16 * padding, offset: 16 * offset });
+    prop_oneof![in_pieces, any]
 }
 
 fn case() -> impl Strategy<Value = Case> {
     let m = prop_oneof![2 => dims(&[2, 4, 8], 17), 1 => dims(&[64], 140)];
     let n = dims_from(1, &[8, 64], 140);
-    let k = prop_oneof![3 => dims_from(1, &[16, 32, 64], 200), 1 => dims_from(1, &[256, 512], 2300)];
+    let k = prop_oneof![
+        3 => dims_from(1, &[16, 32, 64], 200),
+        3 => (1usize..=20).prop_map(|pieces| 16 * pieces),
+        1 => dims_from(1, &[256, 512], 2300),
+    ];
     let bias = prop_oneof![Just(Bias::None), Just(Bias::PerColumn)];
     let kinds = prop_oneof![Just(Values::Normal), Just(Values::Huge), Just(Values::Mixed)];
     ((floats(), m, n, k, bias), (layout(), layout(), layout()), kinds, any::<u64>()).prop_map(
@@ -132,7 +140,11 @@ fn check(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
 /// Kernels of the out type that the device can run.
 fn variants(device: &Device, out_dtype: DType) -> impl Iterator<Item = &'static MatmulI8Variant> {
     let floor = device.limits().map(|limits| limits.floor);
-    VARIANTS.iter().filter(move |variant| variant.out_dtype == out_dtype && Some(variant.floor) <= floor)
+    VARIANTS
+        .iter()
+        .chain(MMA_VARIANTS)
+        .chain(WGMMA_VARIANTS)
+        .filter(move |variant| variant.out_dtype == out_dtype && Some(variant.floor) <= floor)
 }
 
 /// The wanted kernels that can do the case.
@@ -282,8 +294,9 @@ fn quantization_of_special_rows() -> Result<(), Error> {
 /// The longest k with the largest products of either sign fits the sum.
 #[test]
 fn longest_k() -> Result<(), Error> {
-    for m in [1, 4, 20] {
-        let (n, k) = (2, MAX_K);
+    // The last on tensor cores, where there are such.
+    for (m, k) in [(1, MAX_K), (4, MAX_K), (20, MAX_K), (20, MAX_K / 16 * 16)] {
+        let n = 2;
         let problem = MatmulI8Problem { m, n, k, out_dtype: DType::F32, bias: Bias::None };
         for device in &devices_for(work(&problem)) {
             let stream = device.stream()?;
@@ -302,8 +315,24 @@ fn longest_k() -> Result<(), Error> {
             };
             MatmulI8::plan(device, problem)?.run(&stream, args)?;
             let want = [(16384 * k) as f32, (-16256 * k as i64) as f32].repeat(m);
-            assert_eq!(out.to_vec::<f32>(&stream)?, want, "{m} rows on {device:?}");
+            assert_eq!(out.to_vec::<f32>(&stream)?, want, "{m} rows of {k} on {device:?}");
         }
+    }
+    Ok(())
+}
+
+/// Tiles one after the other in one block, or in one cluster, are right too, beyond a ring of stages.
+#[test]
+fn tiles_of_one_block() -> Result<(), TestCaseError> {
+    for variant in WGMMA_VARIANTS {
+        // Two tiles of the largest kind by two, more of the others; two steps of k.
+        let problem =
+            MatmulI8Problem { m: 130, n: 264, k: 144, out_dtype: variant.out_dtype, bias: Bias::PerColumn };
+        let [a_layout, b_layout, out_layout] = [Layout::default(); 3];
+        let case = Case { problem, a_layout, b_layout, out_layout, kind: Values::Mixed, seed: 5 };
+        let (device, inputs) = (one_sm(), Inputs::of(&case));
+        let plan = MatmulI8::plan_with(&device, problem, variant).map_err(fail)?;
+        check(variant.entry, &product(&device, &plan, &case, &inputs)?, &inputs.expected(&case))?;
     }
     Ok(())
 }

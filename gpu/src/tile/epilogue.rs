@@ -11,7 +11,7 @@
 //! Nothing else of the main loops knows of it, and they read and multiply what they would without: the rows of b in memory
 //! stay as they are.
 
-use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, RESIDUAL_IN_QUADS};
+use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU};
 use cuda_std::cvt::Element;
 use cuda_std::{global, thread};
 
@@ -35,6 +35,10 @@ pub fn rows_of_b<T>(
         from.wrapping_add(row as usize * stride)
     }
 }
+
+/// Nothing but the sums, and a bias if there is one.
+pub const PLAIN: MatmulEpilogue =
+    MatmulEpilogue { scale: 1.0, options: 0, residual_stride: 0, residual_batch_stride: 0, curve: SILU };
 
 /// The end of a block's product.
 #[derive(Clone, Copy)]

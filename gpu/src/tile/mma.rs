@@ -1,11 +1,11 @@
 //! Matrix products on the tensor cores of Ampere and later: `cp.async` fills a ring of stages, warps multiply by `mma.sync`.
 //!
 //! ```text
-//! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, or 16 of f32
+//! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, of f32 16, of int8 64
 //!
 //! before     steps 0 … STAGES−2 are on their way
 //! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
-//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16, of f32 m16n8k8, for every 16 × 8 of the warp)
+//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16, of f32 m16n8k8, of int8 m16n8k32, for every 16 × 8 of the warp)
 //! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
@@ -21,12 +21,13 @@
 //! At 4096³ an H200 makes 389 TFLOP/s with 128 × 128 in bf16 (cuBLAS, by `wgmma`, 676). Tried: 128 × 256, 339; the copies of a step
 //! behind its first `ldmatrix` instead of before it, 344 (in another run; tf32 186).
 
-use abi::ops::matmul::MMA_ROW_BYTES;
+use abi::ops::matmul::{MMA_ROW_BYTES, MatmulDims};
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, matrix, shared, thread};
 
 use super::epilogue::Epilogue;
 use super::multiplicand::Factor;
+use super::operand::Sum;
 use super::simt;
 
 const ROW_BYTES: u32 = MMA_ROW_BYTES;
@@ -43,7 +44,7 @@ pub const fn warp_edge(bm: u32, bn: u32, threads: u32) -> usize {
 ///
 /// `halved` is 1 where two rows of the tile are one of the gate and one of up: a row of each operand for every two.
 #[inline(always)]
-pub fn strided<T: Element, const THREADS: u32>(
+pub fn strided<T, const THREADS: u32>(
     operand_row: impl Fn(u32) -> *const T,
     (stride, halved): (u32, u32),
     first_row: u32,
@@ -55,7 +56,7 @@ pub fn strided<T: Element, const THREADS: u32>(
 
 /// The same where they lie anywhere: each is asked for once.
 #[inline(always)]
-pub fn gathered<T: Element, const COUNT: usize, const THREADS: u32>(
+pub fn gathered<T, const COUNT: usize, const THREADS: u32>(
     operand_row: impl Fn(u32) -> *const T,
     first_row: u32,
 ) -> impl Fn(usize) -> *const T {
@@ -76,8 +77,8 @@ fn own_row() -> u32 {
 
 /// This thread's piece of a row.
 #[inline(always)]
-fn piece_of<T: Element>(row: *const T) -> *const T {
-    row.wrapping_add((thread::thread_idx_x() % PIECES) as usize * T::PER_16_BYTES)
+fn piece_of<T>(row: *const T) -> *const T {
+    row.wrapping_add((thread::thread_idx_x() % PIECES) as usize * (16 / size_of::<T>()))
 }
 
 /// This thread's share of the rows of an operand that a step copies.
@@ -102,7 +103,7 @@ impl<F> Share<F> {
     /// # Safety
     /// - Rows of the operand *in-bounds* and aligned to 16 bytes; the stage at `to` is nobody's.
     #[inline(always)]
-    unsafe fn start<T: Element, const COUNT: usize, const THREADS: u32, const MOVE: u32>(
+    unsafe fn start<T, const COUNT: usize, const THREADS: u32, const MOVE: u32>(
         &self,
         k: u32,
         end: u32,
@@ -110,7 +111,7 @@ impl<F> Share<F> {
     ) where
         F: Fn(usize) -> *const T,
     {
-        let per_piece = T::PER_16_BYTES as u32;
+        let per_piece = 16 / size_of::<T>() as u32;
         let left = end.saturating_sub(k + self.piece * per_piece);
         let bytes = left.min(per_piece) * size_of::<T>() as u32;
         let mut i = 0;
@@ -126,17 +127,72 @@ impl<F> Share<F> {
     }
 }
 
-/// The tile from `row` and `col` on: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
-/// `COUNT_B` of b per step, which `a` and `b` say where they begin.
+/// What a thread has of a tile's sums: `[i][j]` is of rows `first_row + 16 · i` and 8 further on, two columns of each.
+pub struct Sums<S, const FM: usize, const FN: usize> {
+    sums: [[[S; 4]; FN]; FM],
+    first_row: u32,
+    first_col: u32,
+}
+
+impl<S: Sum, const FM: usize, const FN: usize> Sums<S, FM, FN> {
+    /// The first of the j-th eight columns.
+    #[inline(always)]
+    fn col(&self, j: usize) -> u32 {
+        self.first_col + 8 * j as u32
+    }
+
+    /// The i-th row.
+    #[inline(always)]
+    fn row(&self, i: usize) -> u32 {
+        self.first_row + 8 * i as u32
+    }
+
+    /// The j-th eight neighbouring columns of the i-th row: four `mma` of two.
+    #[inline(always)]
+    fn octet(&self, i: usize, j: usize) -> [S; 8] {
+        let mut values = [S::ZERO; 8];
+        let mut c = 0;
+        while c < 8 {
+            values[c] = self.sums[i / 2][4 * j + c / 2][i % 2 * 2 + c % 2];
+            c += 1;
+        }
+        values
+    }
+
+    /// Hands every eight columns of a row to `each`, as far as the first of them is one of `dims`; with what `of_columns` says of them.
+    #[inline(always)]
+    pub fn for_octets<C>(
+        &self,
+        dims: &MatmulDims,
+        of_columns: impl Fn(u32) -> C,
+        each: impl Fn(u32, u32, [S; 8], &C),
+    ) {
+        let mut j = 0;
+        while j < FN / 4 {
+            let col = self.col(j);
+            let columns = of_columns(col);
+            let mut i = 0;
+            while i < 2 * FM {
+                if self.row(i) < dims.m && col < dims.n {
+                    each(self.row(i), col, self.octet(i, j), &columns);
+                }
+                i += 1;
+            }
+            j += 1;
+        }
+    }
+}
+
+/// The sums of the tile from `row` and `col` on: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
+/// `COUNT_B` of b per step, which `a` and `b` say where they begin. `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - *converged*: all `THREADS` threads of the block, a warp for each part of the tile; shared memory as
 ///   `MatmulTile::smem_bytes` says.
 /// - Tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in `run`.
 #[inline(always)]
-pub unsafe fn multiply<
+pub unsafe fn sums<
     T: Factor,
-    O: Element,
     const BM: u32,
     const BN: u32,
     const FM: usize,
@@ -149,9 +205,9 @@ pub unsafe fn multiply<
     a: impl Fn(usize) -> *const T,
     b: impl Fn(usize) -> *const T,
     (row, col): (u32, u32),
-    end: Epilogue<'_, T, O>,
-) {
-    let dims = end.dims;
+    dims: &MatmulDims,
+    promotes: bool,
+) -> Sums<T::Sum, FM, FN> {
     let (warp_rows, warp_cols) = (16 * FM as u32, 8 * FN as u32);
     let per_thread = warp_cols / 4;
     let stage_bytes = (BM + BN) * ROW_BYTES;
@@ -170,11 +226,7 @@ pub unsafe fn multiply<
     let b_piece = lane / 8 % 2;
 
     let (share_a, share_b) = (Share::new(a, dims.m, row), Share::new(b, dims.n, col));
-    let mut sums = [[[0f32; 4]; FN]; FM];
-    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
-    // are cut off themselves.
-    let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
+    let mut sums = [[[T::Sum::ZERO; 4]; FN]; FM];
     // SAFETY: a stage is filled by copies that all threads have waited for before the barrier, and filled anew after the
     // barrier that follows its last reading.
     unsafe {
@@ -206,7 +258,7 @@ pub unsafe fn multiply<
             start(step + STAGES - 1);
             let a_at = base + step % STAGES * stage_bytes;
             let b_at = a_at + BM * ROW_BYTES;
-            let mut step_sums = [[[0f32; 4]; FN]; FM];
+            let mut step_sums = [[[T::Sum::ZERO; 4]; FN]; FM];
             let mut half = 0;
             while half < 2 {
                 let mut rows_a = [[0u32; 4]; FM];
@@ -246,75 +298,91 @@ pub unsafe fn multiply<
         }
         cp_async::wait_group::<0>();
     }
+    Sums { sums, first_row: row + warp_row + lane / 4, first_col: col + warp_col + lane % 4 * per_thread }
+}
 
-    let first_col = col + warp_col + lane % 4 * per_thread;
-    let first_row = row + warp_row + lane / 4;
-    if !end.is_plain() {
-        // SAFETY: all threads are here; behind the barrier nobody reads the stages any more.
-        unsafe { thread::sync_threads() };
-    }
-    let mut j = 0;
-    // Eight neighbouring columns at a time: four `mma` of two.
-    while j < FN / 4 {
-        let col = first_col + 8 * j as u32;
-        let octet = |i: usize| {
-            let mut values = [0f32; 8];
+/// The tile from `row` and `col` on, as [`sums`] and to its end.
+///
+/// # Safety
+/// - As for [`sums`].
+#[inline(always)]
+pub unsafe fn multiply<
+    T: Factor<Sum = f32> + Element,
+    O: Element,
+    const BM: u32,
+    const BN: u32,
+    const FM: usize,
+    const FN: usize,
+    const COUNT_A: usize,
+    const COUNT_B: usize,
+    const STAGES: u32,
+    const THREADS: u32,
+>(
+    a: impl Fn(usize) -> *const T,
+    b: impl Fn(usize) -> *const T,
+    at: (u32, u32),
+    end: Epilogue<'_, T, O>,
+) {
+    let (dims, base) = (end.dims, shared::base());
+    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
+    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
+    // are cut off themselves.
+    let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
+    // SAFETY: the caller's promise.
+    let sums =
+        unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, STAGES, THREADS>(a, b, at, dims, promotes) };
+    if end.is_plain() {
+        // SAFETY: of columns that exist — the method.
+        let bias = |col| unsafe { end.bias::<8>(col) };
+        sums.for_octets(dims, bias, |row, col, mut values, bias| {
             let mut c = 0;
             while c < 8 {
-                values[c] = sums[i / 2][4 * j + c / 2][i % 2 * 2 + c % 2];
+                values[c] += bias[c];
                 c += 1;
             }
-            values
-        };
+            // SAFETY: a row and columns that exist, and this thread's alone.
+            unsafe { simt::store_octet(end.out(), row, col, &values, dims) };
+        });
+        return;
+    }
+    // SAFETY: all threads are here; behind the barrier nobody reads the stages any more.
+    unsafe { thread::sync_threads() };
+    let mut j = 0;
+    while j < FN / 4 {
+        let col = sums.col(j);
+        // A loop, not eight copies of it: a long epilogue takes its sums from shared memory.
+        let place = |i: u32, half: u32| base + ((2 * i + half) * THREADS + thread::thread_idx_x()) * 16;
         // SAFETY: what is stored are rows and columns that exist, and this thread's alone; so are its places in the stages, as
         // many as 32 bytes of 2 · FM are: half of the tile's sums at most.
         unsafe {
             let bias = end.bias::<8>(col);
-            if end.is_plain() {
-                let mut i = 0;
-                while i < 2 * FM {
-                    let (row, mut values) = (first_row + 8 * i as u32, octet(i));
-                    let mut c = 0;
-                    while c < 8 {
-                        values[c] += bias[c];
-                        c += 1;
-                    }
-                    if row < dims.m && col < dims.n {
-                        simt::store_octet(end.out(), row, col, &values, dims);
-                    }
-                    i += 1;
-                }
-            } else {
-                // A loop, not eight copies of it: a long epilogue takes its sums from shared memory.
-                let place =
-                    |i: u32, half: u32| base + ((2 * i + half) * THREADS + thread::thread_idx_x()) * 16;
-                let mut i = 0;
-                while i < 2 * FM {
-                    let [v0, v1, v2, v3, v4, v5, v6, v7] = octet(i);
-                    shared::store_f32x4(place(i as u32, 0), [v0, v1, v2, v3]);
-                    shared::store_f32x4(place(i as u32, 1), [v4, v5, v6, v7]);
-                    i += 1;
-                }
-                let rows = dims.m.saturating_sub(first_row).div_ceil(8).min(2 * FM as u32);
-                let mut i = 0;
-                while i < rows && col < dims.n {
-                    let [v0, v1, v2, v3] = shared::load_f32x4(place(i, 0));
-                    let [v4, v5, v6, v7] = shared::load_f32x4(place(i, 1));
-                    end.octet(first_row + 8 * i, col, [v0, v1, v2, v3, v4, v5, v6, v7], &bias);
-                    i += 1;
-                }
+            let mut i = 0;
+            while i < 2 * FM {
+                let [v0, v1, v2, v3, v4, v5, v6, v7] = sums.octet(i, j);
+                shared::store_f32x4(place(i as u32, 0), [v0, v1, v2, v3]);
+                shared::store_f32x4(place(i as u32, 1), [v4, v5, v6, v7]);
+                i += 1;
+            }
+            let rows = dims.m.saturating_sub(sums.row(0)).div_ceil(8).min(2 * FM as u32);
+            let mut i = 0;
+            while i < rows && col < dims.n {
+                let [v0, v1, v2, v3] = shared::load_f32x4(place(i, 0));
+                let [v4, v5, v6, v7] = shared::load_f32x4(place(i, 1));
+                end.octet(sums.row(i as usize), col, [v0, v1, v2, v3, v4, v5, v6, v7], &bias);
+                i += 1;
             }
         }
         j += 1;
     }
 }
 
-/// Adds each sum to its total, rounding to nearest.
+/// Adds each sum to its total; floats are rounded to nearest.
 #[inline(always)]
-fn add<const FM: usize, const FN: usize>(total: &mut [[[f32; 4]; FN]; FM], sums: &[[[f32; 4]; FN]; FM]) {
+fn add<S: Sum, const FM: usize, const FN: usize>(total: &mut [[[S; 4]; FN]; FM], sums: &[[[S; 4]; FN]; FM]) {
     let mut i = 0;
     while i < FM * FN * 4 {
-        total[i / 4 / FN][i / 4 % FN][i % 4] += sums[i / 4 / FN][i / 4 % FN][i % 4];
+        let total = &mut total[i / 4 / FN][i / 4 % FN][i % 4];
+        *total = total.plus(sums[i / 4 / FN][i / 4 % FN][i % 4]);
         i += 1;
     }
 }

@@ -9,6 +9,8 @@ pub mod mma;
 pub mod multiplicand;
 pub mod operand;
 pub mod packed;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod persistent;
 pub mod reduce;
 pub mod scan;
 pub mod sequences;

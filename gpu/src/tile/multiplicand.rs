@@ -1,23 +1,30 @@
-//! What the tensor cores multiply and sum in f32.
+//! What the tensor cores multiply: floats, summed in f32, and int8, summed exactly.
 
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::mma;
 
+use super::operand::Sum;
+
 /// What `mma` takes.
-pub trait Factor: Element {
+pub trait Factor: Copy {
+    /// What it is summed in.
+    type Sum: Sum;
+
     /// `c + a · b` for 16 × 8 and 32 bytes of k. In shared memory the pieces of a and b lie alike for all types, so that
     /// `ldmatrix` brings the registers of each.
     ///
     /// # Safety
     /// - *converged*: all 32 lanes execute it.
-    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4];
+    unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [Self::Sum; 4]) -> [Self::Sum; 4];
 }
 
 macro_rules! factors {
-    ($($type:ident: $instruction:ident;)*) => {$(
+    ($($type:ident, $sum:ident: $instruction:ident;)*) => {$(
         impl Factor for $type {
+            type Sum = $sum;
+
             #[inline(always)]
-            unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+            unsafe fn multiply_add(a: [u32; 4], b: [u32; 2], c: [$sum; 4]) -> [$sum; 4] {
                 // SAFETY: the caller's promise.
                 unsafe { mma::$instruction(a, b, c) }
             }
@@ -25,10 +32,15 @@ macro_rules! factors {
     )*};
 }
 // f32 without its lower 13 bits.
-factors! { bf16: m16n8k16_f32_bf16; f16: m16n8k16_f32_f16; f32: m16n8k8_f32_tf32; }
+factors! {
+    bf16, f32: m16n8k16_f32_bf16;
+    f16, f32: m16n8k16_f32_f16;
+    f32, f32: m16n8k8_f32_tf32;
+    i8, i32: m16n8k32_s32_s8;
+}
 
 /// The types of 16 bits.
-pub trait Multiplicand: Factor {
+pub trait Multiplicand: Factor<Sum = f32> + Element {
     /// Two infinities in a word: the bits of the exponents.
     const INFINITIES: u32;
 }

@@ -9,6 +9,7 @@ use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizz
 use cuda_std::{matrix, mbarrier, wgmma};
 
 use super::epilogue::Epilogue;
+use super::operand::Sum;
 
 /// Bytes of a row of a stage, and of a box of out.
 pub const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
@@ -46,19 +47,19 @@ impl<const STAGES: u32> Ring<STAGES> {
 /// - *converged*: all 128 threads of the warpgroup.
 /// - *initialised(by who fills the stages, behind `full`)*: 64 rows of a and `2 · SUMS` of b.
 #[inline(always)]
-pub unsafe fn multiply_stages<T: Element + Multiply<[f32; SUMS]>, const SUMS: usize, const STAGES: u32>(
+pub unsafe fn multiply_stages<T: Multiply<[S; SUMS]>, S: Sum, const SUMS: usize, const STAGES: u32>(
     ring: &mut Ring<STAGES>,
     steps: u32,
     promotes: bool,
     operands: impl Fn(u32) -> (u32, u32),
     full: impl Fn(u32) -> u32,
     release: impl Fn(u32),
-) -> [f32; SUMS]
+) -> [S; SUMS]
 where
-    [f32; SUMS]: Registers,
+    [S; SUMS]: Registers,
 {
-    let mut sums = [0f32; SUMS];
-    let mut total = [0f32; SUMS];
+    let mut sums = [S::ZERO; SUMS];
+    let mut total = [S::ZERO; SUMS];
     let mut before = 0;
     let mut step = 0;
     // SAFETY: the caller's promise.
@@ -99,12 +100,12 @@ where
     sums
 }
 
-/// Adds each sum to its total, rounding to nearest.
+/// Adds each sum to its total; floats are rounded to nearest.
 #[inline(always)]
-fn add<const SUMS: usize>(total: &mut [f32; SUMS], sums: &[f32; SUMS]) {
+fn add<S: Sum, const SUMS: usize>(total: &mut [S; SUMS], sums: &[S; SUMS]) {
     let mut i = 0;
     while i < SUMS {
-        total[i] += sums[i];
+        total[i] = total[i].plus(sums[i]);
         i += 1;
     }
 }
@@ -126,8 +127,27 @@ pub struct Place {
 impl Place {
     /// The row of the thread's first registers in the 64, and the column of its first register in 8.
     #[inline(always)]
-    fn of_register(&self) -> (u32, u32) {
+    pub fn of_register(&self) -> (u32, u32) {
         (self.member / 32 * 16 + self.member % 32 / 4, self.member % 4 * 2)
+    }
+}
+
+/// What becomes of a consumer's sums.
+pub trait Results<S, const SUMS: usize> {
+    /// Makes them elements of out, `place.len` of them: f32, by their bits where sums are integers.
+    ///
+    /// # Safety
+    /// - *converged*: all 128 threads of the consumer.
+    /// - What it adds or multiplies by is *in-bounds* for the dimensions.
+    unsafe fn make(&self, sums: &mut [S; SUMS], place: &Place);
+}
+
+impl<T: Element, O: Element, const SUMS: usize> Results<f32, SUMS> for Epilogue<'_, T, O> {
+    // Not as a closure: the compiler takes one of this size for a call, with the sums in memory.
+    #[inline(always)]
+    unsafe fn make(&self, sums: &mut [f32; SUMS], place: &Place) {
+        // SAFETY: the caller's promise.
+        unsafe { finish(sums, self, place) }
     }
 }
 
@@ -217,13 +237,19 @@ fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activatio
     }
 }
 
+/// The element of out that stands in the place of a sum.
+#[inline(always)]
+fn value<S: Sum>(sum: S) -> f32 {
+    f32::from_word(sum.to_word())
+}
+
 /// Rounds the sums and stores them from the registers, two at a time: for any stride and type of out.
 ///
 /// # Safety
 /// - *in-bounds(out)* for the dimensions; nobody else writes the tile.
 #[inline(always)]
-pub unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
-    sums: &[f32; SUMS],
+pub unsafe fn store_pairs<S: Sum, T: Element, O: Element, const SUMS: usize>(
+    sums: &[S; SUMS],
     end: &Epilogue<'_, T, O>,
     place: &Place,
 ) {
@@ -238,7 +264,7 @@ pub unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
             let col = place.col + first + 8 * (i as u32 / 4);
             if i < len && col < end.n() {
                 // SAFETY: the row and column exist — the caller.
-                unsafe { end.store_pair(to, col, [sums[i], sums[i + 1]]) };
+                unsafe { end.store_pair(to, col, [value(sums[i]), value(sums[i + 1])]) };
             }
             i += 4;
         }
@@ -251,21 +277,26 @@ pub unsafe fn store_pairs<T: Element, O: Element, const SUMS: usize>(
 /// # Safety
 /// - *converged*: all 128 threads of the consumer; the box is theirs.
 #[inline(always)]
-pub unsafe fn put_box<O: Element, const SUMS: usize>(sums: &[f32; SUMS], first: usize, at: u32, member: u32) {
+pub unsafe fn put_box<S: Sum, O: Element, const SUMS: usize>(
+    sums: &[S; SUMS],
+    first: usize,
+    at: u32,
+    member: u32,
+) {
     let lane = member % 32;
     let row = member / 32 * 16 + (lane & 7) + (lane & 8);
     let mut j = 0;
     while j < 4 {
         let s = first + 8 * j;
         let values = [
-            sums[s],
-            sums[s + 1],
-            sums[s + 2],
-            sums[s + 3],
-            sums[s + 4],
-            sums[s + 5],
-            sums[s + 6],
-            sums[s + 7],
+            value(sums[s]),
+            value(sums[s + 1]),
+            value(sums[s + 2]),
+            value(sums[s + 3]),
+            value(sums[s + 4]),
+            value(sums[s + 5]),
+            value(sums[s + 6]),
+            value(sums[s + 7]),
         ];
         let piece = 2 * j as u32 + lane / 16;
         // SAFETY: inside the box — the caller.

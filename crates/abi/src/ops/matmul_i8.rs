@@ -22,7 +22,7 @@ pub struct MatmulI8Variant {
 /// Hands every row of the product's table to the macro `$callback`.
 #[macro_export]
 macro_rules! matmul_i8_table {
-    ($callback:path) => {
+    ($callback:ident) => {
         $callback! {
             matmul_i8_f32__gemv1__sm61 => f32, F32, Sm61, Gemv { rows: 1, cols: 1, unroll: 4 };
             matmul_i8_f32__gemv2__sm61 => f32, F32, Sm61, Gemv { rows: 2, cols: 1, unroll: 4 };
@@ -46,19 +46,55 @@ macro_rules! matmul_i8_table {
     };
 }
 
+/// The same for the kernels of Ampere's tensor cores.
+#[macro_export]
+macro_rules! matmul_i8_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_i8_f32__m128n128__sm80 => f32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            matmul_i8_f32__m64n64__sm80 => f32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            matmul_i8_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            matmul_i8_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            matmul_i8_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            matmul_i8_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+        }
+    };
+}
+
+/// The same for the kernels of Hopper's, which take tensor maps.
+#[macro_export]
+macro_rules! matmul_i8_wgmma_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_i8_f32__n128__sm90a => f32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_i8_f32__n64__sm90a => f32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_i8_f16__n256c2__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
+            matmul_i8_f16__n128__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_i8_f16__n64__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_i8_bf16__n256c2__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
+            matmul_i8_bf16__n128__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_i8_bf16__n64__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+        }
+    };
+}
+
 macro_rules! variants {
     ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
-        /// Every kernel of the product.
-        pub const VARIANTS: &[MatmulI8Variant] = &[$(MatmulI8Variant {
+        &[$(MatmulI8Variant {
             entry: stringify!($entry),
             out_dtype: DType::$out_dtype,
             tile: MatmulTile::$tile { $($field: $value),* },
             floor: Arch::$floor,
-        }),*];
+        }),*]
     };
 }
-matmul_i8_table!(variants);
+/// The kernels by `dp4a`.
+pub const VARIANTS: &[MatmulI8Variant] = matmul_i8_table!(variants);
+/// The kernels of Ampere's tensor cores.
+pub const MMA_VARIANTS: &[MatmulI8Variant] = matmul_i8_mma_table!(variants);
+/// The kernels of Hopper's tensor cores, which take tensor maps.
+pub const WGMMA_VARIANTS: &[MatmulI8Variant] = matmul_i8_wgmma_table!(variants);
 
 const _: () = {
     let mut i = 0;
@@ -68,6 +104,16 @@ const _: () = {
         if let MatmulTile::Simt { bm, bn, bk } = tile {
             assert!(bm == bn && bk == super::matmul::THREADS / bm * 16);
         }
+        i += 1;
+    }
+    let mut i = 0;
+    while i < MMA_VARIANTS.len() {
+        assert!(MMA_VARIANTS[i].tile.smem_bytes(DType::I8) <= 99 << 10);
+        i += 1;
+    }
+    let mut i = 0;
+    while i < WGMMA_VARIANTS.len() {
+        assert!(WGMMA_VARIANTS[i].tile.smem_bytes(DType::I8) <= 227 << 10);
         i += 1;
     }
 };

@@ -82,6 +82,8 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         matmul::STREAM_VARIANTS,
         matmul::WGMMA_VARIANTS,
         matmul_i8::VARIANTS,
+        matmul_i8::MMA_VARIANTS,
+        matmul_i8::WGMMA_VARIANTS,
         matmul_i8::QUANTIZE_VARIANTS,
         moe_combine::VARIANTS,
         moe_permute::VARIANTS,

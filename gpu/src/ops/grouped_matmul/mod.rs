@@ -40,15 +40,13 @@ use core::ptr::null;
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, SLOTS_ARE_ROWS};
 use abi::ops::matmul::MatmulDims;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-use abi::ops::matmul::{MatmulEpilogue, SILU};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread, warp};
 
 use crate::tile::operand::Operand;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use crate::tile::{
-    epilogue::Epilogue,
+    epilogue::{Epilogue, PLAIN},
     mma,
     multiplicand::{Factor, Multiplicand},
     stream,
@@ -259,11 +257,6 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
     }
 }
 
-/// Nothing but the sums.
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-const PLAIN: MatmulEpilogue =
-    MatmulEpilogue { scale: 1.0, options: 0, residual_stride: 0, residual_batch_stride: 0, curve: SILU };
-
 /// Some columns of up to `ROWS` rows of a group's product.
 ///
 /// # Safety
@@ -305,7 +298,7 @@ unsafe fn streamed<
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 #[inline(always)]
 unsafe fn tensor_tile<
-    T: Factor,
+    T: Factor<Sum = f32> + Element,
     const BM: u32,
     const BN: u32,
     const FM: usize,

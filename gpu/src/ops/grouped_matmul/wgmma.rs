@@ -29,8 +29,8 @@ use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, thread, tma, warp};
 
-use super::{PLAIN, null, x_number};
-use crate::tile::epilogue::Epilogue;
+use super::{null, x_number};
+use crate::tile::epilogue::{Epilogue, PLAIN};
 use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, multiply_stages, put_box, store_pairs};
 
 /// A warpgroup that loads and two that multiply.
@@ -302,8 +302,9 @@ pub unsafe fn multiply<
                 let row = row + consumer * 64;
                 // Of one lane, and joined below: so ptxas knows that a warp stays together.
                 if warp::shuffle_idx(warp::FULL_MASK, u32::from(row < end), 0) != 0 {
-                    let sums =
-                        multiply_stages::<T, SUMS, STAGES>(&mut ring, steps, false, operands, full, release);
+                    let sums = multiply_stages::<T, f32, SUMS, STAGES>(
+                        &mut ring, steps, false, operands, full, release,
+                    );
                     let place = Place { row, col, len: SUMS, consumer, member };
                     if dims.access & OUT_IN_PIECES != 0 && dims.n.is_multiple_of(8) {
                         store_rows(&sums, out, end, dims, my_boxes, &mut turn, &place);
@@ -351,7 +352,7 @@ unsafe fn store_rows<T: Element, const SUMS: usize>(
         *turn ^= 1;
         // SAFETY: who reads this box has read the one of two turns ago behind a barrier that all have passed since.
         unsafe {
-            put_box::<T, SUMS>(sums, 32 * i, at, place.member);
+            put_box::<f32, T, SUMS>(sums, 32 * i, at, place.member);
             barrier::sync(1 + place.consumer, 128);
             let col = place.col + 64 * i as u32 + piece * T::PER_16_BYTES as u32;
             let mut j = 0;

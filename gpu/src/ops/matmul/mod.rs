@@ -6,7 +6,7 @@
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `tile::mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
-//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `wgmma` |
+//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
 //! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `split` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
@@ -18,11 +18,10 @@ use cuda_std::{kernel, thread};
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 mod split;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-mod wgmma;
-
 use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+use crate::tile::persistent;
 use crate::tile::{gemv, simt};
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use crate::tile::{mma, stream};
@@ -228,11 +227,17 @@ abi::matmul_stream_table!(stream_entries);
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_body {
-    (Wgmma, $type:ident, $out:ident, $args:tt, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
-        wgmma::multiply::<$type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a> $args
-    };
-    (Split, $type:ident, $out:ident, $args:tt, $bn:literal, $stages:literal, $cluster:literal) => {
-        split::multiply::<$type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster> $args
+    (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {{
+        // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
+        // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
+        // are cut off themselves.
+        let promotes = size_of::<$out>() == 4 && size_of::<$type>() == 2;
+        persistent::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
+            $maps, $end, promotes, $end,
+        )
+    }};
+    (Split, $type:ident, $out:ident, $maps:ident, $end:ident, $bn:literal, $stages:literal, $cluster:literal) => {
+        split::multiply::<$type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>($maps, $end)
     };
 }
 
@@ -257,10 +262,10 @@ macro_rules! wgmma_entries {
             dims: MatmulDims,
             how: MatmulEpilogue,
         ) {
-            let maps = wgmma::Maps { a, b, up, out: out_map };
+            let maps = persistent::Maps { a, b, up, out: out_map };
             let end = Epilogue::new(bias, residual, out, &dims, &how);
             // SAFETY: threads, clusters and shared memory of the tile — Matmul::run.
-            unsafe { wgmma_body!($tile, $type, $out, (maps, end), $($value),*) }
+            unsafe { wgmma_body!($tile, $type, $out, maps, end, $($value),*) }
         }
     )*};
 }

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
-//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `wgmma`.
+//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `persistent`.
 //!
 //! # Measured on an H200, 32 rows (µs, this / tiles that share a / cuBLAS in an earlier run)
 //!
@@ -29,8 +29,8 @@ use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp};
 
-use super::wgmma::Maps;
 use crate::tile::epilogue::Epilogue;
+use crate::tile::persistent::Maps;
 use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
 
 /// Rows of a tile.
@@ -98,7 +98,7 @@ pub unsafe fn multiply<
         thread::sync_threads();
     }
     let member = thread % 128;
-    // As in `wgmma`.
+    // As for the persistent blocks.
     let promotes = size_of::<O>() == 4;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when
     // the consumer is done: all that was loaded was waited for and multiplied.
@@ -132,7 +132,7 @@ pub unsafe fn multiply<
                     mbarrier::arrive(empty(stage));
                 }
             };
-            let sums = multiply_stages::<T, SUMS, STAGES>(
+            let sums = multiply_stages::<T, f32, SUMS, STAGES>(
                 &mut ring,
                 last - first,
                 promotes,

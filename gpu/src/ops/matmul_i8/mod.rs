@@ -1,16 +1,28 @@
 //! Matrix product of int8 operands: `out = f32(qa · qbᵀ) · sa · sb + bias`, and the quantisation of rows.
 //!
-//! The kernels are those of [`crate::tile::gemv`] and [`crate::tile::simt`] with four int8 in the place of an f32 and
-//! `dp4a` in the place of the multiply-add, so their sums are exact. What follows a sum is the same in all of them, step
-//! for step, hence the same bits: `scaled`.
+//! | kernels | for | by |
+//! |---|---|---|
+//! | `Gemv`, `Simt` | few rows; whatever is not aligned | `dp4a`: [`crate::tile::gemv`] and [`crate::tile::simt`] with four int8 in the place of an f32 |
+//! | `Mma` | from 17 rows on, from sm_80 on | `mma.sync` m16n8k32: `tile::mma`, whose stages hold bytes |
+//! | `Wgmma` | from 17 rows on, sm_90a | `wgmma` k32: `tile::persistent` |
+//!
+//! Sums are exact. What follows a sum is the same in all of them, step for step, hence the same bits: `scaled`.
+//!
+//! With the first two alone an H200 made 121 Top/s at 8192³ (`torch._int_mm` 950); the others have not been timed yet.
 
 pub mod quantize;
 
 use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel};
+use cuda_std::{global, kernel, warp};
 
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+use crate::tile::epilogue::{Epilogue, PLAIN};
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+use crate::tile::mma;
 use crate::tile::{gemv, simt};
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+use crate::tile::{persistent, wgmma};
 
 /// An exact sum, scaled; every step is rounded, none is fused.
 #[inline(always)]
@@ -146,3 +158,204 @@ macro_rules! entries {
     )*};
 }
 abi::matmul_i8_table!(entries);
+
+/// One tile on Ampere's tensor cores.
+///
+/// # Safety
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in
+///   `MatmulI8::run`.
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn tensor_tile<
+    O: Element,
+    const EDGE: u32,
+    const FM: usize,
+    const FN: usize,
+    const COUNT: usize,
+    const STAGES: u32,
+    const THREADS: u32,
+>(
+    a: *const i8,
+    b: *const i8,
+    a_scale: *const f32,
+    b_scale: *const f32,
+    bias: *const O,
+    out: *mut O,
+    dims: &MatmulDims,
+) {
+    let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
+    let (row, col) = (tile_m * EDGE, tile_n * EDGE);
+    // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
+    unsafe {
+        let sums = mma::sums::<i8, EDGE, EDGE, FM, FN, COUNT, COUNT, STAGES, THREADS>(
+            mma::strided::<i8, THREADS>(simt::strided(a, dims), (dims.a_stride, 0), row),
+            mma::strided::<i8, THREADS>(simt::rows_of_b(b, dims), (dims.b_stride, 0), col),
+            (row, col),
+            dims,
+            false,
+        );
+        let of_columns = |col: u32| {
+            let scales = [simt::load_quad(b_scale, col, dims.n), simt::load_quad(b_scale, col + 4, dims.n)];
+            let has_bias = !bias.is_null();
+            let bias = || [simt::load_quad(bias, col, dims.n), simt::load_quad(bias, col + 4, dims.n)];
+            (scales, has_bias.then(bias))
+        };
+        sums.for_octets(dims, of_columns, |row, col, sums, (scales, bias)| {
+            let row_scale = global::load(a_scale.add(row as usize));
+            let mut values = [0.0; 8];
+            let mut i = 0;
+            while i < 8 {
+                values[i] = scaled(sums[i], row_scale, scales[i / 4][i % 4]);
+                if let Some(bias) = bias {
+                    values[i] += bias[i / 4][i % 4];
+                }
+                i += 1;
+            }
+            simt::store_octet(out, row, col, &values, dims);
+        });
+    }
+}
+
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+macro_rules! mma_entries {
+    ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
+       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
+             stages: $stages:literal };)*) => {$(
+        /// Entry point; see the module and `abi::ops::matmul_i8`.
+        ///
+        /// # Safety
+        /// - Arguments as `MatmulI8::run` checks them.
+        #[kernel(max_threads = $threads, min_blocks = $blocks)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            a: *const i8,
+            b: *const i8,
+            a_scale: *const f32,
+            b_scale: *const f32,
+            bias: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+        ) {
+            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            const { assert!($bm == $bn) };
+            // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — MatmulI8::run.
+            unsafe {
+                tensor_tile::<$out, $bm, { EDGE / 16 }, { EDGE / 8 }, { $bm * 4 / $threads }, $stages, $threads>(
+                    a, b, a_scale, b_scale, bias, out, &dims,
+                )
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+abi::matmul_i8_mma_table!(mma_entries);
+
+/// What becomes of a consumer's sums on Hopper.
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+struct Scaled<'a, O> {
+    a_scale: *const f32,
+    b_scale: *const f32,
+    end: Epilogue<'a, O, O>,
+}
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+impl<O: Element, const SUMS: usize> wgmma::Results<i32, SUMS> for Scaled<'_, O> {
+    // As `scaled`, and the bias, step by step over all of them.
+    #[inline(always)]
+    unsafe fn make(&self, sums: &mut [i32; SUMS], place: &wgmma::Place) {
+        let (row, _) = place.of_register();
+        let row = place.row + row;
+        let scale = |scales: *const f32, at: u32, len: u32| {
+            // SAFETY: below the scales' number — the caller.
+            if at < len { unsafe { global::load(scales.add(at as usize)) } } else { 0.0 }
+        };
+        let dims = self.end.dims;
+        let rows = [scale(self.a_scale, row, dims.m), scale(self.a_scale, row + 8, dims.m)];
+        let mut i = 0;
+        while i < SUMS {
+            sums[i] = (sums[i] as f32 * rows[i / 2 % 2]).to_bits() as i32;
+            i += 1;
+        }
+        // SAFETY: the warp is converged, columns beyond n are not looked up — the caller.
+        unsafe {
+            let scales = |col| scale(self.b_scale, col, dims.n);
+            for_columns(sums, place, scales, |value, scale| value * scale);
+            if self.end.has_bias() {
+                for_columns(sums, place, |col| self.end.bias_of(col), |value, bias| value + bias);
+            }
+        }
+    }
+}
+
+/// Combines the elements of out with what `of_column` says of their columns. A warp asks for each column once, a lane for every 32nd, and
+/// hands them around: asked for by every thread, 64 of them would be in its registers at a time, beside the sums.
+///
+/// # Safety
+/// - *converged*: the whole warp.
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[inline(always)]
+unsafe fn for_columns<const SUMS: usize>(
+    sums: &mut [i32; SUMS],
+    place: &wgmma::Place,
+    of_column: impl Fn(u32) -> f32,
+    combine: impl Fn(f32, f32) -> f32,
+) {
+    const { assert!(SUMS <= 128) };
+    let lane = place.member % 32;
+    let mut columns = [0u32; 8];
+    let mut i = 0;
+    while i < SUMS / 16 {
+        columns[i] = of_column(place.col + lane + 32 * i as u32).to_bits();
+        i += 1;
+    }
+    // Registers i and i + 2 are of one column: the (8 · (i / 4) + i % 2)-th behind the thread's first.
+    let (_, first) = place.of_register();
+    let mut i = 0;
+    while i < SUMS {
+        let from = first + (8 * (i / 4 % 4) + i % 2) as u32;
+        // SAFETY: the caller's promise.
+        let column = f32::from_bits(unsafe { warp::shuffle_idx(warp::FULL_MASK, columns[i / 16], from) });
+        sums[i] = combine(f32::from_bits(sums[i] as u32), column).to_bits() as i32;
+        sums[i + 2] = combine(f32::from_bits(sums[i + 2] as u32), column).to_bits() as i32;
+        i += if i % 4 == 0 { 1 } else { 3 };
+    }
+}
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! wgmma_entries {
+    ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
+       Wgmma { threads: $threads:literal, bm: $bm:literal, bn: $bn:literal, stages: $stages:literal,
+               cluster: $cluster:literal, shares_a: $shares_a:literal };)*) => {$(
+        /// Entry point; see the module and `abi::ops::matmul_i8`.
+        ///
+        /// # Safety
+        /// - Arguments as `MatmulI8::run` checks them.
+        #[kernel(max_threads = $threads, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            #[grid_constant] a: cuda_std::tma::TensorMap,
+            #[grid_constant] b: cuda_std::tma::TensorMap,
+            #[grid_constant] out_map: cuda_std::tma::TensorMap,
+            a_scale: *const f32,
+            b_scale: *const f32,
+            bias: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+        ) {
+            let maps = persistent::Maps { a, b, up: b, out: out_map };
+            let end = Epilogue::new(bias, core::ptr::null(), out, &dims, &PLAIN);
+            // SAFETY: threads, clusters and shared memory of the tile; scales of the rows and columns — MatmulI8::run.
+            unsafe {
+                persistent::multiply::<i8, i32, $out, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
+                    maps,
+                    end,
+                    false,
+                    Scaled { a_scale, b_scale, end },
+                )
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+abi::matmul_i8_wgmma_table!(wgmma_entries);

@@ -21,7 +21,7 @@ use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
-use crate::tensor_map::Tiled;
+use crate::tensor_map::{TensorMap, Tiled};
 
 pub use cases::{CASES, MatmulCase};
 pub(crate) use cases::{linear, plain};
@@ -395,22 +395,8 @@ impl Matmul {
         };
         let MatmulArgs { a, b, up, bias, out, .. } = args;
         let (dtype, out_dtype) = (self.problem.dtype, self.problem.out_dtype);
-        let matrix = |dtype: DType, address: u64, [rows, cols, stride]: [u32; 3], box_rows: u32| {
-            let bytes = dtype.bytes() as u64;
-            // The stride of a single row is not used; it must be one all the same.
-            let stride = if rows <= 1 { u64::from(cols).next_multiple_of(16) } else { u64::from(stride) };
-            let (rows, cols) = (u64::from(rows), u64::from(cols));
-            let tiled = Tiled {
-                dtype,
-                address,
-                rows,
-                cols,
-                stride_bytes: stride * bytes,
-                outer: None,
-                box_rows,
-                box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
-            };
-            self.device.tensor_map(OP, &tiled)
+        let matrix = |dtype: DType, address: u64, sizes: [u32; 3], box_rows: u32| {
+            matrix_map(OP, &self.device, dtype, address, sizes, box_rows)
         };
         let (n, b_rows) = if up.is_some() { (dims.n / 2, bn / 2) } else { (dims.n, bn) };
         // The blocks of a cluster load an equal part each of what they share; of the gate and of up one has each.
@@ -578,6 +564,32 @@ fn launch(
     // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
     // tile's.
     unsafe { entry.launch(stream, [grid, 1, batch], [variant.tile.threads(), 1, 1], &params) }
+}
+
+/// The tensor map of a matrix of rows, columns and a stride, in boxes whose rows are those of a `Wgmma` tile's stages.
+pub(crate) fn matrix_map(
+    op: &'static str,
+    device: &Device,
+    dtype: DType,
+    address: u64,
+    [rows, cols, stride]: [u32; 3],
+    box_rows: u32,
+) -> Result<TensorMap, Error> {
+    let bytes = dtype.bytes() as u64;
+    // The stride of a single row is not used; it must be one all the same.
+    let stride = if rows <= 1 { u64::from(cols).next_multiple_of(16) } else { u64::from(stride) };
+    let (rows, cols) = (u64::from(rows), u64::from(cols));
+    let tiled = Tiled {
+        dtype,
+        address,
+        rows,
+        cols,
+        stride_bytes: stride * bytes,
+        outer: None,
+        box_rows,
+        box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
+    };
+    device.tensor_map(op, &tiled)
 }
 
 /// The address of an optional input: null if there is none.

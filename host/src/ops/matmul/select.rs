@@ -12,7 +12,7 @@ use crate::error::Error;
 
 /// Up to so many rows the kernels for few rows are faster: they do only the rows' work, where the smallest tile always
 /// does that of 64 rows, at the price of reading b again for every 8.
-pub(super) const GEMV_MAX_ROWS: usize = 16;
+pub(crate) const GEMV_MAX_ROWS: usize = 16;
 
 /// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy.
 const GEMV_WARPS_PER_SM: usize = 64;
@@ -240,7 +240,7 @@ pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
-pub(super) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
+pub(crate) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
     let tiles = tile.blocks(m, n, 0) * u64::from(batch);
     match tile {
         MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {

@@ -8,7 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::matmul::THREADS;
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES};
 use abi::ops::matmul_i8::MatmulI8Variant;
 
 use crate::device::Device;
@@ -17,7 +17,7 @@ use crate::kernel::{Kernel, OptimizationReport, Work};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
-use crate::ops::matmul::{Bias, Shapes, check_bias, optional};
+use crate::ops::matmul::{Bias, Shapes, check_bias, matrix_map, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -69,7 +69,8 @@ pub struct MatmulI8Args<'a> {
 /// **Determinism**: the same bits on every device and with every kernel, whatever the number of rows.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors, by `dp4a`.
+/// **Architectures**: up to 16 rows, and where addresses, strides and k are no multiples of 16 bytes, the same kernels on all floors, by
+/// `dp4a`. More rows on tensor cores from sm_80 on (`mma.sync`), on sm_90a by `wgmma`.
 ///
 /// ```no_run
 /// # use host::{Device, DType, Tensor, ops::{matmul::Bias, matmul_i8::*}};
@@ -105,8 +106,13 @@ pub struct MatmulI8 {
 #[derive(Debug)]
 enum Backend {
     Cpu,
-    /// Kernels for every number of rows up to the planned one, fewest first.
-    Cuda(Vec<(MatmulI8Choice, Entry)>),
+    Cuda {
+        /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride.
+        kernels: Vec<(MatmulI8Choice, Entry)>,
+        /// The tensor cores' kernels, which take operands in pieces of 16 bytes, from `tensor_from` rows on.
+        tensor: Vec<(&'static MatmulI8Variant, Entry)>,
+        tensor_from: usize,
+    },
 }
 
 impl MatmulI8 {
@@ -119,36 +125,52 @@ impl MatmulI8 {
     /// Checks the problem, chooses kernels and loads them.
     pub fn plan(device: &Device, problem: MatmulI8Problem) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let choices = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choices)
+        let Some(limits) = device.limits() else {
+            return Ok(MatmulI8 { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        let tensor = select::tensor(&limits, &problem);
+        Self::new(device, problem, select(&limits, &problem)?, tensor, select::TENSOR_MIN_ROWS)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
+    /// where an operand's address or stride does not suit it.
     pub fn plan_with(
         device: &Device,
         problem: MatmulI8Problem,
         variant: &'static MatmulI8Variant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
-        let limits = device.limits();
-        let choice = limits.map(|limits| MatmulI8Choice::forced(&limits, variant, &problem)).transpose()?;
-        Self::new(device, problem, choice.map(|choice| vec![choice]))
+        let Some(limits) = device.limits() else {
+            return Ok(MatmulI8 { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        let choice = MatmulI8Choice::forced(&limits, variant, &problem)?;
+        match variant.tile {
+            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } => {
+                Self::new(device, problem, vec![choice], Vec::new(), 0)
+            }
+            _ => Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0),
+        }
     }
 
     fn new(
         device: &Device,
         problem: MatmulI8Problem,
-        choices: Option<Vec<MatmulI8Choice>>,
+        choices: Vec<MatmulI8Choice>,
+        tensor: Vec<&'static MatmulI8Variant>,
+        tensor_from: usize,
     ) -> Result<Self, Error> {
-        let load = |choice: MatmulI8Choice| {
-            let smem_bytes = choice.variant.tile.smem_bytes(DType::I8);
-            let entry = device.entry(OP, choice.variant.entry, smem_bytes)?;
-            Ok((choice, entry))
+        let load = |variant: &'static MatmulI8Variant| {
+            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(DType::I8))?;
+            Ok::<_, Error>(match variant.tile {
+                MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
+                _ => entry,
+            })
         };
-        let backend = match choices {
-            None => Backend::Cpu,
-            Some(choices) => Backend::Cuda(choices.into_iter().map(load).collect::<Result<_, Error>>()?),
-        };
+        let kernels = choices.into_iter().map(|choice| Ok((choice.clone(), load(choice.variant)?)));
+        let kernels = kernels.collect::<Result<_, Error>>()?;
+        let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
+        let tensor = tensor.collect::<Result<_, Error>>()?;
+        let backend = Backend::Cuda { kernels, tensor, tensor_from };
         Ok(MatmulI8 { device: device.clone(), problem, backend })
     }
 
@@ -170,28 +192,104 @@ impl MatmulI8 {
                 cpu::run(out_dtype, &dims, &mut args);
                 Ok(())
             }
-            Backend::Cuda(kernels) => {
+            Backend::Cuda { kernels, tensor, tensor_from } => {
+                if rows >= *tensor_from
+                    && let Some((variant, entry)) = self.fastest(tensor, &dims)
+                {
+                    return match variant.tile {
+                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims),
+                        _ => launch(stream, variant, entry, &args, &dims),
+                    };
+                }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
                     let expected = format!("at most {m} rows, as planned");
                     return Err(Error::invalid(OP, "qa", expected, rows.to_string()));
                 };
                 dims.split_log2 = choice.split_log2;
-                let grid = choice.variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
-                let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = &args;
-                let params = [
-                    (*qa).into(),
-                    (*qb).into(),
-                    (*a_scale).into(),
-                    (*b_scale).into(),
-                    optional(bias.as_ref()),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned;
-                // the scales have a value per row and column; the grid covers the product exactly, which `select` found
-                // to fit; shared memory is the tile's.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+                launch(stream, choice.variant, entry, &args, &dims)
             }
+        }
+    }
+
+    /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.
+    fn fastest<'a>(
+        &self,
+        tensor: &'a [(&'static MatmulI8Variant, Entry)],
+        dims: &MatmulDims,
+    ) -> Option<&'a (&'static MatmulI8Variant, Entry)> {
+        let operands = A_IN_PIECES | B_IN_PIECES;
+        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(16);
+        if !in_pieces || dims.m == 0 || dims.n == 0 || dims.k == 0 {
+            return None;
+        }
+        let num_sms = self.device.profile().num_sms;
+        let clocks = |(variant, _): &&(&'static MatmulI8Variant, Entry)| {
+            select::clocks(variant.tile, [dims.m, dims.n, dims.k], num_sms)
+        };
+        tensor.iter().min_by_key(clocks)
+    }
+
+    fn run_wgmma(
+        &self,
+        stream: &Stream,
+        variant: &MatmulI8Variant,
+        entry: &Entry,
+        args: &MatmulI8Args<'_>,
+        mut dims: MatmulDims,
+    ) -> Result<(), Error> {
+        let MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, threads, .. } = variant.tile else {
+            return Err(Error::invalid(OP, "variant", "a tile that shares b", format!("{:?}", variant.tile)));
+        };
+        let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = args;
+        let out_dtype = self.problem.out_dtype;
+        let matrix = |dtype: DType, address: u64, sizes: [u32; 3], box_rows: u32| {
+            matrix_map(OP, &self.device, dtype, address, sizes, box_rows)
+        };
+        let a_map = matrix(DType::I8, qa.address(), [dims.m, dims.k, dims.a_stride], bm)?;
+        // The blocks of a cluster load an equal part each.
+        let b_map = matrix(DType::I8, qb.address(), [dims.n, dims.k, dims.b_stride], bn / cluster)?;
+        // As in the float product: a tail of n that does not fill 16 bytes would be written over.
+        let in_boxes = out_dtype.bytes() == 2 && dims.n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
+        let out_map = if in_boxes {
+            dims.access |= OUT_BY_TMA;
+            matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
+        } else {
+            a_map
+        };
+        let params = [
+            (&a_map).into(),
+            (&b_map).into(),
+            (&out_map).into(),
+            (*a_scale).into(),
+            (*b_scale).into(),
+            optional(bias.as_ref()),
+            out.into(),
+            (&dims).into(),
+        ];
+        let most = u64::from(self.device.profile().num_sms / cluster).max(1);
+        let clusters = variant.tile.blocks(dims.m, dims.n, 0).min(most) as u32;
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
+        // a value per row and column; the blocks walk over all tiles; shared memory and clusters are the tile's.
+        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    /// The planned size with operands that suit every kernel.
+    fn aligned_dims(&self) -> MatmulDims {
+        let [m, n, k] = [self.problem.m, self.problem.n, self.problem.k].map(|size| size as u32);
+        let access = if k.is_multiple_of(16) { A_IN_PIECES | B_IN_PIECES } else { 0 };
+        let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
+        MatmulDims {
+            m,
+            n,
+            k,
+            a_stride: k,
+            b_stride: k,
+            out_stride: n,
+            a_batch_stride,
+            b_batch_stride,
+            out_batch_stride,
+            access,
+            split_log2: 0,
         }
     }
 
@@ -208,8 +306,17 @@ impl MatmulI8 {
             flops: 2 * (m * n * k) as u64,
         };
         match &self.backend {
-            Backend::Cuda(kernels) if let Some((choice, entry)) = kernels.last() => {
-                let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), THREADS);
+            Backend::Cuda { tensor, tensor_from, .. }
+                if m >= *tensor_from
+                    && let Some((variant, entry)) = self.fastest(tensor, &self.aligned_dims()) =>
+            {
+                let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
+                let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
+                OptimizationReport::new(OP, &self.device, Some(entry), work)
+            }
+            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
+                let tile = choice.variant.tile;
+                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }
             _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "tiles".into(), 1)),
@@ -231,6 +338,31 @@ impl Kernel for MatmulI8 {
     fn optimization_report(&self) -> OptimizationReport {
         self.report()
     }
+}
+
+/// A kernel with a block per tile.
+fn launch(
+    stream: &Stream,
+    variant: &MatmulI8Variant,
+    entry: &Entry,
+    args: &MatmulI8Args<'_>,
+    dims: &MatmulDims,
+) -> Result<(), Error> {
+    let grid = variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
+    let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = args;
+    let params = [
+        (*qa).into(),
+        (*qb).into(),
+        (*a_scale).into(),
+        (*b_scale).into(),
+        optional(bias.as_ref()),
+        out.into(),
+        dims.into(),
+    ];
+    // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest` looks at
+    // for the tensor cores; the scales have a value per row and column; the grid covers the product exactly, which `select` found
+    // to fit; shared memory is the tile's.
+    unsafe { entry.launch(stream, [grid, 1, 1], [variant.tile.threads(), 1, 1], &params) }
 }
 
 fn check_problem(problem: &MatmulI8Problem) -> Result<(), Error> {

@@ -1,12 +1,13 @@
 //! Which kernels an int8 product takes: the tiles of the float product, by the same rules.
 
 use abi::DType;
-use abi::ops::matmul_i8::{MatmulI8Variant, VARIANTS};
+use abi::ops::matmul::MatmulTile;
+use abi::ops::matmul_i8::{MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
 
 use super::{MatmulI8Problem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
-use crate::ops::matmul::select::{Rung, check_blocks, ladder, split_log2};
+use crate::ops::matmul::select::{GEMV_MAX_ROWS, Rung, check_blocks, ladder, split_log2, tensor_clocks};
 
 /// A kernel and how it is launched.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,12 +58,49 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Result<Vec<Ma
     Ok(choices)
 }
 
+/// Fewest rows for the tensor cores: few have no kernels there.
+pub(super) const TENSOR_MIN_ROWS: usize = GEMV_MAX_ROWS + 1;
+
+/// The tensor cores' kernels for a problem: Hopper's where it has them, else Ampere's; none for other cards.
+pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Vec<&'static MatmulI8Variant> {
+    let fits = |variant: &&MatmulI8Variant| {
+        variant.out_dtype == problem.out_dtype
+            && variant.floor <= limits.floor
+            && variant.tile.smem_bytes(DType::I8) <= limits.smem_per_block_bytes
+    };
+    let hopper: Vec<_> = WGMMA_VARIANTS.iter().filter(fits).collect();
+    if hopper.is_empty() { MMA_VARIANTS.iter().filter(fits).collect() } else { hopper }
+}
+
+/// About how many clocks a launch of a tile of the tensor cores takes, of which a row takes as long as one of half as many elements of
+/// 16 bits.
+pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> u64 {
+    tensor_clocks(tile, 1, m, n, k / 2, num_sms)
+}
+
 #[cfg(test)]
 mod tests {
     use abi::Arch;
 
     use super::*;
     use crate::ops::matmul::Bias;
+
+    #[test]
+    fn tensor_cores_by_card() {
+        let limits = |floor, smem| DeviceLimits { floor, num_sms: 132, smem_per_block_bytes: smem };
+        let problem = MatmulI8Problem { m: 8192, n: 8192, k: 8192, out_dtype: DType::BF16, bias: Bias::None };
+        for (limits, m, entry) in [
+            (limits(Arch::Sm61, 48 << 10), 8192, None),
+            (limits(Arch::Sm80, 163 << 10), 8192, Some("matmul_i8_bf16__m128n128__sm80")),
+            (limits(Arch::Sm80, 163 << 10), 32, Some("matmul_i8_bf16__m64n64__sm80")),
+            (limits(Arch::Sm90a, 227 << 10), 8192, Some("matmul_i8_bf16__n256c2__sm90a")),
+            (limits(Arch::Sm90a, 227 << 10), 128, Some("matmul_i8_bf16__n64__sm90a")),
+        ] {
+            let kernels = tensor(&limits, &problem);
+            let clocks = |variant: &&MatmulI8Variant| clocks(variant.tile, [m, 8192, 8192], limits.num_sms);
+            assert_eq!(kernels.into_iter().min_by_key(clocks).map(|variant| variant.entry), entry, "{m}");
+        }
+    }
 
     #[test]
     fn choice_by_rows() {

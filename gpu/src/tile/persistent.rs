@@ -12,7 +12,8 @@
 //! shared memory   | stage 0: a BM · 128, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
 //! ```
 //!
-//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements, or 32 of f32 (which `wgmma` takes as tf32): loads, `wgmma` and `stmatrix` have no bank conflicts.
+//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements, 32 of f32 (which `wgmma` takes as tf32) or 128 of int8: loads, `wgmma` and
+//!   `stmatrix` have no bank conflicts.
 //! - The blocks of a cluster share an operand: each loads its part of it for all. With many rows two blocks take tiles one
 //!   above the other and share b. With few (`SHARES_A`) four take tiles side by side and share a, which would else come out
 //!   of L2 more often than the weights. A stage is free when the consumers of all blocks have read it, so they arrive at all
@@ -46,8 +47,9 @@ use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cluster, fence, mbarrier, registers, shared, thread, tma, warp};
 
-use crate::tile::epilogue::Epilogue;
-use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, finish, multiply_stages, put_box, store_pairs};
+use super::epilogue::Epilogue;
+use super::operand::Sum;
+use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, multiply_stages, put_box, store_pairs};
 
 /// Rows of tiles in a band.
 const BAND: u32 = 16;
@@ -74,14 +76,16 @@ fn tile_at(tile: u32, rows: u32, cols: u32, band: u32) -> (u32, u32) {
     (first + within % height.max(1), within / height.max(1))
 }
 
-/// The block's part of the product.
+/// The block's part of the product. `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
 /// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Element + Multiply<[f32; SUMS]>,
+    T: Multiply<[S; SUMS]>,
+    S: Sum,
+    B: Element,
     O: Element,
     const BM: u32,
     const BN: u32,
@@ -91,9 +95,11 @@ pub unsafe fn multiply<
     const SHARES_A: bool,
 >(
     maps: Maps,
-    end: Epilogue<'_, T, O>,
+    end: Epilogue<'_, B, O>,
+    promotes: bool,
+    results: impl Results<S, SUMS>,
 ) where
-    [f32; SUMS]: Registers,
+    [S; SUMS]: Registers,
 {
     let (dims, gated) = (end.dims, end.is_gated());
     let (a_bytes, b_bytes) = (BM * ROW_BYTES, BN * ROW_BYTES);
@@ -141,10 +147,6 @@ pub unsafe fn multiply<
     let stride = thread::grid_dim_x() / CLUSTER;
     let band = BAND / above;
     let warpgroup = thread / 128;
-    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
-    // are cut off themselves.
-    let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
     unsafe {
         if warpgroup == 0 {
@@ -224,8 +226,9 @@ pub unsafe fn multiply<
                     let at = base + stage * stage_bytes;
                     (at + consumer * 64 * ROW_BYTES, at + a_bytes)
                 };
-                let mut sums =
-                    multiply_stages::<T, SUMS, STAGES>(&mut ring, steps, promotes, operands, full, release);
+                let mut sums = multiply_stages::<T, S, SUMS, STAGES>(
+                    &mut ring, steps, promotes, operands, full, release,
+                );
                 let place = Place {
                     row: (row * above + rank_m) * BM + consumer * 64,
                     col: (col * beside + rank_n) * if gated { BN / 2 } else { BN },
@@ -233,9 +236,9 @@ pub unsafe fn multiply<
                     consumer,
                     member,
                 };
-                finish(&mut sums, &end, &place);
+                results.make(&mut sums, &place);
                 if in_boxes && dims.access & OUT_BY_TMA != 0 {
-                    store_boxes::<O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place);
+                    store_boxes::<S, O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place);
                 } else {
                     store_pairs(&sums, &end, &place);
                 }
@@ -258,8 +261,8 @@ pub unsafe fn multiply<
 /// # Safety
 /// - All 128 threads of the consumer (*converged*); the boxes are theirs.
 #[inline(always)]
-unsafe fn store_boxes<O: Element, const SUMS: usize>(
-    sums: &[f32; SUMS],
+unsafe fn store_boxes<S: Sum, O: Element, const SUMS: usize>(
+    sums: &[S; SUMS],
     out: *const TensorMap,
     boxes: u32,
     turn: &mut u32,
@@ -277,7 +280,7 @@ unsafe fn store_boxes<O: Element, const SUMS: usize>(
             // One thread has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
             tma::wait_group_read::<1>();
             barrier::sync(1 + place.consumer, 128);
-            put_box::<O, SUMS>(sums, 32 * i, at, place.member);
+            put_box::<S, O, SUMS>(sums, 32 * i, at, place.member);
             fence::proxy_async_shared();
             barrier::sync(1 + place.consumer, 128);
             if place.member == 0 {
