@@ -523,6 +523,72 @@ fn a_recurrent_state_is_not_cropped() -> Outcome {
     Ok(())
 }
 
+/// An error of a callback.
+fn stop() -> Result<(), warpforge::Error> {
+    let (expected, got) = ("nothing".into(), "a reason to stop".into());
+    Err(warpforge::Error::Invalid { op: "test", argument: "callback", expected, got })
+}
+
+/// A prompt that a callback ends half-way is not in the sequence, of any model: written again it gives what it gives at once, or,
+/// where a state cannot go back, is refused until the sequence is begun anew.
+#[test]
+fn failed_prompts_leave_nothing() -> Outcome {
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for (device, name) in devices.iter().flat_map(|device| GOLDEN.map(|name| (device, name))) {
+        let case = Case::load(name)?;
+        let mut session =
+            session(device, &case.folder, DType::F32, SessionOptions { batch: 2, ..options(&case, 3) })?;
+        let stream = session.stream().clone();
+        let (grids, patches) = case.images();
+        let images = visuals((&grids, patches));
+        let rest = case.prompts()[0].clone();
+        let prefill = |session: &mut Session| -> Result<Vec<f32>, warpforge::Error> {
+            session.prefill_visual(0, &rest, &images)?.to_vec::<f32>(&stream)
+        };
+        session.prefill(0, &[5, 6])?;
+        session.fork(0, 1)?;
+        let want = prefill(&mut session)?;
+        let is_recurrent = name == "qwen3_next";
+        let torn = "Session: sequence: expected a sequence that no failed call left half-way: truncate it to 0 first, got 0";
+        // Behind the first layer; and behind the second chunk, with one in the cache.
+        for layer in [Some(1), None] {
+            session.fork(1, 0)?;
+            let error = session.prefill_visual_with(
+                0,
+                &rest,
+                &images,
+                &mut |which, _| match layer {
+                    Some(layer) if which == Observed::LayerInput(layer) => stop(),
+                    _ => Ok(()),
+                },
+                &mut |first, _| if layer.is_none() && first == 3 { stop() } else { Ok(()) },
+            );
+            assert!(error.unwrap_err().to_string().contains("a reason to stop"), "{name} on {device:?}");
+            assert_eq!((session.len(0), session.logits()?.shape()[0]), (2, 0), "{name} on {device:?}");
+            if is_recurrent {
+                assert_eq!(session.prefill(0, &rest).unwrap_err().to_string(), torn);
+                assert_eq!(session.decode(&[1, 1]).unwrap_err().to_string(), torn);
+                assert_eq!(session.truncate(0, 1).unwrap_err().to_string(), torn);
+                assert!(session.fork(0, 1).unwrap_err().to_string().starts_with("Session: from: "));
+                session.truncate(0, 0)?;
+                session.prefill(0, &[5, 6])?;
+            }
+            assert_eq!(prefill(&mut session)?, want, "{name} on {device:?}");
+        }
+        // At length 0 too.
+        session.truncate(0, 0)?;
+        let whole = prefill(&mut session)?;
+        session.truncate(0, 0)?;
+        let mut observe =
+            |which, _: warpforge::TensorView<'_>| if which == Observed::FinalNorm { stop() } else { Ok(()) };
+        session.prefill_visual_with(0, &rest, &images, &mut observe, &mut |_, _| Ok(())).unwrap_err();
+        session.truncate(0, 0)?;
+        assert_eq!(prefill(&mut session)?, whole, "{name} on {device:?}");
+    }
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {

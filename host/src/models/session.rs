@@ -73,6 +73,8 @@ pub struct Session {
     /// Per sequence, ascending: tokens from which on positions are behind the number of the token, and by how much. An image
     /// has more tokens than it takes positions.
     shifts: Vec<Vec<(usize, usize)>>,
+    /// Per sequence: its caches are not those of its tokens, since a call that writes to them has not come to its end.
+    torn: Vec<bool>,
     /// Rows of the logits buffer that the last call gave.
     logit_rows: Range<usize>,
 }
@@ -145,6 +147,7 @@ impl Session {
             logits,
             lens,
             shifts: vec![Vec::new(); batch],
+            torn: vec![false; batch],
             logit_rows: 0..0,
         })
     }
@@ -182,19 +185,25 @@ impl Session {
     /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing. What follows an image that is
     /// cut by it is treated as text in the place of the image's rest. The state of a delta net can only forget all of them: an
     /// error for other lengths, where [`Self::fork`] is the way to go back.
+    ///
+    /// A length of 0 always makes a sequence as good as new, also one that a call left half-way.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
-        let current = self.checked_len("sequence", sequence)?;
-        if len >= current {
-            return Ok(());
-        }
-        if len > 0 && !self.caches.iter().all(Cache::can_be_cropped) {
-            let expected = format!("0 or {current}: a recurrent state cannot be cropped");
-            return Err(Error::invalid(OP, "len", expected, len.to_string()));
-        }
-        if len == 0 {
+        self.check_sequence("sequence", sequence)?;
+        if len > 0 {
+            let current = self.whole_len("sequence", sequence)?;
+            if len >= current {
+                return Ok(());
+            }
+            if self.is_recurrent() {
+                let expected = format!("0 or {current}: a recurrent state cannot be cropped");
+                return Err(Error::invalid(OP, "len", expected, len.to_string()));
+            }
+        } else {
+            self.torn[sequence] = true;
             for cache in &mut self.caches {
                 cache.clear(&self.stream, sequence)?;
             }
+            self.torn[sequence] = false;
         }
         self.lens[sequence] = len;
         self.shifts[sequence].retain(|&(from, _)| from <= len);
@@ -203,23 +212,41 @@ impl Session {
 
     /// Makes sequence `to` what sequence `from` is, so that both go on from there.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
-        let len = self.checked_len("from", from)?;
-        self.checked_len("to", to)?;
+        let len = self.whole_len("from", from)?;
+        self.check_sequence("to", to)?;
         if from != to {
+            self.torn[to] = true;
             for cache in &mut self.caches {
                 cache.copy_sequence(&self.stream, from, to)?;
             }
+            self.torn[to] = false;
             self.lens[to] = len;
             self.shifts[to] = self.shifts[from].clone();
         }
         Ok(())
     }
 
-    fn checked_len(&self, argument: &'static str, sequence: usize) -> Result<usize, Error> {
-        self.lens.get(sequence).copied().ok_or_else(|| {
-            let expected = format!("a sequence below {}", self.options.batch);
-            Error::invalid(OP, argument, expected, sequence.to_string())
-        })
+    fn check_sequence(&self, argument: &'static str, sequence: usize) -> Result<(), Error> {
+        if sequence < self.options.batch {
+            return Ok(());
+        }
+        let expected = format!("a sequence below {}", self.options.batch);
+        Err(Error::invalid(OP, argument, expected, sequence.to_string()))
+    }
+
+    /// Tokens of a sequence; an error if its caches are of others.
+    fn whole_len(&self, argument: &'static str, sequence: usize) -> Result<usize, Error> {
+        self.check_sequence(argument, sequence)?;
+        if self.torn[sequence] {
+            let expected = "a sequence that no failed call left half-way: truncate it to 0 first";
+            return Err(Error::invalid(OP, argument, expected, sequence.to_string()));
+        }
+        Ok(self.lens[sequence])
+    }
+
+    /// Whether what a failed call wrote cannot be left out of account.
+    fn is_recurrent(&self) -> bool {
+        !self.caches.iter().all(Cache::can_be_cropped)
     }
 
     /// What the operators chose, for the vision tower if there is one, for prefill and for decode.
@@ -230,12 +257,18 @@ impl Session {
 
     /// Appends a prompt, or a part of one, to a sequence. Returns the logits of its last token, `[1, vocab]` f32, which
     /// stay until the next call.
+    ///
+    /// All of the prompt is appended, or nothing: after an error the sequence has the tokens that it had before, while the logits
+    /// of the call before may be gone. Only a recurrent state cannot go back. A sequence of a model with delta nets that was left
+    /// half-way is refused, by this, by [`Self::decode`] and as what [`Self::fork`] copies, until it is truncated to 0 or another
+    /// is copied over it.
     pub fn prefill(&mut self, sequence: usize, ids: &[u32]) -> Result<TensorView<'_>, Error> {
         self.prefill_visual(sequence, ids, &[])
     }
 
-    /// Like [`Self::prefill`], showing inner tensors to `observe`, and to `logits` for each chunk the index of its first
-    /// token and its logits `[rows, vocab]`: of all tokens or the last, as the session's options say.
+    /// Like [`Self::prefill`], showing inner tensors to `observe`, and logits `[rows, vocab]` to `logits`, with the index in
+    /// `ids` of the token that their first row is of: those of each chunk in turn under [`Logits::All`], those of the prompt's
+    /// last token, once, under [`Logits::Last`]. An error of either is one of the call.
     pub fn prefill_with(
         &mut self,
         sequence: usize,
@@ -271,11 +304,11 @@ impl Session {
     ) -> Result<(), Error> {
         let _range = nvtx::range("prefill");
         self.check_ids(ids)?;
-        let len = self.checked_len("sequence", sequence)?;
+        let len = self.whole_len("sequence", sequence)?;
         if ids.is_empty() {
             return Err(Error::invalid(OP, "ids", "at least one token", "none"));
         }
-        self.check_room(len, ids.len())?;
+        self.check_room(sequence, ids.len())?;
         let shift = self.shift(sequence);
         let prompt = match (&mut self.visual, self.model.tower()) {
             _ if visuals.is_empty() => None,
@@ -291,8 +324,12 @@ impl Session {
         };
         let SessionOptions { chunk, capacity, .. } = self.options;
         let num_chunks = ids.len().div_ceil(chunk);
+        // Keys and values beyond a length are not read, so it is enough to keep that until all has gone well.
+        self.torn[sequence] = self.is_recurrent();
+        let mut last_row = 0..0;
+        self.logit_rows = 0..0;
         for (index, part) in ids.chunks(chunk).enumerate() {
-            let start = self.lens[sequence];
+            let start = len + index * chunk;
             let tokens = part.len();
             let positions = start..start + tokens;
             let slots = positions.clone().map(|position| sequence * capacity + position);
@@ -333,20 +370,24 @@ impl Session {
                 rows => Some(self.logits.view_mut().slice(0, 0..rows)?),
             };
             self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, observe)?;
-            self.lens[sequence] += tokens;
-            if let Some(prompt) = &prompt {
-                self.shifts[sequence].extend(prompt.shifts(start + 1..start + tokens + 1));
-            }
             if logit_rows > 0 {
-                self.logit_rows = logit_rows - 1..logit_rows;
+                last_row = logit_rows - 1..logit_rows;
                 let rows = self.logits.view().slice(0, 0..logit_rows)?;
                 logits(index * chunk + tokens - logit_rows, rows)?;
             }
         }
+        self.torn[sequence] = false;
+        self.lens[sequence] += ids.len();
+        if let Some(prompt) = &prompt {
+            self.shifts[sequence].extend(prompt.shifts(len + 1..len + ids.len() + 1));
+        }
+        self.logit_rows = last_row;
         Ok(())
     }
 
     /// Appends one token to every sequence. Returns their logits, `[batch, vocab]` f32, which stay until the next call.
+    ///
+    /// An error leaves the sequences as one of [`Self::prefill`] does.
     pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
         let _range = nvtx::range("decode");
         let SessionOptions { batch, capacity, .. } = self.options;
@@ -355,8 +396,9 @@ impl Session {
             return Err(Error::invalid(OP, "ids", format!("one token for each of {batch} sequences"), got));
         }
         self.check_ids(ids)?;
-        for &len in &self.lens {
-            self.check_room(len, 1)?;
+        for sequence in 0..batch {
+            self.whole_len("sequence", sequence)?;
+            self.check_room(sequence, 1)?;
         }
         let lens: Vec<u32> = self.lens.iter().map(|&len| len as u32 + 1).collect();
         let position = |(sequence, &len): (usize, &usize)| (len - self.shift(sequence)) as u32;
@@ -364,6 +406,9 @@ impl Session {
         let slots: Vec<usize> =
             self.lens.iter().enumerate().map(|(sequence, &len)| sequence * capacity + len).collect();
         self.inputs.set(&self.stream, ids, positions.into_iter(), slots.into_iter(), &lens, 0..batch)?;
+        let is_recurrent = self.is_recurrent();
+        self.torn.fill(is_recurrent);
+        self.logit_rows = 0..0;
         let mut run = |stream: &Stream| {
             let step = Step {
                 stream,
@@ -398,6 +443,7 @@ impl Session {
             // SAFETY: it was recorded with the session's own buffers and weights, which live as long as the session.
             DecodeGraph::Recorded(graph) => unsafe { graph.launch(&self.stream)? },
         }
+        self.torn.fill(false);
         for len in &mut self.lens {
             *len += 1;
         }
@@ -428,8 +474,8 @@ impl Session {
         }
     }
 
-    fn check_room(&self, len: usize, tokens: usize) -> Result<(), Error> {
-        let capacity = self.options.capacity;
+    fn check_room(&self, sequence: usize, tokens: usize) -> Result<(), Error> {
+        let (len, capacity) = (self.lens[sequence], self.options.capacity);
         if tokens <= capacity.saturating_sub(len) {
             return Ok(());
         }
