@@ -460,6 +460,11 @@ fn bad_images() -> Outcome {
         message(&[1, 2, 3], &[image]),
         "Session: ids: expected placeholders for every image and frame, got 1 without"
     );
+    let without = "Session: visuals: expected an image or frame for each run of placeholders, got none, and a placeholder at";
+    let placeholder = ids.iter().position(|&id| id == 379 || id == 381).ok_or("a placeholder")?;
+    assert_eq!(message(ids, &[]), format!("{without} token {placeholder}"));
+    let message = blind.prefill(0, ids).unwrap_err().to_string();
+    assert_eq!(message, format!("{without} token {placeholder}"));
     assert_eq!(session.len(0), 0);
     let text = Model::load(&device, &golden::folder("qwen3"), DType::F32, &mut |_| {})?;
     assert_eq!(

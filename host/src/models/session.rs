@@ -282,7 +282,7 @@ impl Session {
     /// Like [`Self::prefill`], for a prompt with images and videos in order of their appearance.
     ///
     /// An image has a placeholder token for each group of patches that become one, in a row, and so has each frame of a video:
-    /// see [`VisionConfig::image_token`](super::VisionConfig::image_token).
+    /// see [`VisionConfig::image_token`](super::VisionConfig::image_token). One without an image is an error.
     pub fn prefill_visual(
         &mut self,
         sequence: usize,
@@ -311,7 +311,10 @@ impl Session {
         self.check_room(sequence, ids.len())?;
         let shift = self.shift(sequence);
         let prompt = match (&mut self.visual, self.model.tower()) {
-            _ if visuals.is_empty() => None,
+            _ if visuals.is_empty() => {
+                self.check_is_text(ids)?;
+                None
+            }
             (Some(visual), Some(tower)) => {
                 let prompt = visual.place(ids, visuals, (len, shift))?;
                 visual.encode(&self.stream, tower, visuals)?;
@@ -387,7 +390,7 @@ impl Session {
 
     /// Appends one token to every sequence. Returns their logits, `[batch, vocab]` f32, which stay until the next call.
     ///
-    /// An error leaves the sequences as one of [`Self::prefill`] does.
+    /// A placeholder of an image is text here. An error leaves the sequences as one of [`Self::prefill`] does.
     pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
         let _range = nvtx::range("decode");
         let SessionOptions { batch, capacity, .. } = self.options;
@@ -470,6 +473,18 @@ impl Session {
             Some(index) => {
                 let got = format!("{} at index {index}", ids[index]);
                 Err(Error::invalid(OP, "ids", format!("token ids below {vocab}"), got))
+            }
+        }
+    }
+
+    /// Placeholders stand for features of images, which a prompt of text has not.
+    fn check_is_text(&self, ids: &[u32]) -> Result<(), Error> {
+        let Some(vision) = &self.model.config().vision else { return Ok(()) };
+        match ids.iter().position(|&id| id == vision.image_token || id == vision.video_token) {
+            None => Ok(()),
+            Some(token) => {
+                let got = format!("none, and a placeholder at token {token}");
+                Err(Error::invalid(OP, "visuals", "an image or frame for each run of placeholders", got))
             }
         }
     }
