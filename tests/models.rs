@@ -594,6 +594,24 @@ fn failed_prompts_leave_nothing() -> Outcome {
     Ok(())
 }
 
+/// A full sequence is named, and out of the way once it is truncated.
+#[test]
+fn a_full_sequence_among_others() -> Outcome {
+    let options = SessionOptions { batch: 3, capacity: 8, ..SessionOptions::default() };
+    let mut session = session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, options)?;
+    for (sequence, len) in [(0, 2), (1, 8), (2, 3)] {
+        session.prefill(sequence, &vec![7; len])?;
+    }
+    assert_eq!(
+        session.decode(&[1, 1, 1]).unwrap_err().to_string(),
+        "Session: ids: expected at most 0 more tokens in sequence 1 (its cache holds 8 of 8), got 1"
+    );
+    session.truncate(1, 7)?;
+    session.decode(&[1, 1, 1])?;
+    assert_eq!([0, 1, 2].map(|sequence| session.len(sequence)), [3, 8, 4]);
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {
@@ -605,7 +623,7 @@ fn bad_calls() -> Outcome {
     assert_eq!(message(0, &[1, 384]), "Session: ids: expected token ids below 384, got 384 at index 1");
     assert_eq!(
         message(0, &[1; 6]),
-        "Session: ids: expected at most 5 more tokens (the cache holds 3 of 8), got 6"
+        "Session: ids: expected at most 5 more tokens in sequence 0 (its cache holds 3 of 8), got 6"
     );
     assert_eq!(message(1, &[1]), "Session: sequence: expected a sequence below 1, got 1");
     assert_eq!(message(0, &[]), "Session: ids: expected at least one token, got none");
@@ -619,7 +637,7 @@ fn bad_calls() -> Outcome {
     }
     assert_eq!(
         session.decode(&[1]).unwrap_err().to_string(),
-        "Session: ids: expected at most 0 more tokens (the cache holds 8 of 8), got 1"
+        "Session: ids: expected at most 0 more tokens in sequence 0 (its cache holds 8 of 8), got 1"
     );
     Ok(())
 }

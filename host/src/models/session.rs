@@ -390,6 +390,9 @@ impl Session {
 
     /// Appends one token to every sequence. Returns their logits, `[batch, vocab]` f32, which stay until the next call.
     ///
+    /// All sequences take part, or none: one whose cache is full is an error that names it. When a sequence is at its end and
+    /// others go on, truncate it, to 0 or by a token at a time, give it any token, and pass over its row of logits.
+    ///
     /// A placeholder of an image is text here. An error leaves the sequences as one of [`Self::prefill`] does.
     pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
         let _range = nvtx::range("decode");
@@ -491,11 +494,13 @@ impl Session {
 
     fn check_room(&self, sequence: usize, tokens: usize) -> Result<(), Error> {
         let (len, capacity) = (self.lens[sequence], self.options.capacity);
-        if tokens <= capacity.saturating_sub(len) {
+        let room = capacity.saturating_sub(len);
+        if tokens <= room {
             return Ok(());
         }
-        let expected =
-            format!("at most {} more tokens (the cache holds {len} of {capacity})", capacity - len);
+        let expected = format!(
+            "at most {room} more tokens in sequence {sequence} (its cache holds {len} of {capacity})"
+        );
         Err(Error::invalid(OP, "ids", expected, tokens.to_string()))
     }
 }
