@@ -723,6 +723,75 @@ fn bad_checkpoints() -> Outcome {
     Ok(())
 }
 
+/// Sizes that no checkpoint has: an error that says so, whatever they are, and nothing that is as large as they are.
+#[test]
+fn bad_sizes() -> Outcome {
+    let folder = tempfile::tempdir()?;
+    std::fs::copy(
+        golden::folder("qwen3").join("model.safetensors"),
+        folder.path().join("model.safetensors"),
+    )?;
+    let load = |config: &str| -> Result<String, Box<dyn StdError>> {
+        std::fs::write(folder.path().join("config.json"), config.replace('N', "2147483647"))?;
+        let model =
+            Model::load(&Device::cpu(), folder.path(), DType::F32, &mut |_| panic!("nothing is loaded"));
+        Ok(model.map(|_| ()).unwrap_err().to_string())
+    };
+    for (config, field) in [
+        (r#"{"model_type":"qwen3_moe","num_experts":N}"#, "num_experts"),
+        (
+            r#"{"model_type":"qwen3_next","linear_num_key_heads":N,"linear_num_value_heads":N}"#,
+            "linear_num_key_heads",
+        ),
+        (
+            r#"{"model_type":"qwen3_next","num_attention_heads":N,"num_key_value_heads":1,"full_attention_interval":1}"#,
+            "num_attention_heads",
+        ),
+        (
+            r#"{"model_type":"qwen3","vocab_size":N,"hidden_size":N}"#,
+            "expected shape [2147483647, 2147483647]",
+        ),
+        (
+            r#"{"model_type":"qwen3_vl","text_config":{"hidden_size":3584},"vision_config":{"patch_size":N}}"#,
+            "patch_size",
+        ),
+        (
+            r#"{"model_type":"glm4_moe_lite","n_shared_experts":N,"moe_intermediate_size":N}"#,
+            "moe_intermediate_size",
+        ),
+        (
+            r#"{"model_type":"qwen3_vl","text_config":{"hidden_size":3584,"rope_scaling":{"mrope_section":
+            [64,9223372036854775808,9223372036854775808]}},"vision_config":{}}"#,
+            "mrope_section",
+        ),
+        // What the bounds let through.
+        (
+            r#"{"model_type":"qwen3_moe","num_experts":2048,"moe_intermediate_size":1073741823,"hidden_size":N,"head_dim":8}"#,
+            "experts.2047",
+        ),
+        (
+            r#"{"model_type":"qwen3_next","linear_num_value_heads":65535,"linear_num_key_heads":65535}"#,
+            "linear_attn",
+        ),
+    ] {
+        let message = load(config)?;
+        assert!(message.contains(field), "{config}: {}", &message[..message.len().min(500)]);
+    }
+    // A session's own sizes.
+    for name in ["qwen3", "qwen3_next", "glm4_moe_lite"] {
+        let model = Model::load(&Device::cpu(), &golden::folder(name), DType::F32, &mut |_| {})?;
+        let options = SessionOptions { capacity: usize::MAX, ..SessionOptions::default() };
+        for options in [options, SessionOptions { batch: usize::MAX, capacity: 8, ..options }] {
+            let message = model.session(options).unwrap_err().to_string();
+            assert!(
+                message.contains("Session: capacity: expected batch · capacity below 2^31, got "),
+                "{message}"
+            );
+        }
+    }
+    Ok(())
+}
+
 /// The full-size configuration of Qwen3-0.6B, with random weights, on a card.
 #[test]
 fn qwen3_0_6b_of_full_size() -> Outcome {

@@ -221,7 +221,9 @@ impl<'a> Loader<'a> {
             Source::Check(requirements) => {
                 for (name, shape) in parts {
                     requirements.tensor(*name, shape);
-                    self.total_bytes += (shape.iter().product::<usize>() * dtype.bytes()) as u64;
+                    // A wrong file's shapes are reported as such at the end; until then their size may be anything.
+                    let bytes = shape.iter().fold(dtype.bytes(), |bytes, &size| bytes.saturating_mul(size));
+                    self.total_bytes = self.total_bytes.saturating_add(bytes as u64);
                 }
                 Tensor::empty(stream, &[0], dtype)
             }

@@ -97,6 +97,11 @@ impl Session {
                 return Err(Error::invalid(OP, argument, "at least 1", "0"));
             }
         }
+        // Slots are counted in 32 bits.
+        if batch.saturating_mul(capacity) >= 1 << 31 {
+            let got = format!("{batch} · {capacity}");
+            return Err(Error::invalid(OP, "capacity", "batch · capacity below 2^31", got));
+        }
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
         let config = &model.config().decoder;

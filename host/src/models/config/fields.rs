@@ -91,7 +91,20 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, ModelError> {
-        Ok(self.integer(key, 1..=MAX_SIZE)?.unwrap_or(default))
+        self.size_up_to(key, MAX_SIZE, default)
+    }
+
+    /// At most what the kernels take.
+    pub(super) fn size_up_to(&self, key: &str, most: usize, default: usize) -> Result<usize, ModelError> {
+        Ok(self.integer(key, 1..=most)?.unwrap_or(default))
+    }
+
+    /// The error if a head's width is none that attention takes, wherever it is from.
+    pub(super) fn check_head_dim(&self, key: &str, head_dim: usize, most: usize) -> Result<(), ModelError> {
+        if (8..=most).contains(&head_dim) && head_dim.is_multiple_of(8) {
+            return Ok(());
+        }
+        Err(self.error(key, &format!("a multiple of 8 from 8 to {most}"), head_dim.to_string()))
     }
 
     /// JSON has no infinities, so every number is finite.

@@ -4,7 +4,9 @@
 //! would say follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published checkpoint's
 //! prediction of the token after the next, which is not built.
 
+use abi::ops::attention::MAX_HEAD_DIM as MAX_KEY_DIM;
 use abi::ops::glu::Activation;
+use abi::ops::moe_router::{MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K};
 use abi::ops::rope::RopeStyle;
 use serde_json::Value;
 
@@ -12,8 +14,8 @@ use super::fields::Fields;
 use super::qwen3::{read_activation, read_eps};
 use super::rope::{RopeConfig, RopeDefaults, score_factor};
 use super::{
-    DecoderConfig, FeedForwardConfig, LatentConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
-    MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
+    DecoderConfig, FeedForwardConfig, LatentConfig, LayerConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE,
+    MAX_LAYERS, MAX_SIZE, MixerConfig, MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
 };
 use crate::models::ModelError;
 use crate::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
@@ -28,7 +30,10 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(47);
     let latent = read_latent(fields)?;
     let activation = read_activation(fields, "silu")?;
-    let dense = MlpConfig { intermediate_size: fields.size("intermediate_size", 10240)?, activation };
+    let dense = MlpConfig {
+        intermediate_size: fields.size_up_to("intermediate_size", MAX_INTERMEDIATE, 10240)?,
+        activation,
+    };
     let experts = read_experts(fields, activation)?;
     let max_position_embeddings = fields.size("max_position_embeddings", 202752)?;
     let layers = sparse_layers(fields, num_layers)?
@@ -69,17 +74,24 @@ fn read_latent(fields: &Fields) -> Result<LatentConfig, ModelError> {
         Some(Value::Null) => None,
         _ => Some(fields.size("q_lora_rank", 768)?),
     };
-    let nope = fields.size("qk_nope_head_dim", 192)?;
-    let rope = fields.size("qk_rope_head_dim", 64)?;
+    let most = MAX_KEY_DIM as usize;
+    let nope = fields.size_up_to("qk_nope_head_dim", most, 192)?;
+    let rope = fields.size_up_to("qk_rope_head_dim", most, 64)?;
+    let (latent, value) = (fields.size("kv_lora_rank", 512)?, fields.size("v_head_dim", 256)?);
+    fields.check_head_dim("kv_lora_rank", latent, MAX_HEAD_DIM)?;
+    fields.check_head_dim("v_head_dim", value, MAX_HEAD_DIM)?;
+    // A chunk of a prompt has keys of every head, a decode step cached rows.
+    fields.check_head_dim("qk_nope_head_dim + qk_rope_head_dim", nope + rope, most)?;
+    fields.check_head_dim("kv_lora_rank + qk_rope_head_dim", latent + rope, most)?;
     let scale = score_factor(fields)? / ((nope + rope) as f64).sqrt();
     let is_interleaved = fields.flag("rope_interleave")?.unwrap_or(true);
     Ok(LatentConfig {
-        heads: fields.size("num_attention_heads", 20)?,
+        heads: fields.size_up_to("num_attention_heads", MAX_HEADS, 20)?,
         q_latent,
-        latent: fields.size("kv_lora_rank", 512)?,
+        latent,
         nope,
         rope,
-        value: fields.size("v_head_dim", 256)?,
+        value,
         bias: fields.flag("attention_bias")?.unwrap_or(false),
         eps: LATENT_EPS,
         scale: scale as f32,
@@ -88,19 +100,27 @@ fn read_latent(fields: &Fields) -> Result<LatentConfig, ModelError> {
 }
 
 fn read_experts(fields: &Fields, activation: Activation) -> Result<MoeConfig, ModelError> {
-    let intermediate_size = fields.size("moe_intermediate_size", 1536)?;
+    let intermediate_size = fields.size_up_to("moe_intermediate_size", MAX_INTERMEDIATE, 1536)?;
     let mlp = |intermediate_size| MlpConfig { intermediate_size, activation };
-    let num_experts = match fields.integer("n_routed_experts", 1..=MAX_SIZE)? {
+    let num_experts = match fields.integer("n_routed_experts", 1..=MAX_EXPERTS as usize)? {
         Some(num_experts) => num_experts,
-        None => fields.size("num_local_experts", 64)?,
+        None => fields.size_up_to("num_local_experts", MAX_EXPERTS as usize, 64)?,
     };
-    let (num_groups, top_groups) = (fields.size("n_group", 1)?, fields.size("topk_group", 1)?);
+    let top_k = fields.size_up_to("num_experts_per_tok", MAX_TOP_K as usize, 4)?;
+    let num_groups = fields.size_up_to("n_group", MAX_GROUPS as usize, 1)?;
+    let top_groups = fields.size("topk_group", 1)?;
     let num_shared = fields.integer("n_shared_experts", 0..=MAX_SIZE)?.unwrap_or(1);
+    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let shared_size = intermediate_size.saturating_mul(num_shared);
+    if shared_size > MAX_INTERMEDIATE {
+        let rule = "moe_intermediate_size · n_shared_experts must be below 2^30";
+        return inconsistent(rule, format!("{intermediate_size} · {num_shared}"));
+    }
     let is_normalised = fields.flag("norm_topk_prob")?.unwrap_or(true);
     let scale = fields.number("routed_scaling_factor", "a number above 0", |scale| scale > 0.0)?;
     Ok(MoeConfig {
         num_experts,
-        top_k: fields.size("num_experts_per_tok", 4)?,
+        top_k,
         expert: mlp(intermediate_size),
         score: RouterScore::Sigmoid,
         correction_bias: true,
@@ -109,7 +129,7 @@ fn read_experts(fields: &Fields, activation: Activation) -> Result<MoeConfig, Mo
         scale: scale.unwrap_or(1.8) as f32,
         round_weights: false,
         shared: (num_shared > 0).then(|| SharedExpertConfig {
-            mlp: mlp(intermediate_size.saturating_mul(num_shared)),
+            mlp: mlp(shared_size),
             name: "shared_experts",
             gate: false,
         }),

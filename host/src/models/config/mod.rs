@@ -24,8 +24,14 @@ pub use rope::{RopeConfig, RopeKind, YarnRope};
 
 /// Largest size, count or position: kernels take them as 32-bit integers.
 const MAX_SIZE: usize = i32::MAX as usize;
-/// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation.
-const MAX_LAYERS: usize = 1 << 16;
+/// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation: a name for each expert of each layer.
+const MAX_LAYERS: usize = 1 << 10;
+/// Most heads: kernels have them as a grid's second axis, and as a batch of products.
+const MAX_HEADS: usize = (1 << 16) - 1;
+/// Widest MLP: the rows of its gate are counted with those above them.
+const MAX_INTERMEDIATE: usize = MAX_SIZE / 2;
+/// Widest head whose values are as wide as its keys.
+const MAX_HEAD_DIM: usize = abi::ops::attention::MAX_HEAD_DIM_V as usize;
 
 /// A model's configuration, from `config.json` and, where present, `generation_config.json`.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,9 +86,10 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Bytes of a sequence's caches with room for `capacity` tokens, in all layers.
+    /// Bytes of a sequence's caches with room for `capacity` tokens, in all layers; `usize::MAX` if they are more.
     pub fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
-        self.layers.iter().map(|layer| layer.mixer.cache_bytes(dtype, capacity)).sum()
+        let of_layer = |layer: &LayerConfig| layer.mixer.cache_bytes(dtype, capacity);
+        self.layers.iter().map(of_layer).fold(0, usize::saturating_add)
     }
 }
 
@@ -90,13 +97,13 @@ impl MixerConfig {
     fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
         match self {
             MixerConfig::Attention(AttentionConfig { heads_kv, head_dim, .. }) => {
-                2 * capacity * heads_kv * head_dim * dtype.bytes()
+                capacity.saturating_mul(2 * heads_kv * head_dim * dtype.bytes())
             }
             MixerConfig::DeltaNet(net) => {
                 let state = net.heads_v * net.dim_k * net.dim_v * DType::F32.bytes();
                 state + net.channels() * (net.conv_width - 1) * dtype.bytes()
             }
-            MixerConfig::Latent(latent) => capacity * latent.row() * dtype.bytes(),
+            MixerConfig::Latent(latent) => capacity.saturating_mul(latent.row() * dtype.bytes()),
         }
     }
 }
@@ -138,7 +145,7 @@ pub struct AttentionConfig {
     pub heads_q: usize,
     /// Key and value heads; divides `heads_q`.
     pub heads_kv: usize,
-    /// Width of a head, even. Not tied to `hidden_size / heads_q`.
+    /// Width of a head, a multiple of 8. Not tied to `hidden_size / heads_q`.
     pub head_dim: usize,
     /// Whether the q, k, v and o projections have biases.
     pub bias: bool,
@@ -280,7 +287,7 @@ impl MoeConfig {
 pub struct VisionConfig {
     /// Number of blocks.
     pub depth: usize,
-    /// Width of a patch's features; a multiple of four times `heads`.
+    /// Width of a patch's features; a multiple of eight times `heads`.
     pub hidden_size: usize,
     /// Attention heads of a block.
     pub heads: usize,

@@ -6,8 +6,8 @@ use serde_json::Value;
 use super::fields::Fields;
 use super::rope::{RopeConfig, RopeDefaults};
 use super::{
-    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
-    MlpConfig, NormConfig,
+    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_HEAD_DIM, MAX_HEADS,
+    MAX_INTERMEDIATE, MAX_LAYERS, MAX_SIZE, MixerConfig, MlpConfig, NormConfig,
 };
 use crate::models::ModelError;
 use crate::ops::rmsnorm::NormWeight;
@@ -26,7 +26,7 @@ pub(super) fn read_dense(
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
     let attention = read_attention(fields, 32, 32, 128)?;
     let mlp = MlpConfig {
-        intermediate_size: fields.size("intermediate_size", 22016)?,
+        intermediate_size: fields.size_up_to("intermediate_size", MAX_INTERMEDIATE, 22016)?,
         activation: read_activation(fields, "silu")?,
     };
     let max_position_embeddings = fields.size("max_position_embeddings", max_positions)?;
@@ -64,20 +64,20 @@ pub(super) fn read_attention(
     heads_kv: usize,
     head_dim: usize,
 ) -> Result<AttentionConfig, ModelError> {
-    let heads_q = fields.size("num_attention_heads", heads_q)?;
+    let heads_q = fields.size_up_to("num_attention_heads", MAX_HEADS, heads_q)?;
     let heads_kv = match fields.map.get("num_key_value_heads") {
         Some(Value::Null) => heads_q,
-        _ => fields.size("num_key_value_heads", heads_kv)?,
+        _ => fields.size_up_to("num_key_value_heads", MAX_HEADS, heads_kv)?,
     };
-    let head_dim = fields.size("head_dim", head_dim)?;
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
     if !heads_q.is_multiple_of(heads_kv) {
-        let rule = "num_attention_heads must be a multiple of num_key_value_heads";
-        return inconsistent(rule, format!("{heads_q} and {heads_kv}"));
+        return Err(ModelError::Inconsistent {
+            path: fields.path.into(),
+            rule: "num_attention_heads must be a multiple of num_key_value_heads",
+            got: format!("{heads_q} and {heads_kv}"),
+        });
     }
-    if !head_dim.is_multiple_of(2) {
-        return inconsistent("head_dim must be even", head_dim.to_string());
-    }
+    let head_dim = fields.size("head_dim", head_dim)?;
+    fields.check_head_dim("head_dim", head_dim, MAX_HEAD_DIM)?;
     let bias = fields.flag("attention_bias")?.unwrap_or(false);
     Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None, output_gate: false })
 }

@@ -1,13 +1,14 @@
 //! `model_type: "qwen3_moe"`: Qwen3's attention, and a mixture of experts in some or all layers.
 
+use abi::ops::moe_router::{MAX_EXPERTS, MAX_TOP_K};
 use serde_json::Value;
 
 use super::fields::Fields;
 use super::qwen3::{read_activation, read_attention, read_eps};
 use super::rope::{RopeConfig, RopeDefaults};
 use super::{
-    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MAX_SIZE, MixerConfig,
-    MlpConfig, MoeConfig, NormConfig,
+    AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_HEADS, MAX_INTERMEDIATE, MAX_LAYERS,
+    MixerConfig, MlpConfig, MoeConfig, NormConfig,
 };
 use crate::models::ModelError;
 use crate::ops::moe_router::{RouterScore, RouterWeights};
@@ -17,7 +18,7 @@ use crate::ops::rmsnorm::NormWeight;
 pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
     let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(24);
     let hidden_size = fields.size("hidden_size", 2048)?;
-    let heads_q = fields.size("num_attention_heads", 32)?;
+    let heads_q = fields.size_up_to("num_attention_heads", MAX_HEADS, 32)?;
     // All layers slide, or none.
     let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
     let window = match fields.map.get("sliding_window") {
@@ -27,7 +28,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
     };
     let attention = AttentionConfig { window, ..read_attention(fields, 32, 4, hidden_size / heads_q)? };
     let mlp = MlpConfig {
-        intermediate_size: fields.size("intermediate_size", 6144)?,
+        intermediate_size: fields.size_up_to("intermediate_size", MAX_INTERMEDIATE, 6144)?,
         activation: read_activation(fields, "silu")?,
     };
     let defaults = MoeDefaults { num_experts: 128, top_k: 8, normalised: false, intermediate_size: 768 };
@@ -70,7 +71,7 @@ pub(super) struct MoeDefaults {
 
 /// The experts of the Qwen models, by softmax and without a shared one; none if there are no experts.
 pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<MoeConfig>, ModelError> {
-    let named = |key| fields.integer(key, 0..=MAX_SIZE);
+    let named = |key| fields.integer(key, 0..=MAX_EXPERTS as usize);
     let num_experts = match named("num_experts")? {
         Some(num_experts) => num_experts,
         None => named("num_local_experts")?.unwrap_or(defaults.num_experts),
@@ -78,7 +79,7 @@ pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<
     if num_experts == 0 {
         return Ok(None);
     }
-    let top_k = fields.size("num_experts_per_tok", defaults.top_k)?;
+    let top_k = fields.size_up_to("num_experts_per_tok", MAX_TOP_K as usize, defaults.top_k)?;
     if top_k > num_experts {
         return Err(ModelError::Inconsistent {
             path: fields.path.into(),
@@ -91,7 +92,11 @@ pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<
         num_experts,
         top_k,
         expert: MlpConfig {
-            intermediate_size: fields.size("moe_intermediate_size", defaults.intermediate_size)?,
+            intermediate_size: fields.size_up_to(
+                "moe_intermediate_size",
+                MAX_INTERMEDIATE,
+                defaults.intermediate_size,
+            )?,
             activation: read_activation(fields, "silu")?,
         },
         score: RouterScore::Softmax,

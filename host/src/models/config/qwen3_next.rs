@@ -1,5 +1,7 @@
 //! `model_type: "qwen3_next"`: gated delta nets with gated attention between them, and a mixture of experts in each layer.
 
+use abi::ops::causal_conv1d::MAX_WIDTH;
+use abi::ops::gated_delta::MAX_DIM_K;
 use abi::ops::glu::Activation;
 use serde_json::Value;
 
@@ -8,8 +10,8 @@ use super::qwen3::{read_activation, read_attention, read_eps};
 use super::qwen3_moe::{MoeDefaults, read_moe, sparse_layers};
 use super::rope::{RopeConfig, RopeDefaults};
 use super::{
-    AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig, MAX_LAYERS, MixerConfig,
-    MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
+    AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig, MAX_HEADS,
+    MAX_INTERMEDIATE, MAX_LAYERS, MixerConfig, MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
 };
 use crate::models::ModelError;
 use crate::ops::rmsnorm::NormWeight;
@@ -25,10 +27,13 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
         // The convolution has it too.
         return Err(fields.unsupported("hidden_act", activation.name().into(), &["silu", "swish"]));
     }
-    let mlp = MlpConfig { intermediate_size: fields.size("intermediate_size", 5632)?, activation };
+    let mlp = MlpConfig {
+        intermediate_size: fields.size_up_to("intermediate_size", MAX_INTERMEDIATE, 5632)?,
+        activation,
+    };
     let shared = SharedExpertConfig {
         mlp: MlpConfig {
-            intermediate_size: fields.size("shared_expert_intermediate_size", 512)?,
+            intermediate_size: fields.size_up_to("shared_expert_intermediate_size", MAX_INTERMEDIATE, 512)?,
             activation,
         },
         name: "shared_expert",
@@ -67,18 +72,22 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
 
 fn read_delta_net(fields: &Fields) -> Result<DeltaNetConfig, ModelError> {
     let config = DeltaNetConfig {
-        heads_k: fields.size("linear_num_key_heads", 16)?,
-        heads_v: fields.size("linear_num_value_heads", 32)?,
-        dim_k: fields.size("linear_key_head_dim", 128)?,
+        heads_k: fields.size_up_to("linear_num_key_heads", MAX_HEADS, 16)?,
+        heads_v: fields.size_up_to("linear_num_value_heads", MAX_HEADS, 32)?,
+        dim_k: fields.size_up_to("linear_key_head_dim", MAX_DIM_K as usize, 128)?,
         dim_v: fields.size("linear_value_head_dim", 128)?,
-        conv_width: fields.integer("linear_conv_kernel_dim", 2..=4)?.unwrap_or(4),
+        conv_width: fields.integer("linear_conv_kernel_dim", 2..=MAX_WIDTH as usize)?.unwrap_or(4),
     };
-    if !config.heads_v.is_multiple_of(config.heads_k) {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "linear_num_value_heads must be a multiple of linear_num_key_heads",
-            got: format!("{} and {}", config.heads_v, config.heads_k),
-        });
+    let DeltaNetConfig { heads_k, heads_v, dim_v, .. } = config;
+    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    if !heads_v.is_multiple_of(heads_k) {
+        let rule = "linear_num_value_heads must be a multiple of linear_num_key_heads";
+        return inconsistent(rule, format!("{heads_v} and {heads_k}"));
+    }
+    // As the delta rule takes them.
+    if heads_v.saturating_mul(dim_v) >= 1 << 24 {
+        let rule = "linear_num_value_heads · linear_value_head_dim must be below 2^24";
+        return inconsistent(rule, format!("{heads_v} · {dim_v}"));
     }
     Ok(config)
 }

@@ -3,8 +3,11 @@
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::{DecoderConfig, MAX_LAYERS, MAX_SIZE, VisionConfig, qwen3};
+use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, VisionConfig, qwen3};
 use crate::models::ModelError;
+
+/// Longest side of the patches that become a token: that of the largest square image.
+const MAX_TOKEN_SIDE: usize = 4096;
 
 /// The decoder, and the tower.
 pub(super) fn read(top: &Fields) -> Result<(DecoderConfig, VisionConfig), ModelError> {
@@ -45,10 +48,28 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
     if grid * grid != positions {
         return inconsistent("num_position_embeddings must be a square", positions.to_string());
     }
-    let (hidden_size, heads) = (fields.size("hidden_size", 1152)?, fields.size("num_heads", 16)?);
-    if !hidden_size.is_multiple_of(4 * heads) {
-        let rule = "vision_config.hidden_size must be a multiple of four times num_heads";
+    let (hidden_size, heads) =
+        (fields.size("hidden_size", 1152)?, fields.size_up_to("num_heads", MAX_HEADS, 16)?);
+    if !hidden_size.is_multiple_of(8 * heads) || hidden_size / heads > MAX_HEAD_DIM {
+        let rule = "vision_config.hidden_size must be a multiple of eight times num_heads, up to 512 times";
         return inconsistent(rule, format!("{hidden_size} and {heads}"));
+    }
+    let channels = fields.size("in_channels", 3)?;
+    let temporal_patch_size = fields.size("temporal_patch_size", 2)?;
+    let patch_size = fields.size_up_to("patch_size", MAX_TOKEN_SIDE, 16)?;
+    let merge_size = fields.size_up_to("spatial_merge_size", MAX_TOKEN_SIDE, 2)?;
+    if patch_size * merge_size > MAX_TOKEN_SIDE {
+        let rule = "vision_config.patch_size · spatial_merge_size must be at most 4096";
+        return inconsistent(rule, format!("{patch_size} · {merge_size}"));
+    }
+    if channels.saturating_mul(temporal_patch_size).saturating_mul(patch_size * patch_size) > MAX_SIZE {
+        let rule =
+            "a patch, vision_config.in_channels · temporal_patch_size · patch_size², must be below 2^31";
+        return inconsistent(rule, format!("{channels} · {temporal_patch_size} · {patch_size}²"));
+    }
+    if hidden_size.saturating_mul(merge_size * merge_size) > MAX_SIZE {
+        let rule = "a token's patches, vision_config.hidden_size · spatial_merge_size², must be below 2^31";
+        return inconsistent(rule, format!("{hidden_size} · {merge_size}²"));
     }
     let blocks = |value: &Value| -> Option<Vec<usize>> {
         let block = |value: &Value| usize::try_from(value.as_u64()?).ok();
@@ -71,10 +92,10 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
         heads,
         intermediate_size: fields.size("intermediate_size", 4304)?,
         activation: qwen3::read_activation(fields, "gelu_pytorch_tanh")?,
-        channels: fields.size("in_channels", 3)?,
-        temporal_patch_size: fields.size("temporal_patch_size", 2)?,
-        patch_size: fields.size("patch_size", 16)?,
-        merge_size: fields.size("spatial_merge_size", 2)?,
+        channels,
+        temporal_patch_size,
+        patch_size,
+        merge_size,
         out_hidden_size: fields.size("out_hidden_size", 3584)?,
         position_grid: grid,
         deepstack_blocks,
@@ -88,9 +109,10 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
 
 /// `mrope_section`, wherever the rotary parameters are.
 fn read_sections(text: &Fields) -> Result<[usize; 3], ModelError> {
+    let size_of = |size: &Value| usize::try_from(size.as_u64()?).ok();
     let sections = |value: &Value| {
         let sizes: Option<Vec<usize>> =
-            value.as_array()?.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
+            value.as_array()?.iter().map(|size| size_of(size).filter(|&size| size <= MAX_SIZE)).collect();
         <[usize; 3]>::try_from(sizes?).ok()
     };
     for (key, prefix) in

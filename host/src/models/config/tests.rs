@@ -600,11 +600,11 @@ fn wrong_fields() {
     let cases = [
         (r#""hidden_size": "1024""#, r#"hidden_size: expected an integer from 1 to 2147483647, got "1024""#),
         (r#""vocab_size": 0"#, "vocab_size: expected an integer from 1 to 2147483647, got 0"),
-        (r#""intermediate_size": -3"#, "intermediate_size: expected an integer from 1 to 2147483647, got -3"),
+        (r#""intermediate_size": -3"#, "intermediate_size: expected an integer from 1 to 1073741823, got -3"),
         (r#""head_dim": null"#, "head_dim: expected an integer from 1 to 2147483647, got null"),
         (
             r#""num_hidden_layers": 99999999999999"#,
-            "num_hidden_layers: expected an integer from 1 to 65536, got 99999999999999",
+            "num_hidden_layers: expected an integer from 1 to 1024, got 99999999999999",
         ),
         (
             r#""rms_norm_eps": 1e-300"#,
@@ -616,7 +616,7 @@ fn wrong_fields() {
             r#""num_attention_heads": 4, "num_key_value_heads": 3"#,
             "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
         ),
-        (r#""head_dim": 63"#, "head_dim must be even, got 63"),
+        (r#""head_dim": 63"#, "head_dim: expected a multiple of 8 from 8 to 512, got 63"),
         (
             r#""torch_dtype": "float8_e4m3fn""#,
             "torch_dtype: float8_e4m3fn is not supported; supported: float32, float16, bfloat16",
@@ -625,6 +625,144 @@ fn wrong_fields() {
     for (fields, expected) in cases {
         assert_eq!(message(fields), format!("config.json: {expected}"));
     }
+}
+
+/// Sizes beyond what kernels take: no allocation, product or sum of them comes before the error.
+#[test]
+fn sizes_that_no_kernel_takes() {
+    const LARGE: &str = "2147483647";
+    let cases = [
+        ("qwen3_moe", r#""num_experts": N"#, "num_experts: expected an integer from 0 to 2048, got N"),
+        (
+            "qwen3_moe",
+            r#""num_local_experts": N"#,
+            "num_local_experts: expected an integer from 0 to 2048, got N",
+        ),
+        (
+            "qwen3_moe",
+            r#""num_experts_per_tok": 33"#,
+            "num_experts_per_tok: expected an integer from 1 to 32, got 33",
+        ),
+        (
+            "qwen3_moe",
+            r#""num_attention_heads": N"#,
+            "num_attention_heads: expected an integer from 1 to 65535, got N",
+        ),
+        (
+            "qwen3_moe",
+            r#""num_attention_heads": 512"#,
+            "head_dim: expected a multiple of 8 from 8 to 512, got 4",
+        ),
+        (
+            "qwen3_moe",
+            r#""moe_intermediate_size": N"#,
+            "moe_intermediate_size: expected an integer from 1 to 1073741823, got N",
+        ),
+        (
+            "qwen3",
+            r#""intermediate_size": N"#,
+            "intermediate_size: expected an integer from 1 to 1073741823, got N",
+        ),
+        (
+            "qwen3",
+            r#""num_key_value_heads": N"#,
+            "num_key_value_heads: expected an integer from 1 to 65535, got N",
+        ),
+        ("qwen3", r#""head_dim": 520"#, "head_dim: expected a multiple of 8 from 8 to 512, got 520"),
+        (
+            "qwen3_next",
+            r#""linear_num_key_heads": N, "linear_num_value_heads": N"#,
+            "linear_num_key_heads: expected an integer from 1 to 65535, got N",
+        ),
+        (
+            "qwen3_next",
+            r#""linear_key_head_dim": 129"#,
+            "linear_key_head_dim: expected an integer from 1 to 128, got 129",
+        ),
+        (
+            "qwen3_next",
+            r#""linear_value_head_dim": N"#,
+            "linear_num_value_heads · linear_value_head_dim must be below 2^24, got 32 · N",
+        ),
+        (
+            "qwen3_next",
+            r#""num_attention_heads": N, "num_key_value_heads": 1, "full_attention_interval": 1"#,
+            "num_attention_heads: expected an integer from 1 to 65535, got N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""n_shared_experts": N, "moe_intermediate_size": N"#,
+            "moe_intermediate_size: expected an integer from 1 to 1073741823, got N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""n_shared_experts": N"#,
+            "moe_intermediate_size · n_shared_experts must be below 2^30, got 1536 · N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""n_routed_experts": N"#,
+            "n_routed_experts: expected an integer from 1 to 2048, got N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""num_attention_heads": N"#,
+            "num_attention_heads: expected an integer from 1 to 65535, got N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""kv_lora_rank": N"#,
+            "kv_lora_rank: expected a multiple of 8 from 8 to 512, got N",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""v_head_dim": 12"#,
+            "v_head_dim: expected a multiple of 8 from 8 to 512, got 12",
+        ),
+        (
+            "glm4_moe_lite",
+            r#""qk_nope_head_dim": 520"#,
+            "qk_nope_head_dim + qk_rope_head_dim: expected a multiple of 8 from 8 to 576, got 584",
+        ),
+    ];
+    for (model_type, fields, expected) in cases {
+        let text = format!(r#"{{"model_type": "{model_type}", {}}}"#, fields.replace('N', LARGE));
+        let message = parse(&text).unwrap_err().to_string();
+        assert_eq!(message, format!("config.json: {}", expected.replace('N', LARGE)));
+    }
+    let vision = |text: &str, vision: &str| {
+        let text = format!(r#""hidden_size": 3584{text}"#);
+        qwen3_vl(&text, &vision.replace('N', LARGE), "").unwrap_err().to_string()
+    };
+    for (fields, expected) in [
+        (r#""patch_size": N"#, "vision_config.patch_size: expected an integer from 1 to 4096, got N"),
+        (
+            r#""patch_size": 1024, "spatial_merge_size": 8"#,
+            "vision_config.patch_size · spatial_merge_size must be at most 4096, got 1024 · 8",
+        ),
+        (
+            r#""in_channels": N, "temporal_patch_size": N"#,
+            "a patch, vision_config.in_channels · temporal_patch_size · patch_size², must be below 2^31, got N · N · 16²",
+        ),
+        (
+            r#""hidden_size": 8192, "num_heads": 1024, "patch_size": 1, "spatial_merge_size": 4096"#,
+            "a token's patches, vision_config.hidden_size · spatial_merge_size², must be below 2^31, got 8192 · 4096²",
+        ),
+        (r#""num_heads": N"#, "vision_config.num_heads: expected an integer from 1 to 65535, got N"),
+    ] {
+        assert_eq!(vision("", fields), format!("config.json: {}", expected.replace('N', LARGE)));
+    }
+    let sections = r#", "rope_scaling": {"mrope_section": [64, 9223372036854775808, 9223372036854775808]}"#;
+    assert_eq!(
+        vision(sections, ""),
+        "config.json: text_config.rope_scaling.mrope_section: expected a list of three sizes, got \
+         [64,9223372036854775808,9223372036854775808]"
+    );
+    // Each is a size that kernels take; a cache of theirs may be none.
+    let large = qwen3(&r#""vocab_size": N, "hidden_size": N"#.replace('N', LARGE)).unwrap().decoder;
+    assert_eq!(large.cache_bytes(DType::F32, usize::MAX), usize::MAX);
+    let latent = parse(r#"{"model_type": "glm4_moe_lite"}"#).unwrap().decoder;
+    assert_eq!(latent.cache_bytes(DType::F32, usize::MAX), usize::MAX);
 }
 
 #[test]
@@ -739,7 +877,7 @@ fn vision_configs_that_contradict_themselves() {
         "config.json: vision_config.out_hidden_size must be text_config.hidden_size, got 3584 and 4096"
     );
     assert!(message(fits, r#""num_position_embeddings": 2305"#).contains("must be a square"));
-    assert!(message(fits, r#""num_heads": 7"#).contains("four times num_heads"));
+    assert!(message(fits, r#""num_heads": 7"#).contains("eight times num_heads"));
     assert!(message(fits, r#""deepstack_visual_indexes": [5, 27]"#).contains("below depth"));
     assert!(message(fits, r#""deepstack_visual_indexes": [5, 5]"#).contains("must ascend"));
     assert!(message(fits, r#""depth": 20"#).contains("below depth"));

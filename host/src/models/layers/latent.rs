@@ -421,7 +421,7 @@ impl Naive {
             bias,
             epilogue,
         };
-        let elements = capacity * heads * nope.max(rope);
+        let elements = capacity.saturating_mul(heads).saturating_mul(nope.max(rope));
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);
         Ok(Naive {
             kv_b_plan: Matmul::plan(device, kv_b)?,
