@@ -111,6 +111,24 @@ fn read_experts(fields: &Fields, activation: Activation) -> Result<MoeConfig, Mo
     let top_groups = fields.size("topk_group", 1)?;
     let num_shared = fields.integer("n_shared_experts", 0..=MAX_SIZE)?.unwrap_or(1);
     let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    if top_k > num_experts {
+        let rule = "num_experts_per_tok must be at most n_routed_experts";
+        return inconsistent(rule, format!("{top_k} and {num_experts}"));
+    }
+    let group = num_experts / num_groups;
+    // A group is judged by the sum of its best two.
+    if !num_experts.is_multiple_of(num_groups) || group < 2 && num_groups > 1 {
+        let rule = "n_group must divide n_routed_experts into groups of at least 2";
+        return inconsistent(rule, format!("{num_groups} and {num_experts}"));
+    }
+    if top_groups > num_groups {
+        let rule = "topk_group must be at most n_group";
+        return inconsistent(rule, format!("{top_groups} and {num_groups}"));
+    }
+    if top_k > top_groups * group {
+        let rule = "num_experts_per_tok must be at most the experts of topk_group groups";
+        return inconsistent(rule, format!("{top_k} and {top_groups} groups of {group}"));
+    }
     let shared_size = intermediate_size.saturating_mul(num_shared);
     if shared_size > MAX_INTERMEDIATE {
         let rule = "moe_intermediate_size · n_shared_experts must be below 2^30";

@@ -311,10 +311,31 @@ fn latent_attention() {
         (Some(ExpertGroups { num_groups: 8, top_groups: 4 }), Some(3072))
     );
     assert_eq!(groups(r#", "n_shared_experts": 0"#), (None, None));
+    assert_eq!(
+        groups(r#", "n_group": 32, "topk_group": 2"#),
+        (Some(ExpertGroups { num_groups: 32, top_groups: 2 }), Some(1536))
+    );
     let types = read(r#", "num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]"#).layers;
     assert!(matches!(types[0].feed_forward, FeedForwardConfig::Moe(_)));
     assert!(matches!(types[1].feed_forward, FeedForwardConfig::Mlp(_)));
     let error = |fields: &str| parse(fields).unwrap_err().to_string();
+    for (fields, expected) in [
+        (r#""n_routed_experts": 3"#, "num_experts_per_tok must be at most n_routed_experts, got 4 and 3"),
+        (r#""n_group": 3"#, "n_group must divide n_routed_experts into groups of at least 2, got 3 and 64"),
+        (
+            r#""n_routed_experts": 4, "n_group": 4"#,
+            "n_group must divide n_routed_experts into groups of at least 2, got 4 and 4",
+        ),
+        (r#""n_group": 33"#, "n_group: expected an integer from 1 to 32, got 33"),
+        (r#""n_group": 8, "topk_group": 9"#, "topk_group must be at most n_group, got 9 and 8"),
+        (r#""topk_group": 2"#, "topk_group must be at most n_group, got 2 and 1"),
+        (
+            r#""n_group": 32"#,
+            "num_experts_per_tok must be at most the experts of topk_group groups, got 4 and 1 groups of 2",
+        ),
+    ] {
+        assert_eq!(error(&format!(", {fields}")), format!("config.json: {expected}"));
+    }
     assert_eq!(
         error(r#", "mlp_layer_types": ["dense"]"#),
         "config.json: mlp_layer_types must have num_hidden_layers entries, got 1 and 47"
