@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder, ImageReader};
+use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensors};
 use warpforge::models::{PatchGrid, VisionConfig, Visual};
 
@@ -26,7 +27,7 @@ impl Pictures {
     /// Reads `pixel_values` and `image_grid_thw` of a safetensors file.
     pub fn from_tensors(config: &VisionConfig, path: &Path) -> Result<Self, Box<dyn Error>> {
         let file = std::fs::read(path)?;
-        let tensors = SafeTensors::deserialize(&file)?;
+        let tensors = parse(&file).map_err(|error| format!("{}: {error}", path.display()))?;
         let (values, grids) = (tensors.tensor("pixel_values")?, tensors.tensor("image_grid_thw")?);
         if values.dtype() != Dtype::F32 {
             return Err(format!("pixel_values is {}, expected F32", values.dtype()).into());
@@ -49,7 +50,8 @@ impl Pictures {
                 return Err(format!("image_grid_thw has {size:?}, expected three sizes").into());
             };
             let grid = PatchGrid { frames, rows, cols };
-            let Some((own, others)) = rest.split_at_checked(grid.patches() * config.patch_len()) else {
+            let numbers = grid.patches().saturating_mul(config.patch_len());
+            let Some((own, others)) = rest.split_at_checked(numbers) else {
                 return Err("pixel_values has fewer patches than image_grid_thw says".into());
             };
             pictures.push((grid, own.to_vec()));
@@ -98,6 +100,22 @@ impl Pictures {
             Err(format!("{} images, but {found} image tokens in the prompt", tokens.len()).into())
         }
     }
+}
+
+/// The tensors of a safetensors file. Its parser adds the lengths of header and tensors up, a sum that may wrap around to the
+/// file's own: they are compared before.
+fn parse(file: &[u8]) -> Result<SafeTensors<'_>, Box<dyn Error>> {
+    let (length, rest) = file.split_first_chunk().ok_or("truncated: no header")?;
+    let header = usize::try_from(u64::from_le_bytes(*length)).ok();
+    let parts = header.and_then(|header| rest.split_at_checked(header));
+    let (header, data) = parts.ok_or("truncated: the header is longer than the file")?;
+    let described = serde_json::from_slice::<Metadata>(header)?.data_len();
+    if described != data.len() {
+        return Err(
+            format!("the header describes {described} bytes of tensors, {} follow it", data.len()).into()
+        );
+    }
+    Ok(SafeTensors::deserialize(file)?)
 }
 
 fn read(config: &VisionConfig, path: &Path) -> Result<(PatchGrid, Vec<f32>), Box<dyn Error>> {
@@ -187,6 +205,38 @@ mod tests {
         }
         let message = Pictures::from_files(&config, &[folder.path().join("none.png")]).err();
         assert!(message.ok_or("an error")?.to_string().contains("none.png"));
+        Ok(())
+    }
+
+    /// Lengths that add up to the file's own only since they wrap around, and sizes whose product does.
+    #[test]
+    fn crafted_tensors() -> Outcome {
+        let folder = tempfile::tempdir()?;
+        let config = VisionConfig { channels: 1 << 20, ..config()? };
+        let path = folder.path().join("a.safetensors");
+        let message = |header: &str, data: &[u8]| -> Result<String, Box<dyn Error>> {
+            let length = (header.len() as u64).to_le_bytes();
+            std::fs::write(&path, [&length, header.as_bytes(), data].concat())?;
+            let error = Pictures::from_tensors(&config, &path).err().ok_or("an error")?;
+            Ok(error.to_string())
+        };
+        let each = (1usize << 61) - 1;
+        let entry = |i: usize, from: usize, to: usize| {
+            format!(r#""{i}":{{"dtype":"U8","shape":[{}],"data_offsets":[{from},{to}]}}"#, to - from)
+        };
+        let mut entries: Vec<String> = (0..8).map(|i| entry(i, i * each, (i + 1) * each)).collect();
+        entries.push(entry(8, 8 * each, usize::MAX));
+        let wrapped = message(&format!("{{{}}}", entries.join(",")), &[0; 7])?;
+        assert!(
+            wrapped.ends_with("describes 18446744073709551615 bytes of tensors, 7 follow it"),
+            "{wrapped}"
+        );
+        assert!(message("{", &[])?.contains("EOF"));
+
+        let header = r#"{"pixel_values":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},
+            "image_grid_thw":{"dtype":"I32","shape":[3],"data_offsets":[4,16]}}"#;
+        let data = [[0u8; 4], [0, 128, 0, 0], [0, 128, 0, 0], [0, 128, 0, 0]].concat();
+        assert_eq!(message(header, &data)?, "pixel_values has fewer patches than image_grid_thw says");
         Ok(())
     }
 
