@@ -242,10 +242,9 @@ fn load_tokenizer(model: &Path, is_optional: bool) -> Result<Option<Tokenizer>, 
     Tokenizer::from_file(&path).map(Some).map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Whether a prompt starts with the model's first token: what `add_bos_token` of tokenizer_config.json says (Qwen3: no). A
-/// checkpoint without that file, as the demo model, wants it if its configuration names one.
+/// Whether a prompt starts with the model's first token: if `add_bos_token` of tokenizer_config.json says so (Qwen3: no).
 fn adds_bos(model: &Path) -> bool {
-    let Ok(text) = std::fs::read(model.join("tokenizer_config.json")) else { return true };
+    let Ok(text) = std::fs::read(model.join("tokenizer_config.json")) else { return false };
     let config: Option<serde_json::Value> = serde_json::from_slice(&text).ok();
     config.is_some_and(|config| config["add_bos_token"] == true)
 }
@@ -270,4 +269,29 @@ fn print_speed(prompt: usize, prefill: Duration, new: usize, decode: Duration) {
         decode.as_secs_f64() * 1e3,
         rate(new, decode)
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Outcome = Result<(), Box<dyn Error>>;
+
+    fn demo() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo-model")
+    }
+
+    #[test]
+    fn first_tokens() -> Outcome {
+        assert!(adds_bos(&demo()));
+        let folder = tempfile::tempdir()?;
+        assert!(!adds_bos(folder.path()), "without the file");
+        for (text, want) in
+            [("{}", false), (r#"{"add_bos_token": false}"#, false), (r#"{"add_bos_token": true}"#, true)]
+        {
+            std::fs::write(folder.path().join("tokenizer_config.json"), text)?;
+            assert_eq!(adds_bos(folder.path()), want, "{text}");
+        }
+        Ok(())
+    }
 }
