@@ -163,6 +163,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     let mut sampler = Sampler::new(&session, sampling)?;
     let mut text = StreamedText::new(tokenizer.as_ref());
     let mut new_ids = Vec::new();
+    let mut out = std::io::stdout();
     let started = Instant::now();
     while new_ids.len() < options.max_new_tokens {
         let id = sampler.sample(&session)?[0];
@@ -171,7 +172,8 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
             break;
         }
         if !options.print_ids {
-            text.push(id)?;
+            write!(out, "{}", text.push(id)?)?;
+            out.flush()?;
         }
         if new_ids.len() < options.max_new_tokens {
             session.decode(&[id])?;
@@ -182,7 +184,7 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     if options.print_ids {
         println!("{}", serde_json::to_string(&new_ids)?);
     } else {
-        println!();
+        writeln!(out, "{}", text.finish()?)?;
     }
     print_speed(prompt.len(), prefill_time, new_ids.len(), decode_time);
     Ok(())
@@ -206,31 +208,47 @@ fn look_at_pictures(
     Ok((pictures, prompt))
 }
 
-/// Prints text as soon as it is whole characters: a token may end in the middle of one.
+/// Text as soon as it is whole characters: a token may end in the middle of one. (The tokenizer's own `DecodeStream` keeps what
+/// is left at the end to itself.)
 struct StreamedText<'a> {
     tokenizer: Option<&'a Tokenizer>,
+    /// The last ids whose text was given, and those whose text was not.
     ids: Vec<u32>,
-    printed: usize,
+    /// How many the former are. They are decoded with the latter: some decoders write a first token in another way.
+    given: usize,
 }
 
 impl<'a> StreamedText<'a> {
     fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
-        StreamedText { tokenizer, ids: Vec::new(), printed: 0 }
+        StreamedText { tokenizer, ids: Vec::new(), given: 0 }
     }
 
-    fn push(&mut self, id: u32) -> Result<(), Box<dyn Error>> {
-        self.ids.push(id);
-        let mut out = std::io::stdout();
-        let Some(tokenizer) = self.tokenizer else {
-            write!(out, "{id} ")?;
-            return Ok(out.flush()?);
-        };
-        let text = tokenizer.decode(&self.ids, true).map_err(text_error)?;
-        if !text.ends_with('\u{fffd}') && text.is_char_boundary(self.printed) {
-            out.write_all(&text.as_bytes()[self.printed..])?;
-            self.printed = text.len();
+    /// What there is to write after this id: nothing while a character is not whole.
+    fn push(&mut self, id: u32) -> Result<String, Box<dyn Error>> {
+        if self.tokenizer.is_none() {
+            return Ok(format!("{id} "));
         }
-        Ok(out.flush()?)
+        self.ids.push(id);
+        let text = self.rest()?;
+        if text.is_empty() || text.ends_with('\u{fffd}') {
+            return Ok(String::new());
+        }
+        self.ids.drain(..self.given);
+        self.given = self.ids.len();
+        Ok(text)
+    }
+
+    /// What is left at the end, whole or not.
+    fn finish(self) -> Result<String, Box<dyn Error>> {
+        self.rest()
+    }
+
+    /// The text of the ids that was not given.
+    fn rest(&self) -> Result<String, Box<dyn Error>> {
+        let Some(tokenizer) = self.tokenizer else { return Ok(String::new()) };
+        let decode = |ids: &[u32]| tokenizer.decode(ids, true).map_err(text_error);
+        let (given, text) = (decode(&self.ids[..self.given])?, decode(&self.ids)?);
+        Ok(text.get(given.len()..).unwrap_or_default().to_owned())
     }
 }
 
@@ -279,6 +297,34 @@ mod tests {
 
     fn demo() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo-model")
+    }
+
+    /// The pieces make up the text, none ends in the middle of a character, and few ids are kept; what is cut at the end is there.
+    #[test]
+    fn streamed_text() -> Outcome {
+        let tokenizer = load_tokenizer(&demo(), false)?.ok_or("a tokenizer")?;
+        let whole = "The borrow checker … naïve 漢字 🦀🦀 done. ".repeat(20);
+        let encoded = tokenizer.encode(whole.as_str(), true).map_err(text_error)?;
+        let mut text = StreamedText::new(Some(&tokenizer));
+        let mut written = String::new();
+        for &id in encoded.get_ids() {
+            written += &text.push(id)?;
+            assert!(whole.starts_with(&written));
+            assert!(text.ids.len() <= 8, "{} ids are kept", text.ids.len());
+        }
+        assert_eq!(written.clone() + &text.finish()?, whole);
+
+        let crab = tokenizer.encode("a 🦀", true).map_err(text_error)?;
+        let ids = crab.get_ids();
+        let mut text = StreamedText::new(Some(&tokenizer));
+        let pieces: Vec<String> =
+            ids[..ids.len() - 1].iter().map(|&id| text.push(id)).collect::<Result<_, _>>()?;
+        assert_eq!(pieces.concat().trim_end(), "a");
+        assert!(text.finish()?.ends_with('\u{fffd}'));
+
+        let mut text = StreamedText::new(None);
+        assert_eq!((text.push(7)? + &text.push(8)?, text.finish()?), ("7 8 ".into(), String::new()));
+        Ok(())
     }
 
     #[test]
