@@ -14,10 +14,10 @@ use pictures::Pictures;
 use safetensors::tensor::{Dtype, TensorView};
 use tokenizers::Tokenizer;
 use warpforge::models::{Logits, Model, ModelConfig, Sampler, SessionOptions};
-use warpforge::ops::sampling::Sampling;
+use warpforge::ops::sampling::{self, Sampling, SamplingProblem};
 use warpforge::{DType, DeviceChoice, OptLevel};
 
-/// Writes text with a model of the Qwen3 family, on the best device there is.
+/// Writes text with a model of the Qwen3 or GLM family, on the best device there is.
 #[derive(Parser)]
 struct Options {
     /// Folder with config.json, the safetensors and tokenizer.json.
@@ -109,6 +109,21 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
         (None, None) => return Err("--prompt needs a tokenizer.json; use --ids without one".into()),
     };
     let (pictures, prompt) = look_at_pictures(options, &config, prompt)?;
+    // Loading may take minutes: whatever is wrong with the arguments comes before.
+    if prompt.is_empty() {
+        return Err("the prompt has no tokens".into());
+    }
+    let sampling = sampling_of(options);
+    let vocab = config.decoder.vocab_size;
+    let problem = SamplingProblem { rows: 1, vocab, dtype: DType::F32, method: sampling };
+    sampling::Sampler::supports(&device, &problem)?;
+    let capacity = prompt.len().saturating_add(options.max_new_tokens);
+    let most = config.decoder.max_position_embeddings;
+    if capacity > most {
+        eprintln!(
+            "warning: prompt and continuation are up to {capacity} tokens; the model was made for {most}"
+        );
+    }
 
     let started = Instant::now();
     let bar = ProgressBar::new(0)
@@ -120,7 +135,6 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     bar.finish_and_clear();
     eprintln!("loaded in {:.2} s", started.elapsed().as_secs_f64());
 
-    let capacity = prompt.len() + options.max_new_tokens;
     let session_options =
         SessionOptions { capacity, max_patches: pictures.num_patches(), ..SessionOptions::default() };
     let mut session = model.session(if options.dump_logits.is_some() {
@@ -154,12 +168,6 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     }
 
     // The continuation.
-    let sampling = if options.temperature == 0.0 {
-        Sampling::Greedy
-    } else {
-        let (temperature, top_p, seed) = (options.temperature, options.top_p, options.seed);
-        Sampling::Random { temperature, top_k: (options.top_k > 0).then_some(options.top_k), top_p, seed }
-    };
     let mut sampler = Sampler::new(&session, sampling)?;
     let mut text = StreamedText::new(tokenizer.as_ref());
     let mut new_ids = Vec::new();
@@ -188,6 +196,14 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     }
     print_speed(prompt.len(), prefill_time, new_ids.len(), decode_time);
     Ok(())
+}
+
+fn sampling_of(options: &Options) -> Sampling {
+    if options.temperature == 0.0 {
+        return Sampling::Greedy;
+    }
+    let (temperature, top_p, seed) = (options.temperature, options.top_p, options.seed);
+    Sampling::Random { temperature, top_k: (options.top_k > 0).then_some(options.top_k), top_p, seed }
 }
 
 /// The images, and the prompt with a placeholder for each token of theirs.
@@ -338,6 +354,30 @@ mod tests {
             std::fs::write(folder.path().join("tokenizer_config.json"), text)?;
             assert_eq!(adds_bos(folder.path()), want, "{text}");
         }
+        Ok(())
+    }
+
+    /// A checkpoint that cannot be loaded: what is wrong with the arguments is said before that is.
+    #[test]
+    fn arguments_are_checked_before_loading() -> Outcome {
+        let folder = tempfile::tempdir()?;
+        for file in ["config.json", "tokenizer.json"] {
+            std::fs::copy(demo().join(file), folder.path().join(file))?;
+        }
+        let message = |arguments: &[&str]| {
+            let model = folder.path().to_str().unwrap_or_default();
+            let all = [&["generate", "--device", "cpu", "--model", model], arguments].concat();
+            run(&Options::parse_from(all)).err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert!(
+            message(&["--temperature", "-1"]).contains("temperature"),
+            "{}",
+            message(&["--temperature", "-1"])
+        );
+        let top_p = message(&["--temperature", "1", "--top-p", "7"]);
+        assert!(top_p.contains("top_p"), "{top_p}");
+        assert_eq!(message(&["--prompt", ""]), "the prompt has no tokens");
+        assert!(message(&["--ids", "1,2"]).starts_with("no weights in "), "{}", message(&["--ids", "1,2"]));
         Ok(())
     }
 }
