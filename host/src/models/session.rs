@@ -215,14 +215,15 @@ impl Session {
         Ok(())
     }
 
-    /// Makes sequence `to` what sequence `from` is, so that both go on from there.
+    /// Makes sequence `to` what sequence `from` is, so that both go on from there. Copies what there is of its tokens, not the
+    /// whole capacity.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         let len = self.whole_len("from", from)?;
         self.check_sequence("to", to)?;
         if from != to {
             self.torn[to] = true;
             for cache in &mut self.caches {
-                cache.copy_sequence(&self.stream, from, to)?;
+                cache.copy_sequence(&self.stream, (from, to), len)?;
             }
             self.torn[to] = false;
             self.lens[to] = len;

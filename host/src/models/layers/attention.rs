@@ -87,9 +87,14 @@ impl KeysValues {
         self.k.bytes() + self.v.bytes()
     }
 
-    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
-        copy_row(stream, &mut self.k, from, to)?;
-        copy_row(stream, &mut self.v, from, to)
+    pub(super) fn copy_sequence(
+        &mut self,
+        stream: &Stream,
+        (from, to): (usize, usize),
+        len: usize,
+    ) -> Result<(), Error> {
+        copy_row(stream, &mut self.k, (from, to), len)?;
+        copy_row(stream, &mut self.v, (from, to), len)
     }
 }
 

@@ -98,9 +98,12 @@ impl DeltaState {
         self.window.bytes() + self.state.bytes()
     }
 
-    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
-        copy_row(stream, &mut self.window, from, to)?;
-        copy_row(stream, &mut self.state, from, to)
+    pub(super) fn copy_sequence(&mut self, stream: &Stream, (from, to): (usize, usize)) -> Result<(), Error> {
+        for tensor in [&mut self.window, &mut self.state] {
+            let whole = tensor.shape()[1];
+            copy_row(stream, tensor, (from, to), whole)?;
+        }
+        Ok(())
     }
 
     /// As before a sequence's first token.

@@ -105,8 +105,13 @@ impl LatentRows {
         self.rows.bytes()
     }
 
-    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
-        copy_row(stream, &mut self.rows, from, to)
+    pub(super) fn copy_sequence(
+        &mut self,
+        stream: &Stream,
+        (from, to): (usize, usize),
+        len: usize,
+    ) -> Result<(), Error> {
+        copy_row(stream, &mut self.rows, (from, to), len)
     }
 }
 

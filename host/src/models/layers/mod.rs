@@ -249,12 +249,17 @@ impl Cache {
         }
     }
 
-    /// Makes sequence `to` what sequence `from`, another one, is.
-    pub(super) fn copy_sequence(&mut self, stream: &Stream, from: usize, to: usize) -> Result<(), Error> {
+    /// Makes sequence `to` what sequence `from`, another one of `len` tokens, is.
+    pub(super) fn copy_sequence(
+        &mut self,
+        stream: &Stream,
+        sequences: (usize, usize),
+        len: usize,
+    ) -> Result<(), Error> {
         match self {
-            Cache::KeysValues(cache) => cache.copy_sequence(stream, from, to),
-            Cache::Delta(cache) => cache.copy_sequence(stream, from, to),
-            Cache::LatentRows(cache) => cache.copy_sequence(stream, from, to),
+            Cache::KeysValues(cache) => cache.copy_sequence(stream, sequences, len),
+            Cache::Delta(cache) => cache.copy_sequence(stream, sequences),
+            Cache::LatentRows(cache) => cache.copy_sequence(stream, sequences, len),
         }
     }
 
@@ -368,10 +373,38 @@ impl FeedForwardBlock {
     }
 }
 
-/// Makes row `to` of a cache what row `from` is; the rows differ.
-fn copy_row(stream: &Stream, cache: &mut Tensor, from: usize, to: usize) -> Result<(), Error> {
+/// Makes the first `len` entries of row `to` of a cache what those of row `from` are; the rows differ.
+fn copy_row(
+    stream: &Stream,
+    cache: &mut Tensor,
+    (from, to): (usize, usize),
+    len: usize,
+) -> Result<(), Error> {
     let (first, second) = (from.min(to), from.max(to));
     let (before, after) = cache.view_mut().split(second)?;
-    let (first, second) = (before.slice(0, first..first + 1)?, after.slice(0, 0..1)?);
+    let first = before.slice(0, first..first + 1)?.slice(1, 0..len)?;
+    let second = after.slice(0, 0..1)?.slice(1, 0..len)?;
     if from < to { stream.copy(first.as_view(), second) } else { stream.copy(second.as_view(), first) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+
+    /// What is beyond a sequence's tokens is not copied: a cache may be of a hundred thousand, and a sequence of a few.
+    #[test]
+    fn copies_are_of_the_tokens_that_there_are() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        for (from, to) in [(0, 2), (2, 1)] {
+            for len in 0..=4 {
+                let mut values: Vec<f32> = (0..3 * 4 * 5).map(|i| i as f32).collect();
+                let mut cache = Tensor::from_slice(&stream, &[3, 4, 5], &values)?;
+                copy_row(&stream, &mut cache, (from, to), len)?;
+                values.copy_within(from * 20..from * 20 + len * 5, to * 20);
+                assert_eq!(cache.to_vec::<f32>(&stream)?, values, "{from} to {to}, {len}");
+            }
+        }
+        Ok(())
+    }
 }
