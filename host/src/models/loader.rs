@@ -12,9 +12,9 @@ use crate::tensor::Tensor;
 /// How far loading is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
-    /// Bytes of the checkpoint that are on the device.
+    /// Bytes of the weights that are on the device, in the type that they are converted to.
     pub loaded_bytes: u64,
-    /// Bytes that the model takes from the checkpoint.
+    /// Bytes of all weights in that type, whatever their size in the checkpoint.
     pub total_bytes: u64,
 }
 
@@ -72,7 +72,8 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// Random weights: normal with a standard deviation of 0.02, gains around 1. For tests and measurements.
+    /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another type than
+    /// `dtype`. For tests and measurements.
     pub(super) fn random<T>(
         seed: u64,
         stream: &'a Stream,
