@@ -45,6 +45,14 @@ impl Dims {
         Some(if shape.contains(&0) { 0 } else { stride })
     }
 
+    /// Bytes of this many elements, which are an argument of `op`; an error if they do not fit the address space.
+    fn checked_bytes(&self, op: &'static str, argument: &'static str, dtype: DType) -> Result<usize, Error> {
+        let bytes = Dims::volume(self).and_then(|volume| volume.checked_mul(dtype.bytes()));
+        bytes.filter(|&bytes| bytes <= isize::MAX as usize).ok_or_else(|| {
+            Error::invalid(op, argument, "a size that fits the address space", format!("{self:?}"))
+        })
+    }
+
     /// Strides of a contiguous tensor of this shape, in elements.
     fn contiguous_strides(&self) -> Self {
         let mut strides = *self;
@@ -101,15 +109,7 @@ impl Tensor {
     /// A tensor with undefined contents.
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let dims = Dims::new(shape)?;
-        let bytes = Dims::volume(shape).and_then(|volume| volume.checked_mul(dtype.bytes()));
-        let Some(bytes) = bytes.filter(|&bytes| bytes <= isize::MAX as usize) else {
-            return Err(Error::invalid(
-                "Tensor::empty",
-                "shape",
-                "a size that fits the address space",
-                format!("{shape:?}"),
-            ));
-        };
+        let bytes = dims.checked_bytes("Tensor::empty", "shape", dtype)?;
         let block = stream.device().pool().allocate(bytes, stream)?;
         Ok(Tensor { block, shape: dims, dtype, place: stream.device().place() })
     }
@@ -352,6 +352,7 @@ macro_rules! view_methods {
                     ));
                 }
                 let (shape, strides) = (Dims::new(shape)?, Dims::new(strides)?);
+                shape.checked_bytes(stringify!($view), "shape", dtype)?;
                 let raw = RawView { address, shape, strides, dtype, place: device.place() };
                 Ok($view { raw, life: PhantomData })
             }
@@ -508,6 +509,8 @@ view_methods!(TensorViewMut);
 
 impl TensorView<'_> {
     /// The same elements so many times along an axis of size 1, without a copy.
+    ///
+    /// **Errors**: [`Error::Invalid`] for an axis of another size, and for more elements than fit the address space.
     pub fn repeat(mut self, axis: usize, times: usize) -> Result<Self, Error> {
         if self.raw.shape.get(axis) != Some(&1) {
             let expected = format!("an axis of size 1 of {:?}", self.raw.shape);
@@ -515,6 +518,8 @@ impl TensorView<'_> {
         }
         self.raw.shape.values[axis] = times;
         self.raw.strides.values[axis] = 0;
+        // There is no such memory, but sizes in elements and bytes are computed of any view.
+        self.raw.shape.checked_bytes("TensorView::repeat", "times", self.raw.dtype)?;
         Ok(self)
     }
 
@@ -886,6 +891,29 @@ mod tests {
         assert_eq!(
             view.unwrap_err().to_string(),
             "TensorView: strides: expected 2 strides for [2, 2], got [1]"
+        );
+        Ok(())
+    }
+
+    /// Views beyond the address space have no size in elements or bytes.
+    #[test]
+    fn huge_views_are_refused() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        let tensor = Tensor::zeros(&stream, &[1, 4], DType::F32)?;
+        for times in [1 << 59, 1 << 62, usize::MAX] {
+            assert_eq!(
+                tensor.view().repeat(0, times).map(|view| view.len()).unwrap_err().to_string(),
+                format!(
+                    "TensorView::repeat: times: expected a size that fits the address space, got [{times}, 4]"
+                )
+            );
+        }
+        assert_eq!(tensor.view().repeat(0, 1 << 58)?.len(), 1 << 60);
+        // SAFETY: it is refused before there is a view.
+        let view = unsafe { TensorViewMut::from_raw(&Device::cpu(), 0, &[1 << 62, 4], &[0, 1], DType::I8) };
+        assert_eq!(
+            view.unwrap_err().to_string(),
+            "TensorViewMut: shape: expected a size that fits the address space, got [4611686018427387904, 4]"
         );
         Ok(())
     }
