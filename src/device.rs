@@ -47,7 +47,7 @@ impl Device {
         host::Device::cuda_count()
     }
 
-    /// The same device, running the images of another floor.
+    /// The same device, running the images of another floor: [`host::Device::with_arch`].
     pub fn with_arch(&self, arch: Arch) -> Result<Self, Error> {
         self.0.with_arch(arch).map(Device)
     }

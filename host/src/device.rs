@@ -261,6 +261,9 @@ impl Device {
     }
 
     /// The same device, running the images of another floor: a Hopper card can run all three. On the CPU, itself.
+    ///
+    /// **Errors**: [`Error::UnsupportedCapability`] if the card cannot run the floor. That this build has images of it is
+    /// not asked here: plans say [`Error::MissingImage`].
     pub fn with_arch(&self, arch: Arch) -> Result<Self, Error> {
         if let Some((major, minor)) = self.shared.profile.compute_capability
             && !arch.runs_on(major, minor)

@@ -281,7 +281,7 @@ mod tests {
 
         let stream = device.stream()?;
         let data: Vec<u32> = (0..9).collect();
-        let tensor = Tensor::from_slice(&stream, &[9], &data)?;
+        let mut tensor = Tensor::from_slice(&stream, &[9], &data)?;
         assert_eq!(tensor.to_vec::<u32>(&stream)?, data);
         let from = tensor.view().slice(0, 1..8)?;
         // SAFETY: inside the tensor.
@@ -302,6 +302,10 @@ mod tests {
         assert_eq!(
             tensor.to_vec::<u32>(&other.stream()?).unwrap_err().to_string(),
             format!("TensorView::to_vec: stream: expected {}, got {}", device.place(), other.place())
+        );
+        assert_eq!(
+            tensor.view_mut().write(&other.stream()?, &data).unwrap_err().to_string(),
+            format!("TensorViewMut::write: stream: expected {}, got {}", device.place(), other.place())
         );
         assert_eq!(
             Tensor::empty(&stream, &[1000], DType::I8).unwrap_err().to_string(),

@@ -107,7 +107,7 @@ impl Stream {
         }
         match &self.queue {
             Queue::Cpu => {
-                // SAFETY: Tensor allocated `data.len()` bytes there and holds them alone.
+                // SAFETY: a contiguous view of `data.len()` bytes there, nobody else's, checked in TensorViewMut::upload.
                 unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), address as *mut u8, data.len()) };
                 Ok(())
             }
@@ -126,7 +126,7 @@ impl Stream {
         }
         match &self.queue {
             Queue::Cpu => {
-                // SAFETY: a contiguous view of `data.len()` bytes there, checked in TensorView::to_vec.
+                // SAFETY: a contiguous view of `data.len()` bytes there, checked in TensorView::read_into.
                 unsafe { std::ptr::copy_nonoverlapping(address as *const u8, data.as_mut_ptr(), data.len()) };
                 Ok(())
             }
@@ -140,6 +140,9 @@ impl Stream {
 
     /// Copies a contiguous tensor to another of the same size and type by the driver's own copy; strides and casts are
     /// the operator [`crate::ops::copy`]'s.
+    ///
+    /// **Errors**: [`Error::Invalid`] for a shape, type or place that differs, and gaps between elements;
+    /// [`Error::Driver`].
     pub fn copy(&self, from: TensorView<'_>, to: TensorViewMut<'_>) -> Result<(), Error> {
         const OP: &str = "Stream::copy";
         let shape: Vec<Option<usize>> = from.shape().iter().copied().map(Some).collect();

@@ -107,6 +107,9 @@ pub struct Tensor {
 
 impl Tensor {
     /// A tensor with undefined contents.
+    ///
+    /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or a size beyond the address space;
+    /// [`Error::OutOfMemory`] and [`Error::Driver`] from the device.
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let dims = Dims::new(shape)?;
         let bytes = dims.checked_bytes("Tensor::empty", "shape", dtype)?;
@@ -115,39 +118,43 @@ impl Tensor {
     }
 
     /// A tensor of zero bytes.
+    ///
+    /// **Errors**: as [`Tensor::empty`].
     pub fn zeros(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let tensor = Self::empty(stream, shape, dtype)?;
         stream.fill_zero(tensor.block.address(), tensor.bytes())?;
         Ok(tensor)
     }
 
-    /// A tensor of these elements, outermost dimension first.
+    /// A tensor of these elements, outermost dimension first. [`TensorViewMut::write`] is for a tensor that is there.
+    ///
+    /// **Errors**: as [`Tensor::empty`], and [`Error::Invalid`] for more or fewer elements than `shape` has.
     pub fn from_slice<T: Element>(stream: &Stream, shape: &[usize], data: &[T]) -> Result<Self, Error> {
-        Self::from_bytes(stream, shape, T::DTYPE, bytemuck::cast_slice(data))
-    }
-
-    /// A tensor of elements given as their bytes in little-endian order.
-    pub fn from_bytes(stream: &Stream, shape: &[usize], dtype: DType, data: &[u8]) -> Result<Self, Error> {
-        let tensor = Self::empty(stream, shape, dtype)?;
-        if data.len() != tensor.bytes() {
-            let expected = format!("{} bytes for {shape:?} of {dtype}", tensor.bytes());
-            return Err(Error::invalid(
-                "Tensor::from_bytes",
-                "data",
-                expected,
-                format!("{} bytes", data.len()),
-            ));
-        }
-        stream.upload(tensor.block.address(), data)?;
+        let mut tensor = Self::empty(stream, shape, T::DTYPE)?;
+        tensor.view_mut().upload("Tensor::from_slice", stream, T::DTYPE, bytemuck::cast_slice(data))?;
         Ok(tensor)
     }
 
-    /// The elements, after all work on `stream` so far.
+    /// A tensor of elements given as their bytes in little-endian order.
+    ///
+    /// **Errors**: as [`Tensor::from_slice`].
+    pub fn from_bytes(stream: &Stream, shape: &[usize], dtype: DType, data: &[u8]) -> Result<Self, Error> {
+        let mut tensor = Self::empty(stream, shape, dtype)?;
+        tensor.view_mut().upload("Tensor::from_bytes", stream, dtype, data)?;
+        Ok(tensor)
+    }
+
+    /// The elements, after all work on `stream` so far. [`TensorView::read_into`] is for a slice that is there.
+    ///
+    /// **Errors**: [`Error::Invalid`] if `T` is another type or `stream` another device's; [`Error::Driver`] also for work of
+    /// the stream that failed.
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>, Error> {
         self.view().to_vec(stream)
     }
 
     /// The elements as f32, whatever float type they are stored in.
+    ///
+    /// **Errors**: as [`Tensor::to_vec`], and [`Error::Invalid`] for a type that is no float.
     pub fn to_f32_vec(&self, stream: &Stream) -> Result<Vec<f32>, Error> {
         match self.dtype {
             DType::F32 => self.to_vec(stream),
@@ -255,6 +262,33 @@ impl RawView {
             step *= self.shape[axis];
         }
         true
+    }
+
+    /// Checks that `bytes` bytes of `dtype` on the host are what a copy in `stream`'s order moves to or from this view.
+    fn expect_host(
+        &self,
+        op: &'static str,
+        stream: &Stream,
+        dtype: DType,
+        bytes: usize,
+    ) -> Result<(), Error> {
+        if dtype != self.dtype {
+            return Err(Error::invalid(op, "dtype", self.dtype.name(), dtype.name()));
+        }
+        if !self.is_contiguous() {
+            let got = format!("shape {:?} with strides {:?}", self.shape, self.strides);
+            return Err(Error::invalid(op, "view", "a contiguous view", got));
+        }
+        if self.place != stream.device().place() {
+            let (expected, got) = (self.place.to_string(), stream.device().place().to_string());
+            return Err(Error::invalid(op, "stream", expected, got));
+        }
+        let wanted = self.len() * dtype.bytes();
+        if bytes != wanted {
+            let expected = format!("{wanted} bytes for {:?} of {dtype}", self.shape);
+            return Err(Error::invalid(op, "data", expected, format!("{bytes} bytes")));
+        }
+        Ok(())
     }
 
     fn slice(mut self, axis: usize, range: Range<usize>) -> Result<Self, Error> {
@@ -524,27 +558,25 @@ impl TensorView<'_> {
     }
 
     /// The elements in order, after all work on `stream` so far; the view must be contiguous.
+    ///
+    /// **Errors**: as [`TensorView::read_into`].
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>, Error> {
-        self.expect_type::<T>("TensorView::to_vec")?;
-        if !self.is_contiguous() {
-            let got = format!("shape {:?} with strides {:?}", self.shape(), self.strides());
-            return Err(Error::invalid("TensorView::to_vec", "view", "a contiguous view", got));
-        }
-        if self.place() != stream.device().place() {
-            let (expected, got) = (self.place().to_string(), stream.device().place().to_string());
-            return Err(Error::invalid("TensorView::to_vec", "stream", expected, got));
-        }
+        // Before so much is allocated.
+        self.raw.expect_host("TensorView::to_vec", stream, T::DTYPE, self.len() * size_of::<T>())?;
         let mut data = vec![T::zeroed(); self.len()];
-        stream.download(self.address(), bytemuck::cast_slice_mut(&mut data))?;
+        self.read_into(stream, &mut data)?;
         Ok(data)
     }
 
-    fn expect_type<T: Element>(&self, op: &'static str) -> Result<(), Error> {
-        if T::DTYPE == self.dtype() {
-            Ok(())
-        } else {
-            Err(Error::invalid(op, "dtype", self.dtype().name(), T::DTYPE.name()))
-        }
+    /// Copies the elements in order to the host, after all work on `stream` so far, for which it waits; the view must be
+    /// contiguous.
+    ///
+    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream` is
+    /// another device's; [`Error::Driver`] also for work of the stream that failed.
+    pub fn read_into<T: Element>(&self, stream: &Stream, data: &mut [T]) -> Result<(), Error> {
+        let data: &mut [u8] = bytemuck::cast_slice_mut(data);
+        self.raw.expect_host("TensorView::read_into", stream, T::DTYPE, data.len())?;
+        stream.download(self.address(), data)
     }
 
     /// The elements in host memory from the first to the last, gaps included: what the CPU backend computes on.
@@ -569,6 +601,27 @@ impl TensorViewMut<'_> {
     /// The same view for a shorter time.
     pub fn reborrow(&mut self) -> TensorViewMut<'_> {
         TensorViewMut { raw: self.raw, life: PhantomData }
+    }
+
+    /// Copies elements from the host, in order, after all work on `stream` so far; the view must be contiguous. `data` may
+    /// be dropped or changed at once.
+    ///
+    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream` is
+    /// another device's; [`Error::Driver`].
+    pub fn write<T: Element>(&mut self, stream: &Stream, data: &[T]) -> Result<(), Error> {
+        self.upload("TensorViewMut::write", stream, T::DTYPE, bytemuck::cast_slice(data))
+    }
+
+    /// [`Self::write`] of elements of `dtype` given as their bytes in little-endian order, for the function `op`.
+    pub(crate) fn upload(
+        &mut self,
+        op: &'static str,
+        stream: &Stream,
+        dtype: DType,
+        data: &[u8],
+    ) -> Result<(), Error> {
+        self.raw.expect_host(op, stream, dtype, data.len())?;
+        stream.upload(self.address(), data)
     }
 
     /// The rows of axis 0 before `at`, and the others.
@@ -886,12 +939,52 @@ mod tests {
             "TensorView::to_vec: view: expected a contiguous view, got shape [2, 1] with strides [2, 1]"
         );
         assert_eq!(columns.view().slice(0, 1..2)?.to_vec::<u32>(&stream)?, [3, 4]);
+        assert_eq!(
+            Tensor::from_slice(&stream, &[2, 2], &[1i8, 2, 3]).unwrap_err().to_string(),
+            "Tensor::from_slice: data: expected 4 bytes for [2, 2] of i8, got 3 bytes"
+        );
         // SAFETY: it is refused before there is a view.
         let view = unsafe { TensorView::from_raw(&Device::cpu(), 0, &[2, 2], &[1], DType::F32) };
         assert_eq!(
             view.unwrap_err().to_string(),
             "TensorView: strides: expected 2 strides for [2, 2], got [1]"
         );
+        Ok(())
+    }
+
+    /// Elements go to and come from a part of a tensor that is there, and nothing else of it changes.
+    #[test]
+    fn parts_are_written_and_read() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        let mut tensor = Tensor::from_slice(&stream, &[3, 2], &[0u32, 1, 2, 3, 4, 5])?;
+        tensor.view_mut().slice(0, 1..2)?.write(&stream, &[20u32, 30])?;
+        assert_eq!(tensor.to_vec::<u32>(&stream)?, [0, 1, 20, 30, 4, 5]);
+        let mut last = [9u32; 4];
+        tensor.view().slice(0, 1..3)?.read_into(&stream, &mut last)?;
+        assert_eq!(last, [20, 30, 4, 5]);
+        tensor.view_mut().slice(0, 3..3)?.write::<u32>(&stream, &[])?;
+        tensor.view().slice(1, 0..0)?.read_into::<u32>(&stream, &mut [])?;
+
+        let written = |tensor: &mut Tensor, range, data: &[u32]| {
+            tensor.view_mut().slice(1, range)?.write(&stream, data)
+        };
+        let read = |range, data: &mut [u32]| tensor.view().slice(1, range)?.read_into(&stream, data);
+        let message = |result: Result<(), Error>| result.unwrap_err().to_string();
+        let gaps = "view: expected a contiguous view, got shape [3, 1] with strides [2, 1]";
+        let short = "data: expected 24 bytes for [3, 2] of u32, got 20 bytes";
+        assert_eq!(message(read(0..1, &mut [7; 3])), format!("TensorView::read_into: {gaps}"));
+        assert_eq!(message(read(0..2, &mut [7; 5])), format!("TensorView::read_into: {short}"));
+        assert_eq!(
+            message(tensor.view().read_into(&stream, &mut [0f32; 6])),
+            "TensorView::read_into: dtype: expected u32, got f32"
+        );
+        assert_eq!(message(written(&mut tensor, 0..1, &[7; 3])), format!("TensorViewMut::write: {gaps}"));
+        assert_eq!(message(written(&mut tensor, 0..2, &[7; 5])), format!("TensorViewMut::write: {short}"));
+        assert_eq!(
+            message(tensor.view_mut().write(&stream, &[0i32; 6])),
+            "TensorViewMut::write: dtype: expected u32, got i32"
+        );
+        assert_eq!(tensor.to_vec::<u32>(&stream)?, [0, 1, 20, 30, 4, 5]);
         Ok(())
     }
 

@@ -233,12 +233,14 @@ impl<'a> Loader<'a> {
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::Checkpoint(weights) => {
-                let tensor = Tensor::empty(stream, shape, dtype)?;
-                let mut address = tensor.view().address();
+                let mut tensor = Tensor::empty(stream, shape, dtype)?;
+                let (len, mut done) = (tensor.len(), 0);
                 for (name, _) in parts {
                     let bytes = weights.get(name)?.convert(dtype)?;
-                    stream.upload(address, &bytes)?;
-                    address += bytes.len() as u64;
+                    let part = bytes.len() / dtype.bytes();
+                    let mut target = tensor.view_mut().reshape(&[len])?.slice(0, done..done + part)?;
+                    target.upload("Model::load", stream, dtype, &bytes)?;
+                    done += part;
                     self.loaded_bytes += bytes.len() as u64;
                     let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
                     (self.progress)(LoadProgress { loaded_bytes, total_bytes });

@@ -561,6 +561,6 @@ impl Inputs {
         let (batch, tokens) = (sequences.len(), ids.len());
         fill(SEQUENCES, &mut sequences.map(|sequence| sequence as u32));
         fill(OFFSETS, &mut (0..=batch).map(|sequence| (sequence * tokens / batch) as u32));
-        stream.upload(self.rows.view().address(), bytemuck::cast_slice(&values))
+        self.rows.view_mut().write(stream, &values)
     }
 }

@@ -141,7 +141,7 @@ impl VisualInputs {
         let features = prompt.features(first..first + tokens);
         let of_chunk = &prompt.visual_tokens()[features.clone()];
         let rows: Vec<u32> = of_chunk.iter().map(|token| (token - first) as u32).collect();
-        stream.upload(self.rows.view_mut().address(), bytemuck::cast_slice(&rows))?;
+        self.rows.view_mut().slice(0, 0..rows.len())?.write(stream, &rows)?;
         let views = self.tower.features().map(|level| level.view().slice(0, features.clone()));
         Ok(VisualRows {
             ropes: &self.ropes,

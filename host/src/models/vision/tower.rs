@@ -3,7 +3,7 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 
-use super::{PatchGrid, Visual, invalid};
+use super::{OP, PatchGrid, Visual, invalid};
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport};
 use crate::models::config::VisionConfig;
@@ -378,13 +378,12 @@ impl TowerBlock {
         let freqs: Vec<f64> =
             (0..rotary_dim / 4).map(|i| THETA.powf(-2.0 * i as f64 / (rotary_dim / 2) as f64)).collect();
         let (mut ids, mut bag_weights, mut angles) = (Vec::new(), Vec::new(), Vec::new());
-        let mut address = self.pixels.view_mut().address();
         let mut patches = 0;
         for visual in visuals {
-            let bytes = encode(visual.patches, self.dtype);
-            stream.upload(address, &bytes)?;
-            address += bytes.len() as u64;
+            let first = patches;
             patches += visual.grid.patches();
+            let bytes = encode(visual.patches, self.dtype);
+            self.pixels.view_mut().slice(0, first..patches)?.upload(OP, stream, self.dtype, &bytes)?;
             for _ in 0..visual.grid.frames {
                 for (row, col) in visual.grid.places(merge_size) {
                     for (id, weight) in visual.grid.neighbours(position_grid, (row, col)) {
@@ -397,9 +396,8 @@ impl TowerBlock {
                 }
             }
         }
-        stream.upload(self.neighbours.view_mut().address(), bytemuck::cast_slice::<u32, u8>(&ids))?;
-        let bytes = bytemuck::cast_slice::<f32, u8>(&bag_weights);
-        stream.upload(self.neighbour_weights.view_mut().address(), bytes)?;
+        self.neighbours.view_mut().slice(0, 0..patches)?.write(stream, &ids)?;
+        self.neighbour_weights.view_mut().slice(0, 0..patches)?.write(stream, &bag_weights)?;
         self.ropes.set_angles(stream, &angles, 1.0)?;
         Ok(patches)
     }

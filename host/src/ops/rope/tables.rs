@@ -1,6 +1,5 @@
 //! cos and sin of every position.
 
-use abi::DType;
 use rayon::prelude::*;
 
 use super::OP;
@@ -62,10 +61,10 @@ impl RopeTables {
             return Err(Error::invalid(OP, "angles", expected, angles.len().to_string()));
         }
         let angle = |position: usize, pair: usize| angles[position * pairs + pair];
-        let (cos, sin) = cos_sin(angles.len() / pairs, pairs, attention_factor, angle);
-        self.cos.view().expect(OP, "tables", stream.device(), DType::F32, &[None, None])?;
-        stream.upload(self.cos.view_mut().address(), bytemuck::cast_slice(&cos))?;
-        stream.upload(self.sin.view_mut().address(), bytemuck::cast_slice(&sin))
+        let positions = angles.len() / pairs;
+        let (cos, sin) = cos_sin(positions, pairs, attention_factor, angle);
+        self.cos.view_mut().slice(0, 0..positions)?.write(stream, &cos)?;
+        self.sin.view_mut().slice(0, 0..positions)?.write(stream, &sin)
     }
 
     fn build(
