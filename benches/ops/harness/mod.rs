@@ -49,7 +49,7 @@ pub struct Options {
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
     /// Floor whose images are run: sm_61, sm_80 or sm_90a; the card's newest if not given.
-    #[arg(long, value_parser = parse_arch)]
+    #[arg(long)]
     floor: Option<Arch>,
     /// Also write the results to this file, one JSON object per line.
     #[arg(long)]
@@ -80,10 +80,6 @@ enum Energy {
     Anchors,
     /// All.
     All,
-}
-
-fn parse_arch(text: &str) -> Result<Arch, String> {
-    text.parse().map_err(|()| format!("unknown floor {text:?}: expected sm_61, sm_80 or sm_90a"))
 }
 
 /// Elements of the block of random numbers that all tensors are filled from.

@@ -54,15 +54,43 @@ impl core::fmt::Display for Arch {
 }
 
 impl core::str::FromStr for Arch {
-    type Err = ();
-    fn from_str(text: &str) -> Result<Self, ()> {
-        Arch::ALL.into_iter().find(|arch| arch.name() == text).ok_or(())
+    type Err = UnknownArch;
+    fn from_str(text: &str) -> Result<Self, UnknownArch> {
+        Arch::ALL.into_iter().find(|arch| arch.name() == text).ok_or(UnknownArch)
     }
 }
 
+/// A text that is no floor's [name](Arch::name).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownArch;
+
+impl core::fmt::Display for UnknownArch {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("unknown floor: expected ")?;
+        for (index, arch) in Arch::ALL.into_iter().enumerate() {
+            let separator = if index == 0 { "" } else { ", " };
+            write!(f, "{separator}{arch}")?;
+        }
+        Ok(())
+    }
+}
+
+impl core::error::Error for UnknownArch {}
+
 #[cfg(test)]
 mod tests {
-    use super::Arch;
+    extern crate std;
+    use super::{Arch, UnknownArch};
+    use std::string::ToString;
+
+    #[test]
+    fn floors_by_name() {
+        for arch in Arch::ALL {
+            assert_eq!(arch.to_string().parse(), Ok(arch));
+        }
+        assert_eq!("sm_90".parse::<Arch>(), Err(UnknownArch));
+        assert_eq!(UnknownArch.to_string(), "unknown floor: expected sm_61, sm_80, sm_90a");
+    }
 
     #[test]
     fn newest_floor_per_card() {
