@@ -58,6 +58,13 @@ impl Device {
     }
 }
 
+/// The device of a [`Stream`](crate::Stream) or a [`Model`](crate::models::Model), which runs the images that it has.
+impl From<host::Device> for Device {
+    fn from(device: host::Device) -> Self {
+        Device(device)
+    }
+}
+
 impl Deref for Device {
     type Target = host::Device;
     fn deref(&self) -> &host::Device {
@@ -102,5 +109,27 @@ impl FromStr for DeviceChoice {
             Some(("cuda", ordinal)) => ordinal.parse().map(DeviceChoice::Cuda).map_err(|_| unknown()),
             Some(_) => Err(unknown()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormProblem, RmsNormTile, RmsNormVariant, VARIANTS};
+    use crate::{Arch, DType, Device, DeviceLimits, Error, OptLevel, TensorCores, UnknownArch};
+
+    /// What signatures speak of has a name here.
+    #[test]
+    fn public_names() -> Result<(), Error> {
+        let device = Device::cpu().with_level(OptLevel::Basic);
+        let again = Device::from(device.stream()?.device().clone()).with_level(OptLevel::High);
+        assert_eq!((again.place(), again.level()), (device.place(), OptLevel::High));
+        let limits: Option<DeviceLimits> = device.limits();
+        assert_eq!((limits, device.profile().tensor_cores), (None, TensorCores::None));
+        let scalar: &'static RmsNormVariant =
+            VARIANTS.iter().find(|variant| variant.tile == RmsNormTile::Scalar).expect("a row of the table");
+        let (dtype, weight) = (scalar.dtype, NormWeight::Plain);
+        RmsNorm::plan_with(&device, RmsNormProblem { rows: 1, cols: 8, dtype, eps: 0.0, weight }, scalar)?;
+        assert!(matches!("sm_9".parse::<Arch>(), Err(UnknownArch)) && dtype != DType::U32);
+        Ok(())
     }
 }

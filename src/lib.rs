@@ -17,9 +17,10 @@ pub use device::{Device, DeviceChoice};
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, DType, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile, Image, Kernel,
-    MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx, PtxModule, Resources,
-    Stream, Tensor, TensorView, TensorViewMut, models, ops, simulator,
+    Arch, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile,
+    Image, Kernel, MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx,
+    PtxModule, Resources, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, models, ops,
+    simulator,
 };
 
 const _: () = {

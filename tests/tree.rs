@@ -44,6 +44,25 @@ fn every_operator_has_its_five_places() {
     }
 }
 
+/// A user passes the rows of these tables to `plan_with`.
+#[test]
+fn kernels_that_plans_take_have_public_names() {
+    for family in abi::ops::FAMILIES {
+        let path = workspace_root().join(format!("host/src/ops/{family}/mod.rs"));
+        let text = fs::read_to_string(path).expect("a source file");
+        let Some((_, variant)) = text.split_once("variant: &'static ") else { continue };
+        let variant = variant.split(',').next().expect("a type");
+        let (_, names) = text.split_once(&format!("pub use abi::ops::{family}::{{")).expect(family);
+        let (names, _) = names.split_once('}').expect(family);
+        for wanted in [variant, "VARIANTS"] {
+            assert!(
+                names.split([',', ' ', '\n']).any(|name| name == wanted),
+                "{family}: {wanted} is private"
+            );
+        }
+    }
+}
+
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("a folder") {
         let path = entry.expect("an entry").path();

@@ -31,6 +31,22 @@ pub enum Ptx {
     },
 }
 
+impl std::fmt::Debug for Ptx {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Not megabytes of text.
+        match self {
+            Ptx::Text(text) => write!(f, "Text({} bytes)", text.len()),
+            Ptx::Kernels { kernels, .. } => write!(f, "Kernels({})", kernels.len()),
+        }
+    }
+}
+
+impl std::fmt::Debug for PtxModule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PtxModule({})", self.name)
+    }
+}
+
 impl std::fmt::Debug for Image {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Image({} {})", self.family, self.arch)
@@ -239,18 +255,20 @@ mod tests {
         let ptx = Ptx::Kernels { head: ".version 8.0\n", kernels };
         let image = Image { family: "f", arch: Arch::Sm90a, ptx };
         assert_eq!(image.ptx_version(), Some((8, 0)));
+        assert_eq!(format!("{ptx:?} {:?}", image.modules().next()), "Kernels(2) Some(PtxModule(a))");
         assert_eq!(image.modules().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
         let text = image.module_of("a").unwrap().text().unwrap();
         assert_eq!(text, ".version 8.0\n.visible .entry a() { ret; }");
         let message = image.module_of("b").unwrap().text().unwrap_err().to_string();
         assert!(message.starts_with("b: ptx: expected deflated PTX text, got "), "{message}");
-        let message = image.module_of("c").err().unwrap().to_string();
+        let message = image.module_of("c").unwrap_err().to_string();
         assert_eq!(message, "f: kernel: expected one of the image for sm_90a, got c");
     }
 
     #[test]
     fn one_text_is_one_module() {
         let image = Image { family: "f", arch: Arch::Sm61, ptx: Ptx::Text(".version 6.3\n") };
+        assert_eq!(format!("{:?}", image.ptx), "Text(13 bytes)");
         let module = image.module_of("a").unwrap();
         assert_eq!((module.name, &*module.text().unwrap()), ("f", ".version 6.3\n"));
     }

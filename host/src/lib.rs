@@ -1,5 +1,5 @@
-//! The host side of warpforge: devices, tensors, operators, models. The `warpforge` crate re-exports all of it and adds
-//! the device images; use that one.
+//! The host side of warpforge: devices, tensors, operators, models. The `warpforge` crate re-exports all of it, with a type
+//! around [`Device`] that has the device images; use that one.
 //!
 //! A call goes through these, each of which looks down only: [`models`] → [`ops`] → `launch` → [`device`].
 
@@ -18,8 +18,8 @@ mod stream;
 mod tensor;
 mod tensor_map;
 
-pub use abi::{Arch, DType};
-pub use device::{Device, HardwareProfile, OptLevel, Place};
+pub use abi::{Arch, DType, UnknownArch};
+pub use device::{Device, DeviceLimits, HardwareProfile, OptLevel, Place, TensorCores};
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
 pub use images::{Image, NeededDriver, Ptx, PtxModule};

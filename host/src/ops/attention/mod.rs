@@ -12,9 +12,7 @@ mod scores;
 mod select;
 
 use abi::DType;
-use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, DECODE_RING_ROWS, SPLIT_KEYS, ScoreDims,
-};
+use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS, ScoreDims};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -27,6 +25,10 @@ use checks::{check_problem, expect_aligned, in_keys, repeats};
 use gather::Gather;
 use launch::{Loaded, Splits, box_keys, decode, prefill, tile_queries};
 
+pub use abi::ops::attention::{
+    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
+    PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 pub use cases::{AttentionCase, CASES};
 pub use kv_scales::KvScales;
 pub use scores::{Bias, ScoreTensors, Scores};

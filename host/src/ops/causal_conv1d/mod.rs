@@ -7,9 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::causal_conv1d::{
-    CausalConv1dDims, CausalConv1dTile, CausalConv1dVariant, MAX_WIDTH, THREADS, TOKENS,
-};
+use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -20,6 +18,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::causal_conv1d::{CausalConv1dTile, CausalConv1dVariant, VARIANTS};
 pub use cases::{CASES, CausalConv1dCase};
 pub use select::select;
 

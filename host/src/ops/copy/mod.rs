@@ -7,7 +7,7 @@ mod layout;
 pub mod reference;
 mod select;
 
-use abi::ops::copy::{BLOCK_PIECES_LOG2, CopyDims, CopyTile, CopyVariant, THREADS};
+use abi::ops::copy::{BLOCK_PIECES_LOG2, CopyDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -19,6 +19,7 @@ use crate::ops::check_blocks;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::copy::{CopyKind, CopyTile, CopyVariant, VARIANTS};
 pub use cases::{CASES, CopyCase};
 use layout::{Layout, MAX_DIMS};
 pub use select::{CopyChoice, select};

@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::embedding::{EmbeddingDims, EmbeddingVariant};
+use abi::ops::embedding::EmbeddingDims;
 
 use crate::device::Device;
 use crate::error::Error;
@@ -18,6 +18,7 @@ use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::embedding::{EmbeddingVariant, VARIANTS};
 pub use cases::{CASES, EmbeddingCase};
 pub use select::{EmbeddingChoice, select};
 

@@ -6,9 +6,7 @@ mod cpu;
 pub mod reference;
 mod select;
 
-use abi::ops::embedding_bag::{
-    BLOCK_PIECES_LOG2, EmbeddingBagDims, EmbeddingBagTile, EmbeddingBagVariant, THREADS,
-};
+use abi::ops::embedding_bag::{BLOCK_PIECES_LOG2, EmbeddingBagDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -20,6 +18,7 @@ use crate::ops::{Store, check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::embedding_bag::{EmbeddingBagTile, EmbeddingBagVariant, VARIANTS};
 pub use cases::{CASES, EmbeddingBagCase};
 pub use select::{EmbeddingBagChoice, select};
 

@@ -6,7 +6,7 @@ pub(crate) mod cpu;
 pub mod reference;
 mod select;
 
-use abi::ops::glu::{BLOCK_PIECES_LOG2, GluDims, GluTile, GluVariant, THREADS};
+use abi::ops::glu::{BLOCK_PIECES_LOG2, GluDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -18,7 +18,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use abi::ops::glu::Activation;
+pub use abi::ops::glu::{Activation, GluTile, GluVariant, VARIANTS};
 pub use cases::{CASES, GluCase};
 pub(crate) use cpu::{sigmoid, silu};
 pub use select::{GluChoice, select};

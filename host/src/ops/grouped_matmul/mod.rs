@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant};
+use abi::ops::grouped_matmul::GroupedMatmulDims;
 use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
 
 use crate::device::Device;
@@ -21,6 +21,9 @@ use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
 
+pub use abi::ops::grouped_matmul::{
+    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 pub use cases::{CASES, GroupedMatmulCase};
 pub use select::{GroupedMatmulChoice, select};
 

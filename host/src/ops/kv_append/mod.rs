@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::kv_append::{KvAppendDims, KvAppendTile, KvAppendVariant, THREADS};
+use abi::ops::kv_append::{KvAppendDims, THREADS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -18,6 +18,7 @@ use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::kv_append::{KvAppendTile, KvAppendVariant, VARIANTS};
 pub use cases::{CASES, KvAppendCase};
 pub use select::select;
 

@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::layernorm::{LayerNormDims, LayerNormTile, LayerNormVariant, SCALAR_TILE_THREADS, VARIANTS};
+use abi::ops::layernorm::{LayerNormDims, SCALAR_TILE_THREADS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -19,6 +19,7 @@ use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use crate::ops::rmsnorm::Residual;
+pub use abi::ops::layernorm::{LayerNormTile, LayerNormVariant, VARIANTS};
 pub use cases::{CASES, LayerNormCase};
 pub use select::{LayerNormChoice, select};
 

@@ -10,8 +10,7 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, MatmulTile, MatmulVariant, OUT_BY_TMA,
-    OUT_IN_PIECES, WGMMA_ROW_BYTES,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_ROW_BYTES,
 };
 
 use crate::device::Device;
@@ -23,6 +22,9 @@ use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{TensorMap, Tiled};
 
+pub use abi::ops::matmul::{
+    MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 pub use cases::{CASES, MatmulCase};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};

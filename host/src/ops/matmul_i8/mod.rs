@@ -9,7 +9,6 @@ mod select;
 
 use abi::DType;
 use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES};
-use abi::ops::matmul_i8::MatmulI8Variant;
 
 use crate::device::Device;
 use crate::error::Error;
@@ -21,7 +20,7 @@ use crate::ops::matmul::{Bias, Shapes, check_bias, matrix_map, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use abi::ops::matmul_i8::MAX_K;
+pub use abi::ops::matmul_i8::{MAX_K, MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
 pub use cases::CASES;
 pub use quantize::{QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem};
 pub use select::{MatmulI8Choice, select};

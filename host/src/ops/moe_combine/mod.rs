@@ -6,7 +6,7 @@ mod cpu;
 pub mod reference;
 mod select;
 
-use abi::ops::moe_combine::{BLOCK_PIECES_LOG2, MoeCombineDims, MoeCombineTile, MoeCombineVariant, THREADS};
+use abi::ops::moe_combine::{BLOCK_PIECES_LOG2, MoeCombineDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -19,6 +19,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::moe_combine::{MoeCombineTile, MoeCombineVariant, VARIANTS};
 pub use cases::{CASES, MoeCombineCase, SharedTerm};
 pub use select::select;
 

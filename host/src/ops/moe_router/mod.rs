@@ -8,8 +8,8 @@ mod select;
 
 use abi::DType;
 use abi::ops::moe_router::{
-    MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, MoeRouterDims, MoeRouterVariant, NORMALISED, ROUND_BF16, ROUND_F16,
-    SIGMOID, THREADS, WARPS, smem_bytes,
+    MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, THREADS,
+    WARPS, smem_bytes,
 };
 
 use crate::device::Device;
@@ -22,6 +22,7 @@ use crate::ops::matmul::{optional, row_stride};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
 pub use cases::{CASES, MoeRouterCase};
 pub use select::select;
 

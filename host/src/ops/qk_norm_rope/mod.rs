@@ -8,9 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::qk_norm_rope::{
-    BLOCK_TILE_THREADS, LANES_TILE_THREADS, QkNormRopeDims, QkNormRopeTile, QkNormRopeVariant,
-};
+use abi::ops::qk_norm_rope::{BLOCK_TILE_THREADS, LANES_TILE_THREADS, QkNormRopeDims};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -23,6 +21,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::qk_norm_rope::{QkNormRopeTile, QkNormRopeVariant, VARIANTS};
 pub use cases::{CASES, QkNormRopeCase};
 pub use select::{QkNormRopeChoice, select};
 

@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::rmsnorm::{RmsNormDims, RmsNormTile, RmsNormVariant, VARIANTS};
+use abi::ops::rmsnorm::RmsNormDims;
 
 use crate::device::Device;
 use crate::error::Error;
@@ -18,6 +18,7 @@ use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::rmsnorm::{RmsNormTile, RmsNormVariant, VARIANTS};
 pub use cases::{CASES, Gate, Residual, RmsNormCase};
 pub use select::{RmsNormChoice, select};
 

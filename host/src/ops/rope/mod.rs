@@ -7,7 +7,7 @@ pub mod reference;
 mod select;
 mod tables;
 
-use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims, RopeTile, RopeVariant, THREADS};
+use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -19,7 +19,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use abi::ops::rope::RopeStyle;
+pub use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, VARIANTS};
 pub use cases::{CASES, RopeCase};
 pub use select::{RopeChoice, select};
 pub use tables::RopeTables;

@@ -7,9 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::sampling::{
-    GreedyDims, MAX_VOCAB, RandomDims, SamplingAccess, SamplingMethod, SamplingVariant, THREADS, TOP_P_ONE,
-};
+use abi::ops::sampling::{GreedyDims, MAX_VOCAB, RandomDims, THREADS, TOP_P_ONE};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -20,6 +18,7 @@ use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::sampling::{SamplingAccess, SamplingMethod, SamplingVariant, VARIANTS};
 pub use cases::{CASES, SamplingCase};
 pub use select::{SamplingChoice, select};
 

@@ -6,9 +6,7 @@ mod cpu;
 pub mod reference;
 mod select;
 
-use abi::ops::scatter_rows::{
-    BLOCK_PIECES_LOG2, ScatterRowsDims, ScatterRowsTile, ScatterRowsVariant, THREADS,
-};
+use abi::ops::scatter_rows::{BLOCK_PIECES_LOG2, ScatterRowsDims, THREADS};
 use abi::{DType, RowTiles};
 
 use crate::device::Device;
@@ -20,6 +18,7 @@ use crate::ops::{Store, check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::scatter_rows::{ScatterRowsTile, ScatterRowsVariant, VARIANTS};
 pub use cases::{CASES, ScatterRowsCase};
 pub use select::{ScatterRowsChoice, select};
 

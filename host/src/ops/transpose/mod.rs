@@ -7,9 +7,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::transpose::{
-    THREADS, TransposeAccess, TransposeDims, TransposeVariant, smem_bytes, tile_cols, tile_rows,
-};
+use abi::ops::transpose::{THREADS, TransposeDims, smem_bytes, tile_cols, tile_rows};
 use half::{bf16, f16};
 
 use crate::device::Device;
@@ -22,6 +20,7 @@ use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
+pub use abi::ops::transpose::{TransposeAccess, TransposeVariant, VARIANTS};
 pub use cases::{CASES, TransposeCase};
 pub use select::{TransposeChoice, select};
 
