@@ -1,6 +1,7 @@
 //! What all plans have in common.
 
 use std::fmt;
+use std::num::Saturating;
 
 use crate::device::{Device, HardwareProfile};
 use crate::error::Error;
@@ -46,7 +47,8 @@ pub struct OptimizationReport {
     pub resources: Option<Resources>,
     /// Resident threads over the most that a multiprocessor holds; none where no driver says.
     pub occupancy: Option<f64>,
-    /// Fewest bytes that a run must move: every input read once, every output written once.
+    /// Fewest bytes that a run must move: every input read once, every output written once. [`u64::MAX`] where there are
+    /// more, also for `flops`.
     pub bytes: u64,
     /// Floating-point (or integer multiply-add) operations of a run.
     pub flops: u64,
@@ -60,8 +62,13 @@ pub(crate) struct Work {
     pub(crate) why: String,
     pub(crate) tile: String,
     pub(crate) threads: u32,
-    pub(crate) bytes: u64,
-    pub(crate) flops: u64,
+    pub(crate) bytes: Saturating<u64>,
+    pub(crate) flops: Saturating<u64>,
+}
+
+/// A size as a factor of bytes or operations: a problem bounds its sizes, not their products.
+pub(crate) fn count(size: usize) -> Saturating<u64> {
+    Saturating(size as u64)
 }
 
 impl OptimizationReport {
@@ -80,9 +87,9 @@ impl OptimizationReport {
             threads: work.threads,
             resources: entry.and_then(Entry::resources),
             occupancy,
-            bytes: work.bytes,
-            flops: work.flops,
-            memory_floor_us: (memory_bandwidth > 0.0).then(|| work.bytes as f64 / memory_bandwidth * 1e6),
+            bytes: work.bytes.0,
+            flops: work.flops.0,
+            memory_floor_us: (memory_bandwidth > 0.0).then(|| work.bytes.0 as f64 / memory_bandwidth * 1e6),
         }
     }
 }

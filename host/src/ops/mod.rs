@@ -117,3 +117,60 @@ pub(crate) fn check_blocks(op: &'static str, argument: &'static str, blocks: u64
         Err(Error::invalid(op, argument, "a tensor that takes fewer than 2^31 blocks", blocks.to_string()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use abi::DType;
+
+    use super::attention::{Attention, AttentionProblem, Mask, Scores};
+    use super::glu::{Activation, Glu, GluProblem};
+    use super::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
+    use super::transpose::{Transpose, TransposeProblem};
+    use crate::device::Device;
+    use crate::error::Error;
+
+    /// Sizes that are fine one by one have products that no u64 holds.
+    #[test]
+    fn reports_of_huge_problems() -> Result<(), Error> {
+        let (device, dtype, most) = (Device::cpu(), DType::F32, (1 << 31) - 1);
+        let activation = Activation::Silu;
+        let glu = Glu::plan(&device, GluProblem { rows: most, cols: most, dtype, activation })?.report();
+        assert_eq!((glu.bytes, glu.flops), (u64::MAX, u64::MAX));
+        let problem = TransposeProblem { batch: most, rows: most, cols: most, dtype };
+        assert_eq!(Transpose::plan(&device, problem)?.report().bytes, u64::MAX);
+        let problem = MatmulProblem {
+            batch: 1,
+            m: 1 << 30,
+            n: 1 << 30,
+            k: 1,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::Full,
+            bias: Bias::None,
+            epilogue: Epilogue::default(),
+        };
+        let matmul = Matmul::plan(&device, problem)?.report();
+        assert_eq!((matmul.bytes, matmul.flops), ((1 << 62) + (1 << 33), 1 << 61));
+        let problem = AttentionProblem {
+            batch: 256,
+            seq_q: 1 << 20,
+            seq_kv: 1 << 20,
+            heads_q: 128,
+            heads_kv: 128,
+            head_dim: 128,
+            head_dim_v: 128,
+            dtype: DType::BF16,
+            dtype_kv: DType::BF16,
+            scale: None,
+            mask: Mask::None,
+            window: None,
+            scores: Scores::default(),
+            page_size: None,
+        };
+        let attention = Attention::plan(&device, problem)?.report();
+        assert_eq!((attention.bytes, attention.flops), (1 << 45, u64::MAX));
+        let causal = Attention::plan(&device, AttentionProblem { mask: Mask::Causal, ..problem })?.report();
+        assert_eq!(causal.flops, (1 << 63) + (1 << 43));
+        Ok(())
+    }
+}

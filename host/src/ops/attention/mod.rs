@@ -16,7 +16,7 @@ use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS, ScoreDims
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::nvtx;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
@@ -415,16 +415,10 @@ impl Attention {
             page_size,
             ..
         } = self.problem;
-        // Pairs of a query and a key that it sees.
-        let window = window.unwrap_or(seq_kv).min(seq_kv);
-        let pairs: usize = (0..seq_q)
-            .map(|query| {
-                let own = (query + 1 + seq_kv).saturating_sub(seq_q);
-                let hi = if mask == Mask::Causal { own } else { seq_kv };
-                hi - own.saturating_sub(window).min(hi)
-            })
-            .sum();
-        let row_bytes = seq_q * heads_q * dtype.bytes() + seq_kv * heads_kv * dtype_kv.bytes();
+        let pairs = count(pairs(seq_q, seq_kv, mask, window));
+        let row_bytes = count(seq_q) * count(heads_q * dtype.bytes())
+            + count(seq_kv) * count(heads_kv * dtype_kv.bytes());
+        let per_row = count(batch) * count(head_dim + head_dim_v);
         let values = if head_dim_v == head_dim { String::new() } else { format!(" and {head_dim_v}") };
         let fp8 = if self.problem.is_fp8() { format!(" {dtype_kv}") } else { String::new() };
         let pages = page_size.map_or(String::new(), |page_size| format!(" in pages of {page_size}"));
@@ -435,8 +429,8 @@ impl Attention {
             why,
             tile,
             threads,
-            bytes: (batch * (head_dim + head_dim_v) * row_bytes) as u64,
-            flops: (2 * batch * heads_q * (head_dim + head_dim_v) * pairs) as u64,
+            bytes: per_row * row_bytes,
+            flops: count(2 * heads_q) * per_row * pairs,
         };
         match &self.backend {
             Backend::Cpu => {
@@ -450,6 +444,19 @@ impl Attention {
             }
         }
     }
+}
+
+/// Pairs of a query and a key that it sees, in a sequence of so many of both, each below 2^30.
+fn pairs(seq_q: usize, seq_kv: usize, mask: Mask, window: Option<usize>) -> usize {
+    let triangle = |n: usize| n * (n + 1) / 2;
+    // The sum over the queries of `most`, `most` − 1, …, as far as that is positive.
+    let descending = |most: usize| triangle(most) - triangle(most.saturating_sub(seq_q));
+    // From the last query on, which is at the last key.
+    let all = match mask {
+        Mask::None => seq_q * seq_kv,
+        Mask::Causal => descending(seq_kv),
+    };
+    all - window.map_or(0, |window| descending(seq_kv.saturating_sub(window)))
 }
 
 /// Keys that `query` sees, the first and one past the last, in a sequence of `len`; the same as the kernels' `Visible`.
@@ -473,5 +480,32 @@ impl Kernel for Attention {
 
     fn optimization_report(&self) -> OptimizationReport {
         self.report()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_those_of_each_query() {
+        for (seq_q, seq_kv) in (0..9).flat_map(|seq_q| (0..9).map(move |seq_kv| (seq_q, seq_kv))) {
+            for window in [None, Some(1), Some(3), Some(8), Some(100)] {
+                for mask in [Mask::None, Mask::Causal] {
+                    let sees = |&(query, key): &(usize, usize)| {
+                        // Places plus seq_q: the last query's is the last key's.
+                        let (own, place) = (query + seq_kv, key + seq_q);
+                        (mask == Mask::None || place <= own)
+                            && window.is_none_or(|window| place + window > own)
+                    };
+                    let all = (0..seq_q).flat_map(|query| (0..seq_kv).map(move |key| (query, key)));
+                    assert_eq!(
+                        pairs(seq_q, seq_kv, mask, window),
+                        all.filter(sees).count(),
+                        "{seq_q} {seq_kv} {mask:?} {window:?}"
+                    );
+                }
+            }
+        }
     }
 }

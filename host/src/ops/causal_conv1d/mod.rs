@@ -11,7 +11,7 @@ use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
@@ -262,14 +262,16 @@ impl CausalConv1d {
             Backend::Cpu => (None, "sequences".into()),
             Backend::Cuda { variant, entry, .. } => (Some(entry), format!("{:?}", variant.tile)),
         };
-        let elements = 2 * tokens * channels + channels * width + 2 * sequences * channels * (width - 1);
+        let [tokens, sequences, channels, width] = [tokens, sequences, channels, width].map(count);
+        let states = count(2) * sequences * channels * (width - count(1));
+        let elements = count(2) * tokens * channels + channels * width + states;
         let work = Work {
             problem: format!("[{tokens}, {channels}] {dtype}, {width} taps, {sequences} sequences"),
             why: "by the taps and whether the channels are whole pieces of 16 bytes".into(),
             tile,
             threads: THREADS,
-            bytes: (elements * dtype.bytes()) as u64,
-            flops: (2 * tokens * channels * width) as u64,
+            bytes: elements * count(dtype.bytes()),
+            flops: count(2) * tokens * channels * width,
         };
         OptimizationReport::new(OP, &self.device, entry, work)
     }

@@ -12,7 +12,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_blocks;
@@ -190,8 +190,8 @@ impl Copy {
             why: why.into(),
             tile,
             threads,
-            bytes: (elements * (src.bytes() + dst.bytes())) as u64,
-            flops: 0,
+            bytes: count(elements) * count(src.bytes() + dst.bytes()),
+            flops: count(0),
         };
         match &self.backend {
             Backend::Cpu => {

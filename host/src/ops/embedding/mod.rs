@@ -11,7 +11,7 @@ use abi::ops::embedding::EmbeddingDims;
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
@@ -186,13 +186,14 @@ impl Embedding {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let EmbeddingProblem { tokens, vocab, cols, dtype } = self.problem;
+        let [tokens, cols, bytes] = [tokens, cols, dtype.bytes()].map(count);
         let work = |why, tile, threads| Work {
             problem: format!("[{tokens}] of [{vocab}, {cols}] {dtype}"),
             why,
             tile,
             threads,
-            bytes: (2 * tokens * cols * dtype.bytes() + tokens * DType::U32.bytes()) as u64,
-            flops: 0,
+            bytes: count(2) * tokens * cols * bytes + tokens * count(DType::U32.bytes()),
+            flops: count(0),
         };
         match &self.backend {
             Backend::Cpu => {

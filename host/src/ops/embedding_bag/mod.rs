@@ -11,7 +11,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::{Store, check_blocks, check_size};
@@ -206,15 +206,16 @@ impl EmbeddingBag {
             Store::Replace => 1,
             Store::Add => 2,
         };
-        let rows = (bag * tokens).min(vocab) + passes * tokens;
+        let [tokens, bag, vocab, cols, bytes] = [tokens, bag, vocab, cols, dtype.bytes()].map(count);
+        let rows = (bag * tokens).min(vocab) + count(passes) * tokens;
         let work = |why: &str, tile: String, threads| Work {
             problem: format!("[{tokens}, {bag}] of [{vocab}, {cols}] {dtype}"),
             why: why.into(),
             tile,
             threads,
             // At best each row of the table is read from memory once.
-            bytes: (rows * cols * dtype.bytes() + 8 * tokens * bag) as u64,
-            flops: (2 * tokens * bag * cols) as u64,
+            bytes: rows * cols * bytes + count(8) * tokens * bag,
+            flops: count(2) * tokens * bag * cols,
         };
         match &self.backend {
             Backend::Cpu => {

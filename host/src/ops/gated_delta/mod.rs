@@ -13,7 +13,7 @@ use abi::ops::gated_delta::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::workspace::Workspace;
@@ -334,7 +334,10 @@ impl GatedDelta {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let GatedDeltaProblem { tokens, sequences, heads_k, heads_v, dim_k, dim_v, dtype, .. } = self.problem;
-        let rows = tokens * (2 * heads_k * dim_k + 2 * heads_v * dim_v + 2 * heads_v);
+        let [tokens, sequences] = [tokens, sequences].map(count);
+        let [heads_k, heads_v, dim_k, dim_v] = [heads_k, heads_v, dim_k, dim_v].map(count);
+        let rows = count(2) * tokens * (heads_k * dim_k + heads_v * dim_v + heads_v);
+        let states = sequences * heads_v * dim_k * dim_v;
         let (entry, tile, why) = match &self.backend {
             Backend::Cpu => (None, None, "no card"),
             Backend::Recurrent { entry, why } => (Some(entry), Some(GatedDeltaTile::Recurrent), *why),
@@ -347,9 +350,9 @@ impl GatedDelta {
             why: why.into(),
             tile: tile.map_or("heads".into(), |tile| format!("{tile:?}")),
             threads: tile.map_or(1, GatedDeltaTile::threads),
-            bytes: (rows * dtype.bytes() + 2 * sequences * heads_v * dim_k * dim_v * 4) as u64,
+            bytes: rows * count(dtype.bytes()) + count(2 * DType::F32.bytes()) * states,
             // Of the recurrence: decay, prediction, correction and output.
-            flops: (7 * tokens * heads_v * dim_k * dim_v) as u64,
+            flops: count(7) * tokens * heads_v * dim_k * dim_v,
         };
         OptimizationReport::new(OP, &self.device, entry, work)
     }

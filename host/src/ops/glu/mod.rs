@@ -11,7 +11,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
@@ -194,14 +194,15 @@ impl Glu {
     /// What was chosen, and what a run of the planned size with an up should take.
     pub fn report(&self) -> OptimizationReport {
         let GluProblem { rows, cols, dtype, activation } = self.problem;
+        let [rows, cols] = [rows, cols].map(count);
         let work = |why: &str, tile: String, threads| Work {
             problem: format!("{} [{rows}, {cols}] {dtype}", activation.name()),
             why: why.into(),
             tile,
             threads,
-            bytes: (3 * rows * cols * dtype.bytes()) as u64,
+            bytes: count(3 * dtype.bytes()) * rows * cols,
             // Negation, exponential, sum, reciprocal and two products.
-            flops: (6 * rows * cols) as u64,
+            flops: count(6) * rows * cols,
         };
         match &self.backend {
             Backend::Cpu => {

@@ -12,7 +12,7 @@ use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WG
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::matmul::{optional, row_stride, rows_aligned};
@@ -348,13 +348,14 @@ impl GroupedMatmul {
             GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
         };
         let last = self.kernel(rows, self.k_in_pieces());
+        let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
         let work = Work {
             problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
             why: last.map_or("no card".into(), |(choice, _)| choice.why.clone()),
             tile: last.map_or("panels".into(), |(choice, _)| format!("{:?}", choice.variant.tile)),
             threads: last.map_or(1, |(choice, _)| choice.variant.tile.threads()),
-            bytes: ((experts.min(rows) * n * k + x_rows * k + rows * n) * dtype.bytes()) as u64,
-            flops: 2 * (rows * n * k) as u64,
+            bytes: (experts.min(rows) * n * k + x_rows * k + rows * n) * count(dtype.bytes()),
+            flops: count(2) * rows * n * k,
         };
         OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work)
     }

@@ -11,7 +11,7 @@ use abi::ops::kv_append::{KvAppendDims, THREADS};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
@@ -211,13 +211,14 @@ impl KvAppend {
             Backend::Cpu => (None, "tokens".into()),
             Backend::Cuda { variant, entry, .. } => (Some(entry), format!("{:?}", variant.tile)),
         };
+        let [tokens, heads, head_dim] = [tokens, heads, head_dim].map(count);
         let work = Work {
             problem: format!("[{tokens}, {heads}, {head_dim}] {dtype}"),
             why: "copies".into(),
             tile,
             threads: THREADS,
-            bytes: (4 * tokens * heads * head_dim * dtype.bytes()) as u64,
-            flops: 0,
+            bytes: count(4 * dtype.bytes()) * tokens * heads * head_dim,
+            flops: count(0),
         };
         OptimizationReport::new(OP, &self.device, entry, work)
     }

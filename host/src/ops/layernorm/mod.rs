@@ -11,7 +11,7 @@ use abi::ops::layernorm::{LayerNormDims, SCALAR_TILE_THREADS};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
@@ -218,13 +218,14 @@ impl LayerNorm {
     /// What was chosen, and what a run of the planned size without a residual should take.
     pub fn report(&self) -> OptimizationReport {
         let LayerNormProblem { rows, cols, dtype, .. } = self.problem;
+        let [rows, cols] = [rows, cols].map(count);
         let work = |why, tile, threads| Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
             why,
             tile,
             threads,
-            bytes: ((2 * rows + 2) * cols * dtype.bytes()) as u64,
-            flops: (7 * rows * cols) as u64,
+            bytes: (rows + count(1)) * cols * count(2 * dtype.bytes()),
+            flops: count(7) * rows * cols,
         };
         match &self.backend {
             Backend::Cpu => {

@@ -15,7 +15,7 @@ use abi::ops::matmul::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::stream::Stream;
@@ -453,21 +453,23 @@ impl Matmul {
     pub fn report(&self) -> OptimizationReport {
         let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = self.problem;
         let b_rows = self.problem.b_rows();
-        let operands = batch * (m * k + b_rows * k) + if bias == Bias::PerColumn { b_rows } else { 0 };
-        let outs = batch * m * n * if epilogue.residual { 2 } else { 1 };
+        let [products, rows, cols, depth, b_cols] = [batch, m, n, k, b_rows].map(count);
+        let bias = if bias == Bias::PerColumn { b_cols } else { count(0) };
+        let operands = products * (rows + b_cols) * depth + bias;
+        let outs = products * rows * cols * count(if epilogue.residual { 2 } else { 1 });
         let act = match epilogue.act {
             Act::None => String::new(),
             Act::Of(activation) => format!(", {}", activation.name()),
             Act::Gated(activation) => format!(", gated by {}", activation.name()),
         };
-        let products = if batch == 1 { String::new() } else { format!("{batch} times ") };
+        let times = if batch == 1 { String::new() } else { format!("{batch} times ") };
         let work = |why, tile, threads| Work {
-            problem: format!("{products}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
+            problem: format!("{times}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
             why,
             tile,
             threads,
-            bytes: (operands * dtype.bytes() + outs * out_dtype.bytes()) as u64,
-            flops: 2 * (batch * m * b_rows * k) as u64,
+            bytes: operands * count(dtype.bytes()) + outs * count(out_dtype.bytes()),
+            flops: count(2) * products * rows * b_cols * depth,
         };
         match &self.backend {
             Backend::Cuda { tensor, tensor_from, .. }

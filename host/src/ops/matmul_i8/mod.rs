@@ -12,7 +12,7 @@ use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, OUT_BY_
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
@@ -295,14 +295,15 @@ impl MatmulI8 {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        let stored = m * n + if bias == Bias::PerColumn { n } else { 0 };
+        let [m, n, k] = [m, n, k].map(count);
+        let stored = m * n + if bias == Bias::PerColumn { n } else { count(0) };
         let work = |why, tile, threads| Work {
             problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ i8 to {out_dtype}"),
             why,
             tile,
             threads,
-            bytes: ((m + n) * (k + 4) + stored * out_dtype.bytes()) as u64,
-            flops: 2 * (m * n * k) as u64,
+            bytes: (m + n) * (k + count(4)) + stored * count(out_dtype.bytes()),
+            flops: count(2) * m * n * k,
         };
         match &self.backend {
             Backend::Cuda { tensor, tensor_from, .. }

@@ -6,7 +6,7 @@ use abi::ops::matmul_i8::{QUANTIZE_SMEM_BYTES, QUANTIZE_THREADS, QUANTIZE_VARIAN
 use super::cpu;
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
@@ -124,13 +124,14 @@ impl QuantizeRows {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let QuantizeRowsProblem { rows, cols, dtype } = self.problem;
+        let [rows, cols] = [rows, cols].map(count);
         let work = Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
             why: "the only one of its type".into(),
             tile: "a row".into(),
             threads: self.entry.as_ref().map_or(1, |_| QUANTIZE_THREADS),
-            bytes: (rows * (cols * (dtype.bytes() + 1) + 4)) as u64,
-            flops: (2 * rows * cols) as u64,
+            bytes: rows * (cols * count(dtype.bytes() + 1) + count(4)),
+            flops: count(2) * rows * cols,
         };
         OptimizationReport::new(OP, &self.device, self.entry.as_ref(), work)
     }

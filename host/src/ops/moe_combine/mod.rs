@@ -11,7 +11,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::matmul::{optional, row_stride};
@@ -215,13 +215,14 @@ impl MoeCombine {
             Backend::Cpu => (None, "tokens".into()),
             Backend::Cuda { variant, entry, .. } => (Some(entry), format!("{:?}", variant.tile)),
         };
+        let [tokens, top_k, cols, bytes] = [tokens, top_k, cols, dtype.bytes()].map(count);
         let work = Work {
             problem: format!("[{tokens}, {cols}] {dtype} of {top_k} experts"),
             why: "whole pieces of 16 bytes, or not".into(),
             tile,
             threads: THREADS,
-            bytes: (tokens * ((top_k + 1) * cols * dtype.bytes() + top_k * 8)) as u64,
-            flops: (2 * tokens * top_k * cols) as u64,
+            bytes: tokens * ((top_k + count(1)) * cols * bytes + top_k * count(8)),
+            flops: count(2) * tokens * top_k * cols,
         };
         OptimizationReport::new(OP, &self.device, entry, work)
     }

@@ -13,7 +13,7 @@ use abi::ops::moe_permute::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
@@ -212,13 +212,14 @@ impl MoePermute {
             }
             Backend::Cuda { block, .. } => (Some(block), "few pairs, or asked for".into()),
         };
+        let [tokens, top_k, experts] = [tokens, top_k, experts].map(count);
         let work = Work {
             problem: format!("[{tokens}, {top_k}] of {experts}"),
             why,
             tile: format!("{CHUNK_PAIRS} pairs"),
             threads: THREADS,
-            bytes: (12 * tokens * top_k + 4 * (experts + 1)) as u64,
-            flops: 0,
+            bytes: count(12) * tokens * top_k + count(4) * (experts + count(1)),
+            flops: count(0),
         };
         OptimizationReport::new(OP, &self.device, entry, work)
     }

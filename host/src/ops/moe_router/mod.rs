@@ -14,7 +14,7 @@ use abi::ops::moe_router::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
@@ -248,13 +248,14 @@ impl MoeRouter {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let MoeRouterProblem { tokens, experts, top_k, dtype, .. } = self.problem;
+        let [tokens, experts, top_k] = [tokens, experts, top_k].map(count);
         let work = Work {
             problem: format!("[{tokens}, {experts}] {dtype}, {top_k} of them"),
             why: "the only one".into(),
             tile: "a token per warp".into(),
             threads: THREADS,
-            bytes: (tokens * (experts * dtype.bytes() + top_k * 8)) as u64,
-            flops: (tokens * experts) as u64,
+            bytes: tokens * (experts * count(dtype.bytes()) + top_k * count(8)),
+            flops: tokens * experts,
         };
         OptimizationReport::new(OP, &self.device, self.entry.as_ref(), work)
     }

@@ -7,12 +7,14 @@ mod cpu;
 pub mod reference;
 mod select;
 
+use std::num::Saturating;
+
 use abi::DType;
 use abi::ops::qk_norm_rope::{BLOCK_TILE_THREADS, LANES_TILE_THREADS, QkNormRopeDims};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::rmsnorm::NormWeight;
@@ -396,8 +398,8 @@ impl QkNormRope {
             why: why.into(),
             tile,
             threads,
-            bytes: self.problem.bytes(),
-            flops: self.problem.flops(),
+            bytes: Saturating(self.problem.bytes()),
+            flops: Saturating(self.problem.flops()),
         };
         match &self.backend {
             Backend::Cpu => {
@@ -420,9 +422,11 @@ impl QkNormRopeProblem {
     /// Fewest bytes of a run of the planned size: heads are read and written once, each token's numbers and angles read
     /// once.
     pub fn bytes(&self) -> u64 {
-        let (q, kv) = (self.heads_q * self.head_dim, 2 * self.heads_kv * self.head_dim);
-        let heads = (2 * q + kv) * self.dtype.bytes() + kv * self.cache_dtype.bytes();
-        (self.tokens * (heads + 4 * (self.rotary_dim + 2))) as u64
+        let [heads_q, heads_kv, head_dim] = [self.heads_q, self.heads_kv, self.head_dim].map(count);
+        let (q, kv) = (heads_q * head_dim, count(2) * heads_kv * head_dim);
+        let own = (count(2) * q + kv) * count(self.dtype.bytes());
+        let heads = own + kv * count(self.cache_dtype.bytes());
+        (count(self.tokens) * (heads + count(4) * (count(self.rotary_dim) + count(2)))).0
     }
 
     fn is_fp8(&self) -> bool {
@@ -431,8 +435,9 @@ impl QkNormRopeProblem {
 
     /// Operations of a run of the planned size.
     pub fn flops(&self) -> u64 {
-        let norm = if self.norm.is_some() { 4 * self.head_dim } else { 0 };
-        (self.tokens * (self.heads_q + self.heads_kv) * (norm + 3 * self.rotary_dim)) as u64
+        let norm = if self.norm.is_some() { count(4) * count(self.head_dim) } else { count(0) };
+        let heads = count(self.heads_q) + count(self.heads_kv);
+        (count(self.tokens) * heads * (norm + count(3) * count(self.rotary_dim))).0
     }
 }
 

@@ -11,7 +11,7 @@ use abi::ops::rmsnorm::RmsNormDims;
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
@@ -266,13 +266,14 @@ impl RmsNorm {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let RmsNormProblem { rows, cols, dtype, .. } = self.problem;
+        let [rows, cols] = [rows, cols].map(count);
         let work = |why, tile, threads| Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
             why,
             tile,
             threads,
-            bytes: ((2 * rows + 1) * cols * dtype.bytes()) as u64,
-            flops: (4 * rows * cols) as u64,
+            bytes: (count(2) * rows + count(1)) * cols * count(dtype.bytes()),
+            flops: count(4) * rows * cols,
         };
         match &self.backend {
             Backend::Cpu => {

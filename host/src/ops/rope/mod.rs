@@ -12,7 +12,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
@@ -251,14 +251,16 @@ impl Rope {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype } = self.problem;
+        let [tokens, heads, head_dim, rotary_dim] = [tokens, heads, head_dim, rotary_dim].map(count);
         let work = |why: &str, tile: String, threads| Work {
             problem: format!("{} {rotary_dim} of [{tokens}, {heads}, {head_dim}] {dtype}", style.name()),
             why: why.into(),
             tile,
             threads,
             // Each token's position and angles are read once.
-            bytes: (2 * tokens * heads * head_dim * dtype.bytes() + tokens * 4 * (rotary_dim + 1)) as u64,
-            flops: (3 * tokens * heads * rotary_dim) as u64,
+            bytes: tokens
+                * (count(2 * dtype.bytes()) * heads * head_dim + count(4) * (rotary_dim + count(1))),
+            flops: count(3) * tokens * heads * rotary_dim,
         };
         match &self.backend {
             Backend::Cpu => {

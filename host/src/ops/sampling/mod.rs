@@ -11,7 +11,7 @@ use abi::ops::sampling::{GreedyDims, MAX_VOCAB, RandomDims, THREADS, TOP_P_ONE};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
@@ -244,13 +244,14 @@ impl Sampler {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let SamplingProblem { rows, vocab, dtype, method } = self.problem;
+        let [rows, vocab] = [rows, vocab].map(count);
         let work = |why, tile, threads| Work {
             problem: format!("[{rows}, {vocab}] {dtype} {method:?}"),
             why,
             tile,
             threads,
-            bytes: (rows * vocab * dtype.bytes() + rows * DType::U32.bytes()) as u64,
-            flops: (rows * vocab) as u64,
+            bytes: rows * (vocab * count(dtype.bytes()) + count(DType::U32.bytes())),
+            flops: rows * vocab,
         };
         match &self.backend {
             Backend::Cpu => {

@@ -11,7 +11,7 @@ use abi::{DType, RowTiles};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::{Store, check_blocks, check_size};
@@ -186,8 +186,9 @@ impl ScatterRows {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let ScatterRowsProblem { rows, cols, dtype, store } = self.problem;
+        let [rows, cols] = [rows, cols].map(count);
         let (passes, flops) = match store {
-            Store::Replace => (2, 0),
+            Store::Replace => (2, count(0)),
             Store::Add => (3, rows * cols),
         };
         let work = |why: &str, tile: String, threads| Work {
@@ -195,8 +196,8 @@ impl ScatterRows {
             why: why.into(),
             tile,
             threads,
-            bytes: (passes * rows * cols * dtype.bytes() + 4 * rows) as u64,
-            flops: flops as u64,
+            bytes: rows * (count(passes * dtype.bytes()) * cols + count(4)),
+            flops,
         };
         match &self.backend {
             Backend::Cpu => {

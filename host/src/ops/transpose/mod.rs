@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use crate::device::Device;
 use crate::error::Error;
 use crate::fp8::F8E4M3;
-use crate::kernel::{Kernel, OptimizationReport, Work};
+use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::{check_blocks, check_size};
@@ -199,13 +199,14 @@ impl Transpose {
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let TransposeProblem { batch, rows, cols, dtype } = self.problem;
+        let [batch, rows, cols] = [batch, rows, cols].map(count);
         let work = |why: &str, tile: String, threads| Work {
             problem: format!("[{batch}, {rows}, {cols}] {dtype}"),
             why: why.into(),
             tile,
             threads,
-            bytes: (2 * batch * rows * cols * dtype.bytes()) as u64,
-            flops: 0,
+            bytes: count(2 * dtype.bytes()) * batch * rows * cols,
+            flops: count(0),
         };
         match &self.backend {
             Backend::Cpu => {
