@@ -24,8 +24,9 @@ impl Gather {
         let &AttentionProblem { batch, seq_kv, heads_kv, head_dim, head_dim_v, dtype, .. } = problem;
         let kernel = Loaded::new(device, select::gather(problem)?, 0)?;
         let workspace = Workspace::new(device, |stream| {
+            let rows = batch.saturating_mul(seq_kv).saturating_mul(heads_kv);
             // Zeros, as TMA brings whole boxes, also of keys beyond a sequence's.
-            let tensor = |width| Tensor::zeros(stream, &[batch * seq_kv * heads_kv, width], dtype);
+            let tensor = |width| Tensor::zeros(stream, &[rows, width], dtype);
             Ok([tensor(head_dim)?, tensor(head_dim_v)?])
         })?;
         Ok(Gather { kernel, workspace })
