@@ -145,9 +145,8 @@ impl Stream {
     /// [`Error::Driver`].
     pub fn copy(&self, from: TensorView<'_>, to: TensorViewMut<'_>) -> Result<(), Error> {
         const OP: &str = "Stream::copy";
-        let shape: Vec<Option<usize>> = from.shape().iter().copied().map(Some).collect();
-        from.expect(OP, "from", &self.device, from.dtype(), &shape)?;
-        to.expect(OP, "to", &self.device, from.dtype(), &shape)?;
+        from.expect_same(OP, "from", &self.device, from.dtype(), from.shape())?;
+        to.expect_same(OP, "to", &self.device, from.dtype(), from.shape())?;
         for (argument, contiguous) in [("from", from.is_contiguous()), ("to", to.is_contiguous())] {
             if !contiguous {
                 return Err(Error::invalid(OP, argument, "a contiguous view", "gaps between the elements"));

@@ -491,6 +491,22 @@ macro_rules! view_methods {
                 Ok(())
             }
 
+            /// [`Self::expect`] of all sizes: those of another argument.
+            pub(crate) fn expect_same(
+                &self,
+                op: &'static str,
+                argument: &'static str,
+                device: &Device,
+                dtype: DType,
+                shape: &[usize],
+            ) -> Result<(), Error> {
+                let mut sizes = [None; MAX_RANK];
+                for (size, &wanted) in std::iter::zip(&mut sizes, shape) {
+                    *size = Some(wanted);
+                }
+                self.expect(op, argument, device, dtype, &sizes[..shape.len()])
+            }
+
             /// Checks that the last dimension has stride 1 (or at most one element).
             pub(crate) fn expect_inner_contiguous(
                 &self,

@@ -261,7 +261,7 @@ impl Attention {
         let mut variants = vec![choice.variant];
         let mut decoded = if choice.variant.tile.is_decode() { problem.seq_q } else { 0 };
         for seq_q in 1..=problem.seq_q.min(MAX_TENSOR_DECODE_QUERIES) {
-            let variant = select(&limits, &problem, seq_q)?.variant;
+            let (variant, _) = select::choose(&limits, &problem, seq_q)?;
             if !variants.contains(&variant) {
                 variants.push(variant);
             }
@@ -342,7 +342,7 @@ impl Attention {
             Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
-                        select(&limits, &self.problem, dims.seq_q as usize)?.variant
+                        select::choose(&limits, &self.problem, dims.seq_q as usize)?.0
                     }
                     _ => choice.variant,
                 };

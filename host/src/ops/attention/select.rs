@@ -1,5 +1,7 @@
 //! Which kernel attention takes.
 
+use std::fmt;
+
 use abi::DType;
 use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
@@ -157,29 +159,52 @@ pub fn select(
     problem: &AttentionProblem,
     seq_q: usize,
 ) -> Result<AttentionChoice, Error> {
+    let (variant, reason) = choose(limits, problem, seq_q)?;
+    Ok(AttentionChoice { variant, why: reason.to_string() })
+}
+
+/// Why a kernel is chosen.
+pub(super) enum Reason {
+    Many { most: usize },
+    Few { most: usize, rows: usize },
+    Wide { rows: usize },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::Many { most } => write!(f, "more than {most} queries"),
+            Reason::Few { most, rows } => write!(f, "at most {most} queries: {rows} rows share each key"),
+            Reason::Wide { rows } => write!(f, "wide heads: {rows} rows share each key"),
+        }
+    }
+}
+
+/// What [`select`] chooses; without a word of text, as each run asks.
+pub(super) fn choose(
+    limits: &DeviceLimits,
+    problem: &AttentionProblem,
+    seq_q: usize,
+) -> Result<(&'static AttentionVariant, Reason), Error> {
     let group = problem.heads_q / problem.heads_kv.max(1);
     let rows = seq_q * group;
     let rings = if problem.is_fp8() { DECODE_RING_FP8_VARIANTS } else { DECODE_RING_VARIANTS };
     let tensor_decode = for_rows(rings, |v| holds(v, problem) && runs(limits, v, problem), rows);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
     let few = (1..=most).contains(&seq_q);
-    let (variant, why) = match prefill(problem) {
+    let (variant, reason) = match prefill(problem) {
         Some(variant) if !few => {
             let on_tensor_cores = smallest(WGMMA_VARIANTS, limits, problem)
                 .or_else(|| smallest(PREFILL_MMA_VARIANTS, limits, problem));
-            (Some(on_tensor_cores.unwrap_or(variant)), format!("more than {most} queries"))
+            (Some(on_tensor_cores.unwrap_or(variant)), Reason::Many { most })
         }
-        Some(_) => {
-            let why = format!("at most {most} queries: {rows} rows share each key");
-            (tensor_decode.or_else(|| decode(problem, rows)), why)
-        }
+        Some(_) => (tensor_decode.or_else(|| decode(problem, rows)), Reason::Few { most, rows }),
         None => {
             let latent = smallest(DECODE_LATENT_VARIANTS, limits, problem);
-            (latent.or_else(|| decode(problem, rows)), format!("wide heads: {rows} rows share each key"))
+            (latent.or_else(|| decode(problem, rows)), Reason::Wide { rows })
         }
     };
-    let variant = variant.ok_or_else(|| unsupported_dtype(problem))?;
-    Ok(AttentionChoice { variant, why })
+    Ok((variant.ok_or_else(|| unsupported_dtype(problem))?, reason))
 }
 
 /// What the keys and values of the heads that are worked on at a time may take of L2. An H200's has 50 MiB, of which what both halves

@@ -3,6 +3,7 @@
 use super::OP;
 use crate::error::Error;
 use crate::ops::check_size;
+use crate::tensor::MAX_RANK;
 
 /// Most dimensions, after those that lie without gaps in both tensors are merged.
 pub(super) const MAX_DIMS: usize = 4;
@@ -19,9 +20,9 @@ impl Layout {
     /// The layout; dimensions of size 1 vanish and mergeable ones merge, as far as a row stays below 2^31 elements.
     pub(super) fn new(shape: &[usize], src: &[usize], dst: &[usize]) -> Result<Self, Error> {
         // Innermost first.
-        let mut dims: Vec<(usize, usize, usize)> = Vec::with_capacity(shape.len());
+        let (mut dims, mut rank) = ([(1, 0, 0); MAX_RANK], 0);
         for axis in (0..shape.len()).rev().filter(|&axis| shape[axis] != 1) {
-            match dims.last_mut() {
+            match dims[..rank].last_mut() {
                 Some((size, src_stride, dst_stride))
                     if *size * *src_stride == src[axis]
                         && *size * *dst_stride == dst[axis]
@@ -29,10 +30,13 @@ impl Layout {
                 {
                     *size *= shape[axis];
                 }
-                _ => dims.push((shape[axis], src[axis], dst[axis])),
+                _ => {
+                    dims[rank] = (shape[axis], src[axis], dst[axis]);
+                    rank += 1;
+                }
             }
         }
-        if dims.len() > MAX_DIMS {
+        if rank > MAX_DIMS {
             let got = format!("{shape:?} with strides {src:?} and {dst:?}");
             let expected = format!("at most {MAX_DIMS} dimensions that cannot be merged");
             return Err(Error::invalid(OP, "dst", expected, got));
@@ -40,8 +44,8 @@ impl Layout {
         let mut layout = Layout { shape: [1; MAX_DIMS], src: [0; MAX_DIMS], dst: [0; MAX_DIMS] };
         // A single element is a row of stride 1.
         (layout.src[MAX_DIMS - 1], layout.dst[MAX_DIMS - 1]) = (1, 1);
-        for (axis, (size, src, dst)) in std::iter::zip((0..MAX_DIMS).rev(), dims) {
-            (layout.shape[axis], layout.src[axis], layout.dst[axis]) = (size, src, dst);
+        for (axis, (size, src, dst)) in std::iter::zip((0..MAX_DIMS).rev(), &dims[..rank]) {
+            (layout.shape[axis], layout.src[axis], layout.dst[axis]) = (*size, *src, *dst);
         }
         for size in layout.shape {
             check_size(OP, "dst", "dimension", size)?;

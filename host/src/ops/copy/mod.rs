@@ -171,14 +171,12 @@ impl Copy {
 
     fn check(&self, args: &CopyArgs<'_>) -> Result<Layout, Error> {
         let CopyArgs { src, dst } = args;
-        let any: Vec<Option<usize>> = vec![None; src.shape().len()];
-        src.expect(OP, "src", &self.device, self.problem.src, &any)?;
+        src.expect_same(OP, "src", &self.device, self.problem.src, src.shape())?;
         if src.len() > self.problem.elements {
             let expected = format!("at most {} elements, as planned", self.problem.elements);
             return Err(Error::invalid(OP, "src", expected, src.len().to_string()));
         }
-        let same: Vec<Option<usize>> = src.shape().iter().copied().map(Some).collect();
-        dst.expect(OP, "dst", &self.device, self.problem.dst, &same)?;
+        dst.expect_same(OP, "dst", &self.device, self.problem.dst, src.shape())?;
         Layout::new(src.shape(), src.strides(), dst.strides())
     }
 

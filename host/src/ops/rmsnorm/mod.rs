@@ -199,23 +199,22 @@ impl RmsNorm {
     fn check(&self, args: &RmsNormArgs<'_>) -> Result<RmsNormDims, Error> {
         let RmsNormArgs { x, residual, weight, gate, out } = args;
         let RmsNormProblem { rows: max_rows, cols, dtype, eps, weight: kind } = self.problem;
-        let shape: Vec<Option<usize>> = match *x.shape() {
-            [_, _, _] => vec![None, None, Some(cols)],
-            _ => vec![None, Some(cols)],
+        let shape: &[Option<usize>] = match x.shape().len() {
+            3 => &[None, None, Some(cols)],
+            _ => &[None, Some(cols)],
         };
-        x.expect(OP, "x", &self.device, dtype, &shape)?;
-        let same: Vec<Option<usize>> = x.shape().iter().copied().map(Some).collect();
-        out.expect(OP, "out", &self.device, dtype, &same)?;
+        x.expect(OP, "x", &self.device, dtype, shape)?;
+        out.expect_same(OP, "out", &self.device, dtype, x.shape())?;
         weight.expect(OP, "weight", &self.device, dtype, &[Some(cols)])?;
         weight.expect_inner_contiguous(OP, "weight")?;
         x.expect_inner_contiguous(OP, "x")?;
         out.expect_inner_contiguous(OP, "out")?;
         if let Some(residual) = residual {
-            residual.expect(OP, "residual", &self.device, dtype, &same)?;
+            residual.expect_same(OP, "residual", &self.device, dtype, x.shape())?;
             residual.expect_inner_contiguous(OP, "residual")?;
         }
         if let Some(gate) = gate {
-            gate.expect(OP, "gate", &self.device, dtype, &same)?;
+            gate.expect_same(OP, "gate", &self.device, dtype, x.shape())?;
             gate.expect_inner_contiguous(OP, "gate")?;
         }
         let rows = x.len() / cols;
