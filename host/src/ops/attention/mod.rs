@@ -95,7 +95,7 @@ impl AttentionProblem {
     }
 }
 
-/// The tensors of a run. Any strides, but 1 in the last dimension.
+/// The tensors of a run. The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct AttentionArgs<'a> {
     /// `[batch, seq_q, heads_q, head_dim]`; packed `[1, tokens, heads_q, head_dim]`.
@@ -187,7 +187,9 @@ pub struct Offsets<'a> {
 /// al., *FlashAttention-3* (2024).
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::attention::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::attention::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -75,7 +75,9 @@ pub struct CausalConv1dArgs<'a> {
 /// **Source**: Gu and Dao, *Mamba* (2023), section 3.4; as in Yang et al., *Gated Delta Networks* (2024), section 3.4.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::causal_conv1d::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::causal_conv1d::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

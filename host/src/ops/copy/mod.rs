@@ -61,7 +61,9 @@ pub struct CopyArgs<'a> {
 /// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::copy::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::copy::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -60,7 +60,9 @@ pub struct EmbeddingArgs<'a> {
 /// element by element.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::embedding::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::embedding::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -69,7 +69,9 @@ pub struct EmbeddingBagArgs<'a> {
 /// **Source**: the operator is PyTorch's `EmbeddingBag` with `per_sample_weights`.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::{Store, embedding_bag::*}};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::{Store, embedding_bag::*}};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

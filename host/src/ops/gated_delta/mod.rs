@@ -107,7 +107,9 @@ pub struct GatedDeltaArgs<'a> {
 /// al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length* (2024), section 3.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::gated_delta::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::gated_delta::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -67,7 +67,9 @@ pub struct GluArgs<'a> {
 /// Linear Units* (2016), section 2.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::glu::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::glu::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

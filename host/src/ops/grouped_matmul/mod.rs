@@ -95,7 +95,9 @@ pub struct GroupedMatmulArgs<'a> {
 /// many rows from sm_90a on.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::grouped_matmul::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::grouped_matmul::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

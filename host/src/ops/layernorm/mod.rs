@@ -66,7 +66,9 @@ pub struct LayerNormArgs<'a> {
 /// **Source**: Ba, Kiros and Hinton, *Layer Normalization* (2016), equations 3 and 4.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::layernorm::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::layernorm::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

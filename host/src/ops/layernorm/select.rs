@@ -1,4 +1,4 @@
-//! Which kernel a RMSNorm takes.
+//! Which kernel a LayerNorm takes.
 
 use abi::ops::layernorm::{
     LayerNormTile, LayerNormVariant, SCALAR_TILE_THREADS, VARIANTS, WARP_TILE_THREADS,

@@ -191,7 +191,9 @@ pub enum Residual<'a> {
 /// single products from sm_90a on.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::matmul::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::matmul::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

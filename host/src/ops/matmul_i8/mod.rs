@@ -72,7 +72,9 @@ pub struct MatmulI8Args<'a> {
 /// `dp4a`. More rows on tensor cores from sm_80 on (`mma.sync`), on sm_90a by `wgmma`.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::{matmul::Bias, matmul_i8::*}};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::{matmul::Bias, matmul_i8::*}};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -61,7 +61,9 @@ pub struct MoePermuteArgs<'a> {
 /// Nothing comes back to the host: the counts stay in device memory, for [`super::grouped_matmul`].
 ///
 /// **Arithmetic**: integers. **Determinism**: bitwise the same on every backend and floor.
-/// **Streams**: a plan for many pairs has a workspace, so a run in another stream than the last one waits for that.
+/// **Streams**: a plan for many pairs has a workspace, so a run in another stream than the last one waits for that. A
+/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive
+/// the plan.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors.
 #[derive(Debug)]

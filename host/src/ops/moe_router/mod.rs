@@ -113,7 +113,9 @@ pub struct MoeRouterArgs<'a> {
 /// DeepSeek-AI, *DeepSeek-V3 Technical Report* (2024), section 2.1.2.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::moe_router::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::moe_router::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -70,8 +70,8 @@ pub struct QkNormWeights<'a> {
     pub k: TensorView<'a>,
 }
 
-/// The tensors of a run. Heads are `[tokens, heads, head_dim]` with any strides but 1 in the last dimension: q, k and v are
-/// often parts of a joint projection's rows.
+/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: q, k and v are often parts of a joint projection's rows. The
+/// last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct QkNormRopeArgs<'a> {
     /// Query heads.
@@ -123,8 +123,10 @@ pub struct QkNormRopeArgs<'a> {
 /// Transformers* (2020), in the form of Qwen3.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor};
-/// # use host::ops::{qk_norm_rope::*, rmsnorm::NormWeight, rope::{RopeInput, RopeStyle, RopeTables}};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor};
+/// use warpforge::ops::{qk_norm_rope::*, rmsnorm::NormWeight, rope::{RopeInput, RopeStyle, RopeTables}};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -59,8 +59,8 @@ pub struct RmsNormProblem {
     pub weight: NormWeight,
 }
 
-/// The tensors of a run. `T` rows are `[T, cols]`, or `[T / heads, heads, cols]` with any strides but 1 in the last
-/// dimension; all row tensors have the same shape.
+/// The tensors of a run. `T` rows are `[T, cols]`, or `[T / heads, heads, cols]`; all row tensors have the same
+/// shape. The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct RmsNormArgs<'a> {
     /// Input.
@@ -89,7 +89,9 @@ pub struct RmsNormArgs<'a> {
 /// *Gated Delta Networks* (2024), section 3.4.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::rmsnorm::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::rmsnorm::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -52,8 +52,8 @@ pub enum RopeInput<'a> {
     InPlace,
 }
 
-/// The tensors of a run. Heads are `[tokens, heads, head_dim]` with any strides but 1 in the last dimension: the q or k
-/// part of a joint projection, or a slice of a cache.
+/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: the q or k part of a joint projection, or a slice of a cache.
+/// The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct RopeArgs<'a> {
     /// Input.
@@ -82,7 +82,9 @@ pub struct RopeArgs<'a> {
 /// **Source**: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding* (2021), equation 34.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::rope::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::rope::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -106,7 +106,9 @@ pub struct SamplingArgs<'a> {
 /// al., *The Curious Case of Neural Text Degeneration* (2020), section 3.1, for top_p.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::sampling::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::sampling::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

@@ -58,7 +58,9 @@ pub struct ScatterRowsArgs<'a> {
 /// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::{Store, scatter_rows::*}};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::{Store, scatter_rows::*}};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;

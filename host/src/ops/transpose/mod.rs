@@ -60,7 +60,9 @@ pub struct TransposeArgs<'a> {
 /// **Architectures**: the same kernels on all floors.
 ///
 /// ```no_run
-/// # use host::{Device, DType, Tensor, ops::transpose::*};
+/// # extern crate host as warpforge;
+/// use warpforge::{Device, DType, Tensor, ops::transpose::*};
+///
 /// # fn main() -> Result<(), host::Error> {
 /// let device = Device::cpu();
 /// let stream = device.stream()?;
