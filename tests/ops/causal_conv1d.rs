@@ -324,7 +324,11 @@ fn bad_input() -> Result<(), Error> {
         assert_eq!(message(4, 2, 3, 3)?, "causal_conv1d: weight: expected shape [8, 4], got [8, 3]");
         for (wrong, expected) in [
             (CausalConv1dProblem { width: 5, ..problem }, "2 to 4 taps, got 5"),
-            (CausalConv1dProblem { channels: 0, ..problem }, "1 to 2^28 channels, got 0"),
+            (CausalConv1dProblem { channels: 0, ..problem }, "channels at least 1 and below 2^28, got 0"),
+            (
+                CausalConv1dProblem { channels: 1 << 28, ..problem },
+                "channels at least 1 and below 2^28, got 268435456",
+            ),
             (CausalConv1dProblem { dtype: DType::I8, ..problem }, "dtype f32, f16 or bf16, got i8"),
         ] {
             assert_eq!(

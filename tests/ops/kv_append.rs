@@ -180,11 +180,16 @@ fn bad_input() -> Result<(), Error> {
             plan.run(&stream, args).unwrap_err().to_string(),
             "kv_append: v_cache: expected a tensor, as v is one, got none"
         );
-        let none = KvAppendProblem { heads: 0, ..problem };
-        assert_eq!(
-            KvAppend::supports(device, &none).unwrap_err().to_string(),
-            "kv_append: problem: expected at least one head of at least one element, got 0 heads of 8"
-        );
+        for (heads, head_dim) in [(0, 8), (8, 0), (1 << 16, 1 << 16)] {
+            let refused = KvAppendProblem { heads, head_dim, ..problem };
+            assert_eq!(
+                KvAppend::supports(device, &refused).unwrap_err().to_string(),
+                format!(
+                    "kv_append: problem: expected heads and head_dim at least 1, and heads · head_dim below 2^31, got \
+                     {heads} heads of {head_dim}"
+                )
+            );
+        }
     }
     Ok(())
 }

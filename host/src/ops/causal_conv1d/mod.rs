@@ -300,7 +300,12 @@ fn check_problem(problem: &CausalConv1dProblem) -> Result<(), Error> {
     check_size(OP, "problem", "tokens", tokens)?;
     check_size(OP, "problem", "sequences", sequences)?;
     if channels == 0 || channels >= 1 << 28 {
-        return Err(Error::invalid(OP, "problem", "1 to 2^28 channels", channels.to_string()));
+        return Err(Error::invalid(
+            OP,
+            "problem",
+            "channels at least 1 and below 2^28",
+            channels.to_string(),
+        ));
     }
     if !(2..=MAX_WIDTH as usize).contains(&width) {
         return Err(Error::invalid(OP, "problem", "2 to 4 taps", width.to_string()));

@@ -245,7 +245,8 @@ fn check_problem(problem: &KvAppendProblem) -> Result<(), Error> {
     check_size(OP, "problem", "tokens", tokens)?;
     if heads == 0 || head_dim == 0 || heads.saturating_mul(head_dim) >= 1 << 31 {
         let got = format!("{heads} heads of {head_dim}");
-        return Err(Error::invalid(OP, "problem", "at least one head of at least one element", got));
+        let expected = "heads and head_dim at least 1, and heads · head_dim below 2^31";
+        return Err(Error::invalid(OP, "problem", expected, got));
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
