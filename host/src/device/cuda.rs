@@ -254,7 +254,7 @@ impl Stream {
 
     pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
         self.context.enter()?;
-        // SAFETY: the stream is live; Tensor allocated `data.len()` bytes at `address`; `data` may go when this returns, since from
+        // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this returns, since from
         // pageable memory the driver copies before it returns, and for other memory it is waited below.
         unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;

@@ -309,7 +309,7 @@ impl MatmulI8 {
         };
         match &self.backend {
             Backend::Cuda { tensor, tensor_from, .. }
-                if m >= *tensor_from
+                if self.problem.m >= *tensor_from
                     && let Some((variant, entry)) = self.fastest(tensor, &self.aligned_dims()) =>
             {
                 let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
