@@ -79,7 +79,7 @@ fn check_descriptors(kernel: &KernelResources) {
     let most = if kernel.name.contains("_f32__m64n64") { 4 } else { 2 };
     let moves = kernel.moves_between_products;
     assert_eq!(moves.is_some(), kernel.name.ends_with("__sm90a"), "{}: products by wgmma", kernel.name);
-    assert!(moves <= Some(most), "{}: {moves:?} R2UR between one HGMMA and the next", kernel.name);
+    assert!(moves <= Some(most), "{}: {moves:?} R2UR between one product and the next", kernel.name);
 }
 
 /// ptxas takes every kernel of the images of an architecture, without a stack or a spill.

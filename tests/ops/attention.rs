@@ -35,7 +35,7 @@ proptest! {
         let expected = expect(&case, &data);
         for device in &cards_of(floor) {
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?}"), &case, &results, &expected)?;
+            verify((device, None), &case, &results, &expected)?;
         }
     }
 }
@@ -204,7 +204,7 @@ fn rows_without_keys() -> TestResult {
             let expected = expect(&case, &data);
             for device in &devices_for(case.work()) {
                 let (out, lse) = compute(device, &case, &data, None)?;
-                verify(&format!("{device:?}"), &case, &(out.clone(), lse.clone()), &expected)?;
+                verify((device, None), &case, &(out.clone(), lse.clone()), &expected)?;
                 for (sequence, &len) in case.lens.iter().enumerate() {
                     for query in 0..seq_q.saturating_sub(len) {
                         let row = (sequence * seq_q + query) * 4 * 64;
@@ -233,7 +233,7 @@ fn few_results_of_a_size() -> TestResult {
     let data = case.data();
     let expected = expect(&case, &data);
     for device in &devices() {
-        verify(&format!("{device:?}"), &case, &compute(device, &case, &data, None)?, &expected)?;
+        verify((device, None), &case, &compute(device, &case, &data, None)?, &expected)?;
     }
     Ok(())
 }
@@ -355,7 +355,7 @@ fn borders_on_tensor_cores() -> TestResult {
             let case = Case { mask, window, page_size, ..plain(dtype, 200, 290, heads, head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
             // Keys that are cut off by the mask at either end.
             let places: Vec<_> = place.into_iter().chain([(2, 120), (2, 260)]).collect();
             nan_stays(device, &case, &places)?;
@@ -363,7 +363,7 @@ fn borders_on_tensor_cores() -> TestResult {
             let case = Case { lens: vec![150], capacity: 200, ..case };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
         }
     }
     Ok(())
@@ -420,7 +420,7 @@ fn blocks() -> TestResult {
             &cards_of(Arch::Sm90a).into_iter().chain(devices_for(case.work() / 4)).collect::<Vec<_>>()
         {
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?} {case:?}"), &case, &results, &expected)?;
+            verify((device, None), &case, &results, &expected)?;
             if len < 300 {
                 nan_stays(device, &case, &[(1, 150), (2, 40), (2, 250)])?;
             }
@@ -453,7 +453,7 @@ fn biases_on_tensor_cores() -> TestResult {
             let case = Case { scores, scale, mask, seed, ..plain(dtype, seq_q, len, heads, head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
             nan_stays(device, &case, &[(1, 40), (2, len - 2)])?;
         }
     }
@@ -475,7 +475,7 @@ fn borders_of_few_queries_on_tensor_cores() -> TestResult {
             let case = Case { mask, window, page_size, is_fp8, ..plain(dtype, 9, len, (4, 2), head_dim) };
             let data = case.data();
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
             let first = len - window.unwrap_or(len);
             nan_stays(device, &case, &[(0, 5), (1, len - 4), (2, len - 4), (2, 100), (2, first)])?;
         }
@@ -508,7 +508,7 @@ fn queries_of_many_sizes() -> TestResult {
             }
             let data = [q, k, v];
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
             if dtype == DType::F16 {
                 continue;
             }
@@ -529,7 +529,7 @@ fn queries_of_many_sizes() -> TestResult {
             let (case, data) =
                 (Case { scale: case.scale.map(|scale| scale * 2f32.powi(25)), ..case }, smaller(0..12));
             let results = compute(device, &case, &data, None)?;
-            verify(&format!("{device:?} {case:?}"), &case, &results, &expect(&case, &data))?;
+            verify((device, None), &case, &results, &expect(&case, &data))?;
         }
     }
     Ok(())
@@ -595,7 +595,7 @@ fn merges_of_many_splits() -> TestResult {
     let (own, many) = (&cards_of(Arch::Sm90a)[0], case(4400, (8, 1)));
     let data = many.data();
     let results = compute(own, &many, &data, None)?;
-    verify(&format!("{own:?}"), &many, &results, &expect(&many, &data))?;
+    verify((own, None), &many, &results, &expect(&many, &data))?;
     let (out, lse) = compute(&one_sm(), &many, &data, None)?;
     same_bits("out", &out, &results.0)?;
     same_bits("lse", &lse, &results.1)?;
@@ -603,7 +603,7 @@ fn merges_of_many_splits() -> TestResult {
     let data = more.data();
     let expected = expect(&more, &data);
     for device in &devices_for(more.work()) {
-        verify(&format!("{device:?}"), &more, &compute(device, &more, &data, None)?, &expected)?;
+        verify((device, None), &more, &compute(device, &more, &data, None)?, &expected)?;
     }
     Ok(())
 }

@@ -1,15 +1,23 @@
-//! Builds a device crate to PTX from a build script, with the API of Rust-CUDA's `cuda_builder`.
+//! Builds a device crate to PTX from a build script, with an API like that of Rust-CUDA's `cuda_builder`.
 //!
 //! ```no_run
+//! use std::path::Path;
+//!
 //! use cuda_builder::{CudaBuilder, NvvmArch};
 //!
-//! # fn main() -> Result<(), cuda_builder::BuildError> {
-//! CudaBuilder::new("gpu").arch(NvvmArch::Compute61).copy_to("gpu.ptx").build()?;
-//! # Ok(())
-//! # }
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     println!("cargo::rerun-if-changed=kernels");
+//!     let ptx = Path::new(&std::env::var("OUT_DIR")?).join("kernels.ptx");
+//!     CudaBuilder::new("kernels").arch(NvvmArch::Compute61).copy_to(ptx).build()?;
+//!     Ok(())
+//! }
 //! ```
 //!
-//! Rust-CUDA compiles through NVVM with a compiler of 2021; this one drives rustc's own `nvptx64-nvidia-cuda` target.
+//! The program has it by `include_str!(concat!(env!("OUT_DIR"), "/kernels.ptx"))`. `examples/own_operator` of this repository is all of it:
+//! the device crate `kernels` (a library without `std`, with `cuda_std`, `#![feature(abi_ptx, asm_experimental_arch)]` and a panic
+//! handler on that target), its build script, its tests in the simulator and its launch.
+//!
+//! Rust-CUDA compiles through NVVM; this one drives rustc's own `nvptx64-nvidia-cuda` target, for the three architectures of [`NvvmArch`].
 //! A few flags are not a matter of taste:
 //! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
 //!   of a divergent branch.

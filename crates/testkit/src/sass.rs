@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-/// The lower 12 bits of an instruction's 16 bytes: a move to a uniform register; `wgmma` with a in shared memory, and in registers.
+/// The lower 12 bits of an instruction's 16 bytes: a move to a uniform register; `wgmma` of floats (HGMMA) with a in shared memory, and in
+/// registers; of int8 (IGMMA), likewise.
 const R2UR: u64 = 0x2ca;
-const HGMMA: [u64; 2] = [0x9f0, 0xdf0];
+const WGMMA: [u64; 4] = [0x9f0, 0xdf0, 0x9f1, 0xdf1];
 
 /// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next in the code. None if
 /// this is no object file of ptxas.
@@ -20,7 +21,7 @@ fn most_moves(code: &[u8]) -> Option<usize> {
     for instruction in code.chunks_exact(16) {
         match number(instruction, 0, 2)? & 0xfff {
             R2UR => moves = moves.map(|moves: usize| moves + 1),
-            opcode if HGMMA.contains(&opcode) => {
+            opcode if WGMMA.contains(&opcode) => {
                 most = most.max(moves.or(Some(0)));
                 moves = Some(0);
             }
@@ -76,23 +77,25 @@ mod tests {
     #[test]
     fn descriptors_of_a_block_and_of_a_thread() {
         let Some(ptxas) = find_ptxas() else { return skip_optional("no ptxas: set WARPFORGE_PTXAS") };
-        let moves = |own: &str| {
-            let product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2,%f3,%f4}";
+        let moves = |own: &str, product: &str, options: &str| {
             let text = format!(
                 ".version 8.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p) {{
-                .reg .f32 %f<5>; .reg .b64 %rd<6>; .reg .b32 %r<2>;
+                .reg .b32 %s<5>; .reg .b64 %rd<6>; .reg .b32 %r<2>;
                 ld.param.u64 %rd1, [p]; mov.u32 %r1, %tid.x; cvt.u64.u32 %rd2, %r1; {own}
                 xor.b64 %rd4, %rd3, 1234567; xor.b64 %rd5, %rd3, 7654321;
-                mov.f32 %f1, 0f00000000; mov.f32 %f2, %f1; mov.f32 %f3, %f1; mov.f32 %f4, %f1;
+                mov.b32 %s1, 0; mov.b32 %s2, %s1; mov.b32 %s3, %s1; mov.b32 %s4, %s1;
                 wgmma.fence.sync.aligned;
-                {product}, %rd3, %rd4, 1, 1, 1, 0, 0; {product}, %rd5, %rd4, 1, 1, 1, 0, 0;
+                wgmma.mma_async.sync.aligned.{product} {{%s1,%s2,%s3,%s4}}, %rd3, %rd4, {options};
+                wgmma.mma_async.sync.aligned.{product} {{%s1,%s2,%s3,%s4}}, %rd5, %rd4, {options};
                 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
-                st.global.f32 [%rd1], %f1; ret; }}"
+                st.global.b32 [%rd1], %s1; ret; }}"
             );
             assemble(&ptxas, &text, Arch::Sm90a).unwrap()[0].moves_between_products
         };
-        assert_eq!(moves("mov.u64 %rd3, %rd1;"), Some(0));
-        let own = moves("add.u64 %rd3, %rd1, %rd2;");
-        assert!(own > Some(0), "{own:?}");
+        for (product, options) in [("m64n8k16.f32.bf16.bf16", "1, 1, 1, 0, 0"), ("m64n8k32.s32.s8.s8", "1")] {
+            assert_eq!(moves("mov.u64 %rd3, %rd1;", product, options), Some(0), "{product}");
+            let own = moves("add.u64 %rd3, %rd1, %rd2;", product, options);
+            assert!(own > Some(0), "{product}: {own:?}");
+        }
     }
 }

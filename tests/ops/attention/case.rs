@@ -14,7 +14,7 @@ use warpforge::ops::attention::{
     Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
     Scores,
 };
-use warpforge::{DType, Device, Tensor, TensorView};
+use warpforge::{Arch, DType, Device, Tensor, TensorView};
 
 use crate::harness::{
     Contents, Executors, Layout, Rows, Wanted, check, fail, floats, restrict, store, values,
@@ -627,22 +627,26 @@ pub(super) fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {
     expected
 }
 
+/// Results of a device, by a kernel of the caller's choice if there is one.
 pub(super) fn verify(
-    what: &str,
+    (device, variant): (&Device, Option<&AttentionVariant>),
     case: &Case,
     (out, lse): &Results,
     expected: &Expected,
 ) -> Result<(), TestCaseError> {
+    let what =
+        format!("{} on {device:?} {case:?}", variant.map_or("what is planned", |variant| variant.entry));
     let Expected { reference, naive, gathered, magnitudes } = expected;
     let roundings = case.head_dim + case.capacity;
     // Against every naive order at once: the largest naive error is then that of enough rows.
     let repeat = |values: &[f64]| values.repeat(naive.len());
     let naive_out: Vec<f64> = naive.iter().flat_map(|(out, _)| out).copied().collect();
     let scale = repeat(&magnitudes.0);
-    // Tensor cores take weights in the storage type.
-    let terms = Some(case.dtype);
+    // Tensor cores take weights in the storage type; other kernels keep them in f32.
+    let floor = |floor: Arch| variant.map_or(floor, |variant| variant.floor.min(floor));
+    let terms = device.limits().filter(|limits| floor(limits.floor) >= Arch::Sm80).map(|_| case.dtype);
     let tolerance = Tolerance { terms, ..Tolerance::new(case.dtype, Scale::Given(&scale), roundings) };
-    check(what, &repeat(out), &repeat(&reference.0), &naive_out, &tolerance)?;
+    check(&what, &repeat(out), &repeat(&reference.0), &naive_out, &tolerance)?;
     // Near a sum of 1 the hardware's logarithm has an absolute error of 2^-22, four times the naive one's.
     let scale = Scale::Given(&magnitudes.1);
     let tolerance = Tolerance { factor: 8.0, ..Tolerance::new(DType::F32, scale, roundings) };
@@ -659,7 +663,7 @@ pub(super) fn planned(case: &Case, on: Executors) -> Result<(), TestCaseError> {
     let expected = expect(case, &data);
     for device in &on.devices() {
         let results = compute(device, case, &data, None)?;
-        verify(&format!("{device:?}"), case, &results, &expected)?;
+        verify((device, None), case, &results, &expected)?;
     }
     Ok(())
 }
@@ -687,7 +691,7 @@ pub(super) fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) ->
                 let data = case.data();
                 let results = compute(device, case, &data, Some(variant))?;
                 let expected = expected.get_or_insert_with(|| expect(case, &data));
-                verify(&format!("{} on {device:?}", variant.entry), case, &results, expected)?;
+                verify((device, Some(variant)), case, &results, expected)?;
             }
         }
     }
