@@ -90,9 +90,10 @@
 //! done, in two runs each, beside the kernel as it is: 16, 16, 1024, 128 in 147 to 149 µs instead of 154 to 160 with two places for q,
 //! 151 to 154 instead of 154 to 156 with one; 1, 32 on 8, 2048, 128 in 64 instead of 63; 4096 and 16384 tokens the same; 16, 32, 512, 64 in 97
 //! instead of 92, two places or one. With the next scores started behind the last values, and the tile's end beside them: 154 to 165, and
-//! 65 to 66; there 64 columns, which took no part in it but for scores whose registers lived from tile to tile, were at 94. So it is for 65
-//! to 128 columns, and wants the others' kernels as they are: ptxas spills a word of the loader's 32 registers, of 64 columns, at the least
-//! occasion. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
+//! 65 to 66; there 64 columns, which took no part in it but for scores whose registers lived from tile to tile, were at 94. So it is for 128
+//! columns, and wants the others' kernels as they are. Such a form is written, passes the simulator and is to be timed: a tile with marked values ends at
+//! once, of the others the words end beside the next scores, and the loader works the number of tiles out anew (by `opaque` of it and the round),
+//! or ptxas spills a word of its 32 registers of 64 columns. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
 //! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
 //! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
 //! FlashAttention-3 has them: 2966 thousand cycles instead of 2827. Of 64 columns two consumers instead of three, whose tiles of 128 rows
