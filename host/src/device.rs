@@ -17,7 +17,7 @@ use crate::stream::{Queue, Stream};
 use crate::tensor_map::{TensorMap, Tiled};
 
 #[cfg(feature = "cuda")]
-#[path = "device/cuda.rs"]
+#[path = "device/cuda/mod.rs"]
 pub(crate) mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "device/no_cuda.rs"]

@@ -1,0 +1,182 @@
+//! Modules and their kernels.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::{Arc, Mutex};
+
+use abi::Arch;
+use cuda_loader::driver::{self, FuncAttribute};
+use cust::context::CurrentContext;
+use cust::sys::{CUfunction, CUmodule};
+
+use super::stream::{NoRecording, Stream};
+use super::{Context, failed};
+use crate::error::Error;
+use crate::images::Image;
+use crate::launch::{Entry, Resources};
+
+/// A kernel's function, which its module keeps alive.
+#[derive(Clone, Debug)]
+pub(crate) struct EntryHandle {
+    pub(super) function: CUfunction,
+    context: Arc<Context>,
+    module: Arc<Module>,
+}
+
+// SAFETY: function handles may be used from any thread whose current context is theirs — the driver's own rule.
+unsafe impl Send for EntryHandle {}
+// SAFETY: as above.
+unsafe impl Sync for EntryHandle {}
+
+impl EntryHandle {
+    /// Whether a stream is of the kernel's card. Devices of an ordinal share its primary context.
+    pub(crate) fn is_of(&self, stream: &Stream) -> bool {
+        self.context.profile.place == stream.context().profile.place
+    }
+
+    /// Whether it may be started before the kernel ahead of it in the stream has ended.
+    pub(super) fn overlaps(&self) -> bool {
+        self.module.overlaps
+    }
+
+    /// Blocks of `threads` threads that fit on a multiprocessor at a time.
+    pub(crate) fn blocks_per_sm(&self, threads: u32, smem_bytes: u32) -> Result<u32, Error> {
+        self.context.enter()?;
+        // SAFETY: the module keeps the function alive.
+        unsafe { driver::occupancy_max_active_blocks(self.function, threads, smem_bytes as usize) }
+            .map_err(failed("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
+    }
+}
+
+#[derive(Debug)]
+struct Module {
+    module: CUmodule,
+    /// Whether its kernels may be started before the one ahead of them in the stream has ended.
+    overlaps: bool,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for EntryHandle.
+unsafe impl Send for Module {}
+// SAFETY: as for EntryHandle.
+unsafe impl Sync for Module {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes.
+        let Some(_no_recording) = NoRecording::begin() else { return };
+        if self.context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
+            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has its kernels, as
+            // each holds its device, and none of them is still queued.
+            let _ = unsafe { driver::module_unload(self.module) };
+        }
+    }
+}
+
+/// The first CUDA version whose graphs keep the overlap of launches.
+const OVERLAP_DRIVER: (u32, u32) = (12, 3);
+
+/// Whether each kernel waits for the one ahead of it, as `#[kernel]` makes those for Hopper do.
+fn all_kernels_wait(ptx: &str) -> bool {
+    let mut kernels = ptx.split(".entry ").skip(1).peekable();
+    kernels.peek().is_some() && kernels.all(|kernel| kernel.contains("griddepcontrol.wait;"))
+}
+
+/// The images of a build, of which the modules are loaded that operators want.
+pub(crate) struct Modules {
+    context: Arc<Context>,
+    images: &'static [Image],
+    /// By name and floor.
+    loaded: Mutex<HashMap<(&'static str, Arch), Arc<Module>>>,
+}
+
+impl Modules {
+    pub(crate) fn new(context: Arc<Context>, images: &'static [Image]) -> Self {
+        Modules { context, images, loaded: Mutex::default() }
+    }
+
+    pub(crate) fn entry(
+        &self,
+        family: &'static str,
+        arch: Arch,
+        name: &'static str,
+        smem_bytes: u32,
+    ) -> Result<Entry, Error> {
+        let module = self.module(family, arch, name)?;
+        let c_name =
+            CString::new(name).map_err(|_| Error::invalid(family, "entry", "a name without NUL", name))?;
+        // SAFETY: the module is live; `module` did enter the context.
+        let function = unsafe { driver::module_get_function(module.module, &c_name) }.map_err(|source| {
+            Error::Image { family, arch, log: format!("it has no entry {name}"), source: source.into() }
+        })?;
+        let get = |attribute| {
+            // SAFETY: the module keeps the function alive.
+            unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
+        };
+        let static_smem = get(FuncAttribute::StaticSharedBytes)? as u32;
+        // Up to 48 KiB, static and dynamic together, need no permission. It is given for as much as there is: plans that launch the
+        // kernel with less share the function with those that need more.
+        if smem_bytes + static_smem > 48 << 10 {
+            let most = self.context.profile.smem_per_block_bytes.saturating_sub(static_smem);
+            // SAFETY: as above.
+            unsafe { driver::set_max_dynamic_shared(function, most.max(smem_bytes)) }
+                .map_err(failed("cuFuncSetAttribute"))?;
+        }
+        let resources = Resources {
+            registers: get(FuncAttribute::NumRegs)? as u32,
+            local_bytes: get(FuncAttribute::LocalBytes)? as u32,
+            max_threads: get(FuncAttribute::MaxThreadsPerBlock)? as u32,
+            smem_bytes: smem_bytes + static_smem,
+        };
+        let handle = EntryHandle { function, context: self.context.clone(), module };
+        Ok(Entry::new(name, resources, smem_bytes, handle))
+    }
+
+    /// The module of a kernel.
+    fn module(&self, family: &'static str, arch: Arch, kernel: &str) -> Result<Arc<Module>, Error> {
+        self.context.enter()?;
+        let Some(image) = self.images.iter().find(|image| (image.family, image.arch) == (family, arch))
+        else {
+            let held: Vec<String> =
+                self.images.iter().map(|image| format!("{} {}", image.family, image.arch)).collect();
+            return Err(Error::MissingImage { family, arch, available: held.join(", ") });
+        };
+        let own = image.module_of(kernel)?;
+        let mut loaded = self.loaded.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(module) = loaded.get(&(own.name, arch)) {
+            return Ok(module.clone());
+        }
+        let driver_version = self.context.profile.driver.unwrap_or((0, 0));
+        image.check_driver(driver_version)?;
+        let text = own.text()?;
+        let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
+        let ptx = CString::new(text.into_owned())
+            .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
+        let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {
+            family,
+            arch,
+            log: error.log,
+            source: error.source.into(),
+        })?;
+        let module = Arc::new(Module { module, overlaps, context: self.context.clone() });
+        loaded.insert((own.name, arch), module.clone());
+        Ok(module)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::all_kernels_wait;
+
+    /// One that does not wait would read what the kernel ahead of it still writes.
+    #[test]
+    fn kernels_overlap_if_all_wait() {
+        let waits = ".visible .entry a() {\n\tgriddepcontrol.wait;\n\tret;\n}\n";
+        let does_not = ".visible .entry b() {\n\tret;\n}\n";
+        assert!(all_kernels_wait(waits));
+        assert!(all_kernels_wait(&format!("{waits}{waits}")));
+        for image in [does_not, "", &format!("{waits}{does_not}"), &format!("{does_not}{waits}")] {
+            assert!(!all_kernels_wait(image), "{image}");
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Streams, events and recorded graphs.
+
+use std::ffi::c_void;
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+};
+
+use cuda_loader::driver::{self, LaunchAttributes, Overlap};
+use cust::sys::{CUevent, CUstream};
+
+use super::memory::DeviceMemory;
+use super::module::EntryHandle;
+use super::{Context, failed};
+use crate::error::{DriverError, Error};
+
+/// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone waits for
+/// the whole context meanwhile; and all devices of an ordinal share its primary context.
+static RECORDING: RwLock<()> = RwLock::new(());
+
+/// What keeps recordings from beginning.
+pub(super) struct NoRecording {
+    _none: RwLockWriteGuard<'static, ()>,
+    _only: MutexGuard<'static, ()>,
+}
+
+impl NoRecording {
+    /// None while a graph is recorded; waits for another of its kind.
+    pub(super) fn begin() -> Option<Self> {
+        // Of its own, or one that waits for its device would look like a recording to the others.
+        static ONLY: Mutex<()> = Mutex::new(());
+        let only = ONLY.lock().unwrap_or_else(PoisonError::into_inner);
+        let none = match RECORDING.try_write() {
+            Ok(none) => none,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(NoRecording { _none: none, _only: only })
+    }
+}
+
+/// A CUDA stream, and the event by which other streams wait for it.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    stream: CUstream,
+    owner: Owner,
+    event: CUevent,
+    context: Arc<Context>,
+}
+
+/// Who destroys a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Library,
+    Caller,
+}
+
+// SAFETY: stream and event handles may be used from any thread whose current context is theirs — the driver's own rule;
+// every method enters the context first.
+unsafe impl Send for Stream {}
+// SAFETY: as above; the driver serialises calls on one stream.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self, Error> {
+        context.enter()?;
+        let stream = driver::stream_create().map_err(failed("cuStreamCreate"))?;
+        match driver::event_create(driver::Timing::Disabled) {
+            Ok(event) => Ok(Stream { stream, owner: Owner::Library, event, context }),
+            Err(error) => {
+                // SAFETY: just made, and not used.
+                let _ = unsafe { driver::stream_destroy(stream) };
+                Err(failed("cuEventCreate")(error))
+            }
+        }
+    }
+
+    /// A stream of the caller's.
+    ///
+    /// # Safety
+    /// The handle is live as long as the value, and of this context.
+    pub(crate) unsafe fn of_caller(context: Arc<Context>, handle: *mut c_void) -> Result<Self, Error> {
+        context.enter()?;
+        let event = driver::event_create(driver::Timing::Disabled).map_err(failed("cuEventCreate"))?;
+        Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context })
+    }
+
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+
+    pub(crate) fn handle(&self) -> *mut c_void {
+        self.stream.cast()
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
+    }
+
+    pub(crate) fn wait_for(&self, other: &Stream) -> Result<(), Error> {
+        self.context.enter()?;
+        // Recording anew replaces what the event stood for; waits that are already enqueued keep their meaning.
+        // SAFETY: all three are live while `self` and `other` are.
+        unsafe {
+            driver::event_record(other.event, other.stream).map_err(failed("cuEventRecord"))?;
+            driver::stream_wait_event(self.stream, other.event).map_err(failed("cuStreamWaitEvent"))
+        }
+    }
+
+    /// Whether what is enqueued is recorded: a stream that waits for this one would be recorded too.
+    pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_is_capturing(self.stream) }.map_err(failed("cuStreamIsCapturing"))
+    }
+
+    pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this returns, since from
+        // pageable memory the driver copies before it returns, and for other memory it is waited below.
+        unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
+            .map_err(failed("cuMemcpyHtoDAsync"))?;
+        if driver::is_known_memory(data.as_ptr().cast()) { self.synchronize() } else { Ok(()) }
+    }
+
+    pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; the view spans `data.len()` bytes at `address`; the copy is waited for below.
+        unsafe { driver::memcpy_dtoh_async(data.as_mut_ptr().cast(), address, data.len(), self.stream) }
+            .map_err(failed("cuMemcpyDtoHAsync"))?;
+        self.synchronize()
+    }
+
+    pub(crate) fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; Stream::copy found both views to span `bytes` bytes on this device.
+        unsafe { driver::memcpy_dtod_async(to, from, bytes, self.stream) }
+            .map_err(failed("cuMemcpyDtoDAsync"))
+    }
+
+    pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
+        self.context.enter()?;
+        // SAFETY: the stream is live; Tensor allocated `bytes` bytes at `address`.
+        unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.map_err(failed("cuMemsetD8Async"))
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// The kernel behind `entry` takes these parameters and is sound with their values.
+    pub(crate) unsafe fn launch(
+        &self,
+        entry: &EntryHandle,
+        grid: [u32; 3],
+        block: [u32; 3],
+        cluster: u32,
+        smem_bytes: u32,
+        params: &mut [*mut c_void],
+    ) -> Result<(), LaunchFailure> {
+        self.context.enter().map_err(LaunchFailure::Other)?;
+        let overlap = if entry.overlaps() { Overlap::Programmatic } else { Overlap::None };
+        let launched = if cluster == 1 && overlap == Overlap::None {
+            // SAFETY: function and stream are live, since their owners are; parameters — the caller.
+            unsafe { driver::launch_kernel(entry.function, grid, block, smem_bytes, self.stream, params) }
+        } else {
+            let cluster = (cluster != 1).then_some([cluster, 1, 1]);
+            let attributes = LaunchAttributes { cluster, overlap };
+            // SAFETY: as above; every kernel of a module that overlaps waits first — `Modules::module`.
+            unsafe {
+                driver::launch_kernel_ex(
+                    entry.function,
+                    grid,
+                    block,
+                    smem_bytes,
+                    self.stream,
+                    &attributes,
+                    params,
+                )
+            }
+        };
+        launched.map_err(|error| LaunchFailure::Launch(error.into()))
+    }
+
+    /// Records what `enqueue` enqueues instead of running it.
+    pub(crate) fn capture(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
+        let recording = Recording::begin(self)?;
+        enqueue()?;
+        let graph = recording.end()?;
+        DeviceMemory::free_left();
+        // SAFETY: the recorded work's addresses are the caller's contract, at the launch.
+        let exec = unsafe { graph.instantiate() }.map_err(failed("cuGraphInstantiate"))?;
+        Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
+    }
+
+    /// A marker in the stream with a time.
+    pub(crate) fn record(&self) -> Result<Event, Error> {
+        self.context.enter()?;
+        let event = driver::event_create(driver::Timing::Enabled).map_err(failed("cuEventCreate"))?;
+        let event = Event { event, context: self.context.clone() };
+        // SAFETY: both are live.
+        unsafe { driver::event_record(event.event, self.stream) }.map_err(failed("cuEventRecord"))?;
+        Ok(event)
+    }
+
+    /// Enqueues a recorded graph.
+    ///
+    /// # Safety
+    /// The memory that the recorded work uses is still allocated for it.
+    pub(crate) unsafe fn launch_graph(&self, graph: &Graph) -> Result<(), Error> {
+        self.context.enter()?;
+        let exec = graph.exec.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // SAFETY: live while `graph` and `self` are; memory — the caller.
+        unsafe { exec.launch(self.stream) }.map_err(failed("cuGraphLaunch"))
+    }
+}
+
+/// A recording under way, which ends also where it fails or panics: else its stream could not be used any more.
+struct Recording<'a> {
+    stream: &'a Stream,
+    has_ended: bool,
+    _recording: RwLockReadGuard<'static, ()>,
+}
+
+impl<'a> Recording<'a> {
+    fn begin(stream: &'a Stream) -> Result<Self, Error> {
+        let recording = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
+        stream.context.enter()?;
+        // SAFETY: live while `stream` is.
+        unsafe { driver::stream_begin_capture(stream.stream) }.map_err(failed("cuStreamBeginCapture"))?;
+        Ok(Recording { stream, has_ended: false, _recording: recording })
+    }
+
+    fn end(mut self) -> Result<driver::Graph, Error> {
+        self.stream.context.enter()?;
+        self.has_ended = true;
+        // SAFETY: live while the stream is.
+        unsafe { driver::stream_end_capture(self.stream.stream) }.map_err(failed("cuStreamEndCapture"))
+    }
+}
+
+impl Drop for Recording<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended && self.stream.context.enter().is_ok() {
+            // SAFETY: live while the stream is.
+            let _ = unsafe { driver::stream_end_capture(self.stream.stream) };
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // Work that is still enqueued runs on: the driver destroys the stream after it.
+        if self.context.enter().is_ok() {
+            // SAFETY: made in `new` or `of_caller`, and ends here.
+            let _ = unsafe { driver::event_destroy(self.event) };
+            if self.owner == Owner::Library {
+                // SAFETY: made in `new`, and ends here.
+                let _ = unsafe { driver::stream_destroy(self.stream) };
+            }
+        }
+    }
+}
+
+/// A point in a stream, with its time.
+#[derive(Debug)]
+pub(crate) struct Event {
+    event: CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for Stream.
+unsafe impl Send for Event {}
+// SAFETY: as for Stream.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// Milliseconds from `earlier` to this one, after waiting for this one.
+    pub(crate) fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
+        self.context.enter()?;
+        // SAFETY: both are live.
+        unsafe {
+            driver::event_synchronize(self.event).map_err(failed("cuEventSynchronize"))?;
+            driver::event_elapsed_ms(earlier.event, self.event).map_err(failed("cuEventElapsedTime"))
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: made in `record`, and ends here.
+            let _ = unsafe { driver::event_destroy(self.event) };
+        }
+    }
+}
+
+/// Recorded work, ready to be launched again and again.
+#[derive(Debug)]
+pub(crate) struct Graph {
+    exec: Mutex<driver::GraphExec>,
+    context: Arc<Context>,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // The executable graph is destroyed with the field, in this context.
+        let _ = self.context.enter();
+    }
+}
+
+/// Why a launch did not happen.
+pub(crate) enum LaunchFailure {
+    Launch(DriverError),
+    Other(Error),
+}
