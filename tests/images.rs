@@ -48,6 +48,17 @@ fn floor_of(entry: &str) -> Arch {
     }
 }
 
+/// Every kernel is compiled for as many threads as it is launched with: without a bound the registers are not, and there might be no room.
+#[test]
+fn every_kernel_has_launch_bounds() {
+    for image in IMAGES {
+        for entry in kernels(image) {
+            let is_bounded = entry.directives.iter().any(|directive| directive.starts_with(".maxntid"));
+            assert!(is_bounded, "{image:?}: {} has no bound on its threads", entry.name);
+        }
+    }
+}
+
 /// Every kernel for Hopper waits for the one ahead of it, or the host would not let them overlap; no other one can.
 #[test]
 fn hopper_kernels_wait() {

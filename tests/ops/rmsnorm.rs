@@ -9,7 +9,8 @@ use warpforge::ops::rmsnorm::{Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, 
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -183,6 +184,22 @@ proptest! {
 }
 
 /// Heads of one token inside a wider row, as the q and k parts of a joint projection.
+/// The longest rows that a block has registers for, and longer ones.
+#[test]
+fn long_rows() -> Result<(), TestCaseError> {
+    for (dtype, cols) in
+        [(DType::BF16, 32768), (DType::BF16, 32776), (DType::F32, 32768), (DType::F32, 32772)]
+    {
+        let (residual, weight, gate) = (Residual::Add, NormWeight::Plain, Gate::None);
+        let (layout, kind) = (Layout::default(), Values::Normal);
+        let case = Case { dtype, rows: 2, cols, layout, residual, weight, gate, eps: 1e-6, kind, seed: 3 };
+        for device in &devices_for(case.work()) {
+            run(device, &case, None)?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn per_head() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, heads, cols, width) = (3, 4, 128, 1024);

@@ -63,19 +63,6 @@ pub enum RmsNormTile {
 pub const WARP_TILE_THREADS: u32 = 256;
 /// Threads of a block of the `Scalar` tile.
 pub const SCALAR_TILE_THREADS: u32 = 256;
-/// Most threads of a block of the `Block` tiles.
-pub const BLOCK_TILE_MAX_THREADS: u32 = 1024;
-
-impl RmsNormTile {
-    /// The longest row, in pieces of 16 bytes; none if any length will do.
-    pub const fn max_chunks(self) -> Option<u32> {
-        match self {
-            RmsNormTile::Lanes { lanes, chunks } => Some(lanes * chunks),
-            RmsNormTile::Block { chunks } => Some(BLOCK_TILE_MAX_THREADS * chunks),
-            RmsNormTile::Scalar => None,
-        }
-    }
-}
 
 /// One kernel of the operator.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,8 +71,21 @@ pub struct RmsNormVariant {
     pub entry: &'static str,
     /// Type of all tensors.
     pub dtype: DType,
+    /// Most threads of a block, by the registers that they need.
+    pub max_threads: u32,
     /// How a row is spread over threads.
     pub tile: RmsNormTile,
+}
+
+impl RmsNormVariant {
+    /// The longest row, in pieces of 16 bytes; none if any length will do.
+    pub const fn max_chunks(&self) -> Option<u32> {
+        match self.tile {
+            RmsNormTile::Lanes { lanes, chunks } => Some(lanes * chunks),
+            RmsNormTile::Block { chunks } => Some(self.max_threads * chunks),
+            RmsNormTile::Scalar => None,
+        }
+    }
 }
 
 /// Hands every row of the table to the macro `$callback`.
@@ -93,37 +93,38 @@ pub struct RmsNormVariant {
 macro_rules! rmsnorm_table {
     ($callback:path) => {
         $callback! {
-            rmsnorm_f32__lanes8__sm61 => f32, F32, Lanes { lanes: 8, chunks: 1 };
-            rmsnorm_f32__lanes16__sm61 => f32, F32, Lanes { lanes: 16, chunks: 1 };
-            rmsnorm_f32__lanes32__sm61 => f32, F32, Lanes { lanes: 32, chunks: 1 };
-            rmsnorm_f32__lanes32x4__sm61 => f32, F32, Lanes { lanes: 32, chunks: 4 };
-            rmsnorm_f32__block2__sm61 => f32, F32, Block { chunks: 2 };
-            rmsnorm_f32__block8__sm61 => f32, F32, Block { chunks: 8 };
-            rmsnorm_f32__scalar__sm61 => f32, F32, Scalar {};
-            rmsnorm_f16__lanes8__sm61 => f16, F16, Lanes { lanes: 8, chunks: 1 };
-            rmsnorm_f16__lanes16__sm61 => f16, F16, Lanes { lanes: 16, chunks: 1 };
-            rmsnorm_f16__lanes32__sm61 => f16, F16, Lanes { lanes: 32, chunks: 1 };
-            rmsnorm_f16__lanes32x4__sm61 => f16, F16, Lanes { lanes: 32, chunks: 4 };
-            rmsnorm_f16__block2__sm61 => f16, F16, Block { chunks: 2 };
-            rmsnorm_f16__block8__sm61 => f16, F16, Block { chunks: 8 };
-            rmsnorm_f16__scalar__sm61 => f16, F16, Scalar {};
-            rmsnorm_bf16__lanes8__sm61 => bf16, BF16, Lanes { lanes: 8, chunks: 1 };
-            rmsnorm_bf16__lanes16__sm61 => bf16, BF16, Lanes { lanes: 16, chunks: 1 };
-            rmsnorm_bf16__lanes32__sm61 => bf16, BF16, Lanes { lanes: 32, chunks: 1 };
-            rmsnorm_bf16__lanes32x4__sm61 => bf16, BF16, Lanes { lanes: 32, chunks: 4 };
-            rmsnorm_bf16__block2__sm61 => bf16, BF16, Block { chunks: 2 };
-            rmsnorm_bf16__block8__sm61 => bf16, BF16, Block { chunks: 8 };
-            rmsnorm_bf16__scalar__sm61 => bf16, BF16, Scalar {};
+            rmsnorm_f32__lanes8__sm61 => f32, F32, 256, Lanes { lanes: 8, chunks: 1 };
+            rmsnorm_f32__lanes16__sm61 => f32, F32, 256, Lanes { lanes: 16, chunks: 1 };
+            rmsnorm_f32__lanes32__sm61 => f32, F32, 256, Lanes { lanes: 32, chunks: 1 };
+            rmsnorm_f32__lanes32x4__sm61 => f32, F32, 256, Lanes { lanes: 32, chunks: 4 };
+            rmsnorm_f32__block2__sm61 => f32, F32, 1024, Block { chunks: 2 };
+            rmsnorm_f32__block8__sm61 => f32, F32, 1024, Block { chunks: 8 };
+            rmsnorm_f32__scalar__sm61 => f32, F32, 256, Scalar {};
+            rmsnorm_f16__lanes8__sm61 => f16, F16, 256, Lanes { lanes: 8, chunks: 1 };
+            rmsnorm_f16__lanes16__sm61 => f16, F16, 256, Lanes { lanes: 16, chunks: 1 };
+            rmsnorm_f16__lanes32__sm61 => f16, F16, 256, Lanes { lanes: 32, chunks: 1 };
+            rmsnorm_f16__lanes32x4__sm61 => f16, F16, 256, Lanes { lanes: 32, chunks: 4 };
+            rmsnorm_f16__block2__sm61 => f16, F16, 1024, Block { chunks: 2 };
+            rmsnorm_f16__block8__sm61 => f16, F16, 512, Block { chunks: 8 };
+            rmsnorm_f16__scalar__sm61 => f16, F16, 256, Scalar {};
+            rmsnorm_bf16__lanes8__sm61 => bf16, BF16, 256, Lanes { lanes: 8, chunks: 1 };
+            rmsnorm_bf16__lanes16__sm61 => bf16, BF16, 256, Lanes { lanes: 16, chunks: 1 };
+            rmsnorm_bf16__lanes32__sm61 => bf16, BF16, 256, Lanes { lanes: 32, chunks: 1 };
+            rmsnorm_bf16__lanes32x4__sm61 => bf16, BF16, 256, Lanes { lanes: 32, chunks: 4 };
+            rmsnorm_bf16__block2__sm61 => bf16, BF16, 1024, Block { chunks: 2 };
+            rmsnorm_bf16__block8__sm61 => bf16, BF16, 512, Block { chunks: 8 };
+            rmsnorm_bf16__scalar__sm61 => bf16, BF16, 256, Scalar {};
         }
     };
 }
 
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+    ($($entry:ident => $type:ident, $dtype:ident, $threads:literal, $tile:ident { $($field:ident: $value:literal),* };)*) => {
         /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[RmsNormVariant] = &[$(RmsNormVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
+            max_threads: $threads,
             tile: RmsNormTile::$tile { $($field: $value),* },
         }),*];
     };

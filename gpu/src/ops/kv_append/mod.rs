@@ -101,7 +101,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `KvAppend::run` checks them.
-        #[kernel]
+        #[kernel(max_threads = 256)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             k: *const $type,

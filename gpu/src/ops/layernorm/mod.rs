@@ -239,7 +239,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `LayerNorm::run` checks them.
-        #[kernel]
+        #[kernel(max_threads = 1024)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             x: *const $type,

@@ -225,12 +225,12 @@ macro_rules! body {
 }
 
 macro_rules! entries {
-    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+    ($($entry:ident => $type:ident, $dtype:ident, $threads:literal, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
         /// Entry point; see the module and `abi::ops::rmsnorm`.
         ///
         /// # Safety
         /// - Arguments as `RmsNorm::run` checks them.
-        #[kernel]
+        #[kernel(max_threads = $threads)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             x: *const $type,

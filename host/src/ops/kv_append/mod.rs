@@ -57,7 +57,8 @@ pub struct KvAppendArgs<'a> {
 /// `k_cache[slots[t]] = k[t]`, `v_cache[slots[t]] = v[t]` for every token t. For a cache `[batch, capacity, heads, head_dim]`
 /// seen as `[batch · capacity, heads, head_dim]`, position p of sequence b is slot `b · capacity + p`.
 ///
-/// **Arithmetic**: none, bits are copied. **Determinism**: bitwise, if the slots are distinct; else one of the tokens wins.
+/// **Arithmetic**: none, bits are copied. **Determinism**: bitwise, if the slots are distinct; else their
+/// rows may hold any of the tokens in any of their parts.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit.
 /// **Architectures**: the same kernels on all floors.
 #[derive(Debug)]

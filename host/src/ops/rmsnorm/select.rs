@@ -25,14 +25,14 @@ impl RmsNormChoice {
     pub(super) fn forced(variant: &'static RmsNormVariant, problem: &RmsNormProblem) -> Result<Self, Error> {
         let chunks = chunks(problem);
         let fits = variant.dtype == problem.dtype
-            && match (variant.tile.max_chunks(), chunks) {
+            && match (variant.max_chunks(), chunks) {
                 (None, _) => true,
                 (Some(max), Some(chunks)) => chunks <= max,
                 (Some(_), None) => false,
             };
         if !fits {
             let expected =
-                format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.tile.max_chunks());
+                format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.max_chunks());
             return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
         }
         let threads = match (variant.tile, chunks) {
@@ -68,7 +68,7 @@ pub fn select(_limits: &DeviceLimits, problem: &RmsNormProblem) -> Result<RmsNor
     let chunks = chunks(problem);
     let holds = |variant: &&RmsNormVariant| {
         variant.dtype == problem.dtype
-            && match (variant.tile.max_chunks(), chunks) {
+            && match (variant.max_chunks(), chunks) {
                 (None, _) => true,
                 (Some(max), Some(chunks)) => chunks <= max,
                 (Some(_), None) => false,
@@ -103,8 +103,10 @@ mod tests {
             (DType::BF16, 1024, "rmsnorm_bf16__lanes32x4__sm61", 256),
             (DType::BF16, 2560, "rmsnorm_bf16__block2__sm61", 160),
             (DType::F16, 4096, "rmsnorm_f16__block2__sm61", 256),
-            (DType::BF16, 65536, "rmsnorm_bf16__block8__sm61", 1024),
-            (DType::BF16, 65544, "rmsnorm_bf16__scalar__sm61", 256),
+            (DType::BF16, 32768, "rmsnorm_bf16__block8__sm61", 512),
+            (DType::BF16, 32776, "rmsnorm_bf16__scalar__sm61", 256),
+            (DType::F32, 32768, "rmsnorm_f32__block8__sm61", 1024),
+            (DType::F32, 32772, "rmsnorm_f32__scalar__sm61", 256),
         ];
         for (dtype, cols, entry, threads) in table {
             let problem = RmsNormProblem { rows: 7, cols, dtype, eps: 1e-6, weight: NormWeight::Plain };
