@@ -238,7 +238,7 @@ pub unsafe fn multiply<
                 };
                 results.make(&mut sums, &place);
                 if in_boxes && dims.access & OUT_BY_TMA != 0 {
-                    store_boxes::<S, O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place);
+                    store_boxes::<S, O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place, end.n());
                 } else {
                     store_pairs(&sums, &end, &place);
                 }
@@ -256,7 +256,7 @@ pub unsafe fn multiply<
     }
 }
 
-/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn.
+/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn, as far as they begin before column n.
 ///
 /// # Safety
 /// - All 128 threads of the consumer (*converged*); the boxes are theirs.
@@ -267,10 +267,11 @@ unsafe fn store_boxes<S: Sum, O: Element, const SUMS: usize>(
     boxes: u32,
     turn: &mut u32,
     place: &Place,
+    n: u32,
 ) {
     let mut i = 0;
     while i < SUMS / 32 {
-        if 32 * i >= place.len {
+        if 32 * i >= place.len || place.col + 64 * i as u32 >= n {
             break;
         }
         let at = boxes + *turn * BOX_BYTES;
