@@ -39,7 +39,7 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
 }
 
 macro_rules! load_16 {
-    ($(#[$doc:meta])* $name:ident, $ptx:literal) => {
+    ($(#[$doc:meta])* $name:ident, $ptx:literal, $simulated:ident) => {
         $(#[$doc])*
         ///
         #[doc = concat!("`", $ptx, " {r0, r1, r2, r3}, [pointer];`")]
@@ -60,7 +60,7 @@ macro_rules! load_16 {
                 [a, b, c, d]
             } else {
                 // SAFETY: the caller's promise.
-                unsafe { crate::sim::load_global(pointer.cast::<[u32; 4]>(), $ptx) }
+                unsafe { crate::sim::$simulated(pointer.cast::<[u32; 4]>(), $ptx) }
             })
         }
     };
@@ -68,18 +68,18 @@ macro_rules! load_16 {
 
 load_16!(
     /// 16 bytes, cached as usual: data that other blocks read too.
-    load_x4, "ld.global.v4.b32");
+    load_x4, "ld.global.v4.b32", load_global);
 load_16!(
     /// 16 bytes through the read-only path: weights and tables that many blocks read.
-    load_nc_x4, "ld.global.nc.v4.b32");
+    load_nc_x4, "ld.global.nc.v4.b32", load_constant);
 load_16!(
     /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
     #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
-    load_stream_x4, "ld.global.nc.L1::no_allocate.v4.b32");
+    load_stream_x4, "ld.global.nc.L1::no_allocate.v4.b32", load_constant);
 load_16!(
     /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
     #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_80")))]
-    load_stream_x4, "ld.global.nc.v4.b32");
+    load_stream_x4, "ld.global.nc.v4.b32", load_constant);
 
 macro_rules! store_16 {
     ($(#[$doc:meta])* $name:ident, $ptx:literal) => {

@@ -19,6 +19,8 @@ pub(super) enum Space {
     Global(usize),
     /// An address in the block's own window, or in another block's of the cluster.
     Shared(u32),
+    /// The same for an instruction that reaches the block's own alone.
+    OwnShared(u32),
 }
 
 /// Whose stamp an access leaves: the running thread's, or that of an asynchronous agent.
@@ -37,6 +39,18 @@ impl Machine {
         line: &'static Location<'static>,
     ) -> Result<*mut u8, Failure> {
         self.step()?;
+        let space = match space {
+            Space::OwnShared(address) if address >= CLUSTER_WINDOW => {
+                let place = self.name(Space::Shared(address));
+                let text = format!(
+                    "{} out of bounds: at {place}, by an instruction for the block's own",
+                    noun(kind)
+                );
+                return Err(Failure(Defect::OutOfBounds, text));
+            }
+            Space::OwnShared(address) => Space::Shared(address),
+            other => other,
+        };
         let number = self.line_number(line);
         let coin = self.random.one_in(2);
         let thread = self.current.thread;
@@ -59,7 +73,7 @@ impl Machine {
                     .map(|()| place)
                     .map_err(|(at, conflict)| (Space::Global(address + at - offset), conflict))
             }
-            Space::Shared(address) => {
+            Space::Shared(address) | Space::OwnShared(address) => {
                 if !(address as usize).is_multiple_of(align) {
                     return Err(self.misaligned(space, align, kind));
                 }
@@ -107,7 +121,7 @@ impl Machine {
                     None => memory.describe(address),
                 }
             }
-            Space::Shared(address) => {
+            Space::Shared(address) | Space::OwnShared(address) => {
                 let offset = (address % CLUSTER_WINDOW).wrapping_sub(SHARED_BASE) as i32;
                 match address / CLUSTER_WINDOW {
                     0 => format!("byte {offset} of shared memory"),
@@ -127,7 +141,7 @@ impl Machine {
     fn outside(&mut self, space: Space, bytes: usize, kind: Kind) -> Failure {
         let bounds = match space {
             Space::Global(address) => self.memory_and_unit().0.describe(address),
-            Space::Shared(_) => {
+            Space::Shared(_) | Space::OwnShared(_) => {
                 format!("{}, of which there are {} bytes", self.name(space), self.shared_bytes)
             }
         };
@@ -154,6 +168,13 @@ impl Machine {
                     format!("data race: {noun} of {place} with no barrier after the {was} by {earlier}");
                 Failure(Defect::Race, text)
             }
+            Conflict::ReadOnly { earlier, line } => {
+                let earlier = self.describe(earlier, line);
+                let text = format!(
+                    "{noun} of {place} through the read-only path, written in this kernel by {earlier}"
+                );
+                Failure(Defect::Race, text)
+            }
             Conflict::Proxy { earlier, line } => {
                 let earlier = self.describe(earlier, line);
                 let text = format!(
@@ -167,7 +188,7 @@ impl Machine {
 
 fn noun(kind: Kind) -> &'static str {
     match kind {
-        Kind::Read => "read",
+        Kind::Read | Kind::ConstantRead => "read",
         Kind::Write => "write",
         Kind::AtomicRead => "atomic read",
         Kind::AtomicWrite => "atomic write",
@@ -211,6 +232,20 @@ pub(crate) unsafe fn load_global<T: Copy>(pointer: *const T, instruction: &str) 
         return unsafe { pointer.read() };
     }
     load(Space::Global(pointer.addr()), Kind::Read, instruction, Location::caller())
+}
+
+/// The same through the read-only path.
+///
+/// # Safety
+/// As for [`load_global`].
+#[inline]
+#[track_caller]
+pub(crate) unsafe fn load_constant<T: Copy>(pointer: *const T, instruction: &str) -> T {
+    if !super::is_running() {
+        // SAFETY: the caller's promise.
+        return unsafe { pointer.read() };
+    }
+    load(Space::Global(pointer.addr()), Kind::ConstantRead, instruction, Location::caller())
 }
 
 /// A store to global memory, aligned to its size. Outside a simulation: to the host's memory.
@@ -261,14 +296,14 @@ pub(crate) fn atomic_store(pointer: *mut u32, value: u32, order: Order, instruct
 #[inline]
 #[track_caller]
 pub(crate) fn load_shared<T: Copy>(address: u32, instruction: &str) -> T {
-    load(Space::Shared(address), Kind::Read, instruction, Location::caller())
+    load(Space::OwnShared(address), Kind::Read, instruction, Location::caller())
 }
 
 /// A store to shared memory, aligned to its size.
 #[inline]
 #[track_caller]
 pub(crate) fn store_shared<T: Copy>(address: u32, value: T, instruction: &str) {
-    store(Space::Shared(address), value, Kind::Write, instruction, Location::caller());
+    store(Space::OwnShared(address), value, Kind::Write, instruction, Location::caller());
 }
 
 /// Address of the block's dynamic shared memory.
@@ -294,7 +329,7 @@ pub(crate) fn atomic_shared<T: Copy + PartialEq>(
     instruction: &str,
     change: impl Fn(T) -> T,
 ) -> T {
-    atomic(Space::Shared(address), Order::Relaxed, instruction, Location::caller(), change)
+    atomic(Space::OwnShared(address), Order::Relaxed, instruction, Location::caller(), change)
 }
 
 fn atomic<T: Copy + PartialEq>(

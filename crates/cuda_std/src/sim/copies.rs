@@ -440,7 +440,7 @@ pub(crate) fn cp_async(shared: u32, global: *const u8, bytes: u32, source_bytes:
         let (agent, time) = machine.cp_async_agent();
         let stamp = Some(Stamp::new(machine.unit().id, agent, time));
         let (bytes, source_bytes) = (bytes as usize, source_bytes as usize);
-        let to = machine.access(Space::Shared(shared), bytes, bytes, Kind::Write, stamp, line)?;
+        let to = machine.access(Space::OwnShared(shared), bytes, bytes, Kind::Write, stamp, line)?;
         let fill = Move {
             from: Source::Fill([0; 16]),
             to: to.wrapping_add(source_bytes),

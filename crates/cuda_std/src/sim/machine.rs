@@ -27,7 +27,7 @@ use super::tensor_core::Generation;
 use super::visits::Visit;
 use super::warp::{Warp, lanes};
 use super::warpgroup::{Held, Warpgroup};
-use super::{Arch, Defect, Launch, Memory, Report, Statistics};
+use super::{Arch, Defect, Launch, Memory, Report, Statistics, registry};
 
 /// A defect and its text; the machine adds who and where.
 pub(super) struct Failure(pub(super) Defect, pub(super) String);
@@ -746,14 +746,22 @@ fn check(launch: &Launch<'_>) -> Result<(), Failure> {
         return refuse(format!("{shared_bytes} bytes of shared memory per block: {arch} has {max}"));
     }
     let blocks = volume(cluster);
-    if blocks == 0 || blocks > 16 || [0, 1, 2].into_iter().any(|i| !grid[i].is_multiple_of(cluster[i].max(1)))
+    if blocks == 0 || blocks > 8 || [0, 1, 2].into_iter().any(|i| !grid[i].is_multiple_of(cluster[i].max(1)))
     {
         return refuse(format!(
-            "clusters of {cluster:?} blocks in a grid of {grid:?}: expected up to 16, dividing it"
+            "clusters of {cluster:?} blocks in a grid of {grid:?}: expected up to 8, dividing it"
         ));
     }
     if blocks > 1 && arch < Arch::Sm90a {
         return refuse(format!("clusters need sm_90a, and this is {arch}"));
+    }
+    if volume(grid) == 0 {
+        return refuse(format!("a grid of {grid:?} blocks: expected one at least"));
+    }
+    if let Some(most) = registry::kernel(launch.kernel).and_then(|kernel| kernel.max_threads)
+        && threads > most
+    {
+        return refuse(format!("a block of {block:?} threads: the kernel is for up to {most}"));
     }
     if grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 || volume(grid) >= 1 << 24 {
         return refuse(format!("a grid of {grid:?} blocks: the simulator takes up to {}", (1 << 24) - 1));

@@ -25,7 +25,7 @@ pub(crate) fn ldmatrix(matrices: usize, transpose: Transpose, address: u32) -> [
         let mut rows = [[0; 4]; 32];
         for (lane, row) in rows.iter_mut().enumerate().take(8 * matrices) {
             let place = access.of_lane(lane, |machine| {
-                machine.access(Space::Shared(inputs[lane][0]), 16, 16, Kind::Read, None, line)
+                machine.access(Space::OwnShared(inputs[lane][0]), 16, 16, Kind::Read, None, line)
             })?;
             // SAFETY: `access` found 16 bytes of shared memory there.
             *row = unsafe { place.cast::<[u32; 4]>().read_unaligned() };
@@ -50,7 +50,7 @@ pub(crate) fn stmatrix(matrices: usize, transpose: Transpose, address: u32, regi
         let rows = fragment::store_matrices(&registers, matrices, transpose);
         for (lane, row) in rows.into_iter().enumerate().take(8 * matrices) {
             let place = access.of_lane(lane, |machine| {
-                machine.access(Space::Shared(inputs[lane][0]), 16, 16, Kind::Write, None, line)
+                machine.access(Space::OwnShared(inputs[lane][0]), 16, 16, Kind::Write, None, line)
             })?;
             // SAFETY: `access` found 16 bytes of shared memory there; the machine alone touches them now.
             unsafe { place.cast::<[u32; 4]>().write_unaligned(row) };

@@ -297,6 +297,9 @@ pub(crate) fn mbarrier_expect_tx(address: u32, bytes: u32) {
     attempt(INSTRUCTION, Location::caller(), |machine| {
         machine.needs(Arch::Sm90a, INSTRUCTION)?;
         let place = machine.find_mbarrier(INSTRUCTION, address)?;
+        if place.block != machine.thread().block {
+            return misuse(format!("`{INSTRUCTION}` on another block's mbarrier"));
+        }
         let slot = machine.current.slot;
         let mbarrier = machine.mbarrier(slot, place);
         mbarrier.bytes += i64::from(bytes);

@@ -11,6 +11,8 @@ use super::clock::{Clock, Covers, Stamp};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Read,
+    /// A read through the read-only path, which does not see what the kernel itself writes.
+    ConstantRead,
     Write,
     /// A read that may run against atomic writes: volatile, relaxed or acquire.
     AtomicRead,
@@ -36,7 +38,7 @@ impl Kind {
 
     fn needs_value(self) -> bool {
         // An atomic store and a read-modify-write are not told apart here; the latter checks its value itself.
-        matches!(self, Kind::Read | Kind::AtomicRead | Kind::AsyncRead)
+        matches!(self, Kind::Read | Kind::ConstantRead | Kind::AtomicRead | Kind::AsyncRead)
     }
 }
 
@@ -69,6 +71,11 @@ pub(super) enum Conflict {
     },
     /// Ordered, but the asynchronous proxy does not see it without a proxy fence.
     Proxy {
+        earlier: Stamp,
+        line: u16,
+    },
+    /// Ordered, but the read-only path does not see it at all.
+    ReadOnly {
         earlier: Stamp,
         line: u16,
     },
@@ -118,6 +125,9 @@ impl Cell {
             }
             if kind.is_async() && !self.write_kind.is_async() && !clock.is_proxied(written, memory) {
                 return Err(Conflict::Proxy { earlier: written, line: self.write_line });
+            }
+            if kind == Kind::ConstantRead {
+                return Err(Conflict::ReadOnly { earlier: written, line: self.write_line });
             }
         }
         if kind.is_write() {

@@ -6,7 +6,7 @@ use std::vec::Vec;
 
 use super::clock::{Frame, join, meet};
 use super::machine::{CLUSTER_WINDOW, Failure, Machine, State, Thread, Wait, attempt, suspend};
-use super::warp::{Operation, Together};
+use super::warp::{Operation, Together, collective};
 use super::{Arch, Defect};
 use std::rc::Rc;
 
@@ -169,11 +169,18 @@ pub(super) struct ClusterBarrier {
     opened: Option<Rc<Frame>>,
 }
 
+/// The lanes of a warp, for an instruction of the cluster that is `.aligned`.
+fn come_together(instruction: &'static str, line: &'static Location<'static>) {
+    let operation = Operation { instruction, together: Together::Aligned, floor: Arch::Sm90a };
+    collective(operation, u32::MAX, 0, [0; 12], line, |_, _| Ok([[0; 8]; 32]));
+}
+
 /// `barrier.cluster.arrive`. `Order::Relaxed` releases nothing.
 #[track_caller]
 pub(crate) fn cluster_arrive(instruction: &'static str, order: crate::atomic::Order) {
-    attempt(instruction, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, instruction)?;
+    let line = Location::caller();
+    come_together(instruction, line);
+    attempt(instruction, line, |machine| {
         let thread = machine.current.thread;
         machine.visits_before_cluster_barrier();
         let unit = machine.unit();
@@ -199,8 +206,8 @@ pub(crate) fn cluster_arrive(instruction: &'static str, order: crate::atomic::Or
 #[track_caller]
 pub(crate) fn cluster_wait(instruction: &'static str) {
     let line = Location::caller();
+    come_together(instruction, line);
     let waits = attempt(instruction, line, |machine| {
-        machine.needs(Arch::Sm90a, instruction)?;
         let thread = machine.current.thread;
         let unit = machine.unit();
         let barrier = &mut unit.cluster_barrier;

@@ -223,3 +223,48 @@ fn a_producer_that_ends_before_its_consumer() {
         .output("out", (0..64).map(|i| 7 + i % 32))
         .caught(1, Defect::Race, text, |form, [out]| unsafe { end_under_an_arrival(form, out as _) });
 }
+
+/// Another block's shared memory by the block's own load, whose addresses are of its own window.
+unsafe fn load_of_ones_own(form: Form, out: *mut u32) {
+    shared::store_u32(place(), 100 * bid() + tid());
+    cluster::sync();
+    let other = cluster::map_shared(place(), other_block());
+    let value = match form {
+        Form::Broken => shared::load_u32(other), // reported
+        Form::Repaired => cluster::load_u32(other),
+    };
+    global::store(out.add((32 * bid() + tid()) as usize), value);
+    cluster::sync();
+}
+
+#[test]
+fn a_load_that_reaches_its_own_block_alone() {
+    Defective::new(SOURCE, pairs("load_of_ones_own"))
+        .output("out", (0..128).map(|i| 100 * partner(i) + i % 32))
+        .caught(1, Defect::OutOfBounds, "by an instruction for the block's own", |form, [out]| unsafe {
+            load_of_ones_own(form, out as _)
+        });
+}
+
+/// The cluster's barrier in two branches of a warp: its instructions are `.aligned`.
+unsafe fn barrier_in_two_branches(form: Form, out: *mut u32) {
+    shared::store_u32(place(), 100 * bid() + tid());
+    if form == Form::Broken && tid() < 16 {
+        cluster::sync(); // reported
+    } else {
+        cluster::arrive(); // reported
+        cluster::wait();
+    }
+    let value = cluster::load_u32(cluster::map_shared(place(), other_block()));
+    global::store(out.add((32 * bid() + tid()) as usize), value);
+    cluster::sync();
+}
+
+#[test]
+fn a_cluster_barrier_of_half_a_warp() {
+    Defective::new(SOURCE, pairs("barrier_in_two_branches"))
+        .output("out", (0..128).map(|i| 100 * partner(i) + i % 32))
+        .caught(1, Defect::Divergence, "`barrier.cluster.arrive`", |form, [out]| unsafe {
+            barrier_in_two_branches(form, out as _)
+        });
+}

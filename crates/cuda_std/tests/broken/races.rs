@@ -318,3 +318,25 @@ fn a_barrier_of_the_warp_for_a_block() {
             barrier_of_the_wrong_scope(form, out as _)
         });
 }
+
+/// What the kernel itself has written, through the read-only path, which may have the value of before.
+unsafe fn read_only_after_a_write(form: Form, x: *mut u32, out: *mut u32) {
+    global::store_x4(x.add(4 * tid() as usize), [tid(); 4]); // named
+    thread::sync_threads();
+    let other = x.add(4 * (tid() ^ 1) as usize);
+    let [value, ..] = match form {
+        Form::Broken => global::load_nc_x4(other), // reported
+        Form::Repaired => global::load_x4(other),
+    };
+    global::store(out.add(tid() as usize), value);
+}
+
+#[test]
+fn a_read_only_load_of_what_was_written() {
+    Defective::new(SOURCE, launch("read_only_after_a_write", 1, 64))
+        .input("x", 0..256)
+        .output("out", (0..64).map(|i| i ^ 1))
+        .caught(1, Defect::Race, "through the read-only path", |form, [x, out]| unsafe {
+            read_only_after_a_write(form, x as _, out as _)
+        });
+}

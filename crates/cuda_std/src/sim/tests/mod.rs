@@ -476,7 +476,7 @@ fn panics_and_limits() {
         ),
         (
             launch(3, 1).cluster([2, 1, 1]),
-            "clusters of [2, 1, 1] blocks in a grid of [3, 1, 1]: expected up to 16, dividing it",
+            "clusters of [2, 1, 1] blocks in a grid of [3, 1, 1]: expected up to 8, dividing it",
         ),
         (launch(4, 1).arch(Arch::Sm80).cluster([2, 1, 1]), "clusters need sm_90a, and this is sm_80"),
     ] {
