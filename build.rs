@@ -27,9 +27,15 @@ mod images {
     use cuda_builder::{BuildError, CudaBuilder, NvvmArch, split_kernels};
 
     pub fn build() -> Result<(), BuildError> {
-        for path in
-            ["gpu/src", "gpu/Cargo.toml", "crates/abi/src", "crates/cuda_std", "crates/cuda_std_macros"]
-        {
+        for path in [
+            "gpu/src",
+            "gpu/Cargo.toml",
+            "Cargo.toml",
+            "Cargo.lock",
+            "crates/abi/src",
+            "crates/cuda_std",
+            "crates/cuda_std_macros",
+        ] {
             println!("cargo:rerun-if-changed={path}");
         }
         println!("cargo:rerun-if-env-changed={}", cuda_builder::DeviceToolchain::VARIABLE);

@@ -41,8 +41,9 @@ fn install_device_toolchain() -> Result<DeviceToolchain, ToolchainError> {
     let ways: [fn() -> Result<(), String>; 2] = [
         || {
             on_path("rustup").ok_or("there is no rustup")?;
-            let component = ["component", "add", "rust-src", "--toolchain", DeviceToolchain::RUSTUP_CHANNEL];
-            run_command(Command::new("rustup").args(component)).map_err(|error| error.to_string())
+            let install =
+                ["toolchain", "install", DeviceToolchain::RUSTUP_CHANNEL, "--component", "rust-src"];
+            run_command(Command::new("rustup").args(install)).map_err(|error| error.to_string())
         },
         || apt_install(&DISTRIBUTION),
     ];

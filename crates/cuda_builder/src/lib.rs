@@ -181,7 +181,7 @@ impl CudaBuilder {
             .canonicalize()
             .map_err(|source| BuildError::Io { path: self.crate_path.clone(), source })?;
         let image = self.features.as_ref().map_or("default".into(), |features| features.join("+"));
-        let image = format!("{}.{image}", crate_id(&crate_path));
+        let image = format!("{}.{image}", self.id(&crate_path, &toolchain));
         let raw = target_dir.join(format!("{image}.raw.ptx"));
         let path = self.copy_to.clone().unwrap_or_else(|| target_dir.join(format!("{image}.ptx")));
         create_dir(&target_dir)?;
@@ -193,6 +193,13 @@ impl CudaBuilder {
             // The nvptx64 target, `-Z` flags and device intrinsics are unstable; the compiler is a stable one.
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", self.rustflags())
+            // The user's cargo configuration has settings of these kinds for other builds. A wrapper of no name is none.
+            .env("CARGO_BUILD_BUILD_DIR", &target_dir)
+            .env("RUSTC_WRAPPER", "")
+            .env("RUSTC_WORKSPACE_WRAPPER", "")
+            .env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "false")
+            .env("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "false")
+            .env("CARGO_INCREMENTAL", "0")
             .env("CARGO_PROFILE_RELEASE_LTO", "fat")
             .env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")
             .env("CARGO_PROFILE_RELEASE_PANIC", "abort")
@@ -226,6 +233,16 @@ impl CudaBuilder {
         Ok(path)
     }
 
+    /// A name for a build's files in a target directory that other builds use too: features of two crates may have the same name, and
+    /// one crate may be built by two compilers or with two thresholds; cargo, which does not know of these files, would call one's image fresh
+    /// when the other has replaced it.
+    fn id(&self, crate_path: &Path, toolchain: &DeviceToolchain) -> String {
+        let mut hasher = DefaultHasher::new();
+        (crate_path, &toolchain.rustc, &toolchain.version, self.unroll_threshold).hash(&mut hasher);
+        let name = crate_path.file_name().unwrap_or_default().to_string_lossy();
+        format!("{name}-{:016x}", hasher.finish())
+    }
+
     fn rustflags(&self) -> String {
         let (cpu, ptx) = (self.arch.target_cpu(), self.arch.ptx_feature());
         format!("-C target-cpu={cpu} -C target-feature={ptx} -Zmir-enable-passes=-JumpThreading")
@@ -238,15 +255,6 @@ fn default_target_dir() -> PathBuf {
     let out_dir = std::env::var_os("OUT_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
     let target = out_dir.ancestors().nth(4).unwrap_or(&out_dir);
     target.join("cuda_builder")
-}
-
-/// A name for a crate's files in a target directory that other crates use too: features of two crates may have the same
-/// name, and cargo, which does not know of these files, would call one's image fresh when the other has replaced it.
-fn crate_id(crate_path: &Path) -> String {
-    let mut hasher = DefaultHasher::new();
-    crate_path.hash(&mut hasher);
-    let name = crate_path.file_name().unwrap_or_default().to_string_lossy();
-    format!("{name}-{:016x}", hasher.finish())
 }
 
 fn create_dir(path: &Path) -> Result<(), BuildError> {
@@ -323,11 +331,22 @@ mod tests {
     }
 
     #[test]
-    fn crates_of_one_name_have_files_of_their_own() {
-        let ids = ["/one/gpu", "/two/gpu"].map(|path| crate_id(Path::new(path)));
-        assert_ne!(ids[0], ids[1]);
-        assert!(ids.iter().all(|id| id.starts_with("gpu-")), "{ids:?}");
-        assert_eq!(crate_id(Path::new("/one/gpu")), ids[0]);
+    fn builds_have_files_of_their_own() {
+        let toolchain = |rustc: &str| DeviceToolchain {
+            rustc: rustc.into(),
+            cargo: "cargo".into(),
+            version: "1.95.0".into(),
+            source: String::new(),
+        };
+        let builder = |path: &str, threshold| CudaBuilder::new(path).unroll_threshold(threshold);
+        let id =
+            |path: &str, threshold, rustc| builder(path, threshold).id(Path::new(path), &toolchain(rustc));
+        let first = id("/one/gpu", 4000, "a");
+        assert!(first.starts_with("gpu-"), "{first}");
+        assert_eq!(id("/one/gpu", 4000, "a"), first);
+        for other in [id("/two/gpu", 4000, "a"), id("/one/gpu", 8000, "a"), id("/one/gpu", 4000, "b")] {
+            assert_ne!(other, first);
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub enum ToolchainError {
          Needed: rustc 1.95 or 1.96 (1.97 no longer builds for sm_61) with the source of its standard library.\n\
          Tried:\n{}\
          Either of these gets one:\n\
-         \x20 rustup component add rust-src --toolchain {channel}    (with rustup)\n\
+         \x20 rustup toolchain install {channel} --component rust-src    (with rustup)\n\
          \x20 apt install rustc-web cargo-web rust-web-src            (Debian 12 and later)\n\
          or name a folder that has bin/rustc and bin/cargo in {variable}.",
         Tried(tried), channel = DeviceToolchain::RUSTUP_CHANNEL, variable = DeviceToolchain::VARIABLE
@@ -362,7 +362,7 @@ mod tests {
             "running/bin/rustc is version 1.97.0; 1.95 or 1.96 is needed\n",
             "rustup's 1.95.0: the source of the standard library is missing (",
             "usr: there is no cargo in ",
-            "rustup component add rust-src --toolchain 1.95.0",
+            "rustup toolchain install 1.95.0 --component rust-src",
             "apt install rustc-web cargo-web rust-web-src",
             "WARPFORGE_DEVICE_TOOLCHAIN",
             "1.97 no longer builds for sm_61",
