@@ -1,21 +1,22 @@
-//! A record against the one before it.
+//! A record against those before it.
 
 use std::path::{Path, PathBuf};
 
-use super::record::{Ours, Record};
+use super::record::{Case, Ours, Record};
 
 /// Slower by more than this, beyond its own spread, is a regression.
 const LIMIT: f64 = 0.05;
 
-/// What changed since the record before.
+/// What changed since the records before.
 pub struct Comparison {
-    /// Where that one is.
+    /// Where the last one is.
     pub folder: PathBuf,
-    /// Why the two say nothing of each other, if so.
+    /// Why it and this one say nothing of each other, if so.
     pub not_comparable: Option<String>,
+    /// Of each case since the last record that has it: a run may be of some operators alone.
     pub slower: Vec<Change>,
     pub faster: Vec<Change>,
-    /// Cases that the one before has and this one has not, or has with other work under their name.
+    /// Cases that the last one has and this one has not, or has with other work under their name.
     pub gone: Vec<String>,
 }
 
@@ -27,45 +28,61 @@ pub struct Change {
     pub now_us: f64,
 }
 
-/// The folder of the last record beside `folder` that is older by its name.
-pub fn last_before(folder: &Path) -> Option<PathBuf> {
-    let name = folder.file_name()?;
-    let siblings = folder.parent()?.read_dir().ok()?.filter_map(|entry| Some(entry.ok()?.path()));
-    siblings
-        .filter(|path| {
-            path.file_name().is_some_and(|other| other < name) && path.join("results.json").is_file()
-        })
-        .max()
+/// The folders of the records beside `folder` that are older by their names, the last first.
+pub fn before(folder: &Path) -> Vec<PathBuf> {
+    let (Some(name), Some(parent)) = (folder.file_name(), folder.parent()) else { return Vec::new() };
+    let siblings = parent.read_dir().into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let is_older = |path: &PathBuf| {
+        path.file_name().is_some_and(|other| other < name) && path.join("results.json").is_file()
+    };
+    let mut folders: Vec<PathBuf> = siblings.filter(is_older).collect();
+    folders.sort_by(|a, b| b.cmp(a));
+    folders
 }
 
-pub fn compare(folder: PathBuf, before: &Record, now: &Record) -> Comparison {
-    let mut comparison =
-        Comparison { folder, not_comparable: None, slower: Vec::new(), faster: Vec::new(), gone: Vec::new() };
-    if (&before.run.device, &before.run.floor) != (&now.run.device, &now.run.floor) {
+/// Against the records before, the last first; none if there are none.
+pub fn compare(before: &[(PathBuf, Record)], now: &Record) -> Option<Comparison> {
+    let (folder, last) = before.first()?;
+    let mut comparison = Comparison {
+        folder: folder.clone(),
+        not_comparable: None,
+        slower: Vec::new(),
+        faster: Vec::new(),
+        gone: Vec::new(),
+    };
+    let of_the_same =
+        |record: &Record| (&record.run.device, &record.run.floor) == (&now.run.device, &now.run.floor);
+    if !of_the_same(last) {
         let describe = |record: &Record| {
             format!("{} with {}", record.run.device, record.run.floor.as_deref().unwrap_or("no images"))
         };
-        comparison.not_comparable = Some(format!("{} there, {} here", describe(before), describe(now)));
-        return comparison;
+        comparison.not_comparable = Some(format!("{} there, {} here", describe(last), describe(now)));
+        return Some(comparison);
     }
-    for case in &before.cases {
-        let Some(old) = &case.ours else { continue };
-        let name = case.work.name.clone();
-        let same = now
-            .case(&name)
-            .filter(|now| (now.work.bytes, now.work.flops) == (case.work.bytes, case.work.flops));
-        let Some(new) = same.and_then(|case| case.ours.as_ref()) else {
-            comparison.gone.push(name);
-            continue;
-        };
-        let change = Change { name, before_us: old.us, now_us: new.us };
-        if is_slower(old, new) {
+    let same = |record: &'_ Record, case: &Case| {
+        let found = record.case(&case.work.name);
+        let found =
+            found.filter(|found| (found.work.bytes, found.work.flops) == (case.work.bytes, case.work.flops));
+        found.and_then(|found| found.ours.clone())
+    };
+    for case in last.cases.iter().filter(|case| case.ours.is_some()) {
+        if same(now, case).is_none() {
+            comparison.gone.push(case.work.name.clone());
+        }
+    }
+    let comparable: Vec<&Record> =
+        before.iter().map(|(_, record)| record).filter(|record| of_the_same(record)).collect();
+    for case in &now.cases {
+        let Some(new) = &case.ours else { continue };
+        let Some(old) = comparable.iter().find_map(|record| same(record, case)) else { continue };
+        let change = Change { name: case.work.name.clone(), before_us: old.us, now_us: new.us };
+        if is_slower(&old, new) {
             comparison.slower.push(change);
-        } else if is_slower(new, old) {
+        } else if is_slower(new, &old) {
             comparison.faster.push(change);
         }
     }
-    comparison
+    Some(comparison)
 }
 
 fn is_slower(before: &Ours, now: &Ours) -> bool {

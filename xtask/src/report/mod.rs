@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
-use compare::{Comparison, compare, last_before};
+use compare::{before, compare};
 use record::{Record, read};
 
 /// What is between these lines of the README is written by this recipe.
@@ -60,12 +60,12 @@ pub fn run(root: &Path, options: &Options) -> Result<(), Error> {
     let date = options.date.clone().unwrap_or_else(|| date(record.run.unix_time));
     let relative = format!("benches/record/{}/{date}", folder_name(&record.run.device));
     let out = options.out.clone().unwrap_or_else(|| root.join(&relative));
-    let comparison = last_before(&out)
-        .map(|folder| -> Result<Comparison, Error> {
-            let before = Record::read(&folder.join("results.json"))?;
-            Ok(compare(folder, &before, &record))
-        })
-        .transpose()?;
+    let with_record = |folder: PathBuf| -> Result<(PathBuf, Record), Error> {
+        let record = Record::read(&folder.join("results.json"))?;
+        Ok((folder, record))
+    };
+    let before = before(&out).into_iter().map(with_record).collect::<Result<Vec<_>, Error>>()?;
+    let comparison = compare(&before, &record);
 
     fs::create_dir_all(&out).map_err(|source| Error::File { path: out.clone(), source })?;
     let results = out.join("results.json");

@@ -203,6 +203,11 @@ fn slower_beyond_the_spread_is_an_error() {
         assert!(report.contains(part), "`{part}` is not in\n{report}");
     }
     record("2026-11-23", &now).unwrap();
+    // d was in the first and the second record only.
+    let error = record("2026-11-24", &[ours("rope d", 0, 11.0, 0.1)]).unwrap_err().to_string();
+    assert_eq!(error, "1 cases are slower than in the last record");
+    let report = fs::read_to_string(folder.path().join("h200/2026-11-24/report.md")).unwrap();
+    assert!(report.contains("| rope d | 10.0 µs | 11.0 µs | 1.10 |"), "{report}");
 }
 
 #[test]
