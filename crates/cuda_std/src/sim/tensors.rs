@@ -26,6 +26,9 @@ impl Machine {
         line: &'static Location<'static>,
     ) -> Result<Decoded, Failure> {
         self.needs(Arch::Sm90a, instruction)?;
+        if map.is_null() {
+            return Err(Failure(Defect::Unsupported, format!("`{instruction}` without a tensor map")));
+        }
         let is_global = self.memory_and_unit().0.find(map.addr(), 1).is_some();
         let place = if is_global {
             self.access(Space::Global(map.addr()), 128, 64, Kind::Read, None, line)?

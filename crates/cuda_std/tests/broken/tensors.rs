@@ -222,3 +222,22 @@ fn a_multicast_to_a_block_that_is_not_ready() {
         multicast_before_the_other_is_ready(form, &map(x, 8, 8, Swizzle::None), out as _)
     });
 }
+
+/// No tensor map at all, where a launch has left a place for one empty.
+unsafe fn no_map(form: Form, map: *const TensorMap, out: *mut u32) {
+    let map = if form == Form::Broken { core::ptr::null() } else { map };
+    if tid() == 0 {
+        tma::prefetch(map, [0, 0]); // reported
+    }
+    global::store(out.add(tid() as usize), tid());
+}
+
+#[test]
+fn a_map_that_is_not_there() {
+    Defective::new(SOURCE, warp("no_map")).input("x", 0..256).output("out", 0..32).caught(
+        1,
+        Defect::Unsupported,
+        "without a tensor map",
+        |form, [x, out]| unsafe { no_map(form, &map(x, 8, 8, Swizzle::Bytes128), out as _) },
+    );
+}

@@ -178,7 +178,8 @@ pub struct Offsets<'a> {
 /// wider than 256 have those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
 /// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the latter) has memory for
 /// all keys and values in q's type.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued that writes out or lse
+/// (keys that are gathered go into the plan's memory before).
 /// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
 /// and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the keys' own rows, there are kernels for
 /// tensor cores from sm_80 on, and on sm_90a others for many queries of the former, if the scale is positive.
