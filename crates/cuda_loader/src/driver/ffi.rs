@@ -5,7 +5,9 @@
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use cust::sys::{CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream};
+use cust::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
+};
 
 use super::function::LaunchConfig;
 use super::tensor_map::TensorMap;
@@ -18,6 +20,8 @@ unsafe extern "C" {
     pub(crate) fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32;
     pub(crate) fn cuDeviceGetCount(count: *mut c_int) -> u32;
     pub(super) fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice) -> u32;
+    pub(super) fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice) -> u32;
+    pub(super) fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> u32;
 
     pub(super) fn cuModuleLoadDataEx(
         module: *mut CUmodule,

@@ -25,7 +25,7 @@ mod tensor_map;
 
 use std::ffi::c_int;
 
-use cust::sys::CUdevice;
+use cust::sys::{CUcontext, CUdevice};
 
 pub use function::{
     FuncAttribute, LaunchAttributes, Overlap, func_attribute, launch_kernel, launch_kernel_ex,
@@ -70,6 +70,30 @@ pub enum DeviceAttribute {
     ClusterLaunch = 120,
     /// 1 if kernels can use tensor maps.
     TensorMapAccess = 127,
+}
+
+/// A hold on a device's primary context, which goes with the value. `cust` takes one of its own; it has no words for what a newer driver
+/// answers to that, such as `CUDA_ERROR_DEVICE_UNAVAILABLE` (46) of a card that another process has for itself: so it is asked for here first.
+#[derive(Debug)]
+pub struct PrimaryContext {
+    device: CUdevice,
+}
+
+impl PrimaryContext {
+    /// Makes the context if there is none yet.
+    pub fn retain(device: CUdevice) -> Result<Self, DriverError> {
+        let mut context: CUcontext = std::ptr::null_mut();
+        // SAFETY: `context` is writable — a local; a device is an ordinal that the driver checks, not a pointer.
+        check(unsafe { ffi::cuDevicePrimaryCtxRetain(&mut context, device) })?;
+        Ok(PrimaryContext { device })
+    }
+}
+
+impl Drop for PrimaryContext {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `retain`, and released once here.
+        unsafe { ffi::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
 }
 
 /// Reads an attribute of a device. `CUDA_ERROR_INVALID_VALUE` from a driver that is older than the attribute.

@@ -92,6 +92,9 @@ impl Context {
     pub(crate) fn open(ordinal: usize) -> Result<Self, Error> {
         let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
+        // Held until `cust` holds it too.
+        let _held =
+            driver::PrimaryContext::retain(device.as_raw()).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
         Ok(Context { context, profile })
     }
