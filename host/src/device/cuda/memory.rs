@@ -14,24 +14,17 @@ use crate::memory::Backing;
 #[derive(Debug)]
 pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
 
-/// Memory of pools that ended while a graph was recorded, with its context.
-static LEFT: Mutex<Vec<(Arc<Context>, u64)>> = Mutex::new(Vec::new());
+/// What a pool leaves that ends while a graph is recorded: its memory, and the blocks' addresses and sizes.
+type Left = (DeviceMemory, Vec<(u64, usize)>);
+
+static LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
 
 impl DeviceMemory {
-    /// Frees what pools have left, unless a graph is being recorded.
+    /// Gives back what pools have left, unless a graph is being recorded.
     pub(super) fn free_left() {
         let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
-        if left.is_empty() {
-            return;
-        }
-        let Some(_no_recording) = NoRecording::begin() else { return };
-        for (context, address) in left.drain(..) {
-            if context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
-                // SAFETY: from `allocate`; a pool that has ended gave it back; the device has just finished all its work.
-                let _ =
-                    unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
-            }
-        }
+        // SAFETY: from `allocate`, and of pools that have ended: nobody has their addresses.
+        left.retain(|(memory, blocks)| matches!(unsafe { memory.release(blocks) }, Ok(false)));
     }
 }
 
@@ -58,8 +51,10 @@ impl Backing for DeviceMemory {
     }
 
     unsafe fn take_over(&self, blocks: &[(u64, usize)]) {
-        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
-        left.extend(blocks.iter().map(|&(address, _)| (self.0.clone(), address)));
+        if !blocks.is_empty() {
+            let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
+            left.push((DeviceMemory(self.0.clone()), blocks.to_vec()));
+        }
     }
 
     fn report(&self) -> (usize, usize, String) {

@@ -340,13 +340,10 @@ impl Matmul {
         batch: u32,
         dims: &MatmulDims,
     ) -> Option<&'a (&'static MatmulVariant, Entry)> {
-        let operands = A_IN_PIECES | B_IN_PIECES;
-        // A single row needs no stride: what is not a multiple of a piece is left out for all numbers of rows alike.
-        let bytes = self.problem.dtype.bytes() as u32;
-        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(16 / bytes);
-        if !in_pieces || dims.m == 0 || dims.n == 0 || dims.k == 0 {
+        if !in_pieces(dims, self.problem.dtype) {
             return None;
         }
+        let bytes = self.problem.dtype.bytes() as u32;
         let num_sms = self.device.profile().num_sms;
         let gated = self.problem.is_gated();
         let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| match variant.tile {
@@ -477,7 +474,7 @@ impl Matmul {
             Backend::Cuda { tensor, tensor_from, .. }
                 if m >= *tensor_from
                     && let Some((variant, entry)) =
-                        self.fastest(tensor, batch as u32, &self.aligned_dims()) =>
+                        self.fastest(tensor, batch as u32, &aligned_dims([m, b_rows, k])) =>
             {
                 let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
                 let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
@@ -489,33 +486,6 @@ impl Matmul {
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }
             _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "panels".into(), 1)),
-        }
-    }
-}
-
-impl Matmul {
-    /// The planned size with operands that suit every kernel.
-    fn aligned_dims(&self) -> MatmulDims {
-        let MatmulProblem { m, k, .. } = self.problem;
-        let [m, n, k] = [m, self.problem.b_rows(), k].map(|size| size as u32);
-        let access = if k.is_multiple_of(16 / self.problem.dtype.bytes() as u32) {
-            A_IN_PIECES | B_IN_PIECES
-        } else {
-            0
-        };
-        let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
-        MatmulDims {
-            m,
-            n,
-            k,
-            a_stride: k,
-            b_stride: k,
-            out_stride: n,
-            a_batch_stride,
-            b_batch_stride,
-            out_batch_stride,
-            access,
-            split_log2: 0,
         }
     }
 }
@@ -570,6 +540,34 @@ fn launch(
     // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
     // tile's.
     unsafe { entry.launch(stream, [grid, 1, batch], [variant.tile.threads(), 1, 1], &params) }
+}
+
+/// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product. A single row needs
+/// no stride: what is not a multiple of a piece is left out for all numbers of rows alike.
+pub(crate) fn in_pieces(dims: &MatmulDims, dtype: DType) -> bool {
+    let operands = A_IN_PIECES | B_IN_PIECES;
+    dims.access & operands == operands
+        && dims.k.is_multiple_of(16 / dtype.bytes() as u32)
+        && ![dims.m, dims.n, dims.k].contains(&0)
+}
+
+/// A product of this size, n the rows of b, with operands that suit every kernel: for reports.
+pub(crate) fn aligned_dims(sizes: [usize; 3]) -> MatmulDims {
+    let [m, n, k] = sizes.map(|size| size as u32);
+    let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
+    MatmulDims {
+        m,
+        n,
+        k,
+        a_stride: k,
+        b_stride: k,
+        out_stride: n,
+        a_batch_stride,
+        b_batch_stride,
+        out_batch_stride,
+        access: A_IN_PIECES | B_IN_PIECES,
+        split_log2: 0,
+    }
 }
 
 /// The tensor map of a matrix of rows, columns and a stride, in boxes whose rows are those of a `Wgmma` tile's stages.

@@ -8,7 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES};
+use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -16,7 +16,7 @@ use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
-use crate::ops::matmul::{Bias, Shapes, check_bias, matrix_map, optional};
+use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -218,9 +218,7 @@ impl MatmulI8 {
         tensor: &'a [(&'static MatmulI8Variant, Entry)],
         dims: &MatmulDims,
     ) -> Option<&'a (&'static MatmulI8Variant, Entry)> {
-        let operands = A_IN_PIECES | B_IN_PIECES;
-        let in_pieces = dims.access & operands == operands && dims.k.is_multiple_of(16);
-        if !in_pieces || dims.m == 0 || dims.n == 0 || dims.k == 0 {
+        if !in_pieces(dims, DType::I8) {
             return None;
         }
         let num_sms = self.device.profile().num_sms;
@@ -274,30 +272,11 @@ impl MatmulI8 {
         unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [threads, 1, 1], &params) }
     }
 
-    /// The planned size with operands that suit every kernel.
-    fn aligned_dims(&self) -> MatmulDims {
-        let [m, n, k] = [self.problem.m, self.problem.n, self.problem.k].map(|size| size as u32);
-        let access = if k.is_multiple_of(16) { A_IN_PIECES | B_IN_PIECES } else { 0 };
-        let [a_batch_stride, b_batch_stride, out_batch_stride] = [0; 3];
-        MatmulDims {
-            m,
-            n,
-            k,
-            a_stride: k,
-            b_stride: k,
-            out_stride: n,
-            a_batch_stride,
-            b_batch_stride,
-            out_batch_stride,
-            access,
-            split_log2: 0,
-        }
-    }
-
     /// What was chosen, and what a run of the planned size should take.
     pub fn report(&self) -> OptimizationReport {
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        let [m, n, k] = [m, n, k].map(count);
+        let sizes = [m, n, k];
+        let [m, n, k] = sizes.map(count);
         let stored = m * n + if bias == Bias::PerColumn { n } else { count(0) };
         let work = |why, tile, threads| Work {
             problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ i8 to {out_dtype}"),
@@ -310,7 +289,7 @@ impl MatmulI8 {
         match &self.backend {
             Backend::Cuda { tensor, tensor_from, .. }
                 if self.problem.m >= *tensor_from
-                    && let Some((variant, entry)) = self.fastest(tensor, &self.aligned_dims()) =>
+                    && let Some((variant, entry)) = self.fastest(tensor, &aligned_dims(sizes)) =>
             {
                 let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
                 let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
