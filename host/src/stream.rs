@@ -95,7 +95,8 @@ impl Stream {
     }
 
     /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller. If that is being recorded, this
-    /// stream's is from here on too, until `other` has waited for it.
+    /// stream's is from here on too, until `other` has waited for it. If this one is being recorded, and `other` is not, the caller waits
+    /// until that work is done.
     pub fn wait_for(&self, other: &Stream) -> Result<(), Error> {
         self.queue.wait_for(&other.queue)
     }

@@ -142,6 +142,8 @@ fn recordings_stay_apart() -> Result<(), Error> {
     drop(free);
     let rmsnorm = RmsNorm::plan(&device, PROBLEM)?;
     let graph = stream.capture(|stream| {
+        // The caller waits: work that is not recorded cannot be waited for by what is.
+        stream.wait_for(&other)?;
         let args = RmsNormArgs {
             x: x.view(),
             residual: None,

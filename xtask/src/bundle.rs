@@ -107,14 +107,20 @@ struct Program {
 }
 
 impl Program {
-    /// Reads one line of cargo's JSON messages; `None` for every line that is not about a program.
+    /// Reads one line of cargo's JSON messages; `None` for every line that is not about a program, and for the tests of an example, which
+    /// have its name.
     fn parse(line: &str) -> Option<Self> {
         if !line.starts_with(r#"{"reason":"compiler-artifact""#) {
             return None;
         }
         let target = after(line, r#""target":{"#)?;
+        let kind = string(after(target, r#""kind":["#)?)?;
+        let is_harness = after(after(line, r#""profile":{"#)?, r#""test":"#)?.starts_with("true");
+        if is_harness && matches!(&*kind, "example" | "bin") {
+            return None;
+        }
         Some(Self {
-            kind: string(after(target, r#""kind":["#)?)?,
+            kind,
             name: string(after(target, r#""name":"#)?)?,
             executable: string(after(line, r#""executable":"#)?)?.into(),
         })
@@ -156,10 +162,22 @@ fn string(text: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    const ARTIFACT: &str = r#"{"reason":"compiler-artifact","package_id":"path+file:///w/warpforge#0.1.0","manifest_path":"/w/Cargo.toml","target":{"kind":["KIND"],"crate_types":["bin"],"name":"ops","src_path":"/w/tests/ops/main.rs","edition":"2024","doc":false,"doctest":false,"test":true},"profile":{"opt_level":"3","debuginfo":0,"test":true},"features":["cuda"],"filenames":["/w/t/ops-1"],"executable":EXECUTABLE,"fresh":false}"#;
+    const ARTIFACT: &str = r#"{"reason":"compiler-artifact","package_id":"path+file:///w/warpforge#0.1.0","manifest_path":"/w/Cargo.toml","target":{"kind":["KIND"],"crate_types":["bin"],"name":"ops","src_path":"/w/tests/ops/main.rs","edition":"2024","doc":false,"doctest":false,"test":true},"profile":{"opt_level":"3","debuginfo":0,"test":HARNESS},"features":["cuda"],"filenames":["/w/t/ops-1"],"executable":EXECUTABLE,"fresh":false}"#;
 
     fn artifact(kind: &str, executable: &str) -> Option<Program> {
-        Program::parse(&ARTIFACT.replace("KIND", kind).replace("EXECUTABLE", executable))
+        parse(kind, executable, matches!(kind, "test" | "bench"))
+    }
+
+    fn parse(kind: &str, executable: &str, is_harness: bool) -> Option<Program> {
+        let line = ARTIFACT.replace("KIND", kind).replace("HARNESS", &is_harness.to_string());
+        Program::parse(&line.replace("EXECUTABLE", executable))
+    }
+
+    #[test]
+    fn the_tests_of_an_example_are_not_the_example() {
+        for kind in ["example", "bin"] {
+            assert_eq!(parse(kind, r#""/w/t/examples/ops-1""#, true), None);
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The driver calls against a real device. Without one the tests say why they skip; `REQUIRE_GPU=1` makes that a failure.
 
 use std::ffi::{CStr, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cuda_loader::driver::{
     self, DeviceAttribute, FuncAttribute, LaunchAttributes, Overlap, TensorMapDataType, TensorMapParams,
@@ -60,10 +61,12 @@ const RANKS: &CStr = c"
 }
 ";
 
-/// The primary context of device 0, current on this thread.
+/// The primary context of device 0, current on this thread, for one test at a time: memory that one frees, or a module that it unloads, is
+/// no business of what another records.
 struct Gpu {
     device: Device,
     _context: Context,
+    _alone: MutexGuard<'static, ()>,
 }
 
 fn gpu() -> Option<Gpu> {
@@ -72,7 +75,10 @@ fn gpu() -> Option<Gpu> {
             Ok(0) => String::from("the driver reports no device"),
             Ok(_) => {
                 let device = Device::get_device(0).expect("device 0");
-                return Some(Gpu { device, _context: Context::new(device).expect("its primary context") });
+                static ALONE: Mutex<()> = Mutex::new(());
+                let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+                let _context = Context::new(device).expect("its primary context");
+                return Some(Gpu { device, _context, _alone });
             }
             Err(error) => error.to_string(),
         },
@@ -244,6 +250,7 @@ fn a_captured_graph_replays() {
     let Some(_gpu) = gpu() else { return };
     let bench = Bench::new(ADD, c"add_to_all");
     bench.fill(0);
+    let other = driver::stream_create().expect("a stream");
     // SAFETY: all handles are live, and the memory outlives the launches, which `read` waits for.
     unsafe {
         assert!(!driver::stream_is_capturing(bench.stream).expect("answers"));
@@ -251,6 +258,8 @@ fn a_captured_graph_replays() {
         assert!(driver::stream_is_capturing(bench.stream).expect("answers"));
         for add in [1, 10, 100] {
             bench.add(bench.stream, add, 0).expect("is recorded");
+            let _relaxed = driver::RelaxedCapture::begin().expect("relaxes");
+            driver::stream_synchronize(other).expect("is not captured");
         }
         let graph = driver::stream_end_capture(bench.stream).expect("a graph");
         assert!(!driver::stream_is_capturing(bench.stream).expect("answers"));
@@ -261,6 +270,7 @@ fn a_captured_graph_replays() {
         exec.launch(bench.stream).expect("launches");
         assert_eq!(bench.read(), [222; WORDS as usize]);
         assert!(driver::stream_end_capture(bench.stream).is_err(), "no capture is under way");
+        driver::stream_destroy(other).expect("destroys");
     }
 }
 

@@ -77,8 +77,14 @@ unsafe extern "C" {
     pub(super) fn cuEventQuery(event: CUevent) -> u32;
     pub(super) fn cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent) -> u32;
 
-    pub(super) fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, pointer: CUdeviceptr) -> u32;
+    pub(super) fn cuPointerGetAttributes(
+        count: c_uint,
+        attributes: *mut c_int,
+        data: *mut *mut c_void,
+        pointer: CUdeviceptr,
+    ) -> u32;
 
+    pub(super) fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> u32;
     pub(super) fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int) -> u32;
     pub(super) fn cuStreamBeginCapture_v2(stream: CUstream, mode: c_int) -> u32;
     pub(super) fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) -> u32;

@@ -1,6 +1,7 @@
 //! Capture of a stream into a graph, and its replay.
 
 use std::ffi::c_int;
+use std::marker::PhantomData;
 
 use cust::sys::{CUgraph, CUgraphExec, CUstream};
 
@@ -31,6 +32,39 @@ pub unsafe fn stream_is_capturing(stream: CUstream) -> Result<bool, DriverError>
     // SAFETY: `stream` is live — the caller; `status` is writable — a local.
     check(unsafe { ffi::cuStreamIsCapturing(stream, &mut status) })?;
     Ok(status != 0)
+}
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: a thread in it may also make calls that its captures forbid.
+const RELAXED: c_int = 2;
+
+/// While it lives, a capture does not keep its thread from calls that have nothing to do with it, such as a wait for a stream that is not
+/// captured.
+#[derive(Debug)]
+pub struct RelaxedCapture {
+    before: c_int,
+    /// The mode is the thread's.
+    _of_thread: PhantomData<*const ()>,
+}
+
+impl RelaxedCapture {
+    /// From here on.
+    pub fn begin() -> Result<Self, DriverError> {
+        Ok(RelaxedCapture { before: exchange_mode(RELAXED)?, _of_thread: PhantomData })
+    }
+}
+
+impl Drop for RelaxedCapture {
+    fn drop(&mut self) {
+        // The mode was the driver's own.
+        let _ = exchange_mode(self.before);
+    }
+}
+
+/// Sets the thread's mode, and returns the one before.
+fn exchange_mode(mut mode: c_int) -> Result<c_int, DriverError> {
+    // SAFETY: `mode` is readable and writable — a local.
+    check(unsafe { ffi::cuThreadExchangeStreamCaptureMode(&mut mode) })?;
+    Ok(mode)
 }
 
 /// Ends a capture on the thread that began it.

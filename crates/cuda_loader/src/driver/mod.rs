@@ -31,7 +31,9 @@ pub use function::{
     FuncAttribute, LaunchAttributes, Overlap, func_attribute, launch_kernel, launch_kernel_ex,
     occupancy_max_active_blocks, set_max_dynamic_shared,
 };
-pub use graph::{Graph, GraphExec, stream_begin_capture, stream_end_capture, stream_is_capturing};
+pub use graph::{
+    Graph, GraphExec, RelaxedCapture, stream_begin_capture, stream_end_capture, stream_is_capturing,
+};
 pub use memory::{
     is_known_memory, memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async, memset_d8_async,
     memset_d32_async,

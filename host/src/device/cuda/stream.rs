@@ -99,7 +99,12 @@ impl Stream {
     }
 
     pub(crate) fn wait_for(&self, other: &Stream) -> Result<(), Error> {
-        self.context.enter()?;
+        if self.is_recorded()? && !other.is_recorded()? {
+            // What is recorded runs later than what is enqueued now, and a wait for what is not recorded would end the recording.
+            let _relaxed =
+                driver::RelaxedCapture::begin().map_err(failed("cuThreadExchangeStreamCaptureMode"))?;
+            return other.synchronize();
+        }
         // Recording anew replaces what the event stood for; waits that are already enqueued keep their meaning.
         // SAFETY: all three are live while `self` and `other` are.
         unsafe {
@@ -184,10 +189,11 @@ impl Stream {
 
     /// Records what `enqueue` enqueues instead of running it.
     pub(crate) fn capture(&self, enqueue: impl FnOnce() -> Result<(), Error>) -> Result<Graph, Error> {
+        // Ended after the recording.
+        let _pools = FreesLeft;
         let recording = Recording::begin(self)?;
         enqueue()?;
         let graph = recording.end()?;
-        DeviceMemory::free_left();
         // SAFETY: the recorded work's addresses are the caller's contract, at the launch.
         let exec = unsafe { graph.instantiate() }.map_err(failed("cuGraphInstantiate"))?;
         Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
@@ -212,6 +218,15 @@ impl Stream {
         let exec = graph.exec.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         // SAFETY: live while `graph` and `self` are; memory — the caller.
         unsafe { exec.launch(self.stream) }.map_err(failed("cuGraphLaunch"))
+    }
+}
+
+/// Gives back what pools have left in the meantime, also where the recording fails or panics.
+struct FreesLeft;
+
+impl Drop for FreesLeft {
+    fn drop(&mut self) {
+        DeviceMemory::free_left();
     }
 }
 
