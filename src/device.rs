@@ -29,12 +29,17 @@ impl Device {
     ///
     /// **Errors**: those of [`host::Device::cuda`].
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {
-        host::Device::cuda(ordinal, IMAGES).map(Device)
+        // SAFETY: built by `build.rs` from this library's `gpu`, and `tests/images.rs` compares its entry points with the tables.
+        unsafe { host::Device::cuda(ordinal, IMAGES) }.map(Device)
     }
 
     /// The CUDA device of this ordinal, with other images of the operators than this build's.
-    pub fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
-        host::Device::cuda(ordinal, images).map(Device)
+    ///
+    /// # Safety
+    /// As for [`host::Device::cuda`]: the images' kernels take the parameters that this library gives them, and do what its kernels do.
+    pub unsafe fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { host::Device::cuda(ordinal, images) }.map(Device)
     }
 
     /// A card that is simulated on this host: [`host::Device::simulated`].

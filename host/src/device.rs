@@ -216,7 +216,11 @@ impl Device {
     ///
     /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
     /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
-    pub fn cuda(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
+    ///
+    /// # Safety
+    /// - A kernel of the images that has the name of one of `abi`'s tables takes the same parameters, and accesses no memory but what the
+    ///   operator's documentation says.
+    pub unsafe fn cuda(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         let context = cuda::Context::open(ordinal)?;
         let profile = context.profile().clone();
         let (major, minor) = profile.compute_capability.unwrap_or((0, 0));

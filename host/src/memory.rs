@@ -100,6 +100,11 @@ impl Block {
     pub(crate) fn address(&self) -> u64 {
         self.address
     }
+
+    /// The memory goes back in this stream's order. Whoever used it before has been waited for by that stream.
+    pub(crate) fn give_to(&mut self, stream: &Stream) {
+        self.queue = stream.queue().clone();
+    }
 }
 
 impl Drop for Block {

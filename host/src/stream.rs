@@ -200,7 +200,7 @@ impl Stream {
 
     /// Records the work that `enqueue` puts into this stream, instead of running it, to be launched as a whole.
     ///
-    /// The operators' `run` can be recorded; allocations, uploads and downloads cannot. CUDA only.
+    /// The operators' `run` can be recorded; allocations cannot, nor can copies from and to the host, which are errors there. CUDA only.
     pub fn capture(&self, enqueue: impl FnOnce(&Stream) -> Result<(), Error>) -> Result<Graph, Error> {
         let Queue::Cuda(stream) = &self.queue else {
             let (device, reason) = (self.device.describe(), "only CUDA streams can be recorded".into());

@@ -124,6 +124,11 @@ impl Tensor {
         Ok(Tensor { block, shape: dims, dtype, place: stream.device().place() })
     }
 
+    /// The tensor belongs to this stream from here on, which has waited for whoever used it before.
+    pub(crate) fn give_to(&mut self, stream: &Stream) {
+        self.block.give_to(stream);
+    }
+
     /// A tensor of zero bytes.
     ///
     /// **Errors**: as [`Tensor::empty`].

@@ -30,7 +30,8 @@ fn devices_that_are_not_there() {
 /// The card, or nothing after saying so.
 fn card(images: &'static [Image]) -> Option<Result<Device, Error>> {
     match Device::cuda_count() {
-        Ok(count) if count > 0 => Some(Device::cuda_with_images(0, images)),
+        // SAFETY: this build's images, or such as no kernel of is launched.
+        Ok(count) if count > 0 => Some(unsafe { Device::cuda_with_images(0, images) }),
         other => {
             testkit::gpu::skip(&format!("needs a card: {other:?}"));
             None
@@ -119,7 +120,10 @@ fn recordings_that_fail() -> Result<(), Error> {
     };
     let error = stream.capture(|_| Err(refused())).unwrap_err();
     assert_eq!(error.to_string(), refused().to_string());
-    let tensor = Tensor::from_slice(&stream, &[3], &[1.0f32, 2.0, 3.0])?;
+    let mut tensor = Tensor::from_slice(&stream, &[3], &[1.0f32, 2.0, 3.0])?;
+    let error =
+        stream.capture(|stream| tensor.view_mut().write(stream, &[4.0f32; 3])).unwrap_err().to_string();
+    assert!(error.starts_with("Stream::capture: enqueue: expected work of the device alone"), "{error}");
     assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.0, 2.0, 3.0]);
     drop(tensor);
     // An error where the stream were still recorded; nothing is given back while another test records.

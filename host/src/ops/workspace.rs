@@ -12,8 +12,6 @@ use crate::tensor::Tensor;
 pub(crate) struct Workspace<const N: usize> {
     /// Its tensors, with undefined contents at first.
     pub(crate) tensors: [Tensor; N],
-    /// The stream that the tensors belong to.
-    owner: Stream,
     /// The stream of the last run.
     last: Mutex<Option<Stream>>,
 }
@@ -24,12 +22,12 @@ impl<const N: usize> Workspace<N> {
         device: &Device,
         make: impl FnOnce(&Stream) -> Result<[Tensor; N], Error>,
     ) -> Result<Self, Error> {
-        let owner = device.stream()?;
-        let tensors = make(&owner)?;
+        let stream = device.stream()?;
+        let tensors = make(&stream)?;
         // The memory may have had another user. Waiting here leaves the first run nothing to wait for, so it can be the
         // one that is recorded.
-        owner.synchronize()?;
-        Ok(Workspace { tensors, owner, last: Mutex::new(None) })
+        stream.synchronize()?;
+        Ok(Workspace { tensors, last: Mutex::new(None) })
     }
 
     /// Makes `stream` wait for the last run if that was in another stream. Nobody else enqueues a run until the guard is
@@ -49,9 +47,9 @@ impl<const N: usize> Drop for Workspace<N> {
     fn drop(&mut self) {
         let last = self.last.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(last) = last {
-            // The memory goes back in the owner's order. Where the device does not answer any more, or the last run was only
-            // recorded, there is no work to wait for.
-            let _ = self.owner.queue().follow(last.queue());
+            for tensor in &mut self.tensors {
+                tensor.give_to(last);
+            }
         }
     }
 }

@@ -376,7 +376,8 @@ pub const fn decode_results_bytes(dim_v: u32, rows: u32) -> u32 {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct AttentionVariant {
     /// The entry point's name.
     pub entry: &'static str,

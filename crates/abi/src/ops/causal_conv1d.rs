@@ -49,7 +49,8 @@ pub enum CausalConv1dTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CausalConv1dVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -69,7 +69,8 @@ pub enum CopyTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct CopyVariant {
     /// The entry point's name.
     pub entry: &'static str,

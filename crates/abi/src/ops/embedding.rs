@@ -29,7 +29,8 @@ pub const MAX_THREADS: u32 = 256;
 pub const INVALID_ROW_BYTE: u8 = 0xff;
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct EmbeddingVariant {
     /// The entry point's name.
     pub entry: &'static str,

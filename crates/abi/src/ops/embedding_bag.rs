@@ -38,7 +38,8 @@ pub enum EmbeddingBagTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct EmbeddingBagVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -111,7 +111,8 @@ impl GatedDeltaTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct GatedDeltaVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -65,7 +65,8 @@ pub enum GluTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct GluVariant {
     /// The entry point's name.
     pub entry: &'static str,

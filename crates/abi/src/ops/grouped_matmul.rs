@@ -162,7 +162,8 @@ impl GroupedMatmulTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct GroupedMatmulVariant {
     /// The entry point's name.
     pub entry: &'static str,

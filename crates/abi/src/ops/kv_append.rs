@@ -44,7 +44,8 @@ pub enum KvAppendTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct KvAppendVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -62,7 +62,8 @@ impl LayerNormTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct LayerNormVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -234,7 +234,8 @@ impl MatmulTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MatmulVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -7,7 +7,8 @@ use crate::{Arch, DType};
 pub const MAX_K: usize = (1 << 17) - 1;
 
 /// One kernel of the product. Its sizes are a [`super::matmul::MatmulDims`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MatmulI8Variant {
     /// The entry point's name.
     pub entry: &'static str,
@@ -142,7 +143,8 @@ pub const QUANTIZE_THREADS: u32 = 256;
 pub const QUANTIZE_SMEM_BYTES: u32 = QUANTIZE_THREADS / 32 * 4;
 
 /// One kernel of the quantisation.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct QuantizeRowsVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -2,6 +2,8 @@
 //!
 //! A table is written once, as a macro that hands its rows to another: here they become the list that the host chooses
 //! from, in `gpu` the entry points themselves. An entry is named `<op>_<dtype>__<tile>__<floor>`.
+//!
+//! Nobody else makes a row, nor a copy of one to change: what a kernel may be asked follows from its row.
 
 pub mod attention;
 pub mod causal_conv1d;

@@ -40,7 +40,8 @@ pub enum MoeCombineTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MoeCombineVariant {
     /// The entry point's name.
     pub entry: &'static str,

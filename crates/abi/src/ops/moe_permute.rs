@@ -66,7 +66,8 @@ pub enum MoePermuteStage {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MoePermuteVariant {
     /// The entry point's name.
     pub entry: &'static str,

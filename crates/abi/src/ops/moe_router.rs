@@ -104,7 +104,8 @@ pub const fn weight(score: f32, sum: f32, options: u32, scale: f32) -> f32 {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct MoeRouterVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -81,7 +81,8 @@ pub enum QkNormRopeTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct QkNormRopeVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -65,7 +65,8 @@ pub const WARP_TILE_THREADS: u32 = 256;
 pub const SCALAR_TILE_THREADS: u32 = 256;
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RmsNormVariant {
     /// The entry point's name.
     pub entry: &'static str,

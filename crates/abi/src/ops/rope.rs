@@ -74,7 +74,8 @@ pub enum RopeTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct RopeVariant {
     /// The entry point's name.
     pub entry: &'static str,

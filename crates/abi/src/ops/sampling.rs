@@ -177,7 +177,8 @@ pub enum SamplingAccess {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct SamplingVariant {
     /// The entry point's name.
     pub entry: &'static str,

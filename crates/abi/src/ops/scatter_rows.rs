@@ -36,7 +36,8 @@ pub enum ScatterRowsTile {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct ScatterRowsVariant {
     /// The entry point's name.
     pub entry: &'static str,

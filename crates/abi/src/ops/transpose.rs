@@ -36,7 +36,8 @@ pub enum TransposeAccess {
 }
 
 /// One kernel of the operator.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
 pub struct TransposeVariant {
     /// The entry point's name.
     pub entry: &'static str,

@@ -164,7 +164,10 @@ unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &
             let at = count_at(warp, bin, dims);
             if pair < to {
                 let place = shared::load_u32(at) + (same & ((1 << lane) - 1)).count_ones();
-                global::store(order.add(place as usize), pair);
+                // Not so only where somebody has changed the ids since they were counted.
+                if place < dims.pairs {
+                    global::store(order.add(place as usize), pair);
+                }
                 global::store(
                     positions.add(pair as usize),
                     if bin < dims.experts { place } else { NO_POSITION },

@@ -120,8 +120,16 @@ impl Stream {
         unsafe { driver::stream_is_capturing(self.stream) }.map_err(failed("cuStreamIsCapturing"))
     }
 
+    /// Copies from and to the host cannot be recorded: the graph would have the address of memory that its launch knows nothing of.
+    fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
+        if self.is_recorded()? {
+            return Err(Error::invalid("Stream::capture", "enqueue", "work of the device alone", got));
+        }
+        Ok(())
+    }
+
     pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
-        self.context.enter()?;
+        self.expect_not_recorded("a copy from the host")?;
         // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this returns, since from
         // pageable memory the driver copies before it returns, and for other memory it is waited below.
         unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
@@ -130,7 +138,7 @@ impl Stream {
     }
 
     pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
-        self.context.enter()?;
+        self.expect_not_recorded("a copy to the host")?;
         // SAFETY: the stream is live; the view spans `data.len()` bytes at `address`; the copy is waited for below.
         unsafe { driver::memcpy_dtoh_async(data.as_mut_ptr().cast(), address, data.len(), self.stream) }
             .map_err(failed("cuMemcpyDtoHAsync"))?;

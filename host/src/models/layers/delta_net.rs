@@ -39,6 +39,10 @@ impl DeltaNet {
         prefix: &str,
     ) -> Result<Self, Error> {
         let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, conv_width } = config;
+        if heads_k == 0 || !heads_v.is_multiple_of(heads_k) {
+            let expected = "heads of v in a multiple of those of k";
+            return Err(Error::invalid("Model", "config", expected, format!("{heads_v} and {heads_k}")));
+        }
         let name = |part: &str| format!("{prefix}.{part}");
         let (qkvz, ba, out) = (name("in_proj_qkvz"), name("in_proj_ba"), name("out_proj"));
         // A checkpoint has them by key head: q | k | v | z of the first, of the second, …; then b | a in the same way.

@@ -59,11 +59,17 @@ impl VisionConfig {
     ) -> Result<(PatchGrid, Vec<f32>), Error> {
         let &VisionConfig { channels, temporal_patch_size, patch_size, merge_size, .. } = self;
         let unit = patch_size * merge_size;
+        if unit == 0 || temporal_patch_size == 0 {
+            return Err(invalid("config", "patches of some pixels", format!("{self:?}")));
+        }
         if !height.is_multiple_of(unit) || !width.is_multiple_of(unit) {
             let expected = format!("height and width in multiples of {unit}");
             return Err(invalid("frames", expected, format!("{height} x {width}")));
         }
-        let len = height * width * channels;
+        let Some(len) = height.checked_mul(width).and_then(|pixels| pixels.checked_mul(channels)) else {
+            let expected = "a size that fits the address space";
+            return Err(invalid("frames", expected, format!("{height} x {width}")));
+        };
         if let Some(frame) = frames.iter().find(|frame| frame.len() != len) {
             return Err(invalid("frames", format!("{len} values each"), frame.len().to_string()));
         }

@@ -137,7 +137,11 @@ pub struct VisionTower {
 
 impl VisionTower {
     pub(in crate::models) fn new(config: &VisionConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
-        let &VisionConfig { hidden_size, channels, temporal_patch_size, patch_size, .. } = config;
+        let &VisionConfig { hidden_size, heads, channels, temporal_patch_size, patch_size, .. } = config;
+        if heads == 0 || config.merge_size == 0 || !hidden_size.is_multiple_of(8 * heads) {
+            let expected = "heads of a multiple of 8, and patches that become a token";
+            return Err(Error::invalid("Model", "config.vision", expected, format!("{config:?}")));
+        }
         let name = |part: &str| format!("model.visual.{part}");
         let patch = [channels, temporal_patch_size, patch_size, patch_size];
         let patch_embed = Linear {
