@@ -225,6 +225,29 @@ pub struct Layout {
     pub offset: usize,
 }
 
+/// Layouts of several tensors: all alike, one apart, or each its own. What is asked of one tensor must not be looked up at another; but
+/// by pieces of 16 bytes most kernels go only where all tensors are made for it.
+pub fn layouts<const N: usize, S: Strategy<Value = Layout>>(
+    layout: impl Fn() -> S,
+) -> impl Strategy<Value = [Layout; N]> {
+    let one_apart = (layout(), layout(), 0..N).prop_map(|(others, one, at)| {
+        let mut all = [others; N];
+        all[at] = one;
+        all
+    });
+    let each_its_own = proptest::collection::vec(layout(), N).prop_map(|own| std::array::from_fn(|i| own[i]));
+    prop_oneof![2 => layout().prop_map(|all| [all; N]), 1 => one_apart, 1 => each_its_own]
+}
+
+/// Each of several layouts in turn apart from the others: by its stride, and by an address and a stride that are not for pieces of 16
+/// bytes.
+pub fn one_apart<const N: usize>() -> impl Iterator<Item = [Layout; N]> {
+    let layouts = [(8, 0), (1, 0), (0, 1)].map(|(padding, offset)| Layout { padding, offset });
+    (0..N).flat_map(move |at| {
+        layouts.map(|one| std::array::from_fn(|i| if i == at { one } else { Layout::default() }))
+    })
+}
+
 impl Rows {
     /// Rows that hold `values` (rounded to `dtype`).
     pub fn input(
@@ -342,6 +365,25 @@ fn upload<T: testkit::Element + warpforge::Element>(
 ) -> Result<(Tensor, Range<usize>), Error> {
     let padded = guarded.as_padded();
     Ok((Tensor::from_slice(stream, &[padded.len()], padded)?, guarded.payload_range()))
+}
+
+/// A `[outer, inner, cols]` as `[inner, outer, cols]`: what a view of it has to hold whose first two axes are swapped.
+pub fn swapped(values: &[f64], [outer, inner, cols]: [usize; 3]) -> Vec<f64> {
+    let row = |(i, o): (usize, usize)| &values[(o * inner + i) * cols..][..cols];
+    (0..inner).flat_map(|i| (0..outer).map(move |o| (i, o))).flat_map(row).copied().collect()
+}
+
+/// Rows as `[tokens, heads, dim]`: a row of memory for each token, or for each token of a head after the other (see [`swapped`]).
+pub fn heads_of(
+    rows: TensorView<'_>,
+    [tokens, heads, dim]: [usize; 3],
+    by_head: bool,
+) -> Result<TensorView<'_>, Error> {
+    if by_head {
+        rows.reshape(&[heads, tokens, dim])?.swap_axes(0, 1)
+    } else {
+        rows.reshape(&[tokens, heads, dim])
+    }
 }
 
 /// Turns any error into a failed case.

@@ -9,8 +9,8 @@ use warpforge::ops::rmsnorm::{Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, 
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
-    store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts,
+    on_executors, one_apart, store, swapped, values,
 };
 
 #[derive(Clone, Debug)]
@@ -18,7 +18,7 @@ struct Case {
     dtype: DType,
     rows: usize,
     cols: usize,
-    layout: Layout,
+    layouts: Layouts,
     residual: Residual,
     weight: NormWeight,
     gate: Gate,
@@ -27,12 +27,32 @@ struct Case {
     seed: u64,
 }
 
+/// How the tensors lie in memory; the weight has one row.
+#[derive(Clone, Copy, Debug, Default)]
+struct Layouts {
+    x: Layout,
+    residual: Layout,
+    weight: Layout,
+    gate: Layout,
+    out: Layout,
+}
+
 /// Elements of a case: all sizes of a row, and as many rows as make a tile, but not both at once.
 const MAX_ELEMENTS: usize = 1 << 16;
 
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (floats(), dims(&[8, 32], 40), dims_from(1, &[16, 32, 128, 1024, 4096], 5000));
-    let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9]);
+    let layout = || {
+        (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
+            .prop_map(|(padding, offset)| Layout { padding, offset })
+    };
+    let layouts = layouts(layout).prop_map(|[x, residual, weight, gate, out]| Layouts {
+        x,
+        residual,
+        weight,
+        gate,
+        out,
+    });
     let kinds = (
         prop_oneof![Just(Residual::None), Just(Residual::Add)],
         prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
@@ -41,11 +61,10 @@ fn case() -> impl Strategy<Value = Case> {
         finite_values(),
         any::<u64>(),
     );
-    (sizes, layout, kinds).prop_map(
-        |((dtype, rows, cols), (padding, offset), (residual, weight, gate, eps, kind, seed))| {
-            let layout = Layout { padding, offset };
+    (sizes, layouts, kinds).prop_map(
+        |((dtype, rows, cols), layouts, (residual, weight, gate, eps, kind, seed))| {
             let rows = rows.min(MAX_ELEMENTS / cols);
-            Case { dtype, rows, cols, layout, residual, weight, gate, eps, kind, seed }
+            Case { dtype, rows, cols, layouts, residual, weight, gate, eps, kind, seed }
         },
     )
 }
@@ -63,7 +82,7 @@ fn work(rows: usize, cols: usize) -> usize {
 
 /// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
 fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -> Result<(), TestCaseError> {
-    let Case { dtype, rows, cols, layout, residual, weight: kind, gate, eps, .. } = *case;
+    let Case { dtype, rows, cols, layouts, residual, weight: kind, gate, eps, .. } = *case;
     let stream = device.stream().map_err(fail)?;
     let problem = RmsNormProblem { rows, cols, dtype, eps, weight: kind };
     let plan = match variant {
@@ -76,19 +95,20 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
     let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
     let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 2));
     let gates = (gate == Gate::Silu).then(|| values(Values::Normal, dtype, rows * cols, case.seed ^ 3));
-    let x_rows = Rows::input(&stream, dtype, &x, cols, layout).map_err(fail)?;
-    let weight_tensor = Rows::input(&stream, dtype, &weight, cols, Layout::default()).map_err(fail)?;
+    let x_rows = Rows::input(&stream, dtype, &x, cols, layouts.x).map_err(fail)?;
+    let weight_layout = Layout { padding: 0, ..layouts.weight };
+    let weight_tensor = Rows::input(&stream, dtype, &weight, cols, weight_layout).map_err(fail)?;
     let mut sum = added
         .as_ref()
-        .map(|added| Rows::input(&stream, dtype, added, cols, layout))
+        .map(|added| Rows::input(&stream, dtype, added, cols, layouts.residual))
         .transpose()
         .map_err(fail)?;
     let gate_rows = gates
         .as_ref()
-        .map(|gates| Rows::input(&stream, dtype, gates, cols, layout))
+        .map(|gates| Rows::input(&stream, dtype, gates, cols, layouts.gate))
         .transpose()
         .map_err(fail)?;
-    let mut out = Rows::output(&stream, dtype, rows, cols, layout).map_err(fail)?;
+    let mut out = Rows::output(&stream, dtype, rows, cols, layouts.out).map_err(fail)?;
     let weight_view = weight_tensor.view().reshape(&[cols]).map_err(fail)?;
     let residual_view = sum.as_mut().map(|sum| sum.view_mut());
     let args = RmsNormArgs {
@@ -183,7 +203,29 @@ proptest! {
     }
 }
 
-/// Heads of one token inside a wider row, as the q and k parts of a joint projection.
+/// One tensor's own stride; and one that cannot be read in pieces of 16 bytes is enough for the kernel that reads none.
+#[test]
+fn one_tensor_apart() -> Result<(), TestCaseError> {
+    for [x, residual, weight, gate, out] in one_apart() {
+        let case = Case {
+            dtype: DType::BF16,
+            rows: 3,
+            cols: 64,
+            layouts: Layouts { x, residual, weight, gate, out },
+            residual: Residual::Add,
+            weight: NormWeight::Plain,
+            gate: Gate::Silu,
+            eps: 1e-6,
+            kind: Values::Normal,
+            seed: 3,
+        };
+        for device in &devices() {
+            run(device, &case, None)?;
+        }
+    }
+    Ok(())
+}
+
 /// The longest rows that a block has registers for, and longer ones.
 #[test]
 fn long_rows() -> Result<(), TestCaseError> {
@@ -191,8 +233,8 @@ fn long_rows() -> Result<(), TestCaseError> {
         [(DType::BF16, 32768), (DType::BF16, 32776), (DType::F32, 32768), (DType::F32, 32772)]
     {
         let (residual, weight, gate) = (Residual::Add, NormWeight::Plain, Gate::None);
-        let (layout, kind) = (Layout::default(), Values::Normal);
-        let case = Case { dtype, rows: 2, cols, layout, residual, weight, gate, eps: 1e-6, kind, seed: 3 };
+        let (layouts, kind) = (Layouts::default(), Values::Normal);
+        let case = Case { dtype, rows: 2, cols, layouts, residual, weight, gate, eps: 1e-6, kind, seed: 3 };
         for device in &devices_for(case.work()) {
             run(device, &case, None)?;
         }
@@ -200,6 +242,54 @@ fn long_rows() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Heads whose tensors have strides of their own, some head by head in memory: the bits are those of contiguous rows.
+#[test]
+fn strides_of_heads() -> Result<(), TestCaseError> {
+    let (tokens, heads, eps) = (5, 3, 1e-6);
+    for (dtype, cols) in DType::FLOATS.into_iter().flat_map(|dtype| [64, 2048, 37].map(|cols| (dtype, cols)))
+    {
+        let shape = [tokens, heads, cols];
+        let random = |seed| values(Values::Normal, dtype, tokens * heads * cols, seed);
+        let (x, added, gates) = (random(1), random(2), random(3));
+        let weight = values(Values::Normal, dtype, cols, 4);
+        let problem = RmsNormProblem { rows: tokens * heads, cols, dtype, eps, weight: NormWeight::Plain };
+        for device in &devices_for(work(tokens * heads, cols)) {
+            let stream = device.stream()?;
+            let plan = RmsNorm::plan(device, problem)?;
+            let weight = Rows::input(&stream, dtype, &weight, cols, Layout::default())?;
+            let run = |apart: bool| -> Result<[Vec<f64>; 2], TestCaseError> {
+                let gap = |gap| Layout { padding: if apart { gap } else { 0 }, offset: 0 };
+                let input = |values: &[f64], by_head: bool, layout| {
+                    let values = if by_head { swapped(values, shape) } else { values.to_vec() };
+                    Rows::input(&stream, dtype, &values, cols, layout)
+                };
+                let (x, gate) = (input(&x, apart, gap(8))?, input(&gates, false, gap(24))?);
+                let mut sum = input(&added, apart, gap(16))?;
+                let mut out = Rows::output(&stream, dtype, tokens * heads, cols, gap(32))?;
+                let residual = if apart {
+                    sum.view_mut().reshape(&[heads, tokens, cols])?.swap_axes(0, 1)?
+                } else {
+                    sum.view_mut().reshape(&shape)?
+                };
+                let args = RmsNormArgs {
+                    x: heads_of(x.view(), shape, apart)?,
+                    residual: Some(residual),
+                    weight: weight.view().reshape(&[cols])?,
+                    gate: Some(gate.view().reshape(&shape)?),
+                    out: out.view_mut().reshape(&shape)?,
+                };
+                plan.run(&stream, args)?;
+                let sum = sum.read(&stream)?;
+                let sum = if apart { swapped(&sum, [heads, tokens, cols]) } else { sum };
+                Ok([sum, out.read(&stream)?])
+            };
+            assert_eq!(run(true)?, run(false)?, "{dtype} {cols} {device:?}");
+        }
+    }
+    Ok(())
+}
+
+/// Heads of one token inside a wider row, as the q and k parts of a joint projection.
 #[test]
 fn per_head() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, heads, cols, width) = (3, 4, 128, 1024);
@@ -270,10 +360,18 @@ fn bad_input() -> Result<(), Error> {
             message(&x, &weight, &mut tensor(&[3, 64], DType::F32)?),
             "rmsnorm: out: expected shape [4, 64], got [3, 64]"
         );
-        let int = RmsNormProblem { dtype: DType::I8, ..problem };
+        let refused = |problem| RmsNorm::supports(device, &problem).unwrap_err().to_string();
         assert_eq!(
-            RmsNorm::supports(device, &int).unwrap_err().to_string(),
+            refused(RmsNormProblem { dtype: DType::I8, ..problem }),
             "rmsnorm: problem: expected dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            refused(RmsNormProblem { cols: 0, ..problem }),
+            "rmsnorm: problem: expected at least one column, got 0"
+        );
+        assert_eq!(
+            refused(RmsNormProblem { eps: -1.0, ..problem }),
+            "rmsnorm: problem: expected a finite eps of at least 0, got -1"
         );
     }
     Ok(())
