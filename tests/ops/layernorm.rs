@@ -8,8 +8,8 @@ use warpforge::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem, Resi
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
-    store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, layouts,
+    on_executors, one_apart, store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -18,6 +18,9 @@ struct Case {
     rows: usize,
     cols: usize,
     x: Layout,
+    added: Layout,
+    /// Of weight and bias, which have one row each.
+    gains: [Layout; 2],
     out: Layout,
     residual: Residual,
     eps: f32,
@@ -38,9 +41,6 @@ const MAX_ELEMENTS: usize = 1 << 16;
 
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (floats(), dims(&[8, 32], 40), dims_from(1, &[32, 48, 128, 1024, 4096], 5000));
-    // The same layout for all half of the time: otherwise the paths by pieces of 16 bytes are rare.
-    let layouts =
-        prop_oneof![layout().prop_map(|all| [all; 2]), (layout(), layout()).prop_map(|(x, out)| [x, out])];
     let kinds = (
         prop_oneof![Just(Residual::None), Just(Residual::Add)],
         prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
@@ -48,11 +48,12 @@ fn case() -> impl Strategy<Value = Case> {
         finite_values(),
         any::<u64>(),
     );
-    (sizes, layouts, kinds).prop_map(
-        |((dtype, rows, cols), [x, out], (residual, eps, offset, kind, seed))| {
+    (sizes, layouts(layout), kinds).prop_map(
+        |((dtype, rows, cols), [x, added, weight, bias, out], (residual, eps, offset, kind, seed))| {
             let kind = if offset == 0.0 { kind } else { Values::Normal };
             let rows = rows.min(MAX_ELEMENTS / cols);
-            Case { dtype, rows, cols, x, out, residual, eps, offset, kind, seed }
+            let gains = [weight, bias].map(|gain| Layout { padding: 0, ..gain });
+            Case { dtype, rows, cols, x, added, gains, out, residual, eps, offset, kind, seed }
         },
     )
 }
@@ -116,9 +117,9 @@ fn run(
     let bias = values(Values::Normal, dtype, cols, case.seed ^ 2);
     let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 3));
     let input = |values: &[f64], layout| Rows::input(&stream, dtype, values, cols, layout).map_err(fail);
-    let (x_rows, weight_row) = (input(&x, case.x)?, input(&weight, Layout::default())?);
-    let bias_row = input(&bias, Layout::default())?;
-    let mut sum = added.as_ref().map(|added| input(added, case.x)).transpose()?;
+    let (x_rows, weight_row) = (input(&x, case.x)?, input(&weight, case.gains[0])?);
+    let bias_row = input(&bias, case.gains[1])?;
+    let mut sum = added.as_ref().map(|added| input(added, case.added)).transpose()?;
     let mut out = Rows::output(&stream, dtype, rows, cols, case.out).map_err(fail)?;
     let args = LayerNormArgs {
         x: x_rows.view(),
@@ -214,6 +215,31 @@ proptest! {
             prop_assert_eq!(&together[row * cols..][..cols], &alone[..], "{:?}", device);
         }
     }
+}
+
+/// One tensor's own stride; and one that cannot be read in pieces of 16 bytes is enough for the kernel that reads none.
+#[test]
+fn one_tensor_apart() -> Result<(), TestCaseError> {
+    for [x, added, weight, bias, out] in one_apart() {
+        let case = Case {
+            dtype: DType::BF16,
+            rows: 3,
+            cols: 64,
+            x,
+            added,
+            gains: [weight, bias].map(|gain| Layout { padding: 0, ..gain }),
+            out,
+            residual: Residual::Add,
+            eps: 1e-6,
+            offset: 0.0,
+            kind: Values::Normal,
+            seed: 3,
+        };
+        for device in &devices() {
+            run(device, &case, None)?;
+        }
+    }
+    Ok(())
 }
 
 /// Equal elements give the bias, although the root is of eps alone, and magnifies the rounding of the mean a thousandfold.
