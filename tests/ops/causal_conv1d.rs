@@ -8,7 +8,8 @@ use warpforge::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1d
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, layouts, on_executors,
+    one_apart, store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -19,9 +20,19 @@ struct Case {
     has_bias: bool,
     /// Tokens of each sequence.
     lens: Vec<usize>,
-    layout: Layout,
+    layouts: Layouts,
     kind: Values,
     seed: u64,
+}
+
+/// How the tensors lie in memory; weight and bias have no gaps.
+#[derive(Clone, Copy, Debug)]
+struct Layouts {
+    x: Layout,
+    weight: Layout,
+    bias: Layout,
+    state: Layout,
+    out: Layout,
 }
 
 fn lens() -> impl Strategy<Value = Vec<usize>> {
@@ -39,16 +50,22 @@ fn case() -> impl Strategy<Value = Case> {
         prop_oneof![1 => Just(sizes.1), 2 => Just(sizes.1.next_multiple_of(8))]
             .prop_map(move |channels| (channels, sizes.clone()))
     });
-    let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
-        .prop_map(|(padding, offset)| Layout { padding, offset });
-    (sizes, layout, finite_values(), any::<u64>()).prop_map(
-        |((channels, (dtype, _, width, has_bias, lens)), layout, kind, seed)| Case {
+    let layout = || {
+        (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
+            .prop_map(|(padding, offset)| Layout { padding, offset })
+    };
+    let layouts = layouts(layout).prop_map(|[x, weight, bias, state, out]| {
+        let [weight, bias] = [weight, bias].map(|layout| Layout { padding: 0, ..layout });
+        Layouts { x, weight, bias, state, out }
+    });
+    (sizes, layouts, finite_values(), any::<u64>()).prop_map(
+        |((channels, (dtype, _, width, has_bias, lens)), layouts, kind, seed)| Case {
             dtype,
             channels,
             width,
             has_bias,
             lens,
-            layout,
+            layouts,
             kind,
             seed,
         },
@@ -121,7 +138,7 @@ fn run_once(
     (data, lens): (&Data, &[usize]),
     variant: Option<&'static CausalConv1dVariant>,
 ) -> Result<(Vec<f64>, Vec<f64>), TestCaseError> {
-    let Case { dtype, channels, width, layout, .. } = *case;
+    let Case { dtype, channels, width, layouts, .. } = *case;
     let problem = case.problem();
     let stream = device.stream().map_err(fail)?;
     let plan = match variant {
@@ -131,13 +148,13 @@ fn run_once(
     let plan = plan.map_err(fail)?;
     let tokens = lens.iter().sum();
     let num_slots = data.state.len() / (channels * (width - 1));
-    let plain = Layout { padding: 0, ..layout };
-    let x = Rows::input(&stream, dtype, &data.x, channels, layout).map_err(fail)?;
-    let weight = Rows::input(&stream, dtype, &data.weight, channels * width, plain).map_err(fail)?;
-    let bias = data.bias.as_ref().map(|bias| Rows::input(&stream, dtype, bias, channels, plain)).transpose();
-    let bias = bias.map_err(fail)?;
-    let mut state = Rows::input(&stream, dtype, &data.state, channels * (width - 1), layout).map_err(fail)?;
-    let mut out = Rows::output(&stream, dtype, tokens, channels, layout).map_err(fail)?;
+    let x = Rows::input(&stream, dtype, &data.x, channels, layouts.x).map_err(fail)?;
+    let weight = Rows::input(&stream, dtype, &data.weight, channels * width, layouts.weight).map_err(fail)?;
+    let bias = data.bias.as_ref().map(|bias| Rows::input(&stream, dtype, bias, channels, layouts.bias));
+    let bias = bias.transpose().map_err(fail)?;
+    let state_cols = channels * (width - 1);
+    let mut state = Rows::input(&stream, dtype, &data.state, state_cols, layouts.state).map_err(fail)?;
+    let mut out = Rows::output(&stream, dtype, tokens, channels, layouts.out).map_err(fail)?;
     let offsets = Tensor::from_slice(&stream, &[lens.len() + 1], &offsets(lens)).map_err(fail)?;
     let slots = Tensor::from_slice(&stream, &[lens.len()], &data.slots).map_err(fail)?;
     let bias_view = bias.as_ref().map(|bias| bias.view().reshape(&[channels])).transpose().map_err(fail)?;
@@ -249,6 +266,28 @@ proptest! {
             prop_assert_eq!(&part.state, &state, "{} taps", width);
         }
     }
+}
+
+/// One tensor's own stride; and one that cannot be read in pieces of 16 bytes is enough for the kernel that reads none.
+#[test]
+fn one_tensor_apart() -> Result<(), TestCaseError> {
+    for [x, weight, bias, state, out] in one_apart() {
+        let [weight, bias] = [weight, bias].map(|layout| Layout { padding: 0, ..layout });
+        let case = Case {
+            dtype: DType::BF16,
+            channels: 16,
+            width: 4,
+            has_bias: true,
+            lens: vec![2, 5],
+            layouts: Layouts { x, weight, bias, state, out },
+            kind: Values::Normal,
+            seed: 3,
+        };
+        for device in &devices() {
+            run(device, &case, None)?;
+        }
+    }
+    Ok(())
 }
 
 /// Tokens that no sequence has, and sequences without a slot, are left as they are.
