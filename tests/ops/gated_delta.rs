@@ -10,8 +10,8 @@ use warpforge::ops::gated_delta::{Form, GatedDelta, GatedDeltaArgs, GatedDeltaPr
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
-    store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts,
+    on_executors, store, swapped, values,
 };
 
 /// How much tokens forget.
@@ -44,7 +44,10 @@ struct Case {
     dim_v: usize,
     /// Tokens of each sequence.
     lens: Vec<usize>,
-    layout: Layout,
+    /// Of q, k, v, b, a, the state and out; the weights are where the state is.
+    layouts: [Layout; 7],
+    /// Of q, k, v and out: whether the tokens of a head are next to each other, not the heads of a token.
+    by_head: [bool; 4],
     decay: Decay,
     keys: Keys,
     values: Values,
@@ -67,8 +70,12 @@ fn case() -> impl Strategy<Value = Case> {
         dims_from(1, &[4, 32], 40),
         proptest::collection::vec(len, 0..4),
     );
-    let layout = (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
-        .prop_map(|(padding, offset)| Layout { padding, offset });
+    let layout = || {
+        (stride_padding(), prop_oneof![3 => Just(0usize), 1 => 1usize..9])
+            .prop_map(|(padding, offset)| Layout { padding, offset })
+    };
+    let by_head = || prop_oneof![3 => Just(false), 1 => Just(true)];
+    let layouts = (layouts(layout), [by_head(), by_head(), by_head(), by_head()]);
     let decay = prop_oneof![
         3 => Just(Decay::Usual),
         1 => Just(Decay::Least),
@@ -87,16 +94,20 @@ fn case() -> impl Strategy<Value = Case> {
         3 => Just(Values::Normal),
         1 => proptest::sample::select(&[Values::Huge, Values::Tiny, Values::Zeros][..]),
     ];
-    let kinds = (layout, decay, keys, values, 1u32..6, any::<u64>());
+    let kinds = (layouts, decay, keys, values, 1u32..6, any::<u64>());
     (sizes, kinds).prop_map(
-        |((dtype, heads_k, group, dim_k, dim_v, lens), (layout, decay, keys, values, pass, seed))| Case {
+        |(
+            (dtype, heads_k, group, dim_k, dim_v, lens),
+            ((layouts, by_head), decay, keys, values, pass, seed),
+        )| Case {
             dtype,
             heads_k,
             group,
             dim_k,
             dim_v,
             lens,
-            layout,
+            layouts,
+            by_head,
             decay,
             keys,
             values,
@@ -233,7 +244,7 @@ fn run_once(
     lens: &[usize],
     form: Option<Form>,
 ) -> Result<(Vec<f64>, Vec<f64>), TestCaseError> {
-    let Case { dtype, heads_k, dim_k, dim_v, layout, .. } = *case;
+    let Case { dtype, heads_k, dim_k, dim_v, layouts, by_head, .. } = *case;
     let (heads_v, tokens) = (case.heads_v(), lens.iter().sum::<usize>());
     let stream = device.stream().map_err(fail)?;
     let plan = match form {
@@ -241,24 +252,40 @@ fn run_once(
         Some(form) => GatedDelta::plan_with(device, case.problem(), form),
     };
     let plan = plan.map_err(fail)?;
-    let rows =
-        |dtype, values: &[f64], width| Rows::input(&stream, dtype, values, width, layout).map_err(fail);
-    let (q, k) = (rows(dtype, &data.q, heads_k * dim_k)?, rows(dtype, &data.k, heads_k * dim_k)?);
-    let v = rows(dtype, &data.v, heads_v * dim_v)?;
-    let (b, a) = (rows(dtype, &data.b, heads_v)?, rows(dtype, &data.a, heads_v)?);
+    let rows = |dtype, values: &[f64], width, layout: usize| {
+        Rows::input(&stream, dtype, values, width, layouts[layout]).map_err(fail)
+    };
+    // q, k, v: the heads of a token are a row, or each is one.
+    let (shape_k, shape_v) = ([tokens, heads_k, dim_k], [tokens, heads_v, dim_v]);
+    let heads = |values: &[f64], shape: [usize; 3], tensor: usize| {
+        if by_head[tensor] {
+            rows(dtype, &swapped(values, shape), shape[2], tensor)
+        } else {
+            rows(dtype, values, shape[1] * shape[2], tensor)
+        }
+    };
+    let (q, k, v) = (heads(&data.q, shape_k, 0)?, heads(&data.k, shape_k, 1)?, heads(&data.v, shape_v, 2)?);
+    let (b, a) = (rows(dtype, &data.b, heads_v, 3)?, rows(dtype, &data.a, heads_v, 4)?);
     let (a_log, dt_bias) =
-        (rows(DType::F32, &data.a_log, heads_v)?, rows(DType::F32, &data.dt_bias, heads_v)?);
-    let mut state = rows(DType::F32, &data.state, heads_v * dim_k * dim_v)?;
+        (rows(DType::F32, &data.a_log, heads_v, 5)?, rows(DType::F32, &data.dt_bias, heads_v, 5)?);
+    let mut state = rows(DType::F32, &data.state, heads_v * dim_k * dim_v, 5)?;
     let num_slots = data.state.len() / (heads_v * dim_k * dim_v);
-    let mut out = Rows::output(&stream, dtype, tokens, heads_v * dim_v, layout).map_err(fail)?;
+    let (out_rows, out_width) =
+        if by_head[3] { (heads_v * tokens, dim_v) } else { (tokens, heads_v * dim_v) };
+    let mut out = Rows::output(&stream, dtype, out_rows, out_width, layouts[6]).map_err(fail)?;
+    let out_view = if by_head[3] {
+        out.view_mut().reshape(&[heads_v, tokens, dim_v]).and_then(|out| out.swap_axes(0, 1))
+    } else {
+        out.view_mut().reshape(&shape_v)
+    };
     let mut offsets = vec![0];
     offsets.extend(ranges(lens).iter().map(|range| range.end as u32));
     let offsets = Tensor::from_slice(&stream, &[lens.len() + 1], &offsets).map_err(fail)?;
     let slots = Tensor::from_slice(&stream, &[lens.len()], &data.slots).map_err(fail)?;
     let args = GatedDeltaArgs {
-        q: q.view().reshape(&[tokens, heads_k, dim_k]).map_err(fail)?,
-        k: k.view().reshape(&[tokens, heads_k, dim_k]).map_err(fail)?,
-        v: v.view().reshape(&[tokens, heads_v, dim_v]).map_err(fail)?,
+        q: heads_of(q.view(), shape_k, by_head[0]).map_err(fail)?,
+        k: heads_of(k.view(), shape_k, by_head[1]).map_err(fail)?,
+        v: heads_of(v.view(), shape_v, by_head[2]).map_err(fail)?,
         b: b.view(),
         a: a.view(),
         a_log: a_log.view().reshape(&[heads_v]).map_err(fail)?,
@@ -266,10 +293,12 @@ fn run_once(
         offsets: offsets.view(),
         slots: slots.view(),
         state: state.view_mut().reshape(&[num_slots, heads_v, dim_k, dim_v]).map_err(fail)?,
-        out: out.view_mut().reshape(&[tokens, heads_v, dim_v]).map_err(fail)?,
+        out: out_view.map_err(fail)?,
     };
     plan.run(&stream, args).map_err(fail)?;
-    Ok((out.read(&stream)?, state.read(&stream)?))
+    let out = out.read(&stream)?;
+    let out = if by_head[3] { swapped(&out, [heads_v, tokens, dim_v]) } else { out };
+    Ok((out, state.read(&stream)?))
 }
 
 /// What must come out, how far the naive computation is from it, and what errors are relative to.
@@ -503,7 +532,8 @@ fn one_head(dtype: DType, tokens: usize, dim_k: usize, dim_v: usize) -> Case {
         dim_k,
         dim_v,
         lens: vec![tokens],
-        layout: Layout::default(),
+        layouts: [Layout::default(); 7],
+        by_head: [false; 4],
         decay: Decay::Usual,
         keys: Keys::Of(Values::Normal),
         values: Values::Normal,
@@ -529,6 +559,56 @@ fn a_slot_that_is_there_twice() -> Result<(), TestCaseError> {
     }
     prop_assert_eq!(out, alone);
     prop_assert_eq!(state, alone_state);
+    Ok(())
+}
+
+/// A sequence without a slot, and tokens that no sequence has, are left as they are, in both forms.
+#[test]
+fn what_belongs_to_nobody_is_left() -> Result<(), TestCaseError> {
+    let (tokens, heads, dim) = (210, 2, 8);
+    let case = Case { heads_k: heads, lens: vec![70; 3], ..one_head(DType::F32, 0, dim, dim) };
+    let data = Data::new(&case);
+    for device in &devices() {
+        for form in [Form::Recurrent, case.chunked()] {
+            let stream = device.stream()?;
+            let rows = |values: &[f64], width| {
+                Rows::input(&stream, DType::F32, values, width, Layout::default()).map_err(fail)
+            };
+            let (q, k, v) =
+                (rows(&data.q, heads * dim)?, rows(&data.k, heads * dim)?, rows(&data.v, heads * dim)?);
+            let (b, a) = (rows(&data.b, heads)?, rows(&data.a, heads)?);
+            let (a_log, dt_bias) = (rows(&data.a_log, heads)?, rows(&data.dt_bias, heads)?);
+            let state_before = &data.state[..2 * heads * dim * dim];
+            let mut state = rows(state_before, heads * dim * dim)?;
+            let mut out = rows(&vec![7.0; tokens * heads * dim], heads * dim)?;
+            // Of two slots, the second is sequence 1's; sequences 0 and 2 have none. Tokens 0 to 3 are nobody's.
+            let offsets = Tensor::from_slice(&stream, &[4], &[4u32, 70, 140, u32::MAX])?;
+            let slots = Tensor::from_slice(&stream, &[3], &[2u32, 1, u32::MAX])?;
+            let shape = [tokens, heads, dim];
+            let args = GatedDeltaArgs {
+                q: q.view().reshape(&shape)?,
+                k: k.view().reshape(&shape)?,
+                v: v.view().reshape(&shape)?,
+                b: b.view(),
+                a: a.view(),
+                a_log: a_log.view().reshape(&[heads])?,
+                dt_bias: dt_bias.view().reshape(&[heads])?,
+                offsets: offsets.view(),
+                slots: slots.view(),
+                state: state.view_mut().reshape(&[2, heads, dim, dim])?,
+                out: out.view_mut().reshape(&shape)?,
+            };
+            GatedDelta::plan_with(device, case.problem(), form)?.run(&stream, args)?;
+            for (token, row) in out.read(&stream)?.chunks(heads * dim).enumerate() {
+                let is_left = row.iter().all(|&value| value == 7.0);
+                assert_eq!(is_left, !(70..140).contains(&token), "{token}, {form:?}, {device:?}");
+            }
+            let state = state.read(&stream)?;
+            let (first, second) = state.split_at(heads * dim * dim);
+            assert_eq!(first, &state_before[..first.len()], "{form:?}, {device:?}");
+            assert_ne!(second, &state_before[first.len()..], "{form:?}, {device:?}");
+        }
+    }
     Ok(())
 }
 
