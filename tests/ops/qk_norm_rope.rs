@@ -15,7 +15,8 @@ use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, Ro
 use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
+    swapped, values,
 };
 
 /// Positions of the tables in the property tests.
@@ -482,6 +483,90 @@ proptest! {
             }
         }
     }
+}
+
+/// q, k, v and q_out with strides of their own, and every second of some positions: the bits are those of contiguous tensors.
+#[test]
+fn strides_of_their_own() -> Result<(), TestCaseError> {
+    let (tokens, heads_q, heads_kv, head_dim, num_slots) = (5, 3, 2, 64, 9);
+    let (positions, slots) = ([7u32, 3, 90, 0, 41], [4u32, 8, 0, 9, 2]);
+    let norm = Some(QkNorm { eps: 1e-6, weight: NormWeight::Plain });
+    for (dtype, style) in
+        DType::FLOATS.into_iter().flat_map(|dtype| RopeStyle::ALL.map(|style| (dtype, style)))
+    {
+        let rotary_dim = 32;
+        let problem = QkNormRopeProblem {
+            tokens,
+            heads_q,
+            heads_kv,
+            head_dim,
+            rotary_dim,
+            style,
+            dtype,
+            cache_dtype: dtype,
+            norm,
+        };
+        let shapes = [heads_q, heads_kv, heads_kv].map(|heads| [tokens, heads, head_dim]);
+        let data: Vec<Vec<f64>> = std::iter::zip(shapes, 1u64..)
+            .map(|(shape, seed)| values(Values::Normal, dtype, shape.iter().product(), seed))
+            .collect();
+        let weight = values(Values::Normal, dtype, head_dim, 5);
+        for device in &devices() {
+            let stream = device.stream()?;
+            let plan = QkNormRope::plan(device, problem)?;
+            let tables = RopeTables::new(&stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION)?;
+            let weight_row = Rows::input(&stream, dtype, &weight, head_dim, Layout::default())?;
+            let weight_view = weight_row.view().reshape(&[head_dim])?;
+            let slots = Tensor::from_slice(&stream, &[tokens], &slots)?;
+            // Of each position only the first of two numbers counts.
+            let spread: Vec<u32> = positions.iter().flat_map(|&position| [position, 11]).collect();
+            let close = Tensor::from_slice(&stream, &[tokens], &positions)?;
+            let spread = Tensor::from_slice(&stream, &[tokens, 2], &spread)?;
+            let run = |apart: bool| -> Result<[Vec<f64>; 3], TestCaseError> {
+                // Head by head in memory, with a gap of each tensor's own.
+                let gap = |pieces: usize| Layout { padding: if apart { 8 * pieces } else { 0 }, offset: 0 };
+                let input = |i: usize| {
+                    let values = if apart { swapped(&data[i], shapes[i]) } else { data[i].clone() };
+                    Rows::input(&stream, dtype, &values, head_dim, gap(i))
+                };
+                let [q, k, v] = [input(0)?, input(1)?, input(2)?];
+                let mut q_out = Rows::output(&stream, dtype, tokens * heads_q, head_dim, gap(3))?;
+                let q_out_view = if apart {
+                    q_out.view_mut().reshape(&[heads_q, tokens, head_dim])?.swap_axes(0, 1)?
+                } else {
+                    q_out.view_mut().reshape(&shapes[0])?
+                };
+                let before = vec![1.0; num_slots * heads_kv * head_dim];
+                let cache = || Rows::input(&stream, dtype, &before, head_dim, gap(4));
+                let (mut k_cache, mut v_cache) = (cache()?, cache()?);
+                let cache_shape = [num_slots, heads_kv, head_dim];
+                let args = QkNormRopeArgs {
+                    q: RopeInput::From(heads_of(q.view(), shapes[0], apart)?),
+                    k: heads_of(k.view(), shapes[1], apart)?,
+                    v: heads_of(v.view(), shapes[2], apart)?,
+                    weights: Some(QkNormWeights { q: weight_view, k: weight_view }),
+                    positions: if apart {
+                        spread.view().slice(1, 0..1)?.reshape(&[tokens])?
+                    } else {
+                        close.view()
+                    },
+                    tables: &tables,
+                    slots: slots.view(),
+                    q_out: q_out_view,
+                    k_cache: k_cache.view_mut().reshape(&cache_shape)?,
+                    v_cache: v_cache.view_mut().reshape(&cache_shape)?,
+                    k_scale: None,
+                    v_scale: None,
+                };
+                plan.run(&stream, args)?;
+                let q = q_out.read(&stream)?;
+                let q = if apart { swapped(&q, [heads_q, tokens, head_dim]) } else { q };
+                Ok([q, k_cache.read(&stream)?, v_cache.read(&stream)?])
+            };
+            assert_eq!(run(true)?, run(false)?, "{dtype} {style:?} {device:?}");
+        }
+    }
+    Ok(())
 }
 
 #[test]
