@@ -9,7 +9,8 @@ use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, Ro
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, values,
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
+    swapped, values,
 };
 
 /// Positions of the tables in the property tests.
@@ -231,6 +232,48 @@ proptest! {
             prop_assert_eq!(&together[token * len..][..len], &alone[..], "{:?}", device);
         }
     }
+}
+
+/// x head by head in memory, out token by token, and every second of some positions: the bits are those of contiguous tensors.
+#[test]
+fn strides_of_their_own() -> Result<(), TestCaseError> {
+    let (tokens, heads) = (7, 5);
+    for (dtype, (head_dim, rotary_dim)) in
+        DType::FLOATS.into_iter().flat_map(|dtype| [(32, 32), (48, 16), (21, 10)].map(|dims| (dtype, dims)))
+    {
+        let shape = [tokens, heads, head_dim];
+        let data = values(Values::Normal, dtype, shape.iter().product(), 3);
+        let at = positions(tokens, 5);
+        // Of each position only the first of two numbers counts.
+        let spread: Vec<u32> = at.iter().flat_map(|&position| [position, 11]).collect();
+        for (style, device) in
+            RopeStyle::ALL.into_iter().flat_map(|style| devices().into_iter().map(move |d| (style, d)))
+        {
+            let stream = device.stream()?;
+            let tables = RopeTables::new(&stream, &inv_freq(rotary_dim), 1.0, MAX_POSITION)?;
+            let plan =
+                Rope::plan(&device, RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype })?;
+            let close = Tensor::from_slice(&stream, &[tokens], &at)?;
+            let spread = Tensor::from_slice(&stream, &[tokens, 2], &spread)?;
+            let run = |apart: bool| -> Result<Vec<f64>, TestCaseError> {
+                let x = if apart { swapped(&data, shape) } else { data.clone() };
+                let gap = |gap| Layout { padding: if apart { gap } else { 0 }, offset: 0 };
+                let x = Rows::input(&stream, dtype, &x, head_dim, gap(8))?;
+                let mut out = Rows::output(&stream, dtype, tokens * heads, head_dim, gap(16))?;
+                let positions = spread.view().slice(1, 0..1)?.reshape(&[tokens])?;
+                let args = RopeArgs {
+                    x: RopeInput::From(heads_of(x.view(), shape, apart)?),
+                    positions: if apart { positions } else { close.view() },
+                    tables: &tables,
+                    out: out.view_mut().reshape(&shape)?,
+                };
+                plan.run(&stream, args)?;
+                out.read(&stream)
+            };
+            assert_eq!(run(true)?, run(false)?, "{dtype} {style:?} {head_dim} {device:?}");
+        }
+    }
+    Ok(())
 }
 
 /// Latent attention: the last columns of every query head, and of the keys' joint projection, in place or to other rows.
