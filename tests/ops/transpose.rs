@@ -134,6 +134,34 @@ fn strides_in_the_last_dimension() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Matrices with a gap between them, in x and in out.
+#[test]
+fn strides_between_matrices() -> Result<(), TestCaseError> {
+    let (batch, rows, cols) = (3, 36, 70);
+    for dtype in DTYPES {
+        for device in &devices() {
+            let stream = device.stream()?;
+            let data = values(Values::Normal, dtype, batch * (rows + 4) * cols, 3);
+            let x = Rows::input(&stream, dtype, &data, cols, Layout::default())?;
+            let before = values(Values::Normal, dtype, batch * (cols + 8) * rows, 4);
+            let mut out = Rows::input(&stream, dtype, &before, rows, Layout::default())?;
+            let args = TransposeArgs {
+                x: x.view().reshape(&[batch, rows + 4, cols])?.slice(1, 0..rows)?,
+                out: out.view_mut().reshape(&[batch, cols + 8, rows])?.slice(1, 0..cols)?,
+            };
+            Transpose::plan(device, TransposeProblem { batch, rows, cols, dtype })?.run(&stream, args)?;
+            let mut want = before;
+            for (x, out) in std::iter::zip(data.chunks((rows + 4) * cols), want.chunks_mut((cols + 8) * rows))
+            {
+                let matrix = reference::transpose(&x[..rows * cols], rows, cols);
+                out[..cols * rows].copy_from_slice(&matrix);
+            }
+            assert_eq!(out.read(&stream)?, want, "{dtype} {device:?}");
+        }
+    }
+    Ok(())
+}
+
 /// The shapes of the benches, cut down; the odd ones stay odd.
 #[test]
 fn cases() -> Result<(), TestCaseError> {
