@@ -356,6 +356,41 @@ fn tensor_tiles() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Weights with a gap between them, by every kernel: the bits are those of weights without.
+#[test]
+fn strides_between_weights() -> Result<(), TestCaseError> {
+    let (n, k, gap) = (40, 24, 16);
+    for dtype in DType::FLOATS {
+        let case = contiguous(dtype, vec![3, 0, 20, 1], n, k, 9);
+        let GroupedMatmulProblem { rows, experts, .. } = case.problem;
+        let (x, w) = inputs(&case);
+        let rest = vec![f64::NAN; gap * k];
+        let spread: Vec<f64> = w.chunks(n * k).flat_map(|weight| [weight, &rest].concat()).collect();
+        for device in &devices() {
+            let stream = device.stream()?;
+            let floor = device.limits().map(|limits| limits.floor);
+            for variant in variants(&case).filter(|variant| floor.is_none() || Some(variant.floor) <= floor) {
+                let x_rows = Rows::input(&stream, dtype, &x, k, Layout::default())?;
+                let w_rows = Rows::input(&stream, dtype, &spread, k, Layout::default())?;
+                let offsets = Tensor::from_slice(&stream, &[experts + 1], &case.offsets())?;
+                let order = Tensor::from_slice(&stream, &[rows], &case.order())?;
+                let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
+                let args = GroupedMatmulArgs {
+                    x: x_rows.view(),
+                    w: w_rows.view().reshape(&[experts, n + gap, k])?.slice(1, 0..n)?,
+                    offsets: offsets.view(),
+                    order: Some(order.view()),
+                    out: out.view_mut(),
+                };
+                GroupedMatmul::plan_with(device, case.problem, variant)?.run(&stream, args)?;
+                let want = product(device, &case, Some(variant), (&x, &w))?;
+                assert_eq!(out.read(&stream)?, want, "{} {device:?}", variant.entry);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Tiles one after the other in one block have the bits that they have in blocks of their own: of experts near and far, of some
 /// rows or all, with fewer steps than there are stages and with more.
 #[test]
