@@ -72,18 +72,27 @@ impl Inputs {
         let MoeCombineProblem { tokens, top_k, cols, dtype } = case.problem;
         let (pairs, mut rng) = (tokens * top_k, Rng::new(case.seed ^ 9));
         let values = |dtype, n, salt: u64| values(case.kind, dtype, n, case.seed ^ salt);
-        // Each row once, and some nowhere.
+        // Each row once, and some nowhere, of which some are next to y.
         let mut positions: Vec<u32> = (0..pairs as u32).collect();
         for i in (1..pairs).rev() {
             positions.swap(i, rng.below(i + 1));
         }
         for position in &mut positions {
-            *position = if rng.below(10) == 0 { NO_POSITION } else { *position };
+            *position = match rng.below(20) {
+                0 => NO_POSITION,
+                1 => pairs as u32,
+                _ => *position,
+            };
+        }
+        // A weight of nothing makes nothing of a result that is not finite.
+        let mut weights = crate::harness::values(Values::Normal, DType::F32, pairs, case.seed ^ 2);
+        for weight in &mut weights {
+            *weight = if rng.below(10) == 0 { 0.0 } else { *weight };
         }
         let is_gated = case.shared == SharedTerm::Gated;
         Inputs {
             y: values(dtype, pairs * cols, 1),
-            weights: crate::harness::values(Values::Normal, DType::F32, pairs, case.seed ^ 2),
+            weights,
             positions,
             shared: (case.shared != SharedTerm::None).then(|| values(dtype, tokens * cols, 3)),
             gate: is_gated.then(|| values(DType::F32, tokens, 4)),
