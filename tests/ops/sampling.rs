@@ -375,6 +375,24 @@ fn ties_are_kept_by_index() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// All but one: the last of equal tokens is never drawn, each of the others is.
+#[test]
+fn all_but_one() -> Result<(), TestCaseError> {
+    let rows = 8;
+    for vocab in [2, 3] {
+        let method =
+            Sampling::Random { temperature: 1.0, top_k: Some(vocab as u32 - 1), top_p: 1.0, seed: 3 };
+        for device in &devices_for(work(rows, vocab)) {
+            let case = Case { rows, vocab, ..one_row(DType::F32, method, vec![0.5; rows * vocab]) };
+            let mut seen = sample(device, &case, None)?;
+            seen.sort();
+            seen.dedup();
+            assert_eq!(seen, (0..vocab as u32 - 1).collect::<Vec<u32>>(), "{device:?}");
+        }
+    }
+    Ok(())
+}
+
 /// χ² of 4096 draws against the probabilities, over steps and over rows. 15 degrees of freedom exceed 50 once in 10^5; the
 /// seed is fixed.
 #[test]
