@@ -354,6 +354,14 @@ fn bad_input() -> Result<(), Error> {
             refused(MoeRouterProblem { dtype: DType::I8, ..good }),
             "moe_router: problem: expected dtype f32, f16 or bf16, got i8"
         );
+        assert_eq!(
+            refused(MoeRouterProblem { weight_dtype: DType::I8, ..good }),
+            "moe_router: problem: expected weight_dtype f32, f16 or bf16, got i8"
+        );
+        assert_eq!(
+            refused(MoeRouterProblem { scale: f32::NAN, ..good }),
+            "moe_router: problem: expected a finite scale, got NaN"
+        );
     }
     Ok(())
 }
