@@ -36,6 +36,8 @@ struct Case {
     gaps: [usize; 2],
     from: Layout,
     to: Layout,
+    /// Elements by which the weights are moved away from an aligned address.
+    weight_offset: usize,
     place: Place,
     heads_per_group: u32,
     kind: Values,
@@ -87,14 +89,16 @@ fn case() -> impl Strategy<Value = Case> {
     };
     let gap = || prop_oneof![4 => Just(0usize), 1 => Just(8), 1 => 1usize..9];
     let place = prop_oneof![Just(Place::InPlace), Just(Place::Apart)];
-    let layouts = ([gap(), gap()], layout(), layout(), place);
+    let weight_offset = prop_oneof![3 => Just(0usize), 1 => 1usize..9];
+    let layouts = ([gap(), gap()], layout(), layout(), weight_offset, place);
     (problem(), 0usize..30, layouts, 1..=MAX_HEADS_PER_GROUP, finite_values(), any::<u64>()).prop_map(
-        |(problem, num_slots, (gaps, from, to, place), heads_per_group, kind, seed)| Case {
+        |(problem, num_slots, (gaps, from, to, weight_offset, place), heads_per_group, kind, seed)| Case {
             problem,
             num_slots,
             gaps,
             from,
             to,
+            weight_offset,
             place,
             heads_per_group,
             kind,
@@ -141,7 +145,8 @@ impl Inputs {
         let width = case.joint_heads() * (head_dim + case.gaps[0]);
         let joint = values(case.kind, dtype, tokens * width, seed);
         let weights = [1, 2].map(|i| values(Values::Normal, dtype, head_dim, seed ^ i));
-        let weight = |i: usize| rows(&weights[i], head_dim, Layout::default());
+        let weight_layout = Layout { padding: 0, offset: case.weight_offset };
+        let weight = |i: usize| rows(&weights[i], head_dim, weight_layout);
         let mut rng = Rng::new(seed ^ 3);
         // Out of order, repeated, and one beyond the tables now and then.
         let positions: Vec<u32> = (0..tokens).map(|_| rng.below(MAX_POSITION + 2) as u32).collect();
@@ -466,7 +471,8 @@ proptest! {
     )) {
         let aligned = Layout::default();
         let problem = QkNormRopeProblem { cache_dtype: case.problem.dtype, ..case.problem };
-        let case = Case { problem, gaps: [0; 2], from: aligned, to: aligned, place: Place::Apart, ..case };
+        let (place, weight_offset) = (Place::Apart, 0);
+        let case = Case { problem, gaps: [0; 2], from: aligned, to: aligned, weight_offset, place, ..case };
         let fits = |device: &Device| VARIANTS.iter().find(|variant| case.plan(device, Some(variant)).is_ok());
         for device in &on.devices() {
             let stream = device.stream().map_err(fail)?;
