@@ -384,6 +384,32 @@ fn decode_after_an_image() -> Outcome {
     Ok(())
 }
 
+/// A decode step of a sequence with an image among others of text: each goes on as it does alone.
+#[test]
+fn an_image_in_one_sequence_of_a_batch() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let (images, prompt, text) = (visuals((&grids, patches)), &case.prompts()[0], [5, 6, 7]);
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let model = Model::load(&device, &case.folder, DType::F32, &mut |_| {})?;
+        let after = |prompts: &[(&[u32], &[Visual<'_>])]| -> Result<Vec<f32>, warpforge::Error> {
+            let mut session = model.session(SessionOptions { batch: prompts.len(), ..options(&case, 64) })?;
+            for (sequence, (ids, images)) in prompts.iter().enumerate() {
+                session.prefill_visual(sequence, ids, images)?;
+            }
+            let stream = session.stream().clone();
+            session.decode(&vec![9; prompts.len()])?.to_vec(&stream)
+        };
+        let (text, image) = ((&text[..], &[][..]), (&prompt[..], &images[..]));
+        let want = [after(&[text])?, after(&[image])?, after(&[text])?].concat();
+        let error = relative_l2(&after(&[text, image, text])?, &want);
+        assert!(error <= 1e-5, "{device:?}: {error:.2e}");
+    }
+    Ok(())
+}
+
 /// What a session remembers of images: later prompts, copies and cuts of a sequence go on as one long prompt would.
 #[test]
 fn prompts_go_on_after_images() -> Outcome {
@@ -404,6 +430,11 @@ fn prompts_go_on_after_images() -> Outcome {
         session.prefill_visual(1, image, &images)?;
         session.prefill(1, &[1, 2])?;
         session.truncate(1, image.len())?;
+        // Right behind the image too.
+        let image_token = session.model().config().vision.as_ref().unwrap().image_token;
+        let behind = image.iter().rposition(|&id| id == image_token).unwrap() + 1;
+        session.truncate(1, behind)?;
+        session.prefill(1, &image[behind..])?;
         session.prefill(1, &[5, 6, 7])?;
         session.fork(1, 0)?;
         session.prefill_visual(0, image, &images)?;
@@ -612,6 +643,43 @@ fn a_full_sequence_among_others() -> Outcome {
     Ok(())
 }
 
+/// Which tokens a prompt's logits are of: the last one, once, or all, chunk by chunk.
+#[test]
+fn logits_name_their_tokens() -> Outcome {
+    for (logits, want) in [(Logits::Last, vec![(7, 1)]), (Logits::All, vec![(0, 3), (3, 3), (6, 2)])] {
+        let options = SessionOptions { capacity: 16, chunk: 3, logits, ..SessionOptions::default() };
+        let mut session = session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, options)?;
+        session.prefill(0, &[1, 2])?;
+        let mut got = Vec::new();
+        session.prefill_with(0, &[7; 8], &mut |_, _| Ok(()), &mut |first, rows| {
+            got.push((first, rows.shape()[0]));
+            Ok(())
+        })?;
+        assert_eq!(got, want, "{logits:?}");
+    }
+    Ok(())
+}
+
+/// Each call draws anew, also from the same logits; a new sampler of the same seed draws the same again.
+#[test]
+fn samplers_draw_anew() -> Outcome {
+    let mut session =
+        session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, SessionOptions::default())?;
+    session.prefill(0, &[1, 2, 3])?;
+    let method = Sampling::Random { temperature: 100.0, top_k: None, top_p: 1.0, seed: 7 };
+    let draw = || -> Result<Vec<u32>, warpforge::Error> {
+        let mut sampler = Sampler::new(&session, method)?;
+        (0..20).map(|_| Ok(sampler.sample(&session)?[0])).collect()
+    };
+    let ids = draw()?;
+    let mut distinct = ids.clone();
+    distinct.sort();
+    distinct.dedup();
+    assert!(distinct.len() > 10, "{ids:?}");
+    assert_eq!(draw()?, ids);
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {
@@ -632,6 +700,11 @@ fn bad_calls() -> Outcome {
         session.decode(&[1, 2]).unwrap_err().to_string(),
         "Session: ids: expected one token for each of 1 sequences, got 2"
     );
+    assert_eq!(
+        session.decode(&[384]).unwrap_err().to_string(),
+        "Session: ids: expected token ids below 384, got 384 at index 0"
+    );
+    assert_eq!(session.len(0), 3);
     for id in 0..5 {
         session.decode(&[id])?;
     }
