@@ -35,7 +35,7 @@ fn every_operator_has_its_five_places() {
         ("crates/abi/src/ops", &["mod"][..]),
         ("gpu/src/ops", &["mod"]),
         ("host/src/ops", &["mod", "packed", "parallel", "reference", "workspace"]),
-        ("tests/ops", &["faults", "harness", "latent", "main", "moe", "packed"]),
+        ("tests/ops", &["arguments", "faults", "harness", "latent", "main", "moe", "packed"]),
         ("benches/ops", &["harness", "main", "models"]),
     ] {
         let found: Vec<String> =
