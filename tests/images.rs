@@ -83,8 +83,8 @@ fn no_local_memory_no_calls() {
     }
 }
 
-/// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and the next; where
-/// it does not, four: ARCHITECTURE, "Uniform registers".
+/// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and the next of its group;
+/// where it does not, four: ARCHITECTURE, "Uniform registers".
 fn check_descriptors(kernel: &KernelResources) {
     // Those that promote their sums to f32, for few rows, are so as yet.
     let most = if kernel.name.contains("_f32__m64n64") { 4 } else { 2 };

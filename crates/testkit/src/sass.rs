@@ -6,9 +6,11 @@ use std::collections::BTreeMap;
 /// registers; of int8 (IGMMA), likewise.
 const R2UR: u64 = 0x2ca;
 const WGMMA: [u64; 4] = [0x9f0, 0xdf0, 0x9f1, 0xdf1];
+/// `wgmma.fence` and `wgmma.wait_group`, which stand between groups of products.
+const WARPGROUP: u64 = 0x9c5;
 
-/// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next in the code. None if
-/// this is no object file of ptxas.
+/// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next of its group in the code.
+/// None if this is no object file of ptxas.
 pub fn moves_between_products(cubin: &[u8]) -> Option<BTreeMap<String, usize>> {
     let sections = sections(cubin)?;
     let kernels = sections.into_iter().filter_map(|(name, code)| Some((name.strip_prefix(".text.")?, code)));
@@ -21,6 +23,7 @@ fn most_moves(code: &[u8]) -> Option<usize> {
     for instruction in code.chunks_exact(16) {
         match number(instruction, 0, 2)? & 0xfff {
             R2UR => moves = moves.map(|moves: usize| moves + 1),
+            WARPGROUP => moves = moves.map(|_| 0),
             opcode if WGMMA.contains(&opcode) => {
                 most = most.max(moves.or(Some(0)));
                 moves = Some(0);

@@ -267,8 +267,8 @@ pub const DECODE_LATENT_THREADS: u32 = 256;
 
 /// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_STAGES: u32 = 2;
-/// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells.
-pub const WGMMA_BARRIER_BYTES: u32 = 384;
+/// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells, then the barriers of a second place of q.
+pub const WGMMA_BARRIER_BYTES: u32 = 400;
 
 /// Whether the `Wgmma` kernels of so many consumers, and such values, know block masks: others have no registers for it.
 pub const fn wgmma_knows_blocks(consumers: u32, dim_v: u32) -> bool {
@@ -278,6 +278,12 @@ pub const fn wgmma_knows_blocks(consumers: u32, dim_v: u32) -> bool {
 /// Whether the result of a `Wgmma` tile takes q's place in shared memory: where there is no room for both.
 pub const fn wgmma_out_in_q(dim: u32) -> bool {
     dim > 128
+}
+
+/// Tiles whose q a `Wgmma` tile has room for: two where the first scores of one are under way beside the end of the one before. Others
+/// have no shared memory for it, or no gain.
+pub const fn wgmma_q_places(consumers: u32, dim: u32, dim_v: u32) -> u32 {
+    if wgmma_knows_blocks(consumers, dim_v) && !wgmma_out_in_q(dim) { 2 } else { 1 }
 }
 
 impl AttentionTile {
@@ -337,8 +343,8 @@ impl AttentionTile {
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
     /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. Wgmma: q, the result
-    /// unless it takes q's place, the stages of k and v.
+    /// scores, the weights, an f32 per row. Wgmma: the places of q, the
+    /// result unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
@@ -361,9 +367,10 @@ impl AttentionTile {
                     + DECODE_LATENT_ROWS * 4
             }
             AttentionTile::Merge {} | AttentionTile::Gather {} => 0,
-            AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
+            AttentionTile::Wgmma { dim, dim_v, keys, consumers, .. } => {
+                let q = wgmma_q_places(consumers, dim, dim_v) * self.rows() * dim;
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
-                (self.rows() * dim + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
+                (q + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
             }
         }
     }

@@ -560,6 +560,7 @@ macro_rules! wgmma_entries {
                     { $keys / 2 },
                     { $dim_v / 2 },
                     { $keys / 4 },
+                    { $dim_v / 4 },
                 >(maps, v, out, tables, lse, sinks, blocks, counter, &dims)
             }
         }

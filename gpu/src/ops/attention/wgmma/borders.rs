@@ -79,8 +79,9 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
                 shared::store_u32(places.mark(border.round, member / 32), border.round);
             }
             fence::proxy_async_shared();
-            // Marks and values of all cleaners come before what one of them tells. racecheck reports the marks at 64 columns,
-            // it seems because it follows the second of the two barriers only.
+            // Marks and values of all cleaners come before what one of them tells, and so does what they have read of the border, whose
+            // place the loader takes again when the consumers have given these values back. racecheck reports marks and borders: of the
+            // chain of barriers (this one, `full_v`, `empty_v`) it follows the last.
             barrier::sync(CLEANERS, CLEANER_THREADS);
             if member == 0 {
                 mbarrier::arrive(places.full_v(stage));

@@ -5,7 +5,7 @@ use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, shared, thread, tma, warp};
 
 use super::super::scores::sink;
-use super::super::softmax::{Rows, scale_rows};
+use super::super::softmax::{Rows, round as round_results, scale_rows};
 use super::super::tile::Tile;
 use super::super::{Pages, Tables, offset};
 use super::borders::spoil;
@@ -67,10 +67,36 @@ pub(super) unsafe fn settle<T: Multiplicand>(
     }
 }
 
-/// Ends a tile: its results, of which each row has a factor.
+/// A tile's results, rounded: sums, of which each row has a factor.
 ///
 /// # Safety
-/// - *converged*: all 128 threads of the consumer; the rest is the caller's promise to [`super::tiles`].
+/// - *converged*: the whole warp.
+#[inline(always)]
+pub(super) unsafe fn results<T: Element, const SUMS: usize, const WORDS: usize>(
+    o: &mut [f32; SUMS],
+    Ends { factors, is_empty }: Ends,
+    words: &mut [u32; WORDS],
+) {
+    scale_rows(o, factors);
+    // A row of weights 0 has no result, whatever its values are.
+    // SAFETY: the whole warp takes part — the caller.
+    if unsafe { warp::any(warp::FULL_MASK, is_empty[0] || is_empty[1]) } {
+        let mut i = 0;
+        while i < SUMS {
+            if is_empty[i / 2 % 2] {
+                o[i] = 0.0;
+            }
+            i += 1;
+        }
+    }
+    round_results::<T, SUMS, WORDS>(o, words);
+}
+
+/// Ends a tile: its results to memory. It may be under way beside products of the next one, unless it is marked.
+///
+/// # Safety
+/// - *converged*: all 128 threads of the consumer, which have passed [`settle`]; the next tile has not been given back; the rest is the
+///   caller's promise to [`super::tiles`].
 #[inline(always)]
 pub(super) unsafe fn finish<
     T: Multiplicand,
@@ -79,10 +105,9 @@ pub(super) unsafe fn finish<
     const KEYS: u32,
     const CONSUMERS: u32,
     const ROWS: u32,
-    const SUMS: usize,
+    const WORDS: usize,
 >(
-    o: &mut [f32; SUMS],
-    Ends { factors, is_empty }: Ends,
+    words: &[u32; WORDS],
     round: u32,
     is_marked: bool,
     (maps, places, v, out, tables, blocks): (Maps, Places, *const T, *mut T, Tables, *const u32),
@@ -96,20 +121,8 @@ pub(super) unsafe fn finish<
         let (consumer, member) = (thread / 128 - 1, thread % 128);
         let [_, head, batch, num_rows] = TileWords::of_rows(places, round);
         let first_row = TileWords::first_row(places, round);
-        scale_rows(o, factors);
-        // A row of weights 0 has no result, whatever its values are.
-        if warp::any(warp::FULL_MASK, is_empty[0] || is_empty[1]) {
-            let mut i = 0;
-            while i < SUMS {
-                if is_empty[i / 2 % 2] {
-                    o[i] = 0.0;
-                }
-                i += 1;
-            }
-        }
-
         let boxes = places.out + consumer * 64 * ROW_BYTES;
-        put::<T, ROWS, SUMS>(o, boxes, member);
+        put::<ROWS, WORDS>(words, boxes, member);
         if is_marked {
             barrier::sync(OWN + consumer, 128);
             let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
@@ -151,31 +164,30 @@ pub(super) unsafe fn finish<
             tma::commit_group();
             if wgmma_out_in_q(DIM) {
                 tma::wait_group_read::<0>();
-                mbarrier::arrive(places.empty_q());
+                mbarrier::arrive(places.empty_q(round));
             } else if TileWords::of_masks(places, round)[0] != STEPS {
                 // Without steps here, where all threads have seen that q had come: they have passed the barriers above.
-                mbarrier::arrive(places.empty_q());
+                mbarrier::arrive(places.empty_q(round));
             }
         }
     }
 }
 
-/// Rounds 64 rows into boxes of 64 columns.
+/// 64 rows into boxes of 64 columns.
 ///
 /// # Safety
 /// - All 128 threads of the consumer (*converged*); the boxes are theirs.
 #[inline(always)]
-unsafe fn put<T: Element, const ROWS: u32, const SUMS: usize>(o: &[f32; SUMS], boxes: u32, member: u32) {
+unsafe fn put<const ROWS: u32, const WORDS: usize>(words: &[u32; WORDS], boxes: u32, member: u32) {
     let lane = member % 32;
     let row = member / 32 * 16 + lane % 16;
     let mut i = 0;
-    while i < SUMS / 8 {
-        let j = 8 * i;
-        let eight = [o[j], o[j + 1], o[j + 2], o[j + 3], o[j + 4], o[j + 5], o[j + 6], o[j + 7]];
+    while i < WORDS / 4 {
+        let four = [words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]];
         let (column, piece) = (i as u32 / 4, 2 * (i as u32 % 4) + lane / 16);
         let at = boxes + column * ROWS * ROW_BYTES + row * ROW_BYTES + ((piece ^ (row & 7)) << 4);
         // SAFETY: inside the consumer's boxes.
-        unsafe { matrix::store_x4(at, T::pack(&eight)) };
+        unsafe { matrix::store_x4(at, four) };
         i += 1;
     }
 }

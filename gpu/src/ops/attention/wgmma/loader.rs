@@ -47,16 +47,16 @@ pub(super) unsafe fn load<
             let last = thread::opaque((tile.any.hi - 1) as u32);
             let mut next = walk.below::<KEYS>(tile.end, dims);
             tiles.draw(counter, next == NONE);
-            mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+            mbarrier::wait_parity(places.empty_q(tiles.round), places.parity_q(tiles.round) ^ 1);
             // Opaque, or its place would be computed before the tile is.
             TileWords::new(number, tile, next != NONE, dims).store(places, thread::opaque(tiles.round));
-            mbarrier::arrive_expect_tx(places.full_q(), ROWS * DIM * 2);
+            mbarrier::arrive_expect_tx(places.full_q(tiles.round), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
-                let at = places.q + col * ROWS * ROW_BYTES;
+                let at = places.q(tiles.round) + col * ROWS * ROW_BYTES;
                 let query = (tile.own.first_q + tile.first_query) as i32;
                 let from = [(64 * col) as i32, query, tile.head as i32, batch];
-                tma::load(at, maps.q, from, places.full_q());
+                tma::load(at, maps.q, from, places.full_q(tiles.round));
                 col += 1;
             }
             // Keys of a step come before the values of the one before it: their place is the first to be free, and they are wanted first.
@@ -101,9 +101,9 @@ pub(super) unsafe fn load<
                 has_keys = true;
             }
         }
-        mbarrier::wait_parity(places.empty_q(), tiles.round & 1);
+        mbarrier::wait_parity(places.empty_q(tiles.round), places.parity_q(tiles.round) ^ 1);
         TileWords::END.store(places, tiles.round);
-        mbarrier::arrive(places.full_q());
+        mbarrier::arrive(places.full_q(tiles.round));
         // As before one more border.
         let (turn, border) = (Turn(counts / 4), Turn(counts % 4));
         mbarrier::wait_parity(places.empty_v(turn.stage()), turn.parity() ^ 1);

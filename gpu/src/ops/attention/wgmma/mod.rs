@@ -10,9 +10,10 @@
 //!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
 //!            wait for s ──► empty_k;  mask; m', l, p' = 2^(s·c − m'·c)
 //!            wait for o ──► empty_v;  o ·= 2^((m − m')·c);  p = p' rounded
-//!            … o += p·v[first], meanwhile the log-sum-exp;  o / l ──► shared memory ──► TMA store, while the next tile begins
+//!            … o += p·v[first], meanwhile the log-sum-exp;  o / l, rounded ──► shared memory ──► TMA store, while the next tile begins:
+//!            at 128 columns all that follows the rounding is beside its first q·k
 //!
-//! shared memory   | q | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
+//! shared memory   | q, at 128 columns of two tiles | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
 //!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
 //! ```
 //!
@@ -26,6 +27,8 @@
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
 //!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
+//! - A tile's end waits for the next tile's first scores to be started, and goes on beside them, where there is room for two tiles' q: at 128
+//!   columns (`wgmma_q_places`). Where there are none (no steps, no rows, no tile) it does not wait, nor where the tile is marked.
 //! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
@@ -39,13 +42,13 @@
 //!
 //! | sequences, heads, tokens, head dim | all keys | causal |
 //! |---|---|---|
-//! | 16, 32, 512, 64 | 91 / 90 | |
-//! | 4, 32, 4096, 128 | 1705 ± 272 / 1821 | 854 / 925 |
-//! | 1, 32 on 8, 16384, 128 | | 3131 ± 488 / 3626 |
-//! | 2, 32, 4096, 64 | | 296 / 331 |
-//! | 2, 16, 8192, 256 | | 1567 ± 186 / 1857 |
-//! | 16, 16, 1024, 128 | | 163 / 155 |
-//! | 1, 32 on 8, 2048, 128 | | 65 / 83 |
+//! | 16, 32, 512, 64 | 92 / 90 | |
+//! | 4, 32, 4096, 128 | 1540 ± 237 / 1605 | 841 / 921 |
+//! | 1, 32 on 8, 16384, 128 | | 3439 ± 494 / 3830 |
+//! | 2, 32, 4096, 64 | | 299 / 332 |
+//! | 2, 16, 8192, 256 | | 1418 / 1620 |
+//! | 16, 16, 1024, 128 | | 149 / 156 |
+//! | 1, 32 on 8, 2048, 128 | | 63 / 84 |
 //!
 //! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 690 µs, at 638 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
 //! 413 µs.
@@ -57,12 +60,12 @@
 //! | | thousands of cycles | MB from memory | MB from L2 to multiprocessors |
 //! |---|---|---|---|
 //! | 16, 32, 512, 64 | 176 / 161 | 101 / 101 | 261 / 256 |
-//! | 4, 32, 4096, 128 | 2746 / 2758 | 403 / 403 | 5386 / 6103 |
+//! | 4, 32, 4096, 128 | 2711 / 2758 | 403 / 403 | 6672 / 6103 |
 //! | 4, 32, 4096, 128, causal | 1505 / 1593 | 403 / 403 | 4746 / 4570 |
-//! | 1, 32 on 8, 16384, 128, causal | 5375 / 5803 | 204 / 202 | 15889 / 17406 |
+//! | 1, 32 on 8, 16384, 128, causal | 5310 / 5803 | 204 / 202 | 16330 / 17406 |
 //! | 2, 32, 4096, 64, causal | 548 / 593 | 101 / 101 | 888 / 1070 |
 //! | 2, 16, 8192, 256, causal | 2359 / 2794 | 408 / 403 | 9020 / 8563 |
-//! | 16, 16, 1024, 128, causal | 278 / 270 | 201 / 201 | 786 / 681 |
+//! | 16, 16, 1024, 128, causal | 272 / 270 | 201 / 201 | 785 / 681 |
 //!
 //! With tiles of 24 MiB of heads side by side all keys of 4, 32, 4096, 128 were 843 MB and 8937 MB, and 1.15 to 1.39 J: see `section` in the host's
 //! `select.rs`. Its tiles ask for 8724 MB: blocks that want the same keys at about the same time get them together.
@@ -85,15 +88,17 @@
 //! no row's maximum grows by enough it is 2827 to 2746 thousand cycles in all, and 5520 to 5375 of 16384, 566 to 548 of 2, 32, 4096, 64.
 //! Exponentials are eight cycles of a warp each, 512 in a step.
 //!
-//! Tried and left: the next tile's first scores beside the end of the tile before. Sums must be rounded before those scores start: ptxas
-//! waits for all products (C7517) where one's result is read behind the start of others, even if it was waited for in the round before. So
-//! done, in two runs each, beside the kernel as it is: 16, 16, 1024, 128 in 147 to 149 µs instead of 154 to 160 with two places for q,
-//! 151 to 154 instead of 154 to 156 with one; 1, 32 on 8, 2048, 128 in 64 instead of 63; 4096 and 16384 tokens the same; 16, 32, 512, 64 in 97
-//! instead of 92, two places or one. With the next scores started behind the last values, and the tile's end beside them: 154 to 165, and
-//! 65 to 66; there 64 columns, which took no part in it but for scores whose registers lived from tile to tile, were at 94. So it is for 128
-//! columns, and wants the others' kernels as they are. Such a form is written, passes the simulator and is to be timed: a tile with marked values ends at
-//! once, of the others the words end beside the next scores, and the loader works the number of tiles out anew (by `opaque` of it and the round),
-//! or ptxas spills a word of its 32 registers of 64 columns. Also left: what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
+//! The next tile's first scores beside the end of the tile before: sums must be rounded before those scores start. ptxas
+//! waits for all products (C7517) where one's result is read behind the start of others, even if it was waited for in the round before. A
+//! tile with marked values ends at once, and q's descriptors are known to be the warp's: a plain step of 128 columns has 420 instructions instead of
+//! 431, none of them `R2UR` between products of a group. In three runs each, in turn with the kernel as it was, 16, 16, 1024, 128 took
+//! 147 to 151 µs instead of 161 to 165 and 1, 32 on 8, 2048, 128 63 as before. In thousands of cycles of single launches (`ncu`): 2711 instead
+//! of 2731 for all keys of 4, 32, 4096, 128, 5310 instead of 5372 for 16384 tokens, 272 instead of 273 for 1024, 125 instead of 121 for 2048:
+//! what is gained beyond cycles is clocks, since a joule does 873 to 922 Gop of 4, 32, 4096, 128 causal instead of 853 to 874.
+//!
+//! Tried and left: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
+//! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92, with two places or one. Also left:
+//! what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
 //! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
 //! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
 //! FlashAttention-3 has them: 2966 thousand cycles instead of 2827. Of 64 columns two consumers instead of three, whose tiles of 128 rows
@@ -105,7 +110,7 @@ mod end;
 mod loader;
 mod walk;
 
-use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q};
+use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q, wgmma_q_places};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, mbarrier, registers, shared, thread, tma, warp, wgmma};
@@ -115,7 +120,7 @@ use super::scores::{Blocks, has_blocks, has_cap};
 use super::softmax::{Groups, Rows, cap, mask, raise, round as round_weights, scale_rows, weights};
 use crate::tile::multiplicand::Multiplicand;
 use borders::clean;
-use end::{finish, settle};
+use end::{finish, results, settle};
 use loader::load;
 use walk::{END, MARKS, Places, STEPS, Step, TileWords, Turn};
 
@@ -144,8 +149,8 @@ pub(super) struct Maps {
 /// The block's tiles. See the module.
 ///
 /// # Safety
-/// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS` and
-///   `WEIGHTS` are `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
+/// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS`,
+///   `WEIGHTS` and `WORDS` are `KEYS / 2`, `DIM_V / 2`, `KEYS / 4` and `DIM_V / 4`.
 /// - The maps are those of `Attention::run`, the scale is positive; v, out, the tables, lse, sinks and the block mask *in-bounds* for
 ///   `dims`.
 #[inline(always)]
@@ -160,6 +165,7 @@ pub(super) unsafe fn tiles<
     const SCORES: usize,
     const SUMS: usize,
     const WEIGHTS: usize,
+    const WORDS: usize,
 >(
     maps: Maps,
     v: *const T,
@@ -182,8 +188,12 @@ pub(super) unsafe fn tiles<
     // SAFETY: the barriers lie behind the tensors; one thread initialises them before anyone uses them.
     unsafe {
         if thread == 0 {
-            mbarrier::init(places.full_q(), 1);
-            mbarrier::init(places.empty_q(), CONSUMERS);
+            mbarrier::init(places.full_q(0), 1);
+            mbarrier::init(places.empty_q(0), CONSUMERS);
+            if wgmma_q_places(CONSUMERS, DIM, DIM_V) == 2 {
+                mbarrier::init(places.full_q(1), 1);
+                mbarrier::init(places.empty_q(1), CONSUMERS);
+            }
             let mut stage = 0;
             while stage < STAGES {
                 mbarrier::init(places.full_k(stage), 1);
@@ -232,7 +242,7 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::increase::<160>();
             }
-            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS>(
+            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS, WORDS>(
                 maps,
                 places,
                 warpgroup - 1,
@@ -270,6 +280,7 @@ unsafe fn consume<
     const SCORES: usize,
     const SUMS: usize,
     const WEIGHTS: usize,
+    const WORDS: usize,
 >(
     maps: Maps,
     places: Places,
@@ -288,11 +299,17 @@ unsafe fn consume<
 {
     let member = thread::thread_idx_x() % 128;
     let (own_turn, next_turn) = (TURN + consumer, TURN + (consumer + 1) % CONSUMERS);
-    let q_at = places.q + consumer * 64 * ROW_BYTES;
+    let q_at = places.q(0) + consumer * 64 * ROW_BYTES;
+    // The first scores of a tile are under way beside the end of the one before.
+    let is_early = wgmma_q_places(CONSUMERS, DIM, DIM_V) == 2;
     // Of the next k; v is one behind.
     let mut turn = Turn(0);
     // Tiles, with this one.
     let mut round = 0;
+    // Results of a tile, rounded: ptxas waits for all products (C7517) where one's sums are read behind the start of others.
+    let mut words = [0u32; WORDS];
+    // Whether they are those of the tile before, whose end is due.
+    let mut is_due = false;
     // SAFETY: products read stages that have come, and give them back when they are done; all branches around products and
     // barriers depend on what is the same in the whole block.
     unsafe {
@@ -307,8 +324,22 @@ unsafe fn consume<
         }
         loop {
             round += 1;
-            mbarrier::wait_parity(places.full_q(), (round & 1) ^ 1);
+            mbarrier::wait_parity(places.full_q(round), places.parity_q(round));
             let [what, ..] = TileWords::of_masks(places, round);
+            let all = (maps, places, v, out, tables, blocks);
+            if is_early && is_due {
+                let has_scores = what == STEPS && TileWords::of_rows(places, round)[3] > consumer * 64;
+                if warp::shuffle_idx(warp::FULL_MASK, u32::from(has_scores), 0) == 0 {
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                        &words,
+                        round - 1,
+                        false,
+                        all,
+                        dims,
+                    );
+                    is_due = false;
+                }
+            }
             if what == END {
                 break;
             }
@@ -333,8 +364,14 @@ unsafe fn consume<
                 }
                 // The tile's words too.
                 barrier::sync(OWN + consumer, 128);
-                release(places.empty_q());
+                release(places.empty_q(round));
             } else {
+                let mut q_at = q_at + places.behind_q(round);
+                if is_early {
+                    // By one lane's word too, or each thread would keep the descriptors of its own.
+                    q_at = warp::shuffle_idx(warp::FULL_MASK, q_at, 0);
+                }
+                let empty_q = places.empty_q(round);
                 let mut s = [0f32; SCORES];
                 let mut o = [0f32; SUMS];
                 let mut p = [0u32; WEIGHTS];
@@ -346,7 +383,7 @@ unsafe fn consume<
                     if member == 0 {
                         mbarrier::arrive(places.empty_k(turn.stage()));
                         if !wgmma_out_in_q(DIM) && step.is_last() {
-                            mbarrier::arrive(places.empty_q());
+                            mbarrier::arrive(empty_q);
                         }
                     }
                 };
@@ -357,6 +394,15 @@ unsafe fn consume<
                     barrier::sync(own_turn, 256);
                     scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
                     barrier::arrive(next_turn, 256);
+                    if is_early && is_due {
+                        finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                            &words,
+                            round - 1,
+                            false,
+                            all,
+                            dims,
+                        );
+                    }
                     wgmma::wait_group::<0>(&mut s);
                     release_scores(step, turn);
                     if has_cap(dims) {
@@ -410,7 +456,12 @@ unsafe fn consume<
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
                     mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
-                    values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(turn.stage()), accumulate);
+                    let mut v_at = places.stage_v(turn.stage());
+                    if is_early {
+                        // The same. Ahead of the wait ptxas spills.
+                        v_at = warp::shuffle_idx(warp::FULL_MASK, v_at, 0);
+                    }
+                    values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, v_at, accumulate);
                     let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
                     is_marked = mark(0) | mark(1) | mark(2);
                     ends = settle::<T>(&rows, round, places, lse, sinks, dims);
@@ -421,10 +472,14 @@ unsafe fn consume<
                     ends = settle::<T>(&rows, round, places, lse, sinks, dims);
                 }
 
-                let all = (maps, places, v, out, tables, blocks);
-                finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SUMS>(
-                    &mut o, ends, round, is_marked, all, dims,
-                );
+                results::<T, SUMS, WORDS>(&mut o, ends, &mut words);
+                // What is marked takes long, and more registers.
+                is_due = is_early && warp::shuffle_idx(warp::FULL_MASK, u32::from(is_marked), 0) == 0;
+                if !is_due {
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                        &words, round, is_marked, all, dims,
+                    );
+                }
             }
             warp::sync_warp(warp::FULL_MASK);
         }

@@ -1,6 +1,6 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
-use abi::ops::attention::{AttentionDims, wgmma_out_in_q};
+use abi::ops::attention::{AttentionDims, WGMMA_BARRIER_BYTES, wgmma_out_in_q, wgmma_q_places};
 use cuda_std::atomic::{self, Order};
 use cuda_std::{shared, thread};
 
@@ -346,7 +346,10 @@ impl Walk {
 /// Where things lie in shared memory.
 #[derive(Clone, Copy)]
 pub(super) struct Places {
-    pub(super) q: u32,
+    q: u32,
+    q_bytes: u32,
+    /// Places of q, less one. A mask, since a remainder has a check that changes the loader's registers, even where it is for nothing.
+    q_mask: u32,
     pub(super) out: u32,
     k: u32,
     v: u32,
@@ -359,14 +362,12 @@ impl Places {
     #[inline(always)]
     pub(super) fn new<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>() -> Self {
         let q = shared::base();
-        let (out, k) = if wgmma_out_in_q(DIM) {
-            (q, q + ROWS * DIM * 2)
-        } else {
-            (q + ROWS * DIM * 2, q + ROWS * (DIM + DIM_V) * 2)
-        };
+        let (q_bytes, q_mask) = (ROWS * DIM * 2, wgmma_q_places(ROWS / 64, DIM, DIM_V) - 1);
+        let q_end = q + (q_mask + 1) * q_bytes;
+        let (out, k) = if wgmma_out_in_q(DIM) { (q, q_end) } else { (q_end, q_end + ROWS * DIM_V * 2) };
         let (k_bytes, v_bytes) = (KEYS * DIM * 2, KEYS * DIM_V * 2);
         let v = k + STAGES * k_bytes;
-        Places { q, out, k, v, k_bytes, v_bytes, barriers: v + STAGES * v_bytes }
+        Places { q, q_bytes, q_mask, out, k, v, k_bytes, v_bytes, barriers: v + STAGES * v_bytes }
     }
 
     #[inline(always)]
@@ -379,14 +380,33 @@ impl Places {
         self.v + stage * self.v_bytes
     }
 
+    /// A tile's q, in one of the places in turn.
     #[inline(always)]
-    pub(super) fn full_q(self) -> u32 {
-        self.barriers
+    pub(super) fn q(self, round: u32) -> u32 {
+        self.q + self.behind_q(round)
+    }
+
+    /// From the first place of q to a tile's.
+    #[inline(always)]
+    pub(super) fn behind_q(self, round: u32) -> u32 {
+        (round & self.q_mask) * self.q_bytes
+    }
+
+    /// The barriers of the second place are behind all else.
+    #[inline(always)]
+    pub(super) fn full_q(self, round: u32) -> u32 {
+        self.barriers + (round & self.q_mask) * (WGMMA_BARRIER_BYTES - 16)
     }
 
     #[inline(always)]
-    pub(super) fn empty_q(self) -> u32 {
-        self.barriers + 8
+    pub(super) fn empty_q(self, round: u32) -> u32 {
+        self.full_q(round) + 8
+    }
+
+    /// Of the tiles that have been in a tile's place of q, as it comes.
+    #[inline(always)]
+    pub(super) fn parity_q(self, round: u32) -> u32 {
+        (round + self.q_mask) >> self.q_mask & 1 ^ 1
     }
 
     #[inline(always)]
