@@ -3,8 +3,8 @@
 use serde_json::json;
 use warpforge::ops::matmul::{Bias, MatmulCase};
 use warpforge::ops::matmul_i8::{
-    CASES, MatmulI8, MatmulI8Args, MatmulI8Problem, QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem,
-    reference,
+    CASES, MMA_VARIANTS, MatmulI8, MatmulI8Args, MatmulI8Problem, QuantizeRows, QuantizeRowsArgs,
+    QuantizeRowsProblem, VARIANTS, WGMMA_VARIANTS, reference,
 };
 use warpforge::{DType, Stream, Tensor};
 
@@ -38,7 +38,12 @@ pub fn bench(bencher: &mut Bencher) {
 fn product(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let &MatmulCase { m, n, k, .. } = case;
     let problem = MatmulI8Problem { m, n, k, out_dtype: DTYPE, bias: Bias::None };
-    let plan = MatmulI8::plan(&bencher.device, problem)?;
+    let named = bencher.kernel.as_deref();
+    let mut variants = VARIANTS.iter().chain(MMA_VARIANTS).chain(WGMMA_VARIANTS);
+    let plan = match variants.find(|variant| Some(variant.entry) == named) {
+        Some(variant) => MatmulI8::plan_with(&bencher.device, problem, variant)?,
+        None => MatmulI8::plan(&bencher.device, problem)?,
+    };
     let report = plan.report();
     let work = Work {
         dtype: DType::I8.name(),

@@ -1,5 +1,6 @@
 //! The int8 product and the quantisation against their references, bit for bit.
 
+use abi::ops::matmul::MatmulTile;
 use abi::ops::matmul_i8::{MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::check_bits_eq;
@@ -324,7 +325,7 @@ fn longest_k() -> Result<(), Error> {
 /// Tiles one after the other in one block, or in one cluster, are right too, beyond a ring of stages.
 #[test]
 fn tiles_of_one_block() -> Result<(), TestCaseError> {
-    for variant in WGMMA_VARIANTS {
+    for variant in WGMMA_VARIANTS.iter().filter(|variant| matches!(variant.tile, MatmulTile::Wgmma { .. })) {
         // Two tiles of the largest kind by two, more of the others; two steps of k.
         let problem =
             MatmulI8Problem { m: 130, n: 264, k: 144, out_dtype: variant.out_dtype, bias: Bias::PerColumn };
@@ -333,6 +334,24 @@ fn tiles_of_one_block() -> Result<(), TestCaseError> {
         let (device, inputs) = (one_sm(), Inputs::of(&case));
         let plan = MatmulI8::plan_with(&device, problem, variant).map_err(fail)?;
         check(variant.entry, &product(&device, &plan, &case, &inputs)?, &inputs.expected(&case))?;
+    }
+    Ok(())
+}
+
+/// Blocks that share k: some without a step, and more steps than a ring has stages; rows below and beyond a tile's, columns that fill no
+/// block's part.
+#[test]
+fn parts_of_k() -> Result<(), TestCaseError> {
+    for ([m, n, k], out_dtype) in [
+        ([20, 72, 16], DType::BF16),
+        ([64, 130, 400], DType::F16),
+        ([33, 136, 3712], DType::F32),
+        ([70, 24, 528], DType::BF16),
+    ] {
+        let problem = MatmulI8Problem { m, n, k, out_dtype, bias: Bias::PerColumn };
+        let [a_layout, b_layout, out_layout] = [Layout::default(); 3];
+        let case = Case { problem, a_layout, b_layout, out_layout, kind: Values::Mixed, seed: 5 };
+        run_variants(&devices_for(work(&problem)), &case, &|entry| entry.contains("k4__"))?;
     }
     Ok(())
 }

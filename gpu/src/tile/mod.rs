@@ -16,6 +16,8 @@ pub mod scan;
 pub mod sequences;
 pub mod simt;
 pub mod softmax;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+pub mod split;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 pub mod stream;
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]

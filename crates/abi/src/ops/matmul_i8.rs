@@ -69,12 +69,18 @@ macro_rules! matmul_i8_wgmma_table {
         $callback! {
             matmul_i8_f32__n128__sm90a => f32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_i8_f32__n64__sm90a => f32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_i8_f32__m64n64k4__sm90a => f32, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_i8_f32__m64n128k4__sm90a => f32, F32, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_i8_f16__n256c2__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_i8_f16__n128__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_i8_f16__n64__sm90a => f16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_i8_f16__m64n64k4__sm90a => f16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_i8_f16__m64n128k4__sm90a => f16, F16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_i8_bf16__n256c2__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_i8_bf16__n128__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_i8_bf16__n64__sm90a => bf16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
+            matmul_i8_bf16__m64n64k4__sm90a => bf16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_i8_bf16__m64n128k4__sm90a => bf16, BF16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
         }
     };
 }

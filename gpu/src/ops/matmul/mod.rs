@@ -7,7 +7,7 @@
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `tile::mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
-//! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `split` |
+//! | `Split` | up to 64 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `tile::split` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
@@ -16,15 +16,13 @@ use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{kernel, thread};
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-mod split;
 use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-use crate::tile::persistent;
 use crate::tile::{gemv, simt};
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use crate::tile::{mma, stream};
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+use crate::tile::{persistent, split};
 
 /// Where this block's product finds its operands.
 #[derive(Clone, Copy)]
@@ -225,19 +223,30 @@ macro_rules! stream_entries {
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::matmul_stream_table!(stream_entries);
 
+/// Whether each step's sum is added by itself. The tensor cores cut sums off instead of rounding them, which over a long k adds up to more
+/// than a rounding of the whole: where out is f32. An out of 16 bits does not show it, nor do operands that are cut off themselves.
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+const fn promotes<T, O>() -> bool {
+    size_of::<O>() == 4 && size_of::<T>() == 2
+}
+
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 macro_rules! wgmma_body {
-    (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {{
-        // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-        // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
-        // are cut off themselves.
-        let promotes = size_of::<$out>() == 4 && size_of::<$type>() == 2;
+    (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         persistent::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
-            $maps, $end, promotes, $end,
+            $maps,
+            $end,
+            promotes::<$type, $out>(),
+            $end,
         )
-    }};
+    };
     (Split, $type:ident, $out:ident, $maps:ident, $end:ident, $bn:literal, $stages:literal, $cluster:literal) => {
-        split::multiply::<$type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>($maps, $end)
+        split::multiply::<$type, f32, $type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>(
+            $maps,
+            $end,
+            promotes::<$type, $out>(),
+            $end,
+        )
     };
 }
 

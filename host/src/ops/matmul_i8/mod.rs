@@ -163,7 +163,9 @@ impl MatmulI8 {
         let load = |variant: &'static MatmulI8Variant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(DType::I8))?;
             Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { cluster, .. } => entry.in_clusters(cluster),
+                MatmulTile::Wgmma { cluster, .. } | MatmulTile::Split { cluster, .. } => {
+                    entry.in_clusters(cluster)
+                }
                 _ => entry,
             })
         };
@@ -198,7 +200,9 @@ impl MatmulI8 {
                     && let Some((variant, entry)) = self.fastest(tensor, &dims)
                 {
                     return match variant.tile {
-                        MatmulTile::Wgmma { .. } => self.run_wgmma(stream, variant, entry, &args, dims),
+                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
+                            self.run_wgmma(stream, variant, entry, &args, dims)
+                        }
                         _ => launch(stream, variant, entry, &args, &dims),
                     };
                 }
@@ -222,10 +226,15 @@ impl MatmulI8 {
             return None;
         }
         let num_sms = self.device.profile().num_sms;
+        let columns = select::split_columns(num_sms, dims);
+        let split = |(variant, _): &&(&'static MatmulI8Variant, Entry)| match variant.tile {
+            MatmulTile::Split { bn, .. } => columns == Some(bn),
+            _ => false,
+        };
         let clocks = |(variant, _): &&(&'static MatmulI8Variant, Entry)| {
             select::clocks(variant.tile, [dims.m, dims.n, dims.k], num_sms)
         };
-        tensor.iter().min_by_key(clocks)
+        tensor.iter().find(split).or_else(|| tensor.iter().min_by_key(clocks))
     }
 
     fn run_wgmma(
@@ -236,19 +245,26 @@ impl MatmulI8 {
         args: &MatmulI8Args<'_>,
         mut dims: MatmulDims,
     ) -> Result<(), Error> {
-        let MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, threads, .. } = variant.tile else {
-            return Err(Error::invalid(OP, "variant", "a tile that shares b", format!("{:?}", variant.tile)));
+        let rows = dims.m.next_multiple_of(8);
+        // Boxes of a and b: the blocks of a cluster load an equal part each of what they share. They share none where each loads another
+        // part of k, of the rows that there are.
+        let ([a_box, b_box], cluster, persists) = match variant.tile {
+            MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, .. } => ([bm, bn / cluster], cluster, true),
+            MatmulTile::Split { bn, cluster, .. } => ([rows.min(64), bn], cluster, false),
+            tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
         let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = args;
         let out_dtype = self.problem.out_dtype;
         let matrix = |dtype: DType, address: u64, sizes: [u32; 3], box_rows: u32| {
             matrix_map(OP, &self.device, dtype, address, sizes, box_rows)
         };
-        let a_map = matrix(DType::I8, qa.address(), [dims.m, dims.k, dims.a_stride], bm)?;
-        // The blocks of a cluster load an equal part each.
-        let b_map = matrix(DType::I8, qb.address(), [dims.n, dims.k, dims.b_stride], bn / cluster)?;
+        let a_map = matrix(DType::I8, qa.address(), [dims.m, dims.k, dims.a_stride], a_box)?;
+        let b_map = matrix(DType::I8, qb.address(), [dims.n, dims.k, dims.b_stride], b_box)?;
         // As in the float product: a tail of n that does not fill 16 bytes would be written over.
-        let in_boxes = out_dtype.bytes() == 2 && dims.n.is_multiple_of(8) && dims.access & OUT_IN_PIECES != 0;
+        let in_boxes = persists
+            && out_dtype.bytes() == 2
+            && dims.n.is_multiple_of(8)
+            && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
             matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
@@ -265,11 +281,12 @@ impl MatmulI8 {
             out.into(),
             (&dims).into(),
         ];
-        let most = u64::from(self.device.profile().num_sms / cluster).max(1);
-        let clusters = variant.tile.blocks(dims.m, dims.n, 0).min(most) as u32;
+        let most = if persists { (self.device.profile().num_sms / cluster).max(1) } else { u32::MAX };
+        let clusters = variant.tile.blocks(dims.m, dims.n, 0).min(most.into()) as u32;
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
-        // a value per row and column; the blocks walk over all tiles; shared memory and clusters are the tile's.
-        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [threads, 1, 1], &params) }
+        // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
+        // the tile's.
+        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.

@@ -11,9 +11,10 @@
 //! ```
 //!
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
-//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `persistent`.
+//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `persistent`. Sums of int8
+//!   are exact in any order.
 //!
-//! # Measured on an H200, 32 rows (µs, this / tiles that share a / cuBLAS in an earlier run)
+//! # Measured on an H200, 32 rows of bf16 (µs, this / tiles that share a / cuBLAS in an earlier run)
 //!
 //! | n × k | | n × k | |
 //! |---|---|---|---|
@@ -21,7 +22,18 @@
 //! | 2560 × 4096 | 9.5 / 13.4 / 11.4 | 3072 × 2048 | 7.3 / 8.1 |
 //! | 2048 × 6144 | 10.7 / 18.4 | 4096 × 2048 | 11.6 / 8.3: no longer chosen |
 //!
-//! 64 rows of 4096 × 4096 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and 0.87 of it. With eight stages, and so
+//! The same of int8 (this, with 64 or 128 columns / the fastest tile of 128 rows):
+//!
+//! | n × k | 32 rows | 128 rows |
+//! |---|---|---|
+//! | 1024 × 2048 | 4.5 / 5.9 | 5.4 / 6.5 |
+//! | 1024 × 3072 | 4.7 / 7.4 | 5.6 / 7.6 |
+//! | 2560 × 4096 | 6.7 / 11.7 | 9.5 / 9.7 |
+//! | 2560 × 9728 | 10.5 / 24.8 | 15.1 / 18.1 |
+//! | 6144 × 2560 | 9.4 / 10.5 | 16.4 / 8.5: not chosen |
+//! | 6144 × 1024 | 7.2 / 6.2: not chosen | |
+//!
+//! 64 rows of 4096 × 4096 of bf16 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and 0.87 of it. With eight stages, and so
 //! one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then (`cuOccupancyMaxActiveClusters`), and two
 //! came after the others. With four stages it holds 62.
 
@@ -29,22 +41,25 @@ use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp};
 
-use crate::tile::epilogue::Epilogue;
-use crate::tile::persistent::Maps;
-use crate::tile::wgmma::{Place, ROW_BYTES, Ring, finish, multiply_stages, store_pairs};
+use super::epilogue::Epilogue;
+use super::operand::Sum;
+use super::persistent::Maps;
+use super::wgmma::{Place, ROW_BYTES, Results, Ring, multiply_stages, store_pairs};
 
 /// Rows of a tile.
 const BM: u32 = 64;
 
-/// The block's part of the product.
+/// The block's part of the product. `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of 256 threads in clusters of `CLUSTER`, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
 /// - A thread has `SUMS` of the tile's sums, and finishes `OWN` of them: those of a block's columns, or half of the gate and half of up.
-/// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
+/// - The maps are those of `Matmul::run` or `MatmulI8::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Element + Multiply<[f32; SUMS]>,
+    T: Multiply<[S; SUMS]>,
+    S: Sum,
+    B: Element,
     O: Element,
     const SUMS: usize,
     const OWN: usize,
@@ -52,9 +67,11 @@ pub unsafe fn multiply<
     const CLUSTER: u32,
 >(
     maps: Maps,
-    end: Epilogue<'_, T, O>,
+    end: Epilogue<'_, B, O>,
+    promotes: bool,
+    results: impl Results<S, OWN>,
 ) where
-    [f32; SUMS]: Registers,
+    [S; SUMS]: Registers,
 {
     const { assert!(CLUSTER as usize * OWN == SUMS && OWN.is_multiple_of(8)) };
     let (dims, gated) = (end.dims, end.is_gated());
@@ -98,8 +115,6 @@ pub unsafe fn multiply<
         thread::sync_threads();
     }
     let member = thread % 128;
-    // As for the persistent blocks.
-    let promotes = size_of::<O>() == 4;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when
     // the consumer is done: all that was loaded was waited for and multiplied.
     unsafe {
@@ -132,7 +147,7 @@ pub unsafe fn multiply<
                     mbarrier::arrive(empty(stage));
                 }
             };
-            let sums = multiply_stages::<T, f32, SUMS, STAGES>(
+            let sums = multiply_stages::<T, S, SUMS, STAGES>(
                 &mut ring,
                 last - first,
                 promotes,
@@ -143,7 +158,7 @@ pub unsafe fn multiply<
             let mut quad = 0;
             while quad < SUMS / 4 {
                 let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];
-                shared::store_f32x4(base + (quad as u32 * 128 + member) * 16, values);
+                shared::store_u32x4(base + (quad as u32 * 128 + member) * 16, values.map(S::to_word));
                 quad += 1;
             }
         }
@@ -156,17 +171,17 @@ pub unsafe fn multiply<
                 (true, true) => quads / 2 * rank + i,
                 (true, false) => SUMS as u32 / 8 + quads / 2 * rank + (i - quads / 2),
             };
-            let mut sums = [0f32; OWN];
+            let mut sums = [S::ZERO; OWN];
             let mut from = 0;
             while from < CLUSTER {
                 let mut i = 0;
                 while i < OWN / 4 {
                     let at = cluster::map_shared(base + (quad_of(i as u32) * 128 + member) * 16, from);
-                    let values = cluster::load_x4(at).map(f32::from_bits);
+                    let values = cluster::load_x4(at).map(S::from_word);
                     let mut j = 0;
                     while j < 4 {
                         let sum = &mut sums[4 * i + j];
-                        *sum = if from == 0 { values[j] } else { *sum + values[j] };
+                        *sum = if from == 0 { values[j] } else { sum.plus(values[j]) };
                         j += 1;
                     }
                     i += 1;
@@ -176,7 +191,7 @@ pub unsafe fn multiply<
             let own = bn / CLUSTER;
             let (col, len) = if gated { (col + own / 2 * rank, OWN / 2) } else { (col + own * rank, OWN) };
             let place = Place { row, col, len, consumer: 0, member };
-            finish(&mut sums, &end, &place);
+            results.make(&mut sums, &place);
             store_pairs(&sums, &end, &place);
         }
         // Others may still read this block's sums.
