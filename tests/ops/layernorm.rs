@@ -170,7 +170,7 @@ fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
 }
 
 proptest! {
-    #![proptest_config(testkit::gpu::proptest_config(256))]
+    #![proptest_config(testkit::gpu::proptest_config(128))]
 
     /// What `plan` chooses, on every device.
     #[test]
