@@ -63,7 +63,7 @@ pub struct Options {
     /// Of which cases the energy is measured, half a second each.
     #[arg(long, value_enum, default_value_t = Energy::Anchors)]
     energy: Energy,
-    /// Times this kernel of the matrix product, where it can do the case, and not the one that a plan chooses.
+    /// Times this kernel of a matrix product, where it can do the case, and not the one that a plan chooses.
     #[arg(long)]
     kernel: Option<String>,
     /// What `cargo bench` passes; no effect.
