@@ -5,8 +5,8 @@
 //! the sums of all:
 //!
 //! ```text
-//! producer   wait empty[s] ── expect bytes ── load a 64 × 64, b n × 64 ──► full[s]
-//! consumer   wait full[s] ── 4 × wgmma m64nNk16 ──► empty[s-1]
+//! producer   wait empty[s] ── expect bytes ── load a 64 × 128 B, b n × 128 B ──► full[s]
+//! consumer   wait full[s] ── 4 × wgmma m64nN ──► empty[s-1]
 //! at the end sums ──► shared memory ── cluster's barrier ── own columns of block 0 + block 1 + … ── epilogue ── out
 //! ```
 //!
@@ -33,9 +33,9 @@
 //! | 6144 × 2560 | 9.4 / 10.5 | 16.4 / 8.5: not chosen |
 //! | 6144 × 1024 | 7.2 / 6.2: not chosen | |
 //!
-//! 64 rows of 4096 × 4096 of bf16 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and 0.87 of it. With eight stages, and so
-//! one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then (`cuOccupancyMaxActiveClusters`), and two
-//! came after the others. With four stages it holds 62.
+//! 64 rows of 4096 × 4096 of bf16 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and
+//! 0.87 of it. With eight stages, and so one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then
+//! (`cuOccupancyMaxActiveClusters`), and two came after the others. With four stages it holds 62.
 
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};

@@ -158,7 +158,7 @@ impl<T: Element, O: Element, const SUMS: usize> Results<f32, SUMS> for Epilogue<
 /// # Safety
 /// - Bias and residual *in-bounds* for the dimensions.
 #[inline(always)]
-pub unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
+unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
     sums: &mut [f32; SUMS],
     end: &Epilogue<'_, T, O>,
     place: &Place,

@@ -476,7 +476,7 @@ impl Matmul {
                     && let Some((variant, entry)) =
                         self.fastest(tensor, batch as u32, &aligned_dims([m, b_rows, k])) =>
             {
-                let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
+                let why = select::why_of_tensor(variant.tile, tensor.len());
                 let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }

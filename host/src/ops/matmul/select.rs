@@ -179,6 +179,15 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
     WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
 }
 
+/// Why `fastest` has taken a tile, of so many of the tensor cores.
+pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
+    match tile {
+        MatmulTile::Stream { .. } => "few rows: b goes through registers".into(),
+        MatmulTile::Split { .. } => "few rows and columns: the blocks of a cluster share k".into(),
+        _ => format!("the least clocks of {tiles} tiles by waves and steps"),
+    }
+}
+
 /// Most rows of the `Stream` tiles where `Mma` does the rest.
 pub(super) const STREAM_MAX_ROWS: u32 = 64;
 

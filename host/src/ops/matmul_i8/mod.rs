@@ -16,6 +16,7 @@ use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
+use crate::ops::matmul::select::why_of_tensor;
 use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -225,15 +226,12 @@ impl MatmulI8 {
         if !in_pieces(dims, DType::I8) {
             return None;
         }
-        let num_sms = self.device.profile().num_sms;
-        let columns = select::split_columns(num_sms, dims);
-        let split = |(variant, _): &&(&'static MatmulI8Variant, Entry)| match variant.tile {
-            MatmulTile::Split { bn, .. } => columns == Some(bn),
-            _ => false,
+        let (sizes, num_sms) = ([dims.m, dims.n, dims.k], self.device.profile().num_sms);
+        let split = |(variant, _): &&(&'static MatmulI8Variant, Entry)| {
+            select::shares_k(variant.tile, sizes, num_sms)
         };
-        let clocks = |(variant, _): &&(&'static MatmulI8Variant, Entry)| {
-            select::clocks(variant.tile, [dims.m, dims.n, dims.k], num_sms)
-        };
+        let clocks =
+            |(variant, _): &&(&'static MatmulI8Variant, Entry)| select::clocks(variant.tile, sizes, num_sms);
         tensor.iter().find(split).or_else(|| tensor.iter().min_by_key(clocks))
     }
 
@@ -308,7 +306,7 @@ impl MatmulI8 {
                 if self.problem.m >= *tensor_from
                     && let Some((variant, entry)) = self.fastest(tensor, &aligned_dims(sizes)) =>
             {
-                let why = format!("the least clocks of {} tiles by waves and steps", tensor.len());
+                let why = why_of_tensor(variant.tile, tensor.len());
                 let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
                 OptimizationReport::new(OP, &self.device, Some(entry), work)
             }

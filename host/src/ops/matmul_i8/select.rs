@@ -1,7 +1,7 @@
 //! Which kernels an int8 product takes: the tiles of the float product, by the same rules.
 
 use abi::DType;
-use abi::ops::matmul::{MatmulDims, MatmulTile};
+use abi::ops::matmul::MatmulTile;
 use abi::ops::matmul_i8::{MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
 
 use super::{MatmulI8Problem, OP};
@@ -58,8 +58,6 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Result<Vec<Ma
     Ok(choices)
 }
 
-/// Rows of a `Split` tile.
-const SPLIT_ROWS: u32 = 64;
 /// Fewest rows for the tensor cores: few have no kernels there.
 pub(super) const TENSOR_MIN_ROWS: usize = GEMV_MAX_ROWS + 1;
 
@@ -80,14 +78,12 @@ pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> u64
     tensor_clocks(tile, 1, m, n, k / 2, num_sms)
 }
 
-/// The columns of the `Split` tile that a launch takes, if it takes one: of 64, or else 128, where the card holds a cluster for each tile
-/// at once and k is long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 10.5 µs instead of 24.8, of 6144 × 2560 in 9.4 instead
-/// of 10.5, 128 rows of 1024 × 3072 in 5.6 instead of 7.6; but 32 rows of 6144 × 1024 in 7.2 instead of 6.2.
-pub(super) fn split_columns(num_sms: u32, dims: &MatmulDims) -> Option<u32> {
-    let MatmulDims { m, n, k, .. } = *dims;
-    let tiles = |bn: u32| u64::from(m.div_ceil(SPLIT_ROWS)) * u64::from(n.div_ceil(bn));
-    let fits = |bn: &u32| 8 * tiles(*bn) <= 3 * u64::from(num_sms);
-    if k >= 2048 && m <= 2 * SPLIT_ROWS { [64, 128].into_iter().find(fits) } else { None }
+/// Whether a launch takes this tile because it is one whose blocks share k: the card holds a cluster for each tile at once, and k is long enough to be
+/// shared. An H200 makes 32 rows of 2560 × 9728 in 10.5 µs instead of 24.8, of 6144 × 2560 in 9.4 instead of 10.5, 128 rows of 1024 × 3072 in
+/// 5.6 instead of 7.6; but 32 rows of 6144 × 1024 in 7.2 instead of 6.2. Where both fit, that of 64 columns is faster than that of 128.
+pub(super) fn shares_k(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> bool {
+    let is_held = || 8 * tile.blocks(m, n, 0) <= 3 * u64::from(num_sms);
+    matches!(tile, MatmulTile::Split { .. }) && k >= 2048 && m <= 128 && is_held()
 }
 
 #[cfg(test)]
@@ -95,7 +91,7 @@ mod tests {
     use abi::Arch;
 
     use super::*;
-    use crate::ops::matmul::{Bias, aligned_dims};
+    use crate::ops::matmul::Bias;
 
     #[test]
     fn tensor_cores_by_card() {
@@ -116,7 +112,7 @@ mod tests {
 
     #[test]
     fn tiles_that_share_k() {
-        for ([m, n, k], columns) in [
+        for (sizes, columns) in [
             ([32, 2560, 9728], Some(64)),
             ([64, 3136, 2048], Some(64)),
             ([64, 3137, 2048], Some(128)),
@@ -127,7 +123,12 @@ mod tests {
             ([65, 2560, 4096], Some(128)),
             ([129, 1024, 3072], None),
         ] {
-            assert_eq!(split_columns(132, &aligned_dims([m, n, k])), columns, "{m} × {n} × {k}");
+            let first = WGMMA_VARIANTS.iter().find(|variant| shares_k(variant.tile, sizes, 132));
+            let got = first.map(|variant| match variant.tile {
+                MatmulTile::Split { bn, .. } => bn,
+                _ => 0,
+            });
+            assert_eq!(got, columns, "{sizes:?}");
         }
     }
 
