@@ -12,12 +12,10 @@ pub struct QkNormRopeDims {
     pub heads_q: u32,
     /// Key heads of a token, and value heads.
     pub heads_kv: u32,
-    /// Groups that the query heads are dealt to: group g has heads g, g + q_groups, g + 2·q_groups, ….
+    /// Groups that the query heads are dealt to, up to [`MAX_HEADS_PER_GROUP`] each: group g has heads g, g + q_groups, g + 2·q_groups, ….
     pub q_groups: u32,
     /// The same for the key heads, and for the value heads.
     pub kv_groups: u32,
-    /// Most heads of a group, at most [`MAX_HEADS_PER_GROUP`].
-    pub heads_per_group: u32,
     /// Elements of a head.
     pub head_dim: u32,
     /// Elements of a head that are rotated: the first ones.
@@ -58,7 +56,7 @@ pub struct QkNormRopeDims {
     pub weight_offset: f32,
 }
 
-const _: () = assert!(size_of::<QkNormRopeDims>() == 100);
+const _: () = assert!(size_of::<QkNormRopeDims>() == 96);
 impl crate::Params for QkNormRopeDims {}
 
 /// Threads of a block of the `Lanes` tiles.

@@ -244,17 +244,22 @@ impl QkNormRope {
                     && [*k, *v].iter().all(TensorView::is_aligned_16)
                     && weights.is_none_or(|weights| weights.q.is_aligned_16() && weights.k.is_aligned_16())
                     && [q_out, k_cache, v_cache].iter().all(|out| out.is_aligned_16());
-                let (entry, lanes, per_block) = match choice.variant.tile {
-                    QkNormRopeTile::Lanes { lanes } if is_aligned => {
-                        dims.heads_per_group = choice.heads_per_group;
-                        (entry, lanes, LANES_TILE_THREADS / lanes)
-                    }
-                    _ => (unaligned, BLOCK_TILE_THREADS, 1),
+                // The lanes of a warp have the same group of several tokens.
+                let (entry, threads, heads, tokens, warps) = match choice.variant.tile {
+                    QkNormRopeTile::Lanes { lanes } if is_aligned => (
+                        entry,
+                        LANES_TILE_THREADS,
+                        choice.heads_per_group,
+                        32 / lanes,
+                        LANES_TILE_THREADS / 32,
+                    ),
+                    _ => (unaligned, BLOCK_TILE_THREADS, 1, 1, 1),
                 };
-                dims.q_groups = dims.heads_q.div_ceil(dims.heads_per_group);
-                dims.kv_groups = dims.heads_kv.div_ceil(dims.heads_per_group);
-                let groups = u64::from(dims.tokens) * u64::from(dims.q_groups + 2 * dims.kv_groups);
-                let grid = check_blocks(OP, "q_out", groups)?.div_ceil(per_block);
+                dims.q_groups = dims.heads_q.div_ceil(heads);
+                dims.kv_groups = dims.heads_kv.div_ceil(heads);
+                let groups = u64::from(dims.q_groups + 2 * dims.kv_groups);
+                let items = u64::from(dims.tokens.div_ceil(tokens)) * groups;
+                let grid = check_blocks(OP, "q_out", items)?.div_ceil(warps);
                 let [q_weight, k_weight] = match *weights {
                     Some(QkNormWeights { q, k }) => [q.into(), k.into()],
                     None => [Param::Address(0), Param::Address(0)],
@@ -279,7 +284,7 @@ impl QkNormRope {
                 // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as
                 // tokens; the tables have max_position rows, which the kernel keeps to. What is not `is_aligned` takes the
                 // kernel for any address; the tables' rows are whole pieces where the other reads them so.
-                unsafe { entry.launch(stream, [grid, 1, 1], [lanes * per_block, 1, 1], &params) }
+                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
             }
         }
     }
@@ -362,7 +367,6 @@ impl QkNormRope {
             // Of the kernel that needs no alignment; `run` knows whether there is another.
             q_groups: heads_q as u32,
             kv_groups: heads_kv as u32,
-            heads_per_group: 1,
             head_dim: head_dim as u32,
             rotary_dim: rotary_dim as u32,
             is_interleaved: u32::from(self.problem.style == RopeStyle::Interleaved),
