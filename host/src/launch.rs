@@ -31,6 +31,8 @@ pub(crate) struct Entry {
     dynamic_smem_bytes: u32,
     /// Blocks of a cluster in x; 1 without clusters.
     cluster: u32,
+    /// Clusters that the device holds at a time; not known without clusters.
+    clusters_at_a_time: u32,
     kernel: Loaded,
 }
 
@@ -50,7 +52,8 @@ impl Entry {
         dynamic_smem_bytes: u32,
         handle: cuda::EntryHandle,
     ) -> Self {
-        Entry { name, dynamic_smem_bytes, cluster: 1, kernel: Loaded::Cuda(handle, resources) }
+        let kernel = Loaded::Cuda(handle, resources);
+        Entry { name, dynamic_smem_bytes, cluster: 1, clusters_at_a_time: 0, kernel }
     }
 
     pub(crate) fn simulated(
@@ -59,7 +62,8 @@ impl Entry {
         simulator: Arc<dyn Simulator>,
         arch: Arch,
     ) -> Self {
-        Entry { name, dynamic_smem_bytes, cluster: 1, kernel: Loaded::Simulated(simulator, arch) }
+        let kernel = Loaded::Simulated(simulator, arch);
+        Entry { name, dynamic_smem_bytes, cluster: 1, clusters_at_a_time: 0, kernel }
     }
 
     /// Blocks of a cluster in x.
@@ -67,9 +71,23 @@ impl Entry {
         self.cluster
     }
 
-    /// The same kernel, launched in clusters of so many blocks in x, which divide every grid.
-    pub(crate) fn in_clusters(self, cluster: u32) -> Self {
-        Entry { cluster, ..self }
+    /// The same kernel, launched in clusters of so many blocks of `threads` threads in x, which divide every grid.
+    pub(crate) fn in_clusters(self, cluster: u32, threads: u32, num_sms: u32) -> Self {
+        let asked = match &self.kernel {
+            Loaded::Cuda(handle, _) if cluster > 1 => {
+                handle.clusters_at_a_time(threads, self.dynamic_smem_bytes, cluster).ok()
+            }
+            _ => None,
+        };
+        let clusters_at_a_time = asked.unwrap_or(num_sms / cluster).max(1);
+        Entry { cluster, clusters_at_a_time, ..self }
+    }
+
+    /// Clusters for a kernel that stays on its multiprocessors and walks over so many tiles, in as few rounds as there can be: all begin at once,
+    /// or those that come late would have all their rounds still before them; and no more than each round has work for.
+    pub(crate) fn clusters_for(&self, tiles: u64) -> u32 {
+        let rounds = tiles.div_ceil(self.clusters_at_a_time.max(1).into()).max(1);
+        tiles.div_ceil(rounds) as u32
     }
 
     pub(crate) fn name(&self) -> &'static str {

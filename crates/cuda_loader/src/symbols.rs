@@ -227,7 +227,7 @@ driver_symbols! {
     }
     // Called by crate::driver; newer than cust_raw's bindings.
     newer {
-        cuLaunchKernelEx cuTensorMapEncodeTiled
+        cuLaunchKernelEx cuOccupancyMaxActiveClusters cuTensorMapEncodeTiled
     }
     works_unloaded {
         cuGetErrorName: error_name,

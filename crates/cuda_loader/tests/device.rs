@@ -181,6 +181,13 @@ fn kernels_run_and_describe_themselves() {
         assert_eq!(attribute(FuncAttribute::MaxThreadsPerBlock), 1024);
         let blocks = driver::occupancy_max_active_blocks(bench.function, 256, 0).expect("an occupancy");
         assert!(blocks >= 2, "{blocks}");
+        let has_clusters = driver::device_attribute(gpu.device.as_raw(), DeviceAttribute::ClusterLaunch);
+        if has_clusters == Ok(1) {
+            let clusters = |blocks| {
+                driver::occupancy_max_active_clusters(bench.function, 1024, 0, blocks).expect("a number")
+            };
+            assert!(clusters(4) >= 1 && clusters(2) >= 2 * clusters(4), "{} {}", clusters(2), clusters(4));
+        }
         let missing = driver::module_get_function(bench.module, c"no_such_entry").unwrap_err();
         assert_eq!(missing.name, "CUDA_ERROR_NOT_FOUND");
     }

@@ -20,7 +20,8 @@
 //!   blocks' barriers.
 //! - One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
 //! - Tiles go in bands of rows, so that the blocks at work at a time share operands in L2.
-//! - The tails of m, n and k cost nothing here: TMA reads zeros outside the tensors and writes nothing there.
+//! - The tails of m, n and k need nothing here: TMA reads zeros outside the tensors and writes nothing there. But it is slow where a box is mostly
+//!   outside (32 × 19456 × 2560 by 128 × 192: 37 µs, 128 rows 30): of fewer rows than a tile's, boxes have those that there are.
 //! - Where the product is gated, a tile's b is `BN / 2` rows of the gate and as many of up, by a load each (in a cluster each block
 //!   loads one of them for both), and the tile of out is half as wide: element for element the registers' first half are gates
 //!   and the second the ups of the same columns.
@@ -41,11 +42,11 @@
 //!   which the tensor cores rest. A second tile in flight (ping-pong) and a split of k for what does not fill the card are
 //!   not there yet.
 
-use abi::ops::matmul::OUT_BY_TMA;
+use abi::ops::matmul::{OUT_BY_TMA, WGMMA_OUT_ROWS};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{barrier, cluster, fence, mbarrier, registers, shared, thread, tma, warp};
+use cuda_std::{cluster, fence, mbarrier, registers, shared, thread, tma, warp};
 
 use super::epilogue::Epilogue;
 use super::operand::Sum;
@@ -57,13 +58,13 @@ const BAND: u32 = 16;
 /// The tensor maps of a launch.
 #[derive(Clone, Copy)]
 pub struct Maps {
-    /// a in boxes of a block's share of the rows.
+    /// a in boxes of a block's share of the rows, or, where it has them for itself, of those that there are.
     pub a: *const TensorMap,
     /// b in the same way; if the product is gated, the gate in boxes of half a tile.
     pub b: *const TensorMap,
     /// Up in the same boxes.
     pub up: *const TensorMap,
-    /// out in boxes of 64 × 64.
+    /// out in boxes of [`WGMMA_OUT_ROWS`] × 64.
     pub out: *const TensorMap,
 }
 
@@ -113,7 +114,10 @@ pub unsafe fn multiply<
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let rank = if CLUSTER > 1 { cluster::block_rank() } else { 0 };
     let thread = thread::thread_idx_x();
-    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them.
+    // Of a box of a that a block has for itself.
+    let box_rows = if SHARES_A { BM } else { dims.m.next_multiple_of(8).min(BM) };
+    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them; rows of a that no load fills are
+    // nobody else's.
     unsafe {
         if thread == 0 {
             let mut stage = 0;
@@ -128,6 +132,18 @@ pub unsafe fn multiply<
             if gated {
                 tma::prefetch_map(maps.up);
             }
+        }
+        if box_rows < BM {
+            let mut at = box_rows * ROW_BYTES + thread * 16;
+            while at < a_bytes {
+                let mut stage = 0;
+                while stage < STAGES {
+                    shared::store_u32x4(base + stage * stage_bytes + at, [0; 4]);
+                    stage += 1;
+                }
+                at += thread::block_dim_x() * 16;
+            }
+            fence::proxy_async_shared();
         }
         thread::sync_threads();
         if CLUSTER > 1 {
@@ -168,7 +184,7 @@ pub unsafe fn multiply<
                         let Ring { stage, parity } = ring;
                         let at = base + stage * stage_bytes;
                         mbarrier::wait_parity(empty(stage), parity ^ 1);
-                        mbarrier::arrive_expect_tx(full(stage), stage_bytes);
+                        mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
                         let k = (step * bk) as i32;
                         let (a_at, b_at) = (at, at + a_bytes);
                         let all = ((1u32 << CLUSTER) - 1) as u16;
@@ -244,7 +260,7 @@ pub unsafe fn multiply<
                 }
                 tile += stride;
             }
-            if member == 0 {
+            if member.is_multiple_of(32) {
                 tma::wait_group_read::<0>();
             }
             warp::sync_warp(warp::FULL_MASK);
@@ -256,7 +272,8 @@ pub unsafe fn multiply<
     }
 }
 
-/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn, as far as they begin before column n.
+/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn, as far as they begin before column n. Each warp stores its own
+/// rows, so none waits for another.
 ///
 /// # Safety
 /// - All 128 threads of the consumer (*converged*); the boxes are theirs.
@@ -276,16 +293,18 @@ unsafe fn store_boxes<S: Sum, O: Element, const SUMS: usize>(
         }
         let at = boxes + *turn * BOX_BYTES;
         *turn ^= 1;
-        // SAFETY: the store of two boxes ago has read its box when all threads have passed the barrier.
+        // SAFETY: the warp's store of two boxes ago has read its rows when all its threads have come together.
         unsafe {
-            // One thread has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
+            // One lane has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
             tma::wait_group_read::<1>();
-            barrier::sync(1 + place.consumer, 128);
+            warp::sync_warp(warp::FULL_MASK);
             put_box::<S, O, SUMS>(sums, 32 * i, at, place.member);
             fence::proxy_async_shared();
-            barrier::sync(1 + place.consumer, 128);
-            if place.member == 0 {
-                tma::store(out, [(place.col + 64 * i as u32) as i32, place.row as i32], at);
+            warp::sync_warp(warp::FULL_MASK);
+            if place.member.is_multiple_of(32) {
+                let row = place.member / 32 * WGMMA_OUT_ROWS;
+                let to = [(place.col + 64 * i as u32) as i32, (place.row + row) as i32];
+                tma::store(out, to, at + row * ROW_BYTES);
                 tma::commit_group();
             }
         }

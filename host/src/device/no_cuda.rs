@@ -148,6 +148,15 @@ impl EntryHandle {
     pub(crate) fn blocks_per_sm(&self, _threads: u32, _smem_bytes: u32) -> Result<u32, Error> {
         match self.0 {}
     }
+
+    pub(crate) fn clusters_at_a_time(
+        &self,
+        _threads: u32,
+        _smem_bytes: u32,
+        _cluster: u32,
+    ) -> Result<u32, Error> {
+        match self.0 {}
+    }
 }
 
 pub(crate) struct Modules(Infallible);

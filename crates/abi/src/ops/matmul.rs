@@ -180,6 +180,8 @@ pub const STREAM_BK: u32 = 128;
 
 /// Bytes of a row per step of a `Wgmma` tile.
 pub const WGMMA_ROW_BYTES: u32 = 128;
+/// Rows of a box of out of a `Wgmma` tile: a warp's.
+pub const WGMMA_OUT_ROWS: u32 = 16;
 
 /// Threads of every block.
 pub const THREADS: u32 = 256;
@@ -341,6 +343,7 @@ macro_rules! matmul_wgmma_table {
         $callback! {
             matmul_bf16__n256c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_bf16__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16__n192__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 1, shares_a: false };
             matmul_bf16__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
             matmul_bf16__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
@@ -352,6 +355,7 @@ macro_rules! matmul_wgmma_table {
             matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16__n192__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 1, shares_a: false };
             matmul_f16__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
             matmul_f16__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };

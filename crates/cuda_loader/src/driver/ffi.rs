@@ -45,6 +45,11 @@ unsafe extern "C" {
         block_size: c_int,
         dynamic_smem_bytes: usize,
     ) -> u32;
+    pub(super) fn cuOccupancyMaxActiveClusters(
+        clusters: *mut c_int,
+        function: CUfunction,
+        config: *const LaunchConfig,
+    ) -> u32;
     pub(super) fn cuLaunchKernel(
         function: CUfunction,
         grid_x: c_uint,

@@ -82,6 +82,32 @@ pub unsafe fn occupancy_max_active_blocks(
     Ok(blocks.unsigned_abs())
 }
 
+/// How many clusters of `cluster` blocks in x of the kernel the device holds at a time: fewer than its multiprocessors would, since a cluster
+/// lies in one of their groups, and groups are not of one size. `CUDA_ERROR_NOT_FOUND` from a driver before CUDA 11.8.
+///
+/// # Safety
+/// `function` is live.
+pub unsafe fn occupancy_max_active_clusters(
+    function: CUfunction,
+    block_size: u32,
+    dynamic_smem_bytes: u32,
+    cluster: u32,
+) -> Result<u32, DriverError> {
+    let mut list = [LaunchAttribute::new(CLUSTER_DIMENSION, [cluster, 1, 1])];
+    let config = LaunchConfig {
+        grid: [cluster, 1, 1],
+        block: [block_size, 1, 1],
+        smem_bytes: dynamic_smem_bytes,
+        stream: std::ptr::null_mut(),
+        attributes: list.as_mut_ptr(),
+        num_attributes: 1,
+    };
+    let mut clusters: c_int = 0;
+    // SAFETY: `function` is live — the caller; `config`, the attribute that it points to and `clusters` are locals.
+    check(unsafe { ffi::cuOccupancyMaxActiveClusters(&mut clusters, function, &config) })?;
+    Ok(clusters.unsigned_abs())
+}
+
 /// Queues a kernel. `grid` is in blocks and `block` in threads, both x, y, z.
 ///
 /// # Safety

@@ -29,7 +29,7 @@ use cust::sys::{CUcontext, CUdevice};
 
 pub use function::{
     FuncAttribute, LaunchAttributes, Overlap, func_attribute, launch_kernel, launch_kernel_ex,
-    occupancy_max_active_blocks, set_max_dynamic_shared,
+    occupancy_max_active_blocks, occupancy_max_active_clusters, set_max_dynamic_shared,
 };
 pub use graph::{
     Graph, GraphExec, RelaxedCapture, stream_begin_capture, stream_end_capture, stream_is_capturing,

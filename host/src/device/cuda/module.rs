@@ -46,6 +46,19 @@ impl EntryHandle {
         unsafe { driver::occupancy_max_active_blocks(self.function, threads, smem_bytes as usize) }
             .map_err(failed("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
     }
+
+    /// Clusters of blocks of `threads` threads that the card holds at a time.
+    pub(crate) fn clusters_at_a_time(
+        &self,
+        threads: u32,
+        smem_bytes: u32,
+        cluster: u32,
+    ) -> Result<u32, Error> {
+        self.context.enter()?;
+        // SAFETY: the module keeps the function alive.
+        unsafe { driver::occupancy_max_active_clusters(self.function, threads, smem_bytes, cluster) }
+            .map_err(failed("cuOccupancyMaxActiveClusters"))
+    }
 }
 
 #[derive(Debug)]

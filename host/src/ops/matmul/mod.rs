@@ -10,7 +10,8 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_ROW_BYTES,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS,
+    WGMMA_ROW_BYTES,
 };
 
 use crate::device::Device;
@@ -276,8 +277,8 @@ impl Matmul {
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { cluster, .. } | MatmulTile::Split { cluster, .. } => {
-                    entry.in_clusters(cluster)
+                MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
+                    entry.in_clusters(cluster, threads, device.profile().num_sms)
                 }
                 _ => entry,
             })
@@ -348,7 +349,7 @@ impl Matmul {
         let gated = self.problem.is_gated();
         let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| match variant.tile {
             // Where half a tile is no whole boxes, out does not leave by TMA.
-            MatmulTile::Wgmma { bm: 128, bn, .. } if gated && !bn.is_multiple_of(128) => u64::MAX,
+            MatmulTile::Wgmma { bm: 128, bn, .. } if gated && !bn.is_multiple_of(128) => (u64::MAX, 0),
             // A row of f32 takes the tensor cores as long as one of twice as many halves.
             tile => select::tensor_clocks(tile, batch, dims.m, dims.n, dims.k / 2 * bytes, num_sms),
         };
@@ -362,13 +363,12 @@ impl Matmul {
         let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
         let n = self.problem.b_rows();
         let streams =
-            if hopper { select::streams_on_hopper(dims.m, n) } else { dims.m <= select::STREAM_MAX_ROWS };
+            dims.m <= if hopper { select::STREAM_MAX_ROWS_ON_HOPPER } else { select::STREAM_MAX_ROWS };
         let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
-        let columns = select::split_columns(num_sms, n, self.problem.k);
+        let columns = select::split_columns(num_sms, dims.m, n, self.problem.k);
         let split = |tile| {
             let MatmulTile::Split { bn, .. } = tile else { return false };
-            let worth = dims.m <= select::SPLIT_MAX_ROWS && columns == Some(bn);
-            batch == 1 && (worth || many.is_none())
+            batch == 1 && (columns == Some(bn) || many.is_none())
         };
         best(&few).or_else(|| best(&split)).or(many)
     }
@@ -401,12 +401,14 @@ impl Matmul {
         };
         let (n, b_rows) = if up.is_some() { (dims.n / 2, bn / 2) } else { (dims.n, bn) };
         // The blocks of a cluster load an equal part each of what they share; of the gate and of up one has each.
+        // What a block has for itself is of the rows that there are.
+        let own_rows = dims.m.next_multiple_of(8).min(bm);
         let (a_box, b_box) = match (variant.tile, up) {
             (MatmulTile::Wgmma { shares_a: true, .. }, _) => (bm / cluster, b_rows),
-            (MatmulTile::Wgmma { .. }, None) => (bm, b_rows / cluster),
-            (MatmulTile::Wgmma { .. }, Some(_)) => (bm, b_rows),
-            // They share none: each loads another part of k, of the rows that there are.
-            _ => (dims.m.next_multiple_of(8).min(bm), b_rows),
+            (MatmulTile::Wgmma { .. }, None) => (own_rows, b_rows / cluster),
+            (MatmulTile::Wgmma { .. }, Some(_)) => (own_rows, b_rows),
+            // They share none: each loads another part of k.
+            _ => (own_rows, b_rows),
         };
         let a_map = matrix(dtype, a.address(), [dims.m, dims.k, dims.a_stride], a_box)?;
         let b_map = matrix(dtype, b.address(), [n, dims.k, dims.b_stride], b_box)?;
@@ -425,7 +427,7 @@ impl Matmul {
             && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
-            matrix(out_dtype, out.address(), [dims.m, n, dims.out_stride], 64)?
+            matrix(out_dtype, out.address(), [dims.m, n, dims.out_stride], WGMMA_OUT_ROWS)?
         } else {
             a_map
         };
@@ -441,8 +443,7 @@ impl Matmul {
             how.into(),
         ];
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
-        let most = u64::from(self.device.profile().num_sms / cluster).max(1);
-        let clusters = if persists { tiles.min(most) } else { tiles } as u32;
+        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
         unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }

@@ -191,33 +191,34 @@ pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
 /// Most rows of the `Stream` tiles where `Mma` does the rest.
 pub(super) const STREAM_MAX_ROWS: u32 = 64;
 
-/// Whether the `Stream` tiles do so many rows where `Wgmma` does the rest. At 32 rows an H200 takes as long by either for up to 20,480
-/// columns; of a vocabulary's 151,936 columns and k of 2560 it makes 234 µs by `Stream` and 282 by `Wgmma`, of 1024 97 and 110. At
-/// 128 rows 64 to 512 columns of k 2048 take 5.2 to 5.6 µs by `Stream`, which shares k among warps, and 7.8 to 8.0 by `Wgmma`; up to
-/// 64 rows the `Split` tile has those in 4.4 to 4.9.
-pub(super) fn streams_on_hopper(m: u32, n: usize) -> bool {
-    m <= 16 || (n >= 1 << 16 && m <= 32) || (n <= 512 && (SPLIT_MAX_ROWS + 1..=128).contains(&m))
-}
+/// Most rows of the `Stream` tiles where `Wgmma` does the rest. At 32 rows an H200 takes as long by either for up to 20,480 columns; of a vocabulary's
+/// 151,936 columns and k of 2560 it makes 236 µs by `Stream` and 203 by `Wgmma`, of 1024 96 and 85.
+pub(super) const STREAM_MAX_ROWS_ON_HOPPER: u32 = 16;
 
 /// Fewest rows for the tensor cores. A single one is faster by ordinary arithmetic, by a tenth; few of f32 have no kernels there.
 pub(super) fn tensor_min_rows(dtype: DType) -> usize {
     if dtype == DType::F32 { GEMV_MAX_ROWS + 1 } else { 2 }
 }
 
-/// Most rows of the `Split` tile: its height.
-pub(super) const SPLIT_MAX_ROWS: u32 = 64;
-
-/// The columns of the `Split` tile that up to so many rows take, if they take one: where tiles of 64 columns leave most of the
-/// multiprocessors idle, and k is long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 16.6 µs instead of 27.8, of
-/// 3072 × 2048 in 7.3 instead of 8.1, but of 4096 × 2048 in 11.6 instead of 8.3: there are too many tiles for a block each on a multiprocessor then.
-/// Those of 128 columns are half as many, and each brings in a quarter less than two of 64 do: 64 rows of 4096 × 4096 at 0.91 of cuBLAS instead of 0.87.
+/// The columns of the `Split` tile that a launch takes, if it takes one: where tiles of 64 columns leave most of the multiprocessors idle, and k is
+/// long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 16.6 µs instead of 27.8, of 3072 × 2048 in 7.3 instead of 8.1, but of
+/// 4096 × 2048 in 11.6 instead of 8.3: there are too many tiles for a block each on a multiprocessor then. Those of 128 columns are half as many,
+/// and each brings in a quarter less than two of 64 do: 64 rows of 4096 × 4096 at 0.91 of cuBLAS instead of 0.87.
 ///
-/// It decides the order of a sum, so it depends on n, k and the card only, not on the number of rows.
-pub(super) fn split_columns(num_sms: u32, n: usize, k: usize) -> Option<u32> {
+/// More than 64 rows are two tiles, which read the same b at about the same time: 128 rows of 2560 × 9728 in 23.7 µs instead of 27.9, of 1024 × 3072 in
+/// 6.9 instead of 10.7; but of 3072 × 2048 in 10.0 instead of 8.4.
+///
+/// Tiles of 64 and of 128 columns have the same order of a sum.
+pub(super) fn split_columns(num_sms: u32, m: u32, n: usize, k: usize) -> Option<u32> {
     let num_sms = num_sms as usize;
-    if k >= 1024 && 8 * n.div_ceil(64) <= 3 * num_sms {
+    let tiles = |columns: usize| m.div_ceil(64) as usize * n.div_ceil(columns);
+    // Of 128 columns a multiprocessor holds two blocks.
+    let most = if m <= 64 { num_sms / 4 } else { num_sms / 3 };
+    if m > 128 {
+        None
+    } else if k >= 1024 && 8 * tiles(64) <= 3 * num_sms {
         Some(64)
-    } else if k >= 4096 && 4 * n.div_ceil(128) <= num_sms {
+    } else if k >= 4096 && tiles(128) <= most {
         Some(128)
     } else {
         None
@@ -240,16 +241,24 @@ pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
     split
 }
 
-/// About how many clocks a launch of a tile of the tensor cores takes: to compare tiles of a kind, not to foretell times. k is that of operands of 16 bits.
+/// About how many clocks a launch of a tile of the tensor cores takes, and its size, as of tiles that take as long the smallest is the best: to compare tiles
+/// of a kind, not to foretell times. k is that of operands of 16 bits.
 ///
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
 /// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
-/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are
-/// those that order the tiles as an H200 does.
+/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. None is faster than the memory, which brings 18
+/// bytes per clock and multiprocessor. The constants are those that order the tiles as an H200 does.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
-pub(crate) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32, num_sms: u32) -> u64 {
+pub(crate) fn tensor_clocks(
+    tile: MatmulTile,
+    batch: u32,
+    m: u32,
+    n: u32,
+    k: u32,
+    num_sms: u32,
+) -> (u64, u32) {
     let tiles = tile.blocks(m, n, 0) * u64::from(batch);
     match tile {
         MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {
@@ -264,18 +273,22 @@ pub(crate) fn tensor_clocks(tile: MatmulTile, batch: u32, m: u32, n: u32, k: u32
             } else {
                 u64::from(multiply.max((bm + bn / cluster) * 128 / 56)) + hand_over
             };
-            waves * (steps * step + epilogue) + fill
+            let bytes = 2 * (u64::from(m + n) * u64::from(k) + u64::from(m) * u64::from(n));
+            let least = bytes / (18 * u64::from(num_sms.max(1)));
+            ((waves * (steps * step + epilogue) + fill).max(least), bm * bn)
         }
         MatmulTile::Mma { bm, bn, blocks, .. } => {
             let steps = u64::from(k.div_ceil(MMA_ROW_BYTES / 2));
             let step = u64::from(bm * bn * MMA_ROW_BYTES / 2 / 1024).max(u64::from(bm + bn)) + 30;
             // Blocks of a multiprocessor in turn, as many as there are at most.
             let turns = tiles.div_ceil(u64::from(num_sms));
-            turns * (steps * step + u64::from(bm * bn / 32)) + 600 * turns.div_ceil(u64::from(blocks))
+            let clocks =
+                turns * (steps * step + u64::from(bm * bn / 32)) + 600 * turns.div_ceil(u64::from(blocks));
+            (clocks, bm * bn)
         }
         // Each pass over b costs about as much as 16 rows do.
-        MatmulTile::Stream { rows, .. } => u64::from(m.div_ceil(rows) * (rows + 16)),
-        _ => u64::MAX,
+        MatmulTile::Stream { rows, .. } => (u64::from(m.div_ceil(rows) * (rows + 16)), rows),
+        _ => (u64::MAX, 0),
     }
 }
 
@@ -358,11 +371,15 @@ mod tests {
             ([2048, 1536, 2048], &["n192c2"]),
             ([128, 16384, 4096], &["n128"]),
             ([64, 4096, 4096], &["m64n64c4"]),
-            ([32, 19456, 2560], &["m64n64c4"]),
+            ([32, 19456, 2560], &["m64n64c4", "n192"]),
             ([128, 2560, 9728], &["m64n64c4"]),
             ([128, 4096, 1024], &["n64"]),
             ([2048, 128, 2048], &["n64"]),
-            ([32, 151_936, 1024], &["n128"]),
+            ([32, 151_936, 1024], &["m64n64c4"]),
+            ([128, 151_936, 2560], &["n128"]),
+            ([128, 19456, 2560], &["n192"]),
+            ([128, 12288, 2048], &["n128"]),
+            ([128, 9216, 2560], &["n128", "n64"]),
         ] {
             let dtype = DType::BF16;
             let problem = MatmulProblem {
@@ -419,27 +436,23 @@ mod tests {
     }
 
     #[test]
-    fn few_rows_few_columns_and_vocabularies_are_streamed() {
-        let table = [(16, 4096, true), (17, 4096, false), (32, 151_936, true), (33, 151_936, false)];
-        let few_columns =
-            [(16, 128, true), (64, 128, false), (65, 512, true), (128, 128, true), (129, 128, false)];
-        for (m, n, streams) in table.into_iter().chain(few_columns) {
-            assert_eq!(streams_on_hopper(m, n), streams, "{m} × {n}");
-        }
-    }
-
-    #[test]
     fn narrow_products_of_long_k_share_it() {
-        for (n, k, columns) in [
-            (2560, 9728, Some(64)),
-            (3136, 1024, Some(64)),
-            (3137, 4096, Some(128)),
-            (4224, 4096, Some(128)),
-            (4225, 4096, None),
-            (4096, 4095, None),
-            (64, 1016, None),
+        for (m, n, k, columns) in [
+            (64, 2560, 9728, Some(64)),
+            (64, 3136, 1024, Some(64)),
+            (64, 3137, 4096, Some(128)),
+            (64, 4224, 4096, Some(128)),
+            (64, 4225, 4096, None),
+            (64, 4096, 4095, None),
+            (64, 64, 1016, None),
+            (65, 1536, 1024, Some(64)),
+            (128, 1537, 4095, None),
+            (128, 2560, 4096, Some(128)),
+            (128, 2816, 9728, Some(128)),
+            (128, 2817, 9728, None),
+            (129, 1024, 4096, None),
         ] {
-            assert_eq!(split_columns(132, n, k), columns, "{n} {k}");
+            assert_eq!(split_columns(132, m, n, k), columns, "{m} {n} {k}");
         }
     }
 

@@ -8,7 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES};
+use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -164,8 +164,8 @@ impl MatmulI8 {
         let load = |variant: &'static MatmulI8Variant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(DType::I8))?;
             Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { cluster, .. } | MatmulTile::Split { cluster, .. } => {
-                    entry.in_clusters(cluster)
+                MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
+                    entry.in_clusters(cluster, threads, device.profile().num_sms)
                 }
                 _ => entry,
             })
@@ -244,10 +244,12 @@ impl MatmulI8 {
         mut dims: MatmulDims,
     ) -> Result<(), Error> {
         let rows = dims.m.next_multiple_of(8);
-        // Boxes of a and b: the blocks of a cluster load an equal part each of what they share. They share none where each loads another
-        // part of k, of the rows that there are.
+        // Boxes of a and b: the blocks of a cluster load an equal part each of what they share; of a, which each has for itself, the rows that
+        // there are.
         let ([a_box, b_box], cluster, persists) = match variant.tile {
-            MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, .. } => ([bm, bn / cluster], cluster, true),
+            MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, .. } => {
+                ([rows.min(bm), bn / cluster], cluster, true)
+            }
             MatmulTile::Split { bn, cluster, .. } => ([rows.min(64), bn], cluster, false),
             tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
@@ -265,7 +267,7 @@ impl MatmulI8 {
             && dims.access & OUT_IN_PIECES != 0;
         let out_map = if in_boxes {
             dims.access |= OUT_BY_TMA;
-            matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], 64)?
+            matrix(out_dtype, out.address(), [dims.m, dims.n, dims.out_stride], WGMMA_OUT_ROWS)?
         } else {
             a_map
         };
@@ -279,8 +281,8 @@ impl MatmulI8 {
             out.into(),
             (&dims).into(),
         ];
-        let most = if persists { (self.device.profile().num_sms / cluster).max(1) } else { u32::MAX };
-        let clusters = variant.tile.blocks(dims.m, dims.n, 0).min(most.into()) as u32;
+        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
+        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
         // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
         // the tile's.

@@ -74,7 +74,7 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Vec<&'
 
 /// About how many clocks a launch of a tile of the tensor cores takes, of which a row takes as long as one of half as many elements of
 /// 16 bits.
-pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> u64 {
+pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> (u64, u32) {
     tensor_clocks(tile, 1, m, n, k / 2, num_sms)
 }
 
