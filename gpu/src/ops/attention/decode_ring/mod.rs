@@ -172,7 +172,7 @@ unsafe fn wait<const PLACES: usize>() {
 /// The first key of a chunk.
 #[inline(always)]
 fn key_of<const ROWS: u32>(work: &Work<ROWS>, chunk: usize, warp_idx: u32) -> i32 {
-    work.first_key() + (((chunk % CHUNKS) as u32 * WARPS + warp_idx) * CHUNK) as i32
+    work.first_key() + ((chunk as u32 * WARPS + warp_idx) * CHUNK) as i32
 }
 
 /// The largest of eight lanes', of which every fourth is one; or their sum.
@@ -350,7 +350,7 @@ pub(super) unsafe fn splits<
     // anew by the warp that has read it, all of it behind `sync_warp`.
     unsafe {
         let share = Share::new(pieces, thread::lane());
-        let start = |work: &Work<ROWS>, chunk: usize| {
+        let start = |work: &Work<ROWS>, is_v: bool, chunk: usize| {
             if work.has_keys() {
                 let first_key = key_of(work, chunk, warp_idx);
                 let mut share = share;
@@ -359,7 +359,8 @@ pub(super) unsafe fn splits<
                     let salt = (first_key as u32 + chunk as u32) * 32;
                     share = Share::new(pieces, thread::opaque(thread::lane() + salt) % 32);
                 }
-                let (strides, width) = if chunk < CHUNKS {
+                let place = place_of(chunk + if is_v { CHUNKS } else { 0 });
+                let (strides, width) = if !is_v {
                     ((dims.k_batch_stride, dims.k_token_stride, dims.k_head_stride), dims.head_dim)
                 } else {
                     ((dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride), dims.head_dim_v)
@@ -370,15 +371,15 @@ pub(super) unsafe fn splits<
                     let row = work.pages.row_in_page(dims, first_key) + share.first_row;
                     let at = offset(page, strides.0, row, strides.1, work.head_kv, strides.2);
                     let of_piece = (share.piece * C::PER_PIECE) as usize;
-                    (if chunk < CHUNKS { k } else { v }).wrapping_add(at + of_piece)
+                    (if is_v { v } else { k }).wrapping_add(at + of_piece)
                 };
                 let any = work.any;
                 if width == DIM && any.lo <= first_key && first_key + CHUNK as i32 <= any.hi {
-                    share.copy(pieces, from(first_key), strides.1, place_of(chunk));
+                    share.copy(pieces, from(first_key), strides.1, place);
                 } else {
                     let keys = Visible { lo: any.lo - first_key, hi: any.hi - first_key };
                     let from = from(first_key.clamp(any.lo, any.hi - 1));
-                    share.copy_some(pieces, from, strides.1, place_of(chunk), keys, width / C::PER_PIECE);
+                    share.copy_some(pieces, from, strides.1, place, keys, width / C::PER_PIECE);
                 }
             }
             cp_async::commit_group();
@@ -389,7 +390,7 @@ pub(super) unsafe fn splits<
         let mut is_first = true;
         let mut chunk = 0;
         while chunk < PLACES {
-            start(&work, chunk);
+            start(&work, chunk >= CHUNKS, chunk % CHUNKS);
             chunk += 1;
         }
         let mut loaded = [[[0u32; 2]; HALVES]; STEPS];
@@ -409,7 +410,10 @@ pub(super) unsafe fn splits<
             // Where all of a split's k is on its way, what follows it is of the next split.
             let ahead = if PLACES > CHUNKS { splits.next(tables, dims) } else { work };
             // The chunk `PLACES` further on goes where the one that was read is.
-            let go_on = |chunk: usize| start(&ahead, (chunk + PLACES) % (2 * CHUNKS));
+            let go_on = |chunk: usize| {
+                let next = (chunk + PLACES) % (2 * CHUNKS);
+                start(&ahead, next >= CHUNKS, next % CHUNKS);
+            };
             let mut is_shared = shares_q;
             if shares_q && lifts {
                 let [a, b, c, d] = shared::load_u32x4(shared_queries.marks(STEPS));
@@ -532,54 +536,64 @@ pub(super) unsafe fn splits<
             let is_alike = work.is_alike();
             let mut o = [[[0f32; 4]; HALVES]; STEPS];
             let row_of_values = |lane: u32| row_of_pair(pieces, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-            let row = row_of_values(lane);
-            // Not a loop: its rounds would be too long for LLVM to put them side by side, and p an array in memory.
-            macro_rules! add_chunk {
-                ($chunk:literal) => {{
-                    let chunk = $chunk;
-                    wait::<PLACES>();
-                    let place = place_of(CHUNKS + chunk);
-                    let weights = |band: u32| {
-                        let mut weights = p[chunk];
-                        let mut half = 0;
-                        while half < HALVES {
-                            weights[half] = narrow::<T, C::Narrow>(weights[half], band, bands);
-                            half += 1;
+            // A loop that stays one, for the instructions' cache. p goes round, once in all, as an index into it
+            // would put it into memory.
+            macro_rules! add_chunks {
+                ($first:expr, $end:expr, |$chunk:ident| $start_next:expr) => {
+                    let mut $chunk = thread::opaque($first);
+                    while $chunk < $end {
+                        wait::<PLACES>();
+                        let place = place_of(CHUNKS + $chunk as usize);
+                        let weights = |band: u32| {
+                            let mut weights = p[0];
+                            let mut half = 0;
+                            while half < HALVES {
+                                weights[half] = narrow::<T, C::Narrow>(weights[half], band, bands);
+                                half += 1;
+                            }
+                            weights
+                        };
+                        let scale = |o: &mut [[[f32; 4]; HALVES]; STEPS], factor: f32| {
+                            let mut i = 0;
+                            while i < 4 * HALVES * STEPS {
+                                o[i / 4 / HALVES][i / 4 % HALVES][i % 4] *= factor;
+                                i += 1;
+                            }
+                        };
+                        // Opaque, or what it is made of would be kept in registers.
+                        let row = row_of_values(thread::opaque(thread::lane() + $chunk * 32) % 32);
+                        add_values::<T, C, HALVES, STEPS>(&mut o, weights(0), place + row);
+                        if lifts && bands != 1 {
+                            // Opaque, so that the loop stays one.
+                            let mut band = thread::opaque(1);
+                            while band < bands {
+                                scale(&mut o, power_of_bands(1));
+                                // Opaque, or all that is read would be kept in registers for the next band.
+                                let row = row_of_values(thread::opaque(lane + band * 32) % 32);
+                                add_values::<T, C, HALVES, STEPS>(&mut o, weights(band), place + row);
+                                band += 1;
+                            }
+                            scale(&mut o, 1.0 / power_of_bands(bands - 1));
                         }
-                        weights
-                    };
-                    let scale = |o: &mut [[[f32; 4]; HALVES]; STEPS], factor: f32| {
+                        warp::sync_warp(warp::FULL_MASK);
+                        $start_next;
+                        let first = p[0];
                         let mut i = 0;
-                        while i < 4 * HALVES * STEPS {
-                            o[i / 4 / HALVES][i / 4 % HALVES][i % 4] *= factor;
+                        while i + 1 < CHUNKS {
+                            p[i] = p[i + 1];
                             i += 1;
                         }
-                    };
-                    add_values::<T, C, HALVES, STEPS>(&mut o, weights(0), place + row);
-                    if lifts && bands != 1 {
-                        // Opaque, so that the loop stays one.
-                        let mut band = thread::opaque(1);
-                        while band < bands {
-                            scale(&mut o, power_of_bands(1));
-                            // Opaque, or all that is read would be kept in registers for the next band.
-                            let row = row_of_values(thread::opaque(lane + band * 32) % 32);
-                            add_values::<T, C, HALVES, STEPS>(&mut o, weights(band), place + row);
-                            band += 1;
-                        }
-                        scale(&mut o, 1.0 / power_of_bands(bands - 1));
+                        p[CHUNKS - 1] = first;
+                        $chunk = thread::opaque($chunk + 1);
                     }
-                    warp::sync_warp(warp::FULL_MASK);
-                    match (chunk + PLACES).checked_sub(CHUNKS) {
-                        Some(of_next) => start(&next, of_next),
-                        None => start(&work, CHUNKS + chunk + PLACES),
-                    }
-                }};
+                };
             }
-            const { assert!(CHUNKS == 4) };
-            add_chunk!(0);
-            add_chunk!(1);
-            add_chunk!(2);
-            add_chunk!(3);
+            // Up to this chunk those that follow are of this split's values, then of the next one's keys and values.
+            let own = CHUNKS.saturating_sub(PLACES) as u32;
+            add_chunks!(0, own, |chunk| start(&work, true, chunk as usize + PLACES));
+            add_chunks!(own, CHUNKS as u32, |chunk| {
+                start(&next, PLACES > CHUNKS, (chunk - own) as usize)
+            });
 
             let is_last = splits.is_first || !next.has_keys();
             let end = End { work, is_alike, bands, is_first, is_last, number, results: ring_end, joined };
