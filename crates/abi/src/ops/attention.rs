@@ -73,7 +73,7 @@ pub struct AttentionDims {
     pub lse_batch_stride: u32,
     /// The same for the log-sum-exp, whose queries are next to each other.
     pub lse_head_stride: u32,
-    /// What q is multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their kernels' exponentials
+    /// What products of q and k are multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their kernels' exponentials
     /// are powers of two.
     pub scale: f32,
     /// What changes scores besides.

@@ -234,7 +234,7 @@ pub(super) unsafe fn split<
                         T::unpack(piece, &mut values);
                         let mut j = 0;
                         while j < T::PER_16_BYTES {
-                            queries[row][chunk * T::PER_16_BYTES + j] = values[j] * dims.scale;
+                            queries[row][chunk * T::PER_16_BYTES + j] = values[j];
                             j += 1;
                         }
                     }
@@ -267,7 +267,8 @@ pub(super) unsafe fn split<
                     }
                     chunk += 1;
                 }
-                let score = sum_rows(dots, of_k.lanes);
+                // Not q, whose roundings would be those of as many products.
+                let score = sum_rows(dots, of_k.lanes) * dims.scale;
                 if member % lanes_per_row == 0 {
                     let row = member / lanes_per_row;
                     shared::store_f32(weights + (key_of(of_k, iteration, u) * ROWS as u32 + row) * 4, score);

@@ -210,11 +210,6 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
                 );
                 T::unpack(load_piece(q.add(at + element as usize), dims), &mut values);
             }
-            let mut j = 0;
-            while j < T::PER_16_BYTES {
-                values[j] *= dims.scale;
-                j += 1;
-            }
             put_piece::<T, DIM>(q_base, row, col, &values);
             piece += THREADS;
         }
@@ -231,7 +226,7 @@ pub(super) unsafe fn tile<T: Element, const DIM: usize, const KEYS: usize, const
             put::<T, DIM, KEYS>(kv_base, &held);
             thread::sync_threads();
             held = fetch::<T, DIM, KEYS>(v, v_row, dims.head_dim_v, key, any.hi, dims);
-            scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims.head_dim / 4);
+            scores::<DIM, KEYS, LANES>(&mut state, q_base, kv_base, x, y, dims);
             if has_cap(dims) {
                 cap::<KEYS, LANES>(&mut state, dims);
             }
@@ -339,13 +334,13 @@ unsafe fn scores<const DIM: usize, const KEYS: usize, const LANES: u32>(
     k_base: u32,
     x: u32,
     y: u32,
-    num_pieces: u32,
+    dims: &AttentionDims,
 ) {
     let cols = KEYS / LANES as usize;
     let s = &mut state.s;
     *s = [[0.0; MAX_COLS]; ROWS];
     let mut piece = 0;
-    while piece < num_pieces {
+    while piece < dims.head_dim / 4 {
         // A thread's rows differ by multiples of 8: one place in the row for all of them.
         let q_row = piece_address::<DIM>(q_base, y, piece);
         let k_row = piece_address::<DIM>(k_base, x, piece);
@@ -372,6 +367,12 @@ unsafe fn scores<const DIM: usize, const KEYS: usize, const LANES: u32>(
             col += 1;
         }
         piece += 1;
+    }
+    // Not q, whose roundings would be those of as many products.
+    let mut i = 0;
+    while i < ROWS * cols {
+        s[i / cols][i % cols] *= dims.scale;
+        i += 1;
     }
 }
 
