@@ -33,6 +33,15 @@
 //! | 6144 × 2560 | 9.4 / 10.5 | 16.4 / 8.5: not chosen |
 //! | 6144 × 1024 | 7.2 / 6.2: not chosen | |
 //!
+//! 128 rows of bf16 are two tiles, which read the same b at about the same time (µs, 64 columns / 128 columns / the tiles that share a, or of 64 columns):
+//!
+//! | n × k | | n × k | |
+//! |---|---|---|---|
+//! | 1024 × 2048 | 5.8 / 6.5 / 8.1 | 2560 × 4096 | 17.8 / 13.2 / 13.5 |
+//! | 1024 × 3072 | 6.9 / 7.8 / 10.8 | 2560 × 9728 | 33.5 / 23.7 / 28.2 (cuBLAS 21.4) |
+//! | 128 × 2048 | 4.6 / 5.8 / 7.9 | 2048 × 6144 | 19.7 / 15.4 / 18.8 |
+//! | 3072 × 2048 | 13.2 / 10.0 / 8.4: not chosen | 2048 × 2048 | 10.8 / 8.7 / 8.3: not chosen |
+//!
 //! 64 rows of 4096 × 4096 of bf16 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and
 //! 0.87 of it. With eight stages, and so one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then
 //! (`cuOccupancyMaxActiveClusters`), and two came after the others. With four stages it holds 62.

@@ -41,10 +41,10 @@
 //!
 //! | sequences, heads, keys | bf16 µs | GB/s | fp8 µs | cuDNN, bf16 | FlashAttention-2, bf16 |
 //! |---|---|---|---|---|---|
-//! | 64, 32 on 8, 4096 | 255 | 4209 | 144 | 244 | 393 |
-//! | 256, 32 on 8, 2048 | 508 | 4232 | 283 | 482 | 807 |
-//! | 1, 32 on 8, 32768 | 37.4 | 3587 | 31.6 | 37.8 | 46.9 |
-//! | 8, 32 on 4, 8192 | 38.2 | 3512 | | 37.7 | 44.9 |
+//! | 64, 32 on 8, 4096 | 250 | 4292 | 137 | 240 | 393 |
+//! | 256, 32 on 8, 2048 | 498 | 4319 | 271 | 479 | 807 |
+//! | 1, 32 on 8, 32768 | 36.9 | 3635 | 27.4 | 37.6 | 46.9 |
+//! | 8, 32 on 4, 8192 | 37.6 | 3572 | | 38.0 | 44.9 |
 //!
 //! A copy makes 4230 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
 //! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
@@ -57,7 +57,12 @@
 //!
 //! Keys as the rows of the product: queries were, 16 of them, of which these cases have 4 or 8. bf16 at 128 has 165 registers instead of 230
 //! and gains 2 % where there is little to do; fp8 has 125 instead of 168, so four blocks on a multiprocessor instead of three: 156 → 144 µs,
-//! and 34.7 → 31.6 at 1 × 32768, with the merge (`merge`). 256 × 2048 has stayed at 283: 3.8 TB/s.
+//! and 34.7 → 31.6 at 1 × 32768, with the merge (`merge`).
+//!
+//! The values' four chunks in a loop instead of one after the other, 430 instructions each of which 115 are run: warps of fp8 waited for instructions an
+//! eighth of their time, at 1 × 32768 with a cold cache almost half (`ncu`, source counters). fp8 144 → 138, 283 → 271 and 31.6 → 27.6, bf16 255 → 250
+//! and 508 → 497. What is left of that is at the end of a split. At 1 × 32768 fp8 has two splits for each block: of 3600 instructions of a warp,
+//! 9.5 cycles each, 2.9 are waits for memory and 1.9 fixed latencies.
 
 mod bands;
 mod end;
