@@ -83,11 +83,9 @@ impl Entry {
         Entry { cluster, clusters_at_a_time, ..self }
     }
 
-    /// Clusters for a kernel that stays on its multiprocessors and walks over so many tiles, in as few rounds as there can be: all begin at once,
-    /// or those that come late would have all their rounds still before them; and no more than each round has work for.
+    /// Clusters for a kernel that stays on its multiprocessors and walks over so many tiles: see [`in_even_rounds`].
     pub(crate) fn clusters_for(&self, tiles: u64) -> u32 {
-        let rounds = tiles.div_ceil(self.clusters_at_a_time.max(1).into()).max(1);
-        tiles.div_ceil(rounds) as u32
+        in_even_rounds(tiles, self.clusters_at_a_time)
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -219,5 +217,28 @@ impl From<&TensorViewMut<'_>> for Param<'_> {
 impl<'a, P: abi::Params> From<&'a P> for Param<'a> {
     fn from(value: &'a P) -> Self {
         Param::Struct(value)
+    }
+}
+
+/// Clusters for so many tiles in as few rounds as there can be where `most` are held at a time: all begin at once, or those that come late would have all
+/// their rounds still before them; and no more than each round has work for.
+fn in_even_rounds(tiles: u64, most: u32) -> u32 {
+    let rounds = tiles.div_ceil(most.max(1).into()).max(1);
+    tiles.div_ceil(rounds) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_cluster_more_than_rounds_have_work_for() {
+        let table =
+            [(0, 30, 0), (1, 30, 1), (30, 30, 30), (31, 30, 16), (76, 30, 26), (1024, 66, 64), (5, 1, 1)];
+        for (tiles, most, clusters) in table {
+            assert_eq!(in_even_rounds(tiles, most), clusters, "{tiles} {most}");
+            assert!(tiles.div_ceil(u64::from(clusters.max(1))) == tiles.div_ceil(u64::from(most)));
+        }
+        assert_eq!(in_even_rounds(u64::from(u32::MAX), u32::MAX), u32::MAX);
     }
 }
