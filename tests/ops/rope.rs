@@ -372,6 +372,16 @@ fn long_context() -> Result<(), Error> {
     let turns = (262_143.0 / std::f64::consts::TAU).floor();
     let angle = (-turns).mul_add(std::f64::consts::TAU, 262_143.0) - turns * 2.449_293_598_294_706_4e-16;
     assert!((f64::from(last[0]) - angle.cos()).abs() < 1e-7, "{} {}", last[0], angle.cos());
+    // Where one part of the table ends and the next begins.
+    for position in [65_535, 65_536, 262_143] {
+        let row = |table: &Tensor| {
+            table.view().slice(0, position..position + 1)?.reshape(&[64])?.to_vec::<f32>(&stream)
+        };
+        let angles = inv_freq(128).into_iter().map(|freq| position as f64 * freq);
+        let (cos, sin): (Vec<f32>, Vec<f32>) = angles.map(|a| (a.cos() as f32, a.sin() as f32)).unzip();
+        testkit::compare::assert_bits_eq(&row(tables.cos())?, &cos);
+        testkit::compare::assert_bits_eq(&row(tables.sin())?, &sin);
+    }
     Ok(())
 }
 

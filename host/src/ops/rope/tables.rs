@@ -1,5 +1,6 @@
 //! cos and sin of every position.
 
+use abi::DType;
 use rayon::prelude::*;
 
 use super::OP;
@@ -7,6 +8,9 @@ use crate::error::Error;
 use crate::ops::check_size;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
+
+/// Elements of a table that are worked out at a time.
+const ELEMENTS: usize = 1 << 22;
 
 /// cos and sin of the angles of every position, `[max_position, pairs]` in f32 each: made once, shared by all layers.
 ///
@@ -83,12 +87,18 @@ impl RopeTables {
             let got = format!("[{max_position}, {pairs}]");
             return Err(Error::invalid(OP, "tables", "a size that fits the address space", got));
         }
-        let (cos, sin) = cos_sin(max_position, pairs, attention_factor, angle);
-        let shape = [max_position, pairs];
-        Ok(RopeTables {
-            cos: Tensor::from_slice(stream, &shape, &cos)?,
-            sin: Tensor::from_slice(stream, &shape, &sin)?,
-        })
+        // The device says whether there is room before anything is worked out, and the host holds a part at a time.
+        let empty = || Tensor::empty(stream, &[max_position, pairs], DType::F32);
+        let mut tables = RopeTables { cos: empty()?, sin: empty()? };
+        let step = (ELEMENTS / pairs).max(1);
+        for first in (0..max_position).step_by(step) {
+            let end = max_position.min(first + step);
+            let (cos, sin) =
+                cos_sin(end - first, pairs, attention_factor, |position, pair| angle(first + position, pair));
+            tables.cos.view_mut().slice(0, first..end)?.write(stream, &cos)?;
+            tables.sin.view_mut().slice(0, first..end)?.write(stream, &sin)?;
+        }
+        Ok(tables)
     }
 
     /// The cosines, `[max_position, pairs]`.
