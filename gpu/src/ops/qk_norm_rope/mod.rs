@@ -327,7 +327,7 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
     let element = (piece * per_piece) as usize;
     let is_interleaved = dims.is_interleaved != 0;
     // SAFETY: head < heads and piece < pieces keep every access inside the tensors — QkNormRope::run. The shuffles are
-    // in branches on `dims` alone.
+    // in branches on `dims` and on which group it is, the same for the whole warp.
     unsafe {
         // By one lane's word, so that ptxas knows that the warp stays together.
         let warp = warp::shuffle_idx(warp::FULL_MASK, thread::thread_idx_x() / 32, 0);

@@ -180,10 +180,10 @@ pub enum Residual<'a> {
 /// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
 /// the sums of 8 products are cut off then.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
-/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few rows, and more. Few are up to 64; on
-/// Hopper up to 16, of 65,536 columns and more up to 32, of 512 and fewer also 65 to 128; and there is a kind for up to 64 where tiles
-/// of 64 columns are at most three to eight multiprocessors and k is at least 1024. Else: up to 16 rows, and more, which for tf32
-/// are two kinds where the addresses differ in that. Among the products of one kind a row's result
+/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few rows, and more. Few are up to 64, on
+/// Hopper up to 16; and there is a kind for up to 128 where tiles of 64 × 64 are at most three to eight multiprocessors and k is at least
+/// 1024, or tiles of 64 × 128 one to four (of more than 64 rows, one to three) and k is at least 4096. Else: up to 16 rows, and more, which
+/// for tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result
 /// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may
 /// differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
