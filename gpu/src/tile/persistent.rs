@@ -40,7 +40,7 @@
 //! - An activation at the end of a tile costs 128 × 16384 × 4096 1.8 µs of 37.4, SwiGLU 2048 × 2 · 9728 × 2560 12 µs of 320.
 //! - No more clusters than the card holds at a time, 30 of four where its multiprocessors would be 33: those that come late have all their rounds still
 //!   before them (32 × 19456 × 2560 by the tile that shares a: 36.1 µs with 33 clusters, 29.9 with 30). And no more than each round has work for: 64 of 66
-//!   of two at 4096³ and 8192³, 61 at 2048 × 19456 × 2560, where that was 1 to 5 % faster in each of three runs.
+//!   of two at 4096³ and 8192³, 61 at 2048 × 19456 × 2560, where that was 2 to 5 % faster in each of three runs.
 //! - 128 × 192 without a cluster: for 65 to 128 rows of many columns (128 × 19456 × 2560: 29.8 µs, 128 × 128 37.7, cuBLAS 30.9).
 //! - Clusters of four one above the other, for 128 × 128 to 128 × 256: they read a tenth less from L2, but the card holds 30 of them, so 120
 //!   blocks; in rounds for 128 they took twice as long.
@@ -50,8 +50,9 @@
 //! - Each warp stores its own rows by TMA, 16 × 64 at a time, instead of a warpgroup's thread 64 × 64 behind two barriers: 193.1 thousand cycles
 //!   instead of 194.1 at 4096 × 4096 × 2560.
 //! - Bounds: at 8192³ the card's power (the clock falls below 1.6 GHz); elsewhere what a tile takes beside its steps (`ncu`, thousands of
-//!   cycles with the launch, this / cuBLAS / steps alone): 4096³ 295 / 284 / 262, 4096 × 4096 × 2560 193 / 185 / 164, 2048 × 1536 × 2048 39.0 / 35.4 /
-//!   24.6. Of it a tile's end is some 3300, a third of that waits for a box's store and a fourth for instructions, and the last step 1300 alone. A second
+//!   cycles with the launch, of two runs, this / cuBLAS / steps alone): 4096³ 295 / 284 / 262, 4096 × 4096 × 2560 193 / 185 / 164, 2048 × 1536 × 2048 39.0 / 35.4 /
+//!   24.6. Of it a tile's end was some 3300 before warps stored for themselves, a third of that waits for a box's store and a fourth for instructions, and
+//!   the last step 1300 alone. A second
 //!   tile in flight (ping-pong) and a split of k for what does not fill the card are not there yet.
 
 use abi::ops::matmul::{OUT_BY_TMA, WGMMA_OUT_ROWS};

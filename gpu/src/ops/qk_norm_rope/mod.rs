@@ -37,7 +37,7 @@
 //!
 //! The last has 64 registers instead of 78, so four blocks on a multiprocessor instead of three. Groups of four heads: 88, 89, 85 and 81 %; of
 //! sixteen: 89, 94, 91 and 79 %. What the last model lacks is in its groups of k and v, which have two heads: they are half of the warps, and all of
-//! their time is latency.
+//! their time is latency. One token takes 1.63 µs where groups side by side took 1.52: the lanes of a second token have nothing to do.
 
 use abi::ops::qk_norm_rope::QkNormRopeDims;
 use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};

@@ -61,8 +61,8 @@
 //!
 //! The values' four chunks in a loop instead of one after the other, 430 instructions each of which 115 are run: warps of fp8 waited for instructions an
 //! eighth of their time, at 1 × 32768 with a cold cache almost half (`ncu`, source counters). fp8 144 → 138, 283 → 271 and 31.6 → 27.6, bf16 255 → 250
-//! and 508 → 497. What is left of that is at the end of a split. At 1 × 32768 fp8 has two splits for each block: of 3600 instructions of a warp,
-//! 9.5 cycles each, 2.9 are waits for memory and 1.9 fixed latencies.
+//! and 508 → 497. What is left of that is at the end of a split. At 1 × 32768 fp8 has two splits for each block: before the loop a warp had 3600
+//! instructions, 9.5 cycles each with a warm cache, of which 2.9 were waits for memory and 1.9 fixed latencies.
 
 mod bands;
 mod end;
