@@ -90,7 +90,7 @@ pub unsafe fn arrive() {
 }
 
 /// `barrier.cluster.arrive.relaxed.aligned;` [`arrive`] that orders no memory accesses: for a cluster that only has to be
-/// still there.
+/// still there, and for mbarriers, of which [`fence_mbarrier_init`](crate::mbarrier::fence_mbarrier_init) tells the others.
 ///
 /// # Safety
 /// As for [`arrive`].

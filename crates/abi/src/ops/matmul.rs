@@ -53,10 +53,10 @@ pub const RESIDUAL_IN_QUADS: u32 = 32;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatmulEpilogue {
-    /// Factor of the sums.
-    pub scale: f32,
     /// [`ACTIVATED`] and [`GATED`].
     pub options: u32,
+    /// Factor of the sums.
+    pub scale: f32,
     /// From one row of the residual to the next, in elements.
     pub residual_stride: u32,
     /// From one product's residual to the next.

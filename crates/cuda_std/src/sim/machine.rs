@@ -137,8 +137,8 @@ pub(super) struct Thread {
     pub(super) received: [u32; 8],
     pub(super) copies: Copies,
     pub(super) stores: Stores,
-    /// It has passed a barrier of its cluster, all of whose blocks have therefore started.
-    pub(super) has_met_cluster: bool,
+    /// Phases of its cluster's barrier that it has passed: behind the first one all of the cluster's blocks have started.
+    pub(super) met_clusters: u32,
     /// Results of `wgmma` that its registers do not have yet.
     pub(super) held: Vec<Held>,
     /// The group of `wgmma` that it waits for.
@@ -578,7 +578,7 @@ impl Machine {
                     received: [0; 8],
                     copies: Copies::default(),
                     stores: Stores::default(),
-                    has_met_cluster: false,
+                    met_clusters: 0,
                     held: Vec::new(),
                     wgmma_wait: None,
                     fenced: None,

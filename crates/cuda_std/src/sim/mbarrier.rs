@@ -35,6 +35,10 @@ pub(super) struct Mbarrier {
     initialiser: Stamp,
     line: u16,
     fenced: bool,
+    /// Whether `fence.mbarrier_init` has released its initialisation, and from which phase of the cluster's barrier on all threads have
+    /// acquired it.
+    released_init: bool,
+    known_from: Option<u32>,
     waiting: Vec<(usize, u64)>,
 }
 
@@ -69,7 +73,8 @@ impl Machine {
             ));
         };
         let (initialiser, line, fenced) = (mbarrier.initialiser, mbarrier.line, mbarrier.fenced);
-        if !unit[thread].clock.is_after(initialiser) {
+        let known = mbarrier.known_from.is_some_and(|phase| unit[thread].met_clusters >= phase);
+        if !known && !unit[thread].clock.is_after(initialiser) {
             let who = self.describe(initialiser, line);
             let text = format!(
                 "data race: `{instruction}` on the mbarrier at byte {offset} with no barrier after its initialisation by {who}"
@@ -168,15 +173,24 @@ impl Machine {
         Ok(())
     }
 
+    fn own_mbarriers(&mut self) -> impl Iterator<Item = &mut Mbarrier> {
+        let thread = self.current.thread as u32;
+        let blocks = self.unit().blocks.iter_mut();
+        blocks
+            .flat_map(|block| block.mbarriers.values_mut())
+            .filter(move |mbarrier| mbarrier.initialiser.actor() == thread)
+    }
+
     /// Every mbarrier that the running thread initialised is known to the asynchronous proxy and to other blocks.
     pub(super) fn fence_mbarriers(&mut self) {
-        let thread = self.current.thread as u32;
-        for block in &mut self.unit().blocks {
-            for mbarrier in
-                block.mbarriers.values_mut().filter(|mbarrier| mbarrier.initialiser.actor() == thread)
-            {
-                mbarrier.fenced = true;
-            }
+        self.own_mbarriers().for_each(|mbarrier| mbarrier.fenced = true);
+    }
+
+    /// The running thread comes to this phase of the cluster's barrier without a release: those behind it know of the mbarriers that it
+    /// initialised before a `fence.mbarrier_init`.
+    pub(super) fn announce_mbarriers(&mut self, phase: u32) {
+        for mbarrier in self.own_mbarriers().filter(|mbarrier| mbarrier.released_init) {
+            mbarrier.known_from.get_or_insert(phase);
         }
     }
 }
@@ -215,6 +229,8 @@ pub(crate) fn mbarrier_init(address: u32, count: u32) {
             initialiser: machine.thread().clock.stamp(),
             line,
             fenced: false,
+            released_init: false,
+            known_from: None,
             waiting: Vec::new(),
         };
         let block = &mut machine.unit().blocks[own];
@@ -388,6 +404,7 @@ pub(crate) fn fence_mbarrier_init() {
     attempt(INSTRUCTION, Location::caller(), |machine| {
         machine.needs(Arch::Sm90a, INSTRUCTION)?;
         machine.fence_mbarriers();
+        machine.own_mbarriers().for_each(|mbarrier| mbarrier.released_init = true);
         Ok(())
     });
 }

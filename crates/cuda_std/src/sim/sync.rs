@@ -175,7 +175,7 @@ fn come_together(instruction: &'static str, line: &'static Location<'static>) {
     collective(operation, u32::MAX, 0, [0; 12], line, |_, _| Ok([[0; 8]; 32]));
 }
 
-/// `barrier.cluster.arrive`. `Order::Relaxed` releases nothing.
+/// `barrier.cluster.arrive`. `Order::Relaxed` releases nothing but what `fence.mbarrier_init` has.
 #[track_caller]
 pub(crate) fn cluster_arrive(instruction: &'static str, order: crate::atomic::Order) {
     let line = Location::caller();
@@ -192,10 +192,12 @@ pub(crate) fn cluster_arrive(instruction: &'static str, order: crate::atomic::Or
             let text = format!("`{instruction}` twice without `barrier.cluster.wait` between");
             return Err(Failure(Defect::Divergence, text));
         }
-        barrier.last_arrival[thread] = barrier.phase + 1;
+        let phase = barrier.phase + 1;
+        barrier.last_arrival[thread] = phase;
         barrier.arrived.push(thread);
-        if let Some(frame) = frame {
-            release_into(&mut barrier.released, frame);
+        match frame {
+            Some(frame) => release_into(&mut barrier.released, frame),
+            None => machine.announce_mbarriers(phase),
         }
         machine.complete_cluster_barrier();
         Ok(())
@@ -219,7 +221,7 @@ pub(crate) fn cluster_wait(instruction: &'static str) {
             }
             Some(&phase) if phase > 0 => {
                 let opened = barrier.opened.clone();
-                unit[thread].has_met_cluster = true;
+                unit[thread].met_clusters = phase;
                 if let Some(opened) = opened {
                     unit[thread].clock.acquire(&opened);
                 }
@@ -250,11 +252,11 @@ impl Machine {
         if let Some(released) = barrier.released.take() {
             release_into(&mut barrier.opened, released);
         }
-        let opened = barrier.opened.clone();
+        let (opened, phase) = (barrier.opened.clone(), barrier.phase);
         let waiting = std::mem::take(&mut barrier.waiting);
         self.visits_after_cluster_barrier();
         for thread in waiting {
-            self.unit()[thread].has_met_cluster = true;
+            self.unit()[thread].met_clusters = phase;
             if let Some(opened) = &opened {
                 self.unit()[thread].clock.acquire(opened);
             }

@@ -38,7 +38,7 @@ impl Machine {
         let visited = &unit.blocks[block];
         let clock = &unit[thread].clock;
         let starts = visited.threads.clone().map(|thread| Stamp::new(unit.id, thread as u32, START));
-        if !unit[thread].has_met_cluster && !starts.into_iter().any(|start| clock.is_after(start)) {
+        if unit[thread].met_clusters == 0 && !starts.into_iter().any(|start| clock.is_after(start)) {
             return absent("may not have started: no barrier of the cluster lies before");
         }
         if visited.returned == visited.threads.len() {

@@ -184,23 +184,21 @@ fn coordinates_that_do_not_fit_the_map() {
         });
 }
 
-/// A box goes to both blocks of a cluster, but one of them may not have set up its mbarrier yet: the barrier between is
-/// the block's own.
+/// A box goes to both blocks of a cluster, but one of them may not have set up its mbarrier yet: the cluster's barrier releases nothing,
+/// and the fence is none for other blocks.
 unsafe fn multicast_before_the_other_is_ready(form: Form, map: &TensorMap, out: *mut u32) {
     let full = shared::base() + BARRIER;
     if tid() == 0 {
         mbarrier::init(full, 1); // named
-        mbarrier::fence_mbarrier_init();
+        match form {
+            Form::Broken => fence::proxy_async_shared(),
+            Form::Repaired => mbarrier::fence_mbarrier_init(),
+        }
         mbarrier::arrive_expect_tx(full, 1024);
     }
     thread::sync_threads();
-    match form {
-        Form::Broken => {
-            cluster::arrive_relaxed();
-            cluster::wait();
-        }
-        Form::Repaired => cluster::sync(),
-    }
+    cluster::arrive_relaxed();
+    cluster::wait();
     if cluster::block_rank() == 0 && tid() == 0 {
         tma::load_multicast(shared::base(), map, [0, 0], full, 0b11); // reported
     }

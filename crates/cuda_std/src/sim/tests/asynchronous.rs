@@ -360,6 +360,40 @@ fn clusters_share_memory() {
 }
 
 #[test]
+fn initialised_mbarriers_are_known_behind_a_relaxed_barrier() {
+    let kernel = |fence: bool, late: bool| {
+        move |_: *const u32, _: *mut u32| unsafe {
+            let bar = shared::base() + 64;
+            if tid() == 0 {
+                mbarrier::init(bar, 2);
+                if fence && !late {
+                    mbarrier::fence_mbarrier_init();
+                }
+            }
+            cluster::arrive_relaxed();
+            if tid() == 0 && late {
+                mbarrier::fence_mbarrier_init();
+            }
+            cluster::wait();
+            if tid() == 0 {
+                for other in 0..2 {
+                    mbarrier::arrive_remote(cluster::map_shared(bar, other));
+                }
+                mbarrier::wait_parity(bar, 0);
+            }
+            cluster::arrive_relaxed();
+            cluster::wait();
+        }
+    };
+    let launch = launch(2, 32).cluster([2, 1, 1]);
+    run(launch, 1, kernel(true, false)).unwrap_or_else(|report| panic!("{report}"));
+    for (fence, late) in [(false, false), (true, true)] {
+        let report = run(launch, 1, kernel(fence, late)).unwrap_err();
+        assert_eq!(report.defect, Defect::Race, "{report}");
+    }
+}
+
+#[test]
 fn remote_arrivals() {
     let kernel = |_: *const u32, out: *mut u32| unsafe {
         let bar = shared::base() + 64;
