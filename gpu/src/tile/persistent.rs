@@ -6,8 +6,8 @@
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a BM × 128 B, b BN × 128 B ──► full[s]     runs up to STAGES ahead,
 //! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]  also into the next tile
-//! at the end of a tile: epilogue, rounding, stmatrix to a 64 × 64 box of shared memory, TMA store; the next tile's loads and
-//! the stores are under way meanwhile
+//! at the end of a tile: epilogue, rounding, 64 registers instead of 128; they leave while the next tile is multiplied, behind each of its first
+//! steps 64 columns: stmatrix to a box of shared memory, TMA store
 //!
 //! shared memory   | stage 0: a BM · 128, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
 //! ```
@@ -49,10 +49,19 @@
 //!   faster, attention of 512 tokens 1 to 3 % slower.
 //! - Each warp stores its own rows by TMA, 16 × 64 at a time, instead of a warpgroup's thread 64 × 64 behind two barriers: 193.1 thousand cycles
 //!   instead of 194.1 at 4096 × 4096 × 2560.
+//! - A tile's results leave beside the next one's first steps: what four tiles take beside their steps fell from 3000 cycles to 1700 each.
+//!   Registers decide how: 128 sums, 64 words of results and 37 others are all that ptxas gives out here without spilling. So they go out
+//!   before an epilogue begins, and rotate in their places for one piece of code to store them all.
+//! - The first loads are started before the roles part, by the thread that has set up the barriers: behind that jump lay the producer's code, which came from
+//!   memory (700 cycles), and its divisions. The cluster's barriers are relaxed ones, since a release waits for all of a thread's
+//!   memory traffic (600 cycles at the end), tiles are found without dividing, and a launch's sizes lie in one line of the constants' cache. A launch of one
+//!   tile of one step: 14.7 to 12.6 thousand cycles; 2048 × 1536 × 2048 22.4 to 21.5 µs, in three runs in turn.
+//! - Sums that stay in their registers from tile to tile instead of zeros in each: ptxas moves them, and has products wait for each other (C7515).
+//!   No values at all before the first results, instead of zeros: LLVM then keeps those of the tile before alive, and there are spills.
 //! - Bounds: at 8192³ the card's power (the clock falls below 1.6 GHz); elsewhere what a tile takes beside its steps (`ncu`, thousands of
-//!   cycles with the launch, of two runs, this / cuBLAS / steps alone): 4096³ 295 / 284 / 262, 4096 × 4096 × 2560 193 / 185 / 164, 2048 × 1536 × 2048 39.0 / 35.4 /
-//!   24.6. Of it a tile's end was some 3300 before warps stored for themselves, a third of that waits for a box's store and a fourth for instructions, and
-//!   the last step 1300 alone. A second
+//!   cycles with the launch, of several runs, before these changes / now / cuBLAS / steps alone): 4096 × 4096 × 2560 191 to 194 / 186 to 187 / 185 / 164. Of the
+//!   23 of it 12 are a launch and its first loads and last stores, 5 the tiles' ends, and 6 are the steps: 1060 cycles instead of 1024 each. Shared memory
+//!   gives 80 bytes a cycle to the products and takes 47 from the loads, of 128. A second
 //!   tile in flight (ping-pong) and a split of k for what does not fill the card are not there yet.
 
 use abi::ops::matmul::{OUT_BY_TMA, WGMMA_OUT_ROWS};
@@ -63,7 +72,7 @@ use cuda_std::{cluster, fence, mbarrier, registers, shared, thread, tma, warp};
 
 use super::epilogue::Epilogue;
 use super::operand::Sum;
-use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, multiply_stages, put_box, store_pairs};
+use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, Rounded, multiply_stages, store_pairs};
 
 /// Rows of tiles in a band.
 const BAND: u32 = 16;
@@ -81,20 +90,46 @@ pub struct Maps {
     pub out: *const TensorMap,
 }
 
-/// The tile's place: row of clusters and column.
-#[inline(always)]
-fn tile_at(tile: u32, rows: u32, cols: u32, band: u32) -> (u32, u32) {
-    let first = tile / (band * cols).max(1) * band;
-    let height = if rows - first < band { rows - first } else { band };
-    let within = tile - first * cols;
-    (first + within % height.max(1), within / height.max(1))
+/// A walk over the tiles of clusters: in bands of rows, those above each other first.
+#[derive(Clone, Copy)]
+struct Walk {
+    rows: u32,
+    cols: u32,
+    /// Rows of a band.
+    band: u32,
+    /// First row of the band.
+    first: u32,
+    /// Tile of the band, or of those behind it.
+    within: u32,
+}
+
+impl Walk {
+    /// Row and column of the tile; none if there are no more.
+    #[inline(always)]
+    fn place(&mut self) -> Option<(u32, u32)> {
+        while self.first < self.rows {
+            let height = (self.rows - self.first).min(self.band);
+            if self.within < height * self.cols {
+                // A shift but for the last band.
+                let (above, col) = if height == self.band {
+                    (self.within % self.band, self.within / self.band)
+                } else {
+                    (self.within % height, self.within / height)
+                };
+                return Some((self.first + above, col));
+            }
+            self.within -= height * self.cols;
+            self.first += self.band;
+        }
+        None
+    }
 }
 
 /// The block's part of the product. `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
-/// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
+/// - k is not 0. The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Multiply<[S; SUMS]>,
@@ -160,21 +195,78 @@ pub unsafe fn multiply<
         }
         thread::sync_threads();
         if CLUSTER > 1 {
-            cluster::sync();
+            // The barriers' fence is all that others have to see.
+            cluster::arrive_relaxed();
+            cluster::wait();
         }
     }
     // Blocks of a cluster, and this one's place among them.
     let (above, beside) = if SHARES_A { (1, CLUSTER) } else { (CLUSTER, 1) };
     let (rank_m, rank_n) = if SHARES_A { (0, rank) } else { (rank, 0) };
-    let rows = dims.m.div_ceil(BM * above);
-    let cols = dims.n.div_ceil(BN * beside);
     // Elements of k per step.
     let bk = ROW_BYTES / size_of::<T>() as u32;
     let steps = dims.k.div_ceil(bk);
-    let num_tiles = rows * cols;
-    let first = thread::block_idx_x() / CLUSTER;
+    // SAFETY: there is a k — the caller.
+    unsafe { core::hint::assert_unchecked(steps > 0) };
+    let walk = Walk {
+        rows: dims.m.div_ceil(BM * above),
+        cols: dims.n.div_ceil(BN * beside),
+        band: BAND / above,
+        first: 0,
+        within: thread::block_idx_x() / CLUSTER,
+    };
     let stride = thread::grid_dim_x() / CLUSTER;
-    let band = BAND / above;
+    // First rows of a and of b for the block, b's of the gate if the product is gated.
+    let rows_at = |(row, col): (u32, u32)| {
+        ((row * above + rank_m) * BM, (col * beside + rank_n) * if gated { BN / 2 } else { BN })
+    };
+    // Loads a step into the ring's stage, the block's part of the shared operand for all.
+    let load = |ring: Ring<STAGES>, (a_row, b_row): (u32, u32), step: u32| {
+        let (stage, k) = (ring.stage, (step * bk) as i32);
+        let a_at = base + stage * stage_bytes;
+        let b_at = a_at + a_bytes;
+        let part = rank * (if SHARES_A { BM } else { BN } / CLUSTER);
+        let all = ((1u32 << CLUSTER) - 1) as u16;
+        // SAFETY: the stage is empty — who calls; its rows are those of the maps' boxes.
+        unsafe {
+            mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
+            if CLUSTER > 1 && SHARES_A {
+                let (to, from) = (a_at + part * ROW_BYTES, (a_row + part) as i32);
+                tma::load_multicast(to, maps.a, [k, from], full(stage), all);
+            } else {
+                tma::load(a_at, maps.a, [k, a_row as i32], full(stage));
+            }
+            if CLUSTER > 1 && !SHARES_A {
+                let (map, from) = match (gated, rank) {
+                    (true, 0) => (maps.b, b_row),
+                    (true, _) => (maps.up, b_row),
+                    (false, _) => (maps.b, b_row + part),
+                };
+                tma::load_multicast(b_at + part * ROW_BYTES, map, [k, from as i32], full(stage), all);
+            } else {
+                tma::load(b_at, maps.b, [k, b_row as i32], full(stage));
+                if gated {
+                    tma::load(b_at + b_bytes / 2, maps.up, [k, b_row as i32], full(stage));
+                }
+            }
+        }
+    };
+    // The first loads come before the roles: a jump to the producer's code takes as long as half of a load.
+    let mut loads = walk;
+    let mut ring = Ring::<STAGES>::START;
+    let mut step = 0;
+    if thread == 0
+        && let Some(place) = loads.place()
+    {
+        while step < steps.min(STAGES) {
+            load(ring, rows_at(place), step);
+            ring.advance();
+            // Else LLVM makes copies of the loads.
+            step = thread::opaque(step + 1);
+        }
+    }
+    // SAFETY: all lanes of each warp are here.
+    unsafe { warp::sync_warp(warp::FULL_MASK) };
     let warpgroup = thread / 128;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
     unsafe {
@@ -183,49 +275,15 @@ pub unsafe fn multiply<
                 registers::decrease::<40>();
             }
             if thread == 0 {
-                let mut ring = Ring::<STAGES>::START;
-                let shared_b = if gated && rank == 1 { maps.up } else { maps.b };
-                let mut tile = first;
-                while tile < num_tiles {
-                    let (row, col) = tile_at(tile, rows, cols, band);
-                    let a_row = (row * above + rank_m) * BM;
-                    let b_row = (col * beside + rank_n) * if gated { BN / 2 } else { BN };
-                    // The part of the shared operand that this block loads for all.
-                    let part = rank * (if SHARES_A { BM } else { BN } / CLUSTER);
-                    let mut step = 0;
+                while let Some(place) = loads.place() {
                     while step < steps {
-                        let Ring { stage, parity } = ring;
-                        let at = base + stage * stage_bytes;
-                        mbarrier::wait_parity(empty(stage), parity ^ 1);
-                        mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
-                        let k = (step * bk) as i32;
-                        let (a_at, b_at) = (at, at + a_bytes);
-                        let all = ((1u32 << CLUSTER) - 1) as u16;
-                        if CLUSTER > 1 && SHARES_A {
-                            let (to, from) = (a_at + part * ROW_BYTES, (a_row + part) as i32);
-                            tma::load_multicast(to, maps.a, [k, from], full(stage), all);
-                        } else {
-                            tma::load(a_at, maps.a, [k, a_row as i32], full(stage));
-                        }
-                        if CLUSTER > 1 && !SHARES_A {
-                            let from = if gated { b_row } else { b_row + part } as i32;
-                            tma::load_multicast(
-                                b_at + part * ROW_BYTES,
-                                shared_b,
-                                [k, from],
-                                full(stage),
-                                all,
-                            );
-                        } else {
-                            tma::load(b_at, maps.b, [k, b_row as i32], full(stage));
-                            if gated {
-                                tma::load(b_at + b_bytes / 2, maps.up, [k, b_row as i32], full(stage));
-                            }
-                        }
+                        mbarrier::wait_parity(empty(ring.stage), ring.parity ^ 1);
+                        load(ring, rows_at(place), step);
                         ring.advance();
-                        step += 1;
+                        step = thread::opaque(step + 1);
                     }
-                    tile += stride;
+                    step = 0;
+                    loads.within += stride;
                 }
             }
             // The lanes of the first warp come together again for the cluster's barrier.
@@ -238,7 +296,7 @@ pub unsafe fn multiply<
             let member = thread % 128;
             let my_boxes = boxes + consumer * 2 * BOX_BYTES;
             let mut ring = Ring::<STAGES>::START;
-            let mut turn = 0;
+            let mut out = Outgoing { rounded: Rounded::<SUMS>::NONE, left: 0, row: 0, col: 0, turn: 0 };
             let release = |stage: u32| {
                 if CLUSTER > 1 {
                     if member < CLUSTER {
@@ -248,30 +306,44 @@ pub unsafe fn multiply<
                     mbarrier::arrive(empty(stage));
                 }
             };
-            let mut tile = first;
-            while tile < num_tiles {
-                let (row, col) = tile_at(tile, rows, cols, band);
+            let mut walk = walk;
+            while let Some(place) = walk.place() {
+                let (a_row, b_row) = rows_at(place);
                 let operands = |stage: u32| {
                     let at = base + stage * stage_bytes;
                     (at + consumer * 64 * ROW_BYTES, at + a_bytes)
                 };
                 let mut sums = multiply_stages::<T, S, SUMS, STAGES>(
-                    &mut ring, steps, promotes, operands, full, release,
+                    &mut ring,
+                    steps,
+                    promotes,
+                    operands,
+                    full,
+                    release,
+                    || out.store_box(maps.out, my_boxes, member),
                 );
                 let place = Place {
-                    row: (row * above + rank_m) * BM + consumer * 64,
-                    col: (col * beside + rank_n) * if gated { BN / 2 } else { BN },
+                    row: a_row + consumer * 64,
+                    col: b_row,
                     len: if gated { SUMS / 2 } else { SUMS },
                     consumer,
                     member,
                 };
+                // Of few steps. Behind it the registers are free.
+                while out.left > 0 {
+                    out.store_box(maps.out, my_boxes, member);
+                }
                 results.make(&mut sums, &place);
                 if in_boxes && dims.access & OUT_BY_TMA != 0 {
-                    store_boxes::<S, O, SUMS>(&sums, maps.out, my_boxes, &mut turn, &place, end.n());
+                    out.take::<S, O>(&sums, &place, end.n());
                 } else {
                     store_pairs(&sums, &end, &place);
+                    out.rounded = Rounded::NONE;
                 }
-                tile += stride;
+                walk.within += stride;
+            }
+            while out.left > 0 {
+                out.store_box(maps.out, my_boxes, member);
             }
             if member.is_multiple_of(32) {
                 tma::wait_group_read::<0>();
@@ -280,47 +352,62 @@ pub unsafe fn multiply<
         }
         if CLUSTER > 1 {
             // Others may still load into this block's memory, or arrive at its barriers.
-            cluster::sync();
+            cluster::arrive_relaxed();
+            cluster::wait();
         }
     }
 }
 
-/// Rounds the sums and stores them box by box, through two boxes of shared memory in turn, as far as they begin before column n. Each warp stores its own
+/// The tile before, on its way out while the next one is multiplied: box by box through two boxes of shared memory in turn. Each warp stores its own
 /// rows, so none waits for another.
-///
-/// # Safety
-/// - All 128 threads of the consumer (*converged*); the boxes are theirs.
-#[inline(always)]
-unsafe fn store_boxes<S: Sum, O: Element, const SUMS: usize>(
-    sums: &[S; SUMS],
-    out: *const TensorMap,
-    boxes: u32,
-    turn: &mut u32,
-    place: &Place,
-    n: u32,
-) {
-    let mut i = 0;
-    while i < SUMS / 32 {
-        if 32 * i >= place.len || place.col + 64 * i as u32 >= n {
-            break;
-        }
-        let at = boxes + *turn * BOX_BYTES;
-        *turn ^= 1;
+struct Outgoing<const SUMS: usize> {
+    rounded: Rounded<SUMS>,
+    /// Boxes still to be stored.
+    left: u32,
+    /// Place of the next box in out.
+    row: u32,
+    col: u32,
+    /// Which box of shared memory is next.
+    turn: u32,
+}
+
+impl<const SUMS: usize> Outgoing<SUMS> {
+    /// Rounds a tile's sums; boxes that begin before column n will be stored.
+    #[inline(always)]
+    fn take<S: Sum, O: Element>(&mut self, sums: &[S; SUMS], place: &Place, n: u32) {
+        self.rounded.round::<S, O>(sums);
+        // Else LLVM makes copies of the store.
+        self.left = thread::opaque(n.saturating_sub(place.col).min(2 * place.len as u32).div_ceil(64));
+        (self.row, self.col) = (place.row, place.col);
+    }
+
+    /// Stores the next box, if there is one.
+    ///
+    /// # Safety
+    /// - All 128 threads of the consumer (*converged*); the boxes are theirs.
+    #[inline(always)]
+    unsafe fn store_box(&mut self, out: *const TensorMap, boxes: u32, member: u32) {
         // SAFETY: the warp's store of two boxes ago has read its rows when all its threads have come together.
         unsafe {
-            // One lane has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
-            tma::wait_group_read::<1>();
-            warp::sync_warp(warp::FULL_MASK);
-            put_box::<S, O, SUMS>(sums, 32 * i, at, place.member);
-            fence::proxy_async_shared();
-            warp::sync_warp(warp::FULL_MASK);
-            if place.member.is_multiple_of(32) {
-                let row = place.member / 32 * WGMMA_OUT_ROWS;
-                let to = [(place.col + 64 * i as u32) as i32, (place.row + row) as i32];
-                tma::store(out, to, at + row * ROW_BYTES);
-                tma::commit_group();
+            if self.left > 0 {
+                let at = boxes + self.turn * BOX_BYTES;
+                // One lane has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
+                tma::wait_group_read::<1>();
+                warp::sync_warp(warp::FULL_MASK);
+                self.rounded.put_box(at, member);
+                fence::proxy_async_shared();
+                warp::sync_warp(warp::FULL_MASK);
+                if member.is_multiple_of(32) {
+                    let row = member / 32 * WGMMA_OUT_ROWS;
+                    let to = [self.col as i32, (self.row + row) as i32];
+                    tma::store(out, to, at + row * ROW_BYTES);
+                    tma::commit_group();
+                }
+                self.turn ^= 1;
+                self.col += 64;
+                self.left -= 1;
             }
+            warp::sync_warp(warp::FULL_MASK);
         }
-        i += 1;
     }
 }

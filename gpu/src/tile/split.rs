@@ -99,6 +99,22 @@ pub unsafe fn multiply<
     let bk = ROW_BYTES / size_of::<T>() as u32;
     let steps = dims.k.div_ceil(bk);
     let (first, last) = (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
+    // Loads a step into an empty stage.
+    let load = |stage: u32, step: u32| {
+        let (at, k) = (stage_of(stage), (step * bk) as i32);
+        let b_at = at + a_bytes;
+        // SAFETY: the stage is empty — who calls; its rows are those of the maps' boxes.
+        unsafe {
+            mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
+            tma::load(at, maps.a, [k, row as i32], full(stage));
+            tma::load(b_at, maps.b, [k, col as i32], full(stage));
+            if gated {
+                tma::load(b_at + b_bytes / 2, maps.up, [k, col as i32], full(stage));
+            }
+        }
+    };
+    let mut ring = Ring::<STAGES>::START;
+    let mut step = first;
     // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no load
     // fills are nobody else's.
     unsafe {
@@ -110,6 +126,13 @@ pub unsafe fn multiply<
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();
+            // The first loads come before anything else: they take as long as all that follows.
+            while step < last.min(first + STAGES) {
+                load(ring.stage, step);
+                ring.advance();
+                // Else LLVM makes copies of the loads.
+                step = thread::opaque(step + 1);
+            }
         }
         let mut at = box_rows * ROW_BYTES + thread * 16;
         while at < a_bytes {
@@ -129,22 +152,11 @@ pub unsafe fn multiply<
     unsafe {
         if thread < 128 {
             if thread == 0 {
-                let mut ring = Ring::<STAGES>::START;
-                let mut step = first;
                 while step < last {
-                    let Ring { stage, parity } = ring;
-                    let at = stage_of(stage);
-                    mbarrier::wait_parity(empty(stage), parity ^ 1);
-                    mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
-                    let k = (step * bk) as i32;
-                    let b_at = at + a_bytes;
-                    tma::load(at, maps.a, [k, row as i32], full(stage));
-                    tma::load(b_at, maps.b, [k, col as i32], full(stage));
-                    if gated {
-                        tma::load(b_at + b_bytes / 2, maps.up, [k, col as i32], full(stage));
-                    }
+                    mbarrier::wait_parity(empty(ring.stage), ring.parity ^ 1);
+                    load(ring.stage, step);
                     ring.advance();
-                    step += 1;
+                    step = thread::opaque(step + 1);
                 }
             }
             warp::sync_warp(warp::FULL_MASK);
@@ -163,6 +175,7 @@ pub unsafe fn multiply<
                 operands,
                 full,
                 release,
+                || (),
             );
             let mut quad = 0;
             while quad < SUMS / 4 {
@@ -203,7 +216,9 @@ pub unsafe fn multiply<
             results.make(&mut sums, &place);
             store_pairs(&sums, &end, &place);
         }
-        // Others may still read this block's sums.
-        cluster::sync();
+        // Others may still read this block's sums. Who has added them has read them, and no writes are to be seen behind it: a release
+        // would wait for those to out.
+        cluster::arrive_relaxed();
+        cluster::wait();
     }
 }

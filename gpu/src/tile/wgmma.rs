@@ -41,10 +41,11 @@ impl<const STAGES: u32> Ring<STAGES> {
 }
 
 /// A consumer's sums over `steps` stages. `operands` says where its rows of a and those of b lie in a stage, `full` and
-/// `release` are how a stage is waited for and given back. `promotes`: each step's sum is added by itself.
+/// `release` are how a stage is waited for and given back, `meanwhile` what is done while a step is under way. `promotes`: each step's sum is
+/// added by itself.
 ///
 /// # Safety
-/// - *converged*: all 128 threads of the warpgroup.
+/// - *converged*: all 128 threads of the warpgroup, also behind `meanwhile`.
 /// - *initialised(by who fills the stages, behind `full`)*: 64 rows of a and `2 · SUMS` of b.
 #[inline(always)]
 pub unsafe fn multiply_stages<T: Multiply<[S; SUMS]>, S: Sum, const SUMS: usize, const STAGES: u32>(
@@ -54,6 +55,7 @@ pub unsafe fn multiply_stages<T: Multiply<[S; SUMS]>, S: Sum, const SUMS: usize,
     operands: impl Fn(u32) -> (u32, u32),
     full: impl Fn(u32) -> u32,
     release: impl Fn(u32),
+    mut meanwhile: impl FnMut(),
 ) -> [S; SUMS]
 where
     [S; SUMS]: Registers,
@@ -81,6 +83,7 @@ where
             if step > 0 {
                 release(before);
             }
+            meanwhile();
             before = stage;
             ring.advance();
             step += 1;
@@ -275,37 +278,66 @@ pub unsafe fn store_pairs<S: Sum, T: Element, O: Element, const SUMS: usize>(
     }
 }
 
-/// Rounds a consumer's sums of 64 columns, those from number `first` on, into a box in the 128-byte swizzle.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; the box is theirs.
-#[inline(always)]
-pub unsafe fn put_box<S: Sum, O: Element, const SUMS: usize>(
-    sums: &[S; SUMS],
-    first: usize,
-    at: u32,
-    member: u32,
-) {
-    let lane = member % 32;
-    let row = member / 32 * 16 + (lane & 7) + (lane & 8);
-    let mut j = 0;
-    while j < 4 {
-        let s = first + 8 * j;
-        let values = [
-            value(sums[s]),
-            value(sums[s + 1]),
-            value(sums[s + 2]),
-            value(sums[s + 3]),
-            value(sums[s + 4]),
-            value(sums[s + 5]),
-            value(sums[s + 6]),
-            value(sums[s + 7]),
-        ];
-        let piece = 2 * j as u32 + lane / 16;
-        // SAFETY: inside the box — the caller.
-        unsafe {
-            matrix::store_x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4), O::pack(&values));
+/// A consumer's results on their way out: rounded, 64 rows in boxes of 64 columns, of which the first goes next.
+pub struct Rounded<const SUMS: usize> {
+    /// Two elements each, in the order of the sums; the first half counts.
+    words: [u32; SUMS],
+}
+
+/// Words of a box that a thread holds.
+const BOX_WORDS: usize = 16;
+
+impl<const SUMS: usize> Rounded<SUMS> {
+    /// Nothing. Zeros, and no values at all would not be cheaper: LLVM then keeps those of before.
+    pub const NONE: Self = Rounded { words: [0; SUMS] };
+
+    /// Rounds the sums.
+    #[inline(always)]
+    pub fn round<S: Sum, O: Element>(&mut self, sums: &[S; SUMS]) {
+        let mut i = 0;
+        while i < SUMS / 8 {
+            let s = 8 * i;
+            let words = O::pack(&[
+                value(sums[s]),
+                value(sums[s + 1]),
+                value(sums[s + 2]),
+                value(sums[s + 3]),
+                value(sums[s + 4]),
+                value(sums[s + 5]),
+                value(sums[s + 6]),
+                value(sums[s + 7]),
+            ]);
+            let mut j = 0;
+            while j < 4 {
+                self.words[4 * i + j] = words[j];
+                j += 1;
+            }
+            i += 1;
         }
-        j += 1;
+    }
+
+    /// Puts the next 64 columns into a box in the 128-byte swizzle.
+    ///
+    /// # Safety
+    /// - *converged*: all 128 threads of the consumer; the box is theirs.
+    #[inline(always)]
+    pub unsafe fn put_box(&mut self, at: u32, member: u32) {
+        let (lane, row) = (member % 32, member / 32 * 16 + member % 16);
+        // Of the swizzle; the other pieces' places differ from the first one's in the bits of their numbers alone.
+        let first = at + row * ROW_BYTES + (((lane / 16) ^ (row % 8)) << 4);
+        let mut j = 0;
+        while j < BOX_WORDS / 4 {
+            let w = 4 * j;
+            let words = [self.words[w], self.words[w + 1], self.words[w + 2], self.words[w + 3]];
+            // SAFETY: inside the box — the caller.
+            unsafe { matrix::store_x4(first ^ (32 * j as u32), words) };
+            j += 1;
+        }
+        // In registers, which have no index: so one piece of code serves for all boxes.
+        let mut i = BOX_WORDS;
+        while i < SUMS / 2 {
+            self.words[i - BOX_WORDS] = self.words[i];
+            i += 1;
+        }
     }
 }

@@ -31,7 +31,7 @@ use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, th
 
 use super::{null, x_number};
 use crate::tile::epilogue::{Epilogue, PLAIN};
-use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, multiply_stages, put_box, store_pairs};
+use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, Rounded, multiply_stages, store_pairs};
 
 /// A warpgroup that loads and two that multiply.
 const THREADS: u32 = 384;
@@ -303,7 +303,13 @@ pub unsafe fn multiply<
                 // Of one lane, and joined below: so ptxas knows that a warp stays together.
                 if warp::shuffle_idx(warp::FULL_MASK, u32::from(row < end), 0) != 0 {
                     let sums = multiply_stages::<T, f32, SUMS, STAGES>(
-                        &mut ring, steps, false, operands, full, release,
+                        &mut ring,
+                        steps,
+                        false,
+                        operands,
+                        full,
+                        release,
+                        || (),
                     );
                     let place = Place { row, col, len: SUMS, consumer, member };
                     if dims.access & OUT_IN_PIECES != 0 && dims.n.is_multiple_of(8) {
@@ -346,13 +352,15 @@ unsafe fn store_rows<T: Element, const SUMS: usize>(
     place: &Place,
 ) {
     let (row, piece) = (place.member / PIECES, place.member % PIECES);
+    let mut rounded = Rounded::<SUMS>::NONE;
+    rounded.round::<f32, T>(sums);
     let mut i = 0;
     while i < SUMS / 32 {
         let at = boxes + *turn * BOX_BYTES;
         *turn ^= 1;
         // SAFETY: who reads this box has read the one of two turns ago behind a barrier that all have passed since.
         unsafe {
-            put_box::<f32, T, SUMS>(sums, 32 * i, at, place.member);
+            rounded.put_box(at, place.member);
             barrier::sync(1 + place.consumer, 128);
             let col = place.col + 64 * i as u32 + piece * T::PER_16_BYTES as u32;
             let mut j = 0;

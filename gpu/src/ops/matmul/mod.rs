@@ -261,6 +261,9 @@ macro_rules! wgmma_entries {
         #[kernel(max_threads = $threads, min_blocks = 1)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
+            // First, as far as one line of the constants' cache reaches: a launch finds none of them there.
+            dims: MatmulDims,
+            how: MatmulEpilogue,
             #[grid_constant] a: cuda_std::tma::TensorMap,
             #[grid_constant] b: cuda_std::tma::TensorMap,
             #[grid_constant] up: cuda_std::tma::TensorMap,
@@ -268,8 +271,6 @@ macro_rules! wgmma_entries {
             bias: *const $type,
             residual: *const $out,
             out: *mut $out,
-            dims: MatmulDims,
-            how: MatmulEpilogue,
         ) {
             let maps = persistent::Maps { a, b, up, out: out_map };
             let end = Epilogue::new(bias, residual, out, &dims, &how);

@@ -351,6 +351,7 @@ macro_rules! wgmma_entries {
         #[kernel(max_threads = $threads, min_blocks = 1)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
+            dims: MatmulDims,
             #[grid_constant] a: cuda_std::tma::TensorMap,
             #[grid_constant] b: cuda_std::tma::TensorMap,
             #[grid_constant] out_map: cuda_std::tma::TensorMap,
@@ -358,7 +359,6 @@ macro_rules! wgmma_entries {
             b_scale: *const f32,
             bias: *const $out,
             out: *mut $out,
-            dims: MatmulDims,
         ) {
             let maps = persistent::Maps { a, b, up: b, out: out_map };
             let end = Epilogue::new(bias, core::ptr::null(), out, &dims, &PLAIN);

@@ -432,6 +432,8 @@ impl Matmul {
             a_map
         };
         let params = [
+            (&dims).into(),
+            how.into(),
             (&a_map).into(),
             (&b_map).into(),
             (&up_map).into(),
@@ -439,8 +441,6 @@ impl Matmul {
             optional(bias.as_ref()),
             residual(args),
             out.into(),
-            (&dims).into(),
-            how.into(),
         ];
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
         let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };

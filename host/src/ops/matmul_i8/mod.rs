@@ -272,6 +272,7 @@ impl MatmulI8 {
             a_map
         };
         let params = [
+            (&dims).into(),
             (&a_map).into(),
             (&b_map).into(),
             (&out_map).into(),
@@ -279,7 +280,6 @@ impl MatmulI8 {
             (*b_scale).into(),
             optional(bias.as_ref()),
             out.into(),
-            (&dims).into(),
         ];
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
         let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
