@@ -397,14 +397,46 @@ fn strides_between_weights() -> Result<(), TestCaseError> {
 fn tiles_of_one_block() -> Result<(), TestCaseError> {
     let (own, one_sm) = (&cards_of(Arch::Sm90a)[0], &one_sm());
     for (variant, (n, k)) in std::iter::zip(WGMMA_VARIANTS, [(264, 72), (136, 264)]) {
-        let mut groups = vec![0; 40];
-        [groups[1], groups[33]] = [130, 3];
-        let case = contiguous(variant.dtype, groups, n, k, 5);
+        for from in [GroupedRows::Gathered { fan_out: 1 }, GroupedRows::Sorted] {
+            let mut groups = vec![0; 40];
+            [groups[1], groups[33]] = [130, 3];
+            let mut case = contiguous(variant.dtype, groups, n, k, 5);
+            case.problem.from = from;
+            let (x, w) = inputs(&case);
+            let run = |device| product(device, &case, Some(variant), (&x, &w));
+            let got = run(one_sm)?;
+            Expected::of(&case, (&x, &w)).check(variant.entry, &got, &case)?;
+            prop_assert_eq!(got, run(own)?, "{}", variant.entry);
+        }
+    }
+    Ok(())
+}
+
+/// Sorted rows that are one row, as after a broadcast, have its bits: they are not for tensor maps.
+#[test]
+fn rows_over_each_other() -> Result<(), TestCaseError> {
+    for variant in WGMMA_VARIANTS {
+        let mut case = contiguous(variant.dtype, vec![3, 0, 2], 264, 72, 5);
+        case.problem.from = GroupedRows::Sorted;
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, .. } = case.problem;
         let (x, w) = inputs(&case);
-        let run = |device| product(device, &case, Some(variant), (&x, &w));
-        let got = run(one_sm)?;
-        Expected::of(&case, (&x, &w)).check(variant.entry, &got, &case)?;
-        prop_assert_eq!(got, run(own)?, "{}", variant.entry);
+        let row = &x[..k];
+        let want = product(&cards_of(Arch::Sm90a)[0], &case, Some(variant), (&row.repeat(rows), &w))?;
+        let device = &cards_of(Arch::Sm90a)[0];
+        let stream = device.stream()?;
+        let x_row = Rows::input(&stream, dtype, row, k, Layout::default())?;
+        let w_rows = Rows::input(&stream, dtype, &w, k, Layout::default())?;
+        let offsets = Tensor::from_slice(&stream, &[experts + 1], &case.offsets())?;
+        let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
+        let args = GroupedMatmulArgs {
+            x: x_row.view().repeat(0, rows)?,
+            w: w_rows.view().reshape(&[experts, n, k])?,
+            offsets: offsets.view(),
+            order: None,
+            out: out.view_mut(),
+        };
+        GroupedMatmul::plan_with(device, case.problem, variant)?.run(&stream, args)?;
+        assert_eq!(out.read(&stream)?, want, "{}", variant.entry);
     }
     Ok(())
 }

@@ -285,7 +285,7 @@ pub struct Rounded<const SUMS: usize> {
 }
 
 /// Words of a box that a thread holds.
-const BOX_WORDS: usize = 16;
+pub const BOX_WORDS: usize = 16;
 
 impl<const SUMS: usize> Rounded<SUMS> {
     /// Nothing. Zeros, and no values at all would not be cheaper: LLVM then keeps those of before.
@@ -316,28 +316,51 @@ impl<const SUMS: usize> Rounded<SUMS> {
         }
     }
 
-    /// Puts the next 64 columns into a box in the 128-byte swizzle.
+    /// Puts the next 64 columns into a box.
     ///
     /// # Safety
-    /// - *converged*: all 128 threads of the consumer; the box is theirs.
+    /// - As [`put_words`].
     #[inline(always)]
     pub unsafe fn put_box(&mut self, at: u32, member: u32) {
-        let (lane, row) = (member % 32, member / 32 * 16 + member % 16);
-        // Of the swizzle; the other pieces' places differ from the first one's in the bits of their numbers alone.
-        let first = at + row * ROW_BYTES + (((lane / 16) ^ (row % 8)) << 4);
-        let mut j = 0;
-        while j < BOX_WORDS / 4 {
-            let w = 4 * j;
-            let words = [self.words[w], self.words[w + 1], self.words[w + 2], self.words[w + 3]];
-            // SAFETY: inside the box — the caller.
-            unsafe { matrix::store_x4(first ^ (32 * j as u32), words) };
-            j += 1;
-        }
+        // SAFETY: the caller's promise.
+        unsafe { put_words(&self.words, at, member) };
         // In registers, which have no index: so one piece of code serves for all boxes.
         let mut i = BOX_WORDS;
         while i < SUMS / 2 {
             self.words[i - BOX_WORDS] = self.words[i];
             i += 1;
         }
+    }
+
+    /// What is left after `boxes` of them, as far as there is room for it.
+    #[inline(always)]
+    pub fn rest<const WORDS: usize>(&self, boxes: usize) -> [u32; WORDS] {
+        let mut words = [0; WORDS];
+        let mut i = 0;
+        while i < WORDS && boxes * BOX_WORDS + i < SUMS / 2 {
+            words[i] = self.words[boxes * BOX_WORDS + i];
+            i += 1;
+        }
+        words
+    }
+}
+
+/// Puts a thread's first words, 64 columns of rounded results, into a box in the 128-byte swizzle.
+///
+/// # Safety
+/// - *converged*: all 32 threads of the warp; its rows of the box are theirs.
+#[inline(always)]
+pub unsafe fn put_words<const WORDS: usize>(words: &[u32; WORDS], at: u32, member: u32) {
+    let (lane, row) = (member % 32, member / 32 * 16 + member % 16);
+    // Of the swizzle; the other pieces' places differ from the first one's in the bits of their numbers alone.
+    let first = at + row * ROW_BYTES + (((lane / 16) ^ (row % 8)) << 4);
+    let mut j = 0;
+    while j < BOX_WORDS / 4 {
+        let w = 4 * j;
+        // SAFETY: inside the box — the caller.
+        unsafe {
+            matrix::store_x4(first ^ (32 * j as u32), [words[w], words[w + 1], words[w + 2], words[w + 3]])
+        };
+        j += 1;
     }
 }

@@ -44,6 +44,9 @@ pub struct GroupedMatmulDims {
 const _: () = assert!(size_of::<GroupedMatmulDims>() == 56);
 impl crate::Params for GroupedMatmulDims {}
 
+/// Rows of a box of x in the `Wgmma` tiles.
+pub const WGMMA_X_ROWS: u32 = 32;
+
 /// In [`GroupedMatmulDims::slots`]: slot s is sorted row s, and empty unless a tile begins there.
 pub const SLOTS_ARE_ROWS: u32 = 0;
 /// In [`GroupedMatmulDims::slots`]: the slots of expert e begin at `⌊offsets[e] / tile rows⌋ + e`.

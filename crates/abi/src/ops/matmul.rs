@@ -48,6 +48,9 @@ pub const OUT_BY_TMA: u32 = 16;
 /// In [`MatmulDims::access`]: address and strides of the residual are multiples of 4 elements.
 pub const RESIDUAL_IN_QUADS: u32 = 32;
 
+/// In [`MatmulDims::access`]: the tensor map of a is there, and its rows are sorted: of a grouped product.
+pub const A_BY_TMA: u32 = 64;
+
 /// What becomes of the sums of a launch: `act(scale · sum + bias) + residual`, or if it is gated
 /// `act(scale · gate + bias) · (scale · up + bias) + residual`.
 #[repr(C)]

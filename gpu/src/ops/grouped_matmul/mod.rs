@@ -421,16 +421,18 @@ macro_rules! wgmma_entries {
         #[kernel(max_threads = 384, min_blocks = 1)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
-            x: *const $type,
+            dims: GroupedMatmulDims,
+            #[grid_constant] x_map: cuda_std::tma::TensorMap,
             #[grid_constant] w: cuda_std::tma::TensorMap,
+            x: *const $type,
             offsets: *const u32,
             order: *const u32,
             out: *mut $type,
-            dims: GroupedMatmulDims,
         ) {
-            // SAFETY: threads and shared memory of the tile, a map of the weights, x in pieces — GroupedMatmul::run.
+            let maps = wgmma::Maps { x: x_map, w };
+            // SAFETY: threads and shared memory of the tile, the maps, x in pieces — GroupedMatmul::run.
             unsafe {
-                wgmma::multiply::<$type, $bn, { $bn / 2 }, $stages>(x, w, offsets, order, out, &dims);
+                wgmma::multiply::<$type, $bn, { $bn / 2 }, $stages>(x, maps, offsets, order, out, &dims);
             }
         }
     )*};

@@ -1,29 +1,41 @@
-//! Grouped products on Hopper: TMA brings the weights, `cp.async` gathers the rows of x, warpgroups multiply by `wgmma`.
+//! Grouped products on Hopper: TMA brings the weights and sorted rows of x, `cp.async` gathers others, warpgroups multiply by `wgmma`.
 //!
 //! A block stays on its multiprocessor and walks over the tiles of `BM` × `BN` that there are, those of an expert's rows side by
 //! side. Its first warpgroup finds the tiles and loads, the two others multiply 64 rows each.
 //!
 //! ```text
 //! producer   wait empty[s] ── tell whose stage it is, expect bytes, load w BN × 128 B ──► full[s]      a warp for each stage
-//!                          └─ 32 × cp.async: 4 rows of x ── wait for them ── fence ──► full[s]
+//!                          ├─ sorted: load x, 32 rows × 128 B at a time ──► full[s]
+//!                          └─ gathered: 32 × cp.async: 4 rows of x ── wait for them ── fence ──► full[s]
 //! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]
-//! at the end of a tile: rounding, stmatrix to a 64 × 64 box of shared memory, from there 16 bytes at a time to the rows that exist
+//! at the end of a tile: rounding, two boxes of 64 × 64 by stmatrix into shared memory, two stay in registers; behind each of the next tile's first
+//! steps 64 columns leave, from shared memory 16 bytes at a time to the rows that exist
 //!
 //! shared memory   | stage 0: x BM · 128, w BN · 128 | … | 2 boxes of 8 KiB per consumer | tile of each stage | barriers |
 //! ```
 //!
-//! - The rows of x lie anywhere, where no TMA box reaches them. A warp copies four rows by an instruction, into the 128-byte
+//! - Gathered rows of x lie anywhere, where no TMA box reaches them. A warp copies four rows by an instruction, into the 128-byte
 //!   swizzle that `wgmma` reads; which rows they are its lanes hold for the whole tile, four each, and tell one another.
-//!   Sorted rows take the same way.
+//!   Sorted rows that lie over each other, as after a broadcast, take the same way.
 //! - What `cp.async` writes is ordinary memory traffic, so whoever started the copies waits for them and fences them for the
 //!   asynchronous proxy. That fence waits for all of a warp's traffic (`MEMBAR.ALL.CTA`): with a warp for each stage it is
 //!   that stage's, and the copies of the others stay under way.
 //! - The sizes of groups are on the device, so only the producers know what comes next; each stage says whose it is.
-//! - Rows past the end of a group are not copied but to the next multiple of 32, and a consumer that has none passes its stages on.
+//! - Rows past the end of a group are not loaded but to the next multiple of 32, and a consumer that has none passes its stages on.
+//!
+//! # What was tried, on an H200
+//!
 //! - Two words move to uniform registers between products (ARCHITECTURE, "Uniform registers"), before four: it made no difference in time.
+//! - 32768 sorted rows of 128 experts, n 1536, k 2048, thousands of cycles (`ncu`): 551 with all rows by `cp.async`, 450 with sorted ones by TMA and a
+//!   tile's end beside the next one's steps; 368 to 371 and 313 to 319 µs. Of 551 the consumers waited a quarter for stages: a warp takes 1800 cycles to
+//!   start 32 copies, which go slowly beside products that have 80 of shared memory's 128 bytes a cycle, and 850 until they are there. The rows' places
+//!   found once for a tile instead of by shuffles in each step: 580.
+//! - A tile's end alone: 580 to 569, of k 768 4 to 8 %.
+//! - Bounds of gathered rows: as above. 131072 of 16384 tokens, n 1536, k 2048: 1.4 ms, at the rate of the sorted ones 1.25; copying them together first would
+//!   take 0.25.
 
-use abi::ops::grouped_matmul::GroupedMatmulDims;
-use abi::ops::matmul::{MatmulDims, OUT_IN_PIECES};
+use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
+use abi::ops::matmul::{A_BY_TMA, MatmulDims, OUT_IN_PIECES};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
@@ -31,7 +43,9 @@ use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, th
 
 use super::{null, x_number};
 use crate::tile::epilogue::{Epilogue, PLAIN};
-use crate::tile::wgmma::{BOX_BYTES, Place, ROW_BYTES, Ring, Rounded, multiply_stages, store_pairs};
+use crate::tile::wgmma::{
+    BOX_BYTES, BOX_WORDS, Place, ROW_BYTES, Ring, Rounded, multiply_stages, put_words, store_pairs,
+};
 
 /// A warpgroup that loads and two that multiply.
 const THREADS: u32 = 384;
@@ -43,6 +57,18 @@ const PIECES: u32 = ROW_BYTES / 16;
 const ROWS: u32 = 32 / PIECES;
 /// Instructions for 32 rows.
 const COPIES: usize = (32 / ROWS) as usize;
+
+/// Bytes of a box of x.
+const BOX: u32 = WGMMA_X_ROWS * ROW_BYTES;
+
+/// The tensor maps of a launch.
+#[derive(Clone, Copy)]
+pub struct Maps {
+    /// x in boxes of [`WGMMA_X_ROWS`], if it is loaded by TMA.
+    pub x: *const TensorMap,
+    /// The weights in boxes of `BN / 2` rows.
+    pub w: *const TensorMap,
+}
 
 /// A walk over the tiles' rows, experts in their order.
 struct Walk {
@@ -122,8 +148,7 @@ impl Walk {
 ///
 /// # Safety
 /// - Blocks of 384 threads, shared memory as `GroupedMatmulTile::smem_bytes` says.
-/// - `map` is that of the weights in boxes of `BN / 2` rows, the other tensors *in-bounds* for `dims` and x in pieces — checked in
-///   `GroupedMatmul::run`.
+/// - The maps are those of `GroupedMatmul::run`, the other tensors *in-bounds* for `dims` and x in pieces — checked there.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Element + Multiply<[f32; SUMS]>,
@@ -132,7 +157,7 @@ pub unsafe fn multiply<
     const STAGES: u32,
 >(
     x: *const T,
-    map: *const TensorMap,
+    maps: Maps,
     offsets: *const u32,
     order: *const u32,
     out: *mut T,
@@ -152,6 +177,7 @@ pub unsafe fn multiply<
     let full = |stage: u32| barriers + 8 * stage;
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let thread = thread::thread_idx_x();
+    let by_tma = dims.access & A_BY_TMA != 0;
     // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them, and all the stages.
     unsafe {
         if thread == 0 {
@@ -162,7 +188,10 @@ pub unsafe fn multiply<
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();
-            tma::prefetch_map(map);
+            tma::prefetch_map(maps.w);
+            if by_tma {
+                tma::prefetch_map(maps.x);
+            }
         }
         // Rows of x that no copy fills are multiplied too, though not stored.
         let mut at = thread * 16;
@@ -205,7 +234,7 @@ pub unsafe fn multiply<
                     // stands for those that are copied.
                     let mut numbers = [0; (BM / 32) as usize];
                     let mut i = 0;
-                    while i < numbers.len() {
+                    while !by_tma && i < numbers.len() {
                         numbers[i] = x_number(order, dims, (row + 32 * i as u32 + lane).min(end - 1));
                         i += 1;
                     }
@@ -216,18 +245,30 @@ pub unsafe fn multiply<
                         parity ^= 1;
                         if lane == 0 {
                             shared::store_u32x4(tile_of(stage), [row, end, col, 0]);
-                            mbarrier::expect_tx(full(stage), w_bytes);
+                            let boxes = if by_tma { rows.div_ceil(WGMMA_X_ROWS) } else { 0 };
+                            mbarrier::expect_tx(full(stage), w_bytes + boxes * BOX);
                             let (w_at, half) = (at + x_bytes, w_bytes / 2);
                             let [k, col, expert] = [k as i32, col as i32, expert as i32];
-                            tma::load(w_at, map, [k, col, expert, 0], full(stage));
-                            tma::load(w_at + half, map, [k, col + (BN / 2) as i32, expert, 0], full(stage));
+                            tma::load(w_at, maps.w, [k, col, expert, 0], full(stage));
+                            tma::load(
+                                w_at + half,
+                                maps.w,
+                                [k, col + (BN / 2) as i32, expert, 0],
+                                full(stage),
+                            );
+                            let mut i = 0;
+                            while i < boxes {
+                                let from = (row + i * WGMMA_X_ROWS) as i32;
+                                tma::load(at + i * BOX, maps.x, [k, from], full(stage));
+                                i += 1;
+                            }
                         }
                         let from = x.wrapping_add(k as usize + piece as usize * T::PER_16_BYTES).cast::<u8>();
                         // k is a multiple of a piece.
                         let left = (dims.k - k) / T::PER_16_BYTES as u32;
                         let mut j = 0;
                         while j < numbers.len() {
-                            if 32 * (j as u32) < rows {
+                            if !by_tma && 32 * (j as u32) < rows {
                                 // All shuffles, then all copies: one does not wait for the other.
                                 let mut starts = [from; COPIES];
                                 let mut i = 0;
@@ -255,8 +296,10 @@ pub unsafe fn multiply<
                             }
                             j += 1;
                         }
-                        cp_async::wait_all();
-                        fence::proxy_async_shared();
+                        if !by_tma {
+                            cp_async::wait_all();
+                            fence::proxy_async_shared();
+                        }
                         warp::sync_warp(warp::FULL_MASK);
                         if lane == 0 {
                             mbarrier::arrive(full(stage));
@@ -281,7 +324,7 @@ pub unsafe fn multiply<
             let member = thread % 128;
             let my_boxes = boxes + consumer * 2 * BOX_BYTES;
             let mut ring = Ring::<STAGES>::START;
-            let mut turn = 0;
+            let mut leaving = Leaving { words: [0; 2 * BOX_WORDS], left: 0, row: 0, end: 0, col: 0 };
             let operands = |stage: u32| {
                 let at = base + stage * stage_bytes;
                 (at + consumer * 64 * ROW_BYTES, at + x_bytes)
@@ -296,12 +339,16 @@ pub unsafe fn multiply<
                 let [row, end, col, _] = shared::load_u32x4(tile_of(ring.stage));
                 // One thread gives the stage back: all have read whose it is.
                 barrier::sync(1 + consumer, 128);
+                let row = row + consumer * 64;
+                // Of one lane, and joined below: so ptxas knows that a warp stays together.
+                let has_rows = warp::shuffle_idx(warp::FULL_MASK, u32::from(row < end), 0) != 0;
+                if !has_rows {
+                    leaving.end_all(out, dims, my_boxes, member);
+                }
                 if end == 0 {
                     break;
                 }
-                let row = row + consumer * 64;
-                // Of one lane, and joined below: so ptxas knows that a warp stays together.
-                if warp::shuffle_idx(warp::FULL_MASK, u32::from(row < end), 0) != 0 {
+                if has_rows {
                     let sums = multiply_stages::<T, f32, SUMS, STAGES>(
                         &mut ring,
                         steps,
@@ -309,14 +356,16 @@ pub unsafe fn multiply<
                         operands,
                         full,
                         release,
-                        || (),
+                        || leaving.store_box(out, dims, my_boxes, member),
                     );
+                    leaving.end_all(out, dims, my_boxes, member);
                     let place = Place { row, col, len: SUMS, consumer, member };
                     if dims.access & OUT_IN_PIECES != 0 && dims.n.is_multiple_of(8) {
-                        store_rows(&sums, out, end, dims, my_boxes, &mut turn, &place);
+                        leaving.take::<T, SUMS>(&sums, my_boxes, end, &place);
                     } else {
                         let own = MatmulDims { m: end, ..super::product(dims) };
                         store_pairs(&sums, &Epilogue::new(null::<T>(), null(), out, &own, &PLAIN), &place);
+                        leaving.words = [0; 2 * BOX_WORDS];
                     }
                 } else {
                     let mut step = 0;
@@ -336,44 +385,101 @@ pub unsafe fn multiply<
     }
 }
 
-/// Rounds the sums and stores those of rows before `end` in pieces, box by box through two boxes of shared memory in turn.
-///
-/// # Safety
-/// - *converged*: all 128 threads of the consumer; the boxes are theirs.
-/// - *in-bounds(out)* for the dimensions, rows of whole pieces; nobody else writes the tile.
-#[inline(always)]
-unsafe fn store_rows<T: Element, const SUMS: usize>(
-    sums: &[f32; SUMS],
-    out: *mut T,
+/// The tile before, on its way out while the next one is multiplied, 64 columns at a time: the first two boxes of them in shared memory, the others
+/// still in registers. Each warp stores its own rows, so none waits for another.
+struct Leaving {
+    words: [u32; 2 * BOX_WORDS],
+    /// Boxes still to be stored.
+    left: u32,
+    /// Place of the next box in out, and the end of the group.
+    row: u32,
     end: u32,
-    dims: &GroupedMatmulDims,
-    boxes: u32,
-    turn: &mut u32,
-    place: &Place,
-) {
-    let (row, piece) = (place.member / PIECES, place.member % PIECES);
-    let mut rounded = Rounded::<SUMS>::NONE;
-    rounded.round::<f32, T>(sums);
-    let mut i = 0;
-    while i < SUMS / 32 {
-        let at = boxes + *turn * BOX_BYTES;
-        *turn ^= 1;
-        // SAFETY: who reads this box has read the one of two turns ago behind a barrier that all have passed since.
+    col: u32,
+}
+
+impl Leaving {
+    /// Rounds a tile's sums.
+    ///
+    /// # Safety
+    /// - *converged*: all 128 threads of the consumer; the boxes are theirs, and nothing is left of the tile before.
+    #[inline(always)]
+    unsafe fn take<T: Element, const SUMS: usize>(
+        &mut self,
+        sums: &[f32; SUMS],
+        boxes: u32,
+        end: u32,
+        place: &Place,
+    ) {
+        const { assert!(SUMS / 2 == 4 * BOX_WORDS) };
+        let mut rounded = Rounded::<SUMS>::NONE;
+        rounded.round::<f32, T>(sums);
+        self.words = rounded.rest(2);
+        // SAFETY: the warp's lanes have read these rows of both when they have come together.
         unsafe {
-            rounded.put_box(at, place.member);
-            barrier::sync(1 + place.consumer, 128);
-            let col = place.col + 64 * i as u32 + piece * T::PER_16_BYTES as u32;
-            let mut j = 0;
-            while j < 64 / 16 {
-                let row = row + j * 16;
-                if place.row + row < end && col < dims.n {
-                    let values = shared::load_u32x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4));
-                    let to = (place.row + row) as usize * dims.out_stride as usize + col as usize;
-                    global::store_x4(out.add(to), values);
-                }
-                j += 1;
-            }
+            warp::sync_warp(warp::FULL_MASK);
+            rounded.put_box(boxes, place.member);
+            rounded.put_box(boxes + BOX_BYTES, place.member);
         }
-        i += 1;
+        // Else LLVM makes copies of the store.
+        self.left = thread::opaque(4);
+        (self.row, self.end, self.col) = (place.row, end, place.col);
+    }
+
+    /// Stores the next box, if there is one: the warp's rows before the end, in pieces.
+    ///
+    /// # Safety
+    /// - *converged*: all 128 threads of the consumer; the boxes are theirs.
+    /// - *in-bounds(out)* for the dimensions, rows of whole pieces; nobody else writes the tile.
+    #[inline(always)]
+    unsafe fn store_box<T: Element>(
+        &mut self,
+        out: *mut T,
+        dims: &GroupedMatmulDims,
+        boxes: u32,
+        member: u32,
+    ) {
+        // SAFETY: the warp's lanes have read these rows of the box of two turns ago when they have come together; the row and column exist.
+        unsafe {
+            if self.left > 0 {
+                let at = boxes + self.left % 2 * BOX_BYTES;
+                if self.left <= 2 {
+                    warp::sync_warp(warp::FULL_MASK);
+                    put_words(&self.words, at, member);
+                    let mut i = BOX_WORDS;
+                    while i < self.words.len() {
+                        self.words[i - BOX_WORDS] = self.words[i];
+                        i += 1;
+                    }
+                }
+                warp::sync_warp(warp::FULL_MASK);
+                let piece = member % PIECES;
+                let col = self.col + piece * T::PER_16_BYTES as u32;
+                let mut j = 0;
+                while j < 16 / ROWS {
+                    let row = member / 32 * 16 + member % 32 / PIECES + j * ROWS;
+                    if self.row + row < self.end && col < dims.n {
+                        let values = shared::load_u32x4(at + row * ROW_BYTES + ((piece ^ (row & 7)) << 4));
+                        let to = (self.row + row) as usize * dims.out_stride as usize + col as usize;
+                        global::store_x4(out.add(to), values);
+                    }
+                    j += 1;
+                }
+                self.col += 64;
+                self.left -= 1;
+            }
+            warp::sync_warp(warp::FULL_MASK);
+        }
+    }
+
+    /// Stores all that is left.
+    ///
+    /// # Safety
+    /// - As [`Self::store_box`].
+    #[inline(always)]
+    unsafe fn end_all<T: Element>(&mut self, out: *mut T, dims: &GroupedMatmulDims, boxes: u32, member: u32) {
+        while self.left > 0 {
+            // SAFETY: the caller's promise.
+            unsafe { self.store_box(out, dims, boxes, member) };
+        }
     }
 }

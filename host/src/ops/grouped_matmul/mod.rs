@@ -7,15 +7,15 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::grouped_matmul::GroupedMatmulDims;
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
+use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
+use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
 
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
+use crate::launch::Entry;
 use crate::nvtx;
-use crate::ops::matmul::{optional, row_stride, rows_aligned};
+use crate::ops::matmul::{matrix_map, optional, row_stride, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -217,23 +217,27 @@ impl GroupedMatmul {
         let blocks = slots * u64::from(dims.col_blocks);
         let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", blocks)? };
         let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
-        let map = match tile {
-            GroupedMatmulTile::Wgmma { bn, .. } => Some(self.map_of_weights(w, &dims, bn / 2)?),
-            _ => None,
+        let [offsets, order, out] = [(*offsets).into(), optional(order.as_ref()), out.into()];
+        let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
+            let params = [(*x).into(), (*w).into(), offsets, order, out, (&dims).into()];
+            // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
+            // looks at for the tensor cores; the grid has every column of every slot; threads and shared memory are the tile's.
+            return unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) };
         };
-        // Blocks that load by a map walk over the tiles.
-        let grid = if map.is_some() { grid.min(self.device.profile().num_sms) } else { grid };
-        let params = [
-            (*x).into(),
-            map.as_ref().map_or((*w).into(), Param::from),
-            (*offsets).into(),
-            optional(order.as_ref()),
-            out.into(),
-            (&dims).into(),
-        ];
-        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
-        // looks at for the tensor cores; the grid has every column of every slot, or the blocks walk over them; threads and
-        // shared memory are the tile's; the map has the weights' sizes and strides.
+        let w_map = self.map_of_weights(w, &dims, bn / 2)?;
+        // Rows that lie over each other, as after a broadcast, are not for tensor maps.
+        let by_tma = dims.fan_out == 0 && (dims.x_rows <= 1 || dims.x_stride >= dims.k);
+        let x_map = if by_tma {
+            dims.access |= A_BY_TMA;
+            let sizes = [dims.x_rows, dims.k, dims.x_stride];
+            matrix_map(OP, &self.device, self.problem.dtype, x.address(), sizes, WGMMA_X_ROWS)?
+        } else {
+            w_map
+        };
+        // Its blocks walk over the tiles.
+        let grid = grid.min(self.device.profile().num_sms);
+        let params = [(&dims).into(), (&x_map).into(), (&w_map).into(), (*x).into(), offsets, order, out];
+        // SAFETY: as above; the blocks walk over the slots and their columns, and the maps have x's and the weights' sizes and strides.
         unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
