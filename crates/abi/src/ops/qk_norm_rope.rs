@@ -16,6 +16,8 @@ pub struct QkNormRopeDims {
     pub q_groups: u32,
     /// The same for the key heads, and for the value heads.
     pub kv_groups: u32,
+    /// Binary logarithm of the warps next to each other that have the same group of neighbouring tokens.
+    pub warps_log2: u32,
     /// Elements of a head.
     pub head_dim: u32,
     /// Elements of a head that are rotated: the first ones.
@@ -56,7 +58,7 @@ pub struct QkNormRopeDims {
     pub weight_offset: f32,
 }
 
-const _: () = assert!(size_of::<QkNormRopeDims>() == 96);
+const _: () = assert!(size_of::<QkNormRopeDims>() == 100);
 impl crate::Params for QkNormRopeDims {}
 
 /// Threads of a block of the `Lanes` tiles.

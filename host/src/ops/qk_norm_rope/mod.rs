@@ -258,7 +258,11 @@ impl QkNormRope {
                 dims.q_groups = dims.heads_q.div_ceil(heads);
                 dims.kv_groups = dims.heads_kv.div_ceil(heads);
                 let groups = u64::from(dims.q_groups + 2 * dims.kv_groups);
-                let items = u64::from(dims.tokens.div_ceil(tokens)) * groups;
+                // And the warps of a block that of more, where groups have several heads: not all have as many.
+                let same = if heads > 1 { warps } else { 1 };
+                dims.warps_log2 = same.ilog2();
+                let token_warps = u64::from(dims.tokens.div_ceil(tokens)).next_multiple_of(same.into());
+                let items = token_warps * groups;
                 let grid = check_blocks(OP, "q_out", items)?.div_ceil(warps);
                 let [q_weight, k_weight] = match *weights {
                     Some(QkNormWeights { q, k }) => [q.into(), k.into()],
@@ -367,6 +371,7 @@ impl QkNormRope {
             // Of the kernel that needs no alignment; `run` knows whether there is another.
             q_groups: heads_q as u32,
             kv_groups: heads_kv as u32,
+            warps_log2: 0,
             head_dim: head_dim as u32,
             rotary_dim: rotary_dim as u32,
             is_interleaved: u32::from(self.problem.style == RopeStyle::Interleaved),
