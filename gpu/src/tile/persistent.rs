@@ -33,7 +33,7 @@
 //! - Arrivals at the other block's barriers are the form that releases no writes. The releasing form is compiled to
 //!   `MEMBAR.ALL.GPU`, which waits for all of the thread's memory traffic in every step: 504 instead of 791 TFLOP/s at 8192³.
 //! - 128 × 256 in clusters of two is the fastest tile where it fills the card (8192³: 795 TFLOP/s, 1.09 of cuBLAS; 4096³:
-//!   1.00); 128 × 192 where that leaves fewer multiprocessors idle (2048 × 19456 × 2560: 1.06, 2048 × 1536 × 2048: 0.91).
+//!   1.00); 128 × 192 where that leaves fewer multiprocessors idle (2048 × 19456 × 2560: 1.06, 2048 × 1536 × 2048: 0.91, and 1.00 with what is below).
 //! - For few rows, narrow tiles whose cluster of four shares a: 16, 24, 32 and 64 columns of 64 rows. Only 64 is worth having (64 ×
 //!   4096 × 4096: 13.5 µs, cuBLAS 12.4, the tile of 128 rows 22.6): the shared operand comes in at 25 bytes per clock,
 //!   whatever the width, so narrower tiles pay the same time more often (32 columns: 25.8 µs).

@@ -35,7 +35,7 @@
 //! | groups side by side in a warp, four heads after four | 87 % | 88 % | 82 % | 69 % |
 //! | a warp's lanes of one group | 88 % | 88 % | 83 % | 76 % |
 //! | each head's place filled anew at once | 95 % | 96 % | 92 % | 87 % |
-//! | a block's warps of one group | 95 % | 97 % | 95 % | 90 % |
+//! | a block's warps of one group | 95 % | 96 % | 94 % | 89 % |
 //!
 //! The last has 64 registers instead of 78, so four blocks on a multiprocessor instead of three. Groups of four heads: 88, 89, 85 and 81 %; of
 //! sixteen: 89, 94, 91 and 79 %. What the last model lacks is in its groups of k and v, which have two heads: they are half of the warps, and all of
