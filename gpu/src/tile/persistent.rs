@@ -265,9 +265,12 @@ pub unsafe fn multiply<
             step = thread::opaque(step + 1);
         }
     }
+    // By one lane's word, so that ptxas knows that a warp stays together.
     // SAFETY: all lanes of each warp are here.
-    unsafe { warp::sync_warp(warp::FULL_MASK) };
-    let warpgroup = thread / 128;
+    let warpgroup = unsafe {
+        warp::sync_warp(warp::FULL_MASK);
+        warp::shuffle_idx(warp::FULL_MASK, thread / 128, 0)
+    };
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
     unsafe {
         if warpgroup == 0 {
@@ -373,11 +376,16 @@ struct Outgoing<const SUMS: usize> {
 
 impl<const SUMS: usize> Outgoing<SUMS> {
     /// Rounds a tile's sums; boxes that begin before column n will be stored.
+    ///
+    /// # Safety
+    /// - All 128 threads of the consumer (*converged*).
     #[inline(always)]
-    fn take<S: Sum, O: Element>(&mut self, sums: &[S; SUMS], place: &Place, n: u32) {
+    unsafe fn take<S: Sum, O: Element>(&mut self, sums: &[S; SUMS], place: &Place, n: u32) {
         self.rounded.round::<S, O>(sums);
-        // Else LLVM makes copies of the store.
-        self.left = thread::opaque(n.saturating_sub(place.col).min(2 * place.len as u32).div_ceil(64));
+        let boxes = n.saturating_sub(place.col).min(2 * place.len as u32).div_ceil(64);
+        // By one lane's word, so that ptxas knows that a warp stays together. LLVM knows nothing of it, and makes no copies of the store.
+        // SAFETY: the caller's promise.
+        self.left = unsafe { warp::shuffle_idx(warp::FULL_MASK, boxes, 0) };
         (self.row, self.col) = (place.row, place.col);
     }
 
