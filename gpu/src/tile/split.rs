@@ -7,9 +7,13 @@
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a 64 × 128 B, b n × 128 B ──► full[s]
 //! consumer   wait full[s] ── 4 × wgmma m64nN ──► empty[s-1]
-//! at the end sums ──► shared memory ── cluster's barrier ── own columns of block 0 + block 1 + … ── epilogue ── out
+//! at the end sums ──► own shared memory ── each block's columns by bulk copies ──► that block ── block 0 + block 1 + … ── epilogue ── out
 //! ```
 //!
+//! - What is sent comes into the stage that is free first, and is not sent before that one's loader has said so, which it does some
+//!   steps before the end. The receiver waits for the bytes alone. Reading from the other blocks behind a barrier of the cluster took longer: its
+//!   release is a `MEMBAR.ALL.GPU`, and the loads come one way after the other (64 × 4096 × 4096 13.0 instead of 12.6 µs, 32 rows of 2560 × 4096 8.7
+//!   instead of 8.2, 2560 × 9728 15.7 instead of 15.2, in three runs in turn). A place of its own for what comes, and a stage fewer: 14.4.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
 //! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `persistent`. Sums of int8
 //!   are exact in any order.
@@ -42,13 +46,15 @@
 //! | 128 × 2048 | 4.6 / 5.8 / 7.9 | 2048 × 6144 | 19.7 / 15.4 / 18.8 |
 //! | 3072 × 2048 | 13.2 / 10.0 / 8.4: not chosen | 2048 × 2048 | 10.8 / 8.7 / 8.3: not chosen |
 //!
+//! The tables are of before that, as is the next paragraph.
+//!
 //! 64 rows of 4096 × 4096 of bf16 take 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and
 //! 0.87 of it. With eight stages, and so one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then
 //! (`cuOccupancyMaxActiveClusters`), and two came after the others. With four stages it holds 62.
 
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{cluster, fence, mbarrier, shared, thread, tma, warp};
+use cuda_std::{barrier, cluster, fence, mbarrier, shared, thread, tma, warp};
 
 use super::epilogue::Epilogue;
 use super::operand::Sum;
@@ -57,6 +63,10 @@ use super::wgmma::{Place, ROW_BYTES, Results, Ring, multiply_stages, store_pairs
 
 /// Rows of a tile.
 const BM: u32 = 64;
+/// The consumer's named barrier.
+const OWN_BARRIER: u32 = 1;
+/// Four sums of each thread of a consumer.
+const QUAD_BYTES: u32 = 128 * 16;
 
 /// The block's part of the product. `promotes`: each step's sum is added by itself.
 ///
@@ -91,6 +101,8 @@ pub unsafe fn multiply<
     let barriers = stage_of(STAGES);
     let full = |stage: u32| barriers + 8 * stage;
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
+    // The others have room for this block's sums, and this one has theirs.
+    let (ready, received) = (barriers + 16 * STAGES, barriers + 16 * STAGES + 8);
     let (rank, thread) = (cluster::block_rank(), thread::thread_idx_x());
     let tile = thread::block_idx_x() / CLUSTER;
     let rows = dims.m.div_ceil(BM).max(1);
@@ -98,7 +110,20 @@ pub unsafe fn multiply<
     let box_rows = dims.m.next_multiple_of(8).min(BM);
     let bk = ROW_BYTES / size_of::<T>() as u32;
     let steps = dims.k.div_ceil(bk);
-    let (first, last) = (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
+    let bounds = |rank: u32| (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
+    let (first, last) = bounds(rank);
+    // Of a block's columns: sums of one block for another. They come into the stage that is the first to be free for good, in which the next
+    // step would be, from the next block's to that of the one before.
+    let part_bytes = OWN as u32 * 128 * 4;
+    const {
+        // Parts into one stage, and a block's own sums into the others.
+        let stage = (BM + 2 * SUMS as u32) * ROW_BYTES;
+        assert!((CLUSTER - 1) * OWN as u32 * 512 <= stage && SUMS as u32 * 512 <= (STAGES - 1) * stage);
+    };
+    let part = |from: u32, to: u32| {
+        let (first, last) = bounds(to);
+        stage_of((last - first) % STAGES) + (CLUSTER + from - to - 1) % CLUSTER * part_bytes
+    };
     // Loads a step into an empty stage.
     let load = |stage: u32, step: u32| {
         let (at, k) = (stage_of(stage), (step * bk) as i32);
@@ -125,7 +150,10 @@ pub unsafe fn multiply<
                 mbarrier::init(empty(stage), 1);
                 stage += 1;
             }
+            mbarrier::init(ready, CLUSTER - 1);
+            mbarrier::init(received, 1);
             mbarrier::fence_mbarrier_init();
+            mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * part_bytes);
             // The first loads come before anything else: they take as long as all that follows.
             while step < last.min(first + STAGES) {
                 load(ring.stage, step);
@@ -145,6 +173,8 @@ pub unsafe fn multiply<
         }
         fence::proxy_async_shared();
         thread::sync_threads();
+        // The barriers' fence is all that others have to see.
+        cluster::arrive_relaxed();
     }
     let member = thread % 128;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when
@@ -160,6 +190,17 @@ pub unsafe fn multiply<
                 }
             }
             warp::sync_warp(warp::FULL_MASK);
+            cluster::wait();
+            if thread == 0 {
+                mbarrier::wait_parity(empty(ring.stage), ring.parity ^ 1);
+                let mut ahead = 1;
+                while ahead < CLUSTER {
+                    mbarrier::arrive_remote(cluster::map_shared(ready, (rank + ahead) % CLUSTER));
+                    ahead += 1;
+                }
+            }
+            warp::sync_warp(warp::FULL_MASK);
+            cluster::arrive_relaxed();
         } else {
             let mut ring = Ring::<STAGES>::START;
             let operands = |stage: u32| (stage_of(stage), stage_of(stage) + a_bytes);
@@ -177,32 +218,59 @@ pub unsafe fn multiply<
                 release,
                 || (),
             );
+            // A quad is 8 columns. Behind the stage of the others' parts, and on from the first one.
+            let quads_at = stage_of((last - first + 1) % STAGES);
+            let at_quad = |quad: u32| {
+                let at = quads_at + quad * QUAD_BYTES;
+                at - if at >= barriers { barriers - base } else { 0 }
+            };
             let mut quad = 0;
             while quad < SUMS / 4 {
                 let values = [sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]];
-                shared::store_u32x4(base + (quad as u32 * 128 + member) * 16, values.map(S::to_word));
+                shared::store_u32x4(at_quad(quad as u32) + member * 16, values.map(S::to_word));
                 quad += 1;
             }
-        }
-        cluster::sync();
-        if thread >= 128 {
-            // A quad is 8 columns: the block's are next to each other, or half of them in the gate's half and half in up's.
+            fence::proxy_async_shared();
+            barrier::sync(OWN_BARRIER, 128);
+            cluster::wait();
+            // A block's quads are next to each other, or half of them in the gate's half and half in up's.
             let quads = OWN as u32 / 4;
-            let quad_of = |i: u32| match (gated, i < quads / 2) {
-                (false, _) => quads * rank + i,
-                (true, true) => quads / 2 * rank + i,
-                (true, false) => SUMS as u32 / 8 + quads / 2 * rank + (i - quads / 2),
-            };
+            let halves = if gated { 2 } else { 1 };
+            let first_quad = |rank: u32, half: u32| half * (SUMS as u32 / 8) + quads / halves * rank;
+            if member == 0 {
+                mbarrier::wait_parity(ready, 0);
+                let mut ahead = 1;
+                while ahead < CLUSTER {
+                    let to = (rank + ahead) % CLUSTER;
+                    let barrier = cluster::map_shared(received, to);
+                    let mut half = 0;
+                    while half < halves {
+                        let bytes = part_bytes / halves;
+                        let at = cluster::map_shared(part(rank, to) + half * bytes, to);
+                        tma::copy_bulk_to_block(at, at_quad(first_quad(to, half)), bytes, barrier);
+                        half += 1;
+                    }
+                    ahead += 1;
+                }
+            }
+            mbarrier::wait_parity(received, 0);
+            // What another block has sent is here, and so may that one end.
+            cluster::arrive_relaxed();
             let mut sums = [S::ZERO; OWN];
             let mut from = 0;
             while from < CLUSTER {
                 let mut i = 0;
-                while i < OWN / 4 {
-                    let at = cluster::map_shared(base + (quad_of(i as u32) * 128 + member) * 16, from);
-                    let values = cluster::load_x4(at).map(S::from_word);
+                while i < quads {
+                    let at = if from == rank {
+                        let half = i / (quads / halves);
+                        at_quad(first_quad(rank, half) + i % (quads / halves))
+                    } else {
+                        part(from, rank) + i * QUAD_BYTES
+                    };
+                    let values = shared::load_u32x4(at + member * 16).map(S::from_word);
                     let mut j = 0;
                     while j < 4 {
-                        let sum = &mut sums[4 * i + j];
+                        let sum = &mut sums[4 * i as usize + j];
                         *sum = if from == 0 { values[j] } else { sum.plus(values[j]) };
                         j += 1;
                     }
@@ -216,9 +284,6 @@ pub unsafe fn multiply<
             results.make(&mut sums, &place);
             store_pairs(&sums, &end, &place);
         }
-        // Others may still read this block's sums. Who has added them has read them, and no writes are to be seen behind it: a release
-        // would wait for those to out.
-        cluster::arrive_relaxed();
         cluster::wait();
     }
 }

@@ -208,7 +208,8 @@ impl MatmulTile {
                 let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
                 stages * (bm + bn) * WGMMA_ROW_BYTES + boxes * 64 * 128 + 16 * stages
             }
-            MatmulTile::Split { bn, stages, .. } => stages * ((64 + bn) * WGMMA_ROW_BYTES + 16),
+            // Stages, two barriers for each and two more.
+            MatmulTile::Split { bn, stages, .. } => stages * ((64 + bn) * WGMMA_ROW_BYTES + 16) + 16,
         }
     }
 

@@ -47,16 +47,17 @@ pub(super) unsafe fn load<
             let last = thread::opaque((tile.any.hi - 1) as u32);
             let mut next = walk.below::<KEYS>(tile.end, dims);
             tiles.draw(counter, next == NONE);
-            mbarrier::wait_parity(places.empty_q(tiles.round), places.parity_q(tiles.round) ^ 1);
-            // Opaque, or its place would be computed before the tile is.
-            TileWords::new(number, tile, next != NONE, dims).store(places, thread::opaque(tiles.round));
-            mbarrier::arrive_expect_tx(places.full_q(tiles.round), ROWS * DIM * 2);
+            // Opaque, or places would be computed before the tile is.
+            let round = thread::opaque(tiles.round);
+            mbarrier::wait_parity(places.empty_q(round), places.parity_q(round) ^ 1);
+            TileWords::new(number, tile, next != NONE, dims).store(places, round);
+            mbarrier::arrive_expect_tx(places.full_q(round), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {
-                let at = places.q(tiles.round) + col * ROWS * ROW_BYTES;
+                let at = places.q(round) + col * ROWS * ROW_BYTES;
                 let query = (tile.own.first_q + tile.first_query) as i32;
                 let from = [(64 * col) as i32, query, tile.head as i32, batch];
-                tma::load(at, maps.q, from, places.full_q(tiles.round));
+                tma::load(at, maps.q, from, places.full_q(round));
                 col += 1;
             }
             // Keys of a step come before the values of the one before it: their place is the first to be free, and they are wanted first.
@@ -67,7 +68,7 @@ pub(super) unsafe fn load<
                     let index = next;
                     // Opaque, or the step would be kept to ask by it whether there is a next one.
                     next = thread::opaque(walk.below::<KEYS>(index, dims));
-                    let step = Step::new(index, walk.is_border::<KEYS>(index, dims), next == NONE);
+                    let step = Step::new(index, walk.is_border::<KEYS>(index, dims), next == NONE, dims);
                     let turn = Turn(counts / 4);
                     let (stage, full) = (turn.stage(), places.full_k(turn.stage()));
                     mbarrier::wait_parity(places.empty_k(stage), turn.parity() ^ 1);

@@ -20,7 +20,8 @@
 //! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
 //! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those that some row
 //!   does not see whole are masked. Of these a warp masks only those 16 keys at a time that some of its 16 rows see and others do not,
-//!   and has no maximum and no exponential of what none of them sees: see `Groups`.
+//!   and has no maximum and no exponential of what none of them sees: see `Groups`. These steps and all under a soft cap are special: a plain one
+//!   asks for both by one branch.
 //! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
 //!   none to keep what they need of a tile at its borders and its end.
 //! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its first `p·v` waits for them.
@@ -97,7 +98,17 @@
 //! of 2731 for all keys of 4, 32, 4096, 128, 5310 instead of 5372 for 16384 tokens, 272 instead of 273 for 1024, 125 instead of 121 for 2048:
 //! what is gained beyond cycles is clocks, since a joule does 873 to 922 Gop of 4, 32, 4096, 128 causal instead of 853 to 874.
 //!
-//! Tried and left: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
+//! A plain step's time is in what a warp does one after the other, not in a unit: of 16, 32, 512, 64 products and exponentials take 37 % of the
+//! cycles each, warps issue in 42 %. So branches and instructions count. One branch for caps and borders, q given back
+//! where the last step is known anyway, and older results rescaled where a maximum has grown instead of behind the softmax: thousands of cycles
+//! 1476 to 1456 (4, 32, 4096, 128 causal), 270 to 267 (16, 16, 1024, 128), 124 to 122 (1, 32 on 8, 2048, 128); with q's descriptors by a shuffle
+//! at 64 columns too 546 to 537 (2, 32, 4096, 64) and 171 to 169 (16, 32, 512, 64).
+//!
+//! Tried and left: a quarter of the exponentials by a polynomial on the multiply-add units (12 instructions each; 10 to 13 % slower);
+//! a quarter or half of the scores ahead, so that the others are compared beside the first exponentials (a second vote of the warp: 2 to 3 % slower);
+//! two places for q at 64 columns (nothing, and the loader spills).
+//!
+//! Also: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
 //! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92, with two places or one. Also left:
 //! what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
 //! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
@@ -367,11 +378,8 @@ unsafe fn consume<
                 barrier::sync(OWN + consumer, 128);
                 release(places.empty_q(round));
             } else {
-                let mut q_at = q_at + places.behind_q(round);
-                if is_early {
-                    // By one lane's word too, or each thread would keep the descriptors of its own.
-                    q_at = warp::shuffle_idx(warp::FULL_MASK, q_at, 0);
-                }
+                // By one lane's word too, or each thread would keep the descriptors of its own.
+                let q_at = warp::shuffle_idx(warp::FULL_MASK, q_at + places.behind_q(round), 0);
                 let empty_q = places.empty_q(round);
                 let mut s = [0f32; SCORES];
                 let mut o = [0f32; SUMS];
@@ -379,13 +387,11 @@ unsafe fn consume<
                 let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
                 let mut is_marked = false;
                 let ends;
-                // Of a step whose scores are done, k, and behind a tile's last one q.
+                // Of a step whose scores are done, k, and behind a tile's last one q. Where there is another place for q, that has time.
                 let release_scores = |step: Step, turn: Turn| {
-                    if member == 0 {
-                        mbarrier::arrive(places.empty_k(turn.stage()));
-                        if !wgmma_out_in_q(DIM) && step.is_last() {
-                            mbarrier::arrive(empty_q);
-                        }
+                    release(places.empty_k(turn.stage()));
+                    if !is_early && !wgmma_out_in_q(DIM) && step.is_last() {
+                        release(empty_q);
                     }
                 };
                 let of_borders = |round: u32| (places, round, consumer, member, blocks);
@@ -406,16 +412,22 @@ unsafe fn consume<
                     }
                     wgmma::wait_group::<0>(&mut s);
                     release_scores(step, turn);
-                    if has_cap(dims) {
-                        cap(&mut s, dims);
-                    }
-                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(&mut s, &mut rows, step, of_borders(round), dims);
+                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
+                        &mut s,
+                        &mut rows,
+                        step,
+                        of_borders(round),
+                        dims,
+                        |_| (),
+                    );
                     round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     let mut accumulate = Accumulate::Overwrite;
                     let wait_for_next_k = |step: Step, turn: Turn| {
                         if !step.is_last() {
                             let next = Turn(turn.0 + 1);
                             mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+                        } else if is_early {
+                            release(empty_q);
                         }
                     };
                     wait_for_next_k(step, turn);
@@ -436,24 +448,22 @@ unsafe fn consume<
                         accumulate = Accumulate::Add;
                         wgmma::wait_group::<1>(&mut s);
                         release_scores(step, turn);
-                        if has_cap(dims) {
-                            cap(&mut s, dims);
-                        }
-                        let decay = weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
+                        weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
                             &mut s,
                             &mut rows,
                             step,
                             of_borders(round),
                             dims,
+                            |decay| {
+                                wgmma::wait_group::<0>(&mut (&mut o, &mut p));
+                                scale_rows(&mut o, decay);
+                            },
                         );
                         // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
                         // new one, behind the softmax.
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                         release(places.empty_v(before.stage()));
-                        if let Some(decay) = decay {
-                            scale_rows(&mut o, decay);
-                        }
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
                     mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
@@ -501,31 +511,43 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     step: Step,
     (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
     dims: &AttentionDims,
-) -> Option<[f32; 2]> {
+    scale_older: impl FnOnce([f32; 2]),
+) {
     // SAFETY: the caller's promise.
     unsafe {
-        if !step.is_border() {
+        if !step.is_special() {
             let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
+            if let Some(decay) = decay {
+                scale_older(decay);
+            }
             weights(s, Groups::UNKNOWN, rows, exponents, decay);
-            return decay;
+            return;
         }
-        // Nothing is kept in registers for it.
-        let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
-        let bounds = [len as i32, ahead as i32];
-        let (round, member) = (thread::opaque(round), thread::opaque(member));
-        // The warp's first row, and the step's first key.
-        let (query, key) = (first_query + first_row(consumer, member & !31), step.index() * KEYS);
-        let mut groups = Groups::new(dims, bounds, query, key);
-        if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
-            let [blocks_place, ..] = TileWords::of_rows(places, round);
-            groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+        if has_cap(dims) {
+            cap(s, dims);
         }
-        let lane = member % 32;
-        mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
+        let mut groups = Groups::SEEN;
+        if step.is_border() {
+            // Nothing is kept in registers for it.
+            let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+            let bounds = [len as i32, ahead as i32];
+            let (round, member) = (thread::opaque(round), thread::opaque(member));
+            // The warp's first row, and the step's first key.
+            let (query, key) = (first_query + first_row(consumer, member & !31), step.index() * KEYS);
+            groups = Groups::new(dims, bounds, query, key);
+            if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+                let [blocks_place, ..] = TileWords::of_rows(places, round);
+                groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+            }
+            let lane = member % 32;
+            mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
+        }
         // Mostly a tile's first step, in which all is new.
         let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
+        if let Some(decay) = decay {
+            scale_older(decay);
+        }
         weights(s, groups, rows, exponents, decay);
-        decay
     }
 }
 

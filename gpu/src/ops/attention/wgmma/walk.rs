@@ -102,12 +102,17 @@ const TILE_WORDS: u32 = 4;
 pub(super) struct Step(u32);
 
 impl Step {
+    const SPECIAL: u32 = 1 << 29;
     const BORDER: u32 = 1 << 30;
     const LAST: u32 = 1 << 31;
 
     #[inline(always)]
-    pub(super) fn new(index: u32, is_border: bool, is_last: bool) -> Self {
-        Step(index | if is_border { Self::BORDER } else { 0 } | if is_last { Self::LAST } else { 0 })
+    pub(super) fn new(index: u32, is_border: bool, is_last: bool, dims: &AttentionDims) -> Self {
+        let border = if is_border { Self::BORDER } else { 0 };
+        // Opaque, or it would be kept in a register.
+        let cap = f32::from_bits(thread::opaque(dims.scores.cap_in.to_bits()));
+        let special = if is_border || cap != 0.0 { Self::SPECIAL } else { 0 };
+        Step(index | border | special | if is_last { Self::LAST } else { 0 })
     }
 
     /// # Safety
@@ -128,7 +133,13 @@ impl Step {
 
     #[inline(always)]
     pub(super) fn index(self) -> u32 {
-        self.0 & (Self::BORDER - 1)
+        self.0 & (Self::SPECIAL - 1)
+    }
+
+    /// Whether scores are more than multiplied by the scale: at borders, and everywhere under a soft cap.
+    #[inline(always)]
+    pub(super) fn is_special(self) -> bool {
+        self.0 & Self::SPECIAL != 0
     }
 
     /// Whether some row does not see all of its keys.
