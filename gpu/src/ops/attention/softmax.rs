@@ -39,8 +39,6 @@ pub(super) struct Groups(u32);
 impl Groups {
     /// Nothing is known of them.
     pub(super) const UNKNOWN: Groups = Groups(!0);
-    /// All rows see all.
-    pub(super) const SEEN: Groups = Groups(0xffff);
 
     /// Of a step of at most 256 keys from `first` on, for the warp's first row.
     ///

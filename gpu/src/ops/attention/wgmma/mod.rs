@@ -99,14 +99,15 @@
 //! what is gained beyond cycles is clocks, since a joule does 873 to 922 Gop of 4, 32, 4096, 128 causal instead of 853 to 874.
 //!
 //! A plain step's time is in what a warp does one after the other, not in a unit: of 16, 32, 512, 64 products and exponentials take 37 % of the
-//! cycles each, warps issue in 42 %. So branches and instructions count. One branch for caps and borders, q given back
-//! where the last step is known anyway, and older results rescaled where a maximum has grown instead of behind the softmax: thousands of cycles
-//! 1476 to 1456 (4, 32, 4096, 128 causal), 270 to 267 (16, 16, 1024, 128), 124 to 122 (1, 32 on 8, 2048, 128); with q's descriptors by a shuffle
-//! at 64 columns too 546 to 537 (2, 32, 4096, 64) and 171 to 169 (16, 32, 512, 64).
+//! cycles each, warps issue in 42 %. So branches and instructions count: a plain step has one branch for caps and borders, and older results
+//! are rescaled where a maximum has grown instead of behind the softmax. With q's descriptors by a shuffle at 64 columns too, thousands of cycles:
+//! 546 to 533 (2, 32, 4096, 64), 124 to 121 (1, 32 on 8, 2048, 128), 1475 to 1469 (4, 32, 4096, 128 causal), 270 to 269 (16, 16, 1024, 128), and
+//! 2360 to 2376 at 256 columns.
 //!
 //! Tried and left: a quarter of the exponentials by a polynomial on the multiply-add units (12 instructions each; 10 to 13 % slower);
 //! a quarter or half of the scores ahead, so that the others are compared beside the first exponentials (a second vote of the warp: 2 to 3 % slower);
-//! two places for q at 64 columns (nothing, and the loader spills).
+//! two places for q at 64 columns (nothing, and the loader spills); steps under a cap done as borders are (1456 and 2355 thousand cycles at 128 causal
+//! and 256, but a prompt with a cap 455 µs instead of 411).
 //!
 //! Also: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
 //! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92, with two places or one. Also left:
@@ -500,7 +501,7 @@ unsafe fn consume<
     }
 }
 
-/// From scores to weights, of which those that a row does not see are 0; returns what older sums are to be multiplied by, if they are.
+/// From scores to weights, of which those that a row does not see are 0. `scale_older` is called where older results are to be multiplied.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.
@@ -511,43 +512,42 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     step: Step,
     (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
     dims: &AttentionDims,
-    scale_older: impl FnOnce([f32; 2]),
+    mut scale_older: impl FnMut([f32; 2]),
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        if !step.is_special() {
-            let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
-            if let Some(decay) = decay {
-                scale_older(decay);
+        if step.is_special() {
+            if has_cap(dims) {
+                cap(s, dims);
             }
-            weights(s, Groups::UNKNOWN, rows, exponents, decay);
-            return;
-        }
-        if has_cap(dims) {
-            cap(s, dims);
-        }
-        let mut groups = Groups::SEEN;
-        if step.is_border() {
-            // Nothing is kept in registers for it.
-            let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
-            let bounds = [len as i32, ahead as i32];
-            let (round, member) = (thread::opaque(round), thread::opaque(member));
-            // The warp's first row, and the step's first key.
-            let (query, key) = (first_query + first_row(consumer, member & !31), step.index() * KEYS);
-            groups = Groups::new(dims, bounds, query, key);
-            if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
-                let [blocks_place, ..] = TileWords::of_rows(places, round);
-                groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+            if step.is_border() {
+                // Nothing is kept in registers for it.
+                let [_, first_query, len, ahead] = TileWords::of_masks(places, round);
+                let bounds = [len as i32, ahead as i32];
+                let (round, member) = (thread::opaque(round), thread::opaque(member));
+                // The warp's first row, and the step's first key.
+                let (query, key) = (first_query + first_row(consumer, member & !31), step.index() * KEYS);
+                let mut groups = Groups::new(dims, bounds, query, key);
+                if wgmma_knows_blocks(CONSUMERS, DIM_V) && has_blocks(dims) {
+                    let [blocks_place, ..] = TileWords::of_rows(places, round);
+                    groups = groups.of_blocks(Blocks(blocks).of_head(blocks_place), query, key, dims);
+                }
+                let lane = member % 32;
+                mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
+                // Mostly a tile's first step, in which all is new.
+                let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
+                if let Some(decay) = decay {
+                    scale_older(decay);
+                }
+                weights(s, groups, rows, exponents, decay);
+                return;
             }
-            let lane = member % 32;
-            mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
         }
-        // Mostly a tile's first step, in which all is new.
-        let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
+        let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
         if let Some(decay) = decay {
             scale_older(decay);
         }
-        weights(s, groups, rows, exponents, decay);
+        weights(s, Groups::UNKNOWN, rows, exponents, decay);
     }
 }
 
