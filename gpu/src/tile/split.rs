@@ -253,6 +253,7 @@ pub unsafe fn multiply<
                     ahead += 1;
                 }
             }
+            warp::sync_warp(warp::FULL_MASK);
             mbarrier::wait_parity(received, 0);
             // What another block has sent is here, and so may that one end.
             cluster::arrive_relaxed();
