@@ -90,6 +90,8 @@ pub struct AttentionDims {
     pub result_shift: u32,
     /// Parts of a sum that a lane of the merge does: all [`MERGE_PARTS`], or one, whose lanes have as much less columns.
     pub merge_parts: u32,
+    /// Blocks of a `Wgmma` launch: a parameter is read where it is needed, `%nctaid` keeps a register, which their loader does not have.
+    pub grid: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.
@@ -128,7 +130,7 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 196);
+const _: () = assert!(size_of::<AttentionDims>() == 200);
 impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
@@ -265,25 +267,29 @@ pub const DECODE_LATENT_PARTS: u32 = 4;
 /// Threads of a block of one.
 pub const DECODE_LATENT_THREADS: u32 = 256;
 
-/// Steps of keys, and of values, in shared memory of a `Wgmma` tile.
-pub const WGMMA_STAGES: u32 = 2;
+/// The most steps of keys, and of values, in shared memory of a `Wgmma` tile.
+pub const WGMMA_MAX_STAGES: u32 = 4;
 /// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells, then the barriers of a second place of q.
-pub const WGMMA_BARRIER_BYTES: u32 = 400;
+pub const WGMMA_BARRIER_BYTES: u32 = 496;
 
 /// Whether the `Wgmma` kernels of so many consumers, and such values, know block masks: others have no registers for it.
 pub const fn wgmma_knows_blocks(consumers: u32, dim_v: u32) -> bool {
     consumers == 2 && dim_v <= 128
 }
 
-/// Whether the result of a `Wgmma` tile takes q's place in shared memory: where there is no room for both.
+/// Steps of keys, and of values, in shared memory of a `Wgmma` tile, as a power of two: what there is room for.
+pub const fn wgmma_stages_log2(dim: u32) -> u32 {
+    if dim == 64 { 2 } else { 1 }
+}
+
+/// Whether the result of a `Wgmma` tile takes q's place in shared memory.
 pub const fn wgmma_out_in_q(dim: u32) -> bool {
     dim > 128
 }
 
-/// Tiles whose q a `Wgmma` tile has room for: two where the first scores of one are under way beside the end of the one before. Others
-/// have no shared memory for it, or no gain.
-pub const fn wgmma_q_places(consumers: u32, dim: u32, dim_v: u32) -> u32 {
-    if wgmma_knows_blocks(consumers, dim_v) && !wgmma_out_in_q(dim) { 2 } else { 1 }
+/// Tiles whose q a `Wgmma` tile has room for.
+pub const fn wgmma_q_places(dim: u32) -> u32 {
+    if wgmma_out_in_q(dim) { 1 } else { 2 }
 }
 
 impl AttentionTile {
@@ -367,10 +373,11 @@ impl AttentionTile {
                     + DECODE_LATENT_ROWS * 4
             }
             AttentionTile::Merge {} | AttentionTile::Gather {} => 0,
-            AttentionTile::Wgmma { dim, dim_v, keys, consumers, .. } => {
-                let q = wgmma_q_places(consumers, dim, dim_v) * self.rows() * dim;
+            AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
+                let q = wgmma_q_places(dim) * self.rows() * dim;
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };
-                (q + out + WGMMA_STAGES * keys * (dim + dim_v)) * 2 + WGMMA_BARRIER_BYTES
+                let stages = (keys * (dim + dim_v)) << wgmma_stages_log2(dim);
+                (q + out + stages) * 2 + WGMMA_BARRIER_BYTES
             }
         }
     }

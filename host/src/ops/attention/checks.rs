@@ -207,6 +207,7 @@ impl Attention {
             box_keys: 0,
             result_shift: 0,
             merge_parts: 0,
+            grid: 0,
         })
     }
 

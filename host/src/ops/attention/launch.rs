@@ -87,6 +87,7 @@ impl Attention {
             if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, dims.box_keys)?, map(v, dims.box_keys)?) };
         let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
         let grid = items.min(self.device.profile().num_sms.max(1));
+        let dims = &AttentionDims { grid, ..*dims };
         let params = [
             (&q_map).into(),
             (&k_map).into(),

@@ -32,13 +32,13 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
         loop {
-            mbarrier::wait_parity(places.raw_v(turn), turn.parity());
+            mbarrier::wait_parity(places.raw_v(turn), places.border_parity(turn));
             let border = Border::load(places, turn);
             if border.is_end() {
                 break;
             }
             turn.0 += 1;
-            let stage = border.stage();
+            let (stage, full) = (places.stage_v(border.turn()), places.full_v(border.turn()));
             let pieces = KEYS * DIM_V / 8;
             let mut any = 0;
             let mut first = member;
@@ -48,7 +48,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
                 while i < PIECES {
                     let piece = first + i as u32 * CLEANER_THREADS;
                     if piece < pieces {
-                        words[i] = shared::load_u32x4(places.stage_v(stage) + piece * 16);
+                        words[i] = shared::load_u32x4(stage + piece * 16);
                     }
                     i += 1;
                 }
@@ -63,7 +63,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
             let mut found = false;
             let mut piece = if any != 0 || border.keys() < KEYS { member } else { pieces };
             while piece < pieces {
-                let at = places.stage_v(stage) + piece * 16;
+                let at = stage + piece * 16;
                 if piece / 8 % KEYS < border.keys() {
                     let [a, b, c, d] = shared::load_u32x4(at);
                     if bad(a) | bad(b) | bad(c) | bad(d) != 0 {
@@ -84,7 +84,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
             // chain of barriers (this one, `full_v`, `empty_v`) it follows the last.
             barrier::sync(CLEANERS, CLEANER_THREADS);
             if member == 0 {
-                mbarrier::arrive(places.full_v(stage));
+                mbarrier::arrive(full);
             }
             warp::sync_warp(warp::FULL_MASK);
         }

@@ -28,7 +28,7 @@ pub(super) unsafe fn load<
     counter: *mut u32,
     dims: &AttentionDims,
 ) {
-    // Steps, and in the two lowest bits borders, of which no more is asked: in one register.
+    // Steps, and in the three lowest bits borders, of which no more is asked: in one register.
     let mut counts = 0;
     let mut tiles = Tiles::<EARLY>::NEW;
     // SAFETY: a stage is loaded when all consumers have given it back.
@@ -69,31 +69,31 @@ pub(super) unsafe fn load<
                     // Opaque, or the step would be kept to ask by it whether there is a next one.
                     next = thread::opaque(walk.below::<KEYS>(index, dims));
                     let step = Step::new(index, walk.is_border::<KEYS>(index, dims), next == NONE, dims);
-                    let turn = Turn(counts / 4);
-                    let (stage, full) = (turn.stage(), places.full_k(turn.stage()));
-                    mbarrier::wait_parity(places.empty_k(stage), turn.parity() ^ 1);
+                    let turn = Turn(counts / 8);
+                    let full = places.full_k(turn);
+                    mbarrier::wait_parity(places.empty_k(turn), places.parity(turn) ^ 1);
                     step.store(places, turn);
-                    counts += 4;
+                    counts += 8;
                     mbarrier::arrive_expect_tx(full, KEYS * DIM * 2);
-                    let (at, from) = (places.stage_k(stage), [index * KEYS, last]);
+                    let (at, from) = (places.stage_k(turn), [index * KEYS, last]);
                     load_rows::<DIM, KEYS>(maps.k, at, full, tile.head_kv, from, pages, dims);
                 }
                 if has_keys {
                     // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
                     tiles.draw(counter, !goes_on);
-                    let turn = Turn(counts / 4 - 1 - u32::from(goes_on));
+                    let turn = Turn(counts / 8 - 1 - u32::from(goes_on));
                     let loaded = Step::load(places, turn);
-                    let (stage, mut full) = (turn.stage(), places.full_v(turn.stage()));
-                    mbarrier::wait_parity(places.empty_v(stage), turn.parity() ^ 1);
+                    let mut full = places.full_v(turn);
+                    mbarrier::wait_parity(places.empty_v(turn), places.parity(turn) ^ 1);
                     let first = loaded.index() * KEYS;
                     if loaded.is_border() {
-                        let border = Turn(counts % 4);
-                        Border::new::<KEYS>(stage, last - first, tiles.round).store(places, border);
+                        let border = Turn(counts % 8);
+                        Border::new::<KEYS>(turn, last - first, tiles.round).store(places, border);
                         full = places.raw_v(border);
-                        counts = counts & !3 | (counts + 1) & 3;
+                        counts = counts & !7 | (counts + 1) & 7;
                     }
                     mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
-                    let at = places.stage_v(stage);
+                    let at = places.stage_v(turn);
                     load_rows::<DIM_V, KEYS>(maps.v, at, full, tile.head_kv, [first, last], pages, dims);
                 }
                 if !goes_on {
@@ -106,8 +106,8 @@ pub(super) unsafe fn load<
         TileWords::END.store(places, tiles.round);
         mbarrier::arrive(places.full_q(tiles.round));
         // As before one more border.
-        let (turn, border) = (Turn(counts / 4), Turn(counts % 4));
-        mbarrier::wait_parity(places.empty_v(turn.stage()), turn.parity() ^ 1);
+        let (turn, border) = (Turn(counts / 8), Turn(counts % 8));
+        mbarrier::wait_parity(places.empty_v(turn), places.parity(turn) ^ 1);
         Border::END.store(places, border);
         mbarrier::arrive(places.raw_v(border));
     }

@@ -13,7 +13,7 @@
 //!            … o += p·v[first], meanwhile the log-sum-exp;  o / l, rounded ──► shared memory ──► TMA store, while the next tile begins:
 //!            at 128 columns all that follows the rounding is beside its first q·k
 //!
-//! shared memory   | q, at 128 columns of two tiles | out, unless it takes q's place | k 0, k 1 | v 0, v 1 | barriers, marks |
+//! shared memory   | q, up to 128 columns of two tiles | out, unless it takes q's place | k 0, k 1, … | v 0, v 1, … | barriers, marks |
 //!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
 //! ```
 //!
@@ -28,8 +28,10 @@
 //! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
 //!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
 //!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
-//! - A tile's end waits for the next tile's first scores to be started, and goes on beside them, where there is room for two tiles' q: at 128
-//!   columns (`wgmma_q_places`). Where there are none (no steps, no rows, no tile) it does not wait, nor where the tile is marked.
+//! - There are two steps of keys and values in shared memory, four at 64 columns, and up to 128 columns the q of two tiles: loads are ahead of
+//!   the products also from one tile to the next, whose keys may come from memory.
+//! - At 128 columns a tile's end waits for the next tile's first scores to be started, and goes on beside them. Where there are none (no steps, no
+//!   rows, no tile) it does not wait, nor where the tile is marked.
 //! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
 //! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
 //!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
@@ -43,10 +45,10 @@
 //!
 //! | sequences, heads, tokens, head dim | all keys | causal |
 //! |---|---|---|
-//! | 16, 32, 512, 64 | 92 / 90 | |
+//! | 16, 32, 512, 64 | 84 / 90 | |
 //! | 4, 32, 4096, 128 | 1540 ± 237 / 1605 | 841 / 921 |
 //! | 1, 32 on 8, 16384, 128 | | 3439 ± 494 / 3830 |
-//! | 2, 32, 4096, 64 | | 299 / 332 |
+//! | 2, 32, 4096, 64 | | 285 / 332 |
 //! | 2, 16, 8192, 256 | | 1418 / 1620 |
 //! | 16, 16, 1024, 128 | | 149 / 156 |
 //! | 1, 32 on 8, 2048, 128 | | 63 / 84 |
@@ -60,11 +62,11 @@
 //!
 //! | | thousands of cycles | MB from memory | MB from L2 to multiprocessors |
 //! |---|---|---|---|
-//! | 16, 32, 512, 64 | 176 / 161 | 101 / 101 | 261 / 256 |
+//! | 16, 32, 512, 64 | 157 / 161 | 101 / 101 | 261 / 256 |
 //! | 4, 32, 4096, 128 | 2711 / 2758 | 403 / 403 | 6672 / 6103 |
 //! | 4, 32, 4096, 128, causal | 1505 / 1593 | 403 / 403 | 4746 / 4570 |
 //! | 1, 32 on 8, 16384, 128, causal | 5310 / 5803 | 204 / 202 | 16330 / 17406 |
-//! | 2, 32, 4096, 64, causal | 548 / 593 | 101 / 101 | 888 / 1070 |
+//! | 2, 32, 4096, 64, causal | 520 / 593 | 101 / 101 | 888 / 1070 |
 //! | 2, 16, 8192, 256, causal | 2359 / 2794 | 408 / 403 | 9020 / 8563 |
 //! | 16, 16, 1024, 128, causal | 272 / 270 | 201 / 201 | 785 / 681 |
 //!
@@ -104,13 +106,19 @@
 //! 546 to 533 (2, 32, 4096, 64), 124 to 121 (1, 32 on 8, 2048, 128), 1475 to 1469 (4, 32, 4096, 128 causal), 270 to 269 (16, 16, 1024, 128), and
 //! 2360 to 2376 at 256 columns.
 //!
+//! At 64 columns loads were late: a step is half as long as one of 128 columns, and a tile of 512 keys has four. With four steps in shared memory
+//! instead of two 16, 32, 512, 64 takes 160 thousand cycles instead of 170 and 2, 32, 4096, 64 523 instead of 531, with two tiles' q 157 and
+//! 520 (92 to 85 to 84 µs, 291 to 286 to 285). Instead of three consumers four, with 64 keys a step and as many bytes of them: 158 and 544. At
+//! 128 columns a third step of keys, for which the results must take q's place: 2752 instead of 2700 with all keys of 4, 32, 4096, 128, and 277
+//! instead of 268 for 1024 tokens.
+//!
 //! Tried and left: a quarter of the exponentials by a polynomial on the multiply-add units (12 instructions each; 10 to 13 % slower);
 //! a quarter or half of the scores ahead, so that the others are compared beside the first exponentials (a second vote of the warp: 2 to 3 % slower);
-//! two places for q at 64 columns (nothing, and the loader spills); steps under a cap done as borders are (1456 and 2355 thousand cycles at 128 causal
+//! steps under a cap done as borders are (1456 and 2355 thousand cycles at 128 causal
 //! and 256, but a prompt with a cap 455 µs instead of 411).
 //!
 //! Also: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
-//! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92, with two places or one. Also left:
+//! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92. Also left:
 //! what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
 //! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
 //! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
@@ -123,7 +131,9 @@ mod end;
 mod loader;
 mod walk;
 
-use abi::ops::attention::{AttentionDims, WGMMA_STAGES, wgmma_knows_blocks, wgmma_out_in_q, wgmma_q_places};
+use abi::ops::attention::{
+    AttentionDims, WGMMA_MAX_STAGES, wgmma_knows_blocks, wgmma_out_in_q, wgmma_q_places, wgmma_stages_log2,
+};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Registers, Swizzle};
 use cuda_std::{barrier, mbarrier, registers, shared, thread, tma, warp, wgmma};
@@ -139,7 +149,6 @@ use walk::{END, MARKS, Places, STEPS, Step, TileWords, Turn};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
-const STAGES: u32 = WGMMA_STAGES;
 /// Named barriers: the consumers' turns, their own, and the cleaners'.
 const TURN: u32 = 1;
 const OWN: u32 = 4;
@@ -203,17 +212,20 @@ pub(super) unsafe fn tiles<
         if thread == 0 {
             mbarrier::init(places.full_q(0), 1);
             mbarrier::init(places.empty_q(0), CONSUMERS);
-            if wgmma_q_places(CONSUMERS, DIM, DIM_V) == 2 {
+            if wgmma_q_places(DIM) == 2 {
                 mbarrier::init(places.full_q(1), 1);
                 mbarrier::init(places.empty_q(1), CONSUMERS);
             }
             let mut stage = 0;
-            while stage < STAGES {
-                mbarrier::init(places.full_k(stage), 1);
-                mbarrier::init(places.empty_k(stage), CONSUMERS);
-                mbarrier::init(places.full_v(stage), 1);
-                mbarrier::init(places.empty_v(stage), CONSUMERS);
-                mbarrier::init(places.raw_v(Turn(stage)), 1);
+            while stage < WGMMA_MAX_STAGES {
+                let turn = Turn(stage);
+                if stage < 1 << wgmma_stages_log2(DIM) {
+                    mbarrier::init(places.full_k(turn), 1);
+                    mbarrier::init(places.empty_k(turn), CONSUMERS);
+                    mbarrier::init(places.full_v(turn), 1);
+                    mbarrier::init(places.empty_v(turn), CONSUMERS);
+                }
+                mbarrier::init(places.raw_v(turn), 1);
                 stage += 1;
             }
             let mut mark = 0;
@@ -314,7 +326,7 @@ unsafe fn consume<
     let (own_turn, next_turn) = (TURN + consumer, TURN + (consumer + 1) % CONSUMERS);
     let q_at = places.q(0) + consumer * 64 * ROW_BYTES;
     // The first scores of a tile are under way beside the end of the one before.
-    let is_early = wgmma_q_places(CONSUMERS, DIM, DIM_V) == 2;
+    let is_early = CONSUMERS == 2 && wgmma_q_places(DIM) == 2;
     // Of the next k; v is one behind.
     let mut turn = Turn(0);
     // Tiles, with this one.
@@ -364,15 +376,15 @@ unsafe fn consume<
             if !has_rows {
                 let mut is_last = what != STEPS;
                 while !is_last {
-                    mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                    mbarrier::wait_parity(places.full_k(turn), places.parity(turn));
                     is_last = Step::load(places, turn).is_last();
                     barrier::sync(own_turn, 256);
                     barrier::arrive(next_turn, 256);
-                    release(places.empty_k(turn.stage()));
-                    mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
+                    release(places.empty_k(turn));
+                    mbarrier::wait_parity(places.full_v(turn), places.parity(turn));
                     // All threads have seen that it had come.
                     barrier::sync(OWN + consumer, 128);
-                    release(places.empty_v(turn.stage()));
+                    release(places.empty_v(turn));
                     turn.0 += 1;
                 }
                 // The tile's words too.
@@ -390,17 +402,17 @@ unsafe fn consume<
                 let ends;
                 // Of a step whose scores are done, k, and behind a tile's last one q. Where there is another place for q, that has time.
                 let release_scores = |step: Step, turn: Turn| {
-                    release(places.empty_k(turn.stage()));
+                    release(places.empty_k(turn));
                     if !is_early && !wgmma_out_in_q(DIM) && step.is_last() {
                         release(empty_q);
                     }
                 };
                 let of_borders = |round: u32| (places, round, consumer, member, blocks);
                 if what == STEPS {
-                    mbarrier::wait_parity(places.full_k(turn.stage()), turn.parity());
+                    mbarrier::wait_parity(places.full_k(turn), places.parity(turn));
                     let mut step = Step::load(places, turn);
                     barrier::sync(own_turn, 256);
-                    scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
+                    scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn));
                     barrier::arrive(next_turn, 256);
                     if is_early && is_due {
                         finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
@@ -426,7 +438,7 @@ unsafe fn consume<
                     let wait_for_next_k = |step: Step, turn: Turn| {
                         if !step.is_last() {
                             let next = Turn(turn.0 + 1);
-                            mbarrier::wait_parity(places.full_k(next.stage()), next.parity());
+                            mbarrier::wait_parity(places.full_k(next), places.parity(next));
                         } else if is_early {
                             release(empty_q);
                         }
@@ -437,14 +449,9 @@ unsafe fn consume<
                         turn.0 += 1;
                         step = Step::load(places, turn);
                         barrier::sync(own_turn, 256);
-                        scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn.stage()));
-                        mbarrier::wait_parity(places.full_v(before.stage()), before.parity());
-                        values::<T, KEYS, SUMS, WEIGHTS>(
-                            &mut o,
-                            &p,
-                            places.stage_v(before.stage()),
-                            accumulate,
-                        );
+                        scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn));
+                        mbarrier::wait_parity(places.full_v(before), places.parity(before));
+                        values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, places.stage_v(before), accumulate);
                         barrier::arrive(next_turn, 256);
                         accumulate = Accumulate::Add;
                         wgmma::wait_group::<1>(&mut s);
@@ -464,11 +471,11 @@ unsafe fn consume<
                         // new one, behind the softmax.
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                        release(places.empty_v(before.stage()));
+                        release(places.empty_v(before));
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
-                    mbarrier::wait_parity(places.full_v(turn.stage()), turn.parity());
-                    let mut v_at = places.stage_v(turn.stage());
+                    mbarrier::wait_parity(places.full_v(turn), places.parity(turn));
+                    let mut v_at = places.stage_v(turn);
                     if is_early {
                         // The same. Ahead of the wait ptxas spills.
                         v_at = warp::shuffle_idx(warp::FULL_MASK, v_at, 0);
@@ -478,7 +485,7 @@ unsafe fn consume<
                     is_marked = mark(0) | mark(1) | mark(2);
                     ends = settle::<T>(&rows, round, places, lse, sinks, dims);
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                    release(places.empty_v(turn.stage()));
+                    release(places.empty_v(turn));
                     turn.0 += 1;
                 } else {
                     ends = settle::<T>(&rows, round, places, lse, sinks, dims);

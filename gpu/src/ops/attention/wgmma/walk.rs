@@ -1,12 +1,13 @@
 //! Which tiles a block does, and where all of it lies in shared memory.
 
-use abi::ops::attention::{AttentionDims, WGMMA_BARRIER_BYTES, wgmma_out_in_q, wgmma_q_places};
+use abi::ops::attention::{
+    AttentionDims, WGMMA_BARRIER_BYTES, WGMMA_MAX_STAGES, wgmma_out_in_q, wgmma_q_places, wgmma_stages_log2,
+};
 use cuda_std::atomic::{self, Order};
 use cuda_std::{shared, thread};
 
 use super::super::scores::{Blocks, has_blocks};
 use super::super::tile::Tile;
-use super::STAGES;
 
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
 pub(super) const MARKS: u32 = 4;
@@ -16,15 +17,16 @@ pub(super) const MARKS: u32 = 4;
 pub(super) struct Turn(pub(super) u32);
 
 impl Turn {
+    /// In a ring of so many places, as a power of two.
     #[inline(always)]
-    pub(super) fn stage(self) -> u32 {
-        self.0 % STAGES
+    fn place(self, places_log2: u32) -> u32 {
+        self.0 & ((1 << places_log2) - 1)
     }
 
-    /// Of the round in the rings.
+    /// Of the round in such a ring.
     #[inline(always)]
-    pub(super) fn parity(self) -> u32 {
-        (self.0 / STAGES) & 1
+    fn parity(self, places_log2: u32) -> u32 {
+        self.0 >> places_log2 & 1
     }
 }
 
@@ -69,7 +71,7 @@ impl<const EARLY: bool> Tiles<EARLY> {
         unsafe {
             if self.round > 0 {
                 let drawn = if EARLY { self.drawn } else { atomic::add_u32(counter, 1, Order::Relaxed) };
-                number = drawn + thread::grid_dim_x();
+                number = drawn + dims.grid;
                 // Each block draws one number beyond the last tile: this was the last of all.
                 if drawn == count - 1 {
                     atomic::and_u32(counter, 0, Order::Relaxed);
@@ -158,7 +160,7 @@ impl Step {
 /// Values at a border, as the loader tells the cleaners of them before it loads them.
 #[derive(Clone, Copy)]
 pub(super) struct Border {
-    /// The stage of v, and the last of the step's keys that some row sees.
+    /// The turn of its values, as far as a ring's place needs it, and the last of the step's keys that some row sees.
     place: u32,
     /// The tile's.
     pub(super) round: u32,
@@ -170,8 +172,8 @@ impl Border {
 
     /// `last` is the last key that some row sees, counted from the step's first.
     #[inline(always)]
-    pub(super) fn new<const KEYS: u32>(stage: u32, last: u32, round: u32) -> Self {
-        Border { place: stage << 16 | last.min(KEYS - 1), round }
+    pub(super) fn new<const KEYS: u32>(turn: Turn, last: u32, round: u32) -> Self {
+        Border { place: (turn.0 % WGMMA_MAX_STAGES) << 16 | last.min(KEYS - 1), round }
     }
 
     /// # Safety
@@ -203,8 +205,8 @@ impl Border {
     }
 
     #[inline(always)]
-    pub(super) fn stage(self) -> u32 {
-        self.place >> 16
+    pub(super) fn turn(self) -> Turn {
+        Turn(self.place >> 16)
     }
 
     /// How many keys of the step there are up to the last that some row sees.
@@ -366,29 +368,42 @@ pub(super) struct Places {
     v: u32,
     k_bytes: u32,
     v_bytes: u32,
+    /// Of k, and of v.
+    stages_log2: u32,
     barriers: u32,
 }
+
+/// Borders have as many places as a ring of values at most.
+const BORDERS_LOG2: u32 = WGMMA_MAX_STAGES.ilog2();
+/// Behind the barriers of q's first place, and those of all stages.
+const MARKS_AT: u32 = 16 + 8 * 5 * WGMMA_MAX_STAGES;
+const STEPS_AT: u32 = MARKS_AT + MARKS * 12;
+const TILES_AT: u32 = STEPS_AT + STEP_WORDS * 4;
+const BORDERS_AT: u32 = TILES_AT + TILE_WORDS * 48;
+const _: () = assert!(BORDERS_AT + WGMMA_MAX_STAGES * 8 + 16 == WGMMA_BARRIER_BYTES);
 
 impl Places {
     #[inline(always)]
     pub(super) fn new<const DIM: u32, const DIM_V: u32, const KEYS: u32, const ROWS: u32>() -> Self {
         let q = shared::base();
-        let (q_bytes, q_mask) = (ROWS * DIM * 2, wgmma_q_places(ROWS / 64, DIM, DIM_V) - 1);
+        let (q_bytes, q_mask) = (ROWS * DIM * 2, wgmma_q_places(DIM) - 1);
         let q_end = q + (q_mask + 1) * q_bytes;
         let (out, k) = if wgmma_out_in_q(DIM) { (q, q_end) } else { (q_end, q_end + ROWS * DIM_V * 2) };
         let (k_bytes, v_bytes) = (KEYS * DIM * 2, KEYS * DIM_V * 2);
-        let v = k + STAGES * k_bytes;
-        Places { q, q_bytes, q_mask, out, k, v, k_bytes, v_bytes, barriers: v + STAGES * v_bytes }
+        let stages_log2 = wgmma_stages_log2(DIM);
+        let v = k + (k_bytes << stages_log2);
+        let barriers = v + (v_bytes << stages_log2);
+        Places { q, q_bytes, q_mask, out, k, v, k_bytes, v_bytes, stages_log2, barriers }
     }
 
     #[inline(always)]
-    pub(super) fn stage_k(self, stage: u32) -> u32 {
-        self.k + stage * self.k_bytes
+    pub(super) fn stage_k(self, turn: Turn) -> u32 {
+        self.k + turn.place(self.stages_log2) * self.k_bytes
     }
 
     #[inline(always)]
-    pub(super) fn stage_v(self, stage: u32) -> u32 {
-        self.v + stage * self.v_bytes
+    pub(super) fn stage_v(self, turn: Turn) -> u32 {
+        self.v + turn.place(self.stages_log2) * self.v_bytes
     }
 
     /// A tile's q, in one of the places in turn.
@@ -421,55 +436,60 @@ impl Places {
     }
 
     #[inline(always)]
-    pub(super) fn full_k(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * stage
+    pub(super) fn full_k(self, turn: Turn) -> u32 {
+        self.barriers + 16 + 8 * turn.place(self.stages_log2)
     }
 
     #[inline(always)]
-    pub(super) fn empty_k(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * (STAGES + stage)
+    pub(super) fn empty_k(self, turn: Turn) -> u32 {
+        self.barriers + 16 + 8 * (WGMMA_MAX_STAGES + turn.place(self.stages_log2))
     }
 
     #[inline(always)]
-    pub(super) fn full_v(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * (2 * STAGES + stage)
+    pub(super) fn full_v(self, turn: Turn) -> u32 {
+        self.barriers + 16 + 8 * (2 * WGMMA_MAX_STAGES + turn.place(self.stages_log2))
     }
 
     #[inline(always)]
-    pub(super) fn empty_v(self, stage: u32) -> u32 {
-        self.barriers + 16 + 8 * (3 * STAGES + stage)
+    pub(super) fn empty_v(self, turn: Turn) -> u32 {
+        self.barriers + 16 + 8 * (3 * WGMMA_MAX_STAGES + turn.place(self.stages_log2))
+    }
+
+    /// Of a step's round in the rings of k and v.
+    #[inline(always)]
+    pub(super) fn parity(self, turn: Turn) -> u32 {
+        turn.parity(self.stages_log2)
     }
 
     /// Completed by loads of values that are still to be cleaned, in turns of their own.
     #[inline(always)]
     pub(super) fn raw_v(self, border: Turn) -> u32 {
-        self.barriers + 16 + 8 * (4 * STAGES + border.stage())
+        self.barriers + 16 + 8 * (4 * WGMMA_MAX_STAGES + border.place(BORDERS_LOG2))
+    }
+
+    #[inline(always)]
+    pub(super) fn border_parity(self, border: Turn) -> u32 {
+        border.parity(BORDERS_LOG2)
     }
 
     #[inline(always)]
     fn step(self, turn: Turn) -> u32 {
-        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + turn.0 % STEP_WORDS * 4
+        self.barriers + STEPS_AT + turn.0 % STEP_WORDS * 4
     }
 
     #[inline(always)]
     fn tile(self, round: u32) -> u32 {
-        self.barriers + 16 + 8 * 5 * STAGES + MARKS * 12 + STEP_WORDS * 4 + round % TILE_WORDS * 48
+        self.barriers + TILES_AT + round % TILE_WORDS * 48
     }
 
     #[inline(always)]
     fn border(self, border: Turn) -> u32 {
-        self.barriers
-            + 16
-            + 8 * 5 * STAGES
-            + MARKS * 12
-            + STEP_WORDS * 4
-            + TILE_WORDS * 48
-            + border.stage() * 8
+        self.barriers + BORDERS_AT + border.place(BORDERS_LOG2) * 8
     }
 
     /// Where a warp of the cleaners notes the last tile of those numbers in which it found what is not finite.
     #[inline(always)]
     pub(super) fn mark(self, tile: u32, cleaner: u32) -> u32 {
-        self.barriers + 16 + 8 * 5 * STAGES + (tile % MARKS * 3 + cleaner) * 4
+        self.barriers + MARKS_AT + (tile % MARKS * 3 + cleaner) * 4
     }
 }
