@@ -138,13 +138,14 @@ proptest! {
             let inputs = inputs(&case);
             for device in &cards {
                 let floor = device.limits().map(|limits| limits.floor);
-                let mut all: [Vec<Vec<f64>>; 4] = Default::default();
+                let mut all: [Vec<Vec<f64>>; 5] = Default::default();
                 for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
                     let kind = match variant.tile {
                         MatmulTile::Simt { .. } => 0,
                         MatmulTile::Mma { .. } => 1,
                         MatmulTile::Wgmma { .. } => 2,
-                        MatmulTile::Split { .. } => 3,
+                        MatmulTile::Split { cluster: 4, .. } => 3,
+                        MatmulTile::Split { .. } => 4,
                         _ => continue,
                     };
                     let plan = plan(device, problem, Some(variant))?;

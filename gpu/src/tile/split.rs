@@ -1,8 +1,8 @@
 //! Matrix products of few rows and columns on Hopper: the blocks of a cluster share k.
 //!
 //! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile of 64 rows and 64
-//! or 128 columns is a cluster's, each of whose blocks multiplies a part of k as `wgmma` does, and then makes a part of the tile's columns from
-//! the sums of all:
+//! or 128 columns is a cluster's, of two or four blocks, each of which multiplies a part of k as `wgmma` does, and then makes a part of the
+//! tile's columns from the sums of all:
 //!
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a 64 × 128 B, b n × 128 B ──► full[s]
@@ -15,18 +15,31 @@
 //!   release is a `MEMBAR.ALL.GPU`, and the loads come one way after the other (64 × 4096 × 4096 13.0 instead of 12.6 µs, 32 rows of 2560 × 4096 8.7
 //!   instead of 8.2, 2560 × 9728 15.7 instead of 15.2, in three runs in turn). A place of its own for what comes, and a stage fewer: 14.4.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
-//! - The order of a sum is that of k within a part, then of the parts: it depends on k alone, and is not that of `persistent`. Sums of int8
-//!   are exact in any order.
+//! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it, and is not that of
+//!   `persistent`. Sums of int8 are exact in any order.
 //!
-//! # Measured on an H200, 32 rows of bf16 (µs, this / tiles that share a / cuBLAS in an earlier run)
+//! # Measured on an H200 (µs, of bf16)
 //!
-//! | n × k | | n × k | |
-//! |---|---|---|---|
-//! | 2560 × 9728 | 16.6 / 27.8 / 18.2 | 2048 × 5120 | 9.7 / 15.9 |
-//! | 2560 × 4096 | 9.5 / 13.4 / 11.4 | 3072 × 2048 | 7.3 / 8.1 |
-//! | 2048 × 6144 | 10.7 / 18.4 | 4096 × 2048 | 11.6 / 8.3: no longer chosen |
+//! | rows, n × k | 64 columns by four blocks | by two | 128 columns by four | tiles that share a, or of 64 columns |
+//! |---|---|---|---|---|
+//! | 32, 2048 × 6144 | 9.7 | 10.3 | | 18.4 |
+//! | 32, 2560 × 4096 | 8.3 | 8.2 | 9.6 | 13.4 |
+//! | 32, 2560 × 9728 | 15.2 | 15.5 | 17.7 | 27.8 |
+//! | 32, 3072 × 2048 | 6.3 | 6.1 | | 8.1 |
+//! | 32, 4096 × 1024 | 7.2 | 5.0 | | 5.1 |
+//! | 32, 4096 × 2048 | 10.2 | 7.0 | | 7.5 |
+//! | 64, 4096 × 4096 | 15.6 | 11.2 | 12.6 | 14.2 |
+//! | 32, 5120 × 2048: not chosen | 11.2 | 11.2 | | 8.3 |
+//! | 128, 2048 × 2048 | 9.8 | 6.1 | | 7.2 |
+//! | 128, 2048 × 6144 | 18.9 | 12.7 | 14.3 | 18.8 |
 //!
-//! The same of int8 (this, with 64 or 128 columns / the fastest tile of 128 rows):
+//! By two they have twelve stages, and so a multiprocessor each; six, and two blocks to a multiprocessor: 11.6 at 64 × 4096 × 4096. By four there is no
+//! room for that: the card holds 30 clusters of four at a time with one block to a multiprocessor (`cuOccupancyMaxActiveClusters`) and 62 with
+//! two, and what comes late has all its rounds before it (128 columns with eight stages: 17.5). By two with 128 columns and eight stages: 12.5,
+//! so half of the multiprocessors would almost do. By eight: 17.9 with 128 columns, 18.2 with 256, as the card does not hold 16 such clusters.
+//! What a brings out of L2 does not tell: by four with 128 columns 16 rows take 12.2 instead of 12.6 (53 MB in all, 34 of them from memory).
+//!
+//! Before blocks sent their sums, int8 (by four, with 64 or 128 columns / the fastest tile of 128 rows):
 //!
 //! | n × k | 32 rows | 128 rows |
 //! |---|---|---|
@@ -37,22 +50,9 @@
 //! | 6144 × 2560 | 9.4 / 10.5 | 16.4 / 8.5: not chosen |
 //! | 6144 × 1024 | 7.2 / 6.2: not chosen | |
 //!
-//! 128 rows of bf16 are two tiles, which read the same b at about the same time (µs, 64 columns / 128 columns / the tiles that share a, or of 64 columns):
-//!
-//! | n × k | | n × k | |
-//! |---|---|---|---|
-//! | 1024 × 2048 | 5.8 / 6.5 / 8.1 | 2560 × 4096 | 17.8 / 13.2 / 13.5 |
-//! | 1024 × 3072 | 6.9 / 7.8 / 10.8 | 2560 × 9728 | 33.5 / 23.7 / 28.2 (cuBLAS 21.4) |
-//! | 128 × 2048 | 4.6 / 5.8 / 7.9 | 2048 × 6144 | 19.7 / 15.4 / 18.8 |
-//! | 3072 × 2048 | 13.2 / 10.0 / 8.4: not chosen | 2048 × 2048 | 10.8 / 8.7 / 8.3: not chosen |
-//!
-//! 64 rows of 4096 × 4096 of bf16 took 13.8 µs by 32 tiles of 128 columns, 0.91 of cuBLAS in the same run; tiles that share a were 0.85 and
-//! 0.87 of it. With eight stages, and so one block to a multiprocessor, they took 17.5: the card holds 30 clusters of four at a time then
-//! (`cuOccupancyMaxActiveClusters`), and two came after the others. With four stages it holds 62.
-//!
-//! All of these are of before blocks sent their sums. Since then 64 rows of 4096 × 4096 take 12.6 µs, and 16 by the same tiles 12.2, so it is not
-//! what a brings out of L2 (53 MB in all, 34 of them from memory) that takes the time. Clusters of eight, whose tiles are as wide again for as
-//! many blocks: 17.9 with 128 columns, 18.2 with 256, as the card does not hold 16 of them at a time; 32 rows of 2560 × 9728 in 17.0 instead of 15.3.
+//! And 128 rows of bf16, which are two tiles that read the same b at about the same time (by four, 64 columns / 128 columns / the tiles that share a,
+//! or of 64 columns): 1024 × 2048 5.8 / 6.5 / 8.1, 1024 × 3072 6.9 / 7.8 / 10.8, 2560 × 4096 17.8 / 13.2 / 13.5, 2560 × 9728 33.5 / 23.7 / 28.2 (now
+//! 22.8, cuBLAS 21.4), 3072 × 2048 13.2 / 10.0 / 8.4 (not chosen).
 
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};

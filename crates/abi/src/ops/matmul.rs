@@ -353,10 +353,12 @@ macro_rules! matmul_wgmma_table {
             matmul_bf16__n64__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
             matmul_bf16__m64n64c4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_bf16__m64n64k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_bf16__m64n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_bf16_f32__m64n64k2__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_f16__n256c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_f16__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
             matmul_f16__n192__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 1, shares_a: false };
@@ -365,10 +367,12 @@ macro_rules! matmul_wgmma_table {
             matmul_f16__n64__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 64, stages: 7, cluster: 1, shares_a: false };
             matmul_f16__m64n64c4__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_f16__m64n64k2__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_f16__m64n128k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
             matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
+            matmul_f16_f32__m64n64k2__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_tf32__n256c2__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 2, shares_a: false };
             matmul_tf32__n128__sm90a => f32, f32, F32, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
         }

@@ -365,10 +365,10 @@ impl Matmul {
         let streams =
             dims.m <= if hopper { select::STREAM_MAX_ROWS_ON_HOPPER } else { select::STREAM_MAX_ROWS };
         let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
-        let columns = select::split_columns(num_sms, dims.m, n, self.problem.k);
+        let wanted = select::split_tile(num_sms, dims.m, n, self.problem.k);
         let split = |tile| {
-            let MatmulTile::Split { bn, .. } = tile else { return false };
-            batch == 1 && (columns == Some(bn) || many.is_none())
+            let MatmulTile::Split { bn, cluster, .. } = tile else { return false };
+            batch == 1 && (wanted == Some([bn, cluster]) || many.is_none())
         };
         best(&few).or_else(|| best(&split)).or(many)
     }

@@ -200,26 +200,36 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
     if dtype == DType::F32 { GEMV_MAX_ROWS + 1 } else { 2 }
 }
 
-/// The columns of the `Split` tile that a launch takes, if it takes one: where tiles of 64 columns leave most of the multiprocessors idle, and k is
-/// long enough to be shared. An H200 makes 32 rows of 2560 × 9728 in 16.6 µs instead of 27.8, of 3072 × 2048 in 7.3 instead of 8.1, but of
-/// 4096 × 2048 in 11.6 instead of 8.3: there are too many tiles for a block each on a multiprocessor then. Those of 128 columns are half as many,
-/// and each brings in a quarter less than two of 64 do: 64 rows of 4096 × 4096 at 0.91 of cuBLAS instead of 0.87.
+/// Columns of the `Split` tile that a launch takes, and blocks that share its k, if it takes one: where tiles of 64 columns leave half of
+/// the multiprocessors idle, and k is long enough to be shared. By four where that still gives each a block or not many more, else by two, which
+/// have a multiprocessor each and twice the stages. An H200, in µs:
 ///
-/// More than 64 rows are two tiles, which read the same b at about the same time: 128 rows of 2560 × 9728 in 23.7 µs instead of 27.9, of 1024 × 3072 in
-/// 6.9 instead of 10.7; but of 3072 × 2048 in 10.0 instead of 8.4.
+/// | rows, n × k | by four | by two | without |
+/// |---|---|---|---|
+/// | 32, 2048 × 6144 | 9.7 | 10.3 | 18.4 |
+/// | 32, 2560 × 9728 | 15.2 | 15.5 | 27.8 |
+/// | 32, 3072 × 2048 | 6.3 | 6.1 | 8.1 |
+/// | 32, 4096 × 2048 | 10.2 | 7.0 | 7.5 |
+/// | 64, 4096 × 4096 | 12.6 with 128 columns | 11.2 | 14.2 |
+/// | 32, 5120 × 2048 | 11.2 | 11.2 | 8.3 |
+/// | 128, 2048 × 2048 | 9.8 | 6.1 | 7.2 |
+/// | 128, 2048 × 6144 | 14.3 with 128 columns | 12.7 | 18.8 |
 ///
-/// Tiles of 64 and of 128 columns have the same order of a sum.
-pub(super) fn split_columns(num_sms: u32, m: u32, n: usize, k: usize) -> Option<u32> {
+/// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many: 128 rows of 2560 × 9728 in
+/// 22.8 µs instead of 27.9.
+///
+/// Those whose k is shared by as many blocks have the same order of a sum.
+pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
     let num_sms = num_sms as usize;
     let tiles = |columns: usize| m.div_ceil(64) as usize * n.div_ceil(columns);
-    // Of 128 columns a multiprocessor holds two blocks.
-    let most = if m <= 64 { num_sms / 4 } else { num_sms / 3 };
-    if m > 128 {
+    if m > 128 || k < 1024 {
         None
-    } else if k >= 1024 && 8 * tiles(64) <= 3 * num_sms {
-        Some(64)
-    } else if k >= 4096 && tiles(128) <= most {
-        Some(128)
+    } else if 3 * tiles(64) <= num_sms {
+        Some([64, 4])
+    } else if 2 * tiles(64) <= num_sms {
+        Some([64, 2])
+    } else if m > 64 && k >= 4096 && 3 * tiles(128) <= num_sms {
+        Some([128, 4])
     } else {
         None
     }
@@ -437,22 +447,24 @@ mod tests {
 
     #[test]
     fn narrow_products_of_long_k_share_it() {
-        for (m, n, k, columns) in [
-            (64, 2560, 9728, Some(64)),
-            (64, 3136, 1024, Some(64)),
-            (64, 3137, 4096, Some(128)),
-            (64, 4224, 4096, Some(128)),
+        for (m, n, k, tile) in [
+            (64, 2560, 9728, Some([64, 4])),
+            (64, 2816, 1024, Some([64, 4])),
+            (64, 2817, 1024, Some([64, 2])),
+            (64, 4224, 1024, Some([64, 2])),
             (64, 4225, 4096, None),
-            (64, 4096, 4095, None),
+            (64, 4096, 1016, None),
             (64, 64, 1016, None),
-            (65, 1536, 1024, Some(64)),
-            (128, 1537, 4095, None),
-            (128, 2560, 4096, Some(128)),
-            (128, 2816, 9728, Some(128)),
+            (65, 1408, 1024, Some([64, 4])),
+            (65, 1409, 1024, Some([64, 2])),
+            (128, 2112, 1024, Some([64, 2])),
+            (128, 2113, 4095, None),
+            (128, 2113, 4096, Some([128, 4])),
+            (128, 2816, 9728, Some([128, 4])),
             (128, 2817, 9728, None),
             (129, 1024, 4096, None),
         ] {
-            assert_eq!(split_columns(132, m, n, k), columns, "{m} {n} {k}");
+            assert_eq!(split_tile(132, m, n, k), tile, "{m} {n} {k}");
         }
     }
 
