@@ -201,24 +201,13 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
 }
 
 /// Columns of the `Split` tile that a launch takes, and blocks that share its k, if it takes one: where tiles of 64 columns leave half of
-/// the multiprocessors idle, and k is long enough to be shared. By four where that still gives each a block or not many more, else by two, which
-/// have a multiprocessor each and twice the stages. An H200, in µs:
-///
-/// | rows, n × k | by four | by two | without |
-/// |---|---|---|---|
-/// | 32, 2048 × 6144 | 9.7 | 10.3 | 18.4 |
-/// | 32, 2560 × 9728 | 15.2 | 15.5 | 27.8 |
-/// | 32, 3072 × 2048 | 6.3 | 6.1 | 8.1 |
-/// | 32, 4096 × 2048 | 10.2 | 7.0 | 7.5 |
-/// | 64, 4096 × 4096 | 12.6 with 128 columns | 11.2 | 14.2 |
-/// | 32, 5120 × 2048 | 11.2 | 11.2 | 8.3 |
-/// | 128, 2048 × 2048 | 9.8 | 6.1 | 7.2 |
-/// | 128, 2048 × 6144 | 14.3 with 128 columns | 12.7 | 18.8 |
+/// the multiprocessors idle, and k is long enough to be shared. By four where there is about a multiprocessor for each of them, else by two, which
+/// have one each and twice the stages. The times behind it are in the kernel's `gpu/src/tile/split.rs`.
 ///
 /// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many: 128 rows of 2560 × 9728 in
 /// 22.8 µs instead of 27.9.
 ///
-/// Those whose k is shared by as many blocks have the same order of a sum.
+/// Tiles whose k is shared by as many blocks have the same order of a sum.
 pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
     let num_sms = num_sms as usize;
     let tiles = |columns: usize| m.div_ceil(64) as usize * n.div_ceil(columns);
