@@ -164,9 +164,10 @@ class Bench:
         if result is None:
             return
         self.counts["timed"] += 1
+        call = "-" if result.call_us is None else f"{result.call_us:.2f}"
         millijoules = "-" if result.joules is None else f"{result.joules * 1e3:.3f}"
         print(
-            f"{case['name']:<52} {result.median_us:>10.2f} {result.spread_us:>7.2f} {millijoules:>8}"
+            f"{case['name']:<52} {result.median_us:>10.2f} {result.spread_us:>7.2f} {call:>8} {millijoules:>8}"
             f"  {name}{' (' + result.note + ')' if result.note else ''}"
         )
         keys = ("name", "op", "model", "phase", "dtype", "shape", "bytes", "flops")
@@ -176,6 +177,7 @@ class Bench:
             us=result.median_us,
             spread_us=result.spread_us,
             samples=result.samples,
+            call_us=result.call_us,
             joules=result.joules,
             note=result.note,
             **{key: case[key] for key in keys},

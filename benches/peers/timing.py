@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 
 # The figures of benches/ops/harness/timing.rs.
+WARM_SECONDS = 0.3
 SECONDS = 0.1
 LAUNCHES = (8, 24)
 GRAPH_SECONDS = 1e-3
 MAX_ROUNDS = 64
+CALLS = 50
 ENERGY_SECONDS = 0.5
 MAX_ENERGY_LAUNCHES = 900
 SHORTEST_READING = 0.1
@@ -27,6 +29,8 @@ class Timing(NamedTuple):
     spread_us: float
     samples: int
     joules: float | None = None
+    # The median of a single call between two events; none on the CPU.
+    call_us: float | None = None
     # Not empty if the runs could not be recorded: the times hold launch gaps then.
     note: str = ""
 
@@ -91,14 +95,26 @@ def time_runs(device, runs, meter=None):
         launch, note = all_runs, f"not recorded: {_first_line(error)}"
     count = rounds * len(runs)
     _elapsed_ms(launch)
+    started = time.perf_counter()
     graph_ms = _elapsed_ms(launch)
+    while time.perf_counter() - started < WARM_SECONDS:
+        graph_ms = _elapsed_ms(launch)
     launches = int(min(max(SECONDS / (graph_ms * 1e-3), LAUNCHES[0]), LAUNCHES[1]))
     timing = summary([_elapsed_ms(launch) * 1e3 / count for _ in range(launches)])
     joules = None
     if meter is not None:
         watts = _watts(device, meter, launch, timing.median_us * 1e-6 * count)
         joules = None if watts is None else watts * timing.median_us * 1e-6
-    return timing._replace(joules=joules, note=note)
+    call_us = _call_us(device, runs)
+    return timing._replace(joules=joules, call_us=call_us, note=note)
+
+
+def _call_us(device, runs):
+    samples = []
+    for call in range(CALLS):
+        synchronize(device)
+        samples.append(_elapsed_ms(runs[call % len(runs)]) * 1e3)
+    return summary(samples).median_us
 
 
 def _elapsed_ms(launch):

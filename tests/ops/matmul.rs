@@ -249,10 +249,12 @@ fn special_values() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns.
+/// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns. One row of 2560 or 10,240 is done by fives.
 #[test]
 fn long_k() -> Result<(), TestCaseError> {
-    for (m, k) in [(1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)] {
+    for (m, k) in
+        [(1, 2560), (1, 10_240), (1, 10_248), (1, 9728), (3, 9731), (8, 9728), (12, 9730), (20, 9728)]
+    {
         let problem = MatmulProblem {
             out_dtype: DType::F32,
             bias: Bias::PerColumn,

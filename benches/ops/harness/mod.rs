@@ -1,7 +1,8 @@
 //! How an operator is timed.
 //!
 //! CUDA events around a recorded graph of runs, so that launch gaps stay out; each run of the graph takes other buffers,
-//! over more than three times the L2 cache, so that nothing is read from it; random data, never zeros. The median over
+//! over more than three times the L2 cache, so that nothing is read from it; random data, never zeros. The graph runs for a third of a second before
+//! that, so that what takes the card to its power is timed at the clocks that last. The median over
 //! the graph's launches counts, and the spread is the distance between the quartiles. A wrong result is not timed.
 //!
 //! What is measured is set against what the same card did in the same run: see [`roofline`]. Results go to standard output
@@ -23,8 +24,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
-use std::thread;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::UNIX_EPOCH;
 
 use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
@@ -176,10 +176,6 @@ impl Bencher {
             .collect::<Result<_, _>>()?;
         self.blocks_bytes = self.held_bytes();
         let mut roofline = Roofline::measure(self)?;
-        if !self.is_cpu() {
-            // The largest product is at the card's power, and what comes next was up to a sixth slower.
-            thread::sleep(Duration::from_secs(2));
-        }
         if let Some(file) = peaks {
             roofline.read_peaks(&file)?;
         }
@@ -202,8 +198,8 @@ impl Bencher {
         self.meter = meter.ok();
         self.roofline = Some(roofline);
         println!(
-            "{:<52} {:>10} {:>7} {:>7} {:>8} {:>5} {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  kernel",
-            "case", "µs", "±", "GB/s", "TFLOP/s", "roof", "mJ", "Gop/J", "regs", "smem", "occ", "MiB"
+            "{:<52} {:>10} {:>7} {:>8} {:>7} {:>8} {:>5} {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  kernel",
+            "case", "µs", "±", "call", "GB/s", "TFLOP/s", "roof", "mJ", "Gop/J", "regs", "smem", "occ", "MiB"
         );
         Ok(())
     }
@@ -342,7 +338,7 @@ impl Bencher {
         joules: Option<f64>,
         report: Option<&OptimizationReport>,
     ) -> Result<(), Failure> {
-        let Timing { median_us, spread_us, num_samples } = timing;
+        let Timing { median_us, spread_us, num_samples, call_us } = timing;
         let current = self.current.take().ok_or("no case has begun")?;
         let work = current.work.as_ref().ok_or("the case has not said what it does")?;
         let roofline = self.roofline.as_ref().ok_or("nothing was measured to compare with")?;
@@ -355,8 +351,9 @@ impl Bencher {
         let occupancy = report.and_then(|report| report.occupancy);
         let mebibytes = current.memory_bytes.map(|bytes| bytes as f64 / (1 << 20) as f64);
         println!(
-            "{:<52} {median_us:>10.2} {spread_us:>7.2} {rate:>7.0} {flop_rate:>8.2} {:>4.0}% {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  {variant}",
+            "{:<52} {median_us:>10.2} {spread_us:>7.2} {:>8} {rate:>7.0} {flop_rate:>8.2} {:>4.0}% {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  {variant}",
             current.name(),
+            or_dash(call_us.map(|us| format!("{us:.2}"))),
             floor_us / median_us * 100.0,
             or_dash(joules.map(|joules| format!("{:.3}", joules * 1e3))),
             or_dash(ops_per_joule.map(|ops| format!("{:.1}", ops * 1e-9))),
@@ -367,7 +364,7 @@ impl Bencher {
         );
         let mut line = current.describe();
         let measured = json!({
-            "us": median_us, "spread_us": spread_us, "samples": num_samples, "joules": joules,
+            "us": median_us, "spread_us": spread_us, "samples": num_samples, "call_us": call_us, "joules": joules,
             "kernel": variant, "registers": resources.map(|resources| resources.registers),
             "smem_bytes": resources.map(|resources| resources.smem_bytes), "occupancy": occupancy,
             "memory_bytes": current.memory_bytes, "floor_us": floor_us,

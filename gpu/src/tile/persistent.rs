@@ -68,7 +68,7 @@ use abi::ops::matmul::{OUT_BY_TMA, WGMMA_OUT_ROWS};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{cluster, fence, mbarrier, registers, shared, thread, tma, warp};
+use cuda_std::{cluster, fence, grid, mbarrier, registers, shared, thread, tma, warp};
 
 use super::epilogue::Epilogue;
 use super::operand::Sum;
@@ -265,6 +265,7 @@ pub unsafe fn multiply<
             step = thread::opaque(step + 1);
         }
     }
+    grid::launch_dependents();
     // By one lane's word, so that ptxas knows that a warp stays together.
     // SAFETY: all lanes of each warp are here.
     let warpgroup = unsafe {

@@ -54,7 +54,8 @@ pub fn report(record: &Record, date: &str, comparison: Option<&Comparison>) -> S
     text += &conditions(record);
     text += "\nThe ratio is the fastest peer's time over ours: above 1 we are faster. *Roof* is the share of what the card \
              reached in this run:\nthe bytes at the copy's rate or the operations at the peak matrix rate, whichever takes \
-             longer. Energy is the whole board's.\n\n\
+             longer. Energy is the whole board's.\n*One call* is \
+             a run by itself, from event to event, with what it takes on the host; all other times are of graphs.\n\n\
              ![Roofline](roofline.svg)\n\n![Ratios](ratios.svg)\n\n## Operators\n\n";
     text += &summary(record);
     text += "\n## Models\n\n";
@@ -259,8 +260,8 @@ fn changes(comparison: Option<&Comparison>) -> String {
 }
 
 fn cases_table(record: &Record, cases: &[&Case]) -> String {
-    let mut text = "| case | time | rate | roof | fastest peer | ratio | other peers | energy | peer's | Gop/J | kernel | \
-                    registers | shared | occupancy | memory |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+    let mut text = "| case | time | rate | roof | fastest peer | ratio | one call | peer's | other peers | energy | peer's | Gop/J | kernel | \
+                    registers | shared | occupancy | memory |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
         .to_owned();
     for case in cases {
         let ours = case.ours.as_ref();
@@ -275,13 +276,15 @@ fn cases_table(record: &Record, cases: &[&Case]) -> String {
         let memory = ours.and_then(|ours| ours.memory_bytes);
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
             label(case),
             time_cell(case),
             rate_cell(case),
             roof_cell(record, case),
             peer_cell(case),
             ratio_cell(case),
+            or_dash(ours.and_then(|ours| ours.call_us).map(duration)),
+            or_dash(best.and_then(|best| best.call_us).map(duration)),
             or_dash((!others.is_empty()).then(|| others.join("; "))),
             or_dash(joules.map(energy)),
             or_dash(best.and_then(|best| best.joules).map(energy)),

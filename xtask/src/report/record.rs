@@ -84,6 +84,8 @@ pub struct Ours {
     pub us: f64,
     pub spread_us: f64,
     pub samples: usize,
+    /// Of a single call that is not in a graph.
+    pub call_us: Option<f64>,
     pub joules: Option<f64>,
     pub kernel: String,
     pub registers: Option<u32>,
@@ -100,6 +102,8 @@ pub struct Peer {
     pub us: f64,
     pub spread_us: f64,
     pub samples: usize,
+    /// Of a single call that is not in a graph.
+    pub call_us: Option<f64>,
     pub joules: Option<f64>,
     /// What should be known of the number.
     pub note: String,

@@ -161,10 +161,20 @@ macro_rules! entry {
     };
 }
 
+/// The same of a tile. Of one row four blocks have room on a multiprocessor, and their loads are on their way together.
+macro_rules! entry_of_tile {
+    ($entry:ident, $type:ident, $out:ident, Gemv, 1, $cols:literal, $unroll:literal) => {
+        entry!($entry, $type, $out, 256, 4, |x, end| body!(Gemv, $type, $out, (x, end), 1, $cols, $unroll));
+    };
+    ($entry:ident, $type:ident, $out:ident, $tile:ident, $($value:literal),*) => {
+        entry!($entry, $type, $out, 256, 2, |x, end| body!($tile, $type, $out, (x, end), $($value),*));
+    };
+}
+
 macro_rules! entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       $tile:ident { $($field:ident: $value:literal),* };)*) => {
-        $(entry!($entry, $type, $out, 256, 2, |x, end| body!($tile, $type, $out, (x, end), $($value),*));)*
+       $tile:ident { $($field:ident: $value:tt),* };)*) => {
+        $(entry_of_tile!($entry, $type, $out, $tile, $($value),*);)*
     };
 }
 abi::matmul_table!(entries);
