@@ -192,6 +192,7 @@ impl Bencher {
             "kind": "run", "source": "warpforge", "version": env!("CARGO_PKG_VERSION"),
             "unix_time": UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs()),
             "device": self.device.profile().name, "floor": self.floor(), "card": card,
+            "warm_seconds": timing::WARM_SECONDS,
             "roofline": roofline.to_json(),
         });
         self.write(&run)?;

@@ -32,7 +32,7 @@ impl Timing {
 
 /// Time that a graph runs before it is measured: a card that is at its power has found its clocks by then. A rested one is up to an eighth faster for
 /// its first 50 ms, and where in that a measurement fell was most of what differed from run to run.
-const WARM_SECONDS: f64 = 0.3;
+pub const WARM_SECONDS: f64 = 0.3;
 /// Time that the measured launches of a graph take together, unless that is less than [`LAUNCHES`] allow.
 const SECONDS: f64 = 0.1;
 /// Fewest and most launches of a graph that are measured.

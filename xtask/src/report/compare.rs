@@ -50,11 +50,15 @@ pub fn compare(before: &[(PathBuf, Record)], now: &Record) -> Option<Comparison>
         faster: Vec::new(),
         gone: Vec::new(),
     };
-    let of_the_same =
-        |record: &Record| (&record.run.device, &record.run.floor) == (&now.run.device, &now.run.floor);
+    // Where a card's power sets the clock, it is another one for the first 50 ms.
+    let what = |record: &Record| {
+        (record.run.device.clone(), record.run.floor.clone(), record.run.warm_seconds.unwrap_or(0.0))
+    };
+    let of_the_same = |record: &Record| what(record) == what(now);
     if !of_the_same(last) {
         let describe = |record: &Record| {
-            format!("{} with {}", record.run.device, record.run.floor.as_deref().unwrap_or("no images"))
+            let (device, floor, warm) = what(record);
+            format!("{device} with {}, warm for {warm} s", floor.as_deref().unwrap_or("no images"))
         };
         comparison.not_comparable = Some(format!("{} there, {} here", describe(last), describe(now)));
         return Some(comparison);

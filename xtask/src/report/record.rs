@@ -31,6 +31,8 @@ pub struct Run {
     pub device: String,
     /// The floor whose images ran; none on a CPU.
     pub floor: Option<String>,
+    /// Seconds that a case ran before it was timed; none in records from before there was such a time.
+    pub warm_seconds: Option<f64>,
     /// Driver, power limit and clocks, as far as they could be read.
     pub card: Option<Value>,
     pub roofline: Roofline,

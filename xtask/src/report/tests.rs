@@ -211,16 +211,21 @@ fn slower_beyond_the_spread_is_an_error() {
 }
 
 #[test]
-fn other_floors_are_not_compared() {
-    let folder = tempfile::tempdir().unwrap();
-    let before = with(run_line(0), json!({ "floor": "sm_61" }));
-    for (day, line, us) in [("2026-11-21", before, 1.0), ("2026-11-22", run_line(0), 9.0)] {
-        let from = folder.path().join(day);
-        measured(&from, &[line, ours("rope a", 0, us, 0.0)], &[]);
-        run(folder.path(), &options(&from, &folder.path().join("h200").join(day))).unwrap();
+fn other_floors_and_clocks_are_not_compared() {
+    for (other, said) in [
+        (json!({ "floor": "sm_61" }), "NVIDIA H200 with sm_61, warm for 0 s there"),
+        (json!({ "warm_seconds": 0.3 }), "NVIDIA H200 with sm_90a, warm for 0.3 s there"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let before = with(run_line(0), other);
+        for (day, line, us) in [("2026-11-21", before, 1.0), ("2026-11-22", run_line(0), 9.0)] {
+            let from = folder.path().join(day);
+            measured(&from, &[line, ours("rope a", 0, us, 0.0)], &[]);
+            run(folder.path(), &options(&from, &folder.path().join("h200").join(day))).unwrap();
+        }
+        let report = fs::read_to_string(folder.path().join("h200/2026-11-22/report.md")).unwrap();
+        assert!(report.contains(&format!("is of something else: {said}")), "{report}");
     }
-    let report = fs::read_to_string(folder.path().join("h200/2026-11-22/report.md")).unwrap();
-    assert!(report.contains("is of something else: NVIDIA H200 with sm_61 there"), "{report}");
 }
 
 #[test]

@@ -63,6 +63,13 @@
 //! eighth of their time, at 1 × 32768 with a cold cache almost half (`ncu`, source counters). fp8 144 → 138, 283 → 271 and 31.6 → 27.6, bf16 255 → 250
 //! and 508 → 497. What is left of that is at the end of a split. At 1 × 32768 fp8 has two splits for each block: before the loop a warp had 3600
 //! instructions, 9.5 cycles each with a warm cache, of which 2.9 were waits for memory and 1.9 fixed latencies.
+//!
+//! Tried and left: the merge launched while this runs (`griddepcontrol.launch_dependents` behind the first copies): one sequence of 32768 keys 0.7 %
+//! faster, of 4096 4 % slower (9.60 to 10.05 µs), latent decode of 8 sequences 4 % slower.
+//!
+//! fp8 of one sequence cannot be 1.8 times as fast as bf16: of bf16's 36.9 µs 31 are its 134 MB at the rate of a read, and 6 a launch, the first loads, the
+//! last split and the merge. fp8 has 15.6 µs of bytes, and would have to do all of that in 5. It takes 11.6 beside them: its splits have the instructions of
+//! twice as many bytes (issue slots are 37 % busy), and four times as many results to merge, as no block does four splits.
 
 mod bands;
 mod end;

@@ -56,7 +56,10 @@
 //! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 690 µs, at 638 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
 //! 413 µs.
 //!
-//! Large ones are at the card's power (700 W, clocks from 1980 down to 1650 MHz): all keys of 4, 32, 4096, 128 are 1.12 to 1.27 J, and
+//! These are of a card that had rested. Warm, which is how benches time since, all keys of 4, 32, 4096, 128 take 1760 to 1790 µs, and cuDNN 1820 to 1850 in
+//! the same runs; causal 973 to 990 and 1053 to 1059. A bare product of as many operations, 8192³, makes 694 TFLOP/s there, this 618 to 625.
+//!
+//! Large ones are at the card's power (700 W, clocks from 1980 down to 1400 MHz): all keys of 4, 32, 4096, 128 are 1.12 to 1.27 J, and
 //! times move by a tenth from run to run, as cuDNN's do (1.25 to 1.45 J; 1605 µs in its first 50 ms, 1850 after that). What counters say is steadier
 //! (`ncu`, see CONTRIBUTING; this / cuDNN):
 //!
