@@ -195,6 +195,8 @@ pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
 /// Calls `finish(row, col, [sum, next])` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the
 /// stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` and `b_row` say where a row begins.
 ///
+/// `by_fives`: the kernel has registers for rounds of five loads, where it has one row.
+///
 /// `next` is the sum of the next column, if it is `paired`: then `finish` is called for even columns only.
 ///
 /// # Safety
@@ -215,6 +217,7 @@ pub unsafe fn multiply<
     dims: &MatmulDims,
     (first_row, col_block): (u32, u32),
     paired: bool,
+    by_fives: bool,
     finish: impl Fn(u32, u32, [T::Sum; 2]),
 ) {
     let groups = WARPS >> dims.split_log2;
@@ -249,7 +252,7 @@ pub unsafe fn multiply<
         let of_lane = num_whole >> (5 + dims.split_log2);
         let is_even = num_whole & (stride - 1) == 0;
         // By fives where that leaves no round half full, as of a row of 2560 elements of 16 bits.
-        if SUMS == 1 && is_even && of_lane.is_multiple_of(5) && !of_lane.is_multiple_of(4) {
+        if by_fives && SUMS == 1 && is_even && of_lane.is_multiple_of(5) && !of_lane.is_multiple_of(4) {
             while piece < num_whole {
                 add_pieces::<T, ROWS, COLS, SUMS, 5, false>(
                     &rows, &cols, piece, stride, num_whole, &mut sums,

@@ -249,6 +249,7 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
             &own,
             place,
             false,
+            false,
             |row, col, [sum, _]| {
                 let to = out.add(row as usize * dims.out_stride as usize + col as usize);
                 global::store(to, T::from_f32(sum));

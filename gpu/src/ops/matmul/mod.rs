@@ -120,6 +120,7 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
             x.dims,
             gemv::place_of_block::<ROWS>(x.dims),
             end.is_gated(),
+            true,
             |row, col, sums| end.element(row, col, sums),
         );
     }

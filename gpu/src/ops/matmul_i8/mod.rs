@@ -115,6 +115,7 @@ unsafe fn few_rows<
             dims,
             gemv::place_of_block::<ROWS>(dims),
             false,
+            false,
             |row, col, [sum, _]| {
                 let row_scale = global::load(a_scale.add(row as usize));
                 let mut value = scaled(sum, row_scale, global::load(b_scale.add(col as usize)));

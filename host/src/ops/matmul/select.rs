@@ -1,10 +1,10 @@
 //! Which kernels a matrix product takes.
 
-use abi::DType;
 use abi::ops::matmul::{
     MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS,
     WGMMA_ROW_BYTES, WGMMA_VARIANTS,
 };
+use abi::{Arch, DType};
 
 use super::{MatmulProblem, OP, Precision};
 use crate::device::DeviceLimits;
@@ -14,10 +14,13 @@ use crate::error::Error;
 /// does that of 64 rows, at the price of reading b again for every 8.
 pub(crate) const GEMV_MAX_ROWS: usize = 16;
 
+/// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy, where up to four columns share a warp.
+const GEMV_WARPS_PER_SM: usize = 64;
+
 /// Warps that a multiprocessor holds of one row's kernel. All that there are should be at work at once: with twice as many, each with half of a
 /// column's k, an H200 takes 11.2 µs for 6144 × 2560 and not 9.9, 15.0 for 2560 × 9728 and not 13.4, and with eight times as many 14.8 for
 /// 2048 × 10,240 and not 11.2.
-const GEMV_WARPS_PER_SM: usize = 32;
+const ONE_ROW_WARPS_PER_SM: usize = 32;
 
 /// Most of `split_log2` where the product is gated: two columns to a block of the narrowest tile.
 const GATED_MAX_SPLIT_LOG2: u32 = (WARPS / 2).ilog2();
@@ -92,15 +95,24 @@ pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
     ladder
 }
 
-/// Binary logarithm of the warps that share a column's k: as many warps as there is room for, but three pieces for every lane.
+/// Binary logarithm of the warps that share a column's k: enough warps for the memory, but four pieces for every lane. Where the tensor cores do all
+/// but one row, as many warps as there is room for, but three pieces for every lane.
 ///
 /// It decides the order of a sum, so it depends on n (of all products together), k, type and device only, not on the number
 /// of rows.
 pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType) -> u32 {
     let pieces = k / (16 / dtype.bytes());
-    let room = GEMV_WARPS_PER_SM * limits.num_sms.max(1) as usize;
+    let num_sms = limits.num_sms.max(1) as usize;
+    let is_one_row = limits.floor >= Arch::Sm80 && dtype.bytes() == 2;
+    let may_double = |split: u32| {
+        if is_one_row {
+            n << (split + 1) <= ONE_ROW_WARPS_PER_SM * num_sms && pieces >= 96 << (split + 1)
+        } else {
+            n << split < GEMV_WARPS_PER_SM * num_sms && pieces >= 128 << (split + 1)
+        }
+    };
     let mut split = 0;
-    while 1 << (split + 1) <= WARPS && n << (split + 1) <= room && pieces >= 96 << (split + 1) {
+    while 1 << (split + 1) <= WARPS && may_double(split) {
         split += 1;
     }
     split
@@ -295,8 +307,6 @@ pub(crate) fn tensor_clocks(
 
 #[cfg(test)]
 mod tests {
-    use abi::Arch;
-
     use super::super::{Bias, Epilogue};
     use super::*;
 
@@ -422,12 +432,24 @@ mod tests {
 
     #[test]
     fn few_columns_split_k() {
+        let one_row = [
+            (1024, 2048, 1),
+            (1024, 3072, 2),
+            (1024, 1024, 0),
+            (2560, 9728, 0),
+            (2048, 10_240, 1),
+            (6144, 2560, 0),
+            (256, 65536, 3),
+        ];
+        for (n, k, split) in one_row {
+            let ampere = DeviceLimits { floor: Arch::Sm80, ..H200 };
+            assert_eq!(split_log2(&ampere, n, k, DType::BF16), split, "{n} {k}");
+        }
         let table = [
             (1024, 2048, DType::BF16, 1),
-            (1024, 3072, DType::BF16, 2),
+            (1024, 3072, DType::BF16, 1),
             (1024, 1024, DType::BF16, 0),
-            (2560, 9728, DType::BF16, 0),
-            (2048, 10240, DType::BF16, 1),
+            (2560, 9728, DType::BF16, 2),
             (151_936, 9728, DType::BF16, 0),
             (256, 65536, DType::F32, 3),
             (1024, 4096, DType::I8, 1),
