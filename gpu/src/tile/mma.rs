@@ -3,9 +3,10 @@
 //! ```text
 //! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, of f32 16, of int8 64
 //!
-//! before     steps 0 … STAGES−2 are on their way
-//! each step  wait for this step's copies ── barrier ── start the copies of step + STAGES−1 into the stage that everybody has
-//!            left ── 2 × (ldmatrix a, b ── mma m16n8k16, of f32 m16n8k8, of int8 m16n8k32, for every 16 × 8 of the warp)
+//! before     steps 0 … STAGES−1 are on their way; ldmatrix of the first half of step 0
+//! each step  ldmatrix of its second half ── mma m16n8k16, of f32 m16n8k8, of int8 m16n8k32, of its first half
+//!            wait for the next step's copies ── barrier ── ldmatrix of the next step's first half
+//!            start the copies of step + STAGES into the stage that everybody has left ── mma of the second half
 //! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
@@ -18,10 +19,21 @@
 //! - A sum is one chain over k in steps of 32 bytes, the same in every tile and wherever a row lies.
 //! - f32 is multiplied as tf32: the instruction leaves its lower 13 bits aside, so that nothing is to be converted.
 //!
-//! At 4096³ an H200 makes 389 TFLOP/s with 128 × 128 in bf16 (cuBLAS, by `wgmma`, 676). Tried: 128 × 256, 339; the copies of a step
-//! behind its first `ldmatrix` instead of before it, 344 (in another run; tf32 186).
+//! # Speed
+//! An H200's tensor cores take 4067 thousand cycles for 8192³ by `mma.sync`, 1024 multiply-adds per clock and multiprocessor. What was measured
+//! there in bf16 (ncu; what is longer than the products is what they wait for):
+//!
+//! | | cycles | bytes through L2 | µs at the clocks that last |
+//! |---|---|---|---|
+//! | 128 × 128, both halves loaded behind the barrier, copies before them | 4.9 M | 17.7 GB | 3090 |
+//! | 128 × 128 as above, a half ahead | 4.34 M | 17.7 GB | 2890 |
+//! | 128 × 256 as above, a half ahead | 4.15 M | 12.3 GB | 2615 |
+//!
+//! So the tensor cores bound it, and behind them the card's power. The order of a step matters: copies started before the barrier keep it behind all of the
+//! `mma`, since ptxas puts their addresses there. A branch around the loads that the last step does not need does the same;
+//! the last step loads its own first half again instead. Two blocks of 128 × 128 to a multiprocessor stay for what has few tiles.
 
-use abi::ops::matmul::{MMA_ROW_BYTES, MatmulDims};
+use abi::ops::matmul::{MMA_ROW_BYTES, MMA_STAGES, MatmulDims};
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, matrix, shared, thread};
 
@@ -31,6 +43,7 @@ use super::operand::Sum;
 use super::simt;
 
 const ROW_BYTES: u32 = MMA_ROW_BYTES;
+const STAGES: u32 = MMA_STAGES;
 /// Pieces of a row of a step.
 const PIECES: u32 = ROW_BYTES / 16;
 
@@ -199,7 +212,6 @@ pub unsafe fn sums<
     const FN: usize,
     const COUNT_A: usize,
     const COUNT_B: usize,
-    const STAGES: u32,
     const THREADS: u32,
 >(
     a: impl Fn(usize) -> *const T,
@@ -214,7 +226,8 @@ pub unsafe fn sums<
     let base = shared::base();
     // Elements of k per step.
     let bk = ROW_BYTES / size_of::<T>() as u32;
-    let steps = dims.k.div_ceil(bk);
+    // No k is a step of zeros.
+    let steps = dims.k.div_ceil(bk).max(1);
 
     let (warp, lane) = (thread::warp_idx(), thread::lane());
     let warp_row = warp % (BM / warp_rows) * warp_rows;
@@ -242,55 +255,49 @@ pub unsafe fn sums<
             }
             cp_async::commit_group();
         };
+        // The pieces that half of a step multiplies.
+        let load = |step: u32, half: u32| {
+            let a_at = base + step % STAGES * stage_bytes;
+            let b_at = a_at + BM * ROW_BYTES;
+            let mut rows_a = [[0u32; 4]; FM];
+            let mut i = 0;
+            while i < FM {
+                let row = a_row + 16 * i as u32;
+                let moved = (2 * half + a_piece) ^ (row / 2 % 4);
+                rows_a[i] = matrix::load_x4(a_at + row * ROW_BYTES + moved * 16);
+                i += 1;
+            }
+            let mut rows_b = [[0u32; 2]; FN];
+            let mut j = 0;
+            while j < FN {
+                let row = b_row + 2 * j as u32;
+                let moved = (2 * half + b_piece) ^ (row / per_thread % 4);
+                let [b0, b1, b2, b3] = matrix::load_x4(b_at + row * ROW_BYTES + moved * 16);
+                rows_b[j] = [b0, b1];
+                rows_b[j + 1] = [b2, b3];
+                j += 2;
+            }
+            (rows_a, rows_b)
+        };
         let mut step = 0;
-        while step + 1 < STAGES {
+        while step < STAGES {
             start(step);
             step += 1;
         }
+        cp_async::wait_group::<{ STAGES - 1 }>();
+        thread::sync_threads();
         let mut step = 0;
+        let mut first = load(0, 0);
         while step < steps {
-            if STAGES == 4 {
-                cp_async::wait_group::<2>()
-            } else {
-                cp_async::wait_group::<1>()
-            }
-            thread::sync_threads();
-            start(step + STAGES - 1);
-            let a_at = base + step % STAGES * stage_bytes;
-            let b_at = a_at + BM * ROW_BYTES;
             let mut step_sums = [[[T::Sum::ZERO; 4]; FN]; FM];
-            let mut half = 0;
-            while half < 2 {
-                let mut rows_a = [[0u32; 4]; FM];
-                let mut i = 0;
-                while i < FM {
-                    let row = a_row + 16 * i as u32;
-                    let moved = (2 * half + a_piece) ^ (row / 2 % 4);
-                    rows_a[i] = matrix::load_x4(a_at + row * ROW_BYTES + moved * 16);
-                    i += 1;
-                }
-                let mut rows_b = [[0u32; 2]; FN];
-                let mut j = 0;
-                while j < FN {
-                    let row = b_row + 2 * j as u32;
-                    let moved = (2 * half + b_piece) ^ (row / per_thread % 4);
-                    let [b0, b1, b2, b3] = matrix::load_x4(b_at + row * ROW_BYTES + moved * 16);
-                    rows_b[j] = [b0, b1];
-                    rows_b[j + 1] = [b2, b3];
-                    j += 2;
-                }
-                let mut i = 0;
-                while i < FM {
-                    let mut j = 0;
-                    while j < FN {
-                        let to = if promotes { &mut step_sums } else { &mut sums };
-                        to[i][j] = T::multiply_add(rows_a[i], rows_b[j], to[i][j]);
-                        j += 1;
-                    }
-                    i += 1;
-                }
-                half += 1;
-            }
+            let to = if promotes { &mut step_sums } else { &mut sums };
+            let second = load(step, 1);
+            multiply_half::<T, FM, FN>(&first, to);
+            cp_async::wait_group::<{ STAGES - 2 }>();
+            thread::sync_threads();
+            first = load((step + 1).min(steps - 1), 0);
+            start(step + STAGES);
+            multiply_half::<T, FM, FN>(&second, to);
             if promotes {
                 add(&mut sums, &step_sums);
             }
@@ -315,7 +322,6 @@ pub unsafe fn multiply<
     const FN: usize,
     const COUNT_A: usize,
     const COUNT_B: usize,
-    const STAGES: u32,
     const THREADS: u32,
 >(
     a: impl Fn(usize) -> *const T,
@@ -330,7 +336,7 @@ pub unsafe fn multiply<
     let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: the caller's promise.
     let sums =
-        unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, STAGES, THREADS>(a, b, at, dims, promotes) };
+        unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(a, b, at, dims, promotes) };
     if end.is_plain() {
         // SAFETY: of columns that exist — the method.
         let bias = |col| unsafe { end.bias::<8>(col) };
@@ -373,6 +379,27 @@ pub unsafe fn multiply<
             }
         }
         j += 1;
+    }
+}
+
+/// Multiplies the pieces of half a step.
+///
+/// # Safety
+/// - *converged*: all threads of the warp.
+#[inline(always)]
+unsafe fn multiply_half<T: Factor, const FM: usize, const FN: usize>(
+    (a, b): &([[u32; 4]; FM], [[u32; 2]; FN]),
+    to: &mut [[[T::Sum; 4]; FN]; FM],
+) {
+    let mut i = 0;
+    while i < FM {
+        let mut j = 0;
+        while j < FN {
+            // SAFETY: the caller's promise.
+            to[i][j] = unsafe { T::multiply_add(a[i], b[j], to[i][j]) };
+            j += 1;
+        }
+        i += 1;
     }
 }
 

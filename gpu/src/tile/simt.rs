@@ -30,14 +30,14 @@ use cuda_std::{global, shared, thread};
 use super::operand::{Operand, Sum, load_piece};
 
 /// Rows of tiles that are walked together, so that blocks that run at the same time share rows of both operands in L2.
-const BAND: u32 = 8;
+const BAND: u32 = 16;
 
 /// Tile row and column of this block, tile columns within bands of tile rows.
 #[inline(always)]
-pub fn tile_of_block<const EDGE: u32>(dims: &MatmulDims) -> (u32, u32) {
+pub fn tile_of_block<const BM: u32, const BN: u32>(dims: &MatmulDims) -> (u32, u32) {
     // At least 1 each, or there were no blocks; `max` tells the compiler, which would otherwise keep a panic path.
-    let tiles_m = dims.m.div_ceil(EDGE).max(1);
-    let tiles_n = dims.n.div_ceil(EDGE).max(1);
+    let tiles_m = dims.m.div_ceil(BM).max(1);
+    let tiles_n = dims.n.div_ceil(BN).max(1);
     let block = thread::block_idx_x();
     let (band, within) = (block / (BAND * tiles_n), block % (BAND * tiles_n));
     let first = band * BAND;

@@ -4,7 +4,7 @@
 //! rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are counted from the
 //! number of rows and experts, and some stay empty.
 
-use super::matmul::{MMA_ROW_BYTES, THREADS, WARPS, WGMMA_ROW_BYTES};
+use super::matmul::{MMA_ROW_BYTES, MMA_STAGES, THREADS, WARPS, WGMMA_ROW_BYTES};
 use crate::{Arch, DType};
 
 /// Sizes and strides of one launch, in elements.
@@ -85,8 +85,6 @@ pub enum GroupedMatmulTile {
         threads: u32,
         /// Blocks that a multiprocessor shall hold.
         blocks: u32,
-        /// Steps of k that copies run ahead, and one.
-        stages: u32,
     },
     /// For few rows on the tensor cores: a warp, or several that share k, makes `rows` rows of `cols` columns: as
     /// `MatmulTile::Stream`.
@@ -136,7 +134,7 @@ impl GroupedMatmulTile {
             GroupedMatmulTile::Gemv { rows, cols, .. } | GroupedMatmulTile::Stream { rows, cols, .. } => {
                 WARPS * rows * cols * 4
             }
-            GroupedMatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_ROW_BYTES,
+            GroupedMatmulTile::Mma { bm, bn, .. } => MMA_STAGES * (bm + bn) * MMA_ROW_BYTES,
             // Stages, two boxes of 64 × 64 elements for each warpgroup that multiplies, a tile and two barriers a stage.
             GroupedMatmulTile::Wgmma { bm, bn, stages } => {
                 stages * (bm + bn) * WGMMA_ROW_BYTES + bm / 64 * 2 * 64 * 128 + 32 * stages
@@ -212,12 +210,12 @@ macro_rules! grouped_matmul_mma_table {
         $callback! {
             grouped_matmul_f16__stream8__sm80 => f16, F16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
             grouped_matmul_f16__stream16__sm80 => f16, F16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            grouped_matmul_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            grouped_matmul_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            grouped_matmul_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            grouped_matmul_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
             grouped_matmul_bf16__stream8__sm80 => bf16, BF16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
             grouped_matmul_bf16__stream16__sm80 => bf16, BF16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            grouped_matmul_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            grouped_matmul_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
+            grouped_matmul_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            grouped_matmul_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
         }
     };
 }

@@ -130,12 +130,10 @@ pub enum MatmulTile {
         bm: u32,
         /// Columns of the tile.
         bn: u32,
-        /// Threads of the block: 64 × 64 to a warp of 128 × 128, else 32 × 32.
+        /// Threads of the block: a warp for each 64 × 64, or in a tile of 64 × 64 for each 32 × 32.
         threads: u32,
         /// Blocks that a multiprocessor is to hold, which bounds the registers.
         blocks: u32,
-        /// Steps of k in shared memory.
-        stages: u32,
     },
     /// Ampere and later, for few rows: a warp, or several that share k, makes `rows` rows of `cols` columns on tensor cores.
     Stream {
@@ -177,6 +175,8 @@ pub enum MatmulTile {
 
 /// Bytes of a row per step of an `Mma` tile.
 pub const MMA_ROW_BYTES: u32 = 64;
+/// Steps of an `Mma` tile in shared memory.
+pub const MMA_STAGES: u32 = 4;
 
 /// Elements of k that a warp of a `Stream` tile takes before it is the next one's turn: 256 bytes.
 pub const STREAM_BK: u32 = 128;
@@ -202,7 +202,7 @@ impl MatmulTile {
             MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
                 WARPS * rows * cols * 4
             }
-            MatmulTile::Mma { bm, bn, stages, .. } => stages * (bm + bn) * MMA_ROW_BYTES,
+            MatmulTile::Mma { bm, bn, .. } => MMA_STAGES * (bm + bn) * MMA_ROW_BYTES,
             // Stages, two boxes of 64 × 64 elements for each warpgroup that stores, two barriers a stage.
             MatmulTile::Wgmma { bm, bn, stages, .. } => {
                 let boxes = if bn.is_multiple_of(64) { bm / 64 * 2 } else { 0 };
@@ -307,14 +307,17 @@ macro_rules! matmul_table {
 macro_rules! matmul_mma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__m128n128__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_bf16__m64n64__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_bf16_f32__m64n64__sm80 => bf16, f32, BF16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_f16__m128n128__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_f16__m64n64__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_f16_f32__m64n64__sm80 => f16, f32, F16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_tf32__m128n128__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_tf32__m64n64__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            matmul_bf16__m128n256__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_bf16__m128n128__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_bf16__m64n64__sm80 => bf16, bf16, BF16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_bf16_f32__m64n64__sm80 => bf16, f32, BF16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_f16__m128n256__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_f16__m128n128__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_f16__m64n64__sm80 => f16, f16, F16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_f16_f32__m64n64__sm80 => f16, f32, F16, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_tf32__m128n256__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_tf32__m128n128__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_tf32__m64n64__sm80 => f32, f32, F32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
         }
     };
 }

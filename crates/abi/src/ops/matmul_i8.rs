@@ -52,12 +52,15 @@ macro_rules! matmul_i8_table {
 macro_rules! matmul_i8_mma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_i8_f32__m128n128__sm80 => f32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_i8_f32__m64n64__sm80 => f32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_i8_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_i8_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
-            matmul_i8_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2, stages: 4 };
-            matmul_i8_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4, stages: 4 };
+            matmul_i8_f32__m128n256__sm80 => f32, F32, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_i8_f32__m128n128__sm80 => f32, F32, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_i8_f32__m64n64__sm80 => f32, F32, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_i8_f16__m128n256__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_i8_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_i8_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
+            matmul_i8_bf16__m128n256__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 256, threads: 256, blocks: 1 };
+            matmul_i8_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
+            matmul_i8_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
         }
     };
 }

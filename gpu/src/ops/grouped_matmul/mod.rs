@@ -306,7 +306,6 @@ unsafe fn tensor_tile<
     const FN: usize,
     const COUNT_A: usize,
     const COUNT_B: usize,
-    const STAGES: u32,
     const THREADS: u32,
 >(
     x: *const T,
@@ -322,7 +321,7 @@ unsafe fn tensor_tile<
         let col = col_block * BN;
         // Rows past the end are not read; the last stands for them.
         let x_row = |sorted: u32| x_row(x, order, dims, sorted.min(own.m - 1));
-        mma::multiply::<T, T, BM, BN, FM, FN, COUNT_A, COUNT_B, STAGES, THREADS>(
+        mma::multiply::<T, T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
             mma::gathered::<T, COUNT_A, THREADS>(x_row, row),
             mma::strided::<T, THREADS>(simt::rows_of_b(w, &own), (own.b_stride, 0), col),
             (row, col),
@@ -344,7 +343,7 @@ macro_rules! body {
         // SAFETY: as `Gemv`, and `GroupedMatmul::run` takes these kernels where x and the weights are in pieces.
         unsafe { streamed::<$type, $rows, { $rows / 8 }, { $cols / 16 }, { $cols / 8 }, $unroll> $args }
     };
-    (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal, $stages:literal) => {{
+    (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal) => {{
         const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
         // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the weights in
         // pieces — GroupedMatmul::run.
@@ -357,7 +356,6 @@ macro_rules! body {
                 { EDGE / 8 },
                 { $bm * 4 / $threads },
                 { $bn * 4 / $threads },
-                $stages,
                 $threads,
             > $args
         }
@@ -402,9 +400,8 @@ macro_rules! mma_entries {
         mma_entries!($($rest)*);
     };
     ($entry:ident => $type:ident, $dtype:ident, $floor:ident,
-     Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
-           stages: $stages:literal }; $($rest:tt)*) => {
-        entry!($entry, $type, $threads, $blocks, Mma, $bm, $bn, $threads, $stages);
+     Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal }; $($rest:tt)*) => {
+        entry!($entry, $type, $threads, $blocks, Mma, $bm, $bn, $threads);
         mma_entries!($($rest)*);
     };
 }

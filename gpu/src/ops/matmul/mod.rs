@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
-//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 or 128 × 128: `tile::mma` |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `tile::mma` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `tile::split` |
@@ -63,7 +63,7 @@ where
     O: Element,
 {
     let dims = x.dims;
-    let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
+    let (tile_m, tile_n) = simt::tile_of_block::<EDGE, EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
         let sums = simt::multiply::<T, EDGE, PER>(simt::strided(x.a, dims), x.b_row(), dims, tile_m, tile_n);
@@ -183,12 +183,10 @@ abi::matmul_table!(entries);
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
-             stages: $stages:literal };)*) => {
+       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {
         $(entry!($entry, $type, $out, $threads, $blocks, |x, end| {
             const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
-            const { assert!($bm == $bn) };
-            let (tile_m, tile_n) = simt::tile_of_block::<$bm>(x.dims);
+            let (tile_m, tile_n) = simt::tile_of_block::<$bm, $bn>(x.dims);
             let (row, col) = (tile_m * $bm, tile_n * $bn);
             let steps_b = (x.dims.b_stride, u32::from(end.is_gated()));
             mma::multiply::<
@@ -200,7 +198,6 @@ macro_rules! mma_entries {
                 { EDGE / 8 },
                 { $bm * 4 / $threads },
                 { $bn * 4 / $threads },
-                $stages,
                 $threads,
             >(
                 mma::strided::<$type, $threads>(simt::strided(x.a, x.dims), (x.dims.a_stride, 0), row),

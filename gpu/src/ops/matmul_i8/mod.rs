@@ -48,7 +48,7 @@ unsafe fn tile<O: Element, const EDGE: u32, const PER: usize>(
     out: *mut O,
     dims: &MatmulDims,
 ) {
-    let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
+    let (tile_m, tile_n) = simt::tile_of_block::<EDGE, EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
         let sums = simt::multiply::<i8, EDGE, PER>(
@@ -174,11 +174,12 @@ abi::matmul_i8_table!(entries);
 #[allow(clippy::too_many_arguments)]
 unsafe fn tensor_tile<
     O: Element,
-    const EDGE: u32,
+    const BM: u32,
+    const BN: u32,
     const FM: usize,
     const FN: usize,
-    const COUNT: usize,
-    const STAGES: u32,
+    const COUNT_A: usize,
+    const COUNT_B: usize,
     const THREADS: u32,
 >(
     a: *const i8,
@@ -189,11 +190,11 @@ unsafe fn tensor_tile<
     out: *mut O,
     dims: &MatmulDims,
 ) {
-    let (tile_m, tile_n) = simt::tile_of_block::<EDGE>(dims);
-    let (row, col) = (tile_m * EDGE, tile_n * EDGE);
+    let (tile_m, tile_n) = simt::tile_of_block::<BM, BN>(dims);
+    let (row, col) = (tile_m * BM, tile_n * BN);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = mma::sums::<i8, EDGE, EDGE, FM, FN, COUNT, COUNT, STAGES, THREADS>(
+        let sums = mma::sums::<i8, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
             mma::strided::<i8, THREADS>(simt::strided(a, dims), (dims.a_stride, 0), row),
             mma::strided::<i8, THREADS>(simt::rows_of_b(b, dims), (dims.b_stride, 0), col),
             (row, col),
@@ -225,8 +226,7 @@ unsafe fn tensor_tile<
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! mma_entries {
     ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
-       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal,
-             stages: $stages:literal };)*) => {$(
+       Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {$(
         /// Entry point; see the module and `abi::ops::matmul_i8`.
         ///
         /// # Safety
@@ -243,12 +243,18 @@ macro_rules! mma_entries {
             dims: MatmulDims,
         ) {
             const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
-            const { assert!($bm == $bn) };
             // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — MatmulI8::run.
             unsafe {
-                tensor_tile::<$out, $bm, { EDGE / 16 }, { EDGE / 8 }, { $bm * 4 / $threads }, $stages, $threads>(
-                    a, b, a_scale, b_scale, bias, out, &dims,
-                )
+                tensor_tile::<
+                    $out,
+                    $bm,
+                    $bn,
+                    { EDGE / 16 },
+                    { EDGE / 8 },
+                    { $bm * 4 / $threads },
+                    { $bn * 4 / $threads },
+                    $threads,
+                >(a, b, a_scale, b_scale, bias, out, &dims)
             }
         }
     )*};

@@ -370,6 +370,36 @@ mod tests {
         }
     }
 
+    /// What an H200 was faster by with the kernels for Ampere.
+    #[test]
+    fn tiles_of_mma_by_shape() {
+        let ampere = DeviceLimits { floor: Arch::Sm80, smem_per_block_bytes: 163 << 10, ..H200 };
+        for ([m, n, k], fastest) in [
+            ([8192, 8192, 8192], "matmul_bf16__m128n256__sm80"),
+            ([4096, 4096, 4096], "matmul_bf16__m128n256__sm80"),
+            ([4096, 4096, 2560], "matmul_bf16__m128n256__sm80"),
+            ([128, 16384, 4096], "matmul_bf16__m128n128__sm80"),
+            ([128, 2560, 2560], "matmul_bf16__m64n64__sm80"),
+        ] {
+            let dtype = DType::BF16;
+            let problem = MatmulProblem {
+                batch: 1,
+                m,
+                n,
+                k,
+                dtype,
+                out_dtype: dtype,
+                precision: Precision::Full,
+                bias: Bias::None,
+                epilogue: Epilogue::NONE,
+            };
+            let clocks = |v: &&MatmulVariant| tensor_clocks(v.tile, 1, m as u32, n as u32, k as u32, 132);
+            let of_ampere = |v: &&MatmulVariant| matches!(v.tile, MatmulTile::Mma { .. });
+            let chosen = tensor(&ampere, &problem).into_iter().filter(of_ampere).min_by_key(clocks);
+            assert_eq!(chosen.expect("a tile").entry, fastest, "{m} × {n} × {k}");
+        }
+    }
+
     /// The fastest of an H200's tiles at the shapes where all were timed, or one within 4 % of it.
     #[test]
     fn tiles_of_wgmma_by_shape() {

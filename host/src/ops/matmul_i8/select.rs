@@ -99,7 +99,8 @@ mod tests {
         let problem = MatmulI8Problem { m: 8192, n: 8192, k: 8192, out_dtype: DType::BF16, bias: Bias::None };
         for (limits, m, entry) in [
             (limits(Arch::Sm61, 48 << 10), 8192, None),
-            (limits(Arch::Sm80, 163 << 10), 8192, Some("matmul_i8_bf16__m128n128__sm80")),
+            (limits(Arch::Sm80, 163 << 10), 8192, Some("matmul_i8_bf16__m128n256__sm80")),
+            (limits(Arch::Sm80, 163 << 10), 256, Some("matmul_i8_bf16__m128n128__sm80")),
             (limits(Arch::Sm80, 163 << 10), 32, Some("matmul_i8_bf16__m64n64__sm80")),
             (limits(Arch::Sm90a, 227 << 10), 8192, Some("matmul_i8_bf16__n256c2__sm90a")),
             (limits(Arch::Sm90a, 227 << 10), 128, Some("matmul_i8_bf16__n64__sm90a")),
