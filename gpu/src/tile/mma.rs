@@ -335,8 +335,7 @@ pub unsafe fn multiply<
     // are cut off themselves.
     let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: the caller's promise.
-    let sums =
-        unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(a, b, at, dims, promotes) };
+    let sums = unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(a, b, at, dims, promotes) };
     if end.is_plain() {
         // SAFETY: of columns that exist — the method.
         let bias = |col| unsafe { end.bias::<8>(col) };

@@ -1,40 +1,51 @@
 //! Matrix products of few rows on tensor cores: b streams from memory through registers, without shared memory or barriers.
 //!
 //! ```text
-//! out [ROWS, n] = a · bᵀ: a warp makes 16 · TILES columns for all rows; rows of b are the rows of `mma`, rows of a its columns
+//! out [ROWS, n] = a · bᵀ: a warp makes 16 columns for all rows; rows of b are the rows of `mma`, rows of a its columns
 //!
 //! row of b   | 128 of k: part 0 | 128 of k: part 1 | … | part 0 | …        2 to 8 warps of a block share k where columns are few
-//! 32 of k    lane (g, t) takes the piece of 16 bytes t of row g: 8 elements, of which words 0 and 1 are the operands of one
-//!            `mma` m16n8k16 and words 2 and 3 those of the next; the same of a, so that both agree on which k is which
-//! at the end the parts' sums through shared memory, in their order
+//! 64 of k    a line of 128 bytes of each row of b: 8 lanes take 16 bytes each, so a load takes four rows. Lanes 4 r' to 4 r' + 3 are
+//!            a row of `mma`, so a row of b is two of them, r' even and odd, and each has half of the line:
+//!
+//!            mma's rows   0            1             2            3             …      `mma` with a's first halves counts for the even ones,
+//!            b's row      0, first ½   0, second ½   1, first ½   1, second ½   …      that with its second halves for the odd ones
+//!
+//!            of a lane's 8 elements words 0 and 1 are the operands of one `mma` m16n8k16 and words 2 and 3 those of the next; the
+//!            same of a, so that both agree on which k is which
+//! at the end the halves by a shuffle, the parts' sums through shared memory, in their order
 //! ```
 //!
-//! - What few rows need is bytes of b on their way: `UNROLL` · 2 · `TILES` loads of 16 bytes for each lane before the first
-//!   is used, 64 KiB to a multiprocessor. a is small and comes out of L1 and L2.
+//! - What few rows need is bytes of b on their way, 64 KiB to a multiprocessor, and whole lines: with four lanes to a row (`LANES`), as the
+//!   kernels of 32 rows and some with an out of f32 have it, which have no registers for twice as many sums, L2 is asked twice as often. Half of
+//!   what the tensor cores multiply is thrown away; they have nothing else to do. a is small and comes out of L1 and L2.
 //! - A fragment of an `mma` is eight rows by 16 of k in any order of k that both operands share, so a lane's operands are
 //!   neighbours in memory: no `ldmatrix`, no staging.
 //! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
-//!   and is the same for every `ROWS`.
-
+//!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
 //!
 //! # What was tried, on an H200
 //!
-//! - Rows of b by `cp.async` into shared memory and `ldmatrix` from it, warps sharing k: 16 × 4096 × 4096 12.9 µs, here 11.8
-//!   (cuBLAS 12.8, the kernels by ordinary arithmetic 24.6); 8 × 2560 × 9728 24.5, here 16.3 (cuBLAS 18.2).
+//! - Whole lines, of 8 rows: 151,936 × 2560 182 µs instead of 206 (a single row by ordinary arithmetic, whose loads are 512 bytes of a row, 173), SwiGLU
+//!   2 · 9728 × 2560 27.2 instead of 29.1, 2560 × 9728 14.4 instead of 15.6; 16 × 4096 × 4096 10.7 instead of 11.2. ncu: with half lines the memory was busy
+//!   80 % of the time, L2's tags 66 %. Half lines with `L2::256B` 194 µs of the 206; 512 bytes of a row at a time by the same lanes 198.
+//! - Three blocks to a multiprocessor by pieces of a that are loaded when b is there: 151,936 × 2560 194 µs, 2560 × 9728 17.9, 6144 × 2560 9.7 instead of 11.1,
+//!   which fewer parts do too. A step's loads while the one before is multiplied: nothing. Each warp's k from another place on: nothing.
+//! - Rows of b by `cp.async` into shared memory and `ldmatrix` from it, warps sharing k: 16 × 4096 × 4096 12.9 µs, half lines 11.8
+//!   (cuBLAS 12.8, the kernels by ordinary arithmetic 24.6); 8 × 2560 × 9728 24.5 and 16.3 (cuBLAS 18.2).
 //! - 32 columns to a warp, which reads a half as often: slower wherever that leaves multiprocessors without a block
-//!   (8 × 2560 × 9728 22.4 µs).
-//! - A single row: ordinary arithmetic is faster by a tenth (4096 × 4096 9.8 µs, here 10.8), since its loads are 512 bytes of a row.
-//! - Bounds: memory from some 20 MB on (8 × 19456 × 2560: 79 % of the copy rate); below that a launch and two trips to memory.
+//!   (8 × 2560 × 9728 22.4 µs). 8 columns, of 32 rows: 9728 × 2560 35 µs instead of 25, which is a from L1.
+//! - A single row: ordinary arithmetic is faster by a tenth (4096 × 4096 9.8 µs, here 10.8).
+//! - Bounds: memory from some 20 MB on; below that a launch and two trips to memory.
 
 use abi::ops::matmul::{STREAM_BK, THREADS, WARPS};
 use cuda_std::cvt::Element;
-use cuda_std::{global, shared, thread};
+use cuda_std::{global, shared, thread, warp};
 
 use super::epilogue::Epilogue;
 use super::multiplicand::Multiplicand;
 
-/// Elements of k that a step of a warp multiplies: a piece for each lane of four.
-const STEP: u32 = 32;
+/// Elements of k that a step of a warp multiplies: a line of 128 bytes of each row of b.
+const STEP: u32 = 64;
 const STEPS: usize = (STREAM_BK / STEP) as usize;
 
 /// Where the sum of a row and column lies among those of a warp of `cols` columns.
@@ -54,6 +65,7 @@ pub unsafe fn multiply<
     T: Multiplicand,
     O: Element,
     const ROWS: usize,
+    const LANES: u32,
     const FRAGMENTS: usize,
     const TILES: usize,
     const PIECES: usize,
@@ -65,7 +77,8 @@ pub unsafe fn multiply<
     end: Epilogue<'_, T, O>,
 ) {
     let dims = end.dims;
-    let (rows, cols, parts) = (ROWS as u32, 16 * TILES as u32, 1 << dims.split_log2);
+    let rows_of_load = 32 / LANES;
+    let (rows, cols, parts) = (ROWS as u32, rows_of_load * PIECES as u32, 1 << dims.split_log2);
     let groups = WARPS >> dims.split_log2;
     let (warp, lane) = (thread::warp_idx(), thread::lane());
     let (group, part) = (warp >> dims.split_log2, warp & (parts - 1));
@@ -81,25 +94,24 @@ pub unsafe fn multiply<
     let mut b = [core::ptr::null(); PIECES];
     let mut j = 0;
     while j < PIECES {
-        b[j] = b_row((first_col(group) + 8 * j as u32 + lane / 4).min(dims.n - 1));
+        b[j] = b_row((first_col(group) + rows_of_load * j as u32 + lane / LANES).min(dims.n - 1));
         j += 1;
     }
 
-    let mut sums = [[[0f32; 4]; FRAGMENTS]; TILES];
+    let mut sums = [[[[0f32; 4]; 2]; FRAGMENTS]; TILES];
     let mut k = part * STREAM_BK;
     while k < dims.k {
-        let own = k + lane % 4 * 8;
         let mut step = 0;
         while step < STEPS {
-            let from = own + step as u32 * STEP;
+            let from = k + step as u32 * STEP;
             // SAFETY: pieces below k lie in their rows — the caller.
             unsafe {
                 if k + STREAM_BK <= dims.k {
-                    add_steps::<T, O, FRAGMENTS, TILES, PIECES, UNROLL, false>(
+                    add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, false>(
                         &a, &b, from, dims.k, &mut sums,
                     );
                 } else {
-                    add_steps::<T, O, FRAGMENTS, TILES, PIECES, UNROLL, true>(
+                    add_steps::<T, O, LANES, FRAGMENTS, TILES, PIECES, UNROLL, true>(
                         &a, &b, from, dims.k, &mut sums,
                     );
                 }
@@ -115,10 +127,19 @@ pub unsafe fn multiply<
         let mut i = 0;
         while i < TILES * FRAGMENTS * 4 {
             let (tile, fragment, element) = (i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4);
-            let col = (tile * 16 + element / 2 * 8) as u32 + lane / 4;
+            let [first, second] = [sums[tile][fragment][0][element], sums[tile][fragment][1][element]];
+            let sum = if LANES == 8 {
+                // Four lanes have multiplied the first halves of a row, their neighbours the second.
+                let own = if lane / 4 % 2 == 0 { first } else { second };
+                own + warp::shuffle_xor_f32(warp::FULL_MASK, own, 4)
+            } else {
+                first + second
+            };
+            let col = (2 * tile + element / 2) as u32 * rows_of_load + lane / LANES;
             let row = (fragment * 8 + element % 2) as u32 + lane % 4 * 2;
-            let at = base + warp * warp_bytes + sum_address(row, col, cols);
-            shared::store_f32(at, sums[tile][fragment][element]);
+            if lane % LANES < 4 {
+                shared::store_f32(base + warp * warp_bytes + sum_address(row, col, cols), sum);
+            }
             i += 1;
         }
         thread::sync_threads();
@@ -150,6 +171,7 @@ pub unsafe fn multiply<
 unsafe fn add_steps<
     T: Multiplicand,
     O: Element,
+    const LANES: u32,
     const FRAGMENTS: usize,
     const TILES: usize,
     const PIECES: usize,
@@ -160,48 +182,54 @@ unsafe fn add_steps<
     b: &[*const T; PIECES],
     from: u32,
     k: u32,
-    sums: &mut [[[f32; 4]; FRAGMENTS]; TILES],
+    sums: &mut [[[[f32; 4]; 2]; FRAGMENTS]; TILES],
 ) {
-    let mut pieces_a = [[[0; 4]; FRAGMENTS]; UNROLL];
-    let mut pieces_b = [[[0; 4]; PIECES]; UNROLL];
-    let at = |u: usize| from + u as u32 * STEP;
+    let lane = thread::lane();
+    // Loads that take a line of a row of b.
+    let loads = 8 / LANES as usize;
+    let mut pieces_a = [[[[0; 4]; FRAGMENTS]; 2]; UNROLL];
+    let mut pieces_b = [[[[0; 4]; PIECES]; 2]; UNROLL];
     // SAFETY: the caller's promise.
     unsafe {
-        let mut u = 0;
-        while u < UNROLL {
-            if !GUARDED || at(u) < k {
+        let mut l = 0;
+        while l < loads * UNROLL {
+            let at = from + (l as u32 * LANES + lane % LANES) * 8;
+            if !GUARDED || at < k {
                 let mut j = 0;
                 while j < PIECES {
-                    pieces_b[u][j] = global::load_stream_x4(b[j].add(at(u) as usize));
+                    pieces_b[l / loads][l % loads][j] = global::load_stream_x4(b[j].add(at as usize));
                     j += 1;
                 }
             }
-            u += 1;
+            l += 1;
         }
-        let mut u = 0;
-        while u < UNROLL {
-            if !GUARDED || at(u) < k {
+        let mut h = 0;
+        while h < 2 * UNROLL {
+            let at = from + (h as u32 * 4 + lane % 4) * 8;
+            if !GUARDED || at < k {
                 let mut i = 0;
                 while i < FRAGMENTS {
-                    pieces_a[u][i] = global::load_nc_x4(a[i].add(at(u) as usize));
+                    pieces_a[h / 2][h % 2][i] = global::load_nc_x4(a[i].add(at as usize));
                     i += 1;
                 }
             }
-            u += 1;
+            h += 1;
         }
         // Where out is f32, each product is added by itself: see `mma`.
         let promotes = size_of::<O>() == 4;
-        let mut u = 0;
-        while u < 2 * UNROLL {
-            let (w, u_now) = (u % 2 * 2, u / 2);
+        let mut h = 0;
+        while h < 4 * UNROLL {
+            let (w, half, u) = (h % 2 * 2, h / 2 % 2, h / 4);
             let mut tile = 0;
             while tile < TILES {
-                let (upper, lower) = (pieces_b[u_now][2 * tile], pieces_b[u_now][2 * tile + 1]);
+                let pieces = &pieces_b[u][half % loads];
+                let (upper, lower) = (pieces[2 * tile], pieces[2 * tile + 1]);
                 let rows_b = [upper[w], lower[w], upper[w + 1], lower[w + 1]];
                 let mut i = 0;
                 while i < FRAGMENTS {
-                    let cols_a = [pieces_a[u_now][i][w], pieces_a[u_now][i][w + 1]];
-                    let sum = &mut sums[tile][i];
+                    let piece = pieces_a[u][half][i];
+                    let cols_a = [piece[w], piece[w + 1]];
+                    let sum = &mut sums[tile][i][half];
                     if promotes {
                         add(sum, T::multiply_add(rows_b, cols_a, [0.0; 4]));
                     } else {
@@ -211,7 +239,7 @@ unsafe fn add_steps<
                 }
                 tile += 1;
             }
-            u += 1;
+            h += 1;
         }
     }
 }

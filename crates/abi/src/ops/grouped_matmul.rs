@@ -93,7 +93,9 @@ pub enum GroupedMatmulTile {
         rows: u32,
         /// Columns of a warp.
         cols: u32,
-        /// Steps of 32 of k that a lane has in flight.
+        /// Lanes that a row of the weight has in a load, 16 bytes each.
+        lanes: u32,
+        /// Steps of 64 of k that a warp has in flight.
         unroll: u32,
     },
     /// A block walks over tiles of `bm` × `bn` on Hopper's tensor cores: a warpgroup loads, two multiply.
@@ -208,12 +210,12 @@ macro_rules! grouped_matmul_table {
 macro_rules! grouped_matmul_mma_table {
     ($callback:ident) => {
         $callback! {
-            grouped_matmul_f16__stream8__sm80 => f16, F16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            grouped_matmul_f16__stream16__sm80 => f16, F16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            grouped_matmul_f16__stream8__sm80 => f16, F16, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            grouped_matmul_f16__stream16__sm80 => f16, F16, Sm80, Stream { rows: 16, cols: 16, lanes: 8, unroll: 2 };
             grouped_matmul_f16__m64n64__sm80 => f16, F16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
             grouped_matmul_f16__m128n128__sm80 => f16, F16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
-            grouped_matmul_bf16__stream8__sm80 => bf16, BF16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            grouped_matmul_bf16__stream16__sm80 => bf16, BF16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
+            grouped_matmul_bf16__stream8__sm80 => bf16, BF16, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            grouped_matmul_bf16__stream16__sm80 => bf16, BF16, Sm80, Stream { rows: 16, cols: 16, lanes: 8, unroll: 2 };
             grouped_matmul_bf16__m64n64__sm80 => bf16, BF16, Sm80, Mma { bm: 64, bn: 64, threads: 128, blocks: 4 };
             grouped_matmul_bf16__m128n128__sm80 => bf16, BF16, Sm80, Mma { bm: 128, bn: 128, threads: 128, blocks: 2 };
         }

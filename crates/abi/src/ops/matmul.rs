@@ -141,7 +141,9 @@ pub enum MatmulTile {
         rows: u32,
         /// Columns of a warp.
         cols: u32,
-        /// Steps of 32 k that a warp has in flight.
+        /// Lanes that a row of b has in a load, 16 bytes each: 8, or 4 where that leaves too few registers.
+        lanes: u32,
+        /// Steps of 64 of k that a warp has in flight.
         unroll: u32,
     },
     /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn` columns,
@@ -327,18 +329,18 @@ macro_rules! matmul_mma_table {
 macro_rules! matmul_stream_table {
     ($callback:ident) => {
         $callback! {
-            matmul_bf16__stream8__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            matmul_bf16__stream16__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            matmul_bf16__stream32__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
-            matmul_bf16_f32__stream8__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            matmul_bf16_f32__stream16__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            matmul_bf16_f32__stream32__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
-            matmul_f16__stream8__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            matmul_f16__stream16__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            matmul_f16__stream32__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
-            matmul_f16_f32__stream8__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 8, cols: 16, unroll: 4 };
-            matmul_f16_f32__stream16__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 16, cols: 16, unroll: 4 };
-            matmul_f16_f32__stream32__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 32, cols: 16, unroll: 2 };
+            matmul_bf16__stream8__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            matmul_bf16__stream16__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 16, cols: 16, lanes: 8, unroll: 2 };
+            matmul_bf16__stream32__sm80 => bf16, bf16, BF16, BF16, Sm80, Stream { rows: 32, cols: 16, lanes: 4, unroll: 1 };
+            matmul_bf16_f32__stream8__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            matmul_bf16_f32__stream16__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 16, cols: 16, lanes: 4, unroll: 2 };
+            matmul_bf16_f32__stream32__sm80 => bf16, f32, BF16, F32, Sm80, Stream { rows: 32, cols: 16, lanes: 4, unroll: 1 };
+            matmul_f16__stream8__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            matmul_f16__stream16__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 16, cols: 16, lanes: 8, unroll: 2 };
+            matmul_f16__stream32__sm80 => f16, f16, F16, F16, Sm80, Stream { rows: 32, cols: 16, lanes: 4, unroll: 1 };
+            matmul_f16_f32__stream8__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 8, cols: 16, lanes: 8, unroll: 2 };
+            matmul_f16_f32__stream16__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 16, cols: 16, lanes: 4, unroll: 2 };
+            matmul_f16_f32__stream32__sm80 => f16, f32, F16, F32, Sm80, Stream { rows: 32, cols: 16, lanes: 4, unroll: 1 };
         }
     };
 }

@@ -268,6 +268,7 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
 unsafe fn streamed<
     T: Multiplicand,
     const ROWS: usize,
+    const LANES: u32,
     const FRAGMENTS: usize,
     const TILES: usize,
     const PIECES: usize,
@@ -283,7 +284,7 @@ unsafe fn streamed<
     // SAFETY: as in `tile`.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
-        stream::multiply::<T, T, ROWS, FRAGMENTS, TILES, PIECES, UNROLL>(
+        stream::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL>(
             |sorted| x_row(x, order, dims, sorted),
             simt::rows_of_b(w, &own),
             (row, col_block),
@@ -339,9 +340,9 @@ macro_rules! body {
         // SAFETY: blocks of 256 threads, col_blocks of them per slot — GroupedMatmul::run.
         unsafe { few_rows::<$type, $rows, $cols, { $rows * $cols }, $unroll> $args }
     };
-    (Stream, $type:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
+    (Stream, $type:ident, $args:tt, $rows:literal, $cols:literal, $lanes:literal, $unroll:literal) => {
         // SAFETY: as `Gemv`, and `GroupedMatmul::run` takes these kernels where x and the weights are in pieces.
-        unsafe { streamed::<$type, $rows, { $rows / 8 }, { $cols / 16 }, { $cols / 8 }, $unroll> $args }
+        unsafe { streamed::<$type, $rows, $lanes, { $rows / 8 }, { $cols * $lanes / 64 }, { $cols * $lanes / 32 }, $unroll> $args }
     };
     (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal) => {{
         const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
@@ -395,8 +396,8 @@ abi::grouped_matmul_table!(entries);
 macro_rules! mma_entries {
     () => {};
     ($entry:ident => $type:ident, $dtype:ident, $floor:ident,
-     Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal }; $($rest:tt)*) => {
-        entry!($entry, $type, 256, 2, Stream, $rows, $cols, $unroll);
+     Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal }; $($rest:tt)*) => {
+        entry!($entry, $type, 256, 2, Stream, $rows, $cols, $lanes, $unroll);
         mma_entries!($($rest)*);
     };
     ($entry:ident => $type:ident, $dtype:ident, $floor:ident,

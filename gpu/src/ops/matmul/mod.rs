@@ -214,15 +214,16 @@ abi::matmul_mma_table!(mma_entries);
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
-       Stream { rows: $rows:literal, cols: $cols:literal, unroll: $unroll:literal };)*) => {
+       Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
         $(entry!($entry, $type, $out, 256, 2, |x, end| {
             stream::multiply::<
                 $type,
                 $out,
                 $rows,
+                $lanes,
                 { $rows / 8 },
-                { $cols / 16 },
-                { $cols / 8 },
+                { $cols * $lanes / 64 },
+                { $cols * $lanes / 32 },
                 $unroll,
             >(simt::strided(x.a, x.dims), x.b_row(), gemv::place_of_block::<$rows>(x.dims), end)
         });)*
