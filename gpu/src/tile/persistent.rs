@@ -42,6 +42,9 @@
 //!   before them (32 × 19456 × 2560 by the tile that shares a: 36.1 µs with 33 clusters, 29.9 with 30). And no more than each round has work for: 64 of 66
 //!   of two at 4096³ and 8192³, 61 at 2048 × 19456 × 2560, where that was 2 to 5 % faster in each of three runs.
 //! - 128 × 192 without a cluster: for 65 to 128 rows of many columns (128 × 19456 × 2560: 29.8 µs, 128 × 128 37.7, cuBLAS 30.9).
+//! - Of one row of tiles, where weights come from memory but a comes from L2 as often: sharing a in clusters of two (128 × 16384 × 4096 by 128 × 128: 40.1 µs,
+//!   without 40.0; by 128 × 64 43.3, in clusters of four 50.4), or another first step for each tile's k (38.4 to 40.0, without 38.2). The memory is busy 75 % of the
+//!   time there, 85 % at 128 × 151,936 × 2560, and 95 % where one row's kernel reads 512 bytes of a row at a time.
 //! - Clusters of four one above the other, for 128 × 128 to 128 × 256: they read a tenth less from L2, but the card holds 30 of them, so 120
 //!   blocks; in rounds for 128 they took twice as long.
 //! - L2's hints: keeping a (`evict_last`) changes what comes from memory by 4 % (8192³: 1.25 GB instead of 1.30), letting b go first makes it 2.25 GB,

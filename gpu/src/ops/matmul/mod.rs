@@ -5,7 +5,7 @@
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `tile::mma` |
-//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 or 32 columns: `tile::stream` |
+//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `tile::split` |
 //!

@@ -371,6 +371,34 @@ mod tests {
         }
     }
 
+    fn of_bf16([m, n, k]: [usize; 3]) -> MatmulProblem {
+        let dtype = DType::BF16;
+        MatmulProblem {
+            batch: 1,
+            m,
+            n,
+            k,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::Full,
+            bias: Bias::None,
+            epilogue: Epilogue::NONE,
+        }
+    }
+
+    /// The kernel among those of a kind that the clocks say is the fastest.
+    fn of_least_clocks(
+        limits: &DeviceLimits,
+        [m, n, k]: [usize; 3],
+        is_of_kind: impl Fn(MatmulTile) -> bool,
+    ) -> &'static str {
+        let clocks = |variant: &&MatmulVariant| {
+            tensor_clocks(variant.tile, 1, m as u32, n as u32, k as u32, limits.num_sms)
+        };
+        let kernels = tensor(limits, &of_bf16([m, n, k])).into_iter();
+        kernels.filter(|variant| is_of_kind(variant.tile)).min_by_key(clocks).expect("a tile").entry
+    }
+
     /// What an H200 was faster by with the kernels for Ampere.
     #[test]
     fn tiles_of_mma_by_shape() {
@@ -382,22 +410,8 @@ mod tests {
             ([128, 16384, 4096], "matmul_bf16__m128n128__sm80"),
             ([128, 2560, 2560], "matmul_bf16__m64n64__sm80"),
         ] {
-            let dtype = DType::BF16;
-            let problem = MatmulProblem {
-                batch: 1,
-                m,
-                n,
-                k,
-                dtype,
-                out_dtype: dtype,
-                precision: Precision::Full,
-                bias: Bias::None,
-                epilogue: Epilogue::NONE,
-            };
-            let clocks = |v: &&MatmulVariant| tensor_clocks(v.tile, 1, m as u32, n as u32, k as u32, 132);
-            let of_ampere = |v: &&MatmulVariant| matches!(v.tile, MatmulTile::Mma { .. });
-            let chosen = tensor(&ampere, &problem).into_iter().filter(of_ampere).min_by_key(clocks);
-            assert_eq!(chosen.expect("a tile").entry, fastest, "{m} × {n} × {k}");
+            let is_mma = |tile| matches!(tile, MatmulTile::Mma { .. });
+            assert_eq!(of_least_clocks(&ampere, [m, n, k], is_mma), fastest, "{m} × {n} × {k}");
         }
     }
 
@@ -423,42 +437,12 @@ mod tests {
             ([128, 12288, 2048], &["n128"]),
             ([128, 9216, 2560], &["n128", "n64"]),
         ] {
-            let dtype = DType::BF16;
-            let problem = MatmulProblem {
-                batch: 1,
-                m,
-                n,
-                k,
-                dtype,
-                out_dtype: dtype,
-                precision: Precision::Full,
-                bias: Bias::None,
-                epilogue: Epilogue::NONE,
-            };
-            let clocks = |v: &&MatmulVariant| tensor_clocks(v.tile, 1, m as u32, n as u32, k as u32, 132);
-            let of_hopper = |v: &&MatmulVariant| matches!(v.tile, MatmulTile::Wgmma { .. });
-            let chosen =
-                tensor(&hopper, &problem).into_iter().filter(of_hopper).min_by_key(clocks).expect("a tile");
-            let name = chosen.entry.trim_start_matches("matmul_bf16__").trim_end_matches("__sm90a");
+            let is_wgmma = |tile| matches!(tile, MatmulTile::Wgmma { .. });
+            let entry = of_least_clocks(&hopper, [m, n, k], is_wgmma);
+            let name = entry.trim_start_matches("matmul_bf16__").trim_end_matches("__sm90a");
             assert!(fastest.contains(&name), "{m} × {n} × {k}: {name}");
         }
-        assert!(
-            tensor(
-                &H200,
-                &MatmulProblem {
-                    batch: 1,
-                    m: 512,
-                    n: 512,
-                    k: 64,
-                    dtype: DType::BF16,
-                    out_dtype: DType::BF16,
-                    precision: Precision::Full,
-                    bias: Bias::None,
-                    epilogue: Epilogue::NONE,
-                }
-            )
-            .is_empty()
-        );
+        assert!(tensor(&H200, &of_bf16([512, 512, 64])).is_empty());
     }
 
     #[test]
