@@ -265,12 +265,20 @@ impl Shapes {
         ] {
             access |= if is_set { flag } else { 0 };
         }
+        // A single row has none of its own, and one that suits every kernel.
+        let operand_stride = |name: &'static str, view: &TensorView<'_>| {
+            if view.shape()[0] == 1 {
+                Ok(k as u32)
+            } else {
+                row_stride(op, name, view.shape(), view.strides())
+            }
+        };
         Ok(MatmulDims {
             m: check_size(op, a_name, "rows", m)?,
             n: n as u32,
             k: k as u32,
-            a_stride: row_stride(op, a_name, a.shape(), a.strides())?,
-            b_stride: row_stride(op, b_name, b.shape(), b.strides())?,
+            a_stride: operand_stride(a_name, a)?,
+            b_stride: operand_stride(b_name, b)?,
             out_stride,
             a_batch_stride: 0,
             b_batch_stride: 0,

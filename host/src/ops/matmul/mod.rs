@@ -543,16 +543,15 @@ fn launch(
     unsafe { entry.launch(stream, [grid, 1, batch], [variant.tile.threads(), 1, 1], &params) }
 }
 
-/// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product. A single row needs
-/// no stride: what is not a multiple of a piece is left out for all numbers of rows alike. Rows that lie over each other, as after a
-/// broadcast, are not for tensor maps.
+/// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product. A k that is not a
+/// multiple of a piece is left out for all numbers of rows alike. Rows that lie over each other, as after a broadcast, are not for tensor maps.
 pub(crate) fn in_pieces(dims: &MatmulDims, dtype: DType) -> bool {
     let operands = A_IN_PIECES | B_IN_PIECES;
     dims.access & operands == operands
         && dims.k.is_multiple_of(16 / dtype.bytes() as u32)
         && ![dims.m, dims.n, dims.k].contains(&0)
-        && (dims.m == 1 || dims.a_stride >= dims.k)
-        && (dims.n == 1 || dims.b_stride >= dims.k)
+        && dims.a_stride >= dims.k
+        && dims.b_stride >= dims.k
 }
 
 /// A product of this size, n the rows of b, with operands that suit every kernel: for reports.

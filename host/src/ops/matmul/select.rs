@@ -242,7 +242,7 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
 const STREAM_GROUPS_PER_SM: usize = 32;
 
 /// Binary logarithm of the warps that share a column's k in the `Stream` tiles: enough of them for the memory, but three turns
-/// for each, or two where multiprocessors would have no block. (8 × 6144 × 2560 with two turns for most: 11.1 µs on an H200, which holds two blocks.)
+/// for each, or two where multiprocessors would have no block. (8 × 6144 × 2560 with two or three turns 11.1 µs on an H200, with five 9.4.)
 ///
 /// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number of rows.
 pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
