@@ -8,12 +8,14 @@ use syn::{
     Attribute, FnArg, Ident, ItemFn, LitInt, Pat, PatIdent, ReturnType, Token, Type, spanned::Spanned,
 };
 
-/// Launch bounds, as `#[kernel(max_threads = 256, min_blocks = 2)]` gives them.
+/// Launch bounds, as `#[kernel(max_threads = 256, min_blocks = 2)]` gives them, and who waits.
 #[derive(Default)]
 struct Bounds {
     max_threads: Option<u32>,
     min_blocks: Option<u32>,
     max_registers: Option<u32>,
+    /// The body calls `grid::wait`.
+    waits: bool,
 }
 
 impl Parse for Bounds {
@@ -21,6 +23,12 @@ impl Parse for Bounds {
         let mut bounds = Bounds::default();
         let pairs = Punctuated::<Pair, Token![,]>::parse_terminated(input)?;
         for Pair { key, value } in pairs {
+            let Some(value) = value else {
+                if core::mem::replace(&mut bounds.waits, true) {
+                    return Err(syn::Error::new(key.span(), "`waits` is given twice"));
+                }
+                continue;
+            };
             let slot = match key.to_string().as_str() {
                 "max_threads" => &mut bounds.max_threads,
                 "min_blocks" => &mut bounds.min_blocks,
@@ -41,17 +49,21 @@ impl Parse for Bounds {
 
 struct Pair {
     key: Ident,
-    value: u32,
+    /// None of `waits`.
+    value: Option<u32>,
 }
 
 impl Parse for Pair {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         let key: Ident = input.parse()?;
+        if key == "waits" {
+            return Ok(Pair { key, value: None });
+        }
         input.parse::<Token![=]>()?;
         let literal = input.parse::<LitInt>()?;
         match literal.base10_parse()? {
             0 => Err(syn::Error::new(literal.span(), format!("bound `{key}` is at least 1"))),
-            value => Ok(Pair { key, value }),
+            value => Ok(Pair { key, value: Some(value) }),
         }
     }
 }
@@ -66,7 +78,7 @@ impl Parse for Pair {
 /// `*const` of its type, for tensor maps. rustc would copy it to local memory for that.
 ///
 /// On Hopper a kernel first waits for the one ahead of it in its stream (`griddepcontrol.wait`), so that it may be launched while
-/// that still runs.
+/// that still runs. With `#[kernel(waits)]` its body does so, by `grid::wait`, before it touches global memory.
 ///
 /// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with the
 /// addresses of its parameters.
@@ -95,6 +107,12 @@ fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
         return Err(syn::Error::new(generics.span(), message));
     }
     let statements = &block.stmts;
+    let wait = (!bounds.waits).then(|| {
+        quote! {
+            #[cfg(target_feature = "sm_90a")]
+            ::cuda_std::grid::wait();
+        }
+    });
     let (inputs, constants) = grid_constants(ident, inputs)?;
     let types = inputs.iter().map(parameter_type).collect::<syn::Result<Vec<&Type>>>()?;
     let directives = [
@@ -125,8 +143,7 @@ fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
         #[unsafe(no_mangle)]
         #vis unsafe extern "ptx-kernel" fn #ident(#inputs) {
             #(#constants)*
-            #[cfg(target_feature = "sm_90a")]
-            ::cuda_std::grid::wait();
+            #wait
             #(#statements)*
         }
 
@@ -243,6 +260,8 @@ mod tests {
             ("max_threads", "expected `=`"),
             ("256", "expected identifier"),
             ("max_threads = 256 min_blocks = 2", "expected `,`"),
+            ("waits, waits", "`waits` is given twice"),
+            ("waits = 1", "expected `,`"),
         ] {
             assert_eq!(message(bounds, "pub unsafe fn k() {}"), expected, "{bounds}");
         }
@@ -267,6 +286,12 @@ mod tests {
         let host = "pub(crate)unsafefnk(out:*mutf32,n:u32){body(out,n)}";
         assert!(text.contains(device) && text.contains(host), "{text}");
         assert_eq!(text.matches("Text.").count(), 2, "{text}");
+    }
+
+    #[test]
+    fn a_kernel_that_waits_itself() {
+        let text = expansion("max_threads = 32, waits", "pub unsafe fn k() { body() }");
+        assert!(!text.contains("grid::wait") && text.contains("maxntid32"), "{text}");
     }
 
     #[test]

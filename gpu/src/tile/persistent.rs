@@ -44,14 +44,22 @@
 //! - 128 × 192 without a cluster: for 65 to 128 rows of many columns (128 × 19456 × 2560: 29.8 µs, 128 × 128 37.7, cuBLAS 30.9).
 //! - Of one row of tiles, where weights come from memory but a comes from L2 as often: sharing a in clusters of two (128 × 16384 × 4096 by 128 × 128: 40.1 µs,
 //!   without 40.0; by 128 × 64 43.3, in clusters of four 50.4), or another first step for each tile's k (38.4 to 40.0, without 38.2). The memory is busy 75 % of the
-//!   time there, 85 % at 128 × 151,936 × 2560, and 95 % where one row's kernel reads 512 bytes of a row at a time.
+//!   time there, 85 % at 128 × 151,936 × 2560, and 95 % where one row's kernel reads 512 bytes of a row at a time; why is below.
 //! - Clusters of four one above the other, for 128 × 128 to 128 × 256: they read a tenth less from L2, but the card holds 30 of them, so 120
 //!   blocks; in rounds for 128 they took twice as long.
 //! - L2's hints: keeping a (`evict_last`) changes what comes from memory by 4 % (8192³: 1.25 GB instead of 1.30), letting b go first makes it 2.25 GB,
 //!   out going first nothing that lasted from run to run.
-//! - The next launch may start early (`griddepcontrol.launch_dependents`): 1 % of what takes 20 to 130 µs, in three runs in turn (128 × 16384 × 4096 39.0,
-//!   38.7, 38.2 to 38.4, 37.7, 38.3 µs; with GELU 41.9, 41.5, 41.1 to 40.9, 40.6, 40.7), and nothing of more. Elsewhere it cost time: attention of 512
-//!   tokens 1 to 3 %, and where a merge follows attention of few queries 4 %.
+//! - The next launch may start early (`griddepcontrol.launch_dependents`), where this one has a block on nearly every multiprocessor: 1 % of what takes 20 to
+//!   130 µs, and nothing of more. Where many are idle it took longer: `next_may_start` in `host/src/ops/matmul/select.rs`. Elsewhere it cost time:
+//!   attention of 512 tokens 1 to 3 %, and where a merge follows attention of few queries 4 %. A kernel waits for the one ahead (`griddepcontrol.wait`) behind
+//!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 64 rows and less of 6144 × 2560 11.5 instead of 11.8.
+//! - Its first boxes of b brought to L2 before that wait (`cp.async.bulk.prefetch.tensor`): 2 or 4 boxes nothing, 6 to 12 up to 10 % longer, tiles that share
+//!   k by four 20 %. TMA takes one box after the other, and blocks have little time before what is ahead ends.
+//! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
+//!   0.8 to the end, 0.4 to the next launch. Without a's loads 37.5: between first and last bytes b comes at 4.4 TB/s, so what is left is the 2.4 and that blocks do not
+//!   end together. Holding the fast ones back to a common pace did not make the slow ones faster. Of 102 blocks those that have a pair of
+//!   multiprocessors for themselves end at 25 µs, the others at 30: a pair takes some 120 bytes per ns from L2. Without a's loads they do too.
+//! - 128 × 160, stored from registers, for 19456 columns (122 tiles instead of 102): 32.9 µs instead of 30.9 of 128 rows, 28.9 instead of 28.7 of 32.
 //! - Each warp stores its own rows by TMA, 16 × 64 at a time, instead of a warpgroup's thread 64 × 64 behind two barriers: 193.1 thousand cycles
 //!   instead of 194.1 at 4096 × 4096 × 2560.
 //! - A tile's results leave beside the next one's first steps: what four tiles take beside their steps fell from 3000 cycles to 1700 each.
@@ -72,7 +80,7 @@
 //!   gives 80 bytes a cycle to the products and takes 47 from the loads, of 128. A second
 //!   tile in flight (ping-pong) and a split of k for what does not fill the card are not there yet.
 
-use abi::ops::matmul::{OUT_BY_TMA, WGMMA_OUT_ROWS};
+use abi::ops::matmul::{NEXT_MAY_START, OUT_BY_TMA, WGMMA_OUT_ROWS};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
@@ -208,6 +216,7 @@ pub unsafe fn multiply<
             cluster::wait();
         }
     }
+    grid::wait();
     // Blocks of a cluster, and this one's place among them.
     let (above, beside) = if SHARES_A { (1, CLUSTER) } else { (CLUSTER, 1) };
     let (rank_m, rank_n) = if SHARES_A { (0, rank) } else { (rank, 0) };
@@ -273,8 +282,10 @@ pub unsafe fn multiply<
             step = thread::opaque(step + 1);
         }
     }
-    // What follows may be launched: it has no room beside a block of this, waits for this one's end by itself, and has begun when that comes.
-    grid::launch_dependents();
+    // It has no room beside a block of this, waits for this one's end by itself, and has begun when that comes.
+    if dims.access & NEXT_MAY_START != 0 {
+        grid::launch_dependents();
+    }
     // By one lane's word, so that ptxas knows that a warp stays together.
     // SAFETY: all lanes of each warp are here.
     let warpgroup = unsafe {

@@ -14,6 +14,8 @@
 //!   steps before the end. The receiver waits for the bytes alone. Reading from the other blocks behind a barrier of the cluster took longer: its
 //!   release is a `MEMBAR.ALL.GPU`, and the loads come one way after the other (64 × 4096 × 4096 13.0 instead of 12.6 µs, 32 rows of 2560 × 4096 8.7
 //!   instead of 8.2, 2560 × 9728 15.7 instead of 15.2, in three runs in turn). A place of its own for what comes, and a stage fewer: 14.4.
+//! - By two the next launch may start early: 64 × 4096 × 4096 11.0 instead of 11.4 µs. By four, beside whose blocks there is room for others, it may not:
+//!   `next_may_start` in `host/src/ops/matmul/select.rs`.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
 //! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it, and is not that of
 //!   `persistent`. Sums of int8 are exact in any order.
@@ -54,9 +56,10 @@
 //! or of 64 columns): 1024 × 2048 5.8 / 6.5 / 8.1, 1024 × 3072 6.9 / 7.8 / 10.8, 2560 × 4096 17.8 / 13.2 / 13.5, 2560 × 9728 33.5 / 23.7 / 28.2 (now
 //! 22.8, cuBLAS 21.4), 3072 × 2048 13.2 / 10.0 / 8.4 (not chosen).
 
+use abi::ops::matmul::NEXT_MAY_START;
 use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Multiply, Registers};
-use cuda_std::{barrier, cluster, fence, mbarrier, shared, thread, tma, warp};
+use cuda_std::{barrier, cluster, fence, grid, mbarrier, shared, thread, tma, warp};
 
 use super::epilogue::Epilogue;
 use super::operand::Sum;
@@ -156,6 +159,9 @@ pub unsafe fn multiply<
             mbarrier::init(received, 1);
             mbarrier::fence_mbarrier_init();
             mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * part_bytes);
+        }
+        grid::wait();
+        if thread == 0 {
             // The first loads come before anything else: they take as long as all that follows.
             while step < last.min(first + STAGES) {
                 load(ring.stage, step);
@@ -177,6 +183,9 @@ pub unsafe fn multiply<
         thread::sync_threads();
         // The barriers' fence is all that others have to see.
         cluster::arrive_relaxed();
+        if dims.access & NEXT_MAY_START != 0 {
+            grid::launch_dependents();
+        }
     }
     let member = thread % 128;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when

@@ -51,6 +51,9 @@ pub const RESIDUAL_IN_QUADS: u32 = 32;
 /// In [`MatmulDims::access`]: the tensor map of a is there, and its rows are sorted: of a grouped product.
 pub const A_BY_TMA: u32 = 64;
 
+/// In [`MatmulDims::access`]: the next launch may start early, as blocks of this one end.
+pub const NEXT_MAY_START: u32 = 128;
+
 /// What becomes of the sums of a launch: `act(scale · sum + bias) + residual`, or if it is gated
 /// `act(scale · gate + bias) · (scale · up + bias) + residual`.
 #[repr(C)]

@@ -63,6 +63,7 @@ impl Machine {
                 let Some((index, offset)) = memory.find(address, bytes) else {
                     return Err(self.outside(space, bytes, kind));
                 };
+                unit.threads[thread].has_touched = true;
                 let clock = &unit.threads[thread].clock;
                 let stamp = agent.unwrap_or(clock.stamp());
                 let access = Access { kind, clock, stamp, memory: Covers::Global, line: number, coin };
@@ -454,11 +455,18 @@ pub(crate) fn fence(form: Fence) {
     });
 }
 
-/// `griddepcontrol`: kernels run one after another here, so there is nothing to wait for.
+/// `griddepcontrol`: kernels run one after another here, so there is nothing to wait for. But a thread must not have touched what earlier ones
+/// may still write or read.
 #[track_caller]
 pub(crate) fn grid_wait() {
-    attempt("griddepcontrol.wait", Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, "griddepcontrol.wait")
+    const INSTRUCTION: &str = "griddepcontrol.wait";
+    attempt(INSTRUCTION, Location::caller(), |machine| {
+        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        if machine.thread().has_touched {
+            let text = "griddepcontrol.wait by a thread that has touched global memory before";
+            return Err(Failure::new(Defect::Race, text));
+        }
+        Ok(())
     });
 }
 

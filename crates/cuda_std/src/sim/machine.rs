@@ -133,6 +133,8 @@ pub(super) struct Thread {
     pub(super) clock: Clock,
     /// Where it executes its current instruction.
     pub(super) line: Option<Line>,
+    /// Whether it has touched global memory.
+    pub(super) has_touched: bool,
     /// What an operation of its warp has left for it.
     pub(super) received: [u32; 8],
     pub(super) copies: Copies,
@@ -575,6 +577,7 @@ impl Machine {
                     state: State::Ready,
                     clock: Clock::new(id, actor, frame.clone()),
                     line: None,
+                    has_touched: false,
                     received: [0; 8],
                     copies: Copies::default(),
                     stores: Stores::default(),

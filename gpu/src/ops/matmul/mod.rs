@@ -267,7 +267,7 @@ macro_rules! wgmma_entries {
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = $threads, min_blocks = 1)]
+        #[kernel(max_threads = $threads, min_blocks = 1, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             // First, as far as one line of the constants' cache reaches: a launch finds none of them there.

@@ -355,7 +355,7 @@ macro_rules! wgmma_entries {
         ///
         /// # Safety
         /// - Arguments as `MatmulI8::run` checks them.
-        #[kernel(max_threads = $threads, min_blocks = 1)]
+        #[kernel(max_threads = $threads, min_blocks = 1, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             dims: MatmulDims,

@@ -179,7 +179,7 @@ impl Stream {
         } else {
             let cluster = (cluster != 1).then_some([cluster, 1, 1]);
             let attributes = LaunchAttributes { cluster, overlap };
-            // SAFETY: as above; every kernel of a module that overlaps waits first — `Modules::module`.
+            // SAFETY: as above; every kernel of a module that overlaps waits before it touches memory — `Modules::module`, `#[kernel]`.
             unsafe {
                 driver::launch_kernel_ex(
                     entry.function,

@@ -10,8 +10,8 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS,
-    WGMMA_ROW_BYTES,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, NEXT_MAY_START, OUT_BY_TMA, OUT_IN_PIECES,
+    WGMMA_OUT_ROWS, WGMMA_ROW_BYTES,
 };
 
 use crate::device::Device;
@@ -431,6 +431,12 @@ impl Matmul {
         } else {
             a_map
         };
+        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
+        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
+        let blocks = clusters * cluster;
+        if select::next_may_start(variant.tile, dtype, blocks, self.device.profile().num_sms) {
+            dims.access |= NEXT_MAY_START;
+        }
         let params = [
             (&dims).into(),
             how.into(),
@@ -442,11 +448,9 @@ impl Matmul {
             residual(args),
             out.into(),
         ];
-        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
-        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
-        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }
+        unsafe { entry.launch(stream, [blocks, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.

@@ -8,7 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS};
+use abi::ops::matmul::{MatmulDims, MatmulTile, NEXT_MAY_START, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -16,7 +16,7 @@ use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
-use crate::ops::matmul::select::why_of_tensor;
+use crate::ops::matmul::select::{next_may_start, why_of_tensor};
 use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map, optional};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -271,6 +271,12 @@ impl MatmulI8 {
         } else {
             a_map
         };
+        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
+        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
+        let blocks = clusters * cluster;
+        if next_may_start(variant.tile, DType::I8, blocks, self.device.profile().num_sms) {
+            dims.access |= NEXT_MAY_START;
+        }
         let params = [
             (&dims).into(),
             (&a_map).into(),
@@ -281,12 +287,10 @@ impl MatmulI8 {
             optional(bias.as_ref()),
             out.into(),
         ];
-        let tiles = variant.tile.blocks(dims.m, dims.n, 0);
-        let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
         // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
         // the tile's.
-        unsafe { entry.launch(stream, [clusters * cluster, 1, 1], [variant.tile.threads(), 1, 1], &params) }
+        unsafe { entry.launch(stream, [blocks, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.

@@ -1,7 +1,7 @@
 //! Copies, mbarriers and clusters.
 
 use super::*;
-use crate::{barrier, cluster, cp_async, fence, mbarrier, tma};
+use crate::{barrier, cluster, cp_async, fence, grid, mbarrier, tma};
 
 fn words(n: usize) -> Vec<u8> {
     (0..n as u32).flat_map(u32::to_le_bytes).collect()
@@ -434,4 +434,22 @@ fn part_of_a_block_at_a_named_barrier() {
     assert_eq!(report.defect, Defect::Unsupported);
     let report = run(launch(1, 96), 64, |_, _| unsafe { barrier::sync(1, 80) }).unwrap_err();
     assert_eq!(report.defect, Defect::Unsupported);
+}
+
+/// What is touched before a kernel has waited may still be written by the one ahead.
+#[test]
+fn global_memory_before_the_wait() {
+    let outputs = run(launch(1, 32), 32, |x, out| unsafe {
+        grid::wait();
+        let at = tid() as usize;
+        global::store(out.add(at), global::load(x.add(at)));
+    });
+    copied(outputs, 32);
+    let report = run(launch(1, 32), 32, |x, out| unsafe {
+        let at = tid() as usize;
+        let value = global::load(x.add(at));
+        grid::wait();
+        global::store(out.add(at), value);
+    });
+    assert_eq!(report.expect_err("an early read").defect, Defect::Race);
 }
