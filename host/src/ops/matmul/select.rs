@@ -272,8 +272,8 @@ pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
 /// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
 /// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are those that order the tiles as an H200 does,
-/// also where the memory is what bounds them: 32 and 128 rows of 151,936 × 2560 take 190 and 209 µs by the tile of 192 columns, which it says are the
-/// least clocks, 198 by the one of 64 that shares a, and 217 by the one of 256.
+/// also where the memory is what bounds them: 32 rows of 151,936 × 2560 take 190 µs by the tiles of 192 and of 128 columns and 198 by the one of 64 that
+/// shares a, 12,288 × 2048 15.7 by 128 columns and 17.2 by the one that shares a.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
