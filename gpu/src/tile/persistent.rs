@@ -52,7 +52,7 @@
 //! - The next launch may start early (`griddepcontrol.launch_dependents`), where this one has a block on nearly every multiprocessor: 1 % of what takes 20 to
 //!   130 µs, and nothing of more. Where many are idle it took longer: `next_may_start` in `host/src/ops/matmul/select.rs`. Elsewhere it cost time:
 //!   attention of 512 tokens 1 to 3 %, and where a merge follows attention of few queries 4 %. A kernel waits for the one ahead (`griddepcontrol.wait`) behind
-//!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 64 rows and less of 6144 × 2560 11.5 instead of 11.8.
+//!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 32 × 6144 × 2560 11.5 instead of 11.8.
 //! - Its first boxes of b brought to L2 before that wait (`cp.async.bulk.prefetch.tensor`): 2 or 4 boxes nothing, 6 to 12 up to 10 % longer, tiles that share
 //!   k by four 20 %. TMA takes one box after the other, and blocks have little time before what is ahead ends.
 //! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
@@ -141,7 +141,7 @@ impl Walk {
     }
 }
 
-/// The block's part of the product. `promotes`: each step's sum is added by itself.
+/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
@@ -282,7 +282,7 @@ pub unsafe fn multiply<
             step = thread::opaque(step + 1);
         }
     }
-    // It has no room beside a block of this, waits for this one's end by itself, and has begun when that comes.
+    // The next launch has no room beside a block of this, waits for this one's end by itself, and has begun when that comes.
     if dims.access & NEXT_MAY_START != 0 {
         grid::launch_dependents();
     }

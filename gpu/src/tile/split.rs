@@ -73,7 +73,7 @@ const OWN_BARRIER: u32 = 1;
 /// Four sums of each thread of a consumer.
 const QUAD_BYTES: u32 = 128 * 16;
 
-/// The block's part of the product. `promotes`: each step's sum is added by itself.
+/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of 256 threads in clusters of `CLUSTER`, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
@@ -161,7 +161,8 @@ pub unsafe fn multiply<
             mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * part_bytes);
         }
         grid::wait();
-        if thread == 0 {
+        // Opaque, or LLVM makes two copies of the wait.
+        if thread::opaque(thread) == 0 {
             // The first loads come before anything else: they take as long as all that follows.
             while step < last.min(first + STAGES) {
                 load(ring.stage, step);

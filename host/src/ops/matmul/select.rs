@@ -245,6 +245,7 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
 /// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096). Where it may, 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096
 /// 40.2 instead of 41.0.
 pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u32, num_sms: u32) -> bool {
+    // Of a multiprocessor of Hopper: the tiles for Ampere launch nothing early.
     const HALF_OF_SMEM: u32 = 114 << 10;
     tile.smem_bytes(dtype) > HALF_OF_SMEM && blocks >= num_sms - num_sms / 8
 }
