@@ -272,9 +272,10 @@ pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
 ///
 /// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
 /// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
-/// hundred more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are those that order the tiles as an H200 does,
+/// hundred and ten more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are those that order the tiles as an H200 does,
 /// also where the memory is what bounds them: 32 rows of 151,936 × 2560 take 190 µs by the tiles of 192 and of 128 columns and 198 by the one of 64 that
-/// shares a, 12,288 × 2048 15.7 by 128 columns and 17.2 by the one that shares a.
+/// shares a, 12,288 × 2048 15.7 by 128 columns and 17.2 by the one that shares a. That one takes 5120 × 2048 in 8.2 µs and 6144 × 2560 in 11.4, the one that does
+/// not 9.0 and 11.1.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.
@@ -291,12 +292,16 @@ pub(crate) fn tensor_clocks(
         MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {
             // Clusters of four leave some multiprocessors of a group over.
             let sms = if cluster > 2 { num_sms - num_sms / 11 } else { num_sms };
-            let waves = tiles.div_ceil(u64::from((sms / cluster).max(1)));
-            let multiply = 4 * (bm / 64) * (bn / 2).max(16 + bn / 4);
+            let at_a_time = u64::from((sms / cluster).max(1));
+            let waves = tiles.div_ceil(at_a_time);
+            // Where there are 64 rows or fewer, the second half of a tile takes no part.
+            let multiply = 4 * bm.min(m).div_ceil(64) * (bn / 2).max(16 + bn / 4);
             let steps = u64::from(k.div_ceil(WGMMA_ROW_BYTES / 2));
-            let (fill, hand_over, epilogue) = (1500, 100, 300 + 6 * u64::from(bn));
+            let (fill, hand_over, epilogue) = (1500, 110, 300 + 6 * u64::from(bn));
             let step = if shares_a {
-                u64::from(multiply.max(bm * 128 / 25))
+                // A tenth more where most clusters that there is room for are at work.
+                let crowded = if 3 * tiles > 2 * at_a_time { 11 } else { 10 };
+                u64::from(multiply.max(bm * 128 / 25)) * crowded / 10
             } else {
                 // A block's own boxes of a have the rows that there are.
                 u64::from(multiply.max((bm.min(m) + bn / cluster) * 128 / 56)) + hand_over
@@ -439,7 +444,7 @@ mod tests {
             ([2048, 1536, 2048], &["n192c2"]),
             ([128, 16384, 4096], &["n128"]),
             ([64, 4096, 4096], &["m64n64c4"]),
-            ([32, 19456, 2560], &["m64n64c4", "n192"]),
+            ([32, 19456, 2560], &["n192", "n128"]),
             ([128, 2560, 9728], &["m64n64c4"]),
             ([128, 4096, 1024], &["n64"]),
             ([2048, 128, 2048], &["n64"]),
@@ -450,7 +455,11 @@ mod tests {
             ([128, 12288, 2048], &["n128"]),
             ([32, 12288, 2048], &["n128"]),
             ([32, 20480, 2048], &["n192", "n128"]),
-            ([32, 6144, 1024], &["m64n64c4"]),
+            ([32, 6144, 1024], &["n64"]),
+            ([32, 6144, 2560], &["n64"]),
+            ([32, 5120, 2048], &["m64n64c4"]),
+            ([32, 5120, 768], &["m64n64c4"]),
+            ([32, 9216, 2048], &["n128"]),
             ([128, 9216, 2560], &["n128", "n64"]),
         ] {
             let is_wgmma = |tile| matches!(tile, MatmulTile::Wgmma { .. });
