@@ -622,10 +622,18 @@ fn joined_splits() -> TestResult {
         Case { sinks: Some(0.5), ..case(DType::BF16, (6, 1), 128, &[1990]) },
         Case { seq_q: 3, mask, window, ..case(DType::F16, (2, 1), 64, &[2048, 1300]) },
         Case { is_fp8: true, page_size, ..case(DType::BF16, (4, 1), 128, &[2048, 0, 700]) },
+        Case {
+            head_dim_v: 512,
+            values: Place::InKeys,
+            mask,
+            window,
+            ..case(DType::BF16, (5, 1), 576, &[1990, 70, 1300])
+        },
     ] {
         let mut data = case.data();
         if !case.is_fp8 {
-            data[2][1400 * case.head_dim + 9] = f64::NAN;
+            let values = if case.values == Place::InKeys { 1 } else { 2 };
+            data[values][1400 * case.head_dim + 9] = f64::NAN;
         }
         let (want_out, want_lse) = compute(own, &case, &data, None)?;
         let (out, lse) = compute(&one_sm(), &case, &data, None)?;

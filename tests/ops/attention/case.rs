@@ -1,8 +1,9 @@
 //! A case of attention: what it is made of, how a device computes it, what is expected of it.
 
 use abi::ops::attention::{
-    AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
-    GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS, DECODE_RING_FP8_VARIANTS,
+    DECODE_RING_VARIANTS, GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS,
+    WGMMA_VARIANTS,
 };
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -677,6 +678,7 @@ pub(super) fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) ->
             DECODE_RING_VARIANTS,
             DECODE_RING_FP8_VARIANTS,
             DECODE_LATENT_VARIANTS,
+            DECODE_LATENT_WGMMA_VARIANTS,
             PREFILL_MMA_VARIANTS,
             WGMMA_VARIANTS,
         ];

@@ -212,6 +212,8 @@ pub enum AttentionTile {
         /// Steps of [`DECODE_LATENT_KEYS`] keys in shared memory.
         places: u32,
     },
+    /// The same on Hopper: persistent blocks, to which TMA brings steps of [`LATENT_KEYS`] keys.
+    DecodeLatentWgmma {},
     /// A warp merges the splits of some columns of one row, see [`MERGE_COLUMNS`].
     Merge {},
     /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take them from.
@@ -258,14 +260,23 @@ pub const fn decode_ring_group_bytes(dim: u32, rows: u32) -> u32 {
 /// See [`decode_ring_group_bytes`].
 pub const DECODE_RING_GROUP_NUMBERS_BYTES: u32 = 3 * DECODE_RING_ROWS * 4;
 
-/// Rows of a `DecodeLatent` tile.
+/// Rows of a `DecodeLatent` tile, and of a `DecodeLatentWgmma` tile.
 pub const DECODE_LATENT_ROWS: u32 = 32;
-/// Keys of a step of one.
+/// Keys of a step of a `DecodeLatent` tile.
 pub const DECODE_LATENT_KEYS: u32 = 32;
 /// Groups of warps that share the columns of q and k of one.
 pub const DECODE_LATENT_PARTS: u32 = 4;
 /// Threads of a block of one.
 pub const DECODE_LATENT_THREADS: u32 = 256;
+
+/// Keys of a step of a `DecodeLatentWgmma` tile.
+pub const LATENT_KEYS: u32 = 64;
+/// Steps of keys in its shared memory, and tiles of q, and steps' weights.
+pub const LATENT_STAGES: u32 = 2;
+/// What its warps tell each other of a step: a word, and four numbers of each row.
+pub const LATENT_NOTE_BYTES: u32 = 16 + 4 * DECODE_LATENT_ROWS * 4;
+/// Its shared memory behind all that: the rows' largest scores of four warps, twice, their sums, the largest of all, then barriers.
+pub const LATENT_NUMBERS_BYTES: u32 = (3 * 4 + 1) * DECODE_LATENT_ROWS * 4 + 5 * LATENT_STAGES * 8;
 
 /// The most steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_MAX_STAGES: u32 = 4;
@@ -298,9 +309,10 @@ impl AttentionTile {
         match self {
             AttentionTile::Prefill { dim, .. } | AttentionTile::DecodeRing { dim, .. } => (dim, dim),
             AttentionTile::Decode { dim, dim_v, .. } => (dim, dim_v),
-            AttentionTile::DecodeLatent { .. } | AttentionTile::Merge {} | AttentionTile::Gather {} => {
-                (MAX_HEAD_DIM, MAX_HEAD_DIM_V)
-            }
+            AttentionTile::DecodeLatent { .. }
+            | AttentionTile::DecodeLatentWgmma {}
+            | AttentionTile::Merge {}
+            | AttentionTile::Gather {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
             AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
                 (dim, dim_v)
             }
@@ -314,7 +326,7 @@ impl AttentionTile {
             AttentionTile::PrefillMma { parts, .. } => THREADS / 32 * 16 * parts,
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeRing { rows, .. } => rows,
-            AttentionTile::DecodeLatent { .. } => DECODE_LATENT_ROWS,
+            AttentionTile::DecodeLatent { .. } | AttentionTile::DecodeLatentWgmma {} => DECODE_LATENT_ROWS,
             AttentionTile::Merge {} | AttentionTile::Gather {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
@@ -328,6 +340,7 @@ impl AttentionTile {
             | AttentionTile::Decode { .. }
             | AttentionTile::DecodeRing { .. } => THREADS,
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_THREADS,
+            AttentionTile::DecodeLatentWgmma {} => 4 * 128,
             AttentionTile::Merge {} => 32,
             AttentionTile::Gather {} => GATHER_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
@@ -341,7 +354,13 @@ impl AttentionTile {
             AttentionTile::Decode { .. }
                 | AttentionTile::DecodeRing { .. }
                 | AttentionTile::DecodeLatent { .. }
+                | AttentionTile::DecodeLatentWgmma {}
         )
+    }
+
+    /// Whether it is for heads of [`MAX_HEAD_DIM`] alone, whose first columns are the values.
+    pub const fn is_latent(self) -> bool {
+        matches!(self, AttentionTile::DecodeLatent { .. } | AttentionTile::DecodeLatentWgmma {})
     }
 
     /// Shared memory of a block in bytes.
@@ -349,8 +368,8 @@ impl AttentionTile {
     /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
     /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
     /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. Wgmma: the places of q, the
-    /// result unless it takes q's place, the stages of k and v.
+    /// scores, the weights, an f32 per row. DecodeLatentWgmma: steps of keys, tiles of q, steps' weights and notes, then numbers and barriers. Wgmma: the
+    /// places of q, the result unless it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,
@@ -371,6 +390,12 @@ impl AttentionTile {
                 places * DECODE_LATENT_KEYS * MAX_HEAD_DIM * 2
                     + scores * (DECODE_LATENT_PARTS * 4 + 2)
                     + DECODE_LATENT_ROWS * 4
+            }
+            AttentionTile::DecodeLatentWgmma {} => {
+                let rows = LATENT_KEYS + DECODE_LATENT_ROWS;
+                let stage =
+                    rows * MAX_HEAD_DIM * 2 + LATENT_KEYS * DECODE_LATENT_ROWS * 2 + LATENT_NOTE_BYTES;
+                LATENT_STAGES * stage + LATENT_NUMBERS_BYTES
             }
             AttentionTile::Merge {} | AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
@@ -542,6 +567,17 @@ macro_rules! attention_decode_latent_table {
     };
 }
 
+/// The same for those of Hopper.
+#[macro_export]
+macro_rules! attention_decode_latent_wgmma_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__decode_latent__sm90a => f16, F16, DecodeLatentWgmma {};
+            attention_bf16__decode_latent__sm90a => bf16, BF16, DecodeLatentWgmma {};
+        }
+    };
+}
+
 /// The same for the kernels of many queries.
 #[macro_export]
 macro_rules! attention_prefill_mma_table {
@@ -616,6 +652,8 @@ pub const VARIANTS: &[AttentionVariant] = attention_table!(sm61);
 pub const DECODE_RING_VARIANTS: &[AttentionVariant] = attention_decode_ring_table!(sm80);
 /// The kernels of latent attention on tensor cores.
 pub const DECODE_LATENT_VARIANTS: &[AttentionVariant] = attention_decode_latent_table!(sm80);
+/// The same on Hopper.
+pub const DECODE_LATENT_WGMMA_VARIANTS: &[AttentionVariant] = attention_decode_latent_wgmma_table!(sm90a);
 /// The same with k and v in fp8.
 pub const DECODE_RING_FP8_VARIANTS: &[AttentionVariant] = attention_decode_ring_fp8_table!(sm80_fp8);
 /// The kernels that take k and v from fp8 to the type of q.
@@ -645,6 +683,7 @@ const _: () = {
         assert!(DECODE_LATENT_VARIANTS[i].tile.smem_bytes() <= if is_small { 99 << 10 } else { 163 << 10 });
         i += 1;
     }
+    assert!(AttentionTile::DecodeLatentWgmma {}.smem_bytes() <= 227 << 10);
     let mut i = 0;
     while i < PREFILL_MMA_VARIANTS.len() {
         assert!(PREFILL_MMA_VARIANTS[i].tile.smem_bytes() <= 99 << 10);

@@ -5,7 +5,7 @@
 //!   tensor cores from Ampere on, `wgmma` on Hopper's.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
 //!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on,
-//!   `decode_latent` for values in the keys' own rows.
+//!   `decode_latent` for values in the keys' own rows, `decode_latent_wgmma` on Hopper's.
 //!
 //! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
 //! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
@@ -25,6 +25,8 @@ mod cached;
 mod decode;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_latent;
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+mod decode_latent_wgmma;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 mod decode_ring;
 mod gather;
@@ -394,6 +396,36 @@ macro_rules! decode_latent_entries {
 }
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 abi::attention_decode_latent_table!(decode_latent_entries);
+
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+macro_rules! decode_latent_wgmma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeLatentWgmma {};)*) => {$(
+        /// Entry point; see `decode_latent_wgmma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 512, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            #[grid_constant] k: cuda_std::tma::TensorMap,
+            q: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                decode_latent_wgmma::splits::<$type>(k, q, tables, partial, stats, &dims)
+            }
+        }
+    )*};
+}
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+abi::attention_decode_latent_wgmma_table!(decode_latent_wgmma_entries);
 
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 macro_rules! decode_ring_fp8_entries {

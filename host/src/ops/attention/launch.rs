@@ -22,7 +22,7 @@ pub(super) struct Loaded {
     pub(super) entry: Entry,
     /// Blocks that the card holds at a time, where they are persistent; else as many as there may be.
     pub(super) places: u32,
-    /// Whether a block can join the splits of a group: it has the shared memory.
+    /// Whether a block can join the splits of a group: it has the shared memory, or the registers.
     pub(super) joins: bool,
 }
 
@@ -36,7 +36,7 @@ impl Loaded {
                 (blocks, decode_ring_group_bytes(dim, rows.min(most)))
             }
             AttentionTile::DecodeRing { blocks, .. } => (blocks, 0),
-            AttentionTile::DecodeLatent { .. } => (1, 0),
+            AttentionTile::DecodeLatent { .. } | AttentionTile::DecodeLatentWgmma {} => (1, 0),
             _ => (0, 0),
         };
         let Some(limits) = device.limits().filter(|_| most != 0) else {
@@ -44,8 +44,10 @@ impl Loaded {
         };
         // A multiprocessor has one KiB more than a block can take, and takes one for each.
         let held = |bytes: u32| ((limits.smem_per_block_bytes + (1 << 10)) / (bytes + (1 << 10))).min(most);
-        let joins = joined_bytes != 0 && held(smem_bytes + joined_bytes) == held(smem_bytes);
-        let entry = load(if joins { smem_bytes + joined_bytes } else { smem_bytes })?;
+        let fits = held(smem_bytes + joined_bytes) == held(smem_bytes);
+        let entry = load(if fits { smem_bytes + joined_bytes } else { smem_bytes })?;
+        // On Hopper latent attention's have the registers.
+        let joins = fits && (joined_bytes != 0 || variant.tile == AttentionTile::DecodeLatentWgmma {});
         Ok(Loaded { variant, entry, places: limits.num_sms.max(1) * held(smem_bytes).max(1), joins })
     }
 }
@@ -132,6 +134,98 @@ impl Attention {
         };
         self.device.tensor_map(OP, &tiled)
     }
+
+    pub(super) fn decode(
+        &self,
+        stream: &Stream,
+        kernel: &Loaded,
+        splits: &Splits,
+        args: &AttentionArgs<'_>,
+        mut dims: AttentionDims,
+    ) -> Result<(), Error> {
+        let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
+        let Splits { merge, many_pieces, workspace } = splits;
+        // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
+        let results =
+            |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
+        let each = |results: u32| results.div_ceil(kernel.places).max(1);
+        let (alone, joined) = (results(1)?, results(GROUP_SPLITS)?);
+        let joins =
+            kernel.joins && each(joined).saturating_mul(GROUP_SPLITS) <= each(alone) + each(alone) / 16;
+        if joins {
+            dims.splits = dims.splits.next_multiple_of(GROUP_SPLITS);
+            dims.result_shift = GROUP_SPLITS.ilog2();
+        }
+        // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
+        let items = if joins { joined } else { alone };
+        let grid = items.div_ceil(each(items));
+        let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
+        let merge_grid =
+            |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
+        let is_many = blocks(&merge_grid(MERGE_PARTS))? >= *many_pieces;
+        let merge_parts = if is_many { MERGE_PARTS } else { 1 };
+        let merge_grid = merge_grid(merge_parts);
+        let dims = &AttentionDims { merge_parts, ..dims };
+        let [partial, stats] = &workspace.tensors;
+        let (partial, stats) = (partial.view(), stats.view());
+        // Without keys there are no splits, and nothing is launched.
+        let k_map = match kernel.variant.tile {
+            AttentionTile::DecodeLatentWgmma {} if dims.seq_kv != 0 => {
+                Some(self.tensor_map(k, dims.box_keys)?)
+            }
+            _ => None,
+        };
+        let latent_params = k_map.as_ref().map(|k_map| {
+            [
+                k_map.into(),
+                (*q).into(),
+                args.lens(),
+                optional(&args.offsets.q),
+                optional(page_table),
+                partial.into(),
+                stats.into(),
+                dims.into(),
+            ]
+        });
+        let params = [
+            optional(&kv_scales.k),
+            optional(&kv_scales.v),
+            (*q).into(),
+            (*k).into(),
+            (*v).into(),
+            args.lens(),
+            optional(&args.offsets.q),
+            optional(page_table),
+            optional(&scores.bias),
+            optional(&scores.blocks),
+            partial.into(),
+            stats.into(),
+            dims.into(),
+        ];
+        // Only the kernels for fp8 know scales.
+        let params = match &latent_params {
+            Some(latent_params) => &latent_params[..],
+            None if kernel.variant.dtype_kv == DType::F8E4M3 => &params[..],
+            None => &params[2..],
+        };
+        let merge_params = [
+            partial.into(),
+            stats.into(),
+            args.lens(),
+            optional(&args.offsets.q),
+            out.into(),
+            Param::optional(lse.as_ref()),
+            optional(&scores.sinks),
+            dims.into(),
+        ];
+        let _alone = workspace.enter(stream)?;
+        // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
+        // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
+        unsafe {
+            kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
+            merge.entry.launch(stream, merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
+        }
+    }
 }
 
 pub(super) fn prefill(
@@ -159,72 +253,6 @@ pub(super) fn prefill(
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
     // grid covers exactly the tiles of all heads and sequences.
     unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params) }
-}
-
-pub(super) fn decode(
-    stream: &Stream,
-    kernel: &Loaded,
-    splits: &Splits,
-    args: &AttentionArgs<'_>,
-    mut dims: AttentionDims,
-) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
-    let Splits { merge, many_pieces, workspace } = splits;
-    // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
-    let results =
-        |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
-    let each = |results: u32| results.div_ceil(kernel.places).max(1);
-    let (alone, joined) = (results(1)?, results(GROUP_SPLITS)?);
-    let joins = kernel.joins && each(joined).saturating_mul(GROUP_SPLITS) <= each(alone) + each(alone) / 16;
-    if joins {
-        dims.splits = dims.splits.next_multiple_of(GROUP_SPLITS);
-        dims.result_shift = GROUP_SPLITS.ilog2();
-    }
-    // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
-    let items = if joins { joined } else { alone };
-    let grid = items.div_ceil(each(items));
-    let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
-    let merge_grid = |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
-    let is_many = blocks(&merge_grid(MERGE_PARTS))? >= *many_pieces;
-    let merge_parts = if is_many { MERGE_PARTS } else { 1 };
-    let merge_grid = merge_grid(merge_parts);
-    let dims = &AttentionDims { merge_parts, ..dims };
-    let [partial, stats] = &workspace.tensors;
-    let (partial, stats) = (partial.view(), stats.view());
-    let params = [
-        optional(&kv_scales.k),
-        optional(&kv_scales.v),
-        (*q).into(),
-        (*k).into(),
-        (*v).into(),
-        args.lens(),
-        optional(&args.offsets.q),
-        optional(page_table),
-        optional(&scores.bias),
-        optional(&scores.blocks),
-        partial.into(),
-        stats.into(),
-        dims.into(),
-    ];
-    // Only the kernels for fp8 know scales.
-    let params = if kernel.variant.dtype_kv == DType::F8E4M3 { &params[..] } else { &params[2..] };
-    let merge_params = [
-        partial.into(),
-        stats.into(),
-        args.lens(),
-        optional(&args.offsets.q),
-        out.into(),
-        Param::optional(lse.as_ref()),
-        optional(&scores.sinks),
-        dims.into(),
-    ];
-    let _alone = workspace.enter(stream)?;
-    // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
-    // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
-    unsafe {
-        kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
-        merge.entry.launch(stream, merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
-    }
 }
 
 /// Keys of a box of the tensor maps of k and v: all boxes of a step lie in one page each.

@@ -12,7 +12,7 @@ mod scores;
 mod select;
 
 use abi::DType;
-use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS, ScoreDims};
+use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, LATENT_KEYS, SPLIT_KEYS, ScoreDims};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -23,11 +23,11 @@ use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
 use gather::Gather;
-use launch::{Loaded, Splits, box_keys, decode, prefill, tile_queries};
+use launch::{Loaded, Splits, box_keys, prefill, tile_queries};
 
 pub use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
-    PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
+    DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{AttentionCase, CASES};
 pub use kv_scales::KvScales;
@@ -354,7 +354,8 @@ impl Attention {
                 }
                 // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
-                    AttentionTile::DecodeLatent { .. } if !in_keys(&args) => {
+                    tile if tile.is_latent() && !in_keys(&args) => select::unaligned(&self.problem)?,
+                    AttentionTile::DecodeLatentWgmma {} if repeats(&args) => {
                         select::unaligned(&self.problem)?
                     }
                     tile if tile.is_decode() && dims.vector == 0 => select::unaligned(&self.problem)?,
@@ -381,14 +382,15 @@ impl Attention {
                     Some(gather) => gather.run(stream, args, &dims)?,
                     None => (args, dims),
                 };
+                let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
                 match (variant.tile, splits, tile_counter) {
                     (tile, Some(splits), _) if tile.is_decode() => {
                         dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
-                        decode(stream, kernel, splits, &args, dims)
+                        dims.box_keys = box_keys(page_size, LATENT_KEYS);
+                        self.decode(stream, kernel, splits, &args, dims)
                     }
                     (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
                         tile_queries(&mut dims, variant.tile);
-                        let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
                         dims.box_keys = box_keys(page_size, keys);
                         self.wgmma(stream, kernel, counter, &args, &dims)
                     }

@@ -147,7 +147,7 @@ pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
         _ => bias == Bias::None && blocks.is_none(),
     };
     // Latent attention's has none: no model's has.
-    let has_cap = !matches!(tile, AttentionTile::DecodeLatent { .. });
+    let has_cap = !tile.is_latent();
     let [cap_in, cap_out] = cap(problem, Some(tile));
     has_masks && (soft_cap.is_none() || (has_cap && cap_in.is_normal() && cap_out.is_normal()))
 }

@@ -4,8 +4,9 @@ use std::fmt;
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS,
-    GATHER_PAGES_VARIANTS, GATHER_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
+    DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, GATHER_PAGES_VARIANTS, GATHER_VARIANTS,
+    PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, Mask, OP, scores};
@@ -36,7 +37,7 @@ impl AttentionChoice {
         let helps = matches!(variant.tile, AttentionTile::Merge {} | AttentionTile::Gather {});
         if helps || !holds(variant, problem) {
             let (head_dim, head_dim_v) = variant.tile.max_head_dims();
-            let up_to = if needs_whole(variant.tile) { "" } else { "up to " };
+            let up_to = if variant.tile.is_latent() { "" } else { "up to " };
             let expected = if helps {
                 "a prefill or decode kernel".into()
             } else if variant.dtype_kv == variant.dtype {
@@ -83,14 +84,9 @@ fn holds(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
         && (variant.dtype_kv == problem.dtype_kv || variant.dtype_kv == problem.dtype)
         && problem.head_dim <= head_dim
         && problem.head_dim_v <= head_dim_v
-        && (!needs_whole(variant.tile)
+        && (!variant.tile.is_latent()
             || (variant.dtype_kv == problem.dtype_kv
                 && (problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)))
-}
-
-/// Whether a kernel's heads are as wide as the widest, and its keys the problem's own, which are values as well.
-fn needs_whole(tile: AttentionTile) -> bool {
-    matches!(tile, AttentionTile::DecodeLatent { .. })
 }
 
 /// Whether a kernel's largest score is that of the largest product.
@@ -200,7 +196,8 @@ pub(super) fn choose(
         }
         Some(_) => (tensor_decode.or_else(|| decode(problem, rows)), Reason::Few { most, rows }),
         None => {
-            let latent = smallest(DECODE_LATENT_VARIANTS, limits, problem);
+            let latent = smallest(DECODE_LATENT_WGMMA_VARIANTS, limits, problem)
+                .or_else(|| smallest(DECODE_LATENT_VARIANTS, limits, problem));
             (latent.or_else(|| decode(problem, rows)), Reason::Wide { rows })
         }
     };
@@ -279,6 +276,7 @@ mod tests {
     #[test]
     fn tensor_cores() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let ampere = DeviceLimits { floor: Arch::Sm80, ..hopper };
         let small = DeviceLimits { floor: Arch::Sm80, num_sms: 84, smem_per_block_bytes: 99 << 10 };
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
@@ -294,18 +292,12 @@ mod tests {
             (hopper, DType::BF16, (128, 128), 100, Some(-0.5), "attention_bf16__prefill_d128__sm80"),
             (hopper, DType::BF16, (128, 128), 100, Some(0.0), "attention_bf16__prefill_d128__sm80"),
             (hopper, DType::F32, (128, 128), 100, None, "attention_f32__prefill_d128__sm61"),
-            (hopper, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_latent_p4__sm80"),
+            (hopper, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_latent__sm90a"),
+            (ampere, DType::BF16, (576, 512), 100, None, "attention_bf16__decode_latent_p4__sm80"),
             (small, DType::F16, (576, 512), 1, None, "attention_f16__decode_latent_p2__sm80"),
             (hopper, DType::BF16, (576, 504), 1, None, "attention_bf16__decode_d576v512_r4__sm61"),
             (hopper, DType::F32, (576, 512), 1, None, "attention_f32__decode_d576v512_r4__sm61"),
-            (
-                DeviceLimits { floor: Arch::Sm80, ..hopper },
-                DType::BF16,
-                (128, 128),
-                100,
-                None,
-                "attention_bf16__prefill_d128__sm80",
-            ),
+            (ampere, DType::BF16, (128, 128), 100, None, "attention_bf16__prefill_d128__sm80"),
         ];
         for (limits, dtype, (head_dim, head_dim_v), seq_q, scale, entry) in table {
             let problem = AttentionProblem { head_dim_v, scale, ..problem(dtype, 32, 8, head_dim) };
