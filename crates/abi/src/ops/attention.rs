@@ -275,8 +275,9 @@ pub const LATENT_KEYS: u32 = 64;
 pub const LATENT_STAGES: u32 = 2;
 /// What its warps tell each other of a step: a word, and four numbers of each row.
 pub const LATENT_NOTE_BYTES: u32 = 16 + 4 * DECODE_LATENT_ROWS * 4;
-/// Its shared memory behind all that: the rows' largest scores of four warps, twice, their sums, the largest of all, then barriers.
-pub const LATENT_NUMBERS_BYTES: u32 = (3 * 4 + 1) * DECODE_LATENT_ROWS * 4 + 5 * LATENT_STAGES * 8;
+/// Its shared memory behind all that: the rows' largest scores of four warps, twice, their sums, what those are relative to, four words, twice, then barriers.
+pub const LATENT_NUMBERS_BYTES: u32 =
+    (3 * 4 + 1) * DECODE_LATENT_ROWS * 4 + 2 * 4 * 4 + 5 * LATENT_STAGES * 8;
 
 /// The most steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_MAX_STAGES: u32 = 4;

@@ -29,7 +29,9 @@ use abi::ops::attention::{
 };
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, MnMajor, Multiply, Swizzle};
-use cuda_std::{barrier, fence, global, math, mbarrier, registers, shared, thread, tma, warp, wgmma};
+use cuda_std::{
+    barrier, cp_async, fence, global, math, mbarrier, registers, shared, thread, tma, warp, wgmma,
+};
 
 use super::work::{Splits, Work};
 use super::{Tables, offset};
@@ -53,10 +55,16 @@ const PARTS: usize = MAX_HEAD_DIM_V as usize / 128;
 const OWN: usize = ROWS as usize / 4;
 /// Threads that load q.
 const Q_THREADS: u32 = 96;
-/// Pieces of 16 bytes that such a thread loads together.
-const Q_PIECES: usize = 4;
-/// The named barrier of the warpgroup of scores.
+/// Pieces of 16 bytes of so many rows of q that such a thread copies.
+const Q_LOTS: usize = 3;
+const Q_LOT_ROWS: u32 = Q_LOTS as u32 * Q_THREADS / (BOXES * 8);
+/// Bytes of a row of results of a warpgroup of values.
+const RESULT_BYTES: u32 = MAX_HEAD_DIM_V / 2 * 4;
+/// Pieces of results that a thread stores together.
+const LOTS: usize = 4;
+/// Named barriers: of the warpgroup of scores, and of those of values.
 const SCORES: u32 = 1;
+const VALUES: u32 = 2;
 
 /// What the warpgroups of values are told of a step: nothing, as there is none;
 const NONE: u32 = 1;
@@ -65,11 +73,12 @@ const FIRST: u32 = 2;
 const LAST: u32 = 4;
 /// some older sum changes;
 const DECAYS: u32 = 8;
-/// its split is the first of its result, the last, and the last of all.
-const FIRST_SPLIT: u32 = 16;
-const LAST_SPLIT: u32 = 32;
-const END: u32 = 64;
+/// its split is the last of its result, and of all.
+const LAST_SPLIT: u32 = 16;
+const END: u32 = 32;
 
+/// How far, in powers of two, a score may be above what weights are relative to: those are 256 at most then, which f16 has room for.
+const SLACK: f32 = 8.0;
 /// The slot of a row that there is not.
 const NO_SLOT: u32 = u32::MAX;
 
@@ -132,6 +141,12 @@ impl Turn {
         numbers() + self.0 % 2 * 4 * ROWS * 4
     }
 
+    /// Of four warps whether they want new bases, in one of two places.
+    #[inline(always)]
+    fn votes(self) -> u32 {
+        largest() + ROWS * 4 + self.0 % 2 * 16
+    }
+
     #[inline(always)]
     fn barrier(self, kind: u32) -> u32 {
         numbers() + LATENT_NUMBERS_BYTES - (5 - kind) * LATENT_STAGES * 8 + self.place() * 8
@@ -174,7 +189,7 @@ fn totals() -> u32 {
     numbers() + 2 * 4 * ROWS * 4
 }
 
-/// Each row's largest score of a split.
+/// What each row's weights of a split are relative to.
 #[inline(always)]
 fn largest() -> u32 {
     totals() + 4 * ROWS * 4
@@ -230,10 +245,9 @@ pub(super) unsafe fn splits<T: Multiplicand + Multiply<[f32; SUMS]>>(
                 load_queries(q, tables, dims);
             }
         } else if thread < 256 {
-            registers::decrease::<112>();
             scores::<T>(tables, stats, dims);
         } else {
-            registers::increase::<168>();
+            registers::increase::<160>();
             values::<T>(thread / 128 - 2, partial);
         }
     }
@@ -284,7 +298,15 @@ unsafe fn load_keys(k: *const TensorMap, tables: Tables, dims: &AttentionDims) {
 /// - Threads 32 to 127; the rest is the caller's promise to [`splits`].
 #[inline(always)]
 unsafe fn load_queries<T: Multiplicand>(q: *const T, tables: Tables, dims: &AttentionDims) {
-    let member = thread::thread_idx_x() - 32;
+    // Row and piece of each lot: four rows' pieces are three of each thread.
+    let lane = thread::lane();
+    let mut lots = [[0; 2]; Q_LOTS];
+    let mut i = 0;
+    while i < Q_LOTS {
+        let piece = i as u32 * Q_THREADS + thread::thread_idx_x() - 32;
+        lots[i] = [piece / (BOXES * 8), piece % (BOXES * 8)];
+        i += 1;
+    }
     let mut splits = Splits::new(dims, true);
     let mut turn = Turn(0);
     // SAFETY: rows below `end_row` are inside q; a place is written when the warpgroup of scores has given it back.
@@ -293,32 +315,31 @@ unsafe fn load_queries<T: Multiplicand>(q: *const T, tables: Tables, dims: &Atte
         while work.has_keys() {
             if splits.is_first {
                 mbarrier::wait_parity(turn.empty_q(), turn.parity() ^ 1);
-                let mut first = member;
-                while first < ROWS * BOXES * 8 {
-                    let (mut words, mut to) = ([[0; 4]; Q_PIECES], [0; Q_PIECES]);
+                // Each lane finds a row, the last one instead of those that there are not, of which there are zeros.
+                let (query, head) = work.place((work.first_row + lane).min(work.end_row - 1), dims);
+                let query = work.own.first_q + query;
+                let strides = (dims.q_batch_stride, dims.q_token_stride, dims.q_head_stride);
+                let of_lane = offset(work.batch, strides.0, query, strides.1, head, strides.2) as u64;
+                let num_rows = work.end_row - work.first_row;
+                let mut first_row = 0;
+                while first_row < ROWS {
                     let mut i = 0;
-                    while i < Q_PIECES {
-                        let piece = first + i as u32 * Q_THREADS;
-                        let (row, piece) = (piece / (BOXES * 8), piece % (BOXES * 8));
-                        to[i] =
+                    while i < Q_LOTS {
+                        let (row, piece) = (first_row + lots[i][0], lots[i][1]);
+                        let to =
                             turn.q() + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece % 8 ^ row % 8) << 4);
-                        if work.first_row + row < work.end_row {
-                            let (query, head) = work.place(work.first_row + row, dims);
-                            let (query, strides) =
-                                (work.own.first_q + query, (dims.q_batch_stride, dims.q_token_stride));
-                            let row =
-                                offset(work.batch, strides.0, query, strides.1, head, dims.q_head_stride);
-                            words[i] = global::load_nc_x4(q.wrapping_add(row + piece as usize * 8));
-                        }
+                        let [low, high] = [of_lane as u32, (of_lane >> 32) as u32]
+                            .map(|half| warp::shuffle_idx(warp::FULL_MASK, half, row));
+                        let at = u64::from(low) | u64::from(high) << 32;
+                        let from = q.wrapping_add(at as usize + piece as usize * 8);
+                        cp_async::cg_16_fill(to, from, if row < num_rows { 16 } else { 0 });
                         i += 1;
                     }
-                    let mut i = 0;
-                    while i < Q_PIECES {
-                        shared::store_u32x4(to[i], words[i]);
-                        i += 1;
-                    }
-                    first += Q_PIECES as u32 * Q_THREADS;
+                    // Opaque, so that the loop stays one.
+                    first_row = thread::opaque(first_row + Q_LOT_ROWS);
                 }
+                cp_async::commit_group();
+                cp_async::wait_group::<0>();
                 fence::proxy_async_shared();
                 mbarrier::arrive(turn.full_q());
                 turn.0 += 1;
@@ -468,37 +489,62 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                     }
                 }
 
-                let mut new = m;
+                // Bases stay where no score is far above them: then one word of each warp is all that they have to tell each other.
+                let mut is_far = false;
                 let mut i = 0;
                 while i < OWN {
-                    let at = i / 2 * 4 + i % 2;
-                    new[i] = math::max(s[at], s[at + 2]);
+                    let (at, limit) = (i / 2 * 4 + i % 2, m[i] + SLACK);
+                    is_far |= s[at] > limit || s[at + 2] > limit;
                     i += 1;
                 }
-                new = over_keys(new, math::max);
-                if lane < 4 {
-                    store_own(turn.maxima() + warp_idx * ROWS * 4, member, new);
+                let is_far = warp::any(warp::FULL_MASK, is_far);
+                if lane == 0 {
+                    shared::store_u32(turn.votes() + warp_idx * 4, u32::from(is_far));
                 }
                 barrier::sync(SCORES, 128);
-                new = m;
-                let mut other = 0;
-                while other < 4 {
-                    new = larger(new, load_own(turn.maxima() + other * ROWS * 4, member));
-                    other += 1;
+                let [a, b, c, d] = shared::load_u32x4(turn.votes());
+                let is_new = a | b | c | d != 0;
+                if is_new {
+                    let mut new = m;
+                    let mut i = 0;
+                    while i < OWN {
+                        let at = i / 2 * 4 + i % 2;
+                        new[i] = math::max(s[at], s[at + 2]);
+                        i += 1;
+                    }
+                    new = over_keys(new, math::max);
+                    if lane < 4 {
+                        store_own(turn.maxima() + warp_idx * ROWS * 4, member, new);
+                    }
+                    barrier::sync(SCORES, 128);
+                    new = [f32::NEG_INFINITY; OWN];
+                    let mut other = 0;
+                    while other < 4 {
+                        new = larger(new, load_own(turn.maxima() + other * ROWS * 4, member));
+                        other += 1;
+                    }
+                    let mut decays = [1.0; OWN];
+                    let mut i = 0;
+                    while i < OWN {
+                        // As the row's own scores alone decide.
+                        if new[i] > m[i] + SLACK {
+                            decays[i] = weight::<T>(m[i] - base(new[i]));
+                            sums[i] *= decays[i];
+                            m[i] = new[i];
+                        }
+                        i += 1;
+                    }
+                    if warp_idx == 0 && lane < 4 {
+                        store_own(turn.decays(), member, decays);
+                    }
                 }
-                let mut decays = [0.0; OWN];
-                let mut is_new = false;
                 let mut i = 0;
                 while i < OWN {
-                    let base = base(new[i]);
-                    decays[i] = weight::<T>(m[i] - base);
-                    is_new |= decays[i] != 1.0;
-                    let at = i / 2 * 4 + i % 2;
+                    let (at, base) = (i / 2 * 4 + i % 2, base(m[i]));
                     [s[at], s[at + 2]] = [weight::<T>(s[at] - base), weight::<T>(s[at + 2] - base)];
-                    sums[i] = math::fma(sums[i], decays[i], s[at] + s[at + 2]);
+                    sums[i] += s[at] + s[at + 2];
                     i += 1;
                 }
-                m = new;
                 // A word is a key's two neighbouring rows; the exclusive or is that of the key's row of 64 bytes.
                 let own_key = 16 * warp_idx + group;
                 let own_weights = turn.weights() + own_key * ROWS * 2 + 4 * member;
@@ -510,10 +556,6 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                     shared::store_u32(to, words[0]);
                     shared::store_u32(to + 8 * ROWS * 2, words[1]);
                     i += 1;
-                }
-                let is_new = step != first_step && warp::any(warp::FULL_MASK, is_new);
-                if warp_idx == 0 && lane < 4 && is_new {
-                    store_own(turn.decays(), member, decays);
                 }
                 if is_last {
                     sums = over_keys(sums, |a, b| a + b);
@@ -529,7 +571,7 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                         let total = |warp: u32| of(totals() + warp * ROWS * 4);
                         let mut total = (total(0) + total(1)) + (total(2) + total(3));
                         let mut m = of(largest());
-                        let mut factors = [1.0, 0.0];
+                        let mut factors = [1.0; 2];
                         if !is_first_split {
                             factors = meet::<T>(&mut m, joined_m);
                             total = math::fma(total, factors[0], joined_sum * factors[1]);
@@ -554,9 +596,8 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                     let flag = |is: bool, flag: u32| if is { flag } else { 0 };
                     let word = flag(step == first_step, FIRST)
                         | flag(is_last, LAST)
-                        | flag(is_new, DECAYS)
-                        | flag(is_first_split, FIRST_SPLIT)
-                        | flag(is_last_split, LAST_SPLIT)
+                        | flag(is_new && step != first_step, DECAYS)
+                        | flag(is_last && is_last_split, LAST_SPLIT)
                         | flag(is_last && !goes_on, END);
                     shared::store_u32(turn.note(), word);
                 }
@@ -585,28 +626,33 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
 unsafe fn products<T: Multiply<[f32; SUMS]>>(keys: u32, q: u32) -> [f32; SUMS] {
     let keys = Descriptor::<KMajor>::new(keys, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
     let q = Descriptor::<KMajor>::new(q, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
-    // Two sums, as one product after the other would wait for it.
-    let (mut even, mut odd) = ([0.0; SUMS], [0.0; SUMS]);
+    // Three sums, as a product waits for the one before it in its sum.
+    let (mut a, mut b, mut c) = ([0.0; SUMS], [0.0; SUMS], [0.0; SUMS]);
     // SAFETY: the caller's promise.
     unsafe {
         wgmma::fence();
         let mut i = 0;
         while i < MAX_HEAD_DIM / 16 {
-            let accumulate = if i < 2 { Accumulate::Overwrite } else { Accumulate::Add };
+            let accumulate = if i < 3 { Accumulate::Overwrite } else { Accumulate::Add };
             let (column, within) = (i / 4 * ROW_BYTES, i % 4 * 32);
             let (keys, q) = (keys.advance(column * KEYS + within), q.advance(column * ROWS + within));
-            wgmma::ss::<T, _, _, _>(if i % 2 == 0 { &mut even } else { &mut odd }, keys, q, accumulate);
+            let sum = match i % 3 {
+                0 => &mut a,
+                1 => &mut b,
+                _ => &mut c,
+            };
+            wgmma::ss::<T, _, _, _>(sum, keys, q, accumulate);
             i += 1;
         }
         wgmma::commit_group();
-        wgmma::wait_group::<0>(&mut (&mut even, &mut odd));
+        wgmma::wait_group::<0>(&mut (&mut a, &mut (&mut b, &mut c)));
     }
     let mut i = 0;
     while i < SUMS {
-        even[i] += odd[i];
+        a[i] += b[i] + c[i];
         i += 1;
     }
-    even
+    a
 }
 
 /// Of a step's keys that not all rows see, the values that are not finite become 0.
@@ -644,12 +690,12 @@ unsafe fn clean<T: Multiplicand>(work: &Work<ROWS>, first_key: i32, turn: Turn, 
 /// - All 128 threads (*converged*); the rest is the caller's promise to [`splits`].
 #[inline(always)]
 unsafe fn values<T: Multiplicand + Multiply<[f32; SUMS]>>(half: u32, partial: *mut f32) {
-    let own_thread = thread::thread_idx_x() % 128;
-    let (lane, warp_idx) = (own_thread % 32, own_thread / 32);
-    let (group, member) = (lane / 4, lane % 4);
+    let lane = thread::lane();
+    let member = lane % 4;
     let mut turn = Turn(0);
     let mut o = [[0f32; SUMS]; PARTS];
-    let mut joined = [[0f32; SUMS]; PARTS];
+    // To which −0 a first split is added as it is, whatever the sign of its zeros.
+    let mut joined = [[-0f32; SUMS]; PARTS];
     // SAFETY: a step has come, and what is told of it; results go to the slots of the rows that there are.
     unsafe {
         loop {
@@ -688,40 +734,74 @@ unsafe fn values<T: Multiplicand + Multiply<[f32; SUMS]>>(half: u32, partial: *m
             wgmma::commit_group();
             let [a, b, c, d] = &mut o;
             wgmma::wait_group::<0>(&mut (&mut (a, b), &mut (c, d)));
+            // All that is told of the step is read before its keys are given back.
+            let (mut own, mut before) = ([0.0; OWN], [0.0; OWN]);
             if word & LAST != 0 {
-                let [own, before] = turn.factors();
-                let (own, before) = (load_own(own, member), load_own(before, member));
+                (own, before) = (load_own(turn.factors()[0], member), load_own(turn.factors()[1], member));
+            }
+            let give_back = || {
+                warp::sync_warp(warp::FULL_MASK);
+                if lane == 0 {
+                    mbarrier::arrive(turn.empty_k());
+                }
+            };
+            if word & LAST_SPLIT == 0 {
+                give_back();
+            }
+            if word & LAST != 0 {
                 let mut i = 0;
                 while i < PARTS * SUMS {
                     let (part, sum) = (i / SUMS, i % SUMS);
                     let row = sum / 4 * 2 + sum % 2;
                     let (o, joined) = (o[part][sum], &mut joined[part][sum]);
-                    let both = math::fma(o, own[row], *joined * before[row]);
-                    *joined = if word & FIRST_SPLIT != 0 { o } else { both };
+                    *joined = math::fma(o, own[row], *joined * before[row]);
                     i += 1;
                 }
-                if word & LAST_SPLIT != 0 {
-                    let mut row = 0;
-                    while row < OWN {
-                        let of_row = 4 * (row as u32 & !1) + 2 * member + row as u32 % 2;
-                        let slot = shared::load_u32(turn.slots() + of_row * 4);
-                        if slot != NO_SLOT {
-                            let column = half * PARTS as u32 * 64 + 16 * warp_idx + group;
-                            let to = partial.add((slot as usize) * MAX_HEAD_DIM_V as usize + column as usize);
-                            let mut i = 0;
-                            while i < 2 * PARTS {
-                                let sum = joined[i / 2][row / 2 * 4 + i % 2 * 2 + row % 2];
-                                global::store(to.add(i / 2 * 64 + i % 2 * 8), sum);
-                                i += 1;
-                            }
-                        }
-                        row += 1;
-                    }
-                }
             }
-            warp::sync_warp(warp::FULL_MASK);
-            if lane == 0 {
-                mbarrier::arrive(turn.empty_k());
+            if word & LAST_SPLIT != 0 {
+                // By way of the warpgroup's own boxes of values, which nobody else reads: whole rows at a time.
+                // Opaque, or what is known of the thread would be kept in registers.
+                let own_thread = thread::opaque(thread::thread_idx_x() + turn.0 * 128) % 128;
+                let (group, warp_idx) = (own_thread % 32 / 4, own_thread / 32);
+                let own_barrier = VALUES + half;
+                barrier::sync(own_barrier, 128);
+                let at = |row: u32, col: u32| boxes + row * RESULT_BYTES + ((col ^ row / 2 % 4 * 8) << 2);
+                let mut i = 0;
+                while i < PARTS * SUMS {
+                    let (part, sum) = (i / SUMS, i % SUMS);
+                    let row = (sum / 4 * 8 + sum % 2) as u32 + 2 * member;
+                    let col = (part * 64 + sum / 2 % 2 * 8) as u32 + 16 * warp_idx + group;
+                    shared::store_f32(at(row, col), joined[part][sum]);
+                    i += 1;
+                }
+                barrier::sync(own_barrier, 128);
+                // A thread has a piece of every second row. Rows that there are not come last.
+                let (first_row, col) =
+                    (own_thread / (RESULT_BYTES / 16), own_thread % (RESULT_BYTES / 16) * 4);
+                let mut i = 0;
+                while i < ROWS / 2 {
+                    let (mut slots, mut words) = ([NO_SLOT; LOTS], [[0; 4]; LOTS]);
+                    let mut j = 0;
+                    while j < LOTS {
+                        let row = first_row + 2 * (i + j as u32);
+                        slots[j] = shared::load_u32(turn.slots() + row * 4);
+                        words[j] = shared::load_u32x4(at(row, col));
+                        j += 1;
+                    }
+                    let mut j = 0;
+                    while j < LOTS {
+                        if slots[j] != NO_SLOT {
+                            let to = partial.add(slots[j] as usize * MAX_HEAD_DIM_V as usize);
+                            global::store_x4(to.add((half * RESULT_BYTES / 4 + col) as usize), words[j]);
+                        }
+                        j += 1;
+                    }
+                    // Opaque, so that the loop stays one.
+                    i = if slots[LOTS - 1] == NO_SLOT { ROWS } else { thread::opaque(i + LOTS as u32) };
+                }
+                fence::proxy_async_shared();
+                give_back();
+                joined = [[-0.0; SUMS]; PARTS];
             }
             if word & END != 0 {
                 return;
