@@ -646,13 +646,13 @@ fn joined_splits() -> TestResult {
 /// Few queries whose values are in the keys' rows: a NaN in one makes those rows NaN that see it.
 #[test]
 fn borders_of_latent_decode() -> TestResult {
-    for device in &cards_of(Arch::Sm80) {
-        // Two tiles of rows, three steps of keys.
+    for device in [Arch::Sm80, Arch::Sm90a].iter().flat_map(|&floor| cards_of(floor)) {
+        // Two tiles of rows, two or three steps of keys.
         let (mask, window, page_size) = (Mask::Causal, Some(50), Some(16));
         let (head_dim_v, values) = (512, Place::InKeys);
         let plain = plain(DType::BF16, 3, 70, (11, 1), 576);
         let case = Case { mask, window, page_size, head_dim_v, values, ..plain };
-        nan_stays(device, &case, &[(0, 1), (1, 68), (1, 69), (1, 18)])?;
+        nan_stays(&device, &case, &[(0, 1), (1, 68), (1, 69), (1, 18)])?;
     }
     Ok(())
 }
