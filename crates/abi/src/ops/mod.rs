@@ -63,6 +63,7 @@ pub fn entries(family: &str) -> impl Iterator<Item = &'static str> {
         attention::VARIANTS,
         attention::DECODE_RING_VARIANTS,
         attention::DECODE_LATENT_VARIANTS,
+        attention::DECODE_LATENT_WGMMA_VARIANTS,
         attention::DECODE_RING_FP8_VARIANTS,
         attention::GATHER_VARIANTS,
         attention::GATHER_PAGES_VARIANTS,

@@ -273,7 +273,8 @@ pub(super) unsafe fn splits<T: Multiplicand + Multiply<[f32; SUMS]>>(
             scores::<T>(tables, stats, dims);
         } else {
             registers::increase::<160>();
-            values::<T>(thread / 128 - 2, partial);
+            // By a shuffle, so that the compiler knows that warps stay together: see ARCHITECTURE, "Uniform registers".
+            values::<T>(warp::shuffle_idx(warp::FULL_MASK, thread / 128 - 2, 0), partial);
         }
     }
 }
@@ -351,8 +352,9 @@ unsafe fn load_queries<T: Multiplicand>(q: *const T, tables: Tables, dims: &Atte
                     let mut i = 0;
                     while i < Q_LOTS {
                         let (row, piece) = (first_row + lots[i][0], lots[i][1]);
-                        let to =
-                            turn.q() + (piece / 8 * ROWS + row) * ROW_BYTES + ((piece % 8 ^ row % 8) << 4);
+                        let to = turn.q()
+                            + (piece / 8 * ROWS + row) * ROW_BYTES
+                            + (((piece % 8) ^ (row % 8)) << 4);
                         let [low, high] = [of_lane as u32, (of_lane >> 32) as u32]
                             .map(|half| warp::shuffle_idx(warp::FULL_MASK, half, row));
                         let at = u64::from(low) | u64::from(high) << 32;
@@ -481,9 +483,9 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                     is_last_split = splits.is_first || !goes_on;
                 }
                 mbarrier::wait_parity(turn.full_k(), turn.parity());
-                // Opaque, or the places of all parts of q would be kept in registers.
-                let q = Turn(thread::opaque(q_turn.0)).q();
-                let mut s = products::<T>(turn.keys(), q);
+                // By a shuffle, as above; else the places of all parts of q would be kept in registers.
+                let of_warp = |at| warp::shuffle_idx(warp::FULL_MASK, at, 0);
+                let mut s = products::<T>(of_warp(turn.keys()), of_warp(q_turn.q()));
                 if is_last && is_last_split {
                     warp::sync_warp(warp::FULL_MASK);
                     if lane == 0 {
@@ -577,7 +579,7 @@ unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                 while i < OWN / 2 {
                     let at = 4 * i;
                     let words = T::pack(&[s[at], s[at + 1], s[at + 2], s[at + 3], 0.0, 0.0, 0.0, 0.0]);
-                    let to = own_weights + ((i as u32 ^ own_key / 2 % 4) << 4);
+                    let to = own_weights + ((i as u32 ^ (own_key / 2 % 4)) << 4);
                     shared::store_u32(to, words[0]);
                     shared::store_u32(to + 8 * ROWS * 2, words[1]);
                     i += 1;
@@ -790,7 +792,7 @@ unsafe fn values<T: Multiplicand + Multiply<[f32; SUMS]>>(half: u32, partial: *m
                 let (group, warp_idx) = (own_thread % 32 / 4, own_thread / 32);
                 let own_barrier = VALUES + half;
                 barrier::sync(own_barrier, 128);
-                let at = |row: u32, col: u32| boxes + row * RESULT_BYTES + ((col ^ row / 2 % 4 * 8) << 2);
+                let at = |row: u32, col: u32| boxes + row * RESULT_BYTES + ((col ^ (row / 2 % 4 * 8)) << 2);
                 let mut i = 0;
                 while i < PARTS * SUMS {
                     let (part, sum) = (i / SUMS, i % SUMS);
