@@ -23,17 +23,17 @@
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, a weight of 0 adds nothing, and an older sum times 1 is the same. A group
 //!   is joined by the same operations here and in the merge.
 //! - Weights are relative to a base, which follows the largest score where that is 2^[`SLACK`] above it. A row's own scores alone move its base. Most
-//!   steps do not, so a word of each warp is all that the four have to tell each other, and older sums stay as they are.
+//!   steps move none, so a word of each warp is all that the four have to tell each other, and older sums stay as they are.
 //! - Results are stored by way of the keys' place: whole rows at a time, where the registers' own order would be 32 bytes of each of four rows.
 //!
 //! # Measured on an H100, 20 heads, 4096 keys, bf16, with the merge, beside `decode_latent` on the same card in turn
 //!
 //! | sequences | µs | GB/s | `decode_latent`, µs |
 //! |---|---|---|---|
-//! | 1 | 13.3 | 358 | 17.2 |
-//! | 8 | 23.9 | 1595 | 22.8 |
-//! | 32 | 62.5 | 2440 | 75.4 |
-//! | 128 | 227 | 2680 | 279 |
+//! | 1 | 13.3 | 360 | 17.3 |
+//! | 8 | 23.6 | 1615 | 22.7 |
+//! | 32 | 62.3 | 2445 | 75.9 |
+//! | 128 | 227 | 2680 | 280 |
 //!
 //! A copy makes 2670 GB/s there. What was worth how much (1 / 8 / 128 sequences): q loaded four pieces of a thread at a time, each behind the loads of
 //! keys, 14.3 / 26.3 / 225, by `cp.async` all at once 13.2 / 24.0 / 223; its rows' places found by a lane each 13.2 / 23.5. Bases that stay: 14.9 to 14.4 µs
