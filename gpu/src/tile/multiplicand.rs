@@ -60,3 +60,10 @@ pub fn not_finite<T: Multiplicand>(word: u32) -> u32 {
     let one = T::INFINITIES & !(T::INFINITIES << 1);
     (word & T::INFINITIES).wrapping_add(one) & 0x8000_8000
 }
+
+/// A word whose halves that are not finite are 0.
+#[inline(always)]
+pub fn finite_halves<T: Multiplicand>(word: u32) -> u32 {
+    // From the halves' highest bits to all of theirs.
+    word & !((not_finite::<T>(word) >> 15) * 0xffff)
+}

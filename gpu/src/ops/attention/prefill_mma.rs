@@ -46,7 +46,7 @@ use super::scores::{Masks, has_cap, sink};
 use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
-use crate::tile::multiplicand::{Multiplicand, not_finite};
+use crate::tile::multiplicand::{Multiplicand, finite_halves, not_finite};
 use crate::tile::softmax::{join, log_sum_exp};
 
 /// Where the piece of a row is, in bytes from its start.
@@ -114,7 +114,7 @@ impl Share {
     #[inline(always)]
     unsafe fn clean<T: Multiplicand, const WIDTH: u32, const COUNT: u32>(self, at: u32) -> bool {
         let bad = not_finite::<T>;
-        let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
+        let kept = finite_halves::<T>;
         let mut found = 0;
         let mut i = 0;
         // Opaque, so that the loop stays one.

@@ -296,10 +296,6 @@ pub(super) fn expect_aligned(args: &AttentionArgs<'_>) -> Result<(), Error> {
 }
 
 /// Whether a tensor has a row in several places, as after a broadcast, of which tensor maps know nothing.
-pub(super) fn repeats(args: &AttentionArgs<'_>) -> bool {
-    let AttentionArgs { q, k, v, out, .. } = args;
-    [q.strides(), k.strides(), v.strides(), out.strides()]
-        .iter()
-        .zip([q.shape(), k.shape(), v.shape(), out.shape()])
-        .any(|(strides, shape)| (0..3).any(|axis| shape[axis] > 1 && strides[axis] == 0))
+pub(super) fn repeats(view: &TensorView<'_>) -> bool {
+    (0..3).any(|axis| view.shape()[axis] > 1 && view.strides()[axis] == 0)
 }

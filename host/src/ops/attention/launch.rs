@@ -135,6 +135,7 @@ impl Attention {
         self.device.tensor_map(OP, &tiled)
     }
 
+    /// Runs a kernel for few queries, then the merge.
     pub(super) fn decode(
         &self,
         stream: &Stream,

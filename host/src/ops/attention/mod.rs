@@ -355,12 +355,16 @@ impl Attention {
                 // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
                     tile if tile.is_latent() && !in_keys(&args) => select::unaligned(&self.problem)?,
-                    AttentionTile::DecodeLatentWgmma {} if repeats(&args) => {
+                    // The others are read and written without a map.
+                    AttentionTile::DecodeLatentWgmma {} if repeats(&args.k) => {
                         select::unaligned(&self.problem)?
                     }
                     tile if tile.is_decode() && dims.vector == 0 => select::unaligned(&self.problem)?,
                     AttentionTile::PrefillMma { .. } if dims.vector == 0 => select::unaligned(&self.problem)?,
-                    AttentionTile::Wgmma { .. } if dims.vector == 0 || repeats(&args) => {
+                    AttentionTile::Wgmma { .. }
+                        if dims.vector == 0
+                            || [args.q, args.k, args.v, args.out.as_view()].iter().any(repeats) =>
+                    {
                         select::unaligned(&self.problem)?
                     }
                     _ => variant,

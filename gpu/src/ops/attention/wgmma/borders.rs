@@ -7,7 +7,7 @@ use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 use super::super::{Pages, offset};
 use super::walk::{Border, Places, Turn, Walk};
 use super::{CLEANER_WARPS, CLEANERS, ROW_BYTES};
-use crate::tile::multiplicand::{Multiplicand, not_finite};
+use crate::tile::multiplicand::{Multiplicand, finite_halves, not_finite};
 
 /// Threads of the warps that clean.
 const CLEANER_THREADS: u32 = 32 * CLEANER_WARPS;
@@ -27,7 +27,7 @@ const PIECES: usize = 4;
 pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(places: Places) {
     let member = thread::thread_idx_x() - 32;
     let bad = not_finite::<T>;
-    let kept = |word: u32| word & !((bad(word) >> 15) * 0xffff);
+    let kept = finite_halves::<T>;
     let mut turn = Turn(0);
     // SAFETY: values that have come and that no consumer is told of yet.
     unsafe {
