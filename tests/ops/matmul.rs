@@ -221,6 +221,25 @@ fn empty() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Each activation, by itself and as a gate, at the end of each kernel that has such an end.
+#[test]
+fn every_activation() -> Result<(), TestCaseError> {
+    for activation in [Activation::Silu, Activation::GeluTanh, Activation::GeluErf] {
+        for act in [Act::Of(activation), Act::Gated(activation)] {
+            for (m, dtype) in [(2, DType::F16), (40, DType::BF16), (9, DType::F32)] {
+                let is_few = m < 16;
+                let bias = if is_few { Bias::PerColumn } else { Bias::None };
+                let epilogue = Epilogue { scale: 1.5, act, residual: !is_few };
+                let case = contiguous(MatmulProblem { bias, epilogue, ..plain([m, 72, 64], dtype) }, 7);
+                for arch in Arch::ALL {
+                    run_variants(&cards_of(arch), &case, EVERY)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// NaN and infinities stay in their rows and columns.
 #[test]
 fn special_values() -> Result<(), TestCaseError> {

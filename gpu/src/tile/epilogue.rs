@@ -106,6 +106,12 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         activation::curve(x, &self.how.curve)
     }
 
+    /// The first half of it, to be completed by [`activation::bent`].
+    #[inline(always)]
+    pub fn exponent(&self, x: f32) -> f32 {
+        activation::exponent(x, &self.how.curve)
+    }
+
     /// Whether the curve is a constant: SiLU's alone has no second coefficient.
     #[inline(always)]
     pub fn is_straight(&self) -> bool {
@@ -115,7 +121,7 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
     /// As `activated` where it is.
     #[inline(always)]
     pub fn activated_straight(&self, x: f32) -> f32 {
-        activation::straight(x, self.how.curve[0])
+        activation::bent(x, x * self.how.curve[0])
     }
 
     /// Factor of the sums.

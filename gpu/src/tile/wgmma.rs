@@ -8,6 +8,7 @@ use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
 use cuda_std::{matrix, mbarrier, wgmma};
 
+use super::activation::bent;
 use super::epilogue::Epilogue;
 use super::operand::Sum;
 
@@ -191,11 +192,11 @@ unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
         }
     }
     if end.is_activated() {
-        // The same values by less than half of the instructions, which there are many of at the end of a tile.
         if end.is_straight() {
             activate(sums, end.is_gated(), |x| end.activated_straight(x));
         } else {
-            activate(sums, end.is_gated(), |x| end.activated(x));
+            let cols = end.n().saturating_sub(place.col).min(2 * place.len as u32);
+            activate_by_groups(sums, cols, |x| end.exponent(x));
         }
     }
     if end.is_gated() {
@@ -227,7 +228,7 @@ unsafe fn finish<T: Element, O: Element, const SUMS: usize>(
     }
 }
 
-/// The activation of the sums, or of the gate's alone.
+/// An activation of few instructions of the sums, or of the gate's alone.
 #[inline(always)]
 fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activation: impl Fn(f32) -> f32) {
     let mut i = 0;
@@ -240,6 +241,37 @@ fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activatio
             sums[i] = activation(sums[i]);
             i += 1;
         }
+    }
+}
+
+/// An activation by its curve, of the sums of the first columns: each group's polynomials beside the powers and reciprocals of the one before.
+///
+/// ptxas moves nothing across the branch that each group has. All at once it puts the polynomials first, and the units for the one idle while those
+/// for the other work: 4096 × 4096 × 1024 with GELU 112.5 thousand cycles, so 107.6, without GELU 84. (SiLU, which has no polynomial, takes longer in groups:
+/// 2048 × 2 · 9728 × 2560 464 thousand instead of 458.)
+#[inline(always)]
+fn activate_by_groups<const SUMS: usize>(sums: &mut [f32; SUMS], cols: u32, exponent: impl Fn(f32) -> f32) {
+    // No more than half of them, of which the gate's are.
+    let group = const { if SUMS < 16 { SUMS / 2 } else { 8 } };
+    let mut exponents = [0.0; 8];
+    let mut j = 0;
+    while j < group {
+        exponents[j] = exponent(sums[j]);
+        j += 1;
+    }
+    let mut i = 0;
+    while i < SUMS {
+        if 2 * (i as u32) < cols {
+            let mut j = 0;
+            while j < group {
+                sums[i + j] = bent(sums[i + j], exponents[j]);
+                if i + group < SUMS {
+                    exponents[j] = exponent(sums[i + group + j]);
+                }
+                j += 1;
+            }
+        }
+        i += group;
     }
 }
 

@@ -72,6 +72,7 @@ pub const CASES: &[MatmulCase] = cases! {
         plain("anchor 1x19456x2560", 1, 19456, 2560),
         plain("anchor 128x16384x4096", 128, 16384, 4096),
         fused("anchor 128x16384x4096 gelu", 128, 16384, 4096, Act::Of(Activation::GeluErf)),
+        fused("anchor 128x16384x4096 gelu tanh", 128, 16384, 4096, Act::Of(Activation::GeluTanh)),
         fused("anchor 128x16384x4096 silu", 128, 16384, 4096, Act::Of(Activation::Silu)),
         // As "gate+up" below, with the gate.
         fused("anchor 2048x9728x2560 swiglu", 2048, 9728, 2560, SWIGLU),

@@ -51,7 +51,8 @@
 //! on its way); half the instructions nothing, as schedulers issued in a fifth of the cycles; for fp8 (3150 → 1710) 200 → 152 µs, where they
 //! issued in two fifths.
 //!
-//! cuDNN, which writes no partial results and has no merge, is above a copy's rate. The splits' results were 16.8 MB that are written and
+//! cuDNN, which writes no partial results and has no merge, is above a copy's rate. (A block that did all of a head's keys would be that too, and as well
+//! shared out here; but how long sequences are is known on the card alone, and one that is longer than others would be one block's for each head.) The splits' results were 16.8 MB that are written and
 //! read again: hence the groups, which all four cases have in bf16, with a quarter of that: 266 → 254 µs, and 42.0 → 39.6 at 8 × 8192. A group
 //! is joined by the same operations whoever joins it, so a row's bits do not tell.
 //!
