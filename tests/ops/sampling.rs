@@ -15,7 +15,7 @@ use crate::harness::{
 /// Rounding distance: how far sums of probabilities may be from those of the reference.
 const NEAR: f64 = 1e-5;
 
-/// A block of 1024 threads for a row, with some hundred barriers and shuffles for all of the searches.
+/// A block of 1024 threads for a row and a walk, with some hundred barriers and shuffles for all of the searches.
 fn work(rows: usize, vocab: usize) -> usize {
     rows * (1024 * 500 + 20 * vocab)
 }

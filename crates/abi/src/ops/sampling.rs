@@ -7,23 +7,10 @@
 use crate::DType;
 use crate::philox::philox4x32;
 
-/// Sizes of a greedy launch, in elements.
+/// Sizes and parameters of a launch, in elements: of one walk over the rows of a run, or of some of them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GreedyDims {
-    /// Logits of a row.
-    pub vocab: u32,
-    /// From one row of the logits to the next.
-    pub logits_stride: u32,
-}
-
-const _: () = assert!(size_of::<GreedyDims>() == 8);
-impl crate::Params for GreedyDims {}
-
-/// Sizes and parameters of a random launch, in elements.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RandomDims {
+pub struct SamplingDims {
     /// The generator's key.
     pub seed: u64,
     /// Part of the generator's counter, beside the row.
@@ -38,24 +25,71 @@ pub struct RandomDims {
     pub top_k: u32,
     /// log2(e) / temperature, finite.
     pub scale: f32,
+    /// 1: the largest logit is wanted, and the rest of the above has no meaning.
+    pub is_greedy: u32,
+    /// The first row of the launch.
+    pub first_row: u32,
+    /// Blocks that share a row, at most [`MAX_SLICES`].
+    pub slices: u32,
+    /// Logits of each but the last: a multiple of 8.
+    pub slice_len: u32,
+    /// How many walks came before, from [`Task::Largest`] on.
+    pub walk: u32,
+    /// What the walk does: a [`Task`].
+    pub task: u32,
+    /// Which digit of the keys, where it looks at one.
+    pub digit: u32,
+    /// What the walk before did, if there was one; where it looked at a digit, at the one before, or the last.
+    pub before: u32,
 }
 
-const _: () = assert!(size_of::<RandomDims>() == 40);
-impl crate::Params for RandomDims {}
+const _: () = assert!(size_of::<SamplingDims>() == 72);
+impl crate::Params for SamplingDims {}
+
+/// What a walk over a row does. Random sampling is `Largest`, where top_k bounds `Count` for each digit, where top_p does `Weigh` for each digit,
+/// `Sum`, `Choose`; greedy sampling `Largest` and, if several blocks share a row, `Choose`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Task {
+    /// The largest logit of each slice.
+    Largest,
+    /// How many logits have which digit.
+    Count,
+    /// What the logits with each digit weigh.
+    Weigh,
+    /// What is kept of each slice.
+    Sum,
+    /// The token.
+    Choose,
+}
 
 /// Longest row: sums of weights stay below 2^63.
 pub const MAX_VOCAB: u32 = 1 << 23;
 /// `top_p_q32` of 1: nothing is cut off.
 pub const TOP_P_ONE: u64 = 1 << 32;
 
-/// Threads of a block, which has one row.
+/// Threads of a block.
 pub const THREADS: u32 = 1024;
+/// Most blocks that share a row.
+pub const MAX_SLICES: u32 = 128;
 /// Bins of the histogram by which thresholds are found: 11 bits of a key at a time, two bins per thread.
 pub const BINS: u32 = 2048;
-/// Lowest bit of each of a key's digits, the highest digit first. The last two share a bit.
-pub const DIGIT_SHIFTS: [u32; 3] = [21, 10, 0];
+/// Lowest bit of one of a key's three digits, the highest first. The last two share a bit.
+#[inline(always)]
+pub const fn digit_shift(digit: u32) -> u32 {
+    match digit {
+        0 => 21,
+        1 => 10,
+        _ => 0,
+    }
+}
 
-/// Where things lie in the dynamic shared memory, in bytes. The greedy kernels use the first part only.
+/// Digits of the keys of logits of so many bytes: 16-bit logits are told apart by the first two.
+pub const fn digits(dtype_bytes: usize) -> u32 {
+    if dtype_bytes == 2 { 2 } else { 3 }
+}
+
+/// Where things lie in the dynamic shared memory, in bytes.
 pub mod smem {
     /// A u64 per warp.
     pub const PARTIALS: u32 = 0;
@@ -63,10 +97,24 @@ pub mod smem {
     pub const FOUND: u32 = PARTIALS + 8 * 32;
     /// A u64 per bin, lower half first.
     pub const HISTOGRAM: u32 = FOUND + 32;
-    /// Bytes of a greedy kernel.
-    pub const GREEDY_BYTES: u32 = FOUND;
-    /// Bytes of a random kernel.
-    pub const RANDOM_BYTES: u32 = HISTOGRAM + 8 * super::BINS;
+    /// Bytes of a kernel.
+    pub const BYTES: u32 = HISTOGRAM + 8 * super::BINS;
+}
+
+/// What is kept of a row in device memory from one walk to the next, in u64s. What a walk reads and what it writes are different parts.
+pub mod record {
+    /// What has been found out: of walks with an even number, then of those with an odd one.
+    pub const STATE: u32 = 0;
+    /// Numbers of it.
+    pub const STATE_LEN: u32 = 8;
+    /// Two numbers of each slice, in the same way.
+    pub const SLICES: u32 = 2 * STATE_LEN;
+    /// Three histograms: a walk reads that of the one before, adds to its own, and clears the next one's.
+    pub const HISTOGRAMS: u32 = SLICES + 2 * 2 * super::MAX_SLICES;
+    /// From one row to the next where there are no histograms.
+    pub const GREEDY_LEN: u32 = HISTOGRAMS;
+    /// And where there are.
+    pub const RANDOM_LEN: u32 = HISTOGRAMS + 3 * super::BINS;
 }
 
 /// The order of logits as integers: a larger logit has a larger key, equal ones (also −0 and +0) the same; NaN has 0,
@@ -158,15 +206,6 @@ pub const fn ties(gap: u64, weight: u64) -> u64 {
     gap.div_ceil(if weight == 0 { 1 } else { weight })
 }
 
-/// How a token is chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SamplingMethod {
-    /// The largest logit.
-    Greedy,
-    /// By its probability.
-    Random,
-}
-
 /// How a row is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SamplingAccess {
@@ -184,8 +223,6 @@ pub struct SamplingVariant {
     pub entry: &'static str,
     /// Type of the logits.
     pub dtype: DType,
-    /// How a token is chosen.
-    pub method: SamplingMethod,
     /// How a row is read.
     pub access: SamplingAccess,
 }
@@ -195,29 +232,22 @@ pub struct SamplingVariant {
 macro_rules! sampling_table {
     ($callback:path) => {
         $callback! {
-            sampling_greedy_f32__vector__sm61 => f32, F32, Greedy, Vector;
-            sampling_greedy_f32__scalar__sm61 => f32, F32, Greedy, Scalar;
-            sampling_greedy_f16__vector__sm61 => f16, F16, Greedy, Vector;
-            sampling_greedy_f16__scalar__sm61 => f16, F16, Greedy, Scalar;
-            sampling_greedy_bf16__vector__sm61 => bf16, BF16, Greedy, Vector;
-            sampling_greedy_bf16__scalar__sm61 => bf16, BF16, Greedy, Scalar;
-            sampling_random_f32__vector__sm61 => f32, F32, Random, Vector;
-            sampling_random_f32__scalar__sm61 => f32, F32, Random, Scalar;
-            sampling_random_f16__vector__sm61 => f16, F16, Random, Vector;
-            sampling_random_f16__scalar__sm61 => f16, F16, Random, Scalar;
-            sampling_random_bf16__vector__sm61 => bf16, BF16, Random, Vector;
-            sampling_random_bf16__scalar__sm61 => bf16, BF16, Random, Scalar;
+            sampling_f32__vector__sm61 => f32, F32, Vector;
+            sampling_f32__scalar__sm61 => f32, F32, Scalar;
+            sampling_f16__vector__sm61 => f16, F16, Vector;
+            sampling_f16__scalar__sm61 => f16, F16, Scalar;
+            sampling_bf16__vector__sm61 => bf16, BF16, Vector;
+            sampling_bf16__scalar__sm61 => bf16, BF16, Scalar;
         }
     };
 }
 
 macro_rules! variants {
-    ($($entry:ident => $type:ident, $dtype:ident, $method:ident, $access:ident;)*) => {
+    ($($entry:ident => $type:ident, $dtype:ident, $access:ident;)*) => {
         /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[SamplingVariant] = &[$(SamplingVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
-            method: SamplingMethod::$method,
             access: SamplingAccess::$access,
         }),*];
     };

@@ -2,15 +2,15 @@
 
 use abi::DType;
 use abi::ops::sampling::{
-    BINS, DIGIT_SHIFTS, RandomDims, TOP_P_ONE, draw, key, logit, nucleus, point, ties, weight,
+    BINS, SamplingDims, TOP_P_ONE, digit_shift, draw, key, logit, nucleus, point, ties, weight,
 };
 use half::{bf16, f16};
 
-use super::{Dims, SamplingArgs};
+use super::SamplingArgs;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
-pub(super) fn run(dtype: DType, dims: &Dims, args: &mut SamplingArgs<'_>) {
+pub(super) fn run(dtype: DType, dims: &SamplingDims, args: &mut SamplingArgs<'_>) {
     match dtype {
         DType::F16 => rows::<f16>(dims, args),
         DType::BF16 => rows::<bf16>(dims, args),
@@ -18,22 +18,16 @@ pub(super) fn run(dtype: DType, dims: &Dims, args: &mut SamplingArgs<'_>) {
     }
 }
 
-fn rows<T: FloatElement>(dims: &Dims, args: &mut SamplingArgs<'_>) {
+fn rows<T: FloatElement>(dims: &SamplingDims, args: &mut SamplingArgs<'_>) {
     let (rows, vocab) = (args.logits.shape()[0], args.logits.shape()[1]);
-    let stride = match dims {
-        Dims::Greedy(dims) => dims.logits_stride as usize,
-        Dims::Random(dims) => dims.logits_stride as usize,
-    };
+    let stride = dims.logits_stride as usize;
     let logits = args.logits.host_slice::<T>();
     let ids = SharedSlice::new(args.ids.host_slice_mut::<u32>());
     for_rows(rows, rows * vocab, |row| {
         let logits = &logits[row * stride..][..vocab];
         // SAFETY: each row has an id of its own.
         let id = unsafe { ids.part(row, 1) };
-        id[0] = match dims {
-            Dims::Greedy(_) => argmax(logits).1,
-            Dims::Random(dims) => random(logits, dims, row as u32),
-        };
+        id[0] = if dims.is_greedy != 0 { argmax(logits).1 } else { random(logits, dims, row as u32) };
     });
 }
 
@@ -49,7 +43,7 @@ fn argmax<T: FloatElement>(logits: &[T]) -> (u32, u32) {
     best
 }
 
-fn random<T: FloatElement>(logits: &[T], dims: &RandomDims, row: u32) -> u32 {
+fn random<T: FloatElement>(logits: &[T], dims: &SamplingDims, row: u32) -> u32 {
     let (max_key, _) = argmax(logits);
     if max_key == 0 {
         return 0;
@@ -94,7 +88,7 @@ fn random<T: FloatElement>(logits: &[T], dims: &RandomDims, row: u32) -> u32 {
 /// The key at which the weights, summed from the largest key down, reach `target`, and the sum over the keys above it.
 fn threshold<T: FloatElement>(logits: &[T], target: u64, weight_of: impl Fn(f32) -> u64) -> (u32, u64) {
     let (mut prefix, mut mask, mut above) = (0u32, 0u32, 0u64);
-    for shift in DIGIT_SHIFTS {
+    for shift in [0, 1, 2].map(digit_shift) {
         let mut histogram = [0u64; BINS as usize];
         for value in logits {
             let value = value.to_f32();

@@ -7,7 +7,9 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::sampling::{GreedyDims, MAX_VOCAB, RandomDims, THREADS, TOP_P_ONE};
+use abi::ops::sampling::{
+    MAX_SLICES, MAX_VOCAB, SamplingDims, THREADS, TOP_P_ONE, Task, digits, record, smem,
+};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -15,10 +17,11 @@ use crate::kernel::{Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
 use crate::ops::check_size;
+use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
-pub use abi::ops::sampling::{SamplingAccess, SamplingMethod, SamplingVariant, VARIANTS};
+pub use abi::ops::sampling::{SamplingAccess, SamplingVariant, VARIANTS};
 pub use cases::{CASES, SamplingCase};
 pub use select::{SamplingChoice, select};
 
@@ -42,16 +45,6 @@ pub enum Sampling {
         /// The generator's key.
         seed: u64,
     },
-}
-
-impl Sampling {
-    /// The kind of kernel.
-    pub(crate) fn method(&self) -> SamplingMethod {
-        match self {
-            Sampling::Greedy => SamplingMethod::Greedy,
-            Sampling::Random { .. } => SamplingMethod::Random,
-        }
-    }
 }
 
 /// What is to be sampled from.
@@ -95,9 +88,11 @@ pub struct SamplingArgs<'a> {
 /// **Determinism**: the same token for the same logits, parameters, step and row index: on every backend and floor, bit
 /// for bit, whatever the other rows are. The exact definition in real numbers may give another token only where u, or
 /// `top_p`, lies within rounding distance (about 1e-6) of a boundary.
-/// **Cost**: a block per row, so a run takes about the time of one row up to as many rows as there are multiprocessors.
-/// Greedy reads a row once; random 3 times, and for each of `top_k` and `top_p` 3 times more (2 for 16-bit logits), from L2
-/// after the first time. `top_k` and `top_p` that bound nothing cost nothing.
+/// **Cost**: walks over the rows, a launch each, from L2 after the first: greedy 1 or, of few rows, a short second one; random 3, and for each of `top_k` and
+/// `top_p` 3 more (2 for 16-bit logits), for 128 rows at a time. `top_k` and `top_p` that bound nothing cost nothing. As many blocks share a row as
+/// there are multiprocessors for it. The plan holds 53 KiB of device memory for each of 128 rows, or of as many as it is for; for greedy 4 KiB.
+/// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
+/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
 /// **Recorded graphs**: `step` is a number, not a tensor: a recorded run repeats its step.
 /// **Errors**: [`Error::Invalid`] for a parameter, shape, stride, type or place that does not fit; never after work was
 /// enqueued.
@@ -133,20 +128,22 @@ pub struct Sampler {
 #[derive(Debug)]
 enum Backend {
     Cpu,
-    /// The chosen kernel, and the one for logits that are not aligned to 16 bytes.
-    Cuda {
-        choice: SamplingChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
+    Cuda(Box<Kernels>),
 }
 
-/// The parameters of a launch.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Dims {
-    Greedy(GreedyDims),
-    Random(RandomDims),
+/// The chosen kernel, and the one for logits that are not aligned to 16 bytes; what walks leave for the next.
+#[derive(Debug)]
+struct Kernels {
+    choice: SamplingChoice,
+    entry: Entry,
+    unaligned: Entry,
+    records: Workspace<1>,
 }
+
+/// Rows of a launch at most.
+const CHUNK_ROWS: usize = 128;
+/// Fewest logits of a slice, but for the last.
+const MIN_SLICE: u32 = 1024;
 
 impl Sampler {
     /// Whether `device` can do it.
@@ -177,10 +174,16 @@ impl Sampler {
         let backend = match choice {
             None => Backend::Cpu,
             Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, choice.smem_bytes())?;
+                let entry = device.entry(OP, choice.variant.entry, smem::BYTES)?;
                 let fallback = SamplingChoice::by_element(&problem)?;
-                let unaligned = device.entry(OP, fallback.variant.entry, fallback.smem_bytes())?;
-                Backend::Cuda { choice, entry, unaligned }
+                let unaligned = device.entry(OP, fallback.variant.entry, smem::BYTES)?;
+                let is_greedy = problem.method == Sampling::Greedy;
+                let len = if is_greedy { record::GREEDY_LEN } else { record::RANDOM_LEN };
+                // A record is of u64s.
+                let shape = [problem.rows.min(CHUNK_ROWS), 2 * len as usize];
+                let records =
+                    Workspace::new(device, |stream| Ok([Tensor::empty(stream, &shape, DType::U32)?]))?;
+                Backend::Cuda(Box::new(Kernels { choice, entry, unaligned, records }))
             }
         };
         Ok(Sampler { device: device.clone(), problem, backend })
@@ -195,24 +198,58 @@ impl Sampler {
                 cpu::run(self.problem.dtype, &dims, &mut args);
                 Ok(())
             }
-            Backend::Cuda { choice, entry, unaligned } => {
+            Backend::Cuda(kernels) => {
+                let Kernels { choice, entry, unaligned, records } = &**kernels;
                 let SamplingArgs { logits, ids, .. } = &args;
                 let scalar = choice.variant.access == SamplingAccess::Scalar;
                 let entry = if scalar || logits.is_aligned_16() { entry } else { unaligned };
-                let dims = match &dims {
-                    Dims::Greedy(dims) => Param::from(dims),
-                    Dims::Random(dims) => Param::from(dims),
-                };
-                let params = [(*logits).into(), ids.into(), dims];
-                let rows = logits.shape()[0] as u32;
-                // SAFETY: `check` found every row of the logits and every id inside its view, and the alignment is what
-                // the kernel reads by; the grid is one block per row.
-                unsafe { entry.launch(stream, [rows, 1, 1], [THREADS, 1, 1], &params) }
+                let _alone = records.enter(stream)?;
+                let records = records.tensors[0].view();
+                let rows = logits.shape()[0];
+                for first_row in (0..rows).step_by(CHUNK_ROWS) {
+                    let chunk = CHUNK_ROWS.min(rows - first_row) as u32;
+                    let (slices, slice_len) = self.slices(chunk);
+                    let dims = SamplingDims { first_row: first_row as u32, slices, slice_len, ..dims };
+                    for dims in self.walks(dims) {
+                        let params = [(*logits).into(), records.into(), ids.into(), Param::from(&dims)];
+                        let slices = if dims.task == Task::Choose as u32 { 1 } else { dims.slices };
+                        // SAFETY: `check` found every row of the logits and every id inside its view, and the alignment is what
+                        // the kernel reads by; the grid is the slices of the launch's rows, for each of which there is a record
+                        // that no run of another stream uses until this one is done.
+                        unsafe { entry.launch(stream, [slices, chunk, 1], [THREADS, 1, 1], &params)? };
+                    }
+                }
+                Ok(())
             }
         }
     }
 
-    fn check(&self, args: &SamplingArgs<'_>) -> Result<Dims, Error> {
+    /// Blocks that share each of so many rows, as many as there are multiprocessors for it, and the logits of a block.
+    fn slices(&self, rows: u32) -> (u32, u32) {
+        let places = (self.device.profile().num_sms / rows.max(1)).clamp(1, MAX_SLICES);
+        let vocab = self.problem.vocab as u32;
+        let slice_len = vocab.div_ceil(places).max(MIN_SLICE).next_multiple_of(8);
+        (vocab.div_ceil(slice_len), slice_len)
+    }
+
+    /// The walks over some rows, each with what the one before has done.
+    fn walks(&self, dims: SamplingDims) -> impl Iterator<Item = SamplingDims> {
+        let digits = digits(self.problem.dtype.bytes());
+        let is_random = dims.is_greedy == 0;
+        let bounds = [(Task::Count, dims.top_k < dims.vocab), (Task::Weigh, dims.top_p_q32 < TOP_P_ONE)];
+        let searches = bounds.into_iter().filter(move |&(_, is_bounded)| is_random && is_bounded);
+        let by_digit = searches.flat_map(move |(task, _)| (0..digits).map(move |digit| (task, digit)));
+        let sum = is_random.then_some((Task::Sum, 0));
+        let choose = (is_random || dims.slices > 1).then_some((Task::Choose, 0));
+        let mut before = Task::Largest;
+        let tasks = std::iter::once((Task::Largest, 0)).chain(by_digit).chain(sum).chain(choose);
+        tasks.zip(0..).map(move |((task, digit), walk)| {
+            let before = std::mem::replace(&mut before, task) as u32;
+            SamplingDims { task: task as u32, digit, walk, before, ..dims }
+        })
+    }
+
+    fn check(&self, args: &SamplingArgs<'_>) -> Result<SamplingDims, Error> {
         let SamplingArgs { logits, ids, step } = args;
         let SamplingProblem { rows: max_rows, vocab, dtype, method } = self.problem;
         logits.expect(OP, "logits", &self.device, dtype, &[None, Some(vocab)])?;
@@ -227,19 +264,35 @@ impl Sampler {
         let logits_stride =
             if rows > 1 { check_size(OP, "logits", "stride", logits.strides()[0])? } else { 0 };
         let vocab = vocab as u32;
+        let greedy = SamplingDims {
+            seed: 0,
+            step: *step,
+            top_p_q32: TOP_P_ONE,
+            vocab,
+            logits_stride,
+            top_k: vocab,
+            scale: 1.0,
+            is_greedy: 1,
+            first_row: 0,
+            slices: 1,
+            slice_len: vocab,
+            walk: 0,
+            task: Task::Largest as u32,
+            digit: 0,
+            before: Task::Largest as u32,
+        };
         Ok(match method {
-            Sampling::Greedy => Dims::Greedy(GreedyDims { vocab, logits_stride }),
-            Sampling::Random { temperature, top_k, top_p, seed } => Dims::Random(RandomDims {
+            Sampling::Greedy => greedy,
+            Sampling::Random { temperature, top_k, top_p, seed } => SamplingDims {
                 seed,
-                step: *step,
                 // Exact but for top_p below 2^-8, whose last bits may be rounded away.
                 top_p_q32: ((f64::from(top_p) * TOP_P_ONE as f64).round() as u64).max(1),
-                vocab,
-                logits_stride,
                 top_k: top_k.filter(|&k| k > 0).map_or(vocab, |k| k.min(vocab)),
                 // Finite, as the temperature is not subnormal.
                 scale: (std::f64::consts::LOG2_E / f64::from(temperature)) as f32,
-            }),
+                is_greedy: 0,
+                ..greedy
+            },
         })
     }
 
@@ -259,8 +312,10 @@ impl Sampler {
             Backend::Cpu => {
                 OptimizationReport::new(OP, &self.device, None, work("no card".into(), "rows".into(), 1))
             }
-            Backend::Cuda { choice, entry, .. } => {
-                let tile = format!("a row per block, {:?}", choice.variant.access);
+            Backend::Cuda(kernels) => {
+                let Kernels { choice, entry, .. } = &**kernels;
+                let (slices, _) = self.slices(self.problem.rows.min(CHUNK_ROWS) as u32);
+                let tile = format!("{slices} blocks to a row, {:?}", choice.variant.access);
                 OptimizationReport::new(
                     OP,
                     &self.device,

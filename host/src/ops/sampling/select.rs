@@ -1,6 +1,6 @@
 //! Which kernel sampling takes.
 
-use abi::ops::sampling::{SamplingAccess, SamplingMethod, SamplingVariant, VARIANTS, smem};
+use abi::ops::sampling::{SamplingAccess, SamplingVariant, VARIANTS};
 
 use super::{OP, SamplingProblem};
 use crate::device::DeviceLimits;
@@ -22,8 +22,8 @@ impl SamplingChoice {
         problem: &SamplingProblem,
     ) -> Result<Self, Error> {
         if !fits(variant, problem) {
-            let SamplingVariant { dtype, method, access, .. } = variant;
-            let expected = format!("a {method:?} problem of {dtype} that {access:?} access can read");
+            let SamplingVariant { dtype, access, .. } = variant;
+            let expected = format!("a problem of {dtype} that {access:?} access can read");
             return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
         }
         Ok(SamplingChoice { variant, why: "asked for".into() })
@@ -33,20 +33,11 @@ impl SamplingChoice {
     pub(super) fn by_element(problem: &SamplingProblem) -> Result<Self, Error> {
         first(problem, |variant| variant.access == SamplingAccess::Scalar)
     }
-
-    pub(super) fn smem_bytes(&self) -> u32 {
-        match self.variant.method {
-            SamplingMethod::Greedy => smem::GREEDY_BYTES,
-            SamplingMethod::Random => smem::RANDOM_BYTES,
-        }
-    }
 }
 
 fn fits(variant: &SamplingVariant, problem: &SamplingProblem) -> bool {
     let is_whole = (problem.vocab * problem.dtype.bytes()).is_multiple_of(16);
-    variant.dtype == problem.dtype
-        && variant.method == problem.method.method()
-        && (variant.access == SamplingAccess::Scalar || is_whole)
+    variant.dtype == problem.dtype && (variant.access == SamplingAccess::Scalar || is_whole)
 }
 
 /// The first kernel of the table that fits and that `wanted` takes.
@@ -79,31 +70,30 @@ mod tests {
     const RANDOM: Sampling = Sampling::Random { temperature: 1.0, top_k: None, top_p: 1.0, seed: 0 };
 
     #[test]
-    fn choice_by_method_and_row_length() {
+    fn choice_by_row_length() {
         let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
         let table = [
-            (DType::BF16, 151_936, Sampling::Greedy, "sampling_greedy_bf16__vector__sm61", 256),
-            (DType::BF16, 50257, Sampling::Greedy, "sampling_greedy_bf16__scalar__sm61", 256),
-            (DType::F32, 4, RANDOM, "sampling_random_f32__vector__sm61", 16672),
-            (DType::F16, 4, RANDOM, "sampling_random_f16__scalar__sm61", 16672),
+            (DType::BF16, 151_936, Sampling::Greedy, "sampling_bf16__vector__sm61"),
+            (DType::BF16, 50257, Sampling::Greedy, "sampling_bf16__scalar__sm61"),
+            (DType::F32, 4, RANDOM, "sampling_f32__vector__sm61"),
+            (DType::F16, 4, RANDOM, "sampling_f16__scalar__sm61"),
         ];
-        for (dtype, vocab, method, entry, smem_bytes) in table {
+        for (dtype, vocab, method, entry) in table {
             let problem = SamplingProblem { rows: 3, vocab, dtype, method };
             let choice = select(&limits, &problem).unwrap();
-            assert_eq!((choice.variant.entry, choice.smem_bytes()), (entry, smem_bytes), "{dtype} {vocab}");
+            assert_eq!(choice.variant.entry, entry, "{dtype} {vocab}");
             let fallback = SamplingChoice::by_element(&problem).unwrap();
             assert_eq!(fallback.variant.access, SamplingAccess::Scalar);
-            assert_eq!(fallback.smem_bytes(), smem_bytes);
         }
     }
 
     #[test]
-    fn a_kernel_of_another_method_is_refused() {
-        let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F32, method: RANDOM };
+    fn a_kernel_of_another_type_is_refused() {
+        let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F16, method: RANDOM };
         assert_eq!(
             SamplingChoice::forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
             format!(
-                "sampling: variant: expected a Greedy problem of f32 that Vector access can read, got {problem:?}"
+                "sampling: variant: expected a problem of f32 that Vector access can read, got {problem:?}"
             )
         );
     }
