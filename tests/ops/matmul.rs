@@ -3,11 +3,14 @@
 mod case;
 mod mistakes;
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
 use abi::ops::matmul::{MatmulTile, MatmulVariant};
 use proptest::prelude::*;
 use testkit::strategies::Values;
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem};
+use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Precision};
 use warpforge::{Arch, DType, Tensor};
 
 use crate::harness::{
@@ -221,22 +224,36 @@ fn empty() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Each activation, by itself and as a gate, at the end of each kernel that has such an end.
+/// Each activation, by itself and as a gate, at the end of each kernel.
 #[test]
 fn every_activation() -> Result<(), TestCaseError> {
+    let missing = RefCell::new(abi::ops::entries("matmul").collect::<BTreeSet<&str>>());
+    let wanted = |entry: &str| {
+        missing.borrow_mut().remove(entry);
+        true
+    };
+    let types = [
+        (DType::F16, DType::F16, Precision::Full),
+        (DType::F16, DType::F32, Precision::Full),
+        (DType::BF16, DType::BF16, Precision::Full),
+        (DType::BF16, DType::F32, Precision::Full),
+        (DType::F32, DType::F32, Precision::Tf32),
+    ];
     for activation in [Activation::Silu, Activation::GeluTanh, Activation::GeluErf] {
-        for act in [Act::Of(activation), Act::Gated(activation)] {
-            for (m, dtype) in [(2, DType::F16), (40, DType::BF16), (9, DType::F32)] {
-                let is_few = m < 16;
-                let bias = if is_few { Bias::PerColumn } else { Bias::None };
-                let epilogue = Epilogue { scale: 1.5, act, residual: !is_few };
-                let case = contiguous(MatmulProblem { bias, epilogue, ..plain([m, 72, 64], dtype) }, 7);
+        // Beside it a bias or a residual.
+        for (act, residual) in [(Act::Of(activation), false), (Act::Gated(activation), true)] {
+            let bias = if residual { Bias::None } else { Bias::PerColumn };
+            for (dtype, out_dtype, precision) in types {
+                let epilogue = Epilogue { scale: 1.5, act, residual };
+                let plain = plain([18, 72, 64], dtype);
+                let problem = MatmulProblem { out_dtype, precision, bias, epilogue, ..plain };
                 for arch in Arch::ALL {
-                    run_variants(&cards_of(arch), &case, EVERY)?;
+                    run_variants(&cards_of(arch), &contiguous(problem, 7), &wanted)?;
                 }
             }
         }
     }
+    prop_assert!(missing.borrow().is_empty(), "no case has run {:?}", missing.borrow());
     Ok(())
 }
 

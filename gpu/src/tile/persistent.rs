@@ -40,7 +40,7 @@
 //!   4096 × 4096: 13.5 µs, cuBLAS 12.4, the tile of 128 rows 22.6): the shared operand comes in at 25 bytes per clock,
 //!   whatever the width, so narrower tiles pay the same time more often (32 columns: 25.8 µs).
 //! - An activation at the end of a tile costs 128 × 16384 × 4096 1.8 µs of 37.4, SwiGLU 2048 × 2 · 9728 × 2560 12 µs of 320. A first tile of no steps below the last
-//!   row, which brings the code of a tile's end into the instructions' cache while the first loads are under way: nothing (96.5 thousand cycles with GELU as without it).
+//!   row, which brings the code of a tile's end into the instructions' cache while the first loads are under way: nothing (with GELU 96.5 thousand cycles either way).
 //! - No more clusters than the card holds at a time, 30 of four where its multiprocessors would be 33: those that come late have all their rounds still
 //!   before them (32 × 19456 × 2560 by the tile that shares a: 36.1 µs with 33 clusters, 29.9 with 30). And no more than each round has work for: 64 of 66
 //!   of two at 4096³ and 8192³, 61 at 2048 × 19456 × 2560, where that was 2 to 5 % faster in each of three runs.

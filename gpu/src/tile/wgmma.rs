@@ -248,7 +248,8 @@ fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activatio
 ///
 /// ptxas moves nothing across the branch that each group has. All at once it puts the polynomials first, and the units for the one idle while those
 /// for the other work: 4096 × 4096 × 1024 with GELU 112.5 thousand cycles, so 107.6, without GELU 84. (SiLU, which has no polynomial, takes longer in groups:
-/// 2048 × 2 · 9728 × 2560 464 thousand instead of 458.)
+/// 2048 × 2 · 9728 × 2560 464 thousand instead of 458.) Groups of 16: `ptxas`
+/// takes them, but an H100's driver refused the image; why is not known.
 #[inline(always)]
 fn activate_by_groups<const SUMS: usize>(sums: &mut [f32; SUMS], cols: u32, exponent: impl Fn(f32) -> f32) {
     // No more than half of them, of which the gate's are.

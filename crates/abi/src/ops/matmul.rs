@@ -89,7 +89,7 @@ pub const SILU: Curve = [-core::f32::consts::LOG2_E, 0.0, 0.0, 0.0, 0.0, 0.0, 0.
 /// GELU by tanh: −log2(e) · 2 √(2/π) · (1 + 0.044715 x²).
 pub const GELU_TANH: Curve = [-2.302_208_2, -0.102_943_24, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
 /// GELU: Φ(x) = 1 / (1 + 2^(x · P(x²))) for P(x²) = log2(Φ(−x) / Φ(x)) / x, the polynomial whose largest error is the smallest for
-/// |x| ≤ 5.3: Φ errs by 2^-24.7, and relatively by 2^-12.5 from −4.5 on.
+/// |x| ≤ 5.3: Φ errs by 2^-24.2, and relatively by 2^-12.5 from −4.5 on.
 pub const GELU_ERF: Curve = [
     -2.302_209_6,
     -0.104_832_75,
