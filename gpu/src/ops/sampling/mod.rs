@@ -38,7 +38,7 @@
 //! By one block a walk over a row took 15 to 25 µs. Of one row it now takes 2 µs where it looks for the largest, and 5 where it looks at digits: accesses and barriers that
 //! wait for each other (and the same with what the walk before has left asked for at once, before it was needed, 44.1). Of 128 rows a walk is 78 MB, more
 //! than L2 has, and waits for all blocks of the one before, which walks in one launch did not; 64 rows at a time, by two blocks each, 373. More loads of a
-//! thread on their way ([`for_each`]) have not been tried.
+//! thread on their way (`for_each`) have not been tried.
 
 use abi::ops::sampling::{
     BINS, MAX_SLICES, SamplingDims, THREADS, Task, digit_shift, digits, draw, key, logit, nucleus, point,
