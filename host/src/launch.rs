@@ -66,11 +66,6 @@ impl Entry {
         Entry { name, dynamic_smem_bytes, cluster: 1, clusters_at_a_time: 0, kernel }
     }
 
-    /// Blocks of a cluster in x.
-    pub(crate) fn cluster(&self) -> u32 {
-        self.cluster
-    }
-
     /// The same kernel, launched in clusters of so many blocks of `threads` threads in x, which divide every grid.
     pub(crate) fn in_clusters(self, cluster: u32, threads: u32, num_sms: u32) -> Self {
         let asked = match &self.kernel {

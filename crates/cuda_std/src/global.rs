@@ -38,6 +38,30 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     })
 }
 
+/// Brings contiguous bytes to L2 where the floor has a form for it (sm_90a): `cp.async.bulk.prefetch.L2.global [pointer], bytes;`
+///
+/// Nobody sees that it has: what is written to them meanwhile, by a kernel ahead too, is seen as ever, since all of the card's writes come
+/// together in L2.
+///
+/// # Safety
+/// - *aligned(16)*, `bytes` a multiple of 16; *in-bounds(the buffer of `pointer`)*.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn prefetch_l2<T>(pointer: *const T, bytes: u32) {
+    device!({
+        #[cfg(target_feature = "sm_90a")]
+        // SAFETY: the caller's promise.
+        unsafe {
+            core::arch::asm!("cp.async.bulk.prefetch.L2.global [{}], {};", in(reg64) pointer, in(reg32) bytes,
+                options(nostack));
+        }
+        #[cfg(not(target_feature = "sm_90a"))]
+        let _ = (pointer, bytes);
+    } else {
+        crate::sim::bulk_prefetch(pointer.cast(), bytes)
+    })
+}
+
 macro_rules! load_16 {
     ($(#[$doc:meta])* $name:ident, $ptx:literal, $simulated:ident) => {
         $(#[$doc])*

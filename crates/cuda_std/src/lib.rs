@@ -63,7 +63,6 @@ pub mod debug;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 pub mod fence;
 pub mod global;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 pub mod grid;
 pub mod lanes;
 pub mod math;

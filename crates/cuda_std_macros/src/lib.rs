@@ -14,7 +14,7 @@ struct Bounds {
     max_threads: Option<u32>,
     min_blocks: Option<u32>,
     max_registers: Option<u32>,
-    /// The body calls `grid::wait`.
+    /// The body does so, in a way of `cuda_std::grid`.
     waits: bool,
 }
 
@@ -77,8 +77,8 @@ impl Parse for Pair {
 /// A parameter marked `#[grid_constant]` is passed by value, and the body sees its address in parameter memory: a
 /// `*const` of its type, for tensor maps. rustc would copy it to local memory for that.
 ///
-/// On Hopper a kernel first waits for the one ahead of it in its stream (`griddepcontrol.wait`), so that it may be launched while
-/// that still runs. With `#[kernel(waits)]` its body does so, by `grid::wait`, before it touches global memory.
+/// On Hopper a kernel first waits for the one ahead of it in its stream (`cuda_std::grid::begin`), so that it may be launched while
+/// that still runs. With `#[kernel(waits)]` its body does so, before it touches global memory.
 ///
 /// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with the
 /// addresses of its parameters.
@@ -107,12 +107,7 @@ fn expand(bounds: TokenStream, item: TokenStream) -> syn::Result<TokenStream> {
         return Err(syn::Error::new(generics.span(), message));
     }
     let statements = &block.stmts;
-    let wait = (!bounds.waits).then(|| {
-        quote! {
-            #[cfg(target_feature = "sm_90a")]
-            ::cuda_std::grid::wait();
-        }
-    });
+    let wait = (!bounds.waits).then(|| quote!(::cuda_std::grid::begin();));
     let (inputs, constants) = grid_constants(ident, inputs)?;
     let types = inputs.iter().map(parameter_type).collect::<syn::Result<Vec<&Type>>>()?;
     let directives = [
@@ -282,7 +277,7 @@ mod tests {
             expansion("", "/** Text. */ pub(crate) unsafe fn k(out: *mut f32, n: u32) { body(out, n) }");
         let device = "#[cfg(target_arch=\"nvptx64\")]#[unsafe(no_mangle)]\
                       pub(crate)unsafeextern\"ptx-kernel\"fnk(out:*mutf32,n:u32){\
-                      #[cfg(target_feature=\"sm_90a\")]::cuda_std::grid::wait();body(out,n)}";
+                      ::cuda_std::grid::begin();body(out,n)}";
         let host = "pub(crate)unsafefnk(out:*mutf32,n:u32){body(out,n)}";
         assert!(text.contains(device) && text.contains(host), "{text}");
         assert_eq!(text.matches("Text.").count(), 2, "{text}");
@@ -291,7 +286,7 @@ mod tests {
     #[test]
     fn a_kernel_that_waits_itself() {
         let text = expansion("max_threads = 32, waits", "pub unsafe fn k() { body() }");
-        assert!(!text.contains("grid::wait") && text.contains("maxntid32"), "{text}");
+        assert!(!text.contains("grid::begin") && text.contains("maxntid32"), "{text}");
     }
 
     #[test]

@@ -23,6 +23,8 @@
 //! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
 //!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
 //!
+//! - The first bytes of b are on their way before the kernel ahead has ended: [`begin`](super::gemv::begin).
+//!
 //! # What was tried, on an H200
 //!
 //! - Whole lines, of 8 rows: 151,936 × 2560 182 µs instead of 206 (a single row by ordinary arithmetic, whose loads are 512 bytes of a row, 173), SwiGLU
@@ -47,6 +49,9 @@ use super::multiplicand::Multiplicand;
 /// Elements of k that a step of a warp multiplies: a line of 128 bytes of each row of b.
 const STEP: u32 = 64;
 const STEPS: usize = (STREAM_BK / STEP) as usize;
+
+/// Bytes of each row of b that a block brings to L2 at first: see [`begin`](super::gemv::begin).
+pub const EARLY_BYTES: u32 = 512;
 
 /// Where the sum of a row and column lies among those of a warp of `cols` columns.
 #[inline(always)]

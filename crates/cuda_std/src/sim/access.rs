@@ -139,7 +139,7 @@ impl Machine {
         Failure(Defect::Misaligned, text)
     }
 
-    fn outside(&mut self, space: Space, bytes: usize, kind: Kind) -> Failure {
+    pub(super) fn outside(&mut self, space: Space, bytes: usize, kind: Kind) -> Failure {
         let bounds = match space {
             Space::Global(address) => self.memory_and_unit().0.describe(address),
             Space::Shared(_) | Space::OwnShared(_) => {

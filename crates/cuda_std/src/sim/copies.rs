@@ -559,6 +559,20 @@ pub(crate) fn bulk_load(shared: u32, global: *const u8, bytes: u32, barrier: u32
     });
 }
 
+/// `cp.async.bulk.prefetch.L2`: moves nothing that a kernel could see. At any floor, since below Hopper it is left out.
+#[track_caller]
+pub(crate) fn bulk_prefetch(global: *const u8, bytes: u32) {
+    const INSTRUCTION: &str = "cp.async.bulk.prefetch.L2";
+    attempt(INSTRUCTION, Location::caller(), |machine| {
+        check_bulk(INSTRUCTION, 0, global.addr(), bytes)?;
+        let (memory, _) = machine.memory_and_unit();
+        match memory.find(global.addr(), bytes as usize) {
+            Some(_) => Ok(()),
+            None => Err(machine.outside(Space::Global(global.addr()), bytes as usize, Kind::Read)),
+        }
+    });
+}
+
 /// `cp.async.bulk` from this block's shared memory to another's.
 #[track_caller]
 pub(crate) fn bulk_copy_to_block(remote: u32, shared: u32, bytes: u32, barrier: u32) {

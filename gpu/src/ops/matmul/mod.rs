@@ -14,7 +14,7 @@
 
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{kernel, thread};
+use cuda_std::{grid, kernel, thread};
 
 use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
@@ -66,6 +66,7 @@ where
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE, EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
+        grid::begin();
         let sums = simt::multiply::<T, EDGE, PER>(simt::strided(x.a, dims), x.b_row(), dims, tile_m, tile_n);
         let bias = |col| end.bias::<4>(col);
         if end.is_plain() {
@@ -114,11 +115,13 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     // SAFETY: the caller's promise; every element of out is finished once. Where the product is gated, `select` leaves at
     // least two columns to a block.
     unsafe {
+        let place = gemv::place_of_block::<ROWS>(x.dims);
+        gemv::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES);
         gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(x.a, x.dims),
             x.b_row(),
             x.dims,
-            gemv::place_of_block::<ROWS>(x.dims),
+            place,
             end.is_gated(),
             true,
             |row, col, sums| end.element(row, col, sums),
@@ -142,7 +145,7 @@ macro_rules! entry {
         ///
         /// # Safety
         /// - Arguments as `Matmul::run` checks them.
-        #[kernel(max_threads = $threads, min_blocks = $blocks)]
+        #[kernel(max_threads = $threads, min_blocks = $blocks, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             a: *const $type,
@@ -185,6 +188,7 @@ macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {
         $(entry!($entry, $type, $out, $threads, $blocks, |x, end| {
+            grid::begin();
             const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
             let (tile_m, tile_n) = simt::tile_of_block::<$bm, $bn>(x.dims);
             let (row, col) = (tile_m * $bm, tile_n * $bn);
@@ -216,6 +220,8 @@ macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
         $(entry!($entry, $type, $out, 256, 2, |x, end| {
+            let place = gemv::place_of_block::<$rows>(x.dims);
+            gemv::begin(x.b_row(), x.dims, place.1, $cols, stream::EARLY_BYTES);
             stream::multiply::<
                 $type,
                 $out,
@@ -225,7 +231,7 @@ macro_rules! stream_entries {
                 { $cols * $lanes / 64 },
                 { $cols * $lanes / 32 },
                 $unroll,
-            >(simt::strided(x.a, x.dims), x.b_row(), gemv::place_of_block::<$rows>(x.dims), end)
+            >(simt::strided(x.a, x.dims), x.b_row(), place, end)
         });)*
     };
 }

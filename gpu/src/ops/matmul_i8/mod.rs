@@ -18,7 +18,7 @@ pub mod quantize;
 
 use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
-use cuda_std::{global, kernel, warp};
+use cuda_std::{global, grid, kernel, warp};
 
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
 use crate::tile::epilogue::{Epilogue, PLAIN};
@@ -51,6 +51,7 @@ unsafe fn tile<O: Element, const EDGE: u32, const PER: usize>(
     let (tile_m, tile_n) = simt::tile_of_block::<EDGE, EDGE>(dims);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
+        grid::begin();
         let sums = simt::multiply::<i8, EDGE, PER>(
             simt::strided(a, dims),
             simt::rows_of_b(b, dims),
@@ -109,11 +110,13 @@ unsafe fn few_rows<
 ) {
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
+        let place = gemv::place_of_block::<ROWS>(dims);
+        gemv::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES);
         gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(a, dims),
             simt::rows_of_b(b, dims),
             dims,
-            gemv::place_of_block::<ROWS>(dims),
+            place,
             false,
             false,
             |row, col, [sum, _]| {
@@ -147,7 +150,7 @@ macro_rules! entries {
         ///
         /// # Safety
         /// - Arguments as `MatmulI8::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 2)]
+        #[kernel(max_threads = 256, min_blocks = 2, waits)]
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             a: *const i8,

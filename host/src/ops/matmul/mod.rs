@@ -10,8 +10,8 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, NEXT_MAY_START, OUT_BY_TMA, OUT_IN_PIECES,
-    WGMMA_OUT_ROWS, WGMMA_ROW_BYTES,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS,
+    WGMMA_ROW_BYTES,
 };
 
 use crate::device::Device;
@@ -317,7 +317,7 @@ impl Matmul {
                         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
                             self.run_wgmma(stream, variant, entry, &args, dims, &how)
                         }
-                        _ => launch(stream, variant, entry, batch, &args, (&dims, &how)),
+                        _ => self.launch(stream, variant, entry, batch, &args, (dims, &how)),
                     };
                 }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
@@ -329,7 +329,7 @@ impl Matmul {
                     ));
                 };
                 dims.split_log2 = choice.split_log2;
-                launch(stream, choice.variant, entry, batch, &args, (&dims, &how))
+                self.launch(stream, choice.variant, entry, batch, &args, (dims, &how))
             }
         }
     }
@@ -434,9 +434,8 @@ impl Matmul {
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
         let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         let blocks = clusters * cluster;
-        if select::next_may_start(variant.tile, dtype, blocks, self.device.profile().num_sms) {
-            dims.access |= NEXT_MAY_START;
-        }
+        let num_sms = self.device.profile().num_sms;
+        dims.access |= select::next_may_start(variant.tile, dtype, blocks.into(), num_sms);
         let params = [
             (&dims).into(),
             how.into(),
@@ -451,6 +450,37 @@ impl Matmul {
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
         unsafe { entry.launch(stream, [blocks, 1, 1], [variant.tile.threads(), 1, 1], &params) }
+    }
+
+    /// A kernel with a block per tile.
+    fn launch(
+        &self,
+        stream: &Stream,
+        variant: &MatmulVariant,
+        entry: &Entry,
+        batch: u32,
+        args: &MatmulArgs<'_>,
+        (mut dims, how): (MatmulDims, &MatmulEpilogue),
+    ) -> Result<(), Error> {
+        let tiles = variant.tile.blocks(dims.m, dims.n, dims.split_log2);
+        let blocks = tiles * u64::from(batch);
+        let num_sms = self.device.profile().num_sms;
+        dims.access |= select::next_may_start(variant.tile, self.problem.dtype, blocks, num_sms);
+        let MatmulArgs { a, b, up, bias, out, .. } = args;
+        let params = [
+            (*a).into(),
+            (*b).into(),
+            optional(up.as_ref()),
+            optional(bias.as_ref()),
+            residual(args),
+            out.into(),
+            (&dims).into(),
+            how.into(),
+        ];
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest`
+        // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
+        // tile's.
+        unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.
@@ -518,33 +548,6 @@ fn residual<'a>(args: &MatmulArgs<'_>) -> Param<'a> {
         Some(Residual::InPlace) => args.out.address(),
         Some(Residual::Tensor(residual)) => residual.address(),
     })
-}
-
-/// A kernel with a block per tile.
-fn launch(
-    stream: &Stream,
-    variant: &MatmulVariant,
-    entry: &Entry,
-    batch: u32,
-    args: &MatmulArgs<'_>,
-    (dims, how): (&MatmulDims, &MatmulEpilogue),
-) -> Result<(), Error> {
-    let grid = variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32 * entry.cluster();
-    let MatmulArgs { a, b, up, bias, out, .. } = args;
-    let params = [
-        (*a).into(),
-        (*b).into(),
-        optional(up.as_ref()),
-        optional(bias.as_ref()),
-        residual(args),
-        out.into(),
-        dims.into(),
-        how.into(),
-    ];
-    // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest`
-    // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
-    // tile's.
-    unsafe { entry.launch(stream, [grid, 1, batch], [variant.tile.threads(), 1, 1], &params) }
 }
 
 /// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product. A k that is not a

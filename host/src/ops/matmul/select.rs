@@ -1,8 +1,8 @@
 //! Which kernels a matrix product takes.
 
 use abi::ops::matmul::{
-    MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS,
-    WGMMA_ROW_BYTES, WGMMA_VARIANTS,
+    MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, NEXT_MAY_START, STREAM_BK, STREAM_VARIANTS,
+    VARIANTS, WARPS, WGMMA_ROW_BYTES, WGMMA_VARIANTS,
 };
 use abi::{Arch, DType};
 
@@ -238,16 +238,22 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
     }
 }
 
-/// Whether the next launch may start as blocks of this one end: where a multiprocessor has no room beside one of these, and hardly any is idle.
+/// [`NEXT_MAY_START`] where the next launch may start as blocks of this one end, else nothing: where all multiprocessors but a few are full of these.
 ///
-/// Beside others, on multiprocessors that are, its blocks go where there is room first, and no longer evenly: two multiprocessors share a way to L2,
+/// Beside others, on multiprocessors that are not, its blocks go where there is room first, and no longer evenly: two multiprocessors share a way to L2,
 /// and 102 tiles of 192 columns, 128 rows × 19456 × 2560, take 32.7 µs behind each other so and 31.4 otherwise; tiles that share k by four,
-/// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096). Where it may, 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096
-/// 40.2 instead of 41.0.
-pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u32, num_sms: u32) -> bool {
+/// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096); one row of 2560 × 9728, 320 blocks of `Gemv`, 21.3 instead of 18.8 (H100). Where it may,
+/// 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096 40.2 instead of 41.0, one row of 6144 × 2560 9.13 instead of 9.26. Of `Stream` 16 × 4096 ×
+/// 4096 takes longer, 11.4 instead of 10.8.
+pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sms: u32) -> u32 {
     // Of a multiprocessor of Hopper: the tiles for Ampere launch nothing early.
     const HALF_OF_SMEM: u32 = 114 << 10;
-    tile.smem_bytes(dtype) > HALF_OF_SMEM && blocks >= num_sms - num_sms / 8
+    let of_multiprocessor = match tile {
+        MatmulTile::Gemv { rows: 1, .. } => 4,
+        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } if tile.smem_bytes(dtype) > HALF_OF_SMEM => 1,
+        _ => return 0,
+    };
+    if blocks >= u64::from(of_multiprocessor * (num_sms - num_sms / 8)) { NEXT_MAY_START } else { 0 }
 }
 
 /// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
@@ -496,6 +502,25 @@ mod tests {
         ];
         for (n, k, dtype, split) in table {
             assert_eq!(split_log2(&H200, n, k, dtype), split, "{n} {k} {dtype}");
+        }
+    }
+
+    #[test]
+    fn next_starts_early_behind_full_multiprocessors() {
+        let gemv = |rows, cols| MatmulTile::Gemv { rows, cols, unroll: 4 };
+        let wgmma =
+            |bn, stages| MatmulTile::Wgmma { bm: 128, bn, threads: 384, stages, cluster: 1, shares_a: false };
+        for (tile, blocks, may) in [
+            (gemv(1, 1), 464, true),
+            (gemv(1, 1), 463, false),
+            (gemv(1, 1), u64::MAX, true),
+            (gemv(2, 1), 528, false),
+            (wgmma(128, 6), 116, true),
+            (wgmma(128, 6), 115, false),
+            (wgmma(64, 4), 132, false),
+        ] {
+            let bits = next_may_start(tile, DType::BF16, blocks, 132);
+            assert_eq!(bits, if may { NEXT_MAY_START } else { 0 }, "{tile:?} {blocks}");
         }
     }
 

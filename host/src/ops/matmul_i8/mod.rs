@@ -8,7 +8,7 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::matmul::{MatmulDims, MatmulTile, NEXT_MAY_START, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS};
+use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -204,7 +204,7 @@ impl MatmulI8 {
                         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
                             self.run_wgmma(stream, variant, entry, &args, dims)
                         }
-                        _ => launch(stream, variant, entry, &args, &dims),
+                        _ => self.launch(stream, variant, entry, &args, dims),
                     };
                 }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
@@ -212,7 +212,7 @@ impl MatmulI8 {
                     return Err(Error::invalid(OP, "qa", expected, rows.to_string()));
                 };
                 dims.split_log2 = choice.split_log2;
-                launch(stream, choice.variant, entry, &args, &dims)
+                self.launch(stream, choice.variant, entry, &args, dims)
             }
         }
     }
@@ -274,9 +274,8 @@ impl MatmulI8 {
         let tiles = variant.tile.blocks(dims.m, dims.n, 0);
         let clusters = if persists { entry.clusters_for(tiles) } else { tiles as u32 };
         let blocks = clusters * cluster;
-        if next_may_start(variant.tile, DType::I8, blocks, self.device.profile().num_sms) {
-            dims.access |= NEXT_MAY_START;
-        }
+        let num_sms = self.device.profile().num_sms;
+        dims.access |= next_may_start(variant.tile, DType::I8, blocks.into(), num_sms);
         let params = [
             (&dims).into(),
             (&a_map).into(),
@@ -291,6 +290,34 @@ impl MatmulI8 {
         // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
         // the tile's.
         unsafe { entry.launch(stream, [blocks, 1, 1], [variant.tile.threads(), 1, 1], &params) }
+    }
+
+    /// A kernel with a block per tile.
+    fn launch(
+        &self,
+        stream: &Stream,
+        variant: &MatmulI8Variant,
+        entry: &Entry,
+        args: &MatmulI8Args<'_>,
+        mut dims: MatmulDims,
+    ) -> Result<(), Error> {
+        let blocks = variant.tile.blocks(dims.m, dims.n, dims.split_log2);
+        let num_sms = self.device.profile().num_sms;
+        dims.access |= next_may_start(variant.tile, DType::I8, blocks, num_sms);
+        let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = args;
+        let params = [
+            (*qa).into(),
+            (*qb).into(),
+            (*a_scale).into(),
+            (*b_scale).into(),
+            optional(bias.as_ref()),
+            out.into(),
+            (&dims).into(),
+        ];
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest` looks at
+        // for the tensor cores; the scales have a value per row and column; the grid covers the product exactly, which `select` found
+        // to fit; shared memory is the tile's.
+        unsafe { entry.launch(stream, [blocks as u32, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
     /// What was chosen, and what a run of the planned size should take.
@@ -340,31 +367,6 @@ impl Kernel for MatmulI8 {
     fn optimization_report(&self) -> OptimizationReport {
         self.report()
     }
-}
-
-/// A kernel with a block per tile.
-fn launch(
-    stream: &Stream,
-    variant: &MatmulI8Variant,
-    entry: &Entry,
-    args: &MatmulI8Args<'_>,
-    dims: &MatmulDims,
-) -> Result<(), Error> {
-    let grid = variant.tile.blocks(dims.m, dims.n, dims.split_log2) as u32;
-    let MatmulI8Args { qa, qb, a_scale, b_scale, bias, out } = args;
-    let params = [
-        (*qa).into(),
-        (*qb).into(),
-        (*a_scale).into(),
-        (*b_scale).into(),
-        optional(bias.as_ref()),
-        out.into(),
-        dims.into(),
-    ];
-    // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest` looks at
-    // for the tensor cores; the scales have a value per row and column; the grid covers the product exactly, which `select` found
-    // to fit; shared memory is the tile's.
-    unsafe { entry.launch(stream, [grid, 1, 1], [variant.tile.threads(), 1, 1], &params) }
 }
 
 fn check_problem(problem: &MatmulI8Problem) -> Result<(), Error> {

@@ -183,6 +183,24 @@ fn a_pipeline_of_bulk_loads() {
 }
 
 #[test]
+fn prefetches_are_checked_like_reads() {
+    let report = |first: usize, bytes: u32| {
+        run(launch(1, 1), 16, |x, _| unsafe { global::prefetch_l2(x.wrapping_add(first), bytes) })
+    };
+    for (first, bytes) in [(0, 64), (12, 16), (16, 0)] {
+        report(first, bytes).unwrap_or_else(|report| panic!("{report}"));
+    }
+    for (first, bytes, defect) in [
+        (4, 64, Defect::OutOfBounds),
+        (16, 16, Defect::OutOfBounds),
+        (1, 16, Defect::Misaligned),
+        (0, 8, Defect::Misaligned),
+    ] {
+        assert_eq!(report(first, bytes).unwrap_err().defect, defect, "{first} {bytes}");
+    }
+}
+
+#[test]
 fn mbarriers_used_against_their_rules() {
     let report = |kernel: fn(u32)| run(launch(1, 32), 1, |_, _| kernel(shared::base())).unwrap_err();
     let text = report(|base| unsafe { mbarrier::arrive(base) });
