@@ -57,7 +57,10 @@
 //!   attention of 512 tokens 1 to 3 %, and where a merge follows attention of few queries 4 %. A kernel waits for the one ahead (`griddepcontrol.wait`) behind
 //!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 32 × 6144 × 2560 11.5 instead of 11.8.
 //! - Its first boxes of b brought to L2 before that wait (`cp.async.bulk.prefetch.tensor`): 2 or 4 boxes nothing, 6 to 12 up to 10 % longer, tiles that share
-//!   k by four 20 %. TMA takes one box after the other, and blocks have little time before what is ahead ends.
+//!   k by four 20 %. TMA takes one box after the other, and blocks have little time before what is ahead ends. By rows, 128 to 1024 bytes of each
+//!   (`cp.async.bulk.prefetch.L2`, as `gemv` does; H100): 64 × 4096 × 4096 13.6 instead of 14.1, 128 × 16384 × 4096 49.7 instead of 50.4, but 2048 × 1536 × 2048 and the
+//!   decode step of 32 sequences of Qwen3-0.6B 2 % longer, tiles that share k by four 4 %.
+//! - Every other band from its last column on, whose b is what L2 has (H100, three runs in turn): 4096³ 196 µs, and 198 so; 8192³ 1.52 ms either way.
 //! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
 //!   0.8 to the end, 0.4 to the next launch. Without a's loads 37.5: between first and last bytes b comes at 4.4 TB/s, so what is left is the 2.4 and that blocks do not
 //!   end together. Holding the fast ones back to a common pace did not make the slow ones faster. Of 102 blocks those that have a pair of
