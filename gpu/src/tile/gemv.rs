@@ -201,7 +201,9 @@ pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
 /// On an H200, before and with it, µs: one row of 4096 × 4096 9.66, 8.83, of 19456 × 2560 24.1, 21.7 (blocks that come later gain by it too), of 2560 ×
 /// 2560 6.91, 6.45; a decode step of Qwen3-4B 2787, 2767. That is 1024 bytes; 512 come to 9.03 and 22.6, 1536 to 8.79 and 22.1. By one instruction for
 /// each row: a line by each thread (`prefetch.global.L2`) is up to 3 % slower. Too many bytes hold up what the kernel ahead reads: a step of 8 sequences
-/// of Qwen3-0.6B takes 1607 µs with 512 of `Stream`'s rows, 1637 with 1024, 1696 with 2048, and without 1615.
+/// of Qwen3-0.6B takes 1607 µs with 512 of `Stream`'s rows, 1637 with 1024, 1696 with 2048, and without 1615. Of `Stream` 8 rows gain 2 to 5 %, but 16 × 4096 ×
+/// 4096 takes 11.1 instead of 10.7, which is not understood. Not tried: rows spread over the block's warps. The instruction takes uniform registers, so
+/// a warp's threads issue theirs one after the other.
 ///
 /// # Safety
 /// - Rows of b *in-bounds* for `dims`, and aligned as `dims.access` says; n not 0.

@@ -135,17 +135,30 @@ const WRAPPERS: &[(&str, Instructions)] = &[
     ("debug_printf", &[("call.uni vprintf", 1), ("call", 1)]),
 ];
 
-/// Those that are another instruction from sm_80 on: before it, and from it on.
-const BY_FLOOR: &[(&str, Instructions, Instructions)] = &[
+/// Those that are another instruction from a floor on: before it, and from it on.
+const BY_FLOOR: &[(&str, Arch, Instructions, Instructions)] = &[
     (
         "global_load_stream_x4",
+        Arch::Sm80,
         &[("ld.global.nc.v4.b32", 1), ("ld.global", 1)],
         &[("ld.global.nc.L1::no_allocate.v4.b32", 1), ("ld.global", 1)],
     ),
-    ("cvt_bf16x2_from_f32", &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 1), ("cvt.rn", 1)]),
-    ("cvt_pack_bf16", &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 4), ("cvt.rn", 4)]),
-    ("cvt_f16x2_from_f32", &[("cvt.rn.f16.f32", 2)], &[("cvt.rn.f16x2.f32", 1), ("cvt.rn", 1)]),
-    ("cvt_pack_f16", &[("cvt.rn.f16.f32", 8)], &[("cvt.rn.f16x2.f32", 4), ("cvt.rn", 4)]),
+    (
+        "cvt_bf16x2_from_f32",
+        Arch::Sm80,
+        &[("cvt.rn", 0), ("bra", 0)],
+        &[("cvt.rn.bf16x2.f32", 1), ("cvt.rn", 1)],
+    ),
+    ("cvt_pack_bf16", Arch::Sm80, &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 4), ("cvt.rn", 4)]),
+    ("cvt_f16x2_from_f32", Arch::Sm80, &[("cvt.rn.f16.f32", 2)], &[("cvt.rn.f16x2.f32", 1), ("cvt.rn", 1)]),
+    ("cvt_pack_f16", Arch::Sm80, &[("cvt.rn.f16.f32", 8)], &[("cvt.rn.f16x2.f32", 4), ("cvt.rn", 4)]),
+    ("global_prefetch_l2", Arch::Sm90a, &[("cp", 0)], &[("cp.async.bulk.prefetch.L2.global", 1), ("cp", 1)]),
+    (
+        "grid_begin",
+        Arch::Sm90a,
+        &[("griddepcontrol", 0), ("mov.u32", 0)],
+        &[("griddepcontrol.wait", 1), ("griddepcontrol.launch_dependents", 1), ("mov.u32 %nctaid", 3)],
+    ),
 ];
 
 /// What stands between two branches in `fixture/src/divergence.rs`.
@@ -192,8 +205,8 @@ fn each_wrapper_is_the_instruction_that_it_names() {
         for (name, instructions) in WRAPPERS {
             assert_instructions(image, name, instructions);
         }
-        for (name, before, from) in BY_FLOOR {
-            assert_instructions(image, name, if image.arch < Arch::Sm80 { before } else { from });
+        for (name, floor, before, from) in BY_FLOOR {
+            assert_instructions(image, name, if image.arch < *floor { before } else { from });
         }
     }
 }

@@ -17,6 +17,8 @@
 //! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone. For kernels that
 //! do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the keys into one piece of q's type before.
 //!
+//! The kernels of decode never let the next one start, as others of few blocks do: that is the merge, and takes longer so (`decode_ring`).
+//!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
 
@@ -50,7 +52,7 @@ use core::ptr::null;
 
 use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::{E4m3, Element, bf16, f16};
-use cuda_std::{global, kernel};
+use cuda_std::{global, grid, kernel};
 
 use crate::tile::sequences;
 
@@ -336,7 +338,7 @@ macro_rules! decode_ring_entries {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[kernel(max_threads = 128, min_blocks = $blocks, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
@@ -351,6 +353,7 @@ macro_rules! decode_ring_entries {
             stats: *mut f32,
             dims: AttentionDims,
         ) {
+            grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
@@ -371,7 +374,7 @@ macro_rules! decode_latent_entries {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 256, min_blocks = 1)]
+        #[kernel(max_threads = 256, min_blocks = 1, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             q: *const $type,
@@ -386,6 +389,7 @@ macro_rules! decode_latent_entries {
             stats: *mut f32,
             dims: AttentionDims,
         ) {
+            grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
@@ -404,7 +408,7 @@ macro_rules! decode_latent_wgmma_entries {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 512, min_blocks = 1)]
+        #[kernel(max_threads = 512, min_blocks = 1, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             #[grid_constant] k: cuda_std::tma::TensorMap,
@@ -416,6 +420,7 @@ macro_rules! decode_latent_wgmma_entries {
             stats: *mut f32,
             dims: AttentionDims,
         ) {
+            grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
@@ -435,7 +440,7 @@ macro_rules! decode_ring_fp8_entries {
         ///
         /// # Safety
         /// - Arguments as `Attention::run` checks them.
-        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[kernel(max_threads = 128, min_blocks = $blocks, waits)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub unsafe fn $entry(
             k_scale: *const f32,
@@ -452,6 +457,7 @@ macro_rules! decode_ring_fp8_entries {
             stats: *mut f32,
             dims: AttentionDims,
         ) {
+            grid::begin_early(|| (), false);
             // SAFETY: the caller's promise.
             unsafe {
                 let tables = Tables { kv_lens, q_offsets, page_table };
