@@ -578,9 +578,6 @@ unsafe fn walk<T: Element, const PIECE: u32>(
         }
         let found = Found::load(record, dims);
         let state = found.resume::<T>(dims);
-        if slice == 0 && member == 0 {
-            state.store(record.state(0));
-        }
         if is(Task::Choose) {
             let id = if dims.is_greedy != 0 || state.largest >> 32 == 0 {
                 index_of(state.largest)
@@ -592,11 +589,13 @@ unsafe fn walk<T: Element, const PIECE: u32>(
             }
             return;
         }
-        if state.largest >> 32 == 0 {
-            return;
+        if slice == 0 && member == 0 {
+            state.store(record.state(0));
         }
         let (mut above, mut num_ties) = (0, 0);
-        if is(Task::Sum) {
+        if state.largest >> 32 == 0 {
+            // Nothing but NaN: no sums, which the next walk reads all the same.
+        } else if is(Task::Sum) {
             for_each::<T, PIECE>(row, start, end, member, THREADS, |_, value| {
                 let key = key(value);
                 above += if key > state.kept.key { state.weight_of(value, dims) } else { 0 };

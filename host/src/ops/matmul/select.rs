@@ -517,7 +517,7 @@ mod tests {
             (gemv(2, 1), 528, false),
             (wgmma(128, 6), 116, true),
             (wgmma(128, 6), 115, false),
-            (wgmma(64, 4), 132, false),
+            (wgmma(64, 2), 132, false),
         ] {
             let bits = next_may_start(tile, DType::BF16, blocks, 132);
             assert_eq!(bits, if may { NEXT_MAY_START } else { 0 }, "{tile:?} {blocks}");
