@@ -14,7 +14,7 @@ struct Bounds {
     max_threads: Option<u32>,
     min_blocks: Option<u32>,
     max_registers: Option<u32>,
-    /// The body does so, in a way of `cuda_std::grid`.
+    /// The body waits for the kernel ahead itself.
     waits: bool,
 }
 

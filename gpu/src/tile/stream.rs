@@ -22,7 +22,6 @@
 //!   neighbours in memory: no `ldmatrix`, no staging.
 //! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
 //!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
-//!
 //! - The first bytes of b are on their way before the kernel ahead has ended: [`begin`](super::gemv::begin).
 //!
 //! # What was tried, on an H200

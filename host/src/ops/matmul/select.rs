@@ -244,7 +244,7 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
 /// and 102 tiles of 192 columns, 128 rows × 19456 × 2560, take 32.7 µs behind each other so and 31.4 otherwise; tiles that share k by four,
 /// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096); one row of 2560 × 9728, 320 blocks of `Gemv`, 21.3 instead of 18.8 (H100). Where it may,
 /// 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096 40.2 instead of 41.0, one row of 6144 × 2560 9.13 instead of 9.26. Of `Stream` 16 × 4096 ×
-/// 4096 takes longer, 11.4 instead of 10.8.
+/// 4096 takes 11.4 if it may, and before it was tried 10.8.
 pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sms: u32) -> u32 {
     // Of a multiprocessor of Hopper: the tiles for Ampere launch nothing early.
     const HALF_OF_SMEM: u32 = 114 << 10;
