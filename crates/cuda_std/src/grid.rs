@@ -1,5 +1,5 @@
-//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but for how a kernel begins:
-//! that is nothing below it, nor in the simulator, where kernels run one after another.
+//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but for how a kernel of all floors begins
+//! and ends: that is nothing below it, nor in the simulator, where kernels run one after another.
 
 #[cfg(target_feature = "sm_90a")]
 use crate::thread;
@@ -75,4 +75,12 @@ pub fn begin_early(early: impl FnOnce(), next_may_start: bool) {
     let _ = early;
     #[cfg(not(target_feature = "sm_90a"))]
     let _ = next_may_start;
+}
+
+/// What a kernel of all floors says when it has little left to do: [`launch_dependents`]. The next one's blocks then come as this one's end, where the
+/// multiprocessors are full of these; where there is room beside them they come at once.
+#[inline(always)]
+pub fn near_end() {
+    #[cfg(target_feature = "sm_90a")]
+    launch_dependents();
 }

@@ -14,19 +14,19 @@
 //! - The lanes' sums are added by halving: with xor 16 a lane gives half of its sums away and gets the other half's
 //!   partner, and so on: 31 shuffles for 32 sums instead of 160, and the same tree of additions for any number of sums.
 //! - A round with fewer loads costs as much as a whole one: one row of 19456 × 2560 takes 24.3 µs by two rounds of five, and 26.4 by 4, 4 and 2.
-//! - The first bytes of b are on their way before the kernel ahead has ended: [`begin`].
+//! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early).
 //! - Tried: blocks that stay, and each load's place filled anew as soon as it has been multiplied, also from one stretch of columns to the next. 3 % less
 //!   for 19456 × 2560, 5 to 15 % more for what is small: 370 instructions a round, which is what then bounds it, and the end of a stretch is no
 //!   longer beside other blocks' loads.
 //! - The order of a sum is that of its lane's pieces, then that tree, then the parts in order: it depends on k and the
 //!   split, and not on `ROWS`, `COLS`, `UNROLL` or alignment.
 
-use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, NEXT_MAY_START, WARPS};
-use cuda_std::{global, grid, shared, thread, warp};
+use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, WARPS};
+use cuda_std::{global, shared, thread, warp};
 
 use super::operand::{Operand, Sum};
 
-/// Bytes of each row of b that a block brings to L2 at first: see [`begin`].
+/// Bytes of each row of b that a block brings to L2 at first: see [`early`](super::early).
 pub const EARLY_BYTES: u32 = 1024;
 
 /// Adds the products of `UNROLL` pieces of each row, `stride` pieces apart. `GUARDED`: pieces from `num_pieces` on are
@@ -194,36 +194,6 @@ unsafe fn sum_over_lanes<S: Sum, const SUMS: usize>(mut sums: [S; SUMS]) -> S {
 pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
     let row_blocks = dims.m.div_ceil(ROWS as u32).max(1);
     (thread::block_idx_x() % row_blocks * ROWS as u32, thread::block_idx_x() / row_blocks)
-}
-
-/// How a block begins whose warps make `cols` columns each: it brings the first `bytes` of its rows of b to L2 while the kernel ahead still runs.
-///
-/// On an H200, before and with it, µs: one row of 4096 × 4096 9.66, 8.83, of 19456 × 2560 24.1, 21.7 (blocks that come later gain by it too), of 2560 ×
-/// 2560 6.91, 6.45; a decode step of Qwen3-4B 2787, 2767. That is 1024 bytes; 512 come to 9.03 and 22.6, 1536 to 8.79 and 22.1. By one instruction for
-/// each row: a line by each thread (`prefetch.global.L2`) is up to 3 % slower. Too many bytes hold up what the kernel ahead reads: a step of 8 sequences
-/// of Qwen3-0.6B takes 1607 µs with 512 of `Stream`'s rows, 1637 with 1024, 1696 with 2048, and without 1615. Of `Stream` 8 rows gain 2 to 5 %, but 16 × 4096 ×
-/// 4096 takes 11.1 instead of 10.7, which is not understood. Not tried: rows spread over the block's warps. The instruction takes uniform registers, so
-/// a warp's threads issue theirs one after the other.
-///
-/// # Safety
-/// - Rows of b *in-bounds* for `dims`, and aligned as `dims.access` says; n not 0.
-#[inline(always)]
-pub unsafe fn begin<T: Operand>(
-    b_row: impl Fn(u32) -> *const T,
-    dims: &MatmulDims,
-    col_block: u32,
-    cols: u32,
-    bytes: u32,
-) {
-    let prefetch = || {
-        let (cols, member) = (cols * (WARPS >> dims.split_log2), thread::thread_idx_x());
-        if member < cols && dims.access & B_IN_PIECES != 0 {
-            let row = b_row((col_block * cols + member).min(dims.n - 1));
-            // SAFETY: whole pieces of a row that exists.
-            unsafe { global::prefetch_l2(row, (dims.k / T::PER_PIECE * 16).min(bytes)) };
-        }
-    };
-    grid::begin_early(prefetch, dims.access & NEXT_MAY_START != 0);
 }
 
 /// Calls `finish(row, col, [sum, next])` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the

@@ -1,6 +1,7 @@
 //! Parts that kernels share.
 
 pub mod activation;
+pub mod early;
 pub mod epilogue;
 pub mod gemv;
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]

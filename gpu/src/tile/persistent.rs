@@ -56,10 +56,12 @@
 //!   130 µs, and nothing of more. Where many are idle it took longer: `next_may_start` in `host/src/ops/matmul/select.rs`. Elsewhere it cost time:
 //!   attention of 512 tokens 1 to 3 %, and where a merge follows attention of few queries 4 %. A kernel waits for the one ahead (`griddepcontrol.wait`) behind
 //!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 32 × 6144 × 2560 11.5 instead of 11.8.
-//! - Its first boxes of b brought to L2 before that wait (`cp.async.bulk.prefetch.tensor`): 2 or 4 boxes nothing, 6 to 12 up to 10 % longer, tiles that share
-//!   k by four 20 %. TMA takes one box after the other, and blocks have little time before what is ahead ends. By rows, 128 to 1024 bytes of each
-//!   (`cp.async.bulk.prefetch.L2`, as `gemv` does; H100): 64 × 4096 × 4096 13.6 instead of 14.1, 128 × 16384 × 4096 49.7 instead of 50.4, but 2048 × 1536 × 2048 and the
-//!   decode step of 32 sequences of Qwen3-0.6B 2 % longer, tiles that share k by four 4 %.
+//! - The first bytes of b brought to L2 before that wait ([`early`](super::early)): one row of tiles gains 2 %, more rows lose as much (2048 × 1536 × 2048).
+//! - Of one row of tiles, on an H100 (128 × 16384 × 4096, 50.2 µs): a block to each tile, three stages of the six, and so room for the next launch's block beside it:
+//!   55 µs, by a thread that loads as by consumers that do it themselves. More bytes on their way to L2 some steps ahead (`prefetch.global.L2`) cost 4 µs more. Four
+//!   or five stages instead of six, persistent: 50.4 to 50.9. A probe that loads the same boxes and multiplies nothing takes 45 µs from 3 to 7 stages on, 47.7 if
+//!   each step holds its stage as long as its products take, and 44.3 is what ordinary loads of b alone take: the rest is a launch, the roles and the end of a tile.
+//!   With six stages 24 of the multiprocessors, always the same, end a fifth earlier than the others there; with four all end together, and not earlier.
 //! - Every other band from its last column on, whose b is what L2 has (H100, three runs in turn): 4096³ 196 µs, and 198 so; 8192³ 1.52 ms either way.
 //! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
 //!   0.8 to the end, 0.4 to the next launch. Without a's loads 37.5: between first and last bytes b comes at 4.4 TB/s, so what is left is the 2.4 and that blocks do not
@@ -92,6 +94,7 @@ use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{cluster, fence, grid, mbarrier, registers, shared, thread, tma, warp};
 
+use super::early::Weights;
 use super::epilogue::Epilogue;
 use super::operand::Sum;
 use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, Rounded, multiply_stages, store_pairs};
@@ -99,9 +102,12 @@ use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, Rounded, multiply
 /// Rows of tiles in a band.
 const BAND: u32 = 16;
 
+/// Bytes of each row of b that a block of one row of tiles brings to L2 at first: see [`early`](super::early).
+const EARLY_BYTES: u32 = 1024;
+
 /// The tensor maps of a launch.
 #[derive(Clone, Copy)]
-pub struct Maps {
+pub struct Maps<T> {
     /// a in boxes of a block's share of the rows, or, where it has them for itself, of those that there are.
     pub a: *const TensorMap,
     /// b in the same way; if the product is gated, the gate in boxes of half a tile.
@@ -110,6 +116,8 @@ pub struct Maps {
     pub up: *const TensorMap,
     /// out in boxes of [`WGMMA_OUT_ROWS`] × 64.
     pub out: *const TensorMap,
+    /// What the maps of b and up are of.
+    pub weights: Weights<T>,
 }
 
 /// A walk over the tiles of clusters: in bands of rows, those above each other first.
@@ -165,7 +173,7 @@ pub unsafe fn multiply<
     const CLUSTER: u32,
     const SHARES_A: bool,
 >(
-    maps: Maps,
+    maps: Maps<T>,
     end: Epilogue<'_, B, O>,
     promotes: bool,
     results: impl Results<S, SUMS>,
@@ -223,6 +231,13 @@ pub unsafe fn multiply<
             cluster::arrive_relaxed();
             cluster::wait();
         }
+    }
+    if CLUSTER == 1 && dims.m <= BM && dims.access & NEXT_MAY_START != 0 {
+        let rows = if gated { BN / 2 } else { BN };
+        // SAFETY: of the block's first tile, which exists; the tensor map has found whole pieces — who calls.
+        unsafe {
+            maps.weights.to_l2(dims, gated, (thread::block_idx_x() * rows, BN), 0, EARLY_BYTES, 4 * consumers)
+        };
     }
     grid::wait();
     // Blocks of a cluster, and this one's place among them.

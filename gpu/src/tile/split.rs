@@ -17,7 +17,8 @@
 //!   steps before the end. The receiver waits for the bytes alone. Reading from the other blocks behind a barrier of the cluster took longer: its
 //!   release is a `MEMBAR.ALL.GPU`, and the loads come one way after the other (64 × 4096 × 4096 13.0 instead of 12.6 µs, 32 rows of 2560 × 4096 8.7
 //!   instead of 8.2, 2560 × 9728 15.7 instead of 15.2, in three runs in turn). A place of its own for what comes, and a stage fewer: 14.4.
-//! - By two the next launch may start early: 64 × 4096 × 4096 11.0 instead of 11.4 µs. By four, beside whose blocks there is room for others, it may not:
+//! - By two the next launch may start early: 64 × 4096 × 4096 11.0 instead of 11.4 µs, and then it has brought its first bytes of b to L2 before this one has
+//!   ended ([`early`](super::early)). By four, beside whose blocks there is room for others, it may not:
 //!   `next_may_start` in `host/src/ops/matmul/select.rs`.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
 //! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it, and is not that of
@@ -73,6 +74,8 @@ use super::wgmma::{Place, ROW_BYTES, Results, Ring, multiply_stages, store_pairs
 const BM: u32 = 64;
 /// Warps of the consumer, of 16 rows each.
 const WARPS: u32 = 4;
+/// Bytes of each row of b that a block brings to L2 at first: see [`early`](super::early).
+const EARLY_BYTES: u32 = 512;
 /// Four sums of each lane of a warp.
 const QUAD_BYTES: u32 = 32 * 16;
 
@@ -93,7 +96,7 @@ pub unsafe fn multiply<
     const STAGES: u32,
     const CLUSTER: u32,
 >(
-    maps: Maps,
+    maps: Maps<T>,
     end: Epilogue<'_, B, O>,
     promotes: bool,
     results: impl Results<S, OWN>,
@@ -163,6 +166,9 @@ pub unsafe fn multiply<
             mbarrier::init(received, 1);
             mbarrier::fence_mbarrier_init();
             mbarrier::arrive_expect_tx(received, (CLUSTER - 1) * warps * part_bytes);
+        }
+        if dims.access & NEXT_MAY_START != 0 && first < last {
+            maps.weights.to_l2(dims, gated, (col, bn), first * bk, EARLY_BYTES, WARPS);
         }
         grid::wait();
         // Opaque, or LLVM makes two copies of the wait.

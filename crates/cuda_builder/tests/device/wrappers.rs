@@ -159,6 +159,7 @@ const BY_FLOOR: &[(&str, Arch, Instructions, Instructions)] = &[
         &[("griddepcontrol", 0), ("mov.u32", 0)],
         &[("griddepcontrol.wait", 1), ("griddepcontrol.launch_dependents", 1), ("mov.u32 %nctaid", 3)],
     ),
+    ("grid_near_end", Arch::Sm90a, &[("griddepcontrol", 0)], &[("griddepcontrol.launch_dependents", 1)]),
 ];
 
 /// What stands between two branches in `fixture/src/divergence.rs`.

@@ -18,11 +18,11 @@ use cuda_std::{grid, kernel, thread};
 
 use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
-use crate::tile::{gemv, simt};
+use crate::tile::{early, gemv, simt};
+#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+use crate::tile::{early::Weights, persistent, split};
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use crate::tile::{mma, stream};
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-use crate::tile::{persistent, split};
 
 /// Where this block's product finds its operands.
 #[derive(Clone, Copy)]
@@ -116,7 +116,7 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     // least two columns to a block.
     unsafe {
         let place = gemv::place_of_block::<ROWS>(x.dims);
-        gemv::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES);
+        early::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES);
         gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(x.a, x.dims),
             x.b_row(),
@@ -221,7 +221,7 @@ macro_rules! stream_entries {
        Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
         $(entry!($entry, $type, $out, 256, 2, |x, end| {
             let place = gemv::place_of_block::<$rows>(x.dims);
-            gemv::begin(x.b_row(), x.dims, place.1, $cols, stream::EARLY_BYTES);
+            early::begin(x.b_row(), x.dims, place.1, $cols, stream::early_bytes(x.dims));
             stream::multiply::<
                 $type,
                 $out,
@@ -286,8 +286,11 @@ macro_rules! wgmma_entries {
             bias: *const $type,
             residual: *const $out,
             out: *mut $out,
+            b_at: *const $type,
+            up_at: *const $type,
         ) {
-            let maps = persistent::Maps { a, b, up, out: out_map };
+            let weights = Weights { b: b_at, up: up_at };
+            let maps = persistent::Maps { a, b, up, out: out_map, weights };
             let end = Epilogue::new(bias, residual, out, &dims, &how);
             // SAFETY: threads, clusters and shared memory of the tile — Matmul::run.
             unsafe { wgmma_body!($tile, $type, $out, maps, end, $($value),*) }

@@ -24,9 +24,9 @@ use cuda_std::{global, grid, kernel, warp};
 use crate::tile::epilogue::{Epilogue, PLAIN};
 #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
 use crate::tile::mma;
-use crate::tile::{gemv, simt};
+use crate::tile::{early, gemv, simt};
 #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-use crate::tile::{persistent, split, wgmma};
+use crate::tile::{early::Weights, persistent, split, wgmma};
 
 /// An exact sum, scaled; every step is rounded, none is fused.
 #[inline(always)]
@@ -111,7 +111,7 @@ unsafe fn few_rows<
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
         let place = gemv::place_of_block::<ROWS>(dims);
-        gemv::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES);
+        early::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES);
         gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(a, dims),
             simt::rows_of_b(b, dims),
@@ -369,8 +369,10 @@ macro_rules! wgmma_entries {
             b_scale: *const f32,
             bias: *const $out,
             out: *mut $out,
+            b_at: *const i8,
         ) {
-            let maps = persistent::Maps { a, b, up: b, out: out_map };
+            let weights = Weights { b: b_at, up: b_at };
+            let maps = persistent::Maps { a, b, up: b, out: out_map, weights };
             let end = Epilogue::new(bias, core::ptr::null(), out, &dims, &PLAIN);
             let results = Scaled { a_scale, b_scale, end };
             // SAFETY: threads, clusters and shared memory of the tile; scales of the rows and columns — MatmulI8::run.

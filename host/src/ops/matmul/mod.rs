@@ -446,6 +446,8 @@ impl Matmul {
             optional(bias.as_ref()),
             residual(args),
             out.into(),
+            (*b).into(),
+            up.unwrap_or(*b).into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.

@@ -285,6 +285,7 @@ impl MatmulI8 {
             (*b_scale).into(),
             optional(bias.as_ref()),
             out.into(),
+            (*qb).into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
         // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
