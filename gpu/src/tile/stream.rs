@@ -22,9 +22,8 @@
 //!   neighbours in memory: no `ldmatrix`, no staging.
 //! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
 //!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
-//! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). The next kernel may start when all blocks have
-//!   multiplied: 16 × 4096 × 4096 13.3 µs without both, 13.1 with this alone, 12.4 with both (H100). From the start on it may not, since its blocks
-//!   then go where there is room first, and no longer evenly: 5 % longer.
+//! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). Where all multiprocessors are full the next kernel may start
+//!   when all blocks have multiplied: 16 × 4096 × 4096 13.3 µs without both, 13.1 with this alone, 12.4 with both (H100).
 //!
 //! # What was tried, on an H200
 //!
@@ -40,7 +39,7 @@
 //! - A single row: ordinary arithmetic is faster by a tenth (4096 × 4096 9.8 µs, here 10.8).
 //! - Bounds: memory from some 20 MB on; below that a launch and two trips to memory.
 
-use abi::ops::matmul::{MatmulDims, STREAM_BK, THREADS, WARPS};
+use abi::ops::matmul::{MatmulDims, NEXT_MAY_START, STREAM_BK, THREADS, WARPS};
 use cuda_std::cvt::Element;
 use cuda_std::{global, grid, shared, thread, warp};
 
@@ -52,9 +51,10 @@ const STEP: u32 = 64;
 const STEPS: usize = (STREAM_BK / STEP) as usize;
 
 /// Bytes of each row of b that a block brings to L2 at first, see [`early`](super::early): what its warps load first.
+/// Where blocks come as those of the kernel ahead end, of what that leaves room for 512.
 #[inline(always)]
 pub fn early_bytes(dims: &MatmulDims) -> u32 {
-    (2 * STREAM_BK) << dims.split_log2
+    if dims.access & NEXT_MAY_START != 0 { (2 * STREAM_BK) << dims.split_log2 } else { 512 }
 }
 
 /// Where the sum of a row and column lies among those of a warp of `cols` columns.
@@ -130,7 +130,9 @@ pub unsafe fn multiply<
         k += parts * STREAM_BK;
     }
 
-    grid::near_end();
+    if dims.access & NEXT_MAY_START != 0 {
+        grid::near_end();
+    }
     let (base, warp_bytes) = (shared::base(), rows * cols * 4);
     // SAFETY: each warp stores sums in its own words, and they are read after the barrier.
     unsafe {

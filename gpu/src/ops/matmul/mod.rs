@@ -12,7 +12,7 @@
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
 
-use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
+use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{grid, kernel, thread};
 
@@ -116,7 +116,8 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     // least two columns to a block.
     unsafe {
         let place = gemv::place_of_block::<ROWS>(x.dims);
-        early::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES);
+        let next_may_start = x.dims.access & NEXT_MAY_START != 0;
+        early::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES, next_may_start);
         gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(x.a, x.dims),
             x.b_row(),
@@ -221,7 +222,7 @@ macro_rules! stream_entries {
        Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
         $(entry!($entry, $type, $out, 256, 2, |x, end| {
             let place = gemv::place_of_block::<$rows>(x.dims);
-            early::begin(x.b_row(), x.dims, place.1, $cols, stream::early_bytes(x.dims));
+            early::begin(x.b_row(), x.dims, place.1, $cols, stream::early_bytes(x.dims), false);
             stream::multiply::<
                 $type,
                 $out,

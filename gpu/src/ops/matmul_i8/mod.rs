@@ -16,7 +16,7 @@
 
 pub mod quantize;
 
-use abi::ops::matmul::MatmulDims;
+use abi::ops::matmul::{MatmulDims, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, warp};
 
@@ -111,7 +111,8 @@ unsafe fn few_rows<
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
         let place = gemv::place_of_block::<ROWS>(dims);
-        early::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES);
+        let next_may_start = dims.access & NEXT_MAY_START != 0;
+        early::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES, next_may_start);
         gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(a, dims),
             simt::rows_of_b(b, dims),

@@ -243,13 +243,15 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
 /// Beside others, on multiprocessors that are not, its blocks go where there is room first, and no longer evenly: two multiprocessors share a way to L2,
 /// and 102 tiles of 192 columns, 128 rows × 19456 × 2560, take 32.7 µs behind each other so and 31.4 otherwise; tiles that share k by four,
 /// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096); one row of 2560 × 9728, 320 blocks of `Gemv`, 21.3 instead of 18.8 (H100). Where it may,
-/// 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096 40.2 instead of 41.0, one row of 6144 × 2560 9.13 instead of 9.26. Of `Stream` 16 × 4096 ×
-/// 4096 takes 11.4 if it may, and before it was tried 10.8.
+/// 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096 40.2 instead of 41.0, one row of 6144 × 2560 9.13 instead of 9.26. `Stream` lets it start when all
+/// blocks have multiplied: 16 × 4096 × 4096 10.7 instead of 11.3, and 8 × 6144 × 2560, 192 blocks, 10.1 instead of 9.05 (not chosen); from its beginning on
+/// 16 rows take 11.4. When tiles that share k by four have multiplied, 32 × 2560 × 4096 takes 10.8 instead of 9.95, and 128 rows 15.9 instead of 13.1 (H100).
 pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sms: u32) -> u32 {
     // Of a multiprocessor of Hopper: the tiles for Ampere launch nothing early.
     const HALF_OF_SMEM: u32 = 114 << 10;
     let of_multiprocessor = match tile {
         MatmulTile::Gemv { rows: 1, .. } => 4,
+        MatmulTile::Stream { rows: ..=16, .. } => 2,
         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } if tile.smem_bytes(dtype) > HALF_OF_SMEM => 1,
         _ => return 0,
     };
@@ -508,6 +510,7 @@ mod tests {
     #[test]
     fn next_starts_early_behind_full_multiprocessors() {
         let gemv = |rows, cols| MatmulTile::Gemv { rows, cols, unroll: 4 };
+        let stream = |rows| MatmulTile::Stream { rows, cols: 16, lanes: 8, unroll: 2 };
         let wgmma =
             |bn, stages| MatmulTile::Wgmma { bm: 128, bn, threads: 384, stages, cluster: 1, shares_a: false };
         for (tile, blocks, may) in [
@@ -515,6 +518,9 @@ mod tests {
             (gemv(1, 1), 463, false),
             (gemv(1, 1), u64::MAX, true),
             (gemv(2, 1), 528, false),
+            (stream(16), 232, true),
+            (stream(16), 231, false),
+            (stream(32), 264, false),
             (wgmma(128, 6), 116, true),
             (wgmma(128, 6), 115, false),
             (wgmma(64, 2), 132, false),
