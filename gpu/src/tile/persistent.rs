@@ -62,6 +62,10 @@
 //!   or five stages instead of six, persistent: 50.4 to 50.9. A probe that loads the same boxes and multiplies nothing takes 45 µs from 3 to 7 stages on, 47.7 if
 //!   each step holds its stage as long as its products take, and 44.3 is what ordinary loads of b alone take: the rest is a launch, the roles and the end of a tile.
 //!   With six stages 24 of the multiprocessors, always the same, end a fifth earlier than the others there; with four all end together, and not earlier.
+//!   On an H200, where this takes 40.4: ordinary loads of b 31.9, boxes of b 34.2 (32.8 if their maps promote to 128 bytes in L2 and not to 256; on the H100 it is 47.6 instead
+//!   of 45.9), boxes of both 34.7, and 32.2 where each 16 KiB of b lie together in memory, which this library's weights do not.
+//! - Maps that promote to 128 bytes, on an H200: this 38.9 instead of 40.0, with GELU 41.4 and 41.2, with SiLU 39.2 and 40.9, others from 3 % less to 4 % more: nothing that is
+//!   sure.
 //! - Every other band from its last column on, whose b is what L2 has (H100, three runs in turn): 4096³ 196 µs, and 198 so; 8192³ 1.52 ms either way.
 //! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
 //!   0.8 to the end, 0.4 to the next launch. Without a's loads 37.5: between first and last bytes b comes at 4.4 TB/s, so what is left is the 2.4 and that blocks do not
