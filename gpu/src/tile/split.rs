@@ -153,7 +153,7 @@ pub unsafe fn multiply<
     let mut ring = Ring::<STAGES>::START;
     let mut step = first;
     // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no load
-    // fills are nobody else's.
+    // fills are nobody else's. What is brought to L2 begins at a step of this block's, inside a row.
     unsafe {
         if thread == 0 {
             let mut stage = 0;
