@@ -1,5 +1,6 @@
 //! The shape of the source tree, as ARCHITECTURE describes it: one operator, one name, one path in each crate.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -71,6 +72,90 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             found.push(path);
         }
+    }
+}
+
+/// The words behind each `crate::` or `super::` of a file's code, that of its tests left out.
+fn uses(text: &str, root: &str) -> Vec<String> {
+    let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let word = |text: &str| text.chars().take_while(|&c| is_word(c)).collect::<String>();
+    let mut found = Vec::new();
+    for rest in code.split(root).skip(1) {
+        match rest.strip_prefix('{') {
+            Some(list) => {
+                let list = list.split('}').next().unwrap_or_default();
+                found.extend(list.split(',').map(|name| word(name.trim_start())));
+            }
+            None => found.push(word(rest)),
+        }
+    }
+    found
+}
+
+/// What can be reached from `from` by these arrows.
+fn reached<'a>(arrows: &'a BTreeMap<String, BTreeSet<String>>, from: &'a str) -> BTreeSet<&'a str> {
+    let (mut found, mut open) = (BTreeSet::new(), vec![from]);
+    while let Some(next) = open.pop() {
+        for to in arrows.get(next).into_iter().flatten() {
+            if found.insert(to.as_str()) {
+                open.push(to);
+            }
+        }
+    }
+    found
+}
+
+/// In `host` a file looks down only, but for devices and streams: a device makes streams, and a stream knows its device.
+#[test]
+fn the_host_core_has_one_circle() {
+    let root = workspace_root().join("host/src");
+    let upper = ["lib", "models", "ops"];
+    let mut core: Vec<String> =
+        names("host/src").into_iter().filter(|name| !upper.contains(&name.as_str())).collect();
+    // It stands in for `cuda`.
+    core.retain(|name| name != "no_cuda");
+    let mut arrows = BTreeMap::<String, BTreeSet<String>>::new();
+    for module in &core {
+        let mut files = Vec::new();
+        match root.join(module) {
+            folder if folder.is_dir() => sources(&folder, &mut files),
+            _ => {}
+        }
+        files.extend(Some(root.join(format!("{module}.rs"))).filter(|file| file.is_file()));
+        files.extend(Some(root.join("no_cuda.rs")).filter(|_| module == "cuda"));
+        files.retain(|file| !file.ends_with("tests.rs"));
+        assert!(!files.is_empty(), "{module}");
+        for file in files {
+            let text = fs::read_to_string(&file).expect("a source file");
+            for used in uses(&text, "crate::") {
+                assert!(
+                    core.contains(&used) || (module, used.as_str()) == (&"error".into(), "models"),
+                    "{module} uses {used}"
+                );
+                if used != *module {
+                    arrows.entry(module.clone()).or_default().insert(used);
+                }
+            }
+        }
+    }
+    let in_circles: Vec<&String> =
+        core.iter().filter(|module| reached(&arrows, module).contains(module.as_str())).collect();
+    assert_eq!(in_circles, ["device", "stream"], "{arrows:?}");
+
+    let mut arrows = BTreeMap::<String, BTreeSet<String>>::new();
+    let files = names("host/src/cuda");
+    for file in files.iter().filter(|file| *file != "mod") {
+        let text = fs::read_to_string(root.join(format!("cuda/{file}.rs"))).expect("a source file");
+        arrows.insert(
+            file.clone(),
+            uses(&text, "super::").into_iter().filter(|name| files.contains(name)).collect(),
+        );
+    }
+    assert!(arrows["stream"].contains("recording"), "{arrows:?}");
+    for file in arrows.keys() {
+        assert!(!reached(&arrows, file).contains(file.as_str()), "{file}: {arrows:?}");
     }
 }
 

@@ -1,6 +1,5 @@
 //! Devices: the CPU, a CUDA card with the images that it can run, or a simulated card.
 
-use std::alloc::Layout;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
@@ -8,178 +7,23 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use abi::Arch;
 
+use crate::backing::HostMemory;
+use crate::cuda;
 use crate::error::Error;
 use crate::images::{self, Image};
-use crate::launch::Entry;
-use crate::memory::{Backing, Pool};
+use crate::memory::Pool;
+use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
-use crate::stream::{Queue, Stream};
+use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
 
-#[cfg(feature = "cuda")]
-#[path = "device/cuda/mod.rs"]
-pub(crate) mod cuda;
-#[cfg(not(feature = "cuda"))]
-#[path = "device/no_cuda.rs"]
-pub(crate) mod cuda;
-
-/// Where a tensor's memory is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// The host's memory.
-    Cpu,
-    /// The memory of the CUDA device with this ordinal.
-    Cuda(u32),
-    /// The memory of a simulated card; the number tells them apart.
-    Simulated(u32),
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Cpu => f.write_str("the CPU"),
-            Place::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
-            Place::Simulated(number) => write!(f, "simulated:{number}"),
-        }
-    }
-}
-
-/// How much of the hardware a plan may use: a bound on the choice of kernels, not a change of results' meaning.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum OptLevel {
-    /// Portable SIMT kernels: the sm_61 floor.
-    Basic,
-    /// Tensor cores through `mma.sync`: the sm_80 floor.
-    Medium,
-    /// Everything the chip has.
-    #[default]
-    High,
-}
-
-impl OptLevel {
-    /// The newest floor whose kernels this level takes.
-    pub const fn max_floor(self) -> Arch {
-        match self {
-            OptLevel::Basic => Arch::Sm61,
-            OptLevel::Medium => Arch::Sm80,
-            OptLevel::High => Arch::Sm90a,
-        }
-    }
-}
-
-impl std::str::FromStr for OptLevel {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "basic" => Ok(OptLevel::Basic),
-            "medium" => Ok(OptLevel::Medium),
-            "high" => Ok(OptLevel::High),
-            other => Err(format!("unknown level {other:?}: expected basic, medium or high")),
-        }
-    }
-}
-
-/// What the hardware is.
-#[derive(Clone, Debug, PartialEq)]
-pub struct HardwareProfile {
-    /// The device's name.
-    pub name: String,
-    /// Where its memory is.
-    pub place: Place,
-    /// Major and minor number of the compute capability; none on a CPU.
-    pub compute_capability: Option<(u32, u32)>,
-    /// Where the card is on the PCI bus, `domain:bus:device.function` in hexadecimal, as nvidia-smi and NVML name it; none on
-    /// a CPU.
-    pub pci_bus_id: Option<String>,
-    /// Which matrix units the chip has.
-    pub tensor_cores: TensorCores,
-    /// Streaming multiprocessors, or the CPU's hardware threads.
-    pub num_sms: u32,
-    /// Bytes of memory; 0 where unknown.
-    pub memory_bytes: usize,
-    /// Bytes of L2 cache; 0 where unknown.
-    pub l2_bytes: usize,
-    /// Most shared memory of a block, in bytes.
-    pub smem_per_block_bytes: u32,
-    /// Shared memory of a multiprocessor, in bytes.
-    pub smem_per_sm_bytes: u32,
-    /// 32-bit registers of a multiprocessor.
-    pub registers_per_sm: u32,
-    /// Most threads of a multiprocessor.
-    pub threads_per_sm: u32,
-    /// Peak memory bandwidth by the clock and bus width that the driver reports, in bytes per second; 0 where unknown.
-    pub memory_bandwidth: f64,
-    /// CUDA version that the driver supports.
-    pub driver: Option<(u32, u32)>,
-}
-
-/// The generation of a chip's matrix units.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TensorCores {
-    /// None.
-    None,
-    /// Volta and Turing: f16.
-    Gen1To2,
-    /// Ampere: bf16, tf32, `mma.sync` as the sm_80 floor uses it.
-    Gen3,
-    /// Ada: with fp8.
-    Gen4Ada,
-    /// Hopper: `wgmma`.
-    Gen4Hopper,
-    /// Blackwell.
-    Gen5,
-}
-
-impl TensorCores {
-    /// The generation of a compute capability.
-    pub const fn of(major: u32, minor: u32) -> Self {
-        match (major, minor) {
-            (7, _) => TensorCores::Gen1To2,
-            (8, 9) => TensorCores::Gen4Ada,
-            (8, _) => TensorCores::Gen3,
-            (9, _) => TensorCores::Gen4Hopper,
-            (10.., _) => TensorCores::Gen5,
-            _ => TensorCores::None,
-        }
-    }
-}
+pub use crate::profile::{DeviceLimits, HardwareProfile, OptLevel, Place, TensorCores};
 
 impl HardwareProfile {
     /// The profile of the first CUDA device if there is one, else of the CPU. Needs no images.
     pub fn detect() -> Self {
         cuda::detect(0).unwrap_or_else(|_| Self::cpu())
     }
-
-    fn cpu() -> Self {
-        let num_threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
-        HardwareProfile {
-            name: format!("CPU with {num_threads} threads"),
-            place: Place::Cpu,
-            compute_capability: None,
-            pci_bus_id: None,
-            tensor_cores: TensorCores::None,
-            num_sms: num_threads,
-            memory_bytes: 0,
-            l2_bytes: 0,
-            smem_per_block_bytes: 0,
-            smem_per_sm_bytes: 0,
-            registers_per_sm: 0,
-            threads_per_sm: 1,
-            memory_bandwidth: 0.0,
-            driver: None,
-        }
-    }
-}
-
-/// What `select` knows of a device: pure data, so that choices can be tested without one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceLimits {
-    /// The newest floor whose kernels may be chosen: what the card runs, bounded by the [`OptLevel`].
-    pub floor: Arch,
-    /// Streaming multiprocessors.
-    pub num_sms: u32,
-    /// Most shared memory of a block, in bytes.
-    pub smem_per_block_bytes: u32,
 }
 
 /// A device to plan and run on: the CPU, a CUDA card, or a simulated one. Cheap to clone.
@@ -197,7 +41,8 @@ struct Shared {
     profile: HardwareProfile,
 }
 
-enum Backend {
+/// What runs a device's work.
+pub(crate) enum Backend {
     Cpu,
     Cuda(Arc<cuda::Context>, cuda::Modules),
     Simulated(Arc<dyn Simulator>),
@@ -313,12 +158,22 @@ impl Device {
         &self.shared.pool
     }
 
+    /// What runs its work.
+    pub(crate) fn backend(&self) -> &Backend {
+        &self.shared.backend
+    }
+
+    /// The floor whose images are loaded.
+    pub(crate) fn arch(&self) -> Arch {
+        self.arch
+    }
+
     /// A new stream.
     pub fn stream(&self) -> Result<Stream, Error> {
         let queue = match &self.shared.backend {
             Backend::Cpu => Queue::Cpu,
             Backend::Cuda(context, _) => Queue::Cuda(Arc::new(cuda::Stream::new(context.clone())?)),
-            Backend::Simulated(simulator) => Queue::Simulated(simulator.clone()),
+            Backend::Simulated(simulator) => Queue::Simulated(simulator.clone(), self.place()),
         };
         Ok(Stream::new(self.clone(), queue))
     }
@@ -367,84 +222,10 @@ impl Device {
             }
         }
     }
-
-    /// The kernel `entry` of an operator family, its image loaded if it was not yet, ready for `smem_bytes` of dynamic
-    /// shared memory.
-    pub(crate) fn entry(
-        &self,
-        family: &'static str,
-        entry: &'static str,
-        smem_bytes: u32,
-    ) -> Result<Entry, Error> {
-        match &self.shared.backend {
-            Backend::Cpu => Err(Error::Unsupported {
-                op: family,
-                device: self.describe(),
-                reason: "the CPU has no kernels to load".into(),
-            }),
-            Backend::Cuda(_, modules) => modules.entry(family, self.arch, entry, smem_bytes),
-            Backend::Simulated(simulator) if simulator.has_kernel(entry) => {
-                Ok(Entry::simulated(entry, smem_bytes, simulator.clone(), self.arch))
-            }
-            Backend::Simulated(_) => Err(Error::Unsupported {
-                op: family,
-                device: self.describe(),
-                reason: format!("the simulator has no kernel {entry}"),
-            }),
-        }
-    }
 }
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Device({}, {:?})", self.describe(), self.level)
-    }
-}
-
-/// The host's allocator behind the pool.
-#[derive(Debug)]
-struct HostMemory;
-
-impl HostMemory {
-    /// Cache lines and vector registers divide it; the same as the pool promises on a card.
-    const ALIGN: usize = 256;
-
-    /// What is asked of the system for a block: at its alignment, since only there it hands out fresh zeroed pages without
-    /// touching them, and with room to align the block and to remember where the allocation starts.
-    fn layout(bytes: usize) -> Option<Layout> {
-        Layout::from_size_align(bytes.checked_add(Self::ALIGN + size_of::<usize>())?, align_of::<usize>())
-            .ok()
-    }
-}
-
-impl Backing for HostMemory {
-    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
-        let Some(layout) = Self::layout(bytes) else { return Ok(None) };
-        // Zeroed, since a slice of uninitialised memory would be undefined behaviour; the system's fresh pages are zero
-        // anyway.
-        // SAFETY: the pool asks for at least one byte.
-        let start = unsafe { std::alloc::alloc_zeroed(layout) };
-        if start.is_null() {
-            return Ok(None);
-        }
-        let block = (start as usize + size_of::<usize>()).next_multiple_of(Self::ALIGN);
-        // SAFETY: in front of the block there is room for one usize, aligned as ALIGN is a multiple of its size.
-        unsafe { (block as *mut usize).sub(1).write(start as usize) };
-        Ok(Some(block as u64))
-    }
-
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
-        for &(address, bytes) in blocks {
-            if let Some(layout) = Self::layout(bytes) {
-                // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the caller
-                // gives it back once.
-                unsafe { std::alloc::dealloc((address as *const usize).sub(1).read() as *mut u8, layout) };
-            }
-        }
-        Ok(true)
-    }
-
-    fn report(&self) -> (usize, usize, String) {
-        (0, 0, "the CPU".into())
     }
 }

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::num::Saturating;
 
-use crate::device::{Device, HardwareProfile};
+use crate::device::Device;
 use crate::error::Error;
-use crate::launch::{Entry, Resources};
+use crate::launch::Entry;
+use crate::profile::{HardwareProfile, Resources};
 use crate::stream::Stream;
 
 /// A planned operator: what was chosen, ready to run.

@@ -5,71 +5,77 @@ use std::sync::Arc;
 
 use abi::Arch;
 
-use crate::device::cuda;
+use crate::cuda;
+use crate::device::{Backend, Device};
 use crate::error::Error;
+use crate::param::MAX_PARAMS;
+use crate::profile::{Place, Resources};
+use crate::queue::Queue;
 use crate::simulator::{Launch, Simulator};
-use crate::stream::{Queue, Stream};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::stream::Stream;
 
-/// What a kernel takes of a multiprocessor, as the driver reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resources {
-    /// 32-bit registers per thread.
-    pub registers: u32,
-    /// Local memory per thread in bytes: not zero means spills.
-    pub local_bytes: u32,
-    /// Most threads of a block that it can be launched with.
-    pub max_threads: u32,
-    /// Shared memory of a block in bytes, static and dynamic.
-    pub smem_bytes: u32,
-}
+pub(crate) use crate::param::Param;
 
 /// A kernel that is loaded and ready to be launched.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
-    name: &'static str,
+    kernel: Arc<Kernel>,
     dynamic_smem_bytes: u32,
     /// Blocks of a cluster in x; 1 without clusters.
     cluster: u32,
     /// Clusters that the device holds at a time; not known without clusters.
     clusters_at_a_time: u32,
-    kernel: Loaded,
+}
+
+/// What an [`Entry`] launches.
+#[derive(Debug)]
+struct Kernel {
+    /// The operator that it belongs to.
+    op: &'static str,
+    name: &'static str,
+    /// The card that it was loaded for.
+    place: Place,
+    code: Code,
 }
 
 /// Where the kernel is.
-#[derive(Clone, Debug)]
-enum Loaded {
+#[derive(Debug)]
+enum Code {
     Cuda(cuda::EntryHandle, Resources),
     Simulated(Arc<dyn Simulator>, Arch),
 }
 
+impl Device {
+    /// The kernel `entry` of an operator family, its image loaded if it was not yet, ready for `smem_bytes` of dynamic
+    /// shared memory.
+    pub(crate) fn entry(
+        &self,
+        family: &'static str,
+        entry: &'static str,
+        smem_bytes: u32,
+    ) -> Result<Entry, Error> {
+        let refused = |reason| Error::Unsupported { op: family, device: self.describe(), reason };
+        let code = match self.backend() {
+            Backend::Cpu => return Err(refused("the CPU has no kernels to load".into())),
+            Backend::Cuda(_, modules) => {
+                let (handle, resources) = modules.entry(family, self.arch(), entry, smem_bytes)?;
+                Code::Cuda(handle, resources)
+            }
+            Backend::Simulated(simulator) if simulator.has_kernel(entry) => {
+                Code::Simulated(simulator.clone(), self.arch())
+            }
+            Backend::Simulated(_) => return Err(refused(format!("the simulator has no kernel {entry}"))),
+        };
+        let kernel = Arc::new(Kernel { op: family, name: entry, place: self.place(), code });
+        Ok(Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster: 1, clusters_at_a_time: 0 })
+    }
+}
+
 impl Entry {
-    // Unused in a build without CUDA, which has no `EntryHandle` to make one of.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
-    pub(crate) fn new(
-        name: &'static str,
-        resources: Resources,
-        dynamic_smem_bytes: u32,
-        handle: cuda::EntryHandle,
-    ) -> Self {
-        let kernel = Loaded::Cuda(handle, resources);
-        Entry { name, dynamic_smem_bytes, cluster: 1, clusters_at_a_time: 0, kernel }
-    }
-
-    pub(crate) fn simulated(
-        name: &'static str,
-        dynamic_smem_bytes: u32,
-        simulator: Arc<dyn Simulator>,
-        arch: Arch,
-    ) -> Self {
-        let kernel = Loaded::Simulated(simulator, arch);
-        Entry { name, dynamic_smem_bytes, cluster: 1, clusters_at_a_time: 0, kernel }
-    }
-
     /// The same kernel, launched in clusters of so many blocks of `threads` threads in x, which divide every grid.
     pub(crate) fn in_clusters(self, cluster: u32, threads: u32, num_sms: u32) -> Self {
-        let asked = match &self.kernel {
-            Loaded::Cuda(handle, _) if cluster > 1 => {
+        let asked = match &self.kernel.code {
+            Code::Cuda(handle, _) if cluster > 1 => {
                 handle.clusters_at_a_time(threads, self.dynamic_smem_bytes, cluster).ok()
             }
             _ => None,
@@ -84,22 +90,22 @@ impl Entry {
     }
 
     pub(crate) fn name(&self) -> &'static str {
-        self.name
+        self.kernel.name
     }
 
     /// What the driver reports of the kernel; none where it is simulated, since nothing allots registers there.
     pub(crate) fn resources(&self) -> Option<Resources> {
-        match &self.kernel {
-            Loaded::Cuda(_, resources) => Some(*resources),
-            Loaded::Simulated(..) => None,
+        match &self.kernel.code {
+            Code::Cuda(_, resources) => Some(*resources),
+            Code::Simulated(..) => None,
         }
     }
 
     /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known.
     pub(crate) fn blocks_per_sm(&self, threads: u32) -> Option<u32> {
-        match &self.kernel {
-            Loaded::Cuda(handle, _) => handle.blocks_per_sm(threads, self.dynamic_smem_bytes).ok(),
-            Loaded::Simulated(..) => None,
+        match &self.kernel.code {
+            Code::Cuda(handle, _) => handle.blocks_per_sm(threads, self.dynamic_smem_bytes).ok(),
+            Code::Simulated(..) => None,
         }
     }
 
@@ -118,17 +124,16 @@ impl Entry {
     ) -> Result<(), Error> {
         if params.len() > MAX_PARAMS {
             let expected = format!("at most {MAX_PARAMS} parameters");
-            return Err(Error::invalid(self.name, "params", expected, params.len().to_string()));
+            return Err(Error::invalid(self.kernel.name, "params", expected, params.len().to_string()));
         }
+        stream.expect_place(self.kernel.op, self.kernel.place)?;
         if grid.contains(&0) {
             return Ok(());
         }
-        let (handle, queue) = match (&self.kernel, stream.queue()) {
-            (Loaded::Cuda(handle, _), Queue::Cuda(queue)) if handle.is_of(queue) => (handle, queue),
-            (Loaded::Simulated(simulator, arch), Queue::Simulated(queue))
-                if Arc::ptr_eq(simulator, queue) =>
-            {
-                let (entry, smem_bytes) = (self.name, self.dynamic_smem_bytes);
+        let (handle, queue) = match (&self.kernel.code, stream.queue()) {
+            (Code::Cuda(handle, _), Queue::Cuda(queue)) => (handle, queue),
+            (Code::Simulated(simulator, arch), Queue::Simulated(..)) => {
+                let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
                 let cluster = self.cluster;
                 let launch = Launch { entry, arch: *arch, grid, block, cluster, smem_bytes, params };
                 // SAFETY: the caller's promise.
@@ -137,10 +142,8 @@ impl Entry {
                     Error::Simulation { entry, device, report }
                 });
             }
-            _ => {
-                let got = stream.device().describe();
-                return Err(Error::invalid(self.name, "stream", "a stream of the plan's device", got));
-            }
+            // Places that are equal are of one kind.
+            _ => return Err(stream.of_another(self.kernel.op, self.kernel.place)),
         };
         let mut pointers: [*mut c_void; MAX_PARAMS] = [std::ptr::null_mut(); MAX_PARAMS];
         for (pointer, param) in std::iter::zip(&mut pointers, params) {
@@ -153,65 +156,12 @@ impl Entry {
         unsafe { queue.launch(handle, grid, block, self.cluster, self.dynamic_smem_bytes, pointers) }.map_err(
             |failure| match failure {
                 cuda::LaunchFailure::Launch(source) => {
-                    let (entry, smem_bytes) = (self.name, self.dynamic_smem_bytes);
+                    let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
                     Error::Launch { entry, grid, block, smem_bytes, source }
                 }
                 cuda::LaunchFailure::Other(error) => error,
             },
         )
-    }
-}
-
-/// Most parameters of a kernel.
-const MAX_PARAMS: usize = 16;
-
-/// A parameter of a kernel.
-#[derive(Clone, Copy, Debug)]
-pub enum Param<'a> {
-    /// A device address; 0 for a tensor that is not there.
-    Address(u64),
-    /// A struct, passed by value.
-    Struct(&'a dyn abi::Params),
-}
-
-impl Param<'_> {
-    /// The address of an optional tensor: null if there is none.
-    pub(crate) fn optional(view: Option<&TensorViewMut<'_>>) -> Self {
-        Param::Address(view.map_or(0, |view| view.address()))
-    }
-
-    /// Where the parameter's value is: what `cuLaunchKernel` is given.
-    pub fn address(&self) -> *const c_void {
-        match self {
-            Param::Address(address) => (&raw const *address).cast(),
-            Param::Struct(value) => (&raw const **value).cast(),
-        }
-    }
-
-    /// Size of the parameter's value.
-    pub fn bytes(&self) -> usize {
-        match self {
-            Param::Address(address) => size_of_val(address),
-            Param::Struct(value) => size_of_val(*value),
-        }
-    }
-}
-
-impl From<TensorView<'_>> for Param<'_> {
-    fn from(view: TensorView<'_>) -> Self {
-        Param::Address(view.address())
-    }
-}
-
-impl From<&TensorViewMut<'_>> for Param<'_> {
-    fn from(view: &TensorViewMut<'_>) -> Self {
-        Param::Address(view.address())
-    }
-}
-
-impl<'a, P: abi::Params> From<&'a P> for Param<'a> {
-    fn from(value: &'a P) -> Self {
-        Param::Struct(value)
     }
 }
 

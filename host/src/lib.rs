@@ -1,8 +1,15 @@
 //! The host side of warpforge: devices, tensors, operators, models. The `warpforge` crate re-exports all of it, with a type
 //! around [`Device`] that has the device images; use that one.
 //!
-//! A call goes through these, each of which looks down only: [`models`] → [`ops`] → `launch` → [`device`].
+//! A call goes through these, each of which looks down only: [`models`] → [`ops`] → `kernel` → `launch` → `tensor` → [`device`] and
+//! `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
 
+mod backing;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+mod cuda;
 pub mod device;
 mod error;
 mod fp8;
@@ -13,18 +20,21 @@ mod memory;
 pub mod models;
 mod nvtx;
 pub mod ops;
+mod param;
+mod profile;
+mod queue;
 pub mod simulator;
 mod stream;
 mod tensor;
 mod tensor_map;
 
 pub use abi::{Arch, DType, UnknownArch};
-pub use device::{Device, DeviceLimits, HardwareProfile, OptLevel, Place, TensorCores};
+pub use device::Device;
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
 pub use images::{Image, NeededDriver, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
-pub use launch::Resources;
 pub use memory::{Pool, PoolStats};
+pub use profile::{DeviceLimits, HardwareProfile, OptLevel, Place, Resources, TensorCores};
 pub use stream::{Event, Graph, Stream};
 pub use tensor::{Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};

@@ -10,37 +10,11 @@
 //! [`Pool::trim`].
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::backing::Backing;
 use crate::error::Error;
-use crate::stream::{Queue, Stream};
-
-/// Where a pool's memory comes from: the host's allocator, a card or a simulator.
-pub(crate) trait Backing: Send + Sync + fmt::Debug {
-    /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
-    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
-
-    /// Waits for all work of the device, then gives blocks back: address and size each. False, with nothing done, if a
-    /// graph is being recorded: the device cannot be waited for then.
-    ///
-    /// # Safety
-    /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
-
-    /// Takes over the free blocks of a pool that ends while a graph is being recorded.
-    ///
-    /// # Safety
-    /// As for [`Backing::release`].
-    unsafe fn take_over(&self, _blocks: &[(u64, usize)]) {}
-
-    /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has no
-    /// user any more.
-    fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
-
-    /// Free and total bytes, and the device's name.
-    fn report(&self) -> (usize, usize, String);
-}
+use crate::queue::Queue;
 
 /// What a pool holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,9 +75,9 @@ impl Block {
         self.address
     }
 
-    /// The memory goes back in this stream's order. Whoever used it before has been waited for by that stream.
-    pub(crate) fn give_to(&mut self, stream: &Stream) {
-        self.queue = stream.queue().clone();
+    /// The memory goes back in this queue's order. Whoever used it before has been waited for by that queue.
+    pub(crate) fn give_to(&mut self, queue: &Queue) {
+        self.queue = queue.clone();
     }
 }
 
@@ -148,23 +122,18 @@ impl Pool {
         self.lock().stats
     }
 
-    /// Memory for use in `stream`'s order.
-    pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, stream: &Stream) -> Result<Block, Error> {
+    /// Memory for use in `queue`'s order.
+    pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, queue: &Queue) -> Result<Block, Error> {
         let class = size_class(bytes);
-        let block = |address| Block {
-            address,
-            requested: bytes,
-            class,
-            queue: stream.queue().clone(),
-            pool: self.clone(),
-        };
+        let block =
+            |address| Block { address, requested: bytes, class, queue: queue.clone(), pool: self.clone() };
         if class == 0 {
             return Ok(block(0));
         }
         let mut state = self.lock();
-        let address = match state.take(class, stream) {
+        let address = match state.take(class, queue) {
             Some(free) => {
-                if let Err(error) = stream.queue().follow(&free.queue) {
+                if let Err(error) = queue.follow(&free.queue) {
                     state.free.entry(class).or_default().push(free);
                     return Err(error);
                 }
@@ -258,9 +227,9 @@ impl Pool {
 impl State {
     /// A free block of the class: one of this stream if there is one, else the one that was given back first, of those whose stream is
     /// not being recorded: who waited for that would be recorded too.
-    fn take(&mut self, class: usize, stream: &Stream) -> Option<FreeBlock> {
+    fn take(&mut self, class: usize, queue: &Queue) -> Option<FreeBlock> {
         let blocks = self.free.get_mut(&class)?;
-        let own = blocks.iter().rposition(|block| block.queue == *stream.queue());
+        let own = blocks.iter().rposition(|block| block.queue == *queue);
         let index =
             own.or_else(|| blocks.iter().position(|block| matches!(block.queue.is_recorded(), Ok(false))))?;
         Some(blocks.remove(index))
@@ -366,10 +335,10 @@ mod tests {
         }
     }
 
-    fn pool(capacity: usize) -> (Arc<Ledger>, Arc<Pool>, Stream) {
+    fn pool(capacity: usize) -> (Arc<Ledger>, Arc<Pool>, Queue) {
         let ledger = Ledger::new(capacity);
         let pool = Pool::new(Box::new(ledger.clone()));
-        (ledger, pool, Device::cpu().stream().unwrap())
+        (ledger, pool, Queue::Cpu)
     }
 
     #[test]
@@ -443,7 +412,7 @@ mod tests {
     fn run_sequence(
         choices: impl Iterator<Item = (usize, usize)>,
         max_live: usize,
-        (ledger, pool, stream): (&Ledger, &Arc<Pool>, &Stream),
+        (ledger, pool, stream): (&Ledger, &Arc<Pool>, &Queue),
     ) -> Result<(), TestCaseError> {
         let mut live: Vec<(Block, usize)> = Vec::new();
         let mut expected = PoolStats::default();

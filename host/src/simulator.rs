@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use abi::Arch;
 
-use crate::device::HardwareProfile;
+use crate::backing::Backing;
 use crate::error::Error;
-use crate::memory::Backing;
+use crate::profile::HardwareProfile;
 pub use crate::tensor_map::{Axis, TensorMap, Tiled};
 
-pub use crate::launch::Param;
+pub use crate::param::Param;
 
 /// A card in software: memory, and kernels that run on it at once when they are launched.
 ///
@@ -123,7 +123,7 @@ mod tests {
     use super::{Launch, Simulator, TensorMap, Tiled};
     use crate::device::{Device, HardwareProfile, Place, TensorCores};
     use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-    use crate::{DType, Error, OptLevel, Tensor};
+    use crate::{DType, Error, OptLevel, Stream, Tensor};
     use abi::Arch;
     use std::sync::Arc;
 
@@ -208,6 +208,11 @@ mod tests {
 
     /// Runs [`PROBLEM`] with all tensors in one.
     fn run(plan: &RmsNorm, device: &Device) -> Result<(), Error> {
+        run_in(plan, device, &device.stream()?)
+    }
+
+    /// The same in a stream that need not be the device's.
+    fn run_in(plan: &RmsNorm, device: &Device, wrong: &Stream) -> Result<(), Error> {
         let stream = device.stream()?;
         let mut all = Tensor::zeros(&stream, &[5, 4], DType::F32)?;
         let address = all.view().address();
@@ -217,7 +222,7 @@ mod tests {
         };
         let (x, weight) = (part(0, &[2, 4], &[4, 1])?, part(2, &[4], &[1])?);
         let out = all.view_mut().slice(0, 3..5)?;
-        plan.run(&stream, RmsNormArgs { x, residual: None, weight, gate: None, out })
+        plan.run(wrong, RmsNormArgs { x, residual: None, weight, gate: None, out })
     }
 
     #[test]
@@ -324,6 +329,38 @@ mod tests {
         let plan = RmsNorm::plan(&a, PROBLEM)?;
         let message = run(&plan, &b).unwrap_err().to_string();
         assert_eq!(message, format!("rmsnorm: x: expected {}, got {}", a.place(), b.place()));
+        // Its own tensors.
+        let message = run_in(&plan, &a, &b.stream()?).unwrap_err().to_string();
+        let (a, b) = (a.place(), b.place());
+        assert_eq!(message, format!("rmsnorm: stream: expected a stream of {a}, got a stream of {b}"));
+        Ok(())
+    }
+
+    /// A wait that would not happen.
+    #[test]
+    fn streams_of_other_kinds_cannot_wait() -> Result<(), Error> {
+        let (card, cpu) = (Device::simulated(Script::new((8, 0), Ok(())))?, Device::cpu());
+        let other = Device::simulated(Script::new((9, 0), Ok(())))?;
+        let (on_card, on_cpu) = (card.stream()?, cpu.stream()?);
+        on_card.wait_for(&card.stream()?)?;
+        on_card.wait_for(&other.stream()?)?;
+        on_cpu.wait_for(&cpu.stream()?)?;
+        let place = card.place();
+        for (stream, waited_for, expected) in [
+            (
+                &on_card,
+                &on_cpu,
+                format!("a stream of the same kind of device as {place}, got one of the CPU"),
+            ),
+            (
+                &on_cpu,
+                &on_card,
+                format!("a stream of the same kind of device as the CPU, got one of {place}"),
+            ),
+        ] {
+            let message = stream.wait_for(waited_for).unwrap_err().to_string();
+            assert_eq!(message, format!("Stream::wait_for: other: expected {expected}"));
+        }
         Ok(())
     }
 }

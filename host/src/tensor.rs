@@ -6,10 +6,10 @@ use std::ops::Deref;
 use abi::DType;
 use half::{bf16, f16};
 
-use crate::device::Place;
 use crate::error::Error;
 use crate::fp8::F8E4M3;
 use crate::memory::Block;
+use crate::profile::Place;
 use crate::stream::Stream;
 
 mod view;
@@ -120,21 +120,21 @@ impl Tensor {
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let dims = Dims::new(shape)?;
         let bytes = dims.checked_bytes("Tensor::empty", "shape", dtype)?;
-        let block = stream.device().pool().allocate(bytes, stream)?;
+        let block = stream.device().pool().allocate(bytes, stream.queue())?;
         Ok(Tensor { block, shape: dims, dtype, place: stream.device().place() })
     }
 
     /// The tensor belongs to this stream from here on, which has waited for whoever used it before.
     pub(crate) fn give_to(&mut self, stream: &Stream) {
-        self.block.give_to(stream);
+        self.block.give_to(stream.queue());
     }
 
     /// A tensor of zero bytes.
     ///
     /// **Errors**: as [`Tensor::empty`].
     pub fn zeros(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
-        let tensor = Self::empty(stream, shape, dtype)?;
-        stream.fill_zero(tensor.block.address(), tensor.bytes())?;
+        let mut tensor = Self::empty(stream, shape, dtype)?;
+        tensor.view_mut().fill_zero(stream)?;
         Ok(tensor)
     }
 

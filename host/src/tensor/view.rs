@@ -6,8 +6,10 @@ use std::ops::Range;
 use abi::DType;
 
 use super::{Dims, Element, MAX_RANK};
-use crate::device::{Device, Place};
+use crate::device::Device;
 use crate::error::Error;
+use crate::param::Param;
+use crate::profile::Place;
 use crate::stream::Stream;
 
 /// Address, shape, strides: what both kinds of view are made of.
@@ -396,7 +398,7 @@ impl TensorView<'_> {
     pub fn read_into<T: Element>(&self, stream: &Stream, data: &mut [T]) -> Result<(), Error> {
         let data: &mut [u8] = bytemuck::cast_slice_mut(data);
         self.raw.expect_host("TensorView::read_into", stream, T::DTYPE, data.len())?;
-        stream.download(self.address(), data)
+        stream.queue().download(self.address(), data)
     }
 
     /// The elements in host memory from the first to the last, gaps included: what the CPU backend computes on.
@@ -432,6 +434,15 @@ impl TensorViewMut<'_> {
         self.upload("TensorViewMut::write", stream, T::DTYPE, bytemuck::cast_slice(data))
     }
 
+    /// Sets all elements to zero, in order, after all work on `stream` so far; the view must be contiguous.
+    ///
+    /// **Errors**: [`Error::Invalid`] if the view has gaps, or `stream` is another device's; [`Error::Driver`].
+    pub fn fill_zero(&mut self, stream: &Stream) -> Result<(), Error> {
+        let bytes = self.len() * self.dtype().bytes();
+        self.raw.expect_host("TensorViewMut::fill_zero", stream, self.dtype(), bytes)?;
+        stream.queue().fill_zero(self.address(), bytes)
+    }
+
     /// [`Self::write`] of elements of `dtype` given as their bytes in little-endian order, for the function `op`.
     pub(crate) fn upload(
         &mut self,
@@ -441,7 +452,7 @@ impl TensorViewMut<'_> {
         data: &[u8],
     ) -> Result<(), Error> {
         self.raw.expect_host(op, stream, dtype, data.len())?;
-        stream.upload(self.address(), data)
+        stream.queue().upload(self.address(), data)
     }
 
     /// The rows of axis 0 before `at`, and the others.
@@ -466,5 +477,44 @@ impl TensorViewMut<'_> {
         }
         // SAFETY: host memory, valid and unshared for the view's life over its span — by Tensor, or promised to from_raw.
         unsafe { std::slice::from_raw_parts_mut(self.raw.address as *mut T, self.raw.span()) }
+    }
+}
+
+impl Param<'_> {
+    /// The address of an optional tensor: null if there is none.
+    pub(crate) fn optional(view: Option<&TensorViewMut<'_>>) -> Self {
+        Param::Address(view.map_or(0, |view| view.address()))
+    }
+}
+
+impl From<TensorView<'_>> for Param<'_> {
+    fn from(view: TensorView<'_>) -> Self {
+        Param::Address(view.address())
+    }
+}
+
+impl From<&TensorViewMut<'_>> for Param<'_> {
+    fn from(view: &TensorViewMut<'_>) -> Self {
+        Param::Address(view.address())
+    }
+}
+
+impl Stream {
+    /// Copies a contiguous tensor to another of the same size and type by the driver's own copy; strides and casts are
+    /// the operator [`crate::ops::copy`]'s.
+    ///
+    /// **Errors**: [`Error::Invalid`] for a shape, type or place that differs, and gaps between elements;
+    /// [`Error::Driver`].
+    pub fn copy(&self, from: TensorView<'_>, to: TensorViewMut<'_>) -> Result<(), Error> {
+        const OP: &str = "Stream::copy";
+        from.expect_same(OP, "from", self.device(), from.dtype(), from.shape())?;
+        to.expect_same(OP, "to", self.device(), from.dtype(), from.shape())?;
+        for (argument, contiguous) in [("from", from.is_contiguous()), ("to", to.is_contiguous())] {
+            if !contiguous {
+                return Err(Error::invalid(OP, argument, "a contiguous view", "gaps between the elements"));
+            }
+        }
+        let bytes = from.len() * from.dtype().bytes();
+        self.queue().copy(from.address(), to.address(), bytes)
     }
 }

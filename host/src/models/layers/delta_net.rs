@@ -113,8 +113,7 @@ impl DeltaState {
     /// As before a sequence's first token.
     pub(super) fn clear(&mut self, stream: &Stream, sequence: usize) -> Result<(), Error> {
         for tensor in [&mut self.window, &mut self.state] {
-            let row_bytes = tensor.bytes() / tensor.shape()[0];
-            stream.fill_zero(tensor.view().address() + (sequence * row_bytes) as u64, row_bytes)?;
+            tensor.view_mut().slice(0, sequence..sequence + 1)?.fill_zero(stream)?;
         }
         Ok(())
     }

@@ -9,17 +9,16 @@ use cuda_loader::driver::{self, FuncAttribute};
 use cust::context::CurrentContext;
 use cust::sys::{CUfunction, CUmodule};
 
-use super::stream::{NoRecording, Stream};
+use super::recording::NoRecording;
 use super::{Context, failed};
 use crate::error::Error;
 use crate::images::Image;
-use crate::launch::{Entry, Resources};
+use crate::profile::Resources;
 
 /// A kernel's function, which its module keeps alive.
 #[derive(Clone, Debug)]
 pub(crate) struct EntryHandle {
     pub(super) function: CUfunction,
-    context: Arc<Context>,
     module: Arc<Module>,
 }
 
@@ -29,11 +28,6 @@ unsafe impl Send for EntryHandle {}
 unsafe impl Sync for EntryHandle {}
 
 impl EntryHandle {
-    /// Whether a stream is of the kernel's card. Devices of an ordinal share its primary context.
-    pub(crate) fn is_of(&self, stream: &Stream) -> bool {
-        self.context.profile.place == stream.context().profile.place
-    }
-
     /// Whether it may be started before the kernel ahead of it in the stream has ended.
     pub(super) fn overlaps(&self) -> bool {
         self.module.overlaps
@@ -41,7 +35,7 @@ impl EntryHandle {
 
     /// Blocks of `threads` threads that fit on a multiprocessor at a time.
     pub(crate) fn blocks_per_sm(&self, threads: u32, smem_bytes: u32) -> Result<u32, Error> {
-        self.context.enter()?;
+        self.module.context.enter()?;
         // SAFETY: the module keeps the function alive.
         unsafe { driver::occupancy_max_active_blocks(self.function, threads, smem_bytes as usize) }
             .map_err(failed("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
@@ -54,7 +48,7 @@ impl EntryHandle {
         smem_bytes: u32,
         cluster: u32,
     ) -> Result<u32, Error> {
-        self.context.enter()?;
+        self.module.context.enter()?;
         // SAFETY: the module keeps the function alive.
         unsafe { driver::occupancy_max_active_clusters(self.function, threads, smem_bytes, cluster) }
             .map_err(failed("cuOccupancyMaxActiveClusters"))
@@ -114,7 +108,7 @@ impl Modules {
         arch: Arch,
         name: &'static str,
         smem_bytes: u32,
-    ) -> Result<Entry, Error> {
+    ) -> Result<(EntryHandle, Resources), Error> {
         let module = self.module(family, arch, name)?;
         let c_name =
             CString::new(name).map_err(|_| Error::invalid(family, "entry", "a name without NUL", name))?;
@@ -141,8 +135,8 @@ impl Modules {
             max_threads: get(FuncAttribute::MaxThreadsPerBlock)? as u32,
             smem_bytes: smem_bytes + static_smem,
         };
-        let handle = EntryHandle { function, context: self.context.clone(), module };
-        Ok(Entry::new(name, resources, smem_bytes, handle))
+        let handle = EntryHandle { function, module };
+        Ok((handle, resources))
     }
 
     /// The module of a kernel.

@@ -1,42 +1,16 @@
 //! Streams, events and recorded graphs.
 
 use std::ffi::c_void;
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
-};
+use std::sync::{Arc, Mutex, RwLockReadGuard};
 
 use cuda_loader::driver::{self, LaunchAttributes, Overlap};
 use cust::sys::{CUevent, CUstream};
 
 use super::memory::DeviceMemory;
 use super::module::EntryHandle;
-use super::{Context, failed};
+use super::{Context, failed, recording};
 use crate::error::{DriverError, Error};
-
-/// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone waits for
-/// the whole context meanwhile; and all devices of an ordinal share its primary context.
-static RECORDING: RwLock<()> = RwLock::new(());
-
-/// What keeps recordings from beginning.
-pub(super) struct NoRecording {
-    _none: RwLockWriteGuard<'static, ()>,
-    _only: MutexGuard<'static, ()>,
-}
-
-impl NoRecording {
-    /// None while a graph is recorded; waits for another of its kind.
-    pub(super) fn begin() -> Option<Self> {
-        // Of its own, or one that waits for its device would look like a recording to the others.
-        static ONLY: Mutex<()> = Mutex::new(());
-        let only = ONLY.lock().unwrap_or_else(PoisonError::into_inner);
-        let none = match RECORDING.try_write() {
-            Ok(none) => none,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        Some(NoRecording { _none: none, _only: only })
-    }
-}
+use crate::profile::Place;
 
 /// A CUDA stream, and the event by which other streams wait for it.
 #[derive(Debug)]
@@ -84,8 +58,9 @@ impl Stream {
         Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context })
     }
 
-    pub(super) fn context(&self) -> &Context {
-        &self.context
+    /// Whose stream it is. Devices of an ordinal share its primary context.
+    pub(crate) fn place(&self) -> Place {
+        self.context.profile.place
     }
 
     pub(crate) fn handle(&self) -> *mut c_void {
@@ -154,7 +129,7 @@ impl Stream {
 
     pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
         self.context.enter()?;
-        // SAFETY: the stream is live; Tensor allocated `bytes` bytes at `address`.
+        // SAFETY: the stream is live; a contiguous view has `bytes` bytes at `address`, checked in TensorViewMut::fill_zero.
         unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.map_err(failed("cuMemsetD8Async"))
     }
 
@@ -247,7 +222,7 @@ struct Recording<'a> {
 
 impl<'a> Recording<'a> {
     fn begin(stream: &'a Stream) -> Result<Self, Error> {
-        let recording = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
+        let recording = recording::begin();
         stream.context.enter()?;
         // SAFETY: live while `stream` is.
         unsafe { driver::stream_begin_capture(stream.stream) }.map_err(failed("cuStreamBeginCapture"))?;

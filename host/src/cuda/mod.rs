@@ -1,10 +1,11 @@
-//! CUDA behind [`crate::device`]: context, streams, memory, modules. All driver handles of the crate live here.
+//! CUDA behind a device: context, streams, memory, modules. All driver handles of the crate live here.
 //!
 //! `cust` has contexts, devices and allocation; streams, events, copies, modules and launches go through
 //! `cuda_loader::driver`, which says why.
 
 mod memory;
 mod module;
+mod recording;
 mod stream;
 
 use abi::DType;
@@ -16,8 +17,8 @@ use cust::context::CurrentContext;
 use cust::device::DeviceAttribute;
 use cust::error::CudaError;
 
-use crate::device::{HardwareProfile, Place, TensorCores};
 use crate::error::{DriverError, Error};
+use crate::profile::{HardwareProfile, Place, TensorCores};
 use crate::tensor_map::{TensorMap, Tiled};
 
 pub(crate) use memory::DeviceMemory;

@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cust::context::CurrentContext;
 use cust::error::CudaError;
 
-use super::stream::NoRecording;
+use super::recording::NoRecording;
 use super::{Context, cust_failed};
+use crate::backing::Backing;
 use crate::error::Error;
-use crate::memory::Backing;
 
 /// The card's memory behind the pool.
 #[derive(Debug)]

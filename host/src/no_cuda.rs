@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use abi::Arch;
 
-use crate::device::HardwareProfile;
+use crate::backing::Backing;
 use crate::error::{DriverError, Error};
 use crate::images::Image;
-use crate::launch::Entry;
-use crate::memory::Backing;
+use crate::profile::{HardwareProfile, Place, Resources};
 use crate::tensor_map::{TensorMap, Tiled};
 
 fn no_driver() -> Error {
@@ -54,6 +53,10 @@ impl Stream {
     /// None: it cannot be called.
     pub(crate) unsafe fn of_caller(context: Arc<Context>, _handle: *mut c_void) -> Result<Self, Error> {
         match context.0 {}
+    }
+
+    pub(crate) fn place(&self) -> Place {
+        match self.0 {}
     }
 
     pub(crate) fn handle(&self) -> *mut c_void {
@@ -141,10 +144,6 @@ pub(crate) enum LaunchFailure {
 pub(crate) struct EntryHandle(Infallible);
 
 impl EntryHandle {
-    pub(crate) fn is_of(&self, _stream: &Stream) -> bool {
-        match self.0 {}
-    }
-
     pub(crate) fn blocks_per_sm(&self, _threads: u32, _smem_bytes: u32) -> Result<u32, Error> {
         match self.0 {}
     }
@@ -172,7 +171,7 @@ impl Modules {
         _arch: Arch,
         _name: &'static str,
         _smem_bytes: u32,
-    ) -> Result<Entry, Error> {
+    ) -> Result<(EntryHandle, Resources), Error> {
         match self.0 {}
     }
 }

@@ -1,0 +1,80 @@
+//! Where a pool's memory comes from, and the host's own.
+
+use std::alloc::Layout;
+use std::fmt;
+
+use crate::error::Error;
+
+/// Where a pool's memory comes from: the host's allocator, a card or a simulator.
+pub(crate) trait Backing: Send + Sync + fmt::Debug {
+    /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
+    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
+
+    /// Waits for all work of the device, then gives blocks back: address and size each. False, with nothing done, if a
+    /// graph is being recorded: the device cannot be waited for then.
+    ///
+    /// # Safety
+    /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
+
+    /// Takes over the free blocks of a pool that ends while a graph is being recorded.
+    ///
+    /// # Safety
+    /// As for [`Backing::release`].
+    unsafe fn take_over(&self, _blocks: &[(u64, usize)]) {}
+
+    /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has no
+    /// user any more.
+    fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
+
+    /// Free and total bytes, and the device's name.
+    fn report(&self) -> (usize, usize, String);
+}
+
+/// The host's allocator behind the pool.
+#[derive(Debug)]
+pub(crate) struct HostMemory;
+
+impl HostMemory {
+    /// Cache lines and vector registers divide it; the same as the pool promises on a card.
+    const ALIGN: usize = 256;
+
+    /// What is asked of the system for a block: at its alignment, since only there it hands out fresh zeroed pages without
+    /// touching them, and with room to align the block and to remember where the allocation starts.
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes.checked_add(Self::ALIGN + size_of::<usize>())?, align_of::<usize>())
+            .ok()
+    }
+}
+
+impl Backing for HostMemory {
+    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
+        let Some(layout) = Self::layout(bytes) else { return Ok(None) };
+        // Zeroed, since a slice of uninitialised memory would be undefined behaviour; the system's fresh pages are zero
+        // anyway.
+        // SAFETY: the pool asks for at least one byte.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        if start.is_null() {
+            return Ok(None);
+        }
+        let block = (start as usize + size_of::<usize>()).next_multiple_of(Self::ALIGN);
+        // SAFETY: in front of the block there is room for one usize, aligned as ALIGN is a multiple of its size.
+        unsafe { (block as *mut usize).sub(1).write(start as usize) };
+        Ok(Some(block as u64))
+    }
+
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+        for &(address, bytes) in blocks {
+            if let Some(layout) = Self::layout(bytes) {
+                // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the caller
+                // gives it back once.
+                unsafe { std::alloc::dealloc((address as *const usize).sub(1).read() as *mut u8, layout) };
+            }
+        }
+        Ok(true)
+    }
+
+    fn report(&self) -> (usize, usize, String) {
+        (0, 0, "the CPU".into())
+    }
+}

@@ -1,0 +1,172 @@
+//! What hardware is: data that plans choose by, and that reports show.
+
+use std::fmt;
+
+use abi::Arch;
+
+/// Where a tensor's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The host's memory.
+    Cpu,
+    /// The memory of the CUDA device with this ordinal.
+    Cuda(u32),
+    /// The memory of a simulated card; the number tells them apart.
+    Simulated(u32),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Cpu => f.write_str("the CPU"),
+            Place::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Place::Simulated(number) => write!(f, "simulated:{number}"),
+        }
+    }
+}
+
+/// How much of the hardware a plan may use: a bound on the choice of kernels, not a change of results' meaning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum OptLevel {
+    /// Portable SIMT kernels: the sm_61 floor.
+    Basic,
+    /// Tensor cores through `mma.sync`: the sm_80 floor.
+    Medium,
+    /// Everything the chip has.
+    #[default]
+    High,
+}
+
+impl OptLevel {
+    /// The newest floor whose kernels this level takes.
+    pub const fn max_floor(self) -> Arch {
+        match self {
+            OptLevel::Basic => Arch::Sm61,
+            OptLevel::Medium => Arch::Sm80,
+            OptLevel::High => Arch::Sm90a,
+        }
+    }
+}
+
+impl std::str::FromStr for OptLevel {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "basic" => Ok(OptLevel::Basic),
+            "medium" => Ok(OptLevel::Medium),
+            "high" => Ok(OptLevel::High),
+            other => Err(format!("unknown level {other:?}: expected basic, medium or high")),
+        }
+    }
+}
+
+/// What the hardware is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HardwareProfile {
+    /// The device's name.
+    pub name: String,
+    /// Where its memory is.
+    pub place: Place,
+    /// Major and minor number of the compute capability; none on a CPU.
+    pub compute_capability: Option<(u32, u32)>,
+    /// Where the card is on the PCI bus, `domain:bus:device.function` in hexadecimal, as nvidia-smi and NVML name it; none on
+    /// a CPU.
+    pub pci_bus_id: Option<String>,
+    /// Which matrix units the chip has.
+    pub tensor_cores: TensorCores,
+    /// Streaming multiprocessors, or the CPU's hardware threads.
+    pub num_sms: u32,
+    /// Bytes of memory; 0 where unknown.
+    pub memory_bytes: usize,
+    /// Bytes of L2 cache; 0 where unknown.
+    pub l2_bytes: usize,
+    /// Most shared memory of a block, in bytes.
+    pub smem_per_block_bytes: u32,
+    /// Shared memory of a multiprocessor, in bytes.
+    pub smem_per_sm_bytes: u32,
+    /// 32-bit registers of a multiprocessor.
+    pub registers_per_sm: u32,
+    /// Most threads of a multiprocessor.
+    pub threads_per_sm: u32,
+    /// Peak memory bandwidth by the clock and bus width that the driver reports, in bytes per second; 0 where unknown.
+    pub memory_bandwidth: f64,
+    /// CUDA version that the driver supports.
+    pub driver: Option<(u32, u32)>,
+}
+
+/// The generation of a chip's matrix units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TensorCores {
+    /// None.
+    None,
+    /// Volta and Turing: f16.
+    Gen1To2,
+    /// Ampere: bf16, tf32, `mma.sync` as the sm_80 floor uses it.
+    Gen3,
+    /// Ada: with fp8.
+    Gen4Ada,
+    /// Hopper: `wgmma`.
+    Gen4Hopper,
+    /// Blackwell.
+    Gen5,
+}
+
+impl TensorCores {
+    /// The generation of a compute capability.
+    pub const fn of(major: u32, minor: u32) -> Self {
+        match (major, minor) {
+            (7, _) => TensorCores::Gen1To2,
+            (8, 9) => TensorCores::Gen4Ada,
+            (8, _) => TensorCores::Gen3,
+            (9, _) => TensorCores::Gen4Hopper,
+            (10.., _) => TensorCores::Gen5,
+            _ => TensorCores::None,
+        }
+    }
+}
+
+impl HardwareProfile {
+    pub(crate) fn cpu() -> Self {
+        let num_threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+        HardwareProfile {
+            name: format!("CPU with {num_threads} threads"),
+            place: Place::Cpu,
+            compute_capability: None,
+            pci_bus_id: None,
+            tensor_cores: TensorCores::None,
+            num_sms: num_threads,
+            memory_bytes: 0,
+            l2_bytes: 0,
+            smem_per_block_bytes: 0,
+            smem_per_sm_bytes: 0,
+            registers_per_sm: 0,
+            threads_per_sm: 1,
+            memory_bandwidth: 0.0,
+            driver: None,
+        }
+    }
+}
+
+/// What `select` knows of a device: pure data, so that choices can be tested without one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// The newest floor whose kernels may be chosen: what the card runs, bounded by the [`OptLevel`].
+    pub floor: Arch,
+    /// Streaming multiprocessors.
+    pub num_sms: u32,
+    /// Most shared memory of a block, in bytes.
+    pub smem_per_block_bytes: u32,
+}
+
+/// What a kernel takes of a multiprocessor, as the driver reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resources {
+    /// 32-bit registers per thread.
+    pub registers: u32,
+    /// Local memory per thread in bytes: not zero means spills.
+    pub local_bytes: u32,
+    /// Most threads of a block that it can be launched with.
+    pub max_threads: u32,
+    /// Shared memory of a block in bytes, static and dynamic.
+    pub smem_bytes: u32,
+}
