@@ -19,9 +19,12 @@ pub use images::IMAGES;
 pub use host::{
     Arch, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile,
     Image, Kernel, MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx,
-    PtxModule, Resources, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, models, ops,
+    PtxModule, Resources, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, ops,
     simulator,
 };
+
+#[cfg(feature = "models")]
+pub use models;
 
 const _: () = {
     const fn are_shared<T: Send + Sync>() {}
@@ -29,6 +32,7 @@ const _: () = {
     are_shared::<(Stream, Tensor, TensorView<'_>, TensorViewMut<'_>)>();
     are_shared::<(Graph, Event, Error)>();
     are_shared::<(ops::attention::Attention, ops::matmul::Matmul, ops::moe_permute::MoePermute)>();
+    #[cfg(feature = "models")]
     are_shared::<models::Model>();
 };
 

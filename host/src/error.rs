@@ -157,9 +157,10 @@ pub enum Error {
         /// Bytes of the device altogether.
         total: usize,
     },
-    /// A model's files are wrong: see [`crate::models::ModelError`].
+    /// A model's files are wrong: an error of the crate `models`, which converts into this one, and back by
+    /// `ModelError::of`.
     #[error(transparent)]
-    Model(#[from] crate::models::ModelError),
+    Model(Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// A CUDA driver error: its number, its name and its description, as the driver gives them.
@@ -176,7 +177,7 @@ pub struct DriverError {
 
 impl Error {
     /// A caller's mistake in `argument` of `op`.
-    pub(crate) fn invalid(
+    pub fn invalid(
         op: &'static str,
         argument: &'static str,
         expected: impl Into<String>,

@@ -1,7 +1,7 @@
-//! The host side of warpforge: devices, tensors, operators, models. The `warpforge` crate re-exports all of it, with a type
+//! The host side of warpforge: devices, tensors, operators. The `warpforge` crate re-exports all of it, with a type
 //! around [`Device`] that has the device images; use that one.
 //!
-//! A call goes through these, each of which looks down only: [`models`] → [`ops`] → `kernel` → `launch` → `tensor` → [`device`] and
+//! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → `tensor` → [`device`] and
 //! `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
 
 mod backing;
@@ -17,8 +17,7 @@ mod images;
 mod kernel;
 mod launch;
 mod memory;
-pub mod models;
-mod nvtx;
+pub mod nvtx;
 pub mod ops;
 mod param;
 mod profile;

@@ -7,10 +7,10 @@
 use std::marker::PhantomData;
 
 /// A range that is open until it is dropped, on the thread that opened it.
-pub(crate) struct Range(PhantomData<*const ()>);
+pub struct Range(PhantomData<*const ()>);
 
 /// Opens a range. `name` holds no NUL.
-pub(crate) fn range(name: &'static str) -> Range {
+pub fn range(name: &'static str) -> Range {
     #[cfg(feature = "nvtx")]
     nvtx::range_push!("{name}");
     let _ = name;

@@ -12,7 +12,7 @@ pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
     if own.is_empty() {
         setup::device_toolchain().map_err(Error::DemoToolchain)?;
     } else {
-        command.arg("--no-default-features");
+        command.args(["--no-default-features", "--features", "models"]);
     }
     process::run(command.arg("--").args(args))
 }

@@ -28,7 +28,7 @@ pub fn run(root: &Path, backend: Backend) -> Result<(), Error> {
 fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error> {
     let features: &[&str] = match backend {
         Backend::Cuda => &[],
-        Backend::CpuOnly => &["--no-default-features"],
+        Backend::CpuOnly => &["--no-default-features", "--features", "models"],
     };
     let workspace =
         |args: &[&str], rest: &[&str]| cargo(root, &[args, &["--workspace"], features, rest].concat());
@@ -63,9 +63,12 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let mut doc = workspace(&["doc"], &["--no-deps"]);
     report.step("documentation", || run_command(doc.env("RUSTDOCFLAGS", "-D warnings")))?;
     if backend == Backend::Cuda {
-        let mut check =
-            cargo(root, &["check", "--package", "warpforge", "--no-default-features", "--all-targets"]);
-        report.step("build without CUDA", || run_command(&mut check))?;
+        let without = |features: &[&str]| {
+            let package = ["check", "--package", "warpforge", "--no-default-features", "--all-targets"];
+            cargo(root, &[&package[..], features].concat())
+        };
+        report.step("build without CUDA", || run_command(&mut without(&["--features", "models"])))?;
+        report.step("build without models", || run_command(&mut without(&[])))?;
     }
     Ok(())
 }

@@ -443,7 +443,12 @@ impl TensorViewMut<'_> {
         stream.queue().fill_zero(self.address(), bytes)
     }
 
-    /// [`Self::write`] of elements of `dtype` given as their bytes in little-endian order, for the function `op`.
+    /// [`Self::write`] of elements of the view's type given as their bytes in little-endian order.
+    pub fn write_bytes(&mut self, stream: &Stream, data: &[u8]) -> Result<(), Error> {
+        self.upload("TensorViewMut::write_bytes", stream, self.dtype(), data)
+    }
+
+    /// [`Self::write`] of elements of `dtype` given as their bytes, for the function `op`.
     pub(crate) fn upload(
         &mut self,
         op: &'static str,

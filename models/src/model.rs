@@ -8,8 +8,8 @@ use abi::DType;
 use super::decoder::Decoder;
 use super::loader::{LoadProgress, Loader};
 use super::{ModelConfig, Session, SessionOptions, VisionTower, Weights};
-use crate::device::Device;
-use crate::error::Error;
+use host::Device;
+use host::Error;
 
 /// A model on a device. Cheap to clone; the weights are shared and never written.
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ pub struct Model {
 impl Model {
     /// Loads `config.json` and the safetensors of `dir`, with the weights converted to `dtype`.
     ///
-    /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::models::ModelError`] for what is wrong
+    /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::ModelError`] for what is wrong
     /// with the files, all missing tensors at once; [`Error::OutOfMemory`].
     pub fn load(
         device: &Device,

@@ -17,9 +17,9 @@ use super::{
     DecoderConfig, FeedForwardConfig, LatentConfig, LayerConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_INTERMEDIATE,
     MAX_LAYERS, MAX_SIZE, MixerConfig, MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
 };
-use crate::models::ModelError;
-use crate::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
-use crate::ops::rmsnorm::NormWeight;
+use crate::ModelError;
+use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
+use host::ops::rmsnorm::NormWeight;
 
 /// Of the norms of the latent rows, whatever `rms_norm_eps` says: transformers leaves them at its class's default. vLLM, SGLang
 /// and llama.cpp use `rms_norm_eps`.

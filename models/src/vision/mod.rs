@@ -15,13 +15,13 @@ pub use tower::{LayerNormWeights, PatchMerger, VisionBlock, VisionTower};
 use abi::DType;
 
 use super::config::{DecoderConfig, VisionConfig};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::ops::Store;
-use crate::ops::rope::RopeTables;
-use crate::ops::scatter_rows::{ScatterRows, ScatterRowsArgs, ScatterRowsProblem};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use host::Error;
+use host::Stream;
+use host::ops::Store;
+use host::ops::rope::RopeTables;
+use host::ops::scatter_rows::{ScatterRows, ScatterRowsArgs, ScatterRowsProblem};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 pub(super) use positions::PromptPositions;
 use tower::TowerBlock;
 

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use abi::DType;
+use host::Error;
 
 /// A model's files cannot be used.
 ///
@@ -169,9 +170,23 @@ pub enum TensorProblem {
     },
 }
 
+impl From<ModelError> for Error {
+    fn from(error: ModelError) -> Self {
+        Error::Model(Box::new(error))
+    }
+}
+
 impl ModelError {
+    /// What is wrong with a model's files, if that is what `error` says.
+    pub fn of(error: &Error) -> Option<&Self> {
+        match error {
+            Error::Model(error) => error.downcast_ref(),
+            _ => None,
+        }
+    }
+
     /// The error for `source`, with absence told apart from other failures.
-    pub(super) fn io(path: &Path, source: std::io::Error) -> Self {
+    pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
         match source.kind() {
             std::io::ErrorKind::NotFound => ModelError::Missing { path: path.into() },
             _ => ModelError::Unreadable { path: path.into(), source },

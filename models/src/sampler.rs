@@ -3,9 +3,9 @@
 use abi::DType;
 
 use super::Session;
-use crate::error::Error;
-use crate::ops::sampling::{self, Sampling, SamplingArgs, SamplingProblem};
-use crate::tensor::Tensor;
+use host::Error;
+use host::Tensor;
+use host::ops::sampling::{self, Sampling, SamplingArgs, SamplingProblem};
 
 /// Draws the next token of every sequence of a session, each time with a new random number.
 #[derive(Debug)]

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use crate::error::Error;
-use crate::models::loader::Loader;
-use crate::ops::matmul::{Matmul, MatmulArgs};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::loader::Loader;
+use host::Error;
+use host::Stream;
+use host::ops::matmul::{Matmul, MatmulArgs};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// `y = x · weightᵀ (+ bias)`.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct Linear {
 
 impl Linear {
     /// Several projections of the same input as one: their rows above each other.
-    pub(in crate::models) fn new(
+    pub(crate) fn new(
         loader: &mut Loader<'_>,
         parts: &[(&str, usize)],
         cols: usize,
@@ -34,7 +34,7 @@ impl Linear {
     }
 
     /// The same with the rows of all of them in another order: ranges of rows, each row in one.
-    pub(in crate::models) fn reordered(
+    pub(crate) fn reordered(
         loader: &mut Loader<'_>,
         parts: &[(&str, usize)],
         cols: usize,
@@ -50,7 +50,7 @@ impl Linear {
     }
 
     /// With the product planned for it.
-    pub(in crate::models) fn run(
+    pub(crate) fn run(
         &self,
         stream: &Stream,
         plan: &Matmul,

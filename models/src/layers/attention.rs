@@ -5,19 +5,19 @@ use std::ops::Range;
 use abi::DType;
 
 use super::{Linear, Phase, Step, Visible, copy_row};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::AttentionConfig;
-use crate::models::loader::Loader;
-use crate::ops::attention::{
+use crate::config::AttentionConfig;
+use crate::loader::Loader;
+use host::Error;
+use host::Stream;
+use host::ops::attention::{
     self, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
-use crate::ops::glu::{Activation, Glu, GluArgs, GluProblem};
-use crate::ops::matmul::Matmul;
-use crate::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
-use crate::ops::rope::{RopeInput, RopeStyle};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
+use host::ops::matmul::Matmul;
+use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
+use host::ops::rope::{RopeInput, RopeStyle};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Grouped-query attention with a norm per head on q and k.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl Attention {
 
 /// Keys and values, `[batch, capacity, heads_kv, head_dim]` each.
 #[derive(Debug)]
-pub(in crate::models) struct KeysValues {
+pub(crate) struct KeysValues {
     k: Tensor,
     v: Tensor,
 }
@@ -99,7 +99,7 @@ impl KeysValues {
 }
 
 #[derive(Debug)]
-pub(in crate::models) struct AttentionBlock {
+pub(crate) struct AttentionBlock {
     config: AttentionConfig,
     qkv_plan: Matmul,
     norm_rope: QkNormRope,

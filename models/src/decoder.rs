@@ -5,12 +5,12 @@ use abi::DType;
 use super::config::DecoderConfig;
 use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Step};
 use super::loader::Loader;
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
-use crate::ops::rmsnorm::{RmsNorm, RmsNormArgs};
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use host::Error;
+use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
+use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use host::ops::rmsnorm::{RmsNorm, RmsNormArgs};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// One layer: norm, mixer, norm, feed-forward, each pair around a residual.
 #[derive(Debug)]

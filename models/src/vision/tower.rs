@@ -3,22 +3,22 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 
-use super::{OP, PatchGrid, Visual, invalid};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::VisionConfig;
-use crate::models::layers::Linear;
-use crate::models::loader::{Loader, encode};
-use crate::ops::Store;
-use crate::ops::attention::{
+use super::{PatchGrid, Visual, invalid};
+use crate::config::VisionConfig;
+use crate::layers::Linear;
+use crate::loader::{Loader, encode};
+use host::Error;
+use host::Stream;
+use host::ops::Store;
+use host::ops::attention::{
     self, Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
-use crate::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
-use crate::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
-use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
-use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use host::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
+use host::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
+use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Added to the variance in every layer norm of the tower; not in the file.
 const EPS: f32 = 1e-6;
@@ -136,7 +136,7 @@ pub struct VisionTower {
 }
 
 impl VisionTower {
-    pub(in crate::models) fn new(config: &VisionConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
+    pub(crate) fn new(config: &VisionConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
         let &VisionConfig { hidden_size, heads, channels, temporal_patch_size, patch_size, .. } = config;
         if heads == 0 || config.merge_size == 0 || !hidden_size.is_multiple_of(8 * heads) {
             let expected = "heads of a multiple of 8, and patches that become a token";
@@ -387,7 +387,7 @@ impl TowerBlock {
             let first = patches;
             patches += visual.grid.patches();
             let bytes = encode(visual.patches, self.dtype);
-            self.pixels.view_mut().slice(0, first..patches)?.upload(OP, stream, self.dtype, &bytes)?;
+            self.pixels.view_mut().slice(0, first..patches)?.write_bytes(stream, &bytes)?;
             for _ in 0..visual.grid.frames {
                 for (row, col) in visual.grid.places(merge_size) {
                     for (id, weight) in visual.grid.neighbours(position_grid, (row, col)) {

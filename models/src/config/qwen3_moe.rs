@@ -10,9 +10,9 @@ use super::{
     AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_HEADS, MAX_INTERMEDIATE, MAX_LAYERS,
     MixerConfig, MlpConfig, MoeConfig, NormConfig,
 };
-use crate::models::ModelError;
-use crate::ops::moe_router::{RouterScore, RouterWeights};
-use crate::ops::rmsnorm::NormWeight;
+use crate::ModelError;
+use host::ops::moe_router::{RouterScore, RouterWeights};
+use host::ops::rmsnorm::NormWeight;
 
 /// With the defaults of the type's configuration class.
 pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {

@@ -1,8 +1,8 @@
 //! From pixels to patches.
 
 use super::{PatchGrid, invalid};
-use crate::error::Error;
-use crate::models::config::VisionConfig;
+use crate::config::VisionConfig;
+use host::Error;
 
 /// Fewest pixels of an image after it is resized.
 const MIN_PIXELS: usize = 256 * 256;
@@ -109,7 +109,7 @@ mod tests {
         let text = format!(
             r#"{{"model_type": "qwen3_vl", "text_config": {{"hidden_size": 3584}}, "vision_config": {{{extra}}}}}"#
         );
-        let config = crate::models::ModelConfig::from_json(&text, std::path::Path::new("config.json"));
+        let config = crate::ModelConfig::from_json(&text, std::path::Path::new("config.json"));
         config.unwrap().vision.unwrap()
     }
 

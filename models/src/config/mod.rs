@@ -16,10 +16,10 @@ use abi::ops::rope::RopeStyle;
 use serde_json::Value;
 
 use super::ModelError;
-use crate::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
-use crate::ops::rmsnorm::NormWeight;
 pub(super) use fields::read_json;
 use fields::{Fields, parse_json};
+use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
+use host::ops::rmsnorm::NormWeight;
 pub use rope::{RopeConfig, RopeKind, YarnRope};
 
 /// Largest size, count or position: kernels take them as 32-bit integers.

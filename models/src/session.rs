@@ -9,13 +9,13 @@ use super::config::DecoderConfig;
 use super::decoder::{DecoderBlock, Observer};
 use super::layers::{Cache, Phase, Step, Visible};
 use super::vision::{Visual, VisualInputs};
-use crate::device::Place;
-use crate::error::Error;
-use crate::kernel::OptimizationReport;
-use crate::nvtx;
-use crate::ops::rope::RopeTables;
-use crate::stream::{Graph, Stream};
-use crate::tensor::{Tensor, TensorView};
+use host::Error;
+use host::OptimizationReport;
+use host::Place;
+use host::nvtx;
+use host::ops::rope::RopeTables;
+use host::{Graph, Stream};
+use host::{Tensor, TensorView};
 
 const OP: &str = "Session";
 

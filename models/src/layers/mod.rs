@@ -25,15 +25,15 @@ use abi::ops::glu::Activation;
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
 use super::loader::Loader;
 use super::vision::VisualRows;
-use crate::error::Error;
-use crate::kernel::OptimizationReport;
-use crate::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
-use crate::ops::rmsnorm::{RmsNorm, RmsNormProblem};
-use crate::ops::rope::RopeTables;
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use attention::{AttentionBlock, KeysValues};
 use delta_net::{DeltaNetBlock, DeltaState};
+use host::Error;
+use host::OptimizationReport;
+use host::Stream;
+use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
+use host::ops::rope::RopeTables;
+use host::{Tensor, TensorView, TensorViewMut};
 use latent::{LatentBlock, LatentRows};
 use mlp::MlpBlock;
 use moe::MoeBlock;
@@ -390,7 +390,7 @@ fn copy_row(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::Device;
+    use host::Device;
 
     /// What is beyond a sequence's tokens is not copied: a cache may be of a hundred thousand, and a sequence of a few.
     #[test]

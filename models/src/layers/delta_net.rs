@@ -3,16 +3,16 @@
 use abi::DType;
 
 use super::{Linear, Phase, Step, copy_row};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::DeltaNetConfig;
-use crate::models::loader::Loader;
-use crate::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
-use crate::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
-use crate::ops::matmul::Matmul;
-use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::config::DeltaNetConfig;
+use crate::loader::Loader;
+use host::Error;
+use host::Stream;
+use host::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
+use host::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
+use host::ops::matmul::Matmul;
+use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Gated delta net: projections, a short convolution over time, the delta rule, a gated norm per head.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl DeltaNet {
 
 /// What is left of all tokens: a fixed size, which cannot be cropped.
 #[derive(Debug)]
-pub(in crate::models) struct DeltaState {
+pub(crate) struct DeltaState {
     /// `[batch, channels, width − 1]`: the last inputs of the convolution.
     window: Tensor,
     /// `[batch, heads_v, dim_k, dim_v]` f32.
@@ -120,7 +120,7 @@ impl DeltaState {
 }
 
 #[derive(Debug)]
-pub(in crate::models) struct DeltaNetBlock {
+pub(crate) struct DeltaNetBlock {
     config: DeltaNetConfig,
     input_plan: Matmul,
     conv: CausalConv1d,

@@ -4,17 +4,17 @@ use abi::DType;
 
 use super::mlp::MlpBlock;
 use super::{Linear, Mlp, Phase, Step};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::MoeConfig;
-use crate::models::loader::Loader;
-use crate::ops::glu::{Glu, GluArgs, GluProblem};
-use crate::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
-use crate::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
-use crate::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
-use crate::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::config::MoeConfig;
+use crate::loader::Loader;
+use host::Error;
+use host::ops::glu::{Glu, GluArgs, GluProblem};
+use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
+use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
+use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
+use host::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Moe {
 }
 
 #[derive(Debug)]
-pub(in crate::models) struct MoeBlock {
+pub(crate) struct MoeBlock {
     config: MoeConfig,
     router_plan: Matmul,
     router: MoeRouter,

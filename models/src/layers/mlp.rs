@@ -3,12 +3,12 @@
 use abi::ops::glu::Activation;
 
 use super::{Linear, Phase, Step};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::MlpConfig;
-use crate::models::loader::Loader;
-use crate::ops::matmul::Matmul;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::config::MlpConfig;
+use crate::loader::Loader;
+use host::Error;
+use host::ops::matmul::Matmul;
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Gated MLP: `down(act(gate(x)) ⊙ up(x))`.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl Mlp {
 }
 
 #[derive(Debug)]
-pub(in crate::models) struct MlpBlock {
+pub(crate) struct MlpBlock {
     /// With the activation.
     gate_up_plan: Matmul,
     down_plan: Matmul,

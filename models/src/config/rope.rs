@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::MAX_SIZE;
 use super::fields::Fields;
-use crate::models::ModelError;
+use crate::ModelError;
 
 /// Rotary position embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]

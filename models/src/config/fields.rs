@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::MAX_SIZE;
-use crate::models::ModelError;
+use crate::ModelError;
 
 /// Reads and parses a JSON file.
 pub(in super::super) fn read_json(path: &Path) -> Result<Value, ModelError> {

@@ -9,8 +9,8 @@ use super::{
     AttentionConfig, DecoderConfig, FeedForwardConfig, LayerConfig, MAX_HEAD_DIM, MAX_HEADS,
     MAX_INTERMEDIATE, MAX_LAYERS, MAX_SIZE, MixerConfig, MlpConfig, NormConfig,
 };
-use crate::models::ModelError;
-use crate::ops::rmsnorm::NormWeight;
+use crate::ModelError;
+use host::ops::rmsnorm::NormWeight;
 
 /// With the defaults of the type's configuration class.
 pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {

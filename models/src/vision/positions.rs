@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::{PatchGrid, Visual, invalid};
-use crate::error::Error;
-use crate::models::config::VisionConfig;
+use crate::config::VisionConfig;
+use host::Error;
 
 impl PatchGrid {
     /// Row and column of each patch of a frame: the patches that become one token follow each other, `merge` rows of `merge`.
@@ -39,7 +39,7 @@ impl PatchGrid {
 
 /// Where the tokens of a prompt are, and which of them stand for images.
 #[derive(Debug)]
-pub(in crate::models) struct PromptPositions {
+pub(crate) struct PromptPositions {
     /// Time, row and column of each token.
     axes: Vec<[usize; 3]>,
     /// Tokens in whose place features go, ascending; as many as there are features.
@@ -100,7 +100,7 @@ impl PromptPositions {
     }
 
     /// Tokens of the sequence, among these, from which on positions are behind their numbers, and by how much.
-    pub(in crate::models) fn shifts(&self, tokens: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+    pub(crate) fn shifts(&self, tokens: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
         self.shifts.iter().copied().filter(move |(from, _)| tokens.contains(from))
     }
 
@@ -137,7 +137,7 @@ mod tests {
     fn config() -> VisionConfig {
         let text = r#"{"model_type": "qwen3_vl", "text_config": {"hidden_size": 3584}, "vision_config": {},
             "image_token_id": 7, "video_token_id": 8}"#;
-        let config = crate::models::ModelConfig::from_json(text, std::path::Path::new("config.json"));
+        let config = crate::ModelConfig::from_json(text, std::path::Path::new("config.json"));
         config.unwrap().vision.unwrap()
     }
 

@@ -5,9 +5,9 @@ use std::ops::Range;
 use abi::DType;
 
 use super::{Requirements, Weights};
-use crate::error::Error;
-use crate::stream::Stream;
-use crate::tensor::Tensor;
+use host::Error;
+use host::Stream;
+use host::Tensor;
 
 /// How far loading is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,7 +239,7 @@ impl<'a> Loader<'a> {
                     let bytes = weights.get(name)?.convert(dtype)?;
                     let part = bytes.len() / dtype.bytes();
                     let mut target = tensor.view_mut().reshape(&[len])?.slice(0, done..done + part)?;
-                    target.upload("Model::load", stream, dtype, &bytes)?;
+                    target.write_bytes(stream, &bytes)?;
                     done += part;
                     self.loaded_bytes += bytes.len() as u64;
                     let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);

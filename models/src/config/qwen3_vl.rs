@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::fields::Fields;
 use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, VisionConfig, qwen3};
-use crate::models::ModelError;
+use crate::ModelError;
 
 /// Longest side of the patches that become a token: that of the largest square image.
 const MAX_TOKEN_SIDE: usize = 4096;

@@ -13,8 +13,8 @@ use super::{
     AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LayerConfig, MAX_HEADS,
     MAX_INTERMEDIATE, MAX_LAYERS, MixerConfig, MlpConfig, MoeConfig, NormConfig, SharedExpertConfig,
 };
-use crate::models::ModelError;
-use crate::ops::rmsnorm::NormWeight;
+use crate::ModelError;
+use host::ops::rmsnorm::NormWeight;
 
 /// With the defaults of the type's configuration class. The gate of the attention and the zero-centred norms are of the
 /// class, not of the file.

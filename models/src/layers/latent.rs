@@ -3,21 +3,21 @@
 use abi::DType;
 
 use super::{Linear, Phase, Step, Visible, copy_row};
-use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport};
-use crate::models::config::LatentConfig;
-use crate::models::loader::Loader;
-use crate::ops::attention::{
+use crate::config::LatentConfig;
+use crate::loader::Loader;
+use host::Error;
+use host::Stream;
+use host::ops::attention::{
     Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask, Offsets, ScoreTensors,
     Scores,
 };
-use crate::ops::copy::{Copy, CopyArgs, CopyProblem};
-use crate::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
-use crate::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
-use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use crate::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
-use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use host::ops::copy::{Copy, CopyArgs, CopyProblem};
+use host::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
+use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
+use host::{Kernel, OptimizationReport};
+use host::{Tensor, TensorView, TensorViewMut};
 
 /// Latent attention. A head's query and key are a part that is not rotated, *nope*, and one that is, *rope*; the rotated part
 /// of the key is the same for all heads.
@@ -86,7 +86,7 @@ fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Res
 
 /// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]`.
 #[derive(Debug)]
-pub(in crate::models) struct LatentRows {
+pub(crate) struct LatentRows {
     rows: Tensor,
 }
 
@@ -116,7 +116,7 @@ impl LatentRows {
 }
 
 #[derive(Debug)]
-pub(in crate::models) struct LatentBlock {
+pub(crate) struct LatentBlock {
     config: LatentConfig,
     a_plan: Matmul,
     q_norm: Option<RmsNorm>,
