@@ -10,12 +10,16 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
 
-    /// Waits for all work of the device, then gives blocks back: address and size each. False, with nothing done, if a
-    /// graph is being recorded: the device cannot be waited for then.
+    /// From how many bytes on a pool may cut blocks from larger ones.
+    fn divided_from(&self) -> usize {
+        1 << 20
+    }
+
+    /// Waits for all work of the device, then gives blocks back: address and size each. An error has done nothing.
     ///
     /// # Safety
-    /// Each block came from `allocate` with the same size, is given back once, and nobody will use it any more.
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error>;
+    /// Each block came from `allocate` with the same size, is given back once unless it was kept, and nobody uses it any more.
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error>;
 
     /// Takes over the free blocks of a pool that ends while a graph is being recorded.
     ///
@@ -29,6 +33,15 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
 
     /// Free and total bytes, and the device's name.
     fn report(&self) -> (usize, usize, String);
+}
+
+/// What became of blocks that were to go back.
+#[derive(Debug)]
+pub(crate) enum Released {
+    /// Nothing was done: a graph is being recorded, and the device cannot be waited for.
+    Kept,
+    /// Nobody may use them any more; with the device's error if it did not take one of them.
+    Gone(Result<(), Error>),
 }
 
 /// The host's allocator behind the pool.
@@ -63,7 +76,7 @@ impl Backing for HostMemory {
         Ok(Some(block as u64))
     }
 
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
         for &(address, bytes) in blocks {
             if let Some(layout) = Self::layout(bytes) {
                 // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the caller
@@ -71,7 +84,7 @@ impl Backing for HostMemory {
                 unsafe { std::alloc::dealloc((address as *const usize).sub(1).read() as *mut u8, layout) };
             }
         }
-        Ok(true)
+        Ok(Released::Gone(Ok(())))
     }
 
     fn report(&self) -> (usize, usize, String) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use abi::Arch;
 
-use crate::backing::Backing;
+use crate::backing::{Backing, Released};
 use crate::error::{DriverError, Error};
 use crate::images::Image;
 use crate::profile::{HardwareProfile, Place, Resources};
@@ -68,6 +68,10 @@ impl Stream {
     }
 
     pub(crate) fn wait_for(&self, _other: &Stream) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn is_done(&self) -> Result<bool, Error> {
         match self.0 {}
     }
 
@@ -184,7 +188,7 @@ impl Backing for DeviceMemory {
         match self.0.0 {}
     }
 
-    unsafe fn release(&self, _blocks: &[(u64, usize)]) -> Result<bool, Error> {
+    unsafe fn release(&self, _blocks: &[(u64, usize)]) -> Result<Released, Error> {
         match self.0.0 {}
     }
 

@@ -45,6 +45,14 @@ impl Queue {
         }
     }
 
+    /// Whether all work so far is done, as far as can be told without waiting.
+    pub(crate) fn is_done(&self) -> Result<bool, Error> {
+        match self {
+            Queue::Cuda(stream) => stream.is_done(),
+            Queue::Cpu | Queue::Simulated(..) => Ok(true),
+        }
+    }
+
     /// Whether what is enqueued is being recorded.
     pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
         match self {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use abi::Arch;
 
-use crate::backing::Backing;
+use crate::backing::{Backing, Released};
 use crate::error::Error;
 use crate::profile::HardwareProfile;
 pub use crate::tensor_map::{Axis, TensorMap, Tiled};
@@ -98,12 +98,17 @@ impl Backing for SimulatedMemory {
         Ok(room.is_ok().then(|| self.simulator.allocate(bytes)))
     }
 
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
+    /// Each block stays what the simulator gave: it reports an access beyond a block's end, and would not beyond a piece's.
+    fn divided_from(&self) -> usize {
+        usize::MAX
+    }
+
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
         for &(address, bytes) in blocks {
             self.simulator.release(address);
             self.used_bytes.fetch_sub(bytes, Ordering::Relaxed);
         }
-        Ok(true)
+        Ok(Released::Gone(Ok(())))
     }
 
     fn assign(&self, address: u64, block_bytes: usize, usable: usize) {
@@ -117,7 +122,7 @@ impl Backing for SimulatedMemory {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::sync::Mutex;
 
     use super::{Launch, Simulator, TensorMap, Tiled};
@@ -129,7 +134,7 @@ mod tests {
 
     /// 1 KiB of bytes from address 4096 on, a log of what was asked, and kernels that do as they are told.
     #[derive(Debug)]
-    struct Script {
+    pub(crate) struct Script {
         bytes: Mutex<Vec<u8>>,
         log: Mutex<Vec<String>>,
         capability: (u32, u32),
@@ -139,7 +144,7 @@ mod tests {
     const START: u64 = 4096;
 
     impl Script {
-        fn new(capability: (u32, u32), outcome: Result<(), String>) -> Arc<Self> {
+        pub(crate) fn new(capability: (u32, u32), outcome: Result<(), String>) -> Arc<Self> {
             let (bytes, log) = (Mutex::new(vec![0xee; 1024]), Mutex::default());
             Arc::new(Script { bytes, log, capability, outcome })
         }

@@ -7,7 +7,7 @@ use cust::error::CudaError;
 
 use super::recording::NoRecording;
 use super::{Context, cust_failed};
-use crate::backing::Backing;
+use crate::backing::{Backing, Released};
 use crate::error::Error;
 
 /// The card's memory behind the pool.
@@ -24,7 +24,8 @@ impl DeviceMemory {
     pub(super) fn free_left() {
         let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: from `allocate`, and of pools that have ended: nobody has their addresses.
-        left.retain(|(memory, blocks)| matches!(unsafe { memory.release(blocks) }, Ok(false)));
+        // Where that fails the device does not answer any more, and its memory is gone with its context.
+        left.retain(|(memory, blocks)| matches!(unsafe { memory.release(blocks) }, Ok(Released::Kept)));
     }
 }
 
@@ -39,15 +40,19 @@ impl Backing for DeviceMemory {
         }
     }
 
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<bool, Error> {
-        let Some(_no_recording) = NoRecording::begin() else { return Ok(false) };
+    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
+        let Some(_no_recording) = NoRecording::begin() else { return Ok(Released::Kept) };
         self.0.enter()?;
         CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))?;
+        let mut outcome = Ok(());
         for &(address, _) in blocks {
             // SAFETY: from `allocate`, given back once — the caller; the device has just finished all its work.
-            let _ = unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
+            let freed =
+                unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
+            // The others go back all the same.
+            outcome = outcome.and(freed.map_err(cust_failed("cuMemFree")));
         }
-        Ok(true)
+        Ok(Released::Gone(outcome))
     }
 
     unsafe fn take_over(&self, blocks: &[(u64, usize)]) {

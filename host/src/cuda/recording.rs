@@ -12,12 +12,25 @@ pub(super) struct NoRecording {
     _only: MutexGuard<'static, ()>,
 }
 
+/// Of its own, or one that waits for its device would look like a recording to the others.
+static ONLY: Mutex<()> = Mutex::new(());
+
 impl NoRecording {
     /// None while a graph is recorded; waits for another of its kind.
     pub(super) fn begin() -> Option<Self> {
-        // Of its own, or one that waits for its device would look like a recording to the others.
-        static ONLY: Mutex<()> = Mutex::new(());
-        let only = ONLY.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::with(ONLY.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The same without waiting: none also while there is another of its kind.
+    pub(super) fn try_begin() -> Option<Self> {
+        match ONLY.try_lock() {
+            Ok(only) => Self::with(only),
+            Err(TryLockError::Poisoned(poisoned)) => Self::with(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn with(only: MutexGuard<'static, ()>) -> Option<Self> {
         let none = match RECORDING.try_write() {
             Ok(none) => none,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -8,6 +8,7 @@ use cust::sys::{CUevent, CUstream};
 
 use super::memory::DeviceMemory;
 use super::module::EntryHandle;
+use super::recording::NoRecording;
 use super::{Context, failed, recording};
 use crate::error::{DriverError, Error};
 use crate::profile::Place;
@@ -86,6 +87,18 @@ impl Stream {
             driver::event_record(other.event, other.stream).map_err(failed("cuEventRecord"))?;
             driver::stream_wait_event(self.stream, other.event).map_err(failed("cuStreamWaitEvent"))
         }
+    }
+
+    /// Whether all work so far is done; not known, and so said not to be, while anything is recorded, since the question would end a
+    /// recording.
+    pub(crate) fn is_done(&self) -> Result<bool, Error> {
+        let Some(_no_recording) = NoRecording::try_begin() else { return Ok(false) };
+        // Also by another library, of a stream that is its own.
+        if self.is_recorded()? {
+            return Ok(false);
+        }
+        // SAFETY: live while `self` is.
+        unsafe { driver::stream_query(self.stream) }.map_err(failed("cuStreamQuery"))
     }
 
     /// Whether what is enqueued is recorded: a stream that waits for this one would be recorded too.

@@ -1,0 +1,317 @@
+//! The memory pool: where every tensor's memory comes from.
+//!
+//! Memory that is given back is kept for reuse: blocks below 1 MiB by size class, each as the device gave it; larger ones are cut from what
+//! the device gave, the smallest free piece that holds them first, and become one piece with their free neighbours again (`book`). Sizes
+//! that alternate therefore share memory.
+//!
+//! Reuse is *stream-ordered*: a block that was used on a stream goes to the next user of that stream at once, without waiting, since the
+//! stream itself runs the two in order. Another stream takes it at once where the old one's work is done, and else waits for an event of
+//! the old one, on the device.
+//!
+//! Before the pool would hold more than was in use at its peak (rounded up to size classes), what lay unused longest goes back to the
+//! device, which waits for the device's work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave
+//! in one call can go back, and only when nothing of it is in use, so the pool can hold more than its peak by the free parts between blocks
+//! in use. A workload that repeats its sizes comes to all of this at its start only. While the device is waited for, others reuse what is
+//! free: no lock is held but that of those who also need more from the device.
+
+mod book;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::backing::{Backing, Released};
+use crate::error::Error;
+use crate::queue::Queue;
+use book::{Book, PieceId, SegmentId};
+
+/// What a pool holds and did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Bytes that live tensors asked for.
+    pub requested_bytes: usize,
+    /// Bytes of the blocks that live tensors hold: requests rounded up to size classes.
+    pub in_use_bytes: usize,
+    /// Bytes that the pool has taken from the device and not given back.
+    pub reserved_bytes: usize,
+    /// Most of `in_use_bytes` so far.
+    pub peak_in_use_bytes: usize,
+    /// Live tensors, without those of no bytes.
+    pub num_live: usize,
+    /// Allocations so far, without those of no bytes.
+    pub num_allocations: usize,
+    /// Allocations that reused memory.
+    pub num_reused: usize,
+    /// Allocations for which the device was asked.
+    pub num_from_device: usize,
+    /// Bytes of the largest free piece.
+    pub largest_free_bytes: usize,
+}
+
+impl PoolStats {
+    /// Bytes that the pool holds and nobody uses.
+    pub fn free_bytes(&self) -> usize {
+        self.reserved_bytes - self.in_use_bytes
+    }
+
+    /// How far the free bytes are from one piece: 0 where they are one, towards 1 where they are many.
+    pub fn fragmentation(&self) -> f64 {
+        match self.free_bytes() {
+            0 => 0.0,
+            free => 1.0 - self.largest_free_bytes as f64 / free as f64,
+        }
+    }
+}
+
+/// A device's memory pool. Thread-safe.
+#[derive(Debug)]
+pub struct Pool {
+    backing: Box<dyn Backing>,
+    /// Held by who takes memory from the device or gives it back, also while the device is waited for; before `state`.
+    growth: Mutex<()>,
+    /// Never held while the device is waited for.
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    book: Book,
+    stats: PoolStats,
+}
+
+/// Memory from a pool; goes back to it when dropped.
+#[derive(Debug)]
+pub(crate) struct Block {
+    address: u64,
+    requested: usize,
+    class: usize,
+    /// None of no bytes.
+    piece: Option<PieceId>,
+    queue: Queue,
+    pool: Arc<Pool>,
+}
+
+impl Block {
+    /// Address on the device; aligned to 256 bytes. Not to be read if the block has no bytes.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The memory goes back in this queue's order. Whoever used it before has been waited for by that queue.
+    pub(crate) fn give_to(&mut self, queue: &Queue) {
+        self.queue = queue.clone();
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let Some(piece) = self.piece else { return };
+        self.pool.backing.assign(self.address, self.class, 0);
+        let mut state = self.pool.lock();
+        state.stats.requested_bytes -= self.requested;
+        state.stats.in_use_bytes -= self.class;
+        state.stats.num_live -= 1;
+        state.book.free(piece, self.queue.clone());
+    }
+}
+
+/// The size that a request is rounded up to: multiples of 512 bytes, eight classes per power of two (at most an eighth
+/// is wasted), and from 32 MiB on multiples of 2 MiB, the size of a device page.
+fn size_class(bytes: usize) -> usize {
+    const LARGE: usize = 32 << 20;
+    const PAGE: usize = 2 << 20;
+    if bytes == 0 {
+        0
+    } else if bytes >= LARGE {
+        bytes.next_multiple_of(PAGE)
+    } else {
+        let step = (bytes.next_power_of_two() / 16).max(512);
+        bytes.next_multiple_of(step)
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(backing: Box<dyn Backing>) -> Arc<Self> {
+        let book = Book::new(backing.divided_from());
+        let state = Mutex::new(State { book, stats: PoolStats::default() });
+        Arc::new(Pool { backing, growth: Mutex::default(), state })
+    }
+
+    /// What the pool holds now.
+    pub fn stats(&self) -> PoolStats {
+        let state = self.lock();
+        PoolStats { largest_free_bytes: state.book.largest_free(), ..state.stats }
+    }
+
+    /// Memory for use in `queue`'s order.
+    pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, queue: &Queue) -> Result<Block, Error> {
+        let class = size_class(bytes);
+        let (piece, address) = match class {
+            0 => (None, 0),
+            _ => {
+                let (piece, address) = self.allocate_class(class, bytes, queue)?;
+                (Some(piece), address)
+            }
+        };
+        Ok(Block { address, requested: bytes, class, piece, queue: queue.clone(), pool: self.clone() })
+    }
+
+    fn allocate_class(&self, class: usize, bytes: usize, queue: &Queue) -> Result<(PieceId, u64), Error> {
+        if let Some(reused) = self.reuse(class, bytes, queue)? {
+            return Ok(reused);
+        }
+        let _growth = self.lock_growth();
+        // Others may have given memory back meanwhile.
+        if let Some(reused) = self.reuse(class, bytes, queue)? {
+            return Ok(reused);
+        }
+        let limit = self.make_room(class)?;
+        let address = match self.backing.allocate(class)? {
+            Some(address) => address,
+            None => {
+                self.give_back(|_| true)?;
+                self.backing.allocate(class)?.ok_or_else(|| self.out_of_memory(bytes))?
+            }
+        };
+        let mut state = self.lock();
+        let piece = state.book.add(address, class);
+        state.stats.reserved_bytes += class;
+        state.stats.num_from_device += 1;
+        // The room was made for this block as one in use, whatever has been given back since.
+        state.stats.peak_in_use_bytes = state.stats.peak_in_use_bytes.max(limit);
+        Ok(self.begin_use(&mut state, piece, class, bytes))
+    }
+
+    /// A free block; none if the device has to be asked for more.
+    fn reuse(&self, class: usize, bytes: usize, queue: &Queue) -> Result<Option<(PieceId, u64)>, Error> {
+        let mut state = self.lock();
+        let mut piece = state.book.take(class, queue);
+        if piece.is_none() && state.book.divides(class) {
+            state.book.gather(queue, Queue::is_done)?;
+            piece = state.book.take(class, queue);
+        }
+        if piece.is_none() {
+            // Who waited for a stream that is being recorded would be recorded too.
+            let is_barred = |other: &Queue| !matches!(other.is_recorded(), Ok(false));
+            let Some((found, other)) = state.book.take_of_others(class, queue, is_barred) else {
+                return Ok(None);
+            };
+            // Where `queue` is being recorded this waits for the device.
+            drop(state);
+            let followed = queue.follow(&other);
+            state = self.lock();
+            if let Err(error) = followed {
+                state.book.free(found, other);
+                return Err(error);
+            }
+            piece = Some(found);
+        }
+        Ok(piece.map(|piece| {
+            state.stats.num_reused += 1;
+            self.begin_use(&mut state, piece, class, bytes)
+        }))
+    }
+
+    /// Enters a block into the statistics.
+    fn begin_use(&self, state: &mut State, piece: PieceId, class: usize, bytes: usize) -> (PieceId, u64) {
+        let address = state.book.address(piece);
+        self.backing.assign(address, class, bytes);
+        let stats = &mut state.stats;
+        stats.num_allocations += 1;
+        stats.num_live += 1;
+        stats.requested_bytes += bytes;
+        stats.in_use_bytes += class;
+        stats.peak_in_use_bytes = stats.peak_in_use_bytes.max(stats.in_use_bytes);
+        (piece, address)
+    }
+
+    /// Gives what lay free longest back, until `class` more bytes do not exceed the peak: which that is with them.
+    fn make_room(&self, class: usize) -> Result<usize, Error> {
+        let PoolStats { in_use_bytes, peak_in_use_bytes, reserved_bytes, .. } = self.lock().stats;
+        let limit = peak_in_use_bytes.max(in_use_bytes + class);
+        let surplus = (reserved_bytes + class).saturating_sub(limit);
+        self.give_back(|bytes| bytes < surplus)?;
+        Ok(limit)
+    }
+
+    /// Gives everything that is free back to the device, after waiting for its work. Returns how many bytes that were: none while
+    /// a graph is being recorded.
+    pub fn trim(&self) -> Result<usize, Error> {
+        let _growth = self.lock_growth();
+        self.give_back(|_| true)
+    }
+
+    /// Gives back what the device gave in one call and is free, oldest first, as long as `wants_more` says so of the bytes so far; what
+    /// cannot go back stays free. Returns how many bytes went. The caller holds `growth`.
+    fn give_back(&self, wants_more: impl Fn(usize) -> bool) -> Result<usize, Error> {
+        let (mut ids, mut places, mut bytes) = (Vec::<SegmentId>::new(), Vec::new(), 0);
+        let mut state = self.lock();
+        while wants_more(bytes)
+            && let Some(id) = state.book.withdraw_oldest()
+        {
+            let place = state.book.place_of(id);
+            bytes += place.1;
+            ids.push(id);
+            places.push(place);
+        }
+        drop(state);
+        if ids.is_empty() {
+            return Ok(0);
+        }
+        // SAFETY: free memory of this pool, withdrawn from its book: nobody has the addresses, or gets them.
+        let released = unsafe { self.backing.release(&places) };
+        let mut state = self.lock();
+        let put_back = |state: &mut State| {
+            for &id in &ids {
+                state.book.put_back(id);
+            }
+        };
+        match released {
+            Ok(Released::Gone(outcome)) => {
+                for &id in &ids {
+                    state.book.remove(id);
+                }
+                state.stats.reserved_bytes -= bytes;
+                outcome.map(|()| bytes)
+            }
+            Ok(Released::Kept) => {
+                put_back(&mut state);
+                Ok(0)
+            }
+            Err(error) => {
+                put_back(&mut state);
+                Err(error)
+            }
+        }
+    }
+
+    fn out_of_memory(&self, requested: usize) -> Error {
+        let (free, total, device) = self.backing.report();
+        let PoolStats { in_use_bytes: in_use, reserved_bytes: reserved, .. } = self.lock().stats;
+        Error::OutOfMemory { device, requested, in_use, reserved, free, total }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The state is consistent at every point where a thread could panic while holding the lock.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_growth(&self) -> MutexGuard<'_, ()> {
+        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // Where the device does not answer any more, its memory is gone with its context.
+        if self.give_back(|_| true).is_ok() {
+            let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let mut left = Vec::new();
+            while let Some(id) = state.book.withdraw_oldest() {
+                left.push(state.book.place_of(id));
+            }
+            // SAFETY: free memory of this pool, which ends here.
+            unsafe { self.backing.take_over(&left) };
+        }
+    }
+}
