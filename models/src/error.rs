@@ -98,6 +98,18 @@ pub enum ModelError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A GGUF file is truncated or malformed, or its metadata are not those of a model that is built.
+    #[error("{}: {at}: expected {expected}, got {got}", path.display())]
+    Gguf {
+        /// The file.
+        path: PathBuf,
+        /// The key, the tensor or the part of the file.
+        at: String,
+        /// What would have been accepted.
+        expected: String,
+        /// What is there.
+        got: String,
+    },
     /// The index of a sharded checkpoint names a file that is not there.
     #[error("shard {} does not exist; the index places tensor {tensor} in it", path.display())]
     MissingShard {
@@ -157,6 +169,16 @@ pub enum TensorProblem {
         expected: Vec<usize>,
         /// The shape in the file.
         got: Vec<usize>,
+    },
+    /// It does not fit the other tensors of a quantised matrix, or holds what no such tensor may.
+    #[error("{name}: expected {expected}, got {got}")]
+    Unfit {
+        /// The tensor.
+        name: String,
+        /// What would have been accepted.
+        expected: String,
+        /// What is there.
+        got: String,
     },
     /// Its element type is not one that can be loaded.
     #[error("{name}: type {got} is not supported; supported: {}", names(supported))]

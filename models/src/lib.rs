@@ -1,20 +1,24 @@
-//! Models from published files: `config.json` and safetensors in, tokens out.
+//! Models from published files: `config.json` and safetensors, or GGUF, in; tokens out.
 //!
 //! [`Model::load`] reads the configuration, builds the modules from it by their factories and loads their weights;
 //! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps. A
 //! [`Visual`] is an image or a video of a prompt.
 
+mod checkpoint;
 mod config;
 mod decoder;
 mod error;
+mod gguf;
 mod layers;
 mod loader;
 mod model;
+mod quant;
 mod sampler;
 mod session;
 mod vision;
 mod weights;
 
+pub use checkpoint::Checkpoint;
 pub use config::{
     Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LatentConfig,
     LayerConfig, MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind,
@@ -22,9 +26,11 @@ pub use config::{
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
+pub use gguf::{Gguf, GgufVocabulary};
 pub use layers::{Attention, DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe};
 pub use loader::LoadProgress;
 pub use model::Model;
+pub use quant::{Element, GgmlType, Origin, Origins, QuantMatrix, ScaleType};
 pub use sampler::Sampler;
 pub use session::{Logits, Session, SessionOptions};
 pub use vision::{LayerNormWeights, PatchGrid, PatchMerger, VisionBlock, VisionTower, Visual};

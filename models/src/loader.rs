@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::{Requirements, Weights};
+use super::TensorProblem;
+use super::checkpoint::{Checkpoint, Stored};
 use host::Error;
 use host::Stream;
 use host::Tensor;
@@ -30,9 +31,9 @@ pub(super) struct Loader<'a> {
 }
 
 enum Source<'a> {
-    /// Notes requirements, and hands out empty tensors.
-    Check(Requirements<'a>),
-    Checkpoint(&'a Weights),
+    /// Notes what does not fit, and hands out empty tensors.
+    Check(&'a Checkpoint, Vec<TensorProblem>),
+    Checkpoint(&'a Checkpoint),
     /// Notes names and shapes, and hands out empty tensors.
     List(Vec<(String, Vec<usize>)>),
     /// A block of random elements, which all tensors are made of.
@@ -42,30 +43,34 @@ enum Source<'a> {
     },
 }
 
+/// Elements that are converted at a time, through one buffer; a row that has more is converted whole.
+const BUFFER_ELEMS: usize = 1 << 22;
 /// Elements of the random block: a prime, so that rows do not repeat in step with their length.
 const RANDOM_BLOCK: usize = 1_048_573;
 
 impl<'a> Loader<'a> {
     /// Runs `build` twice on a checkpoint: to check that all its tensors are there, and to load them.
     pub(super) fn from_checkpoint<T>(
-        weights: &'a Weights,
+        checkpoint: &'a Checkpoint,
         stream: &'a Stream,
         dtype: DType,
         progress: &'a mut dyn FnMut(LoadProgress),
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let source = Source::Check(weights.require());
+        let source = Source::Check(checkpoint, Vec::new());
         let mut checker =
             Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
         build(&mut checker)?;
         let total_bytes = checker.total_bytes;
-        if let Source::Check(requirements) = checker.source {
-            requirements.finish()?;
+        if let Source::Check(_, problems) = checker.source
+            && !problems.is_empty()
+        {
+            return Err(checkpoint.unusable(problems).into());
         }
         build(&mut Loader {
             stream,
             dtype,
-            source: Source::Checkpoint(weights),
+            source: Source::Checkpoint(checkpoint),
             loaded_bytes: 0,
             total_bytes,
             progress,
@@ -159,8 +164,7 @@ impl<'a> Loader<'a> {
     /// Whether the checkpoint has a tensor of this name.
     fn contains(&self, name: &str) -> bool {
         match &self.source {
-            Source::Check(requirements) => requirements.weights().contains(name),
-            Source::Checkpoint(weights) => weights.contains(name),
+            Source::Check(checkpoint, _) | Source::Checkpoint(checkpoint) => checkpoint.contains(name),
             Source::List(_) | Source::Random { .. } => false,
         }
     }
@@ -219,9 +223,9 @@ impl<'a> Loader<'a> {
     fn load(&mut self, dtype: DType, parts: &[(&str, Vec<usize>)], shape: &[usize]) -> Result<Tensor, Error> {
         let stream = self.stream;
         match &mut self.source {
-            Source::Check(requirements) => {
+            Source::Check(checkpoint, problems) => {
                 for (name, shape) in parts {
-                    requirements.tensor(*name, shape);
+                    problems.extend(checkpoint.tensor(name, shape).err());
                     // A wrong file's shapes are reported as such at the end; until then their size may be anything.
                     let bytes = shape.iter().fold(dtype.bytes(), |bytes, &size| bytes.saturating_mul(size));
                     self.total_bytes = self.total_bytes.saturating_add(bytes as u64);
@@ -232,18 +236,37 @@ impl<'a> Loader<'a> {
                 tensors.extend(parts.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone())));
                 Tensor::empty(stream, &[0], dtype)
             }
-            Source::Checkpoint(weights) => {
+            Source::Checkpoint(checkpoint) => {
+                let unusable = |problem| checkpoint.unusable(vec![problem]);
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
                 let (len, mut done) = (tensor.len(), 0);
-                for (name, _) in parts {
-                    let bytes = weights.get(name)?.convert(dtype)?;
-                    let part = bytes.len() / dtype.bytes();
-                    let mut target = tensor.view_mut().reshape(&[len])?.slice(0, done..done + part)?;
-                    target.write_bytes(stream, &bytes)?;
-                    done += part;
-                    self.loaded_bytes += bytes.len() as u64;
-                    let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
-                    (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+                let mut buffer = Vec::new();
+                for (name, shape) in parts {
+                    let Stored { data, .. } = checkpoint.tensor(name, shape).map_err(unusable)?;
+                    let (pieces, piece) = data.pieces();
+                    let step = (BUFFER_ELEMS / piece.max(1)).max(1);
+                    for start in (0..pieces).step_by(step) {
+                        let range = start..pieces.min(start + step);
+                        let elements = range.len() * piece;
+                        let bytes = match data.borrow(range.clone(), dtype) {
+                            Some(bytes) => bytes,
+                            None => {
+                                buffer.resize(elements * dtype.bytes(), 0);
+                                data.read(range, dtype, &mut buffer).map_err(|got| {
+                                    let (name, expected) = ((*name).to_owned(), "finite scales".to_owned());
+                                    unusable(TensorProblem::Unfit { name, expected, got })
+                                })?;
+                                &buffer
+                            }
+                        };
+                        let mut target =
+                            tensor.view_mut().reshape(&[len])?.slice(0, done..done + elements)?;
+                        target.write_bytes(stream, bytes)?;
+                        done += elements;
+                        self.loaded_bytes += bytes.len() as u64;
+                        let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
+                        (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+                    }
                 }
                 Ok(tensor)
             }

@@ -7,7 +7,7 @@ use abi::DType;
 
 use super::decoder::Decoder;
 use super::loader::{LoadProgress, Loader};
-use super::{ModelConfig, Session, SessionOptions, VisionTower, Weights};
+use super::{Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
 use host::Error;
 
@@ -22,21 +22,31 @@ pub struct Model {
 }
 
 impl Model {
-    /// Loads `config.json` and the safetensors of `dir`, with the weights converted to `dtype`.
+    /// Loads a folder with `config.json` and safetensors, or a GGUF file, with the weights converted to `dtype`; those that are
+    /// quantised are dequantised.
     ///
     /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::ModelError`] for what is wrong
     /// with the files, all missing tensors at once; [`Error::OutOfMemory`].
     pub fn load(
         device: &Device,
-        dir: &Path,
+        path: &Path,
         dtype: DType,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, Error> {
-        let config = ModelConfig::from_dir(dir)?;
-        let weights = Weights::open(dir)?;
+        Self::from_checkpoint(device, &Checkpoint::open(path)?, dtype, progress)
+    }
+
+    /// The same of files that are open.
+    pub fn from_checkpoint(
+        device: &Device,
+        checkpoint: &Checkpoint,
+        dtype: DType,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, Error> {
+        let config = checkpoint.config().clone();
         let stream = device.stream()?;
         let build = |loader: &mut Loader<'_>| build(&config, loader);
-        let parts = Loader::from_checkpoint(&weights, &stream, dtype, progress, build)?;
+        let parts = Loader::from_checkpoint(checkpoint, &stream, dtype, progress, build)?;
         stream.synchronize()?;
         Ok(Self::new(device, config, parts, dtype))
     }

@@ -15,6 +15,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
 use super::config::read_json;
+use super::quant::RawTensor;
 use super::{ModelError, TensorProblem};
 
 const _: () =
@@ -165,6 +166,13 @@ impl Weights {
         }
     }
 
+    /// The tensor `name`, of whatever type.
+    pub(super) fn raw(&self, name: &str) -> Option<RawTensor<'_>> {
+        let (name, entry) = self.tensors.get_key_value(name)?;
+        let bytes = &self.files[entry.file][entry.bytes.clone()];
+        Some(RawTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes })
+    }
+
     /// Starts a list of required tensors.
     pub fn require(&self) -> Requirements<'_> {
         Requirements { weights: self, problems: Vec::new() }
@@ -186,11 +194,6 @@ impl Entry {
 }
 
 impl Requirements<'_> {
-    /// What is asked.
-    pub(super) fn weights(&self) -> &Weights {
-        self.weights
-    }
-
     /// Requires the tensor `name` with this shape and one of the types [`DType::FLOATS`].
     pub fn tensor(&mut self, name: impl Into<String>, shape: &[usize]) -> &mut Self {
         let name = name.into();
@@ -345,7 +348,7 @@ fn is_file_name(name: &str) -> bool {
 }
 
 /// Converts elements of a floating-point type to f32.
-fn decode(from: DType, bytes: &[u8], out: &mut [f32]) {
+pub(super) fn decode(from: DType, bytes: &[u8], out: &mut [f32]) {
     match from {
         DType::F16 => decode_half::<f16>(bytes, out),
         DType::BF16 => decode_half::<bf16>(bytes, out),
@@ -354,7 +357,7 @@ fn decode(from: DType, bytes: &[u8], out: &mut [f32]) {
 }
 
 /// Converts f32 to elements of a floating-point type.
-fn encode(values: &[f32], to: DType, out: &mut [u8]) {
+pub(super) fn encode(values: &[f32], to: DType, out: &mut [u8]) {
     match to {
         DType::F16 => encode_half::<f16>(values, out),
         DType::BF16 => encode_half::<bf16>(values, out),
@@ -362,7 +365,7 @@ fn encode(values: &[f32], to: DType, out: &mut [u8]) {
     }
 }
 
-fn transcode(from: DType, bytes: &[u8], to: DType, out: &mut [u8]) {
+pub(super) fn transcode(from: DType, bytes: &[u8], to: DType, out: &mut [u8]) {
     let mut block = [0.0; BLOCK_ELEMS];
     for (bytes, out) in bytes.chunks(BLOCK_ELEMS * from.bytes()).zip(out.chunks_mut(BLOCK_ELEMS * to.bytes()))
     {

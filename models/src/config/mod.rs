@@ -2,6 +2,8 @@
 
 mod fields;
 mod glm4_moe_lite;
+mod llama;
+mod quantization;
 mod qwen3;
 mod qwen3_moe;
 mod qwen3_next;
@@ -19,7 +21,8 @@ use super::ModelError;
 pub(super) use fields::read_json;
 use fields::{Fields, parse_json};
 use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
-use host::ops::rmsnorm::NormWeight;
+pub(super) use host::ops::rmsnorm::NormWeight;
+pub(super) use quantization::{QuantConfig, Scheme};
 pub use rope::{RopeConfig, RopeKind, YarnRope};
 
 /// Largest size, count or position: kernels take them as 32-bit integers.
@@ -62,6 +65,12 @@ pub enum Architecture {
     Qwen3Next,
     /// The same decoder with a vision tower: Qwen3-VL.
     Qwen3Vl,
+    /// Llama and what is built like it: grouped-query attention, SwiGLU.
+    Llama,
+    /// The same with a sliding window.
+    Mistral,
+    /// The same with biases of q, k and v.
+    Qwen2,
     /// GLM-4.7-Flash: latent attention; experts, chosen by sigmoid scores with a correction.
     Glm4MoeLite,
 }
@@ -138,7 +147,7 @@ pub enum MixerConfig {
     Latent(LatentConfig),
 }
 
-/// Grouped-query attention with a norm per head on q and k.
+/// Grouped-query attention, perhaps with a norm per head on q and k.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionConfig {
     /// Query heads.
@@ -147,8 +156,12 @@ pub struct AttentionConfig {
     pub heads_kv: usize,
     /// Width of a head, a multiple of 8. Not tied to `hidden_size / heads_q`.
     pub head_dim: usize,
-    /// Whether the q, k, v and o projections have biases.
+    /// Whether the q, k and v projections have biases.
     pub bias: bool,
+    /// Whether the output projection has one.
+    pub output_bias: bool,
+    /// Whether heads of q and k are normed.
+    pub qk_norm: bool,
     /// The sliding window in tokens, the query's own position included; `None` attends to everything before.
     pub window: Option<usize>,
     /// Whether the attended values are multiplied by the sigmoid of a gate, which the q projection gives beside each head.
@@ -362,13 +375,16 @@ impl ModelConfig {
         ModelConfig::from_value(&parse_json(text, path)?, path)
     }
 
-    fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
+    pub(super) fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
         let fields = Fields::top(root, path)?;
         let architecture = Architecture::read(&fields)?;
         let (decoder, vision) = match architecture {
             Architecture::Qwen3 => (qwen3::read(&fields)?, None),
             Architecture::Qwen3Moe => (qwen3_moe::read(&fields)?, None),
             Architecture::Qwen3Next => (qwen3_next::read(&fields)?, None),
+            Architecture::Llama => (llama::read(&fields)?, None),
+            Architecture::Mistral => (llama::read_mistral(&fields)?, None),
+            Architecture::Qwen2 => (llama::read_qwen2(&fields)?, None),
             Architecture::Glm4MoeLite => (glm4_moe_lite::read(&fields)?, None),
             Architecture::Qwen3Vl => {
                 let (decoder, vision) = qwen3_vl::read(&fields)?;
@@ -427,7 +443,7 @@ impl Architecture {
 
     /// The values of `model_type` that are built.
     pub const MODEL_TYPES: &'static [&'static str] =
-        &["qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "glm4_moe_lite"];
+        &["qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "glm4_moe_lite", "llama", "mistral", "qwen2"];
 
     fn read(fields: &Fields) -> Result<Architecture, ModelError> {
         match fields.required("model_type", "a string", Value::as_str)? {
@@ -436,6 +452,9 @@ impl Architecture {
             "qwen3_next" => Ok(Architecture::Qwen3Next),
             "qwen3_vl" => Ok(Architecture::Qwen3Vl),
             "glm4_moe_lite" => Ok(Architecture::Glm4MoeLite),
+            "llama" => Ok(Architecture::Llama),
+            "mistral" => Ok(Architecture::Mistral),
+            "qwen2" => Ok(Architecture::Qwen2),
             found => Err(ModelError::UnknownModelType {
                 path: fields.path.into(),
                 found: found.into(),

@@ -79,7 +79,16 @@ pub(super) fn read_attention(
     let head_dim = fields.size("head_dim", head_dim)?;
     fields.check_head_dim("head_dim", head_dim, MAX_HEAD_DIM)?;
     let bias = fields.flag("attention_bias")?.unwrap_or(false);
-    Ok(AttentionConfig { heads_q, heads_kv, head_dim, bias, window: None, output_gate: false })
+    Ok(AttentionConfig {
+        heads_q,
+        heads_kv,
+        head_dim,
+        bias,
+        output_bias: bias,
+        qk_norm: true,
+        window: None,
+        output_gate: false,
+    })
 }
 
 pub(super) fn read_eps(fields: &Fields, default: f64) -> Result<f32, ModelError> {
@@ -90,7 +99,7 @@ pub(super) fn read_eps(fields: &Fields, default: f64) -> Result<f32, ModelError>
 
 /// The sliding window of each layer: the one width `sliding_window`, in the layers that `layer_types` marks, or else in
 /// those from `max_window_layers` on.
-fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>>, ModelError> {
+pub(super) fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>>, ModelError> {
     let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
     let window = match fields.map.get("sliding_window") {
         Some(Value::Null) => None,

@@ -31,6 +31,17 @@ pub enum RopeKind {
     },
     /// YaRN: low frequencies divided, high ones kept, a ramp between.
     Yarn(YarnRope),
+    /// That of Llama 3: the same with a ramp over turns, not over pairs.
+    Llama3 {
+        /// The stretch of the low frequencies.
+        factor: f64,
+        /// Turns over the original context below which a frequency is divided.
+        low_freq_factor: f64,
+        /// Turns over the original context above which a frequency is kept.
+        high_freq_factor: f64,
+        /// Context length before stretching, in tokens.
+        original_max_position_embeddings: usize,
+    },
 }
 
 /// The parameters of YaRN (Peng et al. 2023, arXiv:2309.00071, section 3).
@@ -68,6 +79,17 @@ impl RopeConfig {
         match self.kind {
             RopeKind::Default => base.collect(),
             RopeKind::Linear { factor } => base.map(|freq| freq / factor).collect(),
+            RopeKind::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => base
+                .map(|freq| {
+                    let context = original_max_position_embeddings;
+                    RopeKind::llama3_frequency(freq, factor, low_freq_factor, high_freq_factor, context)
+                })
+                .collect(),
             RopeKind::Yarn(yarn) => {
                 let (low, high) = yarn.ramp(self.theta, rotary_dim);
                 base.enumerate()
@@ -83,7 +105,7 @@ impl RopeConfig {
     /// The factor on cos and sin; 1 except for YaRN.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {
-            RopeKind::Default | RopeKind::Linear { .. } => 1.0,
+            RopeKind::Default | RopeKind::Linear { .. } | RopeKind::Llama3 { .. } => 1.0,
             RopeKind::Yarn(yarn) => yarn.attention_factor,
         }
     }
@@ -171,8 +193,40 @@ impl RopeKind {
             Some((_, "yarn")) => {
                 Ok(RopeKind::Yarn(YarnRope::read(rope, factor()?, max_position_embeddings)?))
             }
-            Some((key, other)) => Err(rope.unsupported(key, other.into(), &["default", "linear", "yarn"])),
+            Some((_, "llama3")) => {
+                let positive = |value: &Value| value.as_f64().filter(|number| *number > 0.0);
+                let number = |key| rope.required(key, "a positive number", positive);
+                let context = rope.integer("original_max_position_embeddings", 1..=MAX_SIZE)?;
+                let (low_freq_factor, high_freq_factor) =
+                    (number("low_freq_factor")?, number("high_freq_factor")?);
+                if low_freq_factor >= high_freq_factor {
+                    let expected = format!("a number above low_freq_factor, {low_freq_factor}");
+                    return Err(rope.error("high_freq_factor", &expected, high_freq_factor.to_string()));
+                }
+                Ok(RopeKind::Llama3 {
+                    factor: factor()?,
+                    low_freq_factor,
+                    high_freq_factor,
+                    original_max_position_embeddings: context.unwrap_or(max_position_embeddings),
+                })
+            }
+            Some((key, other)) => {
+                Err(rope.unsupported(key, other.into(), &["default", "linear", "yarn", "llama3"]))
+            }
         }
+    }
+
+    /// A frequency, in radians a token, stretched as Llama 3 does.
+    pub(crate) fn llama3_frequency(
+        frequency: f64,
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_position_embeddings: usize,
+    ) -> f64 {
+        let turns = original_max_position_embeddings as f64 * frequency / (2.0 * PI);
+        let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+        frequency / factor * (1.0 - kept) + frequency * kept
     }
 }
 

@@ -1,4 +1,4 @@
-//! Grouped-query attention with a norm per head on q and k, and perhaps a gate on its output.
+//! Grouped-query attention, perhaps with a norm per head on q and k, and a gate on its output.
 
 use std::ops::Range;
 
@@ -19,15 +19,15 @@ use host::ops::rope::{RopeInput, RopeStyle};
 use host::{Kernel, OptimizationReport};
 use host::{Tensor, TensorView, TensorViewMut};
 
-/// Grouped-query attention with a norm per head on q and k.
+/// Grouped-query attention, perhaps with a norm per head on q and k.
 #[derive(Debug)]
 pub struct Attention {
     /// q, k and v projections, above each other; with an output gate, its rows below them.
     pub qkv: Linear,
-    /// Gain of the norm of each query head.
-    pub q_norm: Tensor,
-    /// Gain of the norm of each key head.
-    pub k_norm: Tensor,
+    /// Gain of the norm of each query head, if they are normed.
+    pub q_norm: Option<Tensor>,
+    /// Gain of the norm of each key head, if they are normed.
+    pub k_norm: Option<Tensor>,
     /// Output projection.
     pub o: Linear,
 }
@@ -39,7 +39,8 @@ impl Attention {
         loader: &mut Loader<'_>,
         prefix: &str,
     ) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_gate, .. } = config;
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, output_gate, .. } =
+            config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (q, k, v, o) = (name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj"));
         let (q_rows, kv_rows) = (heads_q * head_dim, heads_kv * head_dim);
@@ -55,11 +56,13 @@ impl Attention {
         } else {
             Linear::new(loader, &rows, hidden_size, bias)?
         };
+        let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
+        let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
         Ok(Attention {
             qkv,
-            q_norm: loader.gain(&name("q_norm.weight"), head_dim)?,
-            k_norm: loader.gain(&name("k_norm.weight"), head_dim)?,
-            o: Linear::new(loader, &[(o.as_str(), hidden_size)], q_rows, bias)?,
+            q_norm,
+            k_norm,
+            o: Linear::new(loader, &[(o.as_str(), hidden_size)], q_rows, output_bias)?,
         })
     }
 }
@@ -118,7 +121,8 @@ pub(crate) struct AttentionBlock {
 
 impl AttentionBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &AttentionConfig) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, window, output_gate } = config;
+        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, window, output_gate } =
+            config;
         let &Phase { batch, seq, capacity, dtype, .. } = phase;
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
         let (device, tokens) = (phase.stream.device(), phase.tokens());
@@ -132,7 +136,7 @@ impl AttentionBlock {
             style: RopeStyle::HalfSplit,
             dtype,
             cache_dtype: dtype,
-            norm: Some(QkNorm { eps: norm.eps, weight: norm.weight }),
+            norm: qk_norm.then_some(QkNorm { eps: norm.eps, weight: norm.weight }),
         };
         let attention = AttentionProblem {
             batch,
@@ -163,7 +167,7 @@ impl AttentionBlock {
             norm_rope: QkNormRope::plan(device, norm_rope)?,
             attention: attention::Attention::plan(device, attention)?,
             gate: if output_gate { Some(gate()?) } else { None },
-            o_plan: phase.matmul(hidden_size, q_cols, bias)?,
+            o_plan: phase.matmul(hidden_size, q_cols, output_bias)?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
             attended: phase.rows(&[q_cols])?,
@@ -205,11 +209,15 @@ impl AttentionBlock {
         let gates_start = v_start + heads_kv * head_dim;
         let capacity = cache.k.shape()[1];
         let slots = cache.k.shape()[0] * capacity;
+        let norms = match (&weights.q_norm, &weights.k_norm) {
+            (Some(q), Some(k)) => Some(QkNormWeights { q: q.view(), k: k.view() }),
+            _ => None,
+        };
         let args = QkNormRopeArgs {
             q: RopeInput::From(heads(0..k_start)?),
             k: heads(k_start..v_start)?,
             v: heads(v_start..gates_start)?,
-            weights: Some(QkNormWeights { q: weights.q_norm.view(), k: weights.k_norm.view() }),
+            weights: norms,
             positions: step.positions,
             tables: step.ropes,
             slots: step.slots,

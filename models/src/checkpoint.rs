@@ -1,0 +1,324 @@
+//! A checkpoint: a model's configuration and its tensors under their published names, whatever files they are in and however they
+//! are stored there.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use abi::DType;
+use rayon::prelude::*;
+use safetensors::Dtype;
+
+use super::config::{QuantConfig, Scheme, read_json};
+use super::gguf::{Gguf, Named, config_json};
+use super::quant::{Module, QuantMatrix, mxfp4_blocks};
+use super::weights::{decode, encode, transcode};
+use super::{ModelConfig, ModelError, TensorProblem, Weights};
+
+/// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or written to
+/// while this value lives.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    config: ModelConfig,
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    Safetensors { weights: Weights, quantised: Option<QuantConfig> },
+    Gguf { file: Box<Gguf>, tower: Option<Box<Gguf>>, is_permuted: bool },
+}
+
+/// A tensor of a checkpoint.
+#[derive(Clone, Debug)]
+pub(super) struct Stored<'a> {
+    pub(super) shape: Vec<usize>,
+    pub(super) data: Data<'a>,
+}
+
+/// The elements of a tensor.
+#[derive(Clone, Debug)]
+pub(super) enum Data<'a> {
+    /// Floats as they lie in the file.
+    Dense { dtype: DType, bytes: &'a [u8] },
+    /// The rows of a quantised matrix.
+    Quantised(QuantMatrix<'a>),
+    /// Rows of several matrices of this width: of which one, and its row there.
+    Rows { cols: usize, parts: Vec<Data<'a>>, order: Vec<(u32, u32)> },
+    /// Small tensors that are not in the file as they were published.
+    Values(Vec<f32>),
+}
+
+/// Elements that one task converts.
+const TASK_ELEMS: usize = 1 << 16;
+/// Files beside `config.json` that say how weights are quantised, where it does not.
+const OWN_FILES: [&str; 3] = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
+
+impl Checkpoint {
+    /// Opens a folder with `config.json` and safetensors, or a GGUF file.
+    ///
+    /// # Errors
+    /// Those of [`ModelConfig::from_dir`], [`Weights::open`] and [`Gguf::open`]; [`ModelError::Unsupported`] for weights that are
+    /// quantised in a way that is not read.
+    pub fn open(path: &Path) -> Result<Checkpoint, ModelError> {
+        Checkpoint::open_with_tower(path, None)
+    }
+
+    /// The same of a GGUF file whose vision tower is in another one.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`].
+    pub fn open_with_tower(path: &Path, tower: Option<&Path>) -> Result<Checkpoint, ModelError> {
+        let is_file = path.is_file() || path.extension().is_some_and(|name| name == "gguf") && !path.is_dir();
+        if !is_file && tower.is_none() {
+            let config = ModelConfig::from_dir(path)?;
+            let quantised = quantisation(path)?;
+            let source = Source::Safetensors { weights: Weights::open(path)?, quantised };
+            return Ok(Checkpoint { path: path.into(), config, source });
+        }
+        let file = Box::new(Gguf::open(path)?);
+        let tower = tower.map(Gguf::open).transpose()?.map(Box::new);
+        let config = ModelConfig::from_value(&config_json(&file, tower.as_deref())?, path)?;
+        let is_permuted = file.text("general.architecture")? == Some("llama");
+        Ok(Checkpoint { path: path.into(), config, source: Source::Gguf { file, tower, is_permuted } })
+    }
+
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The GGUF file, if it is one: it has the tokenizer.
+    pub fn gguf(&self) -> Option<&Gguf> {
+        match &self.source {
+            Source::Gguf { file, .. } => Some(file),
+            Source::Safetensors { .. } => None,
+        }
+    }
+
+    /// A matrix as it is quantised in the file; none if it is not there, or not quantised.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensors`] for tensors that do not fit each other.
+    pub fn quantised(&self, name: &str) -> Result<Option<QuantMatrix<'_>>, ModelError> {
+        match self.find(name).map_err(|problem| self.unusable(vec![problem]))? {
+            Some(Stored { data: Data::Quantised(matrix), .. }) => Ok(Some(matrix)),
+            _ => Ok(None),
+        }
+    }
+
+    pub(super) fn unusable(&self, problems: Vec<TensorProblem>) -> ModelError {
+        ModelError::Tensors { dir: self.path.clone(), problems }
+    }
+
+    /// Whether there is a tensor of this published name.
+    pub(super) fn contains(&self, name: &str) -> bool {
+        match &self.source {
+            Source::Safetensors { weights, quantised } => {
+                let has_blocks = quantised.as_ref().is_some_and(QuantConfig::has_blocks);
+                weights.contains(name) || has_blocks && weights.contains(&format!("{name}_blocks"))
+            }
+            Source::Gguf { .. } => self.named().is_some_and(|named| named.contains(name)),
+        }
+    }
+
+    /// The tensor of this name, which must have this shape.
+    pub(super) fn tensor(&self, name: &str, shape: &[usize]) -> Result<Stored<'_>, TensorProblem> {
+        let Some(stored) = self.find(name)? else {
+            return Err(TensorProblem::Missing { name: name.into(), expected: Some(shape.into()) });
+        };
+        let without_ones =
+            |shape: &[usize]| -> Vec<usize> { shape.iter().copied().filter(|&size| size != 1).collect() };
+        let fits = match self.source {
+            Source::Safetensors { .. } => stored.shape == shape,
+            // The format leaves out dimensions of 1.
+            Source::Gguf { .. } => without_ones(&stored.shape) == without_ones(shape),
+        };
+        if !fits {
+            return Err(TensorProblem::Shape {
+                name: name.into(),
+                expected: shape.into(),
+                got: stored.shape,
+            });
+        }
+        // A type is looked at last: of tensors of a wrong shape that is what is said.
+        match stored.data {
+            Data::Dense { dtype, .. } if !dtype.is_float() => Err(TensorProblem::Dtype {
+                name: name.into(),
+                got: self.stored_type(name),
+                supported: &DType::FLOATS,
+            }),
+            _ => Ok(stored),
+        }
+    }
+
+    fn stored_type(&self, name: &str) -> String {
+        match &self.source {
+            Source::Safetensors { weights, .. } => {
+                weights.raw(name).map_or_else(String::new, |tensor| tensor.dtype.to_string())
+            }
+            Source::Gguf { .. } => String::new(),
+        }
+    }
+
+    fn named(&self) -> Option<Named<'_>> {
+        match &self.source {
+            Source::Gguf { file, tower, is_permuted } => {
+                Some(Named { file, tower: tower.as_deref(), config: &self.config, is_permuted: *is_permuted })
+            }
+            Source::Safetensors { .. } => None,
+        }
+    }
+
+    fn find(&self, name: &str) -> Result<Option<Stored<'_>>, TensorProblem> {
+        match &self.source {
+            Source::Gguf { .. } => self.named().map_or(Ok(None), |named| named.tensor(name)),
+            Source::Safetensors { weights, quantised } => {
+                if let Some(quantised) = quantised
+                    && let Some((shape, matrix)) = quantised_tensor(weights, quantised, name)?
+                {
+                    return Ok(Some(Stored { shape, data: Data::Quantised(matrix) }));
+                }
+                Ok(weights.raw(name).map(|tensor| {
+                    let dtype = match tensor.dtype {
+                        Dtype::F32 => DType::F32,
+                        Dtype::F16 => DType::F16,
+                        Dtype::BF16 => DType::BF16,
+                        // No float that can be loaded as it is.
+                        _ => DType::I8,
+                    };
+                    Stored { shape: tensor.shape.into(), data: Data::Dense { dtype, bytes: tensor.bytes } }
+                }))
+            }
+        }
+    }
+}
+
+/// How the weights of a folder are quantised.
+fn quantisation(dir: &Path) -> Result<Option<QuantConfig>, ModelError> {
+    let path = dir.join("config.json");
+    if let Some(config) = QuantConfig::read(&read_json(&path)?, &path)? {
+        return Ok(Some(config));
+    }
+    for file in OWN_FILES {
+        let path = dir.join(file);
+        match read_json(&path) {
+            Ok(root) => return QuantConfig::read_own(&root, &path),
+            Err(ModelError::Missing { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+/// A tensor that the configuration says is quantised, with its shape; none if the file has it as it is.
+fn quantised_tensor<'a>(
+    weights: &'a Weights,
+    quantised: &QuantConfig,
+    name: &str,
+) -> Result<Option<(Vec<usize>, QuantMatrix<'a>)>, TensorProblem> {
+    let find = |name: &str| weights.raw(name);
+    let prefix = name.strip_suffix(".weight").unwrap_or(name);
+    let Some(scheme) = quantised.scheme_of(prefix) else { return Ok(None) };
+    if scheme == Scheme::Mxfp4Blocks {
+        return mxfp4_blocks(&find, name);
+    }
+    if prefix == name {
+        return Ok(None);
+    }
+    let module = Module { find: &find, prefix };
+    let matrix = match scheme {
+        Scheme::Fp8 { block } => match module.bytes("weight_scale_inv", block)? {
+            None => module.bytes("weight_scale", block)?,
+            found => found,
+        },
+        Scheme::Gptq { bits, group, is_v1 } => module.gptq(bits, group, is_v1)?,
+        Scheme::Awq { group } => module.awq(group)?,
+        Scheme::Packed { bits, group, is_symmetric } => module.packed(bits, group, is_symmetric)?,
+        Scheme::Bytes { block } => module.bytes("weight_scale", block)?,
+        Scheme::Nvfp4Packed => module.nvfp4_packed()?,
+        Scheme::Mxfp4Packed => module.mxfp4_packed()?,
+        Scheme::Nvfp4Modelopt => module.nvfp4_modelopt()?,
+        Scheme::Mxfp4Blocks => None,
+    };
+    Ok(matrix.map(|matrix| (vec![matrix.n(), matrix.k()], matrix)))
+}
+
+impl<'a> Data<'a> {
+    /// In how many pieces the elements can be read, and how many a piece has: rows, or single elements.
+    pub(super) fn pieces(&self) -> (usize, usize) {
+        match self {
+            Data::Dense { dtype, bytes } => (bytes.len() / dtype.bytes(), 1),
+            Data::Quantised(matrix) => (matrix.n(), matrix.k()),
+            Data::Rows { cols, order, .. } => (order.len(), *cols),
+            Data::Values(values) => (values.len(), 1),
+        }
+    }
+
+    /// Pieces as they lie in the file, if they are of this type there.
+    pub(super) fn borrow(&self, pieces: Range<usize>, dtype: DType) -> Option<&'a [u8]> {
+        match self {
+            Data::Dense { dtype: stored, bytes } if *stored == dtype => {
+                Some(&bytes[pieces.start * dtype.bytes()..pieces.end * dtype.bytes()])
+            }
+            _ => None,
+        }
+    }
+
+    /// Pieces in this type, into as many bytes as they are then.
+    ///
+    /// **Errors**: what a scale is that is no number, and where.
+    pub(super) fn read(&self, pieces: Range<usize>, dtype: DType, out: &mut [u8]) -> Result<(), String> {
+        match self {
+            Data::Dense { dtype: stored, bytes } => {
+                let bytes = &bytes[pieces.start * stored.bytes()..pieces.end * stored.bytes()];
+                out.par_chunks_mut(TASK_ELEMS * dtype.bytes())
+                    .zip(bytes.par_chunks(TASK_ELEMS * stored.bytes()))
+                    .for_each(|(out, bytes)| transcode(*stored, bytes, dtype, out));
+                Ok(())
+            }
+            Data::Values(values) => {
+                encode(&values[pieces], dtype, out);
+                Ok(())
+            }
+            Data::Quantised(_) | Data::Rows { .. } => {
+                let (_, cols) = self.pieces();
+                if cols == 0 {
+                    return Ok(());
+                }
+                let rows = (TASK_ELEMS / cols).max(1);
+                let tasks = out.par_chunks_mut(rows * cols * dtype.bytes()).enumerate();
+                tasks.try_for_each(|(task, out)| {
+                    let mut values = vec![0.0; cols];
+                    for (row, out) in out.chunks_exact_mut(cols * dtype.bytes()).enumerate() {
+                        self.row(pieces.start + task * rows + row, &mut values)?;
+                        encode(&values, dtype, out);
+                    }
+                    Ok(())
+                })
+            }
+        }
+    }
+
+    /// A row of as many values as it has.
+    fn row(&self, row: usize, out: &mut [f32]) -> Result<(), String> {
+        match self {
+            Data::Dense { dtype, bytes } => {
+                let len = out.len() * dtype.bytes();
+                decode(*dtype, &bytes[row * len..(row + 1) * len], out);
+            }
+            Data::Values(values) => out.copy_from_slice(&values[row * out.len()..(row + 1) * out.len()]),
+            Data::Quantised(matrix) => {
+                if let Some((row, group, scale)) = matrix.unsound_scale(row) {
+                    return Err(format!("{scale} in row {row}, group {group}"));
+                }
+                matrix.dequantise_row(row, out);
+            }
+            Data::Rows { parts, order, .. } => {
+                let (part, row) = order[row];
+                parts[part as usize].row(row as usize, out)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! Quantised checkpoints against what the tools that wrote them, and transformers, make of them.
+
+use std::collections::HashMap;
+use std::error::Error as StdError;
+use std::path::{Path, PathBuf};
+
+use host::ops::sampling::Sampling;
+use host::{DType, Device};
+use models::{Checkpoint, Logits, Model, Sampler, Session, SessionOptions};
+use testkit::compare::relative_l2;
+use testkit::golden::{self, Array};
+use testkit::gpu::workspace_root;
+
+type Outcome = Result<(), Box<dyn StdError>>;
+
+/// The folders of the golden checkpoints; `tests/golden-quant/README.md` says what they are.
+const GOLDEN: [&str; 17] = [
+    "awq_int4",
+    "awq_int4_moe",
+    "ct_mxfp4a16",
+    "ct_nvfp4a16",
+    "ct_w4a16_asym_g128",
+    "ct_w8a8_int8",
+    "fp8_block",
+    "fp8_block_moe",
+    "fp8_block_ragged",
+    "gguf_moe_mxfp4",
+    "gguf_q4_1",
+    "gguf_q4_k_m",
+    "gguf_q4_k_m_fallback",
+    "gptq_int4_asym_g64",
+    "gptq_int4_desc_act",
+    "gptq_int8",
+    "modelopt_nvfp4",
+];
+
+fn folder() -> PathBuf {
+    workspace_root().join("tests/golden-quant")
+}
+
+/// A checkpoint's path: the folder, or the GGUF file in it.
+fn checkpoint(name: &str) -> PathBuf {
+    let folder = folder().join(name);
+    if name.starts_with("gguf_") { folder.join("model.gguf") } else { folder }
+}
+
+fn case(name: &str) -> Result<HashMap<String, Array>, golden::GoldenError> {
+    golden::load(&folder().join(name).join("case.safetensors"))
+}
+
+fn session(path: &Path) -> Result<Session, host::Error> {
+    let model = Model::load(&Device::cpu(), path, DType::F32, &mut |_| {})?;
+    model.session(SessionOptions {
+        capacity: 96,
+        chunk: 64,
+        logits: Logits::All,
+        ..SessionOptions::default()
+    })
+}
+
+fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, host::Error> {
+    session.truncate(0, 0)?;
+    session.prefill(0, prompt)?;
+    let mut sampler = Sampler::new(session, Sampling::Greedy)?;
+    let mut ids = Vec::new();
+    while ids.len() < num_tokens {
+        ids.push(sampler.sample(session)?[0]);
+        session.decode(&ids[ids.len() - 1..])?;
+    }
+    Ok(ids)
+}
+
+/// Logits of all prompts, one after the other.
+fn logits(session: &mut Session, prompts: &[Vec<u32>]) -> Result<Vec<f32>, host::Error> {
+    let mut logits = Vec::new();
+    for prompt in prompts {
+        session.truncate(0, 0)?;
+        let stream = session.stream().clone();
+        session.prefill_visual_with(0, prompt, &[], &mut |_, _| Ok(()), &mut |_, rows| {
+            logits.extend(rows.to_vec::<f32>(&stream)?);
+            Ok(())
+        })?;
+    }
+    Ok(logits)
+}
+
+fn ids(array: &Array) -> Vec<u32> {
+    array.i32().expect("ids").iter().map(|&id| id as u32).collect()
+}
+
+#[test]
+fn logits_and_greedy_tokens() -> Outcome {
+    for name in GOLDEN {
+        let case = case(name)?;
+        let input = &case["input_ids"];
+        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+        let mut session = session(&checkpoint(name))?;
+        let error = relative_l2(&logits(&mut session, &prompts)?, case["logits"].f32().expect("logits"));
+        println!("{name}: {error:.2e}");
+        assert!(error <= 1e-5, "{name}: logits: {error:.2e}");
+        let want = ids(&case["greedy"]);
+        assert_eq!(greedy(&mut session, &prompts[0], want.len())?, want, "{name}");
+    }
+    Ok(())
+}
+
+/// The values are those of the tools, to the bit.
+#[test]
+fn dequantised_tensors() -> Outcome {
+    for name in GOLDEN {
+        let checkpoint = Checkpoint::open(&checkpoint(name))?;
+        let mut tensors = 0;
+        for (key, want) in case(name)? {
+            let Some(tensor) = key.strip_prefix("dequant.") else { continue };
+            let matrix = checkpoint.quantised(tensor)?.ok_or("a quantised tensor")?;
+            assert_eq!([matrix.n(), matrix.k()], want.shape[..], "{name}: {tensor}");
+            let mut row = vec![f32::NAN; matrix.k()];
+            for (index, want) in want.f32().expect(&key).chunks(matrix.k()).enumerate() {
+                matrix.dequantise_row(index, &mut row);
+                assert_eq!(row, want, "{name}: row {index} of {tensor}");
+            }
+            tensors += 1;
+        }
+        assert_eq!(tensors, 1, "{name}");
+    }
+    Ok(())
+}
