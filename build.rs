@@ -24,7 +24,7 @@ mod images {
     use std::path::{Path, PathBuf};
 
     use abi::{Arch, ops::FAMILIES};
-    use cuda_builder::{BuildError, CudaBuilder, NvvmArch, split_kernels};
+    use cuda_builder::{BuildError, CudaBuilder, split_kernels};
 
     pub fn build() -> Result<(), BuildError> {
         for path in [
@@ -61,14 +61,9 @@ mod images {
 
     /// The images of an architecture, as `src/images.rs` has them.
     fn build_arch(arch: Arch, out_dir: &Path) -> Result<String, BuildError> {
-        let nvvm = match arch {
-            Arch::Sm61 => NvvmArch::Compute61,
-            Arch::Sm80 => NvvmArch::Compute80,
-            Arch::Sm90a => NvvmArch::Compute90a,
-        };
         let mut list = String::new();
         for family in FAMILIES {
-            let ptx = CudaBuilder::new("gpu").arch(nvvm).features([*family]).build()?;
+            let ptx = CudaBuilder::new("gpu").arch(arch.into()).features([*family]).build()?;
             let text =
                 std::fs::read_to_string(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
             let (head, kernels) = split_kernels(&text);

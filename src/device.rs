@@ -25,7 +25,7 @@ impl Device {
         Device(host::Device::cpu())
     }
 
-    /// The CUDA device of this ordinal, running the newest floor of this build that card and driver can run.
+    /// The CUDA device of this ordinal, running the floor of this build that card and driver can run, the newest of them.
     ///
     /// **Errors**: those of [`host::Device::cuda`].
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {

@@ -18,7 +18,7 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile,
-    Image, Kernel, MAX_RANK, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx,
+    Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx,
     PtxModule, Resources, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, ops,
     simulator,
 };

@@ -64,6 +64,19 @@ fn kernels_that_plans_take_have_public_names() {
     }
 }
 
+/// Device code asks for what a floor lacks by a `cfg`; a name that is not in the list would be a warning, or no kernel on any floor.
+#[test]
+fn needs_are_known_to_cargo() {
+    let manifest = fs::read_to_string(workspace_root().join("Cargo.toml")).expect("the workspace's manifest");
+    let known: Vec<&str> =
+        manifest.lines().filter_map(|line| line.trim().strip_prefix("'cfg(lacks_")).collect();
+    let needs: Vec<String> = abi::Need::ALL
+        .iter()
+        .map(|need| format!("{})',", need.lacking().strip_prefix("lacks_").expect("the prefix of all")))
+        .collect();
+    assert_eq!(known, needs);
+}
+
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("a folder") {
         let path = entry.expect("an entry").path();

@@ -57,7 +57,8 @@ impl Device {
         Device { shared: Arc::new(shared), arch: Arch::Sm61, level: OptLevel::default() }
     }
 
-    /// The CUDA device of this ordinal, running these images: the newest floor among them that card and driver can run.
+    /// The CUDA device of this ordinal, running these images: of the floors among them that card and driver can run, the
+    /// [preferred](Arch::PREFERRED) one.
     ///
     /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
     /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
@@ -70,7 +71,7 @@ impl Device {
         let profile = context.profile().clone();
         let (major, minor) = profile.compute_capability.unwrap_or((0, 0));
         let driver = profile.driver.unwrap_or((0, 0));
-        let Some(arch) = images::newest_floor(images, (major, minor), driver)? else {
+        let Some(arch) = images::preferred_floor(images, (major, minor), driver)? else {
             let mut held: Vec<String> = images.iter().map(|image| image.arch.to_string()).collect();
             held.dedup();
             let reason = format!(
@@ -86,7 +87,7 @@ impl Device {
         Ok(Device { shared: Arc::new(shared), arch, level: OptLevel::default() })
     }
 
-    /// A card that is simulated on this host, at the newest floor that its compute capability runs. It has all of a
+    /// A card that is simulated on this host, at the floor that its compute capability takes. It has all of a
     /// device's behaviour but for speed: streams run their work at once, and cannot be recorded.
     ///
     /// **Errors**: [`Error::UnsupportedCapability`] if the simulator's profile is of a card that no floor runs on.
@@ -201,7 +202,7 @@ impl Device {
         match self.shared.backend {
             Backend::Cpu => None,
             Backend::Cuda(..) | Backend::Simulated(_) => Some(DeviceLimits {
-                floor: self.arch.min(self.level.max_floor()),
+                floor: self.level.bound(self.arch),
                 num_sms: profile.num_sms,
                 smem_per_block_bytes: profile.smem_per_block_bytes,
             }),

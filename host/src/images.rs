@@ -144,22 +144,23 @@ impl Image {
     }
 }
 
-/// The newest floor among the images that a card of this compute capability runs, of those whose PTX its driver takes; none if it runs
-/// no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
-pub(crate) fn newest_floor(
+/// The preferred floor among the images that a card of this compute capability runs, of those whose PTX its driver takes; none if it
+/// runs no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
+pub(crate) fn preferred_floor(
     images: &[Image],
     (major, minor): (u32, u32),
     driver: (u32, u32),
 ) -> Result<Option<Arch>, Error> {
-    let mut newest = None;
     let mut refused = Ok(());
-    for image in images.iter().filter(|image| image.arch.runs_on(major, minor)) {
-        match image.check_driver(driver) {
-            Ok(()) => newest = newest.max(Some(image.arch)),
-            error => refused = error,
+    for arch in Arch::PREFERRED.into_iter().filter(|arch| arch.runs_on(major, minor)) {
+        for image in images.iter().filter(|image| image.arch == arch) {
+            match image.check_driver(driver) {
+                Ok(()) => return Ok(Some(arch)),
+                error => refused = error,
+            }
         }
     }
-    if newest.is_none() { refused.map(|()| None) } else { Ok(newest) }
+    refused.map(|()| None)
 }
 
 /// PTX that a device loads at a time.
@@ -194,7 +195,7 @@ pub struct NeededDriver {
 
 #[cfg(test)]
 mod tests {
-    use super::{Image, NeededDriver, Ptx, newest_floor};
+    use super::{Image, NeededDriver, Ptx, preferred_floor};
     use crate::error::Error;
     use abi::Arch;
 
@@ -224,7 +225,7 @@ mod tests {
 
     /// A driver that is too old for the card's own floor runs an older one.
     #[test]
-    fn the_newest_floor_is_one_that_card_and_driver_run() {
+    fn the_preferred_floor_is_one_that_card_and_driver_run() {
         let image = |arch, text| Image { family: "rmsnorm", arch, ptx: Ptx::Text(text) };
         let images = [
             image(Arch::Sm80, ".version 7.4\n"),
@@ -239,11 +240,11 @@ mod tests {
             ((6, 1), (12, 0), Some(Arch::Sm61)),
             ((6, 0), (12, 0), None),
         ] {
-            let got = newest_floor(&images, capability, driver).unwrap();
+            let got = preferred_floor(&images, capability, driver).unwrap();
             assert_eq!(got, expected, "{capability:?} with {driver:?}");
         }
-        assert_eq!(newest_floor(&[], (9, 0), (12, 0)).unwrap(), None);
-        let error = newest_floor(&images[1..2], (9, 0), (11, 8)).unwrap_err();
+        assert_eq!(preferred_floor(&[], (9, 0), (12, 0)).unwrap(), None);
+        let error = preferred_floor(&images[1..2], (9, 0), (11, 8)).unwrap_err();
         assert!(matches!(error, Error::DriverTooOld { needed_major: 12, .. }), "{error}");
     }
 

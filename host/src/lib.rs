@@ -27,7 +27,7 @@ mod stream;
 mod tensor;
 mod tensor_map;
 
-pub use abi::{Arch, DType, UnknownArch};
+pub use abi::{Arch, DType, Need, UnknownArch};
 pub use device::Device;
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;

@@ -38,12 +38,12 @@ pub enum OptLevel {
 }
 
 impl OptLevel {
-    /// The newest floor whose kernels this level takes.
-    pub const fn max_floor(self) -> Arch {
+    /// The floor whose kernels a plan may choose at this level, for a device that runs the images of `floor`.
+    pub const fn bound(self, floor: Arch) -> Arch {
         match self {
             OptLevel::Basic => Arch::Sm61,
-            OptLevel::Medium => Arch::Sm80,
-            OptLevel::High => Arch::Sm90a,
+            OptLevel::Medium if floor.runs(Arch::Sm80) => Arch::Sm80,
+            OptLevel::Medium | OptLevel::High => floor,
         }
     }
 }
@@ -150,7 +150,8 @@ impl HardwareProfile {
 /// What `select` knows of a device: pure data, so that choices can be tested without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceLimits {
-    /// The newest floor whose kernels may be chosen: what the card runs, bounded by the [`OptLevel`].
+    /// The floor whose kernels may be chosen, and those that it [runs](Arch::runs): of the device's images, bounded by
+    /// the [`OptLevel`].
     pub floor: Arch,
     /// Streaming multiprocessors.
     pub num_sms: u32,

@@ -12,7 +12,7 @@ use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, fail, floats, on_executors, one_sm,
-    store, values,
+    runs, store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -193,8 +193,7 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     let (x, w) = inputs(case);
     let mut expected = None;
     for device in cards {
-        let floor = device.limits().map(|limits| limits.floor);
-        for variant in variants(case).filter(|v| Some(v.floor) <= floor && wanted(v.entry)) {
+        for variant in variants(case).filter(|v| runs(device, v.floor) && wanted(v.entry)) {
             let got = product(device, case, Some(variant), (&x, &w))?;
             let expected = expected.get_or_insert_with(|| Expected::of(case, (&x, &w)));
             expected.check(variant.entry, &got, case)?;
@@ -257,9 +256,8 @@ proptest! {
         let alone = contiguous(case.problem.dtype, groups, n, k, case.seed);
         let from = case.order()[row] as usize;
         for device in &on.devices() {
-            let floor = device.limits().map(|limits| limits.floor);
             let mut seen: [Option<Vec<f64>>; 5] = Default::default();
-            for variant in variants(&case).filter(|variant| floor.is_none() || Some(variant.floor) <= floor) {
+            for variant in variants(&case).filter(|variant| device.limits().is_none() || runs(device, variant.floor)) {
                 let together = product(device, &case, Some(variant), (&x, &w))?;
                 let apart = product(device, &alone, Some(variant), (&x[from * k..][..k], &w))?;
                 prop_assert_eq!(&together[row * n..][..n], &apart[..], "{} {:?}", variant.entry, device);
@@ -368,8 +366,9 @@ fn strides_between_weights() -> Result<(), TestCaseError> {
         let spread: Vec<f64> = w.chunks(n * k).flat_map(|weight| [weight, &rest].concat()).collect();
         for device in &devices() {
             let stream = device.stream()?;
-            let floor = device.limits().map(|limits| limits.floor);
-            for variant in variants(&case).filter(|variant| floor.is_none() || Some(variant.floor) <= floor) {
+            for variant in
+                variants(&case).filter(|variant| device.limits().is_none() || runs(device, variant.floor))
+            {
                 let x_rows = Rows::input(&stream, dtype, &x, k, Layout::default())?;
                 let w_rows = Rows::input(&stream, dtype, &spread, k, Layout::default())?;
                 let offsets = Tensor::from_slice(&stream, &[experts + 1], &case.offsets())?;

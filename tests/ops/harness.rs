@@ -78,6 +78,11 @@ pub fn cards_of(arch: Arch) -> Vec<Device> {
     devices
 }
 
+/// Whether a device is a card that runs kernels of this floor.
+pub fn runs(device: &Device, kernel: Arch) -> bool {
+    floor(device).is_some_and(|floor| floor.runs(kernel))
+}
+
 fn is_simulated(device: &Device) -> bool {
     matches!(device.place(), Place::Simulated(_))
 }

@@ -14,7 +14,8 @@ use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Pre
 use warpforge::{Arch, DType, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel, fail, on_executors, one_sm, values,
+    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel, fail, on_executors, one_sm, runs,
+    values,
 };
 use case::*;
 
@@ -48,8 +49,7 @@ proptest! {
     #[test]
     fn a_variant_aligned((case, on) in on_executors(aligned, |case| 4 * case.work())) {
         for card in on.cards() {
-            let floor = card.limits().map(|limits| limits.floor);
-            let fits: Vec<_> = variants(&case.problem).filter(|variant| Some(variant.floor) <= floor).collect();
+            let fits: Vec<_> = variants(&case.problem).filter(|variant| runs(&card, variant.floor)).collect();
             let chosen = fits[case.seed as usize / 6 % fits.len()].entry;
             run_variants(&[card], &case, &|entry| entry == chosen)?;
         }
@@ -69,9 +69,8 @@ proptest! {
         (case, on) in on_executors(batched, |(case, _)| 4 * case.work()),
     ) {
         for device in &on.cards() {
-            let floor = device.limits().map(|limits| limits.floor);
             let single = |tile| matches!(tile, MatmulTile::Wgmma { .. } | MatmulTile::Split { .. });
-            let layered = |v: &&MatmulVariant| !single(v.tile) && Some(v.floor) <= floor;
+            let layered = |v: &&MatmulVariant| !single(v.tile) && runs(device, v.floor);
             for variant in variants(&case.0.problem).filter(layered) {
                 run_batched(device, &case, Some(variant))?;
             }
@@ -112,9 +111,8 @@ proptest! {
         let MatmulProblem { m, n, .. } = problem;
         let inputs = inputs(&case);
         for device in &on.cards() {
-            let floor = device.limits().map(|limits| limits.floor);
             let mut alone = None;
-            for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
+            for variant in variants(&problem).filter(|variant| runs(device, variant.floor)) {
                 if !matches!(variant.tile, MatmulTile::Stream { .. }) {
                     continue;
                 }
@@ -140,9 +138,8 @@ proptest! {
         if !cards.is_empty() {
             let inputs = inputs(&case);
             for device in &cards {
-                let floor = device.limits().map(|limits| limits.floor);
                 let mut all: [Vec<Vec<f64>>; 5] = Default::default();
-                for variant in variants(&problem).filter(|variant| Some(variant.floor) <= floor) {
+                for variant in variants(&problem).filter(|variant| runs(device, variant.floor)) {
                     let kind = match variant.tile {
                         MatmulTile::Simt { .. } => 0,
                         MatmulTile::Mma { .. } => 1,

@@ -14,7 +14,7 @@ use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, one_sm,
-    store, values,
+    runs, store, values,
 };
 
 #[derive(Clone, Debug)]
@@ -140,12 +140,11 @@ fn check(what: &str, got: &[f64], want: &[f64]) -> Result<(), TestCaseError> {
 
 /// Kernels of the out type that the device can run.
 fn variants(device: &Device, out_dtype: DType) -> impl Iterator<Item = &'static MatmulI8Variant> {
-    let floor = device.limits().map(|limits| limits.floor);
     VARIANTS
         .iter()
         .chain(MMA_VARIANTS)
         .chain(WGMMA_VARIANTS)
-        .filter(move |variant| variant.out_dtype == out_dtype && Some(variant.floor) <= floor)
+        .filter(move |variant| variant.out_dtype == out_dtype && runs(device, variant.floor))
 }
 
 /// The wanted kernels that can do the case.

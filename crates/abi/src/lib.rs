@@ -13,7 +13,7 @@ pub mod ops;
 pub mod philox;
 mod row_tiles;
 
-pub use arch::{Arch, UnknownArch};
+pub use arch::{Arch, Need, UnknownArch};
 pub use dtype::DType;
 pub use row_tiles::RowTiles;
 

@@ -26,6 +26,10 @@
 //! - `staticlib`, not `cdylib`: rustc writes it without a linker (rustup ships no bitcode linker with a stable
 //!   toolchain), and with `-Zno-link` in place of one cargo misses the library and compiles every image every time.
 //!
+//! Device code is compiled with a `cfg` for each thing that the architecture lacks ([`Need::lacking`]): `#[cfg(not(lacks_tma))]` is what only
+//! exists where TMA does, and on the host, whose simulator has everything. A device crate names those that it uses under
+//! `unexpected_cfgs` of its `[lints.rust]`.
+//!
 //! The crate is built with `cargo rustc` in a target directory per architecture, so `core` is compiled once per
 //! architecture, not once per image, and an image whose sources did not change is not compiled again.
 
@@ -36,6 +40,8 @@ use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use abi::{Arch, Need};
 
 pub use ptx::split_kernels;
 pub use toolchain::{DeviceToolchain, Rejection, ToolchainError};
@@ -51,14 +57,29 @@ pub enum NvvmArch {
     Compute90a,
 }
 
+impl From<Arch> for NvvmArch {
+    fn from(floor: Arch) -> Self {
+        match floor {
+            Arch::Sm61 => NvvmArch::Compute61,
+            Arch::Sm80 => NvvmArch::Compute80,
+            Arch::Sm90a => NvvmArch::Compute90a,
+        }
+    }
+}
+
 impl NvvmArch {
+    /// The floor, whose table says what it has.
+    pub const fn floor(self) -> Arch {
+        match self {
+            NvvmArch::Compute61 => Arch::Sm61,
+            NvvmArch::Compute80 => Arch::Sm80,
+            NvvmArch::Compute90a => Arch::Sm90a,
+        }
+    }
+
     /// `target-cpu` of the nvptx64 target.
     pub const fn target_cpu(self) -> &'static str {
-        match self {
-            NvvmArch::Compute61 => "sm_61",
-            NvvmArch::Compute80 => "sm_80",
-            NvvmArch::Compute90a => "sm_90a",
-        }
+        self.floor().name()
     }
 
     /// The PTX version that is asked for: the lowest that has the instructions of the floor, since a driver refuses
@@ -245,7 +266,15 @@ impl CudaBuilder {
 
     fn rustflags(&self) -> String {
         let (cpu, ptx) = (self.arch.target_cpu(), self.arch.ptx_feature());
-        format!("-C target-cpu={cpu} -C target-feature={ptx} -Zmir-enable-passes=-JumpThreading")
+        let mut flags =
+            format!("-C target-cpu={cpu} -C target-feature={ptx} -Zmir-enable-passes=-JumpThreading");
+        for need in Need::ALL {
+            flags += &format!(" --check-cfg=cfg({})", need.lacking());
+            if !self.arch.floor().has(need) {
+                flags += &format!(" --cfg={}", need.lacking());
+            }
+        }
+        flags
     }
 }
 
@@ -346,6 +375,19 @@ mod tests {
         assert_eq!(id("/one/gpu", 4000, "a"), first);
         for other in [id("/two/gpu", 4000, "a"), id("/one/gpu", 8000, "a"), id("/one/gpu", 4000, "b")] {
             assert_ne!(other, first);
+        }
+    }
+
+    /// Each thing that an architecture lacks is a `cfg`, and none that it has.
+    #[test]
+    fn what_an_architecture_lacks_is_said() {
+        for floor in Arch::ALL {
+            let flags = CudaBuilder::new("gpu").arch(floor.into()).rustflags();
+            let flags: Vec<&str> = flags.split(' ').collect();
+            for need in Need::ALL {
+                let flag = format!("--cfg={}", need.lacking());
+                assert_eq!(flags.contains(&flag.as_str()), !floor.has(need), "{floor} {need:?}");
+            }
         }
     }
 

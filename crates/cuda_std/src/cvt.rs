@@ -133,7 +133,7 @@ fn f16_from_f32(value: f32) -> u16 {
 /// Two bfloat16, `low` in the lower half: `cvt.rn.bf16x2.f32 d, high, low;` from sm_80 on, integer arithmetic below.
 #[inline(always)]
 pub fn bf16x2_from_f32(low: f32, high: f32) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[cfg(all(target_arch = "nvptx64", not(lacks_packed_math)))]
     {
         let pair: u32;
         // SAFETY: register arithmetic.
@@ -143,7 +143,7 @@ pub fn bf16x2_from_f32(low: f32, high: f32) -> u32 {
         }
         pair
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    #[cfg(not(all(target_arch = "nvptx64", not(lacks_packed_math))))]
     {
         u32::from(bf16_from_f32(low)) | u32::from(bf16_from_f32(high)) << 16
     }
@@ -152,7 +152,7 @@ pub fn bf16x2_from_f32(low: f32, high: f32) -> u32 {
 /// Two binary16, `low` in the lower half: `cvt.rn.f16x2.f32 d, high, low;` from sm_80 on, one by one below.
 #[inline(always)]
 pub fn f16x2_from_f32(low: f32, high: f32) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[cfg(all(target_arch = "nvptx64", not(lacks_packed_math)))]
     {
         let pair: u32;
         // SAFETY: register arithmetic.
@@ -162,7 +162,7 @@ pub fn f16x2_from_f32(low: f32, high: f32) -> u32 {
         }
         pair
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    #[cfg(not(all(target_arch = "nvptx64", not(lacks_packed_math))))]
     {
         u32::from(f16_from_f32(low)) | u32::from(f16_from_f32(high)) << 16
     }
@@ -170,7 +170,7 @@ pub fn f16x2_from_f32(low: f32, high: f32) -> u32 {
 
 /// The two halves of a register of binary16.
 #[inline(always)]
-#[cfg_attr(all(target_arch = "nvptx64", target_feature = "sm_80"), allow(dead_code))]
+#[cfg_attr(all(target_arch = "nvptx64", not(lacks_packed_math)), allow(dead_code))]
 fn f16x2_to_f32(pair: u32) -> [f32; 2] {
     [f16_to_f32(pair as u16), f16_to_f32((pair >> 16) as u16)]
 }
@@ -206,7 +206,7 @@ macro_rules! fp8 {
         #[doc = concat!("`cvt.rn.satfinite.", $format, ".f32 d, high, low;` on sm_90a, integer arithmetic below.")]
         #[inline(always)]
         pub fn $pair_from_f32(low: f32, high: f32) -> u16 {
-            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            #[cfg(all(target_arch = "nvptx64", not(lacks_fp8)))]
             {
                 let pair: u16;
                 // SAFETY: register arithmetic.
@@ -216,7 +216,7 @@ macro_rules! fp8 {
                 }
                 pair
             }
-            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            #[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
             {
                 u16::from($narrow(low)) | u16::from($narrow(high)) << 8
             }
@@ -225,7 +225,7 @@ macro_rules! fp8 {
         #[doc = concat!("The same of two binary16. `cvt.rn.satfinite.", $format, ".f16x2 d, pair;` on sm_90a.")]
         #[inline(always)]
         pub fn $pair_from_f16x2(pair: u32) -> u16 {
-            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            #[cfg(all(target_arch = "nvptx64", not(lacks_fp8)))]
             {
                 let narrow: u16;
                 // SAFETY: register arithmetic.
@@ -235,7 +235,7 @@ macro_rules! fp8 {
                 }
                 narrow
             }
-            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            #[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
             {
                 let [low, high] = f16x2_to_f32(pair);
                 $pair_from_f32(low, high)
@@ -245,7 +245,7 @@ macro_rules! fp8 {
         #[doc = concat!("Two ", stringify!($type), " as two binary16, exactly. `cvt.rn.f16x2.", $format, " d, pair;` on sm_90a.")]
         #[inline(always)]
         pub fn $pair_to_f16x2(pair: u16) -> u32 {
-            #[cfg(all(target_arch = "nvptx64", target_feature = "sm_90a"))]
+            #[cfg(all(target_arch = "nvptx64", not(lacks_fp8)))]
             {
                 let wide: u32;
                 // SAFETY: register arithmetic.
@@ -255,7 +255,7 @@ macro_rules! fp8 {
                 }
                 wide
             }
-            #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+            #[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
             {
                 $widen_pair(pair)
             }
@@ -266,11 +266,11 @@ macro_rules! fp8 {
 /// Bytes `LOW` and `HIGH` of a word, of which each is an e4m3, as two binary16, exactly.
 #[inline(always)]
 pub fn f16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    #[cfg(all(lacks_fp8, not(lacks_packed_math)))]
     {
         f16x2_from_high_e4m3(prmt(word, 0, 0x0404 | LOW << 4 | HIGH << 12))
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    #[cfg(not(all(lacks_fp8, not(lacks_packed_math))))]
     {
         f16x2_from_e4m3x2(match (LOW, HIGH) {
             (0, 1) => word,
@@ -283,11 +283,11 @@ pub fn f16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
 /// Bytes 0 and 2 of a word, and bytes 1 and 3, of which each is an e4m3, as two binary16, exactly.
 #[inline(always)]
 pub fn f16x2s_from_e4m3(word: u32) -> [u32; 2] {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    #[cfg(all(lacks_fp8, not(lacks_packed_math)))]
     {
         [f16x2_from_e4m3::<0, 2>(word), f16x2_from_e4m3::<1, 3>(word)]
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    #[cfg(not(all(lacks_fp8, not(lacks_packed_math))))]
     {
         // The conversion takes either half of a register.
         let word = prmt(word, 0, 0x3120);
@@ -298,11 +298,11 @@ pub fn f16x2s_from_e4m3(word: u32) -> [u32; 2] {
 /// Bytes `LOW` and `HIGH` of a word as two bfloat16, exactly.
 #[inline(always)]
 pub fn bf16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+    #[cfg(all(lacks_fp8, not(lacks_packed_math)))]
     {
         bf16x2_from_high_e4m3(prmt(word, 0, 0x0404 | LOW << 4 | HIGH << 12))
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a"))))]
+    #[cfg(not(all(lacks_fp8, not(lacks_packed_math))))]
     {
         let [low, high] = f16x2_to_f32(f16x2_from_e4m3::<LOW, HIGH>(word));
         bf16x2_from_f32(low, high)
@@ -313,23 +313,23 @@ fp8!(E4m3, e4m3x2_from_f32, e4m3x2_from_f16x2, f16x2_from_e4m3x2, e4m3_from_f32,
 fp8!(E5m2, e5m2x2_from_f32, e5m2x2_from_f16x2, f16x2_from_e5m2x2, e5m2_from_f32, e5m2x2_to_f16x2, "e5m2x2");
 
 /// The NaN that conversions to binary16 give.
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 const F16_NAN: u16 = 0x7fff;
 
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 #[inline(always)]
 fn e4m3_from_f32(value: f32) -> u8 {
     fp8_from_f32::<3, 7, 0x7e>(value)
 }
 
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 #[inline(always)]
 fn e5m2_from_f32(value: f32) -> u8 {
     fp8_from_f32::<2, 15, 0x7b>(value)
 }
 
 /// To nearest even, at most `LARGEST`.
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 #[inline(always)]
 fn fp8_from_f32<const MANTISSA: u32, const BIAS: u32, const LARGEST: u32>(value: f32) -> u8 {
     let sign = value.to_bits() >> 31 << 7;
@@ -350,14 +350,14 @@ fn fp8_from_f32<const MANTISSA: u32, const BIAS: u32, const LARGEST: u32>(value:
     (sign | code) as u8
 }
 
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 #[inline(always)]
 fn e4m3x2_to_f16x2(pair: u16) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[cfg(all(target_arch = "nvptx64", not(lacks_packed_math)))]
     {
         f16x2_from_high_e4m3(prmt(pair.into(), 0, 0x1404))
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    #[cfg(not(all(target_arch = "nvptx64", not(lacks_packed_math))))]
     {
         u32::from(e4m3_to_f16(pair as u8)) | u32::from(e4m3_to_f16((pair >> 8) as u8)) << 16
     }
@@ -366,7 +366,7 @@ fn e4m3x2_to_f16x2(pair: u16) -> u32 {
 /// e4m3 in the upper bytes of both halves of a word, shifted to the place of the same bits in a wider format: values that are too small
 /// by a power of two, the scale. Times the limit NaN, which is 480 by its bits, is infinity and 448 is not: times 0 that becomes NaN,
 /// the others nothing.
-#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+#[cfg(all(lacks_fp8, not(lacks_packed_math)))]
 macro_rules! from_high_e4m3 {
     ($name:ident, $format:literal, $shift:literal, $mask:literal, $scale:literal, $limit:literal) => {
         #[inline(always)]
@@ -394,12 +394,12 @@ macro_rules! from_high_e4m3 {
         }
     };
 }
-#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+#[cfg(all(lacks_fp8, not(lacks_packed_math)))]
 from_high_e4m3!(f16x2_from_high_e4m3, "f16x2", 1, 0x3f80_3f80, 0x5c00_5c00, 0x5880_5880);
-#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80", not(target_feature = "sm_90a")))]
+#[cfg(all(lacks_fp8, not(lacks_packed_math)))]
 from_high_e4m3!(bf16x2_from_high_e4m3, "bf16x2", 4, 0x07f0_07f0, 0x7b80_7b80, 0x7b10_7b10);
 
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_packed_math))))]
 #[inline(always)]
 fn e4m3_to_f16(bits: u8) -> u16 {
     let magnitude = u32::from(bits & 0x7f);
@@ -409,7 +409,7 @@ fn e4m3_to_f16(bits: u8) -> u16 {
     if magnitude == 0x7f { F16_NAN } else { wide }
 }
 
-#[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_90a")))]
+#[cfg(not(all(target_arch = "nvptx64", not(lacks_fp8))))]
 #[inline(always)]
 fn e5m2x2_to_f16x2(pair: u16) -> u32 {
     let wide = |bits: u16| if bits & 0x7f > 0x7c { F16_NAN } else { bits << 8 };
@@ -422,7 +422,7 @@ fn e5m2x2_to_f16x2(pair: u16) -> u32 {
 /// `cvt.rna.tf32.f32 d, a;` from sm_80 on, integer arithmetic below.
 #[inline(always)]
 pub fn tf32_from_f32(value: f32) -> u32 {
-    #[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+    #[cfg(all(target_arch = "nvptx64", not(lacks_packed_math)))]
     {
         let bits: u32;
         // SAFETY: register arithmetic.
@@ -431,7 +431,7 @@ pub fn tf32_from_f32(value: f32) -> u32 {
         }
         bits
     }
-    #[cfg(not(all(target_arch = "nvptx64", target_feature = "sm_80")))]
+    #[cfg(not(all(target_arch = "nvptx64", not(lacks_packed_math))))]
     {
         let bits = value.to_bits();
         if value.is_finite() { (bits + 0x1000) & !0x1fff } else { bits & !0x1fff }

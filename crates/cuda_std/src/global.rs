@@ -38,7 +38,7 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     })
 }
 
-/// Brings contiguous bytes to L2 where the floor has a form for it (sm_90a): `cp.async.bulk.prefetch.L2.global [pointer], bytes;`
+/// Brings contiguous bytes to L2 where the floor has a form for it (TMA): `cp.async.bulk.prefetch.L2.global [pointer], bytes;`
 ///
 /// Nobody sees that it has: what is written to them meanwhile, by a kernel ahead too, is seen as ever, since all of the card's writes come
 /// together in L2.
@@ -49,13 +49,13 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn prefetch_l2<T>(pointer: *const T, bytes: u32) {
     device!({
-        #[cfg(target_feature = "sm_90a")]
+        #[cfg(not(lacks_tma))]
         // SAFETY: the caller's promise.
         unsafe {
             core::arch::asm!("cp.async.bulk.prefetch.L2.global [{}], {};", in(reg64) pointer, in(reg32) bytes,
                 options(nostack));
         }
-        #[cfg(not(target_feature = "sm_90a"))]
+        #[cfg(lacks_tma)]
         let _ = (pointer, bytes);
     } else {
         crate::sim::bulk_prefetch(pointer.cast(), bytes)
@@ -98,11 +98,11 @@ load_16!(
     load_nc_x4, "ld.global.nc.v4.b32", load_constant);
 load_16!(
     /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
-    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    #[cfg(not(lacks_memory_model))]
     load_stream_x4, "ld.global.nc.L1::no_allocate.v4.b32", load_constant);
 load_16!(
     /// 16 bytes that are read once: streamed past L1 where the floor has a form for it (sm_80).
-    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_80")))]
+    #[cfg(lacks_memory_model)]
     load_stream_x4, "ld.global.nc.v4.b32", load_constant);
 
 macro_rules! store_16 {

@@ -1,10 +1,7 @@
 //! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but for how a kernel of all floors begins
 //! and ends: that is nothing below it, nor in the simulator, where kernels run one after another.
 
-#[cfg(target_feature = "sm_90a")]
-use crate::thread;
-
-#[cfg(target_feature = "sm_90a")]
+#[cfg(all(target_arch = "nvptx64", not(lacks_dependent_launch)))]
 #[allow(improper_ctypes)]
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.griddepcontrol.wait"]
@@ -16,7 +13,7 @@ unsafe extern "unadjusted" {
 /// `griddepcontrol.wait;` Waits until the kernels that this one depends on have ended and their writes are visible.
 ///
 /// Before it a kernel may not read what they write, nor write what they read. Without such kernels it does nothing.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_dependent_launch))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn wait() {
@@ -29,7 +26,7 @@ pub fn wait() {
 }
 
 /// `griddepcontrol.launch_dependents;` Kernels that depend on this one may start once every block has said so or ended.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_dependent_launch))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn launch_dependents() {
@@ -42,7 +39,7 @@ pub fn launch_dependents() {
 }
 
 /// Blocks of a grid that leave most of a card of Hopper idle.
-#[cfg(target_feature = "sm_90a")]
+#[cfg(all(target_arch = "nvptx64", not(lacks_dependent_launch)))]
 const FEW_BLOCKS: u32 = 64;
 
 /// What a kernel begins with: [`wait`]. Of few blocks, [`launch_dependents`] then, so that the next kernel is there, and has done what it can do
@@ -52,8 +49,13 @@ const FEW_BLOCKS: u32 = 64;
 /// Of more, the next one's blocks would go where there is room first, and no longer evenly.
 #[inline(always)]
 pub fn begin() {
-    #[cfg(target_feature = "sm_90a")]
-    begin_early(|| (), thread::grid_dim_x() * thread::grid_dim_y() * thread::grid_dim_z() <= FEW_BLOCKS);
+    device!({
+        #[cfg(not(lacks_dependent_launch))]
+        {
+            use crate::thread::{grid_dim_x, grid_dim_y, grid_dim_z};
+            begin_early(|| (), grid_dim_x() * grid_dim_y() * grid_dim_z() <= FEW_BLOCKS);
+        }
+    } else {})
 }
 
 /// The same of a kernel that has something to do while the ones ahead still run, and knows whether the next one may start.
@@ -61,26 +63,29 @@ pub fn begin() {
 /// `early` may not read what kernels ahead write, nor write what they read.
 #[inline(always)]
 pub fn begin_early(early: impl FnOnce(), next_may_start: bool) {
-    #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
-    early();
-    #[cfg(target_feature = "sm_90a")]
-    {
-        wait();
-        if next_may_start {
-            launch_dependents();
+    device!({
+        #[cfg(not(lacks_dependent_launch))]
+        {
+            early();
+            wait();
+            if next_may_start {
+                launch_dependents();
+            }
         }
-    }
-    // What the others do not use.
-    #[cfg(all(target_arch = "nvptx64", not(target_feature = "sm_90a")))]
-    let _ = early;
-    #[cfg(not(target_feature = "sm_90a"))]
-    let _ = next_may_start;
+        #[cfg(lacks_dependent_launch)]
+        let _ = (early, next_may_start);
+    } else {
+        let _ = next_may_start;
+        early();
+    })
 }
 
 /// What a kernel of all floors says when it has little left to do: [`launch_dependents`]. The next one's blocks then come as this one's end, where the
 /// multiprocessors are full of these; where there is room beside them they come at once.
 #[inline(always)]
 pub fn near_end() {
-    #[cfg(target_feature = "sm_90a")]
-    launch_dependents();
+    device!({
+        #[cfg(not(lacks_dependent_launch))]
+        launch_dependents();
+    } else {})
 }

@@ -16,7 +16,7 @@ unsafe extern "unadjusted" {
     fn shfl_down(mask: i32, value: i32, delta: i32, clamp: i32) -> i32;
 }
 
-#[cfg(all(target_arch = "nvptx64", target_feature = "sm_80"))]
+#[cfg(all(target_arch = "nvptx64", not(lacks_redux)))]
 #[allow(improper_ctypes)]
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.match.any.sync.i32"]
@@ -105,7 +105,7 @@ shuffle_within!(
 ///
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_redux))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn match_any(mask: u32, value: u32) -> u32 {
@@ -125,7 +125,7 @@ macro_rules! redux {
         ///
         /// # Safety
         /// - *converged*: all lanes of `mask` execute it with the same mask, and the calling lane is one of them.
-        #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+        #[cfg(not(lacks_redux))]
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name(mask: u32, value: $type) -> $type {
@@ -169,7 +169,7 @@ redux!(
 ///
 /// # Safety
 /// - *converged*: all lanes of `mask` execute it, and the calling lane is one of them.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_tma))]
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn elect(mask: u32) -> bool {

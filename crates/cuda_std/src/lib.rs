@@ -54,34 +54,34 @@ macro_rules! vector_operands {
 
 pub mod atomic;
 pub mod barrier;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_clusters))]
 pub mod cluster;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_cp_async))]
 pub mod cp_async;
 pub mod cvt;
 pub mod debug;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_memory_model))]
 pub mod fence;
 pub mod global;
 pub mod grid;
 pub mod lanes;
 pub mod math;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 pub mod matrix;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mbarrier))]
 pub mod mbarrier;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 pub mod mma;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 pub mod registers;
 pub mod shared;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod sim;
 pub mod thread;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_tma))]
 pub mod tma;
 pub mod warp;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 pub mod wgmma;
 
 pub use cuda_std_macros::kernel;

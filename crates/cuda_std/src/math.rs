@@ -54,7 +54,7 @@ unary!(
     cos, "cos.approx.f32", |x| (x as f64).cos() as f32);
 unary!(
     /// tanh(x), relative error 2^-11. Floor sm_80 (sm_75).
-    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    #[cfg(not(lacks_packed_math))]
     tanh, "tanh.approx.f32", |x| (x as f64).tanh() as f32);
 unary!(
     /// The nearest integer, ties to even.

@@ -16,7 +16,7 @@ macro_rules! ldmatrix {
         /// - *converged*: all 32 lanes execute it.
         /// - *aligned(16)* and *in-bounds(dynamic shared memory)*: the addresses that are used, 16 bytes each.
         /// - *initialised*: by a write and a barrier before.
-        #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+        #[cfg(not(lacks_mma_sync))]
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name(address: u32) -> [u32; $registers] {
@@ -47,7 +47,7 @@ macro_rules! stmatrix {
         /// - *converged*: all 32 lanes execute it.
         /// - *aligned(16)* and *in-bounds(dynamic shared memory)*: the addresses that are used, 16 bytes each.
         /// - *exclusive*: no other thread touches the rows until the next barrier, and no two rows overlap.
-        #[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+        #[cfg(not(lacks_stmatrix))]
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name(address: u32, registers: [u32; $registers]) {

@@ -86,13 +86,13 @@ pub unsafe fn test_wait_parity(barrier: u32, parity: u32) -> bool {
     })
 }
 
-macro_rules! sm_90a {
+macro_rules! bytes {
     ($($item:item)*) => {
-        $(#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))] $item)*
+        $(#[cfg(not(lacks_tma))] $item)*
     };
 }
 
-sm_90a! {
+bytes! {
 
 /// `mbarrier.arrive.expect_tx.shared.b64 state, [barrier], bytes;` Announces bytes of asynchronous copies to the current
 /// phase, then arrives. Floor sm_90a.

@@ -56,11 +56,7 @@ impl Card {
 
     /// Whether it runs images of this floor.
     pub fn runs(&self, floor: Arch) -> bool {
-        match floor {
-            Arch::Sm61 => self.capability >= (6, 1),
-            Arch::Sm80 => self.capability >= (8, 0),
-            Arch::Sm90a => self.capability == (9, 0),
-        }
+        floor.runs_on(self.capability.0 as u32, self.capability.1 as u32)
     }
 
     /// How its tensor cores sum.

@@ -314,7 +314,7 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
     ///
     /// # Safety
     /// - As [`Self::quad`], the first column a multiple of 8.
-    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    #[cfg(not(lacks_mma_sync))]
     #[inline(always)]
     pub unsafe fn octet(&self, row: u32, col: u32, sums: [f32; 8], bias: &[f32; 8]) {
         // SAFETY: the caller's promise; the second half is stored only where it exists.

@@ -4,22 +4,22 @@ pub mod activation;
 pub mod early;
 pub mod epilogue;
 pub mod gemv;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 pub mod mma;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 pub mod multiplicand;
 pub mod operand;
 pub mod packed;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 pub mod persistent;
 pub mod reduce;
 pub mod scan;
 pub mod sequences;
 pub mod simt;
 pub mod softmax;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 pub mod split;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 pub mod stream;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 pub mod wgmma;

@@ -15,7 +15,7 @@ use warpforge::ops::attention::{
     Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
     Scores,
 };
-use warpforge::{Arch, DType, Device, Tensor, TensorView};
+use warpforge::{DType, Device, Need, Tensor, TensorView};
 
 use crate::harness::{
     Contents, Executors, Layout, Rows, Wanted, check, fail, floats, restrict, store, values,
@@ -644,8 +644,8 @@ pub(super) fn verify(
     let naive_out: Vec<f64> = naive.iter().flat_map(|(out, _)| out).copied().collect();
     let scale = repeat(&magnitudes.0);
     // Tensor cores take weights in the storage type; other kernels keep them in f32.
-    let floor = |floor: Arch| variant.map_or(floor, |variant| variant.floor.min(floor));
-    let terms = device.limits().filter(|limits| floor(limits.floor) >= Arch::Sm80).map(|_| case.dtype);
+    let floor = device.limits().map(|limits| variant.map_or(limits.floor, |variant| variant.floor));
+    let terms = floor.filter(|floor| floor.has(Need::MmaSync)).map(|_| case.dtype);
     let tolerance = Tolerance { terms, ..Tolerance::new(case.dtype, Scale::Given(&scale), roundings) };
     check(&what, &repeat(out), &repeat(&reference.0), &naive_out, &tolerance)?;
     // Near a sum of 1 the hardware's logarithm has an absolute error of 2^-22, four times the naive one's.

@@ -9,7 +9,7 @@ use warpforge::ops::matmul::reference;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
 use warpforge::{DType, Device, Error, Stream, TensorView};
 
-use crate::harness::{Layout, Rows, Wanted, check, fail, floats, store, values};
+use crate::harness::{Layout, Rows, Wanted, check, fail, floats, runs, store, values};
 
 #[derive(Clone, Debug)]
 pub(super) struct Case {
@@ -389,8 +389,7 @@ pub(super) fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) ->
     let inputs = inputs(case);
     let mut expected = None;
     for device in cards {
-        let floor = device.limits().map(|limits| limits.floor);
-        for variant in variants(&case.problem).filter(|v| Some(v.floor) <= floor && wanted(v.entry)) {
+        for variant in variants(&case.problem).filter(|v| runs(device, v.floor) && wanted(v.entry)) {
             let plan = plan(device, case.problem, Some(variant))?;
             let got = product(device, &plan, case, &inputs)?;
             let expected = expected.get_or_insert_with(|| Expected::of(&case.problem, &inputs));

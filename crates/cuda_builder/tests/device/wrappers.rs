@@ -4,18 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
-use abi::Arch;
-use cuda_builder::NvvmArch;
+use abi::{Arch, Need};
 use testkit::gpu::skip_optional;
 use testkit::ptx::{Entry, assemble, count_instructions, entries, find_ptxas};
 
 use super::Fixture;
-
-const ARCHES: [(NvvmArch, Arch); 3] = [
-    (NvvmArch::Compute61, Arch::Sm61),
-    (NvvmArch::Compute80, Arch::Sm80),
-    (NvvmArch::Compute90a, Arch::Sm90a),
-];
 
 struct Image {
     arch: Arch,
@@ -29,8 +22,8 @@ fn images() -> &'static [Image] {
     IMAGES.get_or_init(|| {
         let Some(fixture) = Fixture::new("wrappers") else { return Vec::new() };
         std::thread::scope(|scope| {
-            let build = |(nvvm, arch)| {
-                let builder = fixture.builder().arch(nvvm);
+            let build = |arch: Arch| {
+                let builder = fixture.builder().arch(arch.into());
                 scope.spawn(move || {
                     let path = builder.build().unwrap_or_else(|error| panic!("{arch}: {error}"));
                     let text = std::fs::read_to_string(path).expect("PTX");
@@ -38,7 +31,7 @@ fn images() -> &'static [Image] {
                     Image { arch, text, entries }
                 })
             };
-            let threads = ARCHES.map(build);
+            let threads = Arch::ALL.map(build);
             threads.into_iter().map(|thread| thread.join().expect("a build")).collect()
         })
     })
@@ -135,31 +128,46 @@ const WRAPPERS: &[(&str, Instructions)] = &[
     ("debug_printf", &[("call.uni vprintf", 1), ("call", 1)]),
 ];
 
-/// Those that are another instruction from a floor on: before it, and from it on.
-const BY_FLOOR: &[(&str, Arch, Instructions, Instructions)] = &[
+/// Those that are another instruction where the floor has something: where it has not, and where it has.
+const BY_NEED: &[(&str, Need, Instructions, Instructions)] = &[
     (
         "global_load_stream_x4",
-        Arch::Sm80,
+        Need::MemoryModel,
         &[("ld.global.nc.v4.b32", 1), ("ld.global", 1)],
         &[("ld.global.nc.L1::no_allocate.v4.b32", 1), ("ld.global", 1)],
     ),
     (
         "cvt_bf16x2_from_f32",
-        Arch::Sm80,
+        Need::PackedMath,
         &[("cvt.rn", 0), ("bra", 0)],
         &[("cvt.rn.bf16x2.f32", 1), ("cvt.rn", 1)],
     ),
-    ("cvt_pack_bf16", Arch::Sm80, &[("cvt.rn", 0), ("bra", 0)], &[("cvt.rn.bf16x2.f32", 4), ("cvt.rn", 4)]),
-    ("cvt_f16x2_from_f32", Arch::Sm80, &[("cvt.rn.f16.f32", 2)], &[("cvt.rn.f16x2.f32", 1), ("cvt.rn", 1)]),
-    ("cvt_pack_f16", Arch::Sm80, &[("cvt.rn.f16.f32", 8)], &[("cvt.rn.f16x2.f32", 4), ("cvt.rn", 4)]),
-    ("global_prefetch_l2", Arch::Sm90a, &[("cp", 0)], &[("cp.async.bulk.prefetch.L2.global", 1), ("cp", 1)]),
+    (
+        "cvt_pack_bf16",
+        Need::PackedMath,
+        &[("cvt.rn", 0), ("bra", 0)],
+        &[("cvt.rn.bf16x2.f32", 4), ("cvt.rn", 4)],
+    ),
+    (
+        "cvt_f16x2_from_f32",
+        Need::PackedMath,
+        &[("cvt.rn.f16.f32", 2)],
+        &[("cvt.rn.f16x2.f32", 1), ("cvt.rn", 1)],
+    ),
+    ("cvt_pack_f16", Need::PackedMath, &[("cvt.rn.f16.f32", 8)], &[("cvt.rn.f16x2.f32", 4), ("cvt.rn", 4)]),
+    ("global_prefetch_l2", Need::Tma, &[("cp", 0)], &[("cp.async.bulk.prefetch.L2.global", 1), ("cp", 1)]),
     (
         "grid_begin",
-        Arch::Sm90a,
+        Need::DependentLaunch,
         &[("griddepcontrol", 0), ("mov.u32", 0)],
         &[("griddepcontrol.wait", 1), ("griddepcontrol.launch_dependents", 1), ("mov.u32 %nctaid", 3)],
     ),
-    ("grid_near_end", Arch::Sm90a, &[("griddepcontrol", 0)], &[("griddepcontrol.launch_dependents", 1)]),
+    (
+        "grid_near_end",
+        Need::DependentLaunch,
+        &[("griddepcontrol", 0)],
+        &[("griddepcontrol.launch_dependents", 1)],
+    ),
 ];
 
 /// What stands between two branches in `fixture/src/divergence.rs`.
@@ -173,7 +181,7 @@ const BETWEEN_BRANCHES: &[(&str, &str, &str)] = &[
     ("all", "vote.sync.all.pred", "vote"),
 ];
 
-/// Only the newest floor has tensor maps.
+/// Only floors with TMA have tensor maps.
 const GRID_CONSTANT: &str = "bounds_grid_constant";
 
 const BOUNDS: &[(&str, &[&str])] = &[
@@ -206,8 +214,8 @@ fn each_wrapper_is_the_instruction_that_it_names() {
         for (name, instructions) in WRAPPERS {
             assert_instructions(image, name, instructions);
         }
-        for (name, floor, before, from) in BY_FLOOR {
-            assert_instructions(image, name, if image.arch < *floor { before } else { from });
+        for (name, need, without, with) in BY_NEED {
+            assert_instructions(image, name, if image.arch.has(*need) { with } else { without });
         }
     }
 }
@@ -216,10 +224,10 @@ fn each_wrapper_is_the_instruction_that_it_names() {
 #[test]
 fn the_tables_cover_the_fixture() {
     for image in images() {
-        let names = WRAPPERS.iter().map(|row| row.0).chain(BY_FLOOR.iter().map(|row| row.0));
+        let names = WRAPPERS.iter().map(|row| row.0).chain(BY_NEED.iter().map(|row| row.0));
         let mut expected: Vec<String> =
             names.chain(BOUNDS.iter().map(|row| row.0)).map(String::from).collect();
-        expected.retain(|name| name != GRID_CONSTANT || image.arch == Arch::Sm90a);
+        expected.retain(|name| name != GRID_CONSTANT || image.arch.has(Need::Tma));
         for (name, ..) in BETWEEN_BRANCHES {
             expected.extend(["thread", "data", "loop"].map(|condition| format!("{condition}_{name}")));
         }
@@ -265,7 +273,7 @@ fn launch_bounds_are_on_their_own_entries() {
 /// Aligned as TMA wants it, and its address taken where it is.
 #[test]
 fn tensor_maps_stay_in_parameter_memory() {
-    for image in images().iter().filter(|image| image.arch == Arch::Sm90a) {
+    for image in images().iter().filter(|image| image.arch.has(Need::Tma)) {
         let parameter = ".param .align 64 .b8 bounds_grid_constant_param_1[128]";
         assert!(image.text.contains(parameter), "{}", image.text);
         let instructions = [("cvta.param.u64", 1), ("prefetch.tensormap", 1), ("ld.param", 2)];

@@ -10,7 +10,7 @@ use super::clock::{Covers, Frame, Stamp, join};
 use super::machine::{CLUSTER_WINDOW, Failure, Machine, SHARED_BASE, attempt, pause, with};
 use super::shadow::{Access, Conflict, Kind};
 use super::sync::release_into;
-use super::{Arch, Defect};
+use super::{Defect, Need};
 use crate::atomic::Order;
 
 /// Where an access goes.
@@ -422,17 +422,17 @@ pub(crate) enum Fence {
 /// read is acquired. One between proxies: what this thread did and saw is visible to the asynchronous proxy.
 #[track_caller]
 pub(crate) fn fence(form: Fence) {
-    let (instruction, floor) = match form {
-        Fence::Membar => ("membar.gl", Arch::Sm61),
-        Fence::AcqRelBlock => ("fence.acq_rel.cta", Arch::Sm80),
-        Fence::AcqRelCluster => ("fence.acq_rel.cluster", Arch::Sm90a),
-        Fence::AcqRelDevice => ("fence.acq_rel.gpu", Arch::Sm80),
-        Fence::ProxyAsync => ("fence.proxy.async", Arch::Sm90a),
-        Fence::ProxyAsyncShared => ("fence.proxy.async.shared::cta", Arch::Sm90a),
-        Fence::ProxyAsyncGlobal => ("fence.proxy.async.global", Arch::Sm90a),
+    let (instruction, need) = match form {
+        Fence::Membar => ("membar.gl", None),
+        Fence::AcqRelBlock => ("fence.acq_rel.cta", Some(Need::MemoryModel)),
+        Fence::AcqRelCluster => ("fence.acq_rel.cluster", Some(Need::Clusters)),
+        Fence::AcqRelDevice => ("fence.acq_rel.gpu", Some(Need::MemoryModel)),
+        Fence::ProxyAsync => ("fence.proxy.async", Some(Need::Tma)),
+        Fence::ProxyAsyncShared => ("fence.proxy.async.shared::cta", Some(Need::Tma)),
+        Fence::ProxyAsyncGlobal => ("fence.proxy.async.global", Some(Need::Tma)),
     };
     attempt(instruction, Location::caller(), |machine| {
-        machine.needs(floor, instruction)?;
+        machine.needs(need, instruction)?;
         match form {
             Fence::Membar | Fence::AcqRelBlock | Fence::AcqRelCluster | Fence::AcqRelDevice => {
                 let thread = machine.thread();
@@ -461,7 +461,7 @@ pub(crate) fn fence(form: Fence) {
 pub(crate) fn grid_wait() {
     const INSTRUCTION: &str = "griddepcontrol.wait";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::DependentLaunch, INSTRUCTION)?;
         if machine.thread().has_touched {
             let text = "griddepcontrol.wait by a thread that has touched global memory before";
             return Err(Failure::new(Defect::Race, text));
@@ -474,7 +474,7 @@ pub(crate) fn grid_wait() {
 #[track_caller]
 pub(crate) fn grid_launch_dependents() {
     const INSTRUCTION: &str = "griddepcontrol.launch_dependents";
-    attempt(INSTRUCTION, Location::caller(), |machine| machine.needs(Arch::Sm90a, INSTRUCTION));
+    attempt(INSTRUCTION, Location::caller(), |machine| machine.needs(Need::DependentLaunch, INSTRUCTION));
 }
 
 /// Ends the kernel with a report.

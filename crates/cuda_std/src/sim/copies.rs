@@ -17,7 +17,7 @@ use super::clock::{Frame, START, Stamp};
 use super::machine::{Failure, Machine, ThreadId, attempt};
 use super::mbarrier::Place;
 use super::shadow::Kind;
-use super::{Arch, Defect};
+use super::{Defect, Need};
 
 /// Where the bytes of a move come from.
 #[derive(Clone, Copy, Debug)]
@@ -429,7 +429,7 @@ pub(crate) fn cp_async(shared: u32, global: *const u8, bytes: u32, source_bytes:
     const INSTRUCTION: &str = "cp.async";
     let line = Location::caller();
     attempt(INSTRUCTION, line, |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::CpAsync, INSTRUCTION)?;
         if source_bytes > bytes {
             let text = format!("`{INSTRUCTION}` of {bytes} bytes with {source_bytes} source bytes");
             return Err(Failure(Defect::Unsupported, text));
@@ -476,7 +476,7 @@ pub(crate) fn cp_async(shared: u32, global: *const u8, bytes: u32, source_bytes:
 pub(crate) fn cp_async_commit_group() {
     const INSTRUCTION: &str = "cp.async.commit_group";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::CpAsync, INSTRUCTION)?;
         let (agent, time) = machine.cp_async_agent();
         let copies = &mut machine.thread().copies;
         copies.groups.push(time);
@@ -490,7 +490,7 @@ pub(crate) fn cp_async_commit_group() {
 pub(crate) fn cp_async_wait_group(newest: u32) {
     const INSTRUCTION: &str = "cp.async.wait_group";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::CpAsync, INSTRUCTION)?;
         let groups = &mut machine.thread().copies.groups;
         if let Some(done) = groups.len().checked_sub(newest as usize).filter(|&done| done > 0) {
             let time = groups[done - 1];
@@ -506,7 +506,7 @@ pub(crate) fn cp_async_wait_group(newest: u32) {
 pub(crate) fn cp_async_wait_all() {
     const INSTRUCTION: &str = "cp.async.wait_all";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::CpAsync, INSTRUCTION)?;
         let (agent, time) = machine.cp_async_agent();
         let copies = &mut machine.thread().copies;
         copies.groups.clear();
@@ -522,7 +522,7 @@ pub(crate) fn cp_async_mbarrier_arrive_noinc(barrier: u32) {
     const INSTRUCTION: &str = "cp.async.mbarrier.arrive.noinc";
     let line = Location::caller();
     attempt(INSTRUCTION, line, |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::CpAsync, INSTRUCTION)?;
         let place = machine.find_mbarrier(INSTRUCTION, barrier)?;
         let (agent, time) = machine.cp_async_agent();
         machine.thread().copies.agent = Some((agent, time + 1));
@@ -552,14 +552,14 @@ pub(crate) fn bulk_load(shared: u32, global: *const u8, bytes: u32, barrier: u32
     const INSTRUCTION: &str = "cp.async.bulk.shared::cluster.global";
     let line = Location::caller();
     attempt(INSTRUCTION, line, |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Tma, INSTRUCTION)?;
         check_bulk(INSTRUCTION, shared, global.addr(), bytes)?;
         let pieces = contiguous(bytes, |at| From::Global(global.addr() + at));
         machine.load_pieces(INSTRUCTION, &pieces, shared, barrier, bytes, line)
     });
 }
 
-/// `cp.async.bulk.prefetch.L2`: moves nothing that a kernel could see. At any floor, since below Hopper it is left out.
+/// `cp.async.bulk.prefetch.L2`: moves nothing that a kernel could see. At any floor, since without TMA it is left out.
 #[track_caller]
 pub(crate) fn bulk_prefetch(global: *const u8, bytes: u32) {
     const INSTRUCTION: &str = "cp.async.bulk.prefetch.L2";
@@ -579,7 +579,7 @@ pub(crate) fn bulk_copy_to_block(remote: u32, shared: u32, bytes: u32, barrier: 
     const INSTRUCTION: &str = "cp.async.bulk.shared::cluster.shared::cta";
     let line = Location::caller();
     attempt(INSTRUCTION, line, |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Tma, INSTRUCTION)?;
         check_bulk(INSTRUCTION, shared, remote as usize, bytes)?;
         let pieces = contiguous(bytes, |at| From::Shared(shared + at as u32));
         machine.load_pieces(INSTRUCTION, &pieces, remote, barrier, bytes, line)
@@ -595,7 +595,7 @@ fn bulk_out(
     line: &'static Location<'static>,
 ) {
     attempt(instruction, line, |machine| {
-        machine.needs(Arch::Sm90a, instruction)?;
+        machine.needs(Need::Tma, instruction)?;
         check_bulk(instruction, shared, global.addr(), bytes)?;
         let pieces = contiguous(bytes, |at| From::Global(global.addr() + at));
         machine.store_pieces(&pieces, shared, combine, line)
@@ -620,7 +620,7 @@ pub(crate) fn bulk_reduce_add_f32(global: *mut f32, shared: u32, bytes: u32) {
 pub(crate) fn bulk_commit_group() {
     const INSTRUCTION: &str = "cp.async.bulk.commit_group";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Tma, INSTRUCTION)?;
         let stores = &mut machine.thread().stores;
         // A group of nothing has nothing to wait for, but counts as one of the newest.
         let time = stores.agents.map_or(0, |(_, _, time)| time);
@@ -636,7 +636,7 @@ pub(crate) fn bulk_commit_group() {
 
 fn wait_for_stores(instruction: &'static str, newest: u32, until: Until, line: &'static Location<'static>) {
     attempt(instruction, line, |machine| {
-        machine.needs(Arch::Sm90a, instruction)?;
+        machine.needs(Need::Tma, instruction)?;
         let stores = &mut machine.thread().stores;
         let mut time = None;
         for groups in

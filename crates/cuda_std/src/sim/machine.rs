@@ -27,7 +27,7 @@ use super::tensor_core::Generation;
 use super::visits::Visit;
 use super::warp::{Warp, lanes};
 use super::warpgroup::{Held, Warpgroup};
-use super::{Arch, Defect, Launch, Memory, Report, Statistics, registry};
+use super::{Arch, Defect, Launch, Memory, Need, Report, Statistics, registry};
 
 /// A defect and its text; the machine adds who and where.
 pub(super) struct Failure(pub(super) Defect, pub(super) String);
@@ -367,7 +367,10 @@ impl Machine {
 
     /// Whose tensor cores are simulated.
     pub(super) fn generation(&self) -> Generation {
-        if self.arch >= Arch::Sm90a { Generation::Hopper } else { Generation::Ampere }
+        match self.arch {
+            Arch::Sm61 | Arch::Sm80 => Generation::Ampere,
+            Arch::Sm90a => Generation::Hopper,
+        }
     }
 
     /// Blocks of the grid and of a cluster.
@@ -451,13 +454,15 @@ impl Machine {
         self.thread().state = State::Waiting(wait);
     }
 
-    /// Needs this floor.
-    pub(super) fn needs(&self, arch: Arch, instruction: &str) -> Result<(), Failure> {
-        if self.arch >= arch {
-            return Ok(());
+    /// Needs what only some floors have.
+    pub(super) fn needs(&self, need: impl Into<Option<Need>>, instruction: &str) -> Result<(), Failure> {
+        match need.into() {
+            Some(need) if !self.arch.has(need) => {
+                let text = format!("`{instruction}` needs {}, and this is {}", need.since(), self.arch);
+                Err(Failure(Defect::Unsupported, text))
+            }
+            _ => Ok(()),
         }
-        let text = format!("`{instruction}` needs {arch}, and this is {}", self.arch);
-        Err(Failure(Defect::Unsupported, text))
     }
 
     /// The running thread, in words.
@@ -755,8 +760,8 @@ fn check(launch: &Launch<'_>) -> Result<(), Failure> {
             "clusters of {cluster:?} blocks in a grid of {grid:?}: expected up to 8, dividing it"
         ));
     }
-    if blocks > 1 && arch < Arch::Sm90a {
-        return refuse(format!("clusters need sm_90a, and this is {arch}"));
+    if blocks > 1 && !arch.has(Need::Clusters) {
+        return refuse(format!("clusters need {}, and this is {arch}", Need::Clusters.since()));
     }
     if volume(grid) == 0 {
         return refuse(format!("a grid of {grid:?} blocks: expected one at least"));

@@ -2,15 +2,15 @@
 
 use core::panic::Location;
 
-use super::Arch;
+use super::Need;
 use super::access::Space;
 use super::fragment::{self, Transpose};
 use super::shadow::Kind;
 use super::tensor_core::{self, MmaKind};
 use super::warp::{Operation, Together, collective};
 
-const fn aligned(instruction: &'static str, floor: Arch) -> Operation {
-    Operation { instruction, together: Together::Aligned, floor }
+const fn aligned(instruction: &'static str, need: Need) -> Operation {
+    Operation { instruction, together: Together::Aligned, need: Some(need) }
 }
 
 /// `ldmatrix`: registers beyond the matrices are 0.
@@ -20,7 +20,7 @@ pub(crate) fn ldmatrix(matrices: usize, transpose: Transpose, address: u32) -> [
     let mut input = [0; 12];
     input[0] = address;
     let immediate = matrices as u64 * 2 + u64::from(transpose == Transpose::Yes);
-    let operation = aligned("ldmatrix.sync", Arch::Sm80);
+    let operation = aligned("ldmatrix.sync", Need::MmaSync);
     let received = collective(operation, u32::MAX, immediate, input, line, |access, inputs| {
         let mut rows = [[0; 4]; 32];
         for (lane, row) in rows.iter_mut().enumerate().take(8 * matrices) {
@@ -44,7 +44,7 @@ pub(crate) fn stmatrix(matrices: usize, transpose: Transpose, address: u32, regi
     input[0] = address;
     input[1..5].copy_from_slice(&registers);
     let immediate = matrices as u64 * 2 + u64::from(transpose == Transpose::Yes);
-    let operation = aligned("stmatrix.sync", Arch::Sm90a);
+    let operation = aligned("stmatrix.sync", Need::StMatrix);
     collective(operation, u32::MAX, immediate, input, line, |access, inputs| {
         let registers = inputs.map(|input| [input[1], input[2], input[3], input[4]]);
         let rows = fragment::store_matrices(&registers, matrices, transpose);
@@ -66,7 +66,7 @@ pub(crate) fn mma(kind: MmaKind, a: [u32; 4], b: [u32; 2], c: [u32; 4]) -> [u32;
     input[..4].copy_from_slice(&a);
     input[4..6].copy_from_slice(&b);
     input[6..10].copy_from_slice(&c);
-    let operation = aligned("mma.sync", Arch::Sm80);
+    let operation = aligned("mma.sync", Need::MmaSync);
     let received =
         collective(operation, u32::MAX, kind as u64, input, Location::caller(), |access, inputs| {
             let a = inputs.map(|input| [input[0], input[1], input[2], input[3]]);

@@ -10,7 +10,7 @@ use super::access::Space;
 use super::clock::{Frame, START, Stamp, join};
 use super::machine::{Failure, Machine, ThreadId, Wait, attempt, pause, suspend};
 use super::shadow::Kind;
-use super::{Arch, Defect};
+use super::{Defect, Need};
 
 /// Most arrivals and bytes of a phase.
 const MAX_COUNT: u32 = (1 << 20) - 1;
@@ -201,7 +201,7 @@ pub(crate) fn mbarrier_init(address: u32, count: u32) {
     const INSTRUCTION: &str = "mbarrier.init";
     let line = Location::caller();
     attempt(INSTRUCTION, line, |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::Mbarrier, INSTRUCTION)?;
         if count == 0 || count > MAX_COUNT {
             return misuse(format!("`{INSTRUCTION}` with a count of {count}: expected 1 to {MAX_COUNT}"));
         }
@@ -245,7 +245,7 @@ pub(crate) fn mbarrier_init(address: u32, count: u32) {
 pub(crate) fn mbarrier_invalidate(address: u32) {
     const INSTRUCTION: &str = "mbarrier.inval";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm80, INSTRUCTION)?;
+        machine.needs(Need::Mbarrier, INSTRUCTION)?;
         let Place { block, offset } = machine.find_mbarrier(INSTRUCTION, address)?;
         let block = &mut machine.unit().blocks[block];
         let mbarrier = block.mbarriers.remove(&offset).expect("the mbarrier that was found");
@@ -268,14 +268,14 @@ enum Reach {
 
 fn arrival(
     instruction: &'static str,
-    floor: Arch,
+    need: Need,
     reach: Reach,
     address: u32,
     bytes: u32,
     line: &'static Location<'static>,
 ) {
     attempt(instruction, line, |machine| {
-        machine.needs(floor, instruction)?;
+        machine.needs(need, instruction)?;
         let place = machine.find_mbarrier(instruction, address)?;
         if reach == Reach::Block && place.block != machine.thread().block {
             return misuse(format!("`{instruction}` on another block's mbarrier"));
@@ -291,19 +291,26 @@ fn arrival(
 /// `mbarrier.arrive`.
 #[track_caller]
 pub(crate) fn mbarrier_arrive(address: u32) {
-    arrival("mbarrier.arrive", Arch::Sm80, Reach::Block, address, 0, Location::caller());
+    arrival("mbarrier.arrive", Need::Mbarrier, Reach::Block, address, 0, Location::caller());
 }
 
 /// `mbarrier.arrive.expect_tx`.
 #[track_caller]
 pub(crate) fn mbarrier_arrive_expect_tx(address: u32, bytes: u32) {
-    arrival("mbarrier.arrive.expect_tx", Arch::Sm90a, Reach::Block, address, bytes, Location::caller());
+    arrival("mbarrier.arrive.expect_tx", Need::Tma, Reach::Block, address, bytes, Location::caller());
 }
 
 /// `mbarrier.arrive.shared::cluster`.
 #[track_caller]
 pub(crate) fn mbarrier_arrive_remote(address: u32) {
-    arrival("mbarrier.arrive.shared::cluster", Arch::Sm90a, Reach::Cluster, address, 0, Location::caller());
+    arrival(
+        "mbarrier.arrive.shared::cluster",
+        Need::Clusters,
+        Reach::Cluster,
+        address,
+        0,
+        Location::caller(),
+    );
 }
 
 /// `mbarrier.expect_tx`.
@@ -311,7 +318,7 @@ pub(crate) fn mbarrier_arrive_remote(address: u32) {
 pub(crate) fn mbarrier_expect_tx(address: u32, bytes: u32) {
     const INSTRUCTION: &str = "mbarrier.expect_tx";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Tma, INSTRUCTION)?;
         let place = machine.find_mbarrier(INSTRUCTION, address)?;
         if place.block != machine.thread().block {
             return misuse(format!("`{INSTRUCTION}` on another block's mbarrier"));
@@ -340,13 +347,13 @@ enum Look {
 fn look(
     instruction: &'static str,
     line: &'static Location<'static>,
-    floor: Arch,
+    need: Need,
     address: u32,
     parity: u32,
     waits: bool,
 ) -> Look {
     attempt(instruction, line, |machine| {
-        machine.needs(floor, instruction)?;
+        machine.needs(need, instruction)?;
         let place = machine.find_mbarrier(instruction, address)?;
         let ThreadId { slot, thread } = machine.current;
         if machine.thread().block != place.block {
@@ -376,7 +383,7 @@ fn look(
 /// `mbarrier.test_wait.parity`.
 #[track_caller]
 pub(crate) fn mbarrier_test_wait_parity(address: u32, parity: u32) -> bool {
-    let done = look("mbarrier.test_wait", Location::caller(), Arch::Sm80, address, parity, false);
+    let done = look("mbarrier.test_wait", Location::caller(), Need::Mbarrier, address, parity, false);
     pause();
     matches!(done, Look::Completed)
 }
@@ -384,7 +391,7 @@ pub(crate) fn mbarrier_test_wait_parity(address: u32, parity: u32) -> bool {
 /// `mbarrier.try_wait.parity`: gives up early now and then, as hardware may.
 #[track_caller]
 pub(crate) fn mbarrier_try_wait_parity(address: u32, parity: u32) -> bool {
-    match look("mbarrier.try_wait", Location::caller(), Arch::Sm90a, address, parity, true) {
+    match look("mbarrier.try_wait", Location::caller(), Need::Tma, address, parity, true) {
         Look::Completed => true,
         Look::NotYet => {
             pause();
@@ -402,7 +409,7 @@ pub(crate) fn mbarrier_try_wait_parity(address: u32, parity: u32) -> bool {
 pub(crate) fn fence_mbarrier_init() {
     const INSTRUCTION: &str = "fence.mbarrier_init";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Tma, INSTRUCTION)?;
         machine.fence_mbarriers();
         machine.own_mbarriers().for_each(|mbarrier| mbarrier.released_init = true);
         Ok(())

@@ -61,7 +61,7 @@ mod visits;
 mod warp;
 mod warpgroup;
 
-pub use abi::Arch;
+pub use abi::{Arch, Need};
 #[doc(no_inline)]
 pub use inventory;
 pub use memory::Memory;
@@ -99,7 +99,7 @@ pub struct Launch<'a> {
 }
 
 impl<'a> Launch<'a> {
-    /// A launch without clusters and shared memory, on the newest floor, with seed 0.
+    /// A launch without clusters and shared memory, on Hopper, with seed 0.
     pub fn new(kernel: &'a str, grid: [u32; 3], block: [u32; 3]) -> Self {
         Launch { kernel, grid, block, cluster: [1; 3], shared_bytes: 0, arch: Arch::Sm90a, seed: 0 }
     }

@@ -7,7 +7,7 @@ use std::vec::Vec;
 use super::clock::{Frame, join, meet};
 use super::machine::{CLUSTER_WINDOW, Failure, Machine, State, Thread, Wait, attempt, suspend};
 use super::warp::{Operation, Together, collective};
-use super::{Arch, Defect};
+use super::{Defect, Need};
 use std::rc::Rc;
 
 /// The sixteen barriers of a block.
@@ -45,7 +45,7 @@ pub(crate) enum Arrival {
 pub(crate) fn barrier(instruction: &'static str, id: u32, count: Option<u32>, arrival: Arrival) {
     let line = Location::caller();
     let waits = attempt(instruction, line, |machine| {
-        let operation = Operation { instruction, together: Together::Aligned, floor: Arch::Sm61 };
+        let operation = Operation { instruction, together: Together::Aligned, need: None };
         let mask = machine.warp().lanes;
         let immediate = u64::from(id) << 32 | u64::from(count.unwrap_or(0));
         match machine.arrive_at_warp(operation, mask, immediate, [0; 12], line)? {
@@ -171,7 +171,7 @@ pub(super) struct ClusterBarrier {
 
 /// The lanes of a warp, for an instruction of the cluster that is `.aligned`.
 fn come_together(instruction: &'static str, line: &'static Location<'static>) {
-    let operation = Operation { instruction, together: Together::Aligned, floor: Arch::Sm90a };
+    let operation = Operation { instruction, together: Together::Aligned, need: Some(Need::Clusters) };
     collective(operation, u32::MAX, 0, [0; 12], line, |_, _| Ok([[0; 8]; 32]));
 }
 
@@ -270,7 +270,7 @@ impl Machine {
 pub(crate) fn map_shared(address: u32, rank: u32) -> u32 {
     const INSTRUCTION: &str = "mapa.shared::cluster";
     attempt(INSTRUCTION, Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, INSTRUCTION)?;
+        machine.needs(Need::Clusters, INSTRUCTION)?;
         let blocks = machine.unit().blocks.len() as u32;
         if rank >= blocks {
             let text = format!("`{INSTRUCTION}` to block {rank} of a cluster of {blocks}");
@@ -293,7 +293,7 @@ pub(crate) enum ClusterRegister {
 #[track_caller]
 pub(crate) fn cluster_register(register: ClusterRegister) -> u32 {
     attempt("%cluster", Location::caller(), |machine| {
-        machine.needs(Arch::Sm90a, "%cluster_ctarank")?;
+        machine.needs(Need::Clusters, "%cluster_ctarank")?;
         let rank = machine.thread().block as u32;
         let [grid, cluster] = machine.extent();
         Ok(match register {

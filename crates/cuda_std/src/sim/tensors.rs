@@ -9,7 +9,7 @@ use super::copies::{Combine, From, Piece};
 use super::machine::{CLUSTER_WINDOW, Failure, Machine, attempt};
 use super::shadow::Kind;
 use super::tensor_map::{Decoded, Element};
-use super::{Arch, Defect};
+use super::{Defect, Need};
 use crate::tma::TensorMap;
 
 const LOAD: &str = "cp.async.bulk.tensor.shared::cluster.global";
@@ -25,7 +25,7 @@ impl Machine {
         coordinates: &[i32],
         line: &'static Location<'static>,
     ) -> Result<Decoded, Failure> {
-        self.needs(Arch::Sm90a, instruction)?;
+        self.needs(Need::Tma, instruction)?;
         if map.is_null() {
             return Err(Failure(Defect::Unsupported, format!("`{instruction}` without a tensor map")));
         }
@@ -181,5 +181,5 @@ pub(crate) fn tma_prefetch(map: *const TensorMap, coordinates: &[i32]) {
 #[track_caller]
 pub(crate) fn tma_prefetch_map(_map: *const TensorMap) {
     const INSTRUCTION: &str = "prefetch.tensormap";
-    attempt(INSTRUCTION, Location::caller(), |machine| machine.needs(Arch::Sm90a, INSTRUCTION));
+    attempt(INSTRUCTION, Location::caller(), |machine| machine.needs(Need::Tma, INSTRUCTION));
 }

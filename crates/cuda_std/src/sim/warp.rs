@@ -9,7 +9,7 @@ use std::vec::Vec;
 use super::clock::meet;
 use super::machine::{Failure, Machine, Unit, Wait, attempt, suspend};
 use super::warpgroup::Multiplications;
-use super::{Arch, Defect};
+use super::{Defect, Need};
 
 /// Words that a lane brings to an operation, and that it takes away.
 pub(super) type Inputs = [[u32; 12]; 32];
@@ -83,7 +83,7 @@ fn place(line: &Location<'_>) -> String {
 pub(super) struct Operation {
     pub(super) instruction: &'static str,
     pub(super) together: Together,
-    pub(super) floor: Arch,
+    pub(super) need: Option<Need>,
 }
 
 /// Brings a lane's words to an operation of its warp, waits for the other lanes of the mask, and returns what `compute`
@@ -168,11 +168,11 @@ impl Machine {
         input: [u32; 12],
         line: &'static Location<'static>,
     ) -> Result<Option<Box<Inputs>>, Failure> {
-        let Operation { instruction, together, floor } = operation;
-        self.needs(floor, instruction)?;
+        let Operation { instruction, together, need } = operation;
+        self.needs(need, instruction)?;
         let lane = self.thread().lane;
         // Before Volta the lanes of a warp execute every instruction together.
-        let one_line = together == Together::Aligned || self.arch == Arch::Sm61;
+        let one_line = together == Together::Aligned || !self.arch.has(Need::MemoryModel);
         let warp = self.warp();
         let refuse = |text: String| Err(Failure(Defect::Divergence, format!("`{instruction}` {text}")));
         if mask >> lane & 1 == 0 {
@@ -255,7 +255,7 @@ impl Machine {
 }
 
 const fn sync(instruction: &'static str) -> Operation {
-    Operation { instruction, together: Together::Sync, floor: Arch::Sm61 }
+    Operation { instruction, together: Together::Sync, need: None }
 }
 
 fn one(value: u32) -> [u32; 12] {
@@ -346,7 +346,8 @@ pub(crate) fn activemask() -> u32 {
 /// `match.any.sync`.
 #[track_caller]
 pub(crate) fn match_any(mask: u32, value: u32) -> u32 {
-    let operation = Operation { instruction: "match.any.sync", together: Together::Sync, floor: Arch::Sm80 };
+    let operation =
+        Operation { instruction: "match.any.sync", together: Together::Sync, need: Some(Need::Redux) };
     let received = collective(operation, mask, 0, one(value), Location::caller(), |_, inputs| {
         let alike = |lane: usize| {
             let same = |other: &usize| mask >> other & 1 == 1 && inputs[*other][0] == inputs[lane][0];
@@ -373,7 +374,8 @@ pub(crate) enum Redux {
 /// `redux.sync`.
 #[track_caller]
 pub(crate) fn redux(form: Redux, mask: u32, value: u32) -> u32 {
-    let operation = Operation { instruction: "redux.sync", together: Together::Sync, floor: Arch::Sm80 };
+    let operation =
+        Operation { instruction: "redux.sync", together: Together::Sync, need: Some(Need::Redux) };
     let received = collective(operation, mask, form as u64, one(value), Location::caller(), |_, inputs| {
         let values = (0..32).filter(|lane| mask >> lane & 1 == 1).map(|lane| inputs[lane][0]);
         let reduced = values.reduce(|a, b| match form {
@@ -395,7 +397,7 @@ pub(crate) fn redux(form: Redux, mask: u32, value: u32) -> u32 {
 /// `elect.sync`: for each mask always the same lane, and not always the first.
 #[track_caller]
 pub(crate) fn elect(mask: u32) -> bool {
-    let operation = Operation { instruction: "elect.sync", together: Together::Sync, floor: Arch::Sm90a };
+    let operation = Operation { instruction: "elect.sync", together: Together::Sync, need: Some(Need::Tma) };
     let received = collective(operation, mask, 0, [0; 12], Location::caller(), |access, _| {
         let mut choice = access.machine.fixed_random(mask.into());
         let nth = choice.below(mask.count_ones() as usize);
@@ -408,7 +410,7 @@ pub(crate) fn elect(mask: u32) -> bool {
 /// `setmaxnreg`: all warps of a warpgroup together.
 #[track_caller]
 pub(crate) fn set_max_registers(instruction: &'static str, _registers: u32) {
-    let operation = Operation { instruction, together: Together::Aligned, floor: Arch::Sm90a };
+    let operation = Operation { instruction, together: Together::Aligned, need: Some(Need::Wgmma) };
     collective(operation, u32::MAX, 0, [0; 12], Location::caller(), |access, _| {
         access.machine.check_warpgroup(instruction)?;
         Ok([[0; 8]; 32])

@@ -18,7 +18,7 @@ use super::shadow::Kind;
 use super::swizzle::Operand;
 use super::tensor_core::{self, Major, WarpA, WgmmaA, WgmmaKind};
 use super::warp::{Operation, Together, collective};
-use super::{Arch, Defect};
+use super::{Defect, Need};
 use crate::wgmma::Accumulate;
 
 /// The `wgmma` of a warp.
@@ -69,7 +69,7 @@ fn parse(word: u32) -> Option<(u32, usize)> {
 }
 
 const fn aligned(instruction: &'static str) -> Operation {
-    Operation { instruction, together: Together::Aligned, floor: Arch::Sm90a }
+    Operation { instruction, together: Together::Aligned, need: Some(Need::Wgmma) }
 }
 
 /// The lanes of a warp come together for an instruction that has no operands.

@@ -80,7 +80,7 @@ operations! {
     Rsqrt: |a, b, c| math::rsqrt(f(a)).to_bits();
     Sin: |a, b, c| math::sin(f(a)).to_bits();
     Cos: |a, b, c| math::cos(f(a)).to_bits();
-    #[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+    #[cfg(not(lacks_packed_math))]
     Tanh: |a, b, c| math::tanh(f(a)).to_bits();
     Exp: |a, b, c| math::exp(f(a)).to_bits();
     Silu: |a, b, c| math::silu(f(a)).to_bits();

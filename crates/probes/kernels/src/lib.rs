@@ -12,15 +12,15 @@ use cuda_std::{global, thread};
 
 #[cfg(feature = "base")]
 pub mod convert;
-#[cfg(all(feature = "base", any(target_feature = "sm_80", not(target_arch = "nvptx64"))))]
+#[cfg(all(feature = "base", not(lacks_cp_async)))]
 pub mod copies;
-#[cfg(all(feature = "base", any(target_feature = "sm_90a", not(target_arch = "nvptx64"))))]
+#[cfg(all(feature = "base", not(lacks_clusters)))]
 pub mod hopper;
-#[cfg(all(feature = "base", any(target_feature = "sm_80", not(target_arch = "nvptx64"))))]
+#[cfg(all(feature = "base", not(lacks_mma_sync)))]
 pub mod tensor;
 #[cfg(feature = "base")]
 pub mod warp;
-#[cfg(all(feature = "wgmma", any(target_feature = "sm_90a", not(target_arch = "nvptx64"))))]
+#[cfg(all(feature = "wgmma", not(lacks_wgmma)))]
 pub mod wgmma;
 
 /// The parameters of every kernel.

@@ -80,7 +80,7 @@ pub unsafe fn probe_ldmatrix(input: *const u32, output: *mut u32, _maps: *const 
 
 /// Input of a block: for each lane four registers, then the number of the row whose address it gives. Results: 32 rows of
 /// four words, zero where no matrix went. Parameter and shared memory as for [`probe_ldmatrix`].
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_stmatrix))]
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_stmatrix(input: *const u32, output: *mut u32, _maps: *const u64, parameter: u32) {
     let lane = thread::lane();

@@ -78,7 +78,7 @@ pub unsafe fn probe_vote(input: *const u32, output: *mut u32, _maps: *const u64,
 
 /// Input of a block: mask, 32 values. Results: nine times 32 words, of lanes in the mask: match_any, then redux add, min,
 /// max, signed min and max, and, or, xor.
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_redux))]
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_redux(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     let lane = thread::lane();
@@ -102,7 +102,7 @@ pub unsafe fn probe_redux(input: *const u32, output: *mut u32, _maps: *const u64
 }
 
 /// Input of a block: mask. Results: 1 in the elected lane, 0 in the mask's others.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_tma))]
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_elect(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     let lane = thread::lane();

@@ -41,7 +41,7 @@ fn agree_in(place: Where, cases: &[Case]) {
         }
     };
     let floors =
-        |case: &Case| Arch::ALL.into_iter().filter(move |arch| *arch >= case.floor).collect::<Vec<_>>();
+        |case: &Case| Arch::ALL.into_iter().filter(move |arch| arch.runs(case.floor)).collect::<Vec<_>>();
     if place == Where::Both {
         for case in cases {
             for arch in floors(case) {

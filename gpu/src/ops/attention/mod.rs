@@ -22,30 +22,30 @@
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod cached;
 mod decode;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod decode_latent;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 mod decode_latent_wgmma;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod decode_ring;
 mod gather;
 mod merge;
 mod prefill;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod prefill_mma;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod queries;
 mod scores;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod softmax;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod tile;
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 mod wgmma;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 mod work;
 
 use core::ptr::null;
@@ -330,7 +330,7 @@ macro_rules! entries {
 }
 abi::attention_table!(entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! decode_ring_entries {
     ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, rows: $rows:literal, places: $places:literal, kv_bytes: 2,
        blocks: $blocks:literal };)*) => {$(
@@ -364,10 +364,10 @@ macro_rules! decode_ring_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::attention_decode_ring_table!(decode_ring_entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! decode_latent_entries {
     ($($entry:ident => $type:ident, $dtype:ident, DecodeLatent { places: $places:literal };)*) => {$(
         /// Entry point; see `decode_latent` and `abi::ops::attention`.
@@ -398,10 +398,10 @@ macro_rules! decode_latent_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::attention_decode_latent_table!(decode_latent_entries);
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! decode_latent_wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, DecodeLatentWgmma {};)*) => {$(
         /// Entry point; see `decode_latent_wgmma` and `abi::ops::attention`.
@@ -429,10 +429,10 @@ macro_rules! decode_latent_wgmma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 abi::attention_decode_latent_wgmma_table!(decode_latent_wgmma_entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! decode_ring_fp8_entries {
     ($($entry:ident => $type:ident, $dtype:ident, DecodeRing { dim: $dim:literal, rows: $rows:literal, places: $places:literal, kv_bytes: 1,
        blocks: $blocks:literal };)*) => {$(
@@ -468,7 +468,7 @@ macro_rules! decode_ring_fp8_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::attention_decode_ring_fp8_table!(decode_ring_fp8_entries);
 
 macro_rules! gather_entry {
@@ -504,14 +504,14 @@ macro_rules! gather_fp8_entries {
 }
 abi::attention_gather_table!(gather_fp8_entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! gather_pages_entries {
     ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, $type);)* };
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::attention_gather_pages_table!(gather_pages_entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! prefill_mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
        parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal };)*) => {$(
@@ -555,10 +555,10 @@ macro_rules! prefill_mma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::attention_prefill_mma_table!(prefill_mma_entries);
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, Wgmma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
        consumers: $consumers:literal, threads: $threads:literal };)*) => {$(
@@ -604,5 +604,5 @@ macro_rules! wgmma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 abi::attention_wgmma_table!(wgmma_entries);

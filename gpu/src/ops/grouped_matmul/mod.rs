@@ -32,10 +32,10 @@
 //! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an access
 //!    out of bounds.
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 mod wgmma;
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 use core::ptr::null;
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, SLOTS_ARE_ROWS};
@@ -44,7 +44,7 @@ use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread, warp};
 
 use crate::tile::operand::Operand;
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 use crate::tile::{
     epilogue::{Epilogue, PLAIN},
     mma,
@@ -263,7 +263,7 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
 /// # Safety
 /// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, x and the weights in pieces — checked in
 ///   `GroupedMatmul::run`.
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn streamed<
     T: Multiplicand,
@@ -297,7 +297,7 @@ unsafe fn streamed<
 ///
 /// # Safety
 /// - As [`streamed`].
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn tensor_tile<
     T: Factor<Sum = f32> + Element,
@@ -392,7 +392,7 @@ macro_rules! entries {
 }
 abi::grouped_matmul_table!(entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {
     () => {};
     ($entry:ident => $type:ident, $dtype:ident, $floor:ident,
@@ -406,10 +406,10 @@ macro_rules! mma_entries {
         mma_entries!($($rest)*);
     };
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::grouped_matmul_mma_table!(mma_entries);
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
        Wgmma { bm: 128, bn: $bn:literal, stages: $stages:literal };)*) => {$(
@@ -436,5 +436,5 @@ macro_rules! wgmma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 abi::grouped_matmul_wgmma_table!(wgmma_entries);

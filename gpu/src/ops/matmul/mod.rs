@@ -19,9 +19,9 @@ use cuda_std::{grid, kernel, thread};
 use crate::tile::epilogue::{Epilogue, rows_of_b};
 use crate::tile::operand::Operand;
 use crate::tile::{early, gemv, simt};
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 use crate::tile::{early::Weights, persistent, split};
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 use crate::tile::{mma, stream};
 
 /// Where this block's product finds its operands.
@@ -184,7 +184,7 @@ macro_rules! entries {
 }
 abi::matmul_table!(entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {
@@ -213,10 +213,10 @@ macro_rules! mma_entries {
         });)*
     };
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::matmul_mma_table!(mma_entries);
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
@@ -236,17 +236,17 @@ macro_rules! stream_entries {
         });)*
     };
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::matmul_stream_table!(stream_entries);
 
 /// Whether each step's sum is added by itself. The tensor cores cut sums off instead of rounding them, which over a long k adds up to more
 /// than a rounding of the whole: where out is f32. An out of 16 bits does not show it, nor do operands that are cut off themselves.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 const fn promotes<T, O>() -> bool {
     size_of::<O>() == 4 && size_of::<T>() == 2
 }
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_body {
     (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         persistent::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
@@ -266,7 +266,7 @@ macro_rules! wgmma_body {
     };
 }
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        $tile:ident { threads: $threads:literal, $($field:ident: $value:literal),* };)*) => {$(
@@ -298,5 +298,5 @@ macro_rules! wgmma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 abi::matmul_wgmma_table!(wgmma_entries);

@@ -20,12 +20,12 @@ use abi::ops::matmul::{MatmulDims, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, warp};
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 use crate::tile::epilogue::{Epilogue, PLAIN};
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 use crate::tile::mma;
 use crate::tile::{early, gemv, simt};
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 use crate::tile::{early::Weights, persistent, split, wgmma};
 
 /// An exact sum, scaled; every step is rounded, none is fused.
@@ -173,7 +173,7 @@ abi::matmul_i8_table!(entries);
 /// # Safety
 /// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in
 ///   `MatmulI8::run`.
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 unsafe fn tensor_tile<
@@ -227,7 +227,7 @@ unsafe fn tensor_tile<
     }
 }
 
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {
     ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
        Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {$(
@@ -263,18 +263,18 @@ macro_rules! mma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_80", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_mma_sync))]
 abi::matmul_i8_mma_table!(mma_entries);
 
 /// What becomes of a consumer's sums on Hopper.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 struct Scaled<'a, O> {
     a_scale: *const f32,
     b_scale: *const f32,
     end: Epilogue<'a, O, O>,
 }
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 impl<O: Element, const SUMS: usize> wgmma::Results<i32, SUMS> for Scaled<'_, O> {
     // As `scaled`, and the bias, step by step over all of them.
     #[inline(always)]
@@ -308,7 +308,7 @@ impl<O: Element, const SUMS: usize> wgmma::Results<i32, SUMS> for Scaled<'_, O> 
 ///
 /// # Safety
 /// - *converged*: the whole warp.
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 #[inline(always)]
 unsafe fn for_columns<const SUMS: usize>(
     sums: &mut [i32; SUMS],
@@ -337,7 +337,7 @@ unsafe fn for_columns<const SUMS: usize>(
     }
 }
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_body {
     (Wgmma, $out:ident, $maps:ident, $end:ident, $results:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         persistent::multiply::<i8, i32, $out, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
@@ -351,7 +351,7 @@ macro_rules! wgmma_body {
     };
 }
 
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_entries {
     ($($entry:ident => $out:ident, $out_dtype:ident, $floor:ident,
        $tile:ident { threads: $threads:literal, $($field:ident: $value:literal),* };)*) => {$(
@@ -381,5 +381,5 @@ macro_rules! wgmma_entries {
         }
     )*};
 }
-#[cfg(any(target_feature = "sm_90a", not(target_arch = "nvptx64")))]
+#[cfg(not(lacks_wgmma))]
 abi::matmul_i8_wgmma_table!(wgmma_entries);

@@ -101,7 +101,7 @@ fn follows_pages(tile: AttentionTile) -> bool {
 
 /// Whether the card has what a kernel needs, and the kernel can do the scale.
 fn runs(limits: &DeviceLimits, variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
-    variant.floor <= limits.floor
+    limits.floor.runs(variant.floor)
         && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
         && (!needs_positive(variant.tile) || problem.scale() >= f32::MIN_POSITIVE)
         && scores::runs(variant.tile, problem)

@@ -1,6 +1,6 @@
 //! Which kernels a grouped product takes.
 
-use abi::Arch;
+use abi::Need;
 use abi::ops::grouped_matmul::{
     GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
@@ -47,7 +47,7 @@ impl GroupedMatmulChoice {
         problem: &GroupedMatmulProblem,
     ) -> Result<Self, Error> {
         let GroupedMatmulProblem { rows, experts, n, k, dtype, .. } = *problem;
-        if variant.dtype != dtype || variant.floor > limits.floor {
+        if variant.dtype != dtype || !limits.floor.runs(variant.floor) {
             let expected = format!("{} on {}", variant.dtype, variant.floor);
             return Err(Error::invalid(OP, "variant", expected, format!("{dtype} on {}", limits.floor)));
         }
@@ -86,7 +86,7 @@ pub(super) fn tensor(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
-    if limits.floor >= Arch::Sm90a {
+    if limits.floor.has(Need::Wgmma) {
         ladder(limits, problem, &[(HOPPER_FEW_ROWS, 8), (usize::MAX, 128)], &[WGMMA_VARIANTS, MMA_VARIANTS])
     } else {
         ladder(limits, problem, &by_average(&TENSOR_RUNGS, problem), &[MMA_VARIANTS])
@@ -113,7 +113,7 @@ fn ladder(
     let mut choices = Vec::new();
     for &(max_rows, tile_rows) in rungs {
         let fits = |variant: &&GroupedMatmulVariant| {
-            variant.dtype == dtype && variant.floor <= limits.floor && variant.tile.rows() == tile_rows
+            variant.dtype == dtype && limits.floor.runs(variant.floor) && variant.tile.rows() == tile_rows
         };
         let Some(variant) = variants.iter().copied().flatten().find(fits) else { continue };
         let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
@@ -132,7 +132,7 @@ fn ladder(
 
 #[cfg(test)]
 mod tests {
-    use abi::DType;
+    use abi::{Arch, DType};
 
     use super::super::GroupedRows;
     use super::*;

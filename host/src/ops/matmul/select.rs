@@ -4,7 +4,7 @@ use abi::ops::matmul::{
     MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, NEXT_MAY_START, STREAM_BK, STREAM_VARIANTS,
     VARIANTS, WARPS, WGMMA_ROW_BYTES, WGMMA_VARIANTS,
 };
-use abi::{Arch, DType};
+use abi::{DType, Need};
 
 use super::{MatmulProblem, OP, Precision};
 use crate::device::DeviceLimits;
@@ -103,7 +103,7 @@ pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
 pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType) -> u32 {
     let pieces = k / (16 / dtype.bytes());
     let num_sms = limits.num_sms.max(1) as usize;
-    let is_one_row = limits.floor >= Arch::Sm80 && dtype.bytes() == 2;
+    let is_one_row = limits.floor.has(Need::MmaSync) && dtype.bytes() == 2;
     let may_double = |split: u32| {
         if is_one_row {
             n << (split + 1) <= ONE_ROW_WARPS_PER_SM * num_sms && pieces >= 96 << (split + 1)
@@ -143,7 +143,7 @@ impl MatmulChoice {
     ) -> Result<Self, Error> {
         let MatmulProblem { batch, m, k, dtype, out_dtype, precision, .. } = *problem;
         let n = problem.b_rows();
-        if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || variant.floor > limits.floor {
+        if (variant.dtype, variant.out_dtype) != (dtype, out_dtype) || !limits.floor.runs(variant.floor) {
             let expected = format!("{} to {} on {}", variant.dtype, variant.out_dtype, variant.floor);
             let got = format!("{dtype} to {out_dtype} on {}", limits.floor);
             return Err(Error::invalid(OP, "variant", expected, got));
@@ -168,7 +168,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
     for Rung { max_rows, tile, why } in ladder(limits, m, n.saturating_mul(batch)) {
         let fits = |variant: &&MatmulVariant| {
             (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
-                && variant.floor <= limits.floor
+                && limits.floor.runs(variant.floor)
                 && tile.is(variant.tile)
         };
         let Some(variant) = VARIANTS.iter().find(fits) else {
@@ -187,7 +187,7 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
     let fits = |variant: &&MatmulVariant| {
         (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
             && (precision == Precision::Tf32 || !variant.is_tf32())
-            && variant.floor <= limits.floor
+            && limits.floor.runs(variant.floor)
             && variant.tile.smem_bytes(dtype) <= limits.smem_per_block_bytes
     };
     WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
@@ -333,6 +333,8 @@ pub(crate) fn tensor_clocks(
 
 #[cfg(test)]
 mod tests {
+    use abi::Arch;
+
     use super::super::{Bias, Epilogue};
     use super::*;
 

@@ -30,7 +30,7 @@ impl MatmulI8Choice {
         problem: &MatmulI8Problem,
     ) -> Result<Self, Error> {
         let MatmulI8Problem { m, n, k, out_dtype, .. } = *problem;
-        if variant.out_dtype != out_dtype || variant.floor > limits.floor {
+        if variant.out_dtype != out_dtype || !limits.floor.runs(variant.floor) {
             let expected = format!("{} on {}", variant.out_dtype, variant.floor);
             return Err(Error::invalid(OP, "variant", expected, format!("{out_dtype} on {}", limits.floor)));
         }
@@ -47,7 +47,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Result<Vec<Ma
     let mut choices = Vec::new();
     for Rung { max_rows, tile, why } in ladder(limits, m, n) {
         let fits = |variant: &&MatmulI8Variant| {
-            variant.out_dtype == out_dtype && variant.floor <= limits.floor && tile.is(variant.tile)
+            variant.out_dtype == out_dtype && limits.floor.runs(variant.floor) && tile.is(variant.tile)
         };
         let Some(variant) = VARIANTS.iter().find(fits) else {
             return Err(Error::invalid(OP, "problem", "out_dtype f32, f16 or bf16", out_dtype.name()));
@@ -65,7 +65,7 @@ pub(super) const TENSOR_MIN_ROWS: usize = GEMV_MAX_ROWS + 1;
 pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Vec<&'static MatmulI8Variant> {
     let fits = |variant: &&MatmulI8Variant| {
         variant.out_dtype == problem.out_dtype
-            && variant.floor <= limits.floor
+            && limits.floor.runs(variant.floor)
             && variant.tile.smem_bytes(DType::I8) <= limits.smem_per_block_bytes
     };
     let hopper: Vec<_> = WGMMA_VARIANTS.iter().filter(fits).collect();

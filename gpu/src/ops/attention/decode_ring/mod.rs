@@ -352,8 +352,8 @@ pub(super) unsafe fn splits<
     let lifts = T::INFINITIES != C::Narrow::INFINITIES;
     // For what would be kept from one split to the next; and for all that is known of the next split, while v is multiplied.
     let has_registers = DIM * ROWS <= 128 * 16;
-    // fp8 has the registers for that on Hopper alone; the simulator runs the other form of it, which knows the same.
-    let keeps_next = has_registers && (C::PARTS == 1 || cfg!(target_feature = "sm_90a"));
+    // fp8 has the registers for that where the hardware converts it; the simulator runs the other form of it, which knows the same.
+    let keeps_next = has_registers && (C::PARTS == 1 || cfg!(all(target_arch = "nvptx64", not(lacks_fp8))));
     let shares_q = q_bytes != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
