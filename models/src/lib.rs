@@ -20,9 +20,9 @@ mod weights;
 
 pub use checkpoint::Checkpoint;
 pub use config::{
-    Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LatentConfig,
-    LayerConfig, MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, RopeConfig, RopeKind,
-    SharedExpertConfig, VisionConfig, YarnRope,
+    Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, GenerationConfig,
+    LatentConfig, LayerConfig, MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, PixelConfig,
+    RopeConfig, RopeKind, SharedExpertConfig, VisionConfig, YarnRope,
 };
 pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};

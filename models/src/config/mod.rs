@@ -1,8 +1,10 @@
 //! `config.json`: which model, and the numbers that define its computation.
 
 mod fields;
+mod generation;
 mod glm4_moe_lite;
 mod llama;
+mod pixels;
 mod quantization;
 mod qwen3;
 mod qwen3_moe;
@@ -20,8 +22,11 @@ use serde_json::Value;
 use super::ModelError;
 pub(super) use fields::read_json;
 use fields::{Fields, parse_json};
+pub use generation::GenerationConfig;
+use host::Error;
 use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
 pub(super) use host::ops::rmsnorm::NormWeight;
+pub use pixels::PixelConfig;
 pub(super) use quantization::{QuantConfig, Scheme};
 pub use rope::{RopeConfig, RopeKind, YarnRope};
 
@@ -51,6 +56,8 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// The token that starts a sequence. Whether a prompt gets one is the tokenizer's decision.
     pub bos_token_id: Option<u32>,
+    /// How its next tokens are to be chosen, if nobody says otherwise.
+    pub generation: GenerationConfig,
 }
 
 /// The models that are built, one per `model_type`.
@@ -95,6 +102,19 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
+    /// Whether the embedding has a row for each of these tokens.
+    ///
+    /// **Errors**: [`Error::Invalid`] that names the first one without, and its place.
+    pub fn check_ids(&self, ids: &[u32]) -> Result<(), Error> {
+        match ids.iter().position(|&id| id as usize >= self.vocab_size) {
+            None => Ok(()),
+            Some(index) => {
+                let expected = format!("token ids below {}", self.vocab_size);
+                Err(Error::invalid("Session", "ids", expected, format!("{} at index {index}", ids[index])))
+            }
+        }
+    }
+
     /// Bytes of a sequence's caches with room for `capacity` tokens, in all layers; `usize::MAX` if they are more.
     pub fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
         let of_layer = |layer: &LayerConfig| layer.mixer.cache_bytes(dtype, capacity);
@@ -332,6 +352,8 @@ pub struct VisionConfig {
     pub vision_start_token: u32,
     /// The token after it.
     pub vision_end_token: u32,
+    /// How pixels become numbers.
+    pub pixels: PixelConfig,
 }
 
 impl VisionConfig {
@@ -347,19 +369,28 @@ impl VisionConfig {
 }
 
 impl ModelConfig {
-    /// Reads `config.json` in `dir`, and the token ids of `generation_config.json` over it where that file exists.
+    /// Reads `config.json` in `dir`; where there are such files, the token ids of `generation_config.json` over it, with what that
+    /// says of sampling; and for a model that sees, how images are made ready, of `image_processor` in `processor_config.json` or
+    /// of `preprocessor_config.json`.
     ///
     /// # Errors
-    /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for either file, and
-    /// those of [`ModelConfig::from_json`].
+    /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for any of the files, those
+    /// of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each other.
     pub fn from_dir(dir: &Path) -> Result<ModelConfig, ModelError> {
         let path = dir.join("config.json");
         let mut config = ModelConfig::from_value(&read_json(&path)?, &path)?;
         let path = dir.join("generation_config.json");
         match read_json(&path) {
-            Ok(generation) => config.read_token_ids(&Fields::top(&generation, &path)?)?,
+            Ok(generation) => {
+                let fields = Fields::top(&generation, &path)?;
+                config.read_token_ids(&fields)?;
+                config.generation = generation::read(&fields)?;
+            }
             Err(ModelError::Missing { .. }) => {}
             Err(error) => return Err(error),
+        }
+        if let Some(vision) = &mut config.vision {
+            vision.pixels = pixels::read(dir, vision)?;
         }
         Ok(config)
     }
@@ -407,6 +438,7 @@ impl ModelConfig {
             dtype,
             eos_token_ids: Vec::new(),
             bos_token_id: None,
+            generation: GenerationConfig::default(),
         };
         if let Some(text) = text {
             config.read_token_ids(&text)?;

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, VisionConfig, qwen3};
+use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, PixelConfig, VisionConfig, qwen3};
 use crate::ModelError;
 
 /// Longest side of the patches that become a token: that of the largest square image.
@@ -104,6 +104,7 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
         video_token: token("video_token_id", 151656)?,
         vision_start_token: token("vision_start_token_id", 151652)?,
         vision_end_token: token("vision_end_token_id", 151653)?,
+        pixels: PixelConfig::default(),
     })
 }
 

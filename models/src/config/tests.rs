@@ -84,6 +84,7 @@ fn defaults_are_the_model_types() {
         dtype: None,
         eos_token_ids: vec![],
         bos_token_id: None,
+        generation: GenerationConfig::default(),
     };
     assert_eq!(qwen3("").unwrap(), expected);
     assert_eq!(qwen3(r#""some_future_key": {"a": [1]}, "use_cache": null"#).unwrap(), expected);
@@ -873,6 +874,7 @@ fn vision_configs() {
         video_token: 151656,
         vision_start_token: 151652,
         vision_end_token: 151653,
+        pixels: PixelConfig::default(),
     };
     assert_eq!(vision.patch_len(), 1536);
     assert_eq!((config.architecture, config.decoder), (Architecture::Qwen3Vl, decoder));

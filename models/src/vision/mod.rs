@@ -1,6 +1,6 @@
 //! Images and videos: from pixels to rows of a prompt.
 //!
-//! [`VisionConfig::resized`] and [`VisionConfig::patches`] cut images into patches. The tower turns patches into features,
+//! [`VisionConfig::resize`] and [`VisionConfig::patches`] cut images into patches. The tower turns patches into features,
 //! four of them into one, and the features take the place of a prompt's placeholder tokens; further ones are added after
 //! the first layers of the decoder. [`super::Session::prefill_visual`] does all of it.
 //!
@@ -8,6 +8,7 @@
 
 mod pixels;
 mod positions;
+mod resize;
 mod tower;
 
 pub use tower::{LayerNormWeights, PatchMerger, VisionBlock, VisionTower};

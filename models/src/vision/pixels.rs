@@ -1,20 +1,15 @@
 //! From pixels to patches.
 
-use super::{PatchGrid, invalid};
-use crate::config::VisionConfig;
+use super::{PatchGrid, invalid, resize};
+use crate::config::{PixelConfig, VisionConfig};
 use host::Error;
 
-/// Fewest pixels of an image after it is resized.
-const MIN_PIXELS: usize = 256 * 256;
-/// Most pixels.
-const MAX_PIXELS: usize = 4096 * 4096;
 /// Largest ratio of the sides.
 const MAX_ASPECT_RATIO: usize = 200;
 
 impl VisionConfig {
-    /// Height and width, in this order, to which an image of `height` and `width` pixels is resized, by a bicubic filter that
-    /// is widened where it shrinks the image: whole patches that become tokens, 65536 to 16777216 pixels, and about the same
-    /// ratio.
+    /// Height and width, in this order, to which an image of `height` and `width` pixels is resized: whole patches
+    /// that become tokens, within the bounds of [`VisionConfig::pixels`], and about the same ratio.
     ///
     /// **Errors**: [`Error::Invalid`] for an empty image, and one that is more than 200 times as long as it is wide.
     pub fn resized(&self, height: usize, width: usize) -> Result<(usize, usize), Error> {
@@ -23,6 +18,7 @@ impl VisionConfig {
             let expected = format!("sides of a ratio of at most {MAX_ASPECT_RATIO}");
             return Err(invalid("image", expected, format!("{height} x {width}")));
         }
+        let PixelConfig { min_pixels, max_pixels, .. } = self.pixels;
         let unit = self.patch_size * self.merge_size;
         let (exact_height, exact_width) = (height as f64, width as f64);
         let units = |size: f64| size / unit as f64;
@@ -30,12 +26,12 @@ impl VisionConfig {
         let nearest = |size: f64| of_units(units(size).round_ties_even());
         let size = (nearest(exact_height), nearest(exact_width));
         let pixels = size.0.saturating_mul(size.1);
-        Ok(if pixels > MAX_PIXELS {
-            let shrink = (exact_height * exact_width / MAX_PIXELS as f64).sqrt();
+        Ok(if pixels > max_pixels {
+            let shrink = (exact_height * exact_width / max_pixels as f64).sqrt();
             let fitting = |size: f64| of_units(units(size / shrink).floor().max(1.0));
             (fitting(exact_height), fitting(exact_width))
-        } else if pixels < MIN_PIXELS {
-            let grow = (MIN_PIXELS as f64 / (exact_height * exact_width)).sqrt();
+        } else if pixels < min_pixels {
+            let grow = (min_pixels as f64 / (exact_height * exact_width)).sqrt();
             let covering = |size: f64| of_units(units(size * grow).ceil());
             (covering(exact_height), covering(exact_width))
         } else {
@@ -43,10 +39,31 @@ impl VisionConfig {
         })
     }
 
+    /// Resizes an image of interleaved bytes to the size that [`Self::resized`] gives, by a bicubic filter that is widened where it
+    /// shrinks the image: with the bits of PIL's. Returns height, width and bytes.
+    ///
+    /// **Errors**: those of [`Self::resized`], and [`Error::Invalid`] for a length that is not the size's.
+    pub fn resize(
+        &self,
+        height: usize,
+        width: usize,
+        pixels: &[u8],
+    ) -> Result<(usize, usize, Vec<u8>), Error> {
+        let (new_height, new_width) = self.resized(height, width)?;
+        let len = height.checked_mul(width).and_then(|area| area.checked_mul(self.channels));
+        if len != Some(pixels.len()) {
+            let expected = format!("{height} · {width} · {} values", self.channels);
+            return Err(invalid("image", expected, pixels.len().to_string()));
+        }
+        let resized = resize::resize(pixels, (height, width), (new_height, new_width), self.channels);
+        Ok((new_height, new_width, resized))
+    }
+
     /// Cuts frames of one size into patches: the frame of an image, or those of a video, of which the last is repeated until
     /// they are a multiple of [`VisionConfig::temporal_patch_size`].
     ///
-    /// A frame is `[height, width, channels]`, of a size that [`Self::resized`] gives; values become `(x/255 − ½) / ½`.
+    /// A frame is `[height, width, channels]`, of a size that [`Self::resized`] gives; values become `(x/255 − mean) / std`
+    /// of [`VisionConfig::pixels`].
     /// Patches are ordered by frame, then so that those that become a token follow each other; the numbers of a patch by
     /// channel, frame, row and column.
     ///
@@ -76,6 +93,11 @@ impl VisionConfig {
         let Some(last) = frames.last() else {
             return Err(invalid("frames", "at least one", "none"));
         };
+        let PixelConfig { mean, std, .. } = &self.pixels;
+        if [mean, std].iter().any(|numbers| numbers.len() != channels && numbers.len() != 1) {
+            let expected = format!("pixels.mean and pixels.std of {channels} channels, or one for all");
+            return Err(invalid("config", expected, format!("{} and {}", mean.len(), std.len())));
+        }
         let grid = PatchGrid {
             frames: frames.len().div_ceil(temporal_patch_size),
             rows: height / patch_size,
@@ -85,13 +107,15 @@ impl VisionConfig {
         for first in (0..frames.len()).step_by(temporal_patch_size) {
             for (row, col) in grid.places(merge_size) {
                 for channel in 0..channels {
+                    let of_channel = |numbers: &[f32]| numbers[channel.min(numbers.len() - 1)];
+                    let (mean, std) = (of_channel(mean), of_channel(std));
                     for frame in first..first + temporal_patch_size {
                         let frame = frames.get(frame).unwrap_or(last);
                         for y in row * patch_size..(row + 1) * patch_size {
                             let start = y * width + col * patch_size;
                             let value = |x: usize| f32::from(frame[x * channels + channel]);
                             patches
-                                .extend((start..start + patch_size).map(|x| (value(x) / 255.0 - 0.5) / 0.5));
+                                .extend((start..start + patch_size).map(|x| (value(x) / 255.0 - mean) / std));
                         }
                     }
                 }
@@ -186,5 +210,28 @@ mod tests {
         );
         assert_eq!(message(32, 32, &[&[0; 7]]), "Session: frames: expected 3072 values each, got 7");
         assert_eq!(message(32, 32, &[]), "Session: frames: expected at least one, got none");
+    }
+    /// Bounds, means and deviations are the configuration's.
+    #[test]
+    fn pixels_of_the_configuration() {
+        let pixels = PixelConfig {
+            min_pixels: 32 * 32,
+            max_pixels: 64 * 64,
+            mean: vec![0.1, 0.2, 0.3],
+            std: vec![0.5, 1.0, 2.0],
+        };
+        let config = VisionConfig { pixels, ..config("") };
+        assert_eq!(config.resized(32, 32).unwrap(), (32, 32));
+        assert_eq!(config.resized(640, 320).unwrap(), (64, 32));
+        let (height, width, image) = config.resize(2, 1, &[51, 102, 204, 51, 102, 204]).unwrap();
+        assert_eq!((height, width, image.len()), (64, 32, 64 * 32 * 3));
+        let (_, patches) = config.patches(height, width, &[&image]).unwrap();
+        for (channel, want) in
+            [(0.2 - 0.1) / 0.5, (0.4 - 0.2) / 1.0, (0.8 - 0.3) / 2.0f32].into_iter().enumerate()
+        {
+            assert!((patches[channel * 512] - want).abs() < 1e-6, "{} {want}", patches[channel * 512]);
+        }
+        let message = config.resize(2, 1, &[0; 5]).unwrap_err().to_string();
+        assert_eq!(message, "Session: image: expected 2 · 1 · 3 values, got 5");
     }
 }

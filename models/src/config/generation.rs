@@ -1,0 +1,102 @@
+//! `generation_config.json`: how the model's publisher wants its next tokens to be chosen.
+
+use serde_json::Value;
+
+use super::fields::Fields;
+use crate::ModelError;
+use host::ops::sampling::Sampling;
+
+/// How next tokens are to be chosen. Absent fields have transformers' defaults: the most likely token; where `do_sample` is set,
+/// a temperature of 1 and the 50 most likely.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GenerationConfig {
+    /// Whether tokens are drawn; the most likely one is taken if not.
+    pub do_sample: bool,
+    /// What logits are divided by, 0 or above; 0 takes the most likely token.
+    pub temperature: f32,
+    /// The most likely tokens that are drawn from; `None`: all.
+    pub top_k: Option<u32>,
+    /// What the probabilities of the tokens that are drawn from sum up to, above 0 and at most 1.
+    pub top_p: f32,
+}
+
+impl Default for GenerationConfig {
+    fn default() -> Self {
+        GenerationConfig { do_sample: false, temperature: 1.0, top_k: Some(50), top_p: 1.0 }
+    }
+}
+
+impl GenerationConfig {
+    /// As the operator takes it.
+    pub fn sampling(&self, seed: u64) -> Sampling {
+        let &GenerationConfig { do_sample, temperature, top_k, top_p } = self;
+        if do_sample && temperature != 0.0 {
+            Sampling::Random { temperature, top_k, top_p, seed }
+        } else {
+            Sampling::Greedy
+        }
+    }
+}
+
+pub(super) fn read(fields: &Fields) -> Result<GenerationConfig, ModelError> {
+    let default = GenerationConfig::default();
+    // −1 is what some publishers write for all.
+    let top_k = fields.nullable("top_k", "an integer from -1 to 4294967295", |value: &Value| {
+        value.as_i64().filter(|k| (-1..=i64::from(u32::MAX)).contains(k))
+    })?;
+    let temperature = fields.number("temperature", "a number, 0 or above", |t| (0.0..=1e30).contains(&t))?;
+    let top_p = fields.number("top_p", "a number above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
+    Ok(GenerationConfig {
+        do_sample: fields
+            .nullable("do_sample", "true or false", Value::as_bool)?
+            .unwrap_or(default.do_sample),
+        temperature: temperature.map_or(default.temperature, |t| t as f32),
+        top_k: top_k.map_or(default.top_k, |k| u32::try_from(k).ok().filter(|&k| k > 0)),
+        top_p: top_p.map_or(default.top_p, |p| p as f32),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn of(text: &str) -> Result<GenerationConfig, ModelError> {
+        let value = serde_json::from_str(text).expect("JSON");
+        read(&Fields::top(&value, Path::new("generation_config.json"))?)
+    }
+
+    #[test]
+    fn defaults_and_values() -> Result<(), ModelError> {
+        let random = |temperature, top_k, top_p| Sampling::Random { temperature, top_k, top_p, seed: 3 };
+        let qwen3 =
+            r#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "pad_token_id": 7}"#;
+        for (text, want) in [
+            ("{}", Sampling::Greedy),
+            (r#"{"temperature": 0.6, "top_k": 20}"#, Sampling::Greedy),
+            (r#"{"do_sample": null}"#, Sampling::Greedy),
+            (r#"{"do_sample": true}"#, random(1.0, Some(50), 1.0)),
+            (r#"{"do_sample": true, "top_k": 0}"#, random(1.0, None, 1.0)),
+            (r#"{"do_sample": true, "top_k": -1, "top_p": 1}"#, random(1.0, None, 1.0)),
+            (r#"{"do_sample": true, "temperature": 0.0}"#, Sampling::Greedy),
+            (qwen3, random(0.6, Some(20), 0.95)),
+        ] {
+            assert_eq!(of(text)?.sampling(3), want, "{text}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn refused_values() {
+        for (text, want) in [
+            (r#"{"temperature": -1}"#, "temperature: expected a number, 0 or above, got -1"),
+            (r#"{"top_p": 0}"#, "top_p: expected a number above 0 and at most 1, got 0"),
+            (r#"{"top_k": -2}"#, "top_k: expected an integer from -1 to 4294967295, got -2"),
+            (r#"{"do_sample": 1}"#, "do_sample: expected true or false, got 1"),
+        ] {
+            let message = of(text).expect_err(text).to_string();
+            assert_eq!(message, format!("generation_config.json: {want}"));
+        }
+    }
+}
