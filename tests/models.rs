@@ -150,6 +150,7 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
                 let layer = match which {
                     Observed::LayerInput(layer) => layer,
                     Observed::FinalNorm => num_layers,
+                    _ => return Ok(()),
                 };
                 hidden[layer].extend(tensor.to_vec::<f32>(&stream)?);
                 Ok(())

@@ -79,13 +79,37 @@ impl Decoder {
     }
 }
 
-/// A tensor that an observer sees during a prefill.
+/// A tensor that an observer sees, `[tokens, hidden]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Observed {
-    /// The input of this layer, `[tokens, hidden]`.
+    /// The input of this layer: the sum of all that came before.
     LayerInput(usize),
-    /// The output of the final norm, `[tokens, hidden]`.
+    /// What this layer's mixer gets: its input behind the norm.
+    MixerInput(usize),
+    /// What this layer's mixer adds.
+    MixerOutput(usize),
+    /// What this layer's feed-forward part gets: the sum so far, behind the norm.
+    FeedForwardInput(usize),
+    /// What this layer's feed-forward part adds.
+    FeedForwardOutput(usize),
+    /// The output of the final norm.
     FinalNorm,
+}
+
+impl std::fmt::Display for Observed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Observed::LayerInput(layer) => write!(f, "layer {layer}, its input"),
+            Observed::MixerInput(layer) => write!(f, "layer {layer}, input_layernorm's output"),
+            Observed::MixerOutput(layer) => write!(f, "layer {layer}, the mixer's output"),
+            Observed::FeedForwardInput(layer) => {
+                write!(f, "layer {layer}, post_attention_layernorm's output")
+            }
+            Observed::FeedForwardOutput(layer) => write!(f, "layer {layer}, the feed-forward part's output"),
+            Observed::FinalNorm => f.write_str("the final norm's output"),
+        }
+    }
 }
 
 /// Sees tensors of a forward pass while they are there.
@@ -203,7 +227,9 @@ impl DecoderBlock {
             };
             norm.run(stream, args)?;
             observe(Observed::LayerInput(index), residual.as_view())?;
+            observe(Observed::MixerInput(index), normed.as_view())?;
             mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
+            observe(Observed::MixerOutput(index), projected.as_view())?;
             let args = RmsNormArgs {
                 x: projected.as_view(),
                 residual: Some(residual.reborrow()),
@@ -212,12 +238,14 @@ impl DecoderBlock {
                 out: normed.reborrow(),
             };
             norm.run(stream, args)?;
+            observe(Observed::FeedForwardInput(index), normed.as_view())?;
             feed_forwards[feed_forward].run(
                 step,
                 &layer.feed_forward,
                 normed.as_view(),
                 projected.reborrow(),
             )?;
+            observe(Observed::FeedForwardOutput(index), projected.as_view())?;
             if let Some(rows) = step.visual {
                 rows.add(stream, index, projected.reborrow())?;
             }

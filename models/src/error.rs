@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use abi::DType;
 use host::Error;
 
-/// A model's files cannot be used.
+/// A model's files cannot be used, or what it computes with them.
 ///
 /// The paths are as the caller gave them, joined with the file's name. [`ModelError::Unsupported`] and
-/// [`ModelError::UnknownModelType`] mean a sound file that this library cannot run; the others mean a missing or broken
-/// file.
+/// [`ModelError::UnknownModelType`] mean a sound file that this library cannot run, [`ModelError::NanLogits`] is a sampler's; the
+/// others mean a missing or broken file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
@@ -146,6 +146,23 @@ pub enum ModelError {
         /// The type that was asked for.
         to: DType,
     },
+    /// Logits are not numbers, so there is no next token.
+    #[error("all logits of sequence {sequence} are NaN: {}", nan_cause(*dtype))]
+    NanLogits {
+        /// The sequence of the session.
+        sequence: usize,
+        /// Type of the model's weights and activations.
+        dtype: DType,
+    },
+}
+
+fn nan_cause(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => {
+            "a value is beyond 65504, which f16 ends at, or a weight is NaN; bf16 and f32 reach further"
+        }
+        _ => "a weight is infinite or NaN, or a value is beyond what its type holds",
+    }
 }
 
 /// What is wrong with one tensor of a checkpoint.

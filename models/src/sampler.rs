@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use super::Session;
+use super::{ModelError, Session};
 use host::Error;
 use host::Tensor;
 use host::ops::sampling::{self, Sampling, SamplingArgs, SamplingProblem};
@@ -25,12 +25,23 @@ impl Sampler {
     }
 
     /// The next tokens, from the logits of the session's last call; waits for them.
+    ///
+    /// **Errors**: [`ModelError::NanLogits`] where a sequence has no logit that is a number.
     pub fn sample(&mut self, session: &Session) -> Result<Vec<u32>, Error> {
         let (stream, logits) = (session.stream(), session.logits()?);
         let rows = logits.shape()[0];
         let ids = self.ids.view_mut().slice(0, 0..rows)?;
         self.plan.run(stream, SamplingArgs { logits, ids, step: self.step })?;
         self.step += 1;
-        self.ids.view().slice(0, 0..rows)?.to_vec(stream)
+        let ids: Vec<u32> = self.ids.view().slice(0, 0..rows)?.to_vec(stream)?;
+        // The operator has token 0 for a row of nothing but NaN: only there is it worth a look.
+        for (row, _) in ids.iter().enumerate().filter(|&(_, &id)| id == 0) {
+            let logits: Vec<f32> = logits.slice(0, row..row + 1)?.to_vec(stream)?;
+            if logits.iter().all(|logit| logit.is_nan()) {
+                let sequence = session.sequence_of(row);
+                return Err(ModelError::NanLogits { sequence, dtype: session.model().dtype() }.into());
+            }
+        }
+        Ok(ids)
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use abi::DType;
 
 use super::Model;
-use super::config::DecoderConfig;
+use super::config::{DecoderConfig, ModelConfig};
 use super::decoder::{DecoderBlock, Observer};
 use super::layers::{Cache, Phase, Step, Visible};
 use super::vision::{Visual, VisualInputs};
@@ -38,6 +38,30 @@ pub struct SessionOptions {
 impl Default for SessionOptions {
     fn default() -> Self {
         SessionOptions { batch: 1, capacity: 2048, chunk: 2048, logits: Logits::Last, max_patches: 0 }
+    }
+}
+
+impl SessionOptions {
+    /// Whether a model of this configuration can have such a session, but for the memory: to be asked before it is loaded.
+    ///
+    /// **Errors**: [`Error::Invalid`] that names the field.
+    pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
+        let &SessionOptions { batch, capacity, chunk, max_patches, .. } = self;
+        for (argument, size) in [("batch", batch), ("capacity", capacity), ("chunk", chunk)] {
+            if size == 0 {
+                return Err(Error::invalid(OP, argument, "at least 1", "0"));
+            }
+        }
+        // Slots are counted in 32 bits.
+        if batch.saturating_mul(capacity) >= 1 << 31 {
+            let got = format!("{batch} · {capacity}");
+            return Err(Error::invalid(OP, "capacity", "batch · capacity below 2^31", got));
+        }
+        if max_patches > 0 && config.vision.is_none() {
+            let expected = "0 for a model without a vision tower";
+            return Err(Error::invalid(OP, "max_patches", expected, max_patches.to_string()));
+        }
+        Ok(())
     }
 }
 
@@ -77,6 +101,8 @@ pub struct Session {
     torn: Vec<bool>,
     /// Rows of the logits buffer that the last call gave.
     logit_rows: Range<usize>,
+    /// The sequence that they are of, if the last call was for one alone.
+    prefilled: Option<usize>,
 }
 
 /// The decode step is run once as it is, so that everything that is lazy has happened, and recorded the next time.
@@ -92,16 +118,7 @@ enum DecodeGraph {
 impl Session {
     pub(super) fn new(model: Model, options: SessionOptions) -> Result<Self, Error> {
         let SessionOptions { batch, capacity, chunk, logits, max_patches } = options;
-        for (argument, size) in [("batch", batch), ("capacity", capacity), ("chunk", chunk)] {
-            if size == 0 {
-                return Err(Error::invalid(OP, argument, "at least 1", "0"));
-            }
-        }
-        // Slots are counted in 32 bits.
-        if batch.saturating_mul(capacity) >= 1 << 31 {
-            let got = format!("{batch} · {capacity}");
-            return Err(Error::invalid(OP, "capacity", "batch · capacity below 2^31", got));
-        }
+        options.check(model.config())?;
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
         let config = &model.config().decoder;
@@ -127,10 +144,7 @@ impl Session {
         let visual = match &model.config().vision {
             _ if max_patches == 0 => None,
             Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, max_patches, chunk)?),
-            None => {
-                let expected = "0 for a model without a vision tower";
-                return Err(Error::invalid(OP, "max_patches", expected, max_patches.to_string()));
-            }
+            None => None,
         };
         let decode_graph = if matches!(model.device().place(), Place::Cuda(_)) {
             DecodeGraph::NotRun
@@ -154,6 +168,7 @@ impl Session {
             shifts: vec![Vec::new(); batch],
             torn: vec![false; batch],
             logit_rows: 0..0,
+            prefilled: None,
         })
     }
 
@@ -309,7 +324,7 @@ impl Session {
         logits: &mut dyn FnMut(usize, TensorView<'_>) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let _range = nvtx::range("prefill");
-        self.check_ids(ids)?;
+        self.model.config().decoder.check_ids(ids)?;
         let len = self.whole_len("sequence", sequence)?;
         if ids.is_empty() {
             return Err(Error::invalid(OP, "ids", "at least one token", "none"));
@@ -391,6 +406,7 @@ impl Session {
             self.shifts[sequence].extend(prompt.shifts(len + 1..len + ids.len() + 1));
         }
         self.logit_rows = last_row;
+        self.prefilled = Some(sequence);
         Ok(())
     }
 
@@ -401,13 +417,26 @@ impl Session {
     ///
     /// A placeholder of an image is text here. An error leaves the sequences as one of [`Self::prefill`] does.
     pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
+        self.decode_step(ids, None)
+    }
+
+    /// Like [`Self::decode`], showing inner tensors to `observe`. Such a step is never a recorded one, so it takes longer on a card.
+    pub fn decode_with(&mut self, ids: &[u32], observe: &mut Observer<'_>) -> Result<TensorView<'_>, Error> {
+        self.decode_step(ids, Some(observe))
+    }
+
+    fn decode_step(
+        &mut self,
+        ids: &[u32],
+        observe: Option<&mut Observer<'_>>,
+    ) -> Result<TensorView<'_>, Error> {
         let _range = nvtx::range("decode");
         let SessionOptions { batch, capacity, .. } = self.options;
         if ids.len() != batch {
             let got = ids.len().to_string();
             return Err(Error::invalid(OP, "ids", format!("one token for each of {batch} sequences"), got));
         }
-        self.check_ids(ids)?;
+        self.model.config().decoder.check_ids(ids)?;
         for sequence in 0..batch {
             self.whole_len("sequence", sequence)?;
             self.check_room(sequence, 1)?;
@@ -421,7 +450,7 @@ impl Session {
         let is_recurrent = self.is_recurrent();
         self.torn.fill(is_recurrent);
         self.logit_rows = 0..0;
-        let mut run = |stream: &Stream| {
+        let mut run = |stream: &Stream, observe: &mut Observer<'_>| {
             let step = Step {
                 stream,
                 ropes: &self.ropes,
@@ -438,28 +467,31 @@ impl Session {
             };
             let logits = self.logits.view_mut().slice(0, 0..batch)?;
             let decoder = self.model.decoder();
-            self.decode.run(&step, decoder, &mut self.caches, Some(logits), &mut |_, _| Ok(()))
+            self.decode.run(&step, decoder, &mut self.caches, Some(logits), observe)
         };
-        match &self.decode_graph {
-            DecodeGraph::Never => run(&self.stream)?,
-            DecodeGraph::NotRun => {
-                run(&self.stream)?;
+        let nobody: &mut Observer<'_> = &mut |_, _| Ok(());
+        match (&self.decode_graph, observe) {
+            (_, Some(observe)) => run(&self.stream, observe)?,
+            (DecodeGraph::Never, None) => run(&self.stream, nobody)?,
+            (DecodeGraph::NotRun, None) => {
+                run(&self.stream, nobody)?;
                 self.decode_graph = DecodeGraph::RunOnce;
             }
-            DecodeGraph::RunOnce => {
-                let graph = self.stream.capture(run)?;
+            (DecodeGraph::RunOnce, None) => {
+                let graph = self.stream.capture(|stream| run(stream, nobody))?;
                 // SAFETY: as below.
                 unsafe { graph.launch(&self.stream)? };
                 self.decode_graph = DecodeGraph::Recorded(graph);
             }
             // SAFETY: it was recorded with the session's own buffers and weights, which live as long as the session.
-            DecodeGraph::Recorded(graph) => unsafe { graph.launch(&self.stream)? },
+            (DecodeGraph::Recorded(graph), None) => unsafe { graph.launch(&self.stream)? },
         }
         self.torn.fill(false);
         for len in &mut self.lens {
             *len += 1;
         }
         self.logit_rows = 0..batch;
+        self.prefilled = None;
         self.logits()
     }
 
@@ -469,21 +501,14 @@ impl Session {
         self.logits.view().slice(0, self.logit_rows.clone())
     }
 
+    /// The sequence of a row of [`Self::logits`].
+    pub(super) fn sequence_of(&self, row: usize) -> usize {
+        self.prefilled.unwrap_or(row)
+    }
+
     /// By how much the position of a sequence's next token is behind its number.
     fn shift(&self, sequence: usize) -> usize {
         self.shifts[sequence].last().map_or(0, |&(_, shift)| shift)
-    }
-
-    /// Token ids that the embedding has; the kernels cannot report others.
-    fn check_ids(&self, ids: &[u32]) -> Result<(), Error> {
-        let vocab = self.model.config().decoder.vocab_size;
-        match ids.iter().position(|&id| id as usize >= vocab) {
-            None => Ok(()),
-            Some(index) => {
-                let got = format!("{} at index {index}", ids[index]);
-                Err(Error::invalid(OP, "ids", format!("token ids below {vocab}"), got))
-            }
-        }
     }
 
     /// Placeholders stand for features of images, which a prompt of text has not.
