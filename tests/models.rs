@@ -1031,3 +1031,86 @@ fn layers_of_full_size() -> Outcome {
     }
     Ok(())
 }
+
+/// A NaN in a weight, and an f16 that overflows: the sampler says that there are no numbers, and an observer where the first was lost.
+#[test]
+fn logits_that_are_not_numbers() -> Outcome {
+    let (folder, source) = (tempfile::tempdir()?, golden::folder("qwen3"));
+    std::fs::copy(source.join("config.json"), folder.path().join("config.json"))?;
+    let bytes = std::fs::read(source.join("model.safetensors"))?;
+    let tensors = safetensors::SafeTensors::deserialize(&bytes)?;
+    for (name, value, dtype, want) in [
+        ("model.layers.1.mlp.down_proj.weight", f32::NAN, DType::F32, Observed::FeedForwardOutput(1)),
+        ("model.layers.2.input_layernorm.weight", f32::NAN, DType::BF16, Observed::MixerInput(2)),
+        ("model.layers.0.self_attn.o_proj.weight", 3e4, DType::F16, Observed::MixerOutput(0)),
+        ("model.norm.weight", f32::NAN, DType::F32, Observed::FinalNorm),
+    ] {
+        let changed: Vec<u8> =
+            tensors.tensor(name)?.data().chunks(4).flat_map(|_| value.to_le_bytes()).collect();
+        let views = tensors.tensors().into_iter().map(|(key, view)| {
+            let data = if key == name { changed.as_slice() } else { view.data() };
+            let view = safetensors::tensor::TensorView::new(view.dtype(), view.shape().to_vec(), data)?;
+            Ok((key, view))
+        });
+        let views: Vec<_> = views.collect::<Result<_, safetensors::SafeTensorError>>()?;
+        safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors"))?;
+        let options = SessionOptions { batch: 2, capacity: 8, ..SessionOptions::default() };
+        let mut session = session(&Device::cpu(), folder.path(), dtype, options)?;
+        let stream = session.stream().clone();
+        let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
+        let mut first = None;
+        let mut observe = |which, tensor: warpforge::TensorView<'_>| {
+            let finite: Vec<bool> = match tensor.dtype() {
+                DType::F16 => tensor.to_vec::<half::f16>(&stream)?.iter().map(|x| x.is_finite()).collect(),
+                DType::BF16 => tensor.to_vec::<half::bf16>(&stream)?.iter().map(|x| x.is_finite()).collect(),
+                _ => tensor.to_vec::<f32>(&stream)?.iter().map(|x| x.is_finite()).collect(),
+            };
+            if first.is_none() && finite.contains(&false) {
+                first = Some(which);
+            }
+            Ok(())
+        };
+        session.prefill_with(1, &[5, 6, 7], &mut observe, &mut |_, _| Ok(()))?;
+        assert_eq!(first, Some(want), "{name}");
+        let message = sampler.sample(&session).unwrap_err().to_string();
+        assert!(message.starts_with("all logits of sequence 1 are NaN: "), "{message}");
+        assert_eq!(message.contains("bf16 and f32 reach further"), dtype == DType::F16, "{message}");
+        // A decode step, of both sequences.
+        let mut last = None;
+        let mut observe = |which, _: warpforge::TensorView<'_>| {
+            last = Some(which);
+            Ok(())
+        };
+        session.truncate(1, 0)?;
+        session.decode_with(&[5, 6], &mut observe)?;
+        assert_eq!(last, Some(Observed::FinalNorm));
+        let message = sampler.sample(&session).unwrap_err().to_string();
+        assert!(message.starts_with("all logits of sequence 0 are NaN: "), "{message}");
+    }
+    Ok(())
+}
+
+/// What a session refuses for its sizes is known before the model is.
+#[test]
+fn sessions_are_checked_before_loading() -> Outcome {
+    let config = warpforge::models::ModelConfig::from_dir(&golden::folder("qwen3"))?;
+    let of = |options: SessionOptions| options.check(&config).map_err(|error| error.to_string());
+    let options = SessionOptions::default();
+    assert_eq!(of(options), Ok(()));
+    for (options, want) in [
+        (SessionOptions { chunk: 0, ..options }, "chunk: expected at least 1, got 0"),
+        (
+            SessionOptions { capacity: 1 << 31, ..options },
+            "capacity: expected batch · capacity below 2^31, got 1 · 2147483648",
+        ),
+        (
+            SessionOptions { max_patches: 4, ..options },
+            "max_patches: expected 0 for a model without a vision tower, got 4",
+        ),
+    ] {
+        assert_eq!(of(options), Err(format!("Session: {want}")));
+    }
+    let ids = config.decoder.check_ids(&[1, 2, 99999]).unwrap_err().to_string();
+    assert_eq!(ids, "Session: ids: expected token ids below 384, got 99999 at index 2");
+    Ok(())
+}

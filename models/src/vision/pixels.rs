@@ -40,7 +40,7 @@ impl VisionConfig {
     }
 
     /// Resizes an image of interleaved bytes to the size that [`Self::resized`] gives, by a bicubic filter that is widened where it
-    /// shrinks the image: with the bits of PIL's. Returns height, width and bytes.
+    /// shrinks the image: with the bits of Pillow's (10 to 12). Returns height, width and bytes.
     ///
     /// **Errors**: those of [`Self::resized`], and [`Error::Invalid`] for a length that is not the size's.
     pub fn resize(
