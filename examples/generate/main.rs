@@ -134,6 +134,9 @@ fn run(options: &Options) -> Result<(), Box<dyn Error>> {
     })?;
     bar.finish_and_clear();
     eprintln!("loaded in {:.2} s", started.elapsed().as_secs_f64());
+    if !model.report().is_empty() {
+        eprintln!("not used: {}", model.report());
+    }
 
     let session_options =
         SessionOptions { capacity, max_patches: pictures.num_patches(), ..SessionOptions::default() };

@@ -8,7 +8,7 @@ use abi::DType;
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-use super::config::{QuantConfig, Scheme, read_json};
+use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
 use super::gguf::{Gguf, Named, config_json};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
@@ -25,8 +25,17 @@ pub struct Checkpoint {
 
 #[derive(Debug)]
 enum Source {
-    Safetensors { weights: Weights, quantised: Option<QuantConfig> },
-    Gguf { file: Box<Gguf>, tower: Option<Box<Gguf>>, is_permuted: bool },
+    Safetensors {
+        weights: Weights,
+        quantised: Option<QuantConfig>,
+        /// Whether names lack what they begin with in a published model with a head: an embeddings model is saved without.
+        is_bare: bool,
+    },
+    Gguf {
+        file: Box<Gguf>,
+        tower: Option<Box<Gguf>>,
+        is_permuted: bool,
+    },
 }
 
 /// A tensor of a checkpoint.
@@ -49,6 +58,10 @@ pub(super) enum Data<'a> {
     Values(Vec<f32>),
 }
 
+/// What names of tensors begin with, but for the head's.
+const PREFIX: &str = "model.";
+/// Names of a decoder's embedding without it.
+const BARE_EMBEDDINGS: [&str; 2] = ["embed_tokens.weight", "language_model.embed_tokens.weight"];
 /// Elements that one task converts.
 const TASK_ELEMS: usize = 1 << 16;
 /// Files beside `config.json` that say how weights are quantised, where it does not.
@@ -73,7 +86,10 @@ impl Checkpoint {
         if !is_file && tower.is_none() {
             let config = ModelConfig::from_dir(path)?;
             let quantised = quantisation(path)?;
-            let source = Source::Safetensors { weights: Weights::open(path)?, quantised };
+            let weights = Weights::open(path)?;
+            let has_embeddings = BARE_EMBEDDINGS.iter().any(|name| weights.contains(name));
+            let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
+            let source = Source::Safetensors { weights, quantised, is_bare };
             return Ok(Checkpoint { path: path.into(), config, source });
         }
         let file = Box::new(Gguf::open(path)?);
@@ -101,20 +117,51 @@ impl Checkpoint {
     /// # Errors
     /// [`ModelError::Tensors`] for tensors that do not fit each other.
     pub fn quantised(&self, name: &str) -> Result<Option<QuantMatrix<'_>>, ModelError> {
-        match self.find(name).map_err(|problem| self.unusable(vec![problem]))? {
+        match self.find(name).map_err(|problem| self.unusable(1, vec![problem]))? {
             Some(Stored { data: Data::Quantised(matrix), .. }) => Ok(Some(matrix)),
             _ => Ok(None),
         }
     }
 
-    pub(super) fn unusable(&self, problems: Vec<TensorProblem>) -> ModelError {
-        ModelError::Tensors { dir: self.path.clone(), problems }
+    pub(super) fn unusable(&self, count: usize, problems: Vec<TensorProblem>) -> ModelError {
+        ModelError::Tensors { dir: self.path.clone(), count, problems }
+    }
+
+    /// The tensors that nobody has asked for yet, by their names in the files.
+    pub fn unused_tensors(&self) -> Vec<String> {
+        match &self.source {
+            Source::Safetensors { weights, .. } => weights.unused().map(str::to_owned).collect(),
+            Source::Gguf { file, tower, .. } => {
+                let files = [Some(file), tower.as_ref()];
+                files.into_iter().flatten().flat_map(|file| file.unused().map(str::to_owned)).collect()
+            }
+        }
+    }
+
+    /// Whether two published names are of tensors of the same type, shape and elements.
+    pub(super) fn is_same(&self, first: &str, second: &str) -> bool {
+        match &self.source {
+            Source::Safetensors { weights, .. } => {
+                weights.is_same(self.name_in_file(first), self.name_in_file(second))
+            }
+            // One of them is left out there.
+            Source::Gguf { .. } => false,
+        }
+    }
+
+    /// What a safetensors file calls the tensor of this published name.
+    fn name_in_file<'n>(&self, name: &'n str) -> &'n str {
+        match &self.source {
+            Source::Safetensors { is_bare: true, .. } => name.strip_prefix(PREFIX).unwrap_or(name),
+            _ => name,
+        }
     }
 
     /// Whether there is a tensor of this published name.
     pub(super) fn contains(&self, name: &str) -> bool {
         match &self.source {
-            Source::Safetensors { weights, quantised } => {
+            Source::Safetensors { weights, quantised, .. } => {
+                let name = self.name_in_file(name);
                 let has_blocks = quantised.as_ref().is_some_and(QuantConfig::has_blocks);
                 weights.contains(name) || has_blocks && weights.contains(&format!("{name}_blocks"))
             }
@@ -154,9 +201,9 @@ impl Checkpoint {
 
     fn stored_type(&self, name: &str) -> String {
         match &self.source {
-            Source::Safetensors { weights, .. } => {
-                weights.raw(name).map_or_else(String::new, |tensor| tensor.dtype.to_string())
-            }
+            Source::Safetensors { weights, .. } => weights
+                .raw(self.name_in_file(name))
+                .map_or_else(String::new, |tensor| tensor.dtype.to_string()),
             Source::Gguf { .. } => String::new(),
         }
     }
@@ -173,7 +220,8 @@ impl Checkpoint {
     fn find(&self, name: &str) -> Result<Option<Stored<'_>>, TensorProblem> {
         match &self.source {
             Source::Gguf { .. } => self.named().map_or(Ok(None), |named| named.tensor(name)),
-            Source::Safetensors { weights, quantised } => {
+            Source::Safetensors { weights, quantised, .. } => {
+                let name = self.name_in_file(name);
                 if let Some(quantised) = quantised
                     && let Some((shape, matrix)) = quantised_tensor(weights, quantised, name)?
                 {
@@ -197,12 +245,12 @@ impl Checkpoint {
 /// How the weights of a folder are quantised.
 fn quantisation(dir: &Path) -> Result<Option<QuantConfig>, ModelError> {
     let path = dir.join("config.json");
-    if let Some(config) = QuantConfig::read(&read_json(&path)?, &path)? {
+    if let Some(config) = QuantConfig::read(&read_json(&path, MAX_CONFIG_BYTES)?, &path)? {
         return Ok(Some(config));
     }
     for file in OWN_FILES {
         let path = dir.join(file);
-        match read_json(&path) {
+        match read_json(&path, MAX_CONFIG_BYTES) {
             Ok(root) => return QuantConfig::read_own(&root, &path),
             Err(ModelError::Missing { .. }) => {}
             Err(error) => return Err(error),

@@ -60,16 +60,21 @@ impl Decoder {
     /// Of tensors whose names begin with `prefix`.
     pub(super) fn new(config: &DecoderConfig, loader: &mut Loader<'_>, prefix: &str) -> Result<Self, Error> {
         let &DecoderConfig { vocab_size, hidden_size, tie_word_embeddings, .. } = config;
-        let embedding = loader.matrix(&format!("{prefix}.embed_tokens.weight"), vocab_size, hidden_size)?;
+        const HEAD: &str = "lm_head.weight";
+        let name = format!("{prefix}.embed_tokens.weight");
+        // One of two tied tensors is enough; where a file has both, it is right about whether they are the same.
+        let (table, has_head) = match (tie_word_embeddings, loader.contains(HEAD), loader.contains(&name)) {
+            (false, ..) => (name.as_str(), true),
+            (true, true, false) => (HEAD, false),
+            (true, true, true) => (name.as_str(), !loader.is_same(&name, HEAD)),
+            (true, false, _) => (name.as_str(), false),
+        };
+        let embedding = loader.matrix(table, vocab_size, hidden_size)?;
         let layers = (0..config.layers.len())
             .map(|index| DecoderLayer::new(config, loader, prefix, index))
             .collect::<Result<_, _>>()?;
         let norm = loader.gain(&format!("{prefix}.norm.weight"), hidden_size)?;
-        let head = if tie_word_embeddings {
-            None
-        } else {
-            Some(loader.matrix("lm_head.weight", vocab_size, hidden_size)?)
-        };
+        let head = if has_head { Some(loader.matrix(HEAD, vocab_size, hidden_size)?) } else { None };
         Ok(Decoder { embedding, layers, norm, head })
     }
 

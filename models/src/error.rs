@@ -1,6 +1,6 @@
 //! What can be wrong with a model's files.
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
 
 use abi::DType;
@@ -8,34 +8,49 @@ use host::Error;
 
 /// A model's files cannot be used, or what it computes with them.
 ///
-/// The paths are as the caller gave them, joined with the file's name. [`ModelError::Unsupported`] and
+/// The paths are as the caller gave them, joined with the file's name. What messages quote from files is cut to a bounded length, and
+/// characters that would control a terminal are written as their numbers. [`ModelError::Unsupported`] and
 /// [`ModelError::UnknownModelType`] mean a sound file that this library cannot run, [`ModelError::NanLogits`] is a sampler's; the
 /// others mean a missing or broken file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
     /// A file or directory is not there.
-    #[error("{} does not exist", path.display())]
+    #[error("{} does not exist", shown(path))]
     Missing {
         /// What was looked for.
         path: PathBuf,
     },
     /// A file is there but cannot be read or mapped.
-    #[error("cannot read {}", path.display())]
+    #[error("cannot read {}", shown(path))]
     Unreadable {
         /// The file.
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
     },
+    /// A pipe, a device or a directory is where a file should be.
+    #[error("{} is not a regular file", shown(path))]
+    NotAFile {
+        /// What was looked for.
+        path: PathBuf,
+    },
+    /// A file is larger than its kind is allowed to be.
+    #[error("{} is larger than {most} bytes", shown(path))]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Most bytes.
+        most: u64,
+    },
     /// A directory holds no safetensors checkpoint.
-    #[error("no weights in {}: neither model.safetensors nor model.safetensors.index.json", dir.display())]
+    #[error("no weights in {}: neither model.safetensors nor model.safetensors.index.json", shown(dir))]
     NoWeights {
         /// The directory.
         dir: PathBuf,
     },
     /// A file is not valid JSON.
-    #[error("{}:{line}:{column}: not valid JSON: {reason}", path.display())]
+    #[error("{}:{line}:{column}: not valid JSON: {}", shown(path), Excerpt(reason))]
     Json {
         /// The file.
         path: PathBuf,
@@ -47,7 +62,7 @@ pub enum ModelError {
         reason: String,
     },
     /// A required field is absent, or a field has the wrong type or range.
-    #[error("{}: {field}: expected {expected}, got {got}", path.display())]
+    #[error("{}: {}: expected {expected}, got {}", shown(path), Excerpt(field), Excerpt(got))]
     Field {
         /// The file.
         path: PathBuf,
@@ -59,7 +74,7 @@ pub enum ModelError {
         got: String,
     },
     /// The model type is not one that this library builds.
-    #[error("{}: unknown model_type {found:?}; supported: {}", path.display(), supported.join(", "))]
+    #[error("{}: unknown model_type \"{}\"; supported: {}", shown(path), Excerpt(found), supported.join(", "))]
     UnknownModelType {
         /// The configuration file.
         path: PathBuf,
@@ -69,7 +84,7 @@ pub enum ModelError {
         supported: &'static [&'static str],
     },
     /// A field asks for something that this library does not implement.
-    #[error("{}: {field}: {value} is not supported; supported: {}", path.display(), supported.join(", "))]
+    #[error("{}: {}: {} is not supported; supported: {}", shown(path), Excerpt(field), Excerpt(value), supported.join(", "))]
     Unsupported {
         /// The configuration file.
         path: PathBuf,
@@ -81,7 +96,7 @@ pub enum ModelError {
         supported: &'static [&'static str],
     },
     /// Fields are sound one by one but contradict each other.
-    #[error("{}: {rule}, got {got}", path.display())]
+    #[error("{}: {rule}, got {}", shown(path), Excerpt(got))]
     Inconsistent {
         /// The configuration file.
         path: PathBuf,
@@ -91,7 +106,7 @@ pub enum ModelError {
         got: String,
     },
     /// A safetensors file is truncated or malformed.
-    #[error("{} is not a valid safetensors file: {reason}", path.display())]
+    #[error("{} is not a valid safetensors file: {}", shown(path), Excerpt(reason))]
     Safetensors {
         /// The file.
         path: PathBuf,
@@ -99,7 +114,7 @@ pub enum ModelError {
         reason: String,
     },
     /// A GGUF file is truncated or malformed, or its metadata are not those of a model that is built.
-    #[error("{}: {at}: expected {expected}, got {got}", path.display())]
+    #[error("{}: {}: expected {}, got {}", shown(path), Excerpt(at), Excerpt(expected), Excerpt(got))]
     Gguf {
         /// The file.
         path: PathBuf,
@@ -111,7 +126,7 @@ pub enum ModelError {
         got: String,
     },
     /// The index of a sharded checkpoint names a file that is not there.
-    #[error("shard {} does not exist; the index places tensor {tensor} in it", path.display())]
+    #[error("shard {} does not exist; the index places tensor {} in it", shown(path), Excerpt(tensor))]
     MissingShard {
         /// The absent file.
         path: PathBuf,
@@ -119,24 +134,27 @@ pub enum ModelError {
         tensor: String,
     },
     /// The index of a sharded checkpoint places tensors in a file that does not hold them.
-    #[error("shard {} does not hold what the index places in it: {}", path.display(), tensors.join(", "))]
+    #[error("shard {} does not hold what the index places in it: {}", shown(path), list(tensors.iter().map(|tensor| Excerpt(tensor)), (tensors.len(), MAX_LIST), ", "))]
     NotInShard {
         /// The shard.
         path: PathBuf,
         /// All such tensors, by name.
         tensors: Vec<String>,
     },
-    /// Tensors that a model needs are missing, or have a shape or type that it cannot take: all of them.
-    #[error("{}: unusable tensors ({}):{}", dir.display(), problems.len(), list(problems))]
+    /// Tensors that a model needs are missing, or have a shape or type that it cannot take.
+    #[error("{}: unusable tensors ({count}):\n  {}", shown(dir), list(problems, (*count, MAX_LIST), "\n  "))]
     Tensors {
         /// The checkpoint's directory.
         dir: PathBuf,
-        /// One entry per tensor.
+        /// How many there are.
+        count: usize,
+        /// One entry per tensor; of very many the first ones.
         problems: Vec<TensorProblem>,
     },
     /// There is no conversion between two element types.
     #[error(
-        "tensor {name}: no conversion from {from} to {to}; only f32, f16 and bf16 convert into each other"
+        "tensor {}: no conversion from {from} to {to}; only f32, f16 and bf16 convert into each other",
+        Excerpt(name)
     )]
     Conversion {
         /// The tensor.
@@ -170,7 +188,7 @@ fn nan_cause(dtype: DType) -> &'static str {
 #[non_exhaustive]
 pub enum TensorProblem {
     /// No file holds it.
-    #[error("{name}: missing{}", shape_clause(expected))]
+    #[error("{}: missing{}", Excerpt(name), shape_clause(expected))]
     Missing {
         /// The tensor.
         name: String,
@@ -178,7 +196,7 @@ pub enum TensorProblem {
         expected: Option<Vec<usize>>,
     },
     /// Its shape is not the one that the configuration implies.
-    #[error("{name}: expected shape {expected:?}, got {got:?}")]
+    #[error("{}: expected shape {}, got {}", Excerpt(name), dims(expected), dims(got))]
     Shape {
         /// The tensor.
         name: String,
@@ -188,7 +206,7 @@ pub enum TensorProblem {
         got: Vec<usize>,
     },
     /// It does not fit the other tensors of a quantised matrix, or holds what no such tensor may.
-    #[error("{name}: expected {expected}, got {got}")]
+    #[error("{}: expected {}, got {}", Excerpt(name), Excerpt(expected), Excerpt(got))]
     Unfit {
         /// The tensor.
         name: String,
@@ -198,7 +216,7 @@ pub enum TensorProblem {
         got: String,
     },
     /// Its element type is not one that can be loaded.
-    #[error("{name}: type {got} is not supported; supported: {}", names(supported))]
+    #[error("{}: type {} is not supported; supported: {}", Excerpt(name), Excerpt(got), names(supported))]
     Dtype {
         /// The tensor.
         name: String,
@@ -233,15 +251,67 @@ impl ModelError {
     }
 }
 
-fn list(problems: &[TensorProblem]) -> String {
-    problems.iter().fold(String::new(), |mut text, problem| {
-        let _ = write!(text, "\n  {problem}");
-        text
-    })
+/// Text from a file or a path for a message: without control characters, and not longer than a screen.
+pub(super) struct Excerpt<'a>(pub(super) &'a str);
+
+/// Most characters of an [`Excerpt`].
+const MAX_EXCERPT: usize = 400;
+
+impl fmt::Display for Excerpt<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut chars = self.0.chars();
+        for char in chars.by_ref().take(MAX_EXCERPT) {
+            // Those that control a terminal, break lines or turn the direction of writing.
+            match char {
+                '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}' => {
+                    write!(f, "{}", char.escape_unicode())?;
+                }
+                _ if char.is_control() => write!(f, "{}", char.escape_default())?,
+                _ => f.write_char(char)?,
+            }
+        }
+        match chars.as_str().len() {
+            0 => Ok(()),
+            bytes => write!(f, "… ({bytes} more bytes)"),
+        }
+    }
+}
+
+fn shown(path: &Path) -> String {
+    // A path is for finding the file: the end counts as much as the beginning.
+    let text = path.to_string_lossy();
+    match text.char_indices().rev().nth(MAX_EXCERPT) {
+        None => Excerpt(&text).to_string(),
+        Some((from, _)) => format!("…{}", Excerpt(&text[from..])),
+    }
+}
+
+/// Most things that an error names.
+const MAX_LIST: usize = 32;
+
+/// The first ones of `count` things, at most `most` of them.
+pub(super) fn list<T: fmt::Display>(
+    items: impl IntoIterator<Item = T>,
+    (count, most): (usize, usize),
+    separator: &str,
+) -> String {
+    let mut shown: Vec<String> = items.into_iter().take(most).map(|item| item.to_string()).collect();
+    if count > shown.len() {
+        shown.push(format!("… and {} more", count - shown.len()));
+    }
+    shown.join(separator)
+}
+
+fn dims(shape: &[usize]) -> String {
+    const MOST: usize = 16;
+    match shape.len() {
+        0..=MOST => format!("{shape:?}"),
+        rank => format!("of {rank} dimensions"),
+    }
 }
 
 fn shape_clause(shape: &Option<Vec<usize>>) -> String {
-    shape.as_ref().map_or(String::new(), |shape| format!(", expected shape {shape:?}"))
+    shape.as_ref().map_or(String::new(), |shape| format!(", expected shape {}", dims(shape)))
 }
 
 fn names(dtypes: &[DType]) -> String {

@@ -6,6 +6,7 @@ use abi::DType;
 
 use super::TensorProblem;
 use super::checkpoint::{Checkpoint, Stored};
+use super::weights::MAX_PROBLEMS;
 use host::Error;
 use host::Stream;
 use host::Tensor;
@@ -32,7 +33,7 @@ pub(super) struct Loader<'a> {
 
 enum Source<'a> {
     /// Notes what does not fit, and hands out empty tensors.
-    Check(&'a Checkpoint, Vec<TensorProblem>),
+    Check(&'a Checkpoint, Problems),
     Checkpoint(&'a Checkpoint),
     /// Notes names and shapes, and hands out empty tensors.
     List(Vec<(String, Vec<usize>)>),
@@ -41,6 +42,20 @@ enum Source<'a> {
         block: Tensor,
         start: usize,
     },
+}
+
+/// What does not fit: how much, and of very much the first.
+#[derive(Default)]
+struct Problems {
+    count: usize,
+    first: Vec<TensorProblem>,
+}
+
+impl Problems {
+    fn extend(&mut self, problem: Option<TensorProblem>) {
+        self.count += usize::from(problem.is_some());
+        self.first.extend(problem.filter(|_| self.count <= MAX_PROBLEMS));
+    }
 }
 
 /// Elements that are converted at a time, through one buffer; a row that has more is converted whole.
@@ -57,24 +72,27 @@ impl<'a> Loader<'a> {
         progress: &'a mut dyn FnMut(LoadProgress),
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let source = Source::Check(checkpoint, Vec::new());
-        let mut checker =
-            Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
+        let source = Source::Check(checkpoint, Problems::default());
+        let mut silent = |_| {};
+        let mut checker = Loader::new(stream, dtype, source, &mut silent);
         build(&mut checker)?;
         let total_bytes = checker.total_bytes;
-        if let Source::Check(_, problems) = checker.source
-            && !problems.is_empty()
+        if let Source::Check(_, Problems { count, first }) = checker.source
+            && count > 0
         {
-            return Err(checkpoint.unusable(problems).into());
+            return Err(checkpoint.unusable(count, first).into());
         }
-        build(&mut Loader {
-            stream,
-            dtype,
-            source: Source::Checkpoint(checkpoint),
-            loaded_bytes: 0,
-            total_bytes,
-            progress,
-        })
+        let source = Source::Checkpoint(checkpoint);
+        build(&mut Loader { total_bytes, ..Loader::new(stream, dtype, source, progress) })
+    }
+
+    fn new(
+        stream: &'a Stream,
+        dtype: DType,
+        source: Source<'a>,
+        progress: &'a mut dyn FnMut(LoadProgress),
+    ) -> Self {
+        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress }
     }
 
     /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another type than
@@ -99,7 +117,7 @@ impl<'a> Loader<'a> {
         let values: Vec<f32> = values.collect();
         let block = Tensor::from_bytes(stream, &[RANDOM_BLOCK], dtype, &encode(&values, dtype))?;
         let source = Source::Random { block, start: 0 };
-        build(&mut Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} })
+        build(&mut Loader::new(stream, dtype, source, &mut |_| {}))
     }
 
     /// Names and shapes of what `build` asks for.
@@ -109,8 +127,8 @@ impl<'a> Loader<'a> {
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<Vec<(String, Vec<usize>)>, Error> {
         let source = Source::List(Vec::new());
-        let mut loader =
-            Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress: &mut |_| {} };
+        let mut silent = |_| {};
+        let mut loader = Loader::new(stream, dtype, source, &mut silent);
         build(&mut loader)?;
         Ok(match loader.source {
             Source::List(tensors) => tensors,
@@ -162,10 +180,20 @@ impl<'a> Loader<'a> {
     }
 
     /// Whether the checkpoint has a tensor of this name.
-    fn contains(&self, name: &str) -> bool {
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.checkpoint().is_some_and(|checkpoint| checkpoint.contains(name))
+    }
+
+    /// Whether the checkpoint has the same tensor under both names.
+    pub(super) fn is_same(&self, first: &str, second: &str) -> bool {
+        self.checkpoint().is_some_and(|checkpoint| checkpoint.is_same(first, second))
+    }
+
+    /// The checkpoint, if there is one.
+    fn checkpoint(&self) -> Option<&Checkpoint> {
         match &self.source {
-            Source::Check(checkpoint, _) | Source::Checkpoint(checkpoint) => checkpoint.contains(name),
-            Source::List(_) | Source::Random { .. } => false,
+            Source::Check(checkpoint, _) | Source::Checkpoint(checkpoint) => Some(checkpoint),
+            Source::List(_) | Source::Random { .. } => None,
         }
     }
 
@@ -237,7 +265,7 @@ impl<'a> Loader<'a> {
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::Checkpoint(checkpoint) => {
-                let unusable = |problem| checkpoint.unusable(vec![problem]);
+                let unusable = |problem| checkpoint.unusable(1, vec![problem]);
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
                 let (len, mut done) = (tensor.len(), 0);
                 let mut buffer = Vec::new();

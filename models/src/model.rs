@@ -1,11 +1,13 @@
 //! A model: its configuration and its weights on a device.
 
+use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
 use abi::DType;
 
 use super::decoder::Decoder;
+use super::error::{Excerpt, list};
 use super::loader::{LoadProgress, Loader};
 use super::{Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
@@ -19,6 +21,39 @@ pub struct Model {
     decoder: Arc<Decoder>,
     tower: Option<Arc<VisionTower>>,
     dtype: DType,
+    report: Arc<LoadReport>,
+}
+
+/// What of a model's files was not used. Its text is a line, with the first names of each kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// [`ModelConfig::unread_keys`].
+    pub unread_keys: Vec<String>,
+    /// Tensors of the checkpoint that the model has no place for, by name.
+    pub unused_tensors: Vec<String>,
+}
+
+impl LoadReport {
+    /// Whether all was used.
+    pub fn is_empty(&self) -> bool {
+        self.unread_keys.is_empty() && self.unused_tensors.is_empty()
+    }
+}
+
+impl fmt::Display for LoadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MOST: usize = 4;
+        let mut separator = "";
+        for (what, names) in [("keys of config.json", &self.unread_keys), ("tensors", &self.unused_tensors)] {
+            if !names.is_empty() {
+                let shown = list(names.iter().map(|name| Excerpt(name)), (names.len(), MOST), ", ");
+                write!(f, "{separator}{} {what} ({shown})", names.len())?;
+                separator = ", ";
+            }
+        }
+        if separator.is_empty() { f.write_str("nothing") } else { Ok(()) }
+    }
 }
 
 impl Model {
@@ -48,7 +83,9 @@ impl Model {
         let build = |loader: &mut Loader<'_>| build(&config, loader);
         let parts = Loader::from_checkpoint(checkpoint, &stream, dtype, progress, build)?;
         stream.synchronize()?;
-        Ok(Self::new(device, config, parts, dtype))
+        let unused_tensors = checkpoint.unused_tensors();
+        let report = LoadReport { unread_keys: config.unread_keys.clone(), unused_tensors };
+        Ok(Self { report: Arc::new(report), ..Self::new(device, config, parts, dtype) })
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
@@ -71,7 +108,8 @@ impl Model {
         dtype: DType,
     ) -> Self {
         let (decoder, tower) = (Arc::new(decoder), tower.map(Arc::new));
-        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype }
+        let report = Arc::default();
+        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype, report }
     }
 
     /// Where it is.
@@ -92,6 +130,11 @@ impl Model {
     /// Those of its vision tower, if it has one.
     pub fn tower(&self) -> Option<&VisionTower> {
         self.tower.as_deref()
+    }
+
+    /// What of its files was not used.
+    pub fn report(&self) -> &LoadReport {
+        &self.report
     }
 
     /// Type of weights and activations.

@@ -1,10 +1,10 @@
 //! The tensors of a safetensors checkpoint, memory-mapped and validated when it is opened.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
-use std::fs::File;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use abi::DType;
 use half::slice::HalfFloatSliceExt;
@@ -13,8 +13,10 @@ use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::config::read_json;
+use super::files::open_file;
 use super::quant::RawTensor;
 use super::{ModelError, TensorProblem};
 
@@ -25,6 +27,10 @@ const _: () =
 const PREFIX_BYTES: usize = size_of::<u64>();
 /// The format's limit on the header.
 const MAX_HEADER_BYTES: usize = 100_000_000;
+/// Largest index of a sharded checkpoint, in bytes: those of a hundred thousand tensors have a quarter of it.
+const MAX_INDEX_BYTES: u64 = 1 << 26;
+/// Of very many unusable tensors, so many are kept by name.
+pub(super) const MAX_PROBLEMS: usize = 1 << 10;
 /// Elements that one task converts: large enough to hide the cost of a task.
 const TASK_ELEMS: usize = 1 << 16;
 /// Elements that are converted at a time, through the stack.
@@ -61,6 +67,8 @@ struct Entry {
     shape: Vec<usize>,
     /// Within the file. In bounds: established by `read_header`.
     bytes: Range<usize>,
+    /// Whether somebody has asked for it.
+    is_used: AtomicBool,
 }
 
 /// One tensor as it lies in the file: row-major, little-endian.
@@ -81,6 +89,7 @@ pub struct TensorData<'a> {
 #[derive(Debug)]
 pub struct Requirements<'a> {
     weights: &'a Weights,
+    count: usize,
     problems: Vec<TensorProblem>,
 }
 
@@ -142,6 +151,26 @@ impl Weights {
         self.tensors.contains_key(name)
     }
 
+    /// The names of those that nobody has asked for yet, in order.
+    pub(super) fn unused(&self) -> impl Iterator<Item = &str> {
+        let unused = self.tensors.iter().filter(|(_, entry)| !entry.is_used.load(Ordering::Relaxed));
+        unused.map(|(name, _)| name.as_str())
+    }
+
+    /// Whether two names are of tensors of the same type, shape and elements, which have been asked for then.
+    pub(super) fn is_same(&self, first: &str, second: &str) -> bool {
+        let entry = |name| self.tensors.get(name);
+        let (Some(first), Some(second)) = (entry(first), entry(second)) else { return false };
+        let bytes = |entry: &Entry| &self.files[entry.file][entry.bytes.clone()];
+        let is_same =
+            first.dtype == second.dtype && first.shape == second.shape && bytes(first) == bytes(second);
+        if is_same {
+            first.is_used.store(true, Ordering::Relaxed);
+            second.is_used.store(true, Ordering::Relaxed);
+        }
+        is_same
+    }
+
     /// Size of all tensors as stored, in bytes.
     pub fn total_bytes(&self) -> usize {
         self.tensors.values().map(|entry| entry.bytes.len()).sum()
@@ -153,8 +182,9 @@ impl Weights {
     /// [`ModelError::Tensors`] if it is missing or its element type has no [`DType`].
     pub fn get(&self, name: &str) -> Result<TensorData<'_>, ModelError> {
         let Some((name, entry)) = self.tensors.get_key_value(name) else {
-            return Err(self.unusable(vec![TensorProblem::Missing { name: name.into(), expected: None }]));
+            return Err(self.unusable(1, vec![TensorProblem::Missing { name: name.into(), expected: None }]));
         };
+        entry.is_used.store(true, Ordering::Relaxed);
         match entry.readable() {
             Some(dtype) => Ok(TensorData {
                 name,
@@ -162,24 +192,25 @@ impl Weights {
                 shape: &entry.shape,
                 bytes: &self.files[entry.file][entry.bytes.clone()],
             }),
-            None => Err(self.unusable(vec![entry.dtype_problem(name, &READABLE)])),
+            None => Err(self.unusable(1, vec![entry.dtype_problem(name, &READABLE)])),
         }
     }
 
     /// The tensor `name`, of whatever type.
     pub(super) fn raw(&self, name: &str) -> Option<RawTensor<'_>> {
         let (name, entry) = self.tensors.get_key_value(name)?;
+        entry.is_used.store(true, Ordering::Relaxed);
         let bytes = &self.files[entry.file][entry.bytes.clone()];
         Some(RawTensor { name, dtype: entry.dtype, shape: &entry.shape, bytes })
     }
 
     /// Starts a list of required tensors.
     pub fn require(&self) -> Requirements<'_> {
-        Requirements { weights: self, problems: Vec::new() }
+        Requirements { weights: self, count: 0, problems: Vec::new() }
     }
 
-    fn unusable(&self, problems: Vec<TensorProblem>) -> ModelError {
-        ModelError::Tensors { dir: self.dir.clone(), problems }
+    fn unusable(&self, count: usize, problems: Vec<TensorProblem>) -> ModelError {
+        ModelError::Tensors { dir: self.dir.clone(), count, problems }
     }
 }
 
@@ -197,17 +228,19 @@ impl Requirements<'_> {
     /// Requires the tensor `name` with this shape and one of the types [`DType::FLOATS`].
     pub fn tensor(&mut self, name: impl Into<String>, shape: &[usize]) -> &mut Self {
         let name = name.into();
-        match self.weights.tensors.get(&name) {
-            None => self.problems.push(TensorProblem::Missing { name, expected: Some(shape.into()) }),
-            Some(entry) if entry.shape != shape => self.problems.push(TensorProblem::Shape {
-                name,
-                expected: shape.into(),
-                got: entry.shape.clone(),
-            }),
-            Some(entry) if !entry.readable().is_some_and(DType::is_float) => {
-                self.problems.push(entry.dtype_problem(&name, &DType::FLOATS));
+        let problem = match self.weights.tensors.get(&name) {
+            None => TensorProblem::Missing { name, expected: Some(shape.into()) },
+            Some(entry) if entry.shape != shape => {
+                TensorProblem::Shape { name, expected: shape.into(), got: entry.shape.clone() }
             }
-            Some(_) => {}
+            Some(entry) if !entry.readable().is_some_and(DType::is_float) => {
+                entry.dtype_problem(&name, &DType::FLOATS)
+            }
+            Some(_) => return self,
+        };
+        self.count += 1;
+        if self.count <= MAX_PROBLEMS {
+            self.problems.push(problem);
         }
         self
     }
@@ -215,9 +248,9 @@ impl Requirements<'_> {
     /// Ends the list.
     ///
     /// # Errors
-    /// [`ModelError::Tensors`] with every required tensor that is missing or does not fit.
+    /// [`ModelError::Tensors`] with every required tensor that is missing or does not fit, of very many with the first ones.
     pub fn finish(self) -> Result<(), ModelError> {
-        if self.problems.is_empty() { Ok(()) } else { Err(self.weights.unusable(self.problems)) }
+        if self.count == 0 { Ok(()) } else { Err(self.weights.unusable(self.count, self.problems)) }
     }
 }
 
@@ -270,7 +303,7 @@ impl std::fmt::Debug for TensorData<'_> {
 
 /// Maps a file and reads its header; the entries say that it is file number `file`.
 fn map(path: &Path, file: usize) -> Result<(Mmap, BTreeMap<String, Entry>), ModelError> {
-    let handle = File::open(path).map_err(|source| ModelError::io(path, source))?;
+    let handle = open_file(path)?;
     // SAFETY: the file is not truncated or written to while it is mapped — required of the caller by the documentation
     // of `Weights`; a file system cannot promise it.
     let bytes = unsafe { Mmap::map(&handle) }.map_err(|source| ModelError::io(path, source))?;
@@ -294,8 +327,9 @@ fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, Str
     let Some((header, data)) = rest.split_at_checked(header_bytes) else {
         return Err(format!("truncated: the header claims {header_bytes} bytes, {} follow", rest.len()));
     };
-    let metadata: Metadata =
-        serde_json::from_slice(header).map_err(|error| format!("malformed header: {error}"))?;
+    let malformed = |error| format!("malformed header: {error}");
+    let metadata: Metadata = serde_json::from_slice(header).map_err(malformed)?;
+    serde_json::from_slice::<DistinctNames>(header).map_err(malformed)?;
     if metadata.data_len() != data.len() {
         let kind =
             if metadata.data_len() > data.len() { "truncated" } else { "bytes behind the last tensor" };
@@ -308,9 +342,46 @@ fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, Str
     let start = PREFIX_BYTES + header_bytes;
     let entry = |(name, info): (String, &safetensors::tensor::TensorInfo)| {
         let (from, to) = info.data_offsets;
-        (name, Entry { file, dtype: info.dtype, shape: info.shape.clone(), bytes: start + from..start + to })
+        (
+            name,
+            Entry {
+                file,
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                bytes: start + from..start + to,
+                is_used: AtomicBool::new(false),
+            },
+        )
     };
     Ok(metadata.tensors().into_iter().map(entry).collect())
+}
+
+/// A header of which no two tensors have the same name: a map would keep one of them.
+struct DistinctNames;
+
+impl<'de> Deserialize<'de> for DistinctNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = DistinctNames;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctNames, A::Error> {
+                let mut names = HashSet::new();
+                while let Some((name, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
+                    if names.contains(&name) {
+                        return Err(A::Error::custom(format_args!("two tensors are named {name}")));
+                    }
+                    names.insert(name);
+                }
+                Ok(DistinctNames)
+            }
+        }
+        deserializer.deserialize_map(Names)
+    }
 }
 
 /// The tensors of each shard, both in order of their names.
@@ -321,7 +392,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, Vec<String>>, ModelError> 
         expected: expected.into(),
         got: got.map_or("nothing".into(), |value| value.to_string()),
     };
-    let index = read_json(path)?;
+    let index = read_json(path, MAX_INDEX_BYTES)?;
     let map = index.get("weight_map");
     let Some(map) = map.and_then(|map| map.as_object()) else {
         return Err(field("weight_map".into(), "an object", map));
@@ -490,7 +561,7 @@ mod tests {
         );
 
         fs::create_dir(dir.path().join("model.safetensors")).unwrap();
-        assert_eq!(message(&dir), "cannot read model.safetensors");
+        assert_eq!(message(&dir), "model.safetensors is not a regular file");
     }
 
     #[test]
@@ -541,6 +612,22 @@ mod tests {
             reason(&with_header(&entry("[4294967296, 4294967296]", "[0,8]"), &[0; 8])),
             "malformed header: overflow computing buffer size from shape and/or element type"
         );
+    }
+
+    #[test]
+    fn names_that_are_there_twice() {
+        let entry = |name: &str, at: usize| {
+            format!(r#""{name}":{{"dtype":"F32","shape":[1],"data_offsets":[{at},{}]}}"#, at + 4)
+        };
+        let dir = dir_with_bytes(&with_header(&format!("{{{},{}}}", entry("a", 0), entry("b", 4)), &[0; 8]));
+        assert_eq!(Weights::open(dir.path()).unwrap().names().count(), 2);
+        // The second is another spelling of the first.
+        for (first, second) in [("a", "a"), ("a", r"\u0061"), ("\u{1b}[0m", r"\u001b[0m")] {
+            let header = format!("{{{},{}}}", entry(first, 0).replace('\u{1b}', r"\u001b"), entry(second, 0));
+            let text = message(&dir_with_bytes(&with_header(&header, &[0; 4])));
+            let name = first.replace('\u{1b}', r"\u{1b}");
+            assert!(text.contains(&format!("malformed header: two tensors are named {name}")), "{text:?}");
+        }
     }
 
     /// Eight tensors of almost 2^61 bytes: header length plus data length wraps around to the file's real length.
@@ -636,6 +723,25 @@ mod tests {
                 dir.path().display()
             )
         );
+    }
+
+    /// A configuration of a kilobyte may ask for millions of tensors.
+    #[test]
+    fn messages_of_many_tensors_are_short() {
+        let dir = dir_with(&[Stored::zeros("a", Dtype::F32, &[1])]);
+        let weights = Weights::open(dir.path()).unwrap();
+        let mut need = weights.require();
+        for index in 0..=2000 {
+            need.tensor(format!("layers.{index}.{}", "x".repeat(1 + index)), &[1; 100]);
+        }
+        for _ in 0..100_000 {
+            need.tensor("missing", &[1; 8]);
+        }
+        let error = need.finish().unwrap_err();
+        let ModelError::Tensors { count, ref problems, .. } = error else { panic!("{error}") };
+        assert_eq!((count, problems.len()), (102_001, MAX_PROBLEMS));
+        let text = error.to_string();
+        assert!(text.len() < 40_000 && text.ends_with("\n  … and 101969 more"), "{}", text.len());
     }
 
     #[test]

@@ -60,11 +60,13 @@ pub(super) fn read(fields: &Fields) -> Result<GenerationConfig, ModelError> {
 mod tests {
     use std::path::Path;
 
+    use super::super::fields::Seen;
     use super::*;
 
     fn of(text: &str) -> Result<GenerationConfig, ModelError> {
         let value = serde_json::from_str(text).expect("JSON");
-        read(&Fields::top(&value, Path::new("generation_config.json"))?)
+        let seen = Seen::default();
+        read(&Fields::top(&value, Path::new("generation_config.json"), &seen)?)
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `model_type: "glm4_moe_lite"`: latent attention; experts in all layers but the first (GLM-4.7-Flash).
 //!
-//! The files' `first_k_dense_replace`, `topk_method`, `scoring_func` and `head_dim` are not read, as by transformers: what they
-//! would say follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published checkpoint's
+//! The files' `first_k_dense_replace`, `topk_method` and `scoring_func` are not obeyed, as by transformers: what they would say
+//! follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published checkpoint's
 //! prediction of the token after the next, which is not built.
 
 use abi::ops::attention::MAX_HEAD_DIM as MAX_KEY_DIM;
@@ -46,17 +46,14 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
         .collect();
     let defaults = RopeDefaults {
         theta: 10000.0,
-        partial_rotary_factor: 1.0,
+        partial_rotary_factor: Some(1.0),
         head_dim: latent.rope,
         max_position_embeddings,
     };
     let rope = RopeConfig::read(fields, defaults)?;
     if rope.rotary_dim != latent.rope {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "partial_rotary_factor must leave all qk_rope_head_dim dimensions rotated",
-            got: format!("{} of {}", rope.rotary_dim, latent.rope),
-        });
+        let rule = "partial_rotary_factor must leave all qk_rope_head_dim dimensions rotated";
+        return Err(fields.inconsistent(rule, format!("{} of {}", rope.rotary_dim, latent.rope)));
     }
     Ok(DecoderConfig {
         vocab_size: fields.size("vocab_size", 154_880)?,
@@ -70,7 +67,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
 }
 
 fn read_latent(fields: &Fields) -> Result<LatentConfig, ModelError> {
-    let q_latent = match fields.map.get("q_lora_rank") {
+    let q_latent = match fields.get("q_lora_rank") {
         Some(Value::Null) => None,
         _ => Some(fields.size("q_lora_rank", 768)?),
     };
@@ -83,10 +80,24 @@ fn read_latent(fields: &Fields) -> Result<LatentConfig, ModelError> {
     // A chunk of a prompt has keys of every head, a decode step cached rows.
     fields.check_head_dim("qk_nope_head_dim + qk_rope_head_dim", nope + rope, most)?;
     fields.check_head_dim("kv_lora_rank + qk_rope_head_dim", latent + rope, most)?;
+    let heads = fields.size_up_to("num_attention_heads", MAX_HEADS, 20)?;
+    // Every head has keys and values of its own.
+    if let Some(heads_kv) = fields.integer("num_key_value_heads", 0..=MAX_SIZE)?.filter(|&of| of != heads) {
+        let rule = "num_key_value_heads must be num_attention_heads";
+        return Err(fields.inconsistent(rule, format!("{heads_kv} and {heads}")));
+    }
+    // A second name of it in transformers.
+    if let Some(head_dim) = fields.integer("head_dim", 0..=MAX_SIZE)?.filter(|&of| of != rope) {
+        let rule = "head_dim must be qk_rope_head_dim";
+        return Err(fields.inconsistent(rule, format!("{head_dim} and {rope}")));
+    }
+    fields.assume("scoring_func", |value| value == "sigmoid");
+    fields.assume("topk_method", |value| value == "noaux_tc");
+    fields.assume("first_k_dense_replace", |value| value == 1);
     let scale = score_factor(fields)? / ((nope + rope) as f64).sqrt();
     let is_interleaved = fields.flag("rope_interleave")?.unwrap_or(true);
     Ok(LatentConfig {
-        heads: fields.size_up_to("num_attention_heads", MAX_HEADS, 20)?,
+        heads,
         q_latent,
         latent,
         nope,
@@ -110,7 +121,7 @@ fn read_experts(fields: &Fields, activation: Activation) -> Result<MoeConfig, Mo
     let num_groups = fields.size_up_to("n_group", MAX_GROUPS as usize, 1)?;
     let top_groups = fields.size("topk_group", 1)?;
     let num_shared = fields.integer("n_shared_experts", 0..=MAX_SIZE)?.unwrap_or(1);
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let inconsistent = |rule, got| Err(fields.inconsistent(rule, got));
     if top_k > num_experts {
         let rule = "num_experts_per_tok must be at most n_routed_experts";
         return inconsistent(rule, format!("{top_k} and {num_experts}"));
@@ -160,11 +171,8 @@ fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelE
         return Ok((0..num_layers).map(|layer| layer > 0).collect());
     };
     if types.len() != num_layers {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "mlp_layer_types must have num_hidden_layers entries",
-            got: format!("{} and {num_layers}", types.len()),
-        });
+        let rule = "mlp_layer_types must have num_hidden_layers entries";
+        return Err(fields.inconsistent(rule, format!("{} and {num_layers}", types.len())));
     }
     let is_sparse = |(layer, kind): (usize, &Value)| match kind.as_str() {
         Some("dense") => Ok(false),

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::fields::Fields;
+use super::fields::{Fields, whole};
 use super::qwen3::{layer_windows, read_activation, read_eps};
 use super::rope::{RopeConfig, RopeDefaults};
 use super::{
@@ -47,7 +47,7 @@ pub(super) fn read_mistral(fields: &Fields) -> Result<DecoderConfig, ModelError>
     };
     let size = |value: &Value| match value {
         Value::Null => Some(None),
-        size => usize::try_from(size.as_u64()?).ok().filter(|size| (1..=MAX_SIZE).contains(size)).map(Some),
+        size => whole(size).filter(|size| (1..=MAX_SIZE).contains(size)).map(Some),
     };
     let window = fields.optional("sliding_window", "a size or null", size)?.unwrap_or(Some(4096));
     let num_layers = num_layers(fields)?;
@@ -77,9 +77,8 @@ fn decoder(
     windows: Vec<Option<usize>>,
     [bias, output_bias]: [bool; 2],
 ) -> Result<DecoderConfig, ModelError> {
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
-    let size =
-        |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|size| (1..=MAX_HEADS).contains(size));
+    let inconsistent = |rule, got| Err(fields.inconsistent(rule, got));
+    let size = |value: &Value| whole(value).filter(|size| (1..=MAX_HEADS).contains(size));
     let hidden_size = fields.size("hidden_size", 4096)?;
     let heads_q = fields.size_up_to("num_attention_heads", MAX_HEADS, 32)?;
     let heads_kv = match fields.optional("num_key_value_heads", "a number of heads, or null", |value| {
@@ -132,7 +131,7 @@ fn decoder(
         max_position_embeddings,
         rope: RopeConfig::read(
             fields,
-            RopeDefaults { theta: 10_000.0, partial_rotary_factor: 1.0, head_dim, max_position_embeddings },
+            RopeDefaults { theta: 10_000.0, partial_rotary_factor: None, head_dim, max_position_embeddings },
         )?,
     })
 }

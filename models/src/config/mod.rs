@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use super::ModelError;
 pub(super) use fields::read_json;
-use fields::{Fields, parse_json};
+use fields::{Fields, Seen, parse_json, whole};
 pub use generation::GenerationConfig;
 use host::Error;
 use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
@@ -30,6 +30,8 @@ pub use pixels::PixelConfig;
 pub(super) use quantization::{QuantConfig, Scheme};
 pub use rope::{RopeConfig, RopeKind, YarnRope};
 
+/// Largest configuration file, in bytes.
+pub(super) const MAX_CONFIG_BYTES: u64 = 1 << 22;
 /// Largest size, count or position: kernels take them as 32-bit integers.
 const MAX_SIZE: usize = i32::MAX as usize;
 /// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation: a name for each expert of each layer.
@@ -58,6 +60,9 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// How its next tokens are to be chosen, if nobody says otherwise.
     pub generation: GenerationConfig,
+    /// Keys of `config.json` that nobody asked for and that may be of effect elsewhere, with dots between the levels. Those that
+    /// transformers ignores for the model type have none here either.
+    pub unread_keys: Vec<String>,
 }
 
 /// The models that are built, one per `model_type`.
@@ -93,7 +98,7 @@ pub struct DecoderConfig {
     pub norm: NormConfig,
     /// The layers, from the first on.
     pub layers: Vec<LayerConfig>,
-    /// Whether the output head is the embedding matrix.
+    /// Whether the output head is the embedding matrix, unless a checkpoint has one of other values.
     pub tie_word_embeddings: bool,
     /// Longest sequence that the model was made for, in tokens.
     pub max_position_embeddings: usize,
@@ -340,6 +345,8 @@ pub struct VisionConfig {
     pub out_hidden_size: usize,
     /// Height and width of the table of learned positions.
     pub position_grid: usize,
+    /// Base of the rotary frequencies, above 1.
+    pub rope_theta: f64,
     /// Blocks after which features are taken for the first decoder layers, ascending: the n-th for layer n.
     pub deepstack_blocks: Vec<usize>,
     /// Of the decoder's rotary frequencies, how many turn with a token's time, its row and its column.
@@ -378,11 +385,12 @@ impl ModelConfig {
     /// of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each other.
     pub fn from_dir(dir: &Path) -> Result<ModelConfig, ModelError> {
         let path = dir.join("config.json");
-        let mut config = ModelConfig::from_value(&read_json(&path)?, &path)?;
+        let mut config = ModelConfig::from_value(&read_json(&path, MAX_CONFIG_BYTES)?, &path)?;
         let path = dir.join("generation_config.json");
-        match read_json(&path) {
+        match read_json(&path, MAX_CONFIG_BYTES) {
             Ok(generation) => {
-                let fields = Fields::top(&generation, &path)?;
+                let seen = Seen::default();
+                let fields = Fields::top(&generation, &path, &seen)?;
                 config.read_token_ids(&fields)?;
                 config.generation = generation::read(&fields)?;
             }
@@ -397,7 +405,8 @@ impl ModelConfig {
 
     /// Reads the text of a `config.json`; `path` is for messages only.
     ///
-    /// Keys without effect on inference are ignored, absent ones take the defaults of the model type.
+    /// Absent keys take the defaults of the model type. Of those that nobody asked for, [`Self::unread_keys`] has the ones that
+    /// may be of effect elsewhere; what would change results and is not built is an error.
     ///
     /// # Errors
     /// [`ModelError::Json`], [`ModelError::Field`], [`ModelError::UnknownModelType`], [`ModelError::Unsupported`] and
@@ -407,8 +416,10 @@ impl ModelConfig {
     }
 
     pub(super) fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
-        let fields = Fields::top(root, path)?;
+        let seen = Seen::default();
+        let fields = Fields::top(root, path, &seen)?;
         let architecture = Architecture::read(&fields)?;
+        check_variations(&fields)?;
         let (decoder, vision) = match architecture {
             Architecture::Qwen3 => (qwen3::read(&fields)?, None),
             Architecture::Qwen3Moe => (qwen3_moe::read(&fields)?, None),
@@ -424,9 +435,12 @@ impl ModelConfig {
         };
         // Where the decoder's own fields are.
         let text = match architecture {
-            Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config", "text_config.")?),
+            Architecture::Qwen3Vl => Some(qwen3_vl::object(&fields, "text_config")?),
             _ => None,
         };
+        if let Some(text) = &text {
+            check_variations(text)?;
+        }
         let dtype = match (read_dtype(&fields)?, &text) {
             (None, Some(text)) => read_dtype(text)?,
             (dtype, _) => dtype,
@@ -439,26 +453,34 @@ impl ModelConfig {
             eos_token_ids: Vec::new(),
             bos_token_id: None,
             generation: GenerationConfig::default(),
+            unread_keys: Vec::new(),
         };
         if let Some(text) = text {
             config.read_token_ids(&text)?;
         }
         config.read_token_ids(&fields)?;
+        config.unread_keys = root.as_object().map_or(Vec::new(), |map| seen.unread(map));
         Ok(config)
     }
 
-    /// Takes the ids that `fields` states and keeps the others.
+    /// Takes the ids that `fields` states and keeps the others. A negative id is one that no token has.
     fn read_token_ids(&mut self, fields: &Fields) -> Result<(), ModelError> {
-        let one = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+        let one = |value: &Value| match whole(value) {
+            Some(id) => u32::try_from(id).ok().map(Some),
+            None => value.as_i64().map(|_| None),
+        };
         let many = |value: &Value| match value {
-            Value::Array(ids) => ids.iter().map(one).collect(),
-            id => one(id).map(|id| vec![id]),
+            Value::Array(ids) => {
+                let ids: Option<Vec<Option<u32>>> = ids.iter().map(one).collect();
+                Some(ids?.into_iter().flatten().collect())
+            }
+            id => one(id).map(|id| id.into_iter().collect()),
         };
         if let Some(ids) = fields.nullable("eos_token_id", "a token id or a list of them", many)? {
             self.eos_token_ids = ids;
         }
         if let Some(id) = fields.nullable("bos_token_id", "a token id", one)? {
-            self.bos_token_id = Some(id);
+            self.bos_token_id = id;
         }
         Ok(())
     }
@@ -493,6 +515,25 @@ impl Architecture {
                 supported: Self::MODEL_TYPES,
             }),
         }
+    }
+}
+
+/// An error for what makes another model of any type, in transformers, and is not built.
+fn check_variations(fields: &Fields) -> Result<(), ModelError> {
+    // `QuantConfig` reads them.
+    for key in ["quantization_config", "compression_config"] {
+        fields.get(key);
+    }
+    if fields.flag("is_causal")? == Some(false) {
+        return Err(fields.unsupported("is_causal", "false".into(), &["true"]));
+    }
+    match fields.get("per_layer_config") {
+        None | Some(Value::Null) => Ok(()),
+        Some(value) => Err(fields.unsupported(
+            "per_layer_config",
+            value.to_string(),
+            &["one configuration for all layers"],
+        )),
     }
 }
 

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::fields::{Fields, read_json};
-use super::{MAX_SIZE, VisionConfig};
+use super::fields::{Fields, Seen, read_json, whole};
+use super::{MAX_CONFIG_BYTES, MAX_SIZE, VisionConfig};
 use crate::ModelError;
 
 /// How the pixels of an image become numbers.
@@ -34,23 +34,21 @@ const MAX_PIXELS: usize = 1 << 28;
 /// What the files of `dir` say, over the defaults.
 pub(super) fn read(dir: &Path, vision: &VisionConfig) -> Result<PixelConfig, ModelError> {
     let path = dir.join("processor_config.json");
-    let processor = optional(&path)?;
-    if let Some(nested) = processor.as_ref().and_then(|file| file.get("image_processor")) {
-        let Value::Object(map) = nested else {
-            let fields = Fields::top(processor.as_ref().unwrap_or(nested), &path)?;
-            return Err(fields.error("image_processor", "an object", nested.to_string()));
-        };
-        return read_fields(&Fields { path: &path, prefix: "image_processor.", map }, vision);
+    let (processor, seen) = (optional(&path)?, Seen::default());
+    if let Some(file) = processor.as_ref().filter(|file| file.get("image_processor").is_some()) {
+        let fields = Fields::top(file, &path, &seen)?;
+        let nested = fields.required("image_processor", "an object", Value::as_object)?;
+        return read_fields(&fields.inside("image_processor.", nested), vision);
     }
     let path = dir.join("preprocessor_config.json");
     match optional(&path)? {
-        Some(file) => read_fields(&Fields::top(&file, &path)?, vision),
+        Some(file) => read_fields(&Fields::top(&file, &path, &seen)?, vision),
         None => Ok(PixelConfig::default()),
     }
 }
 
 fn optional(path: &Path) -> Result<Option<Value>, ModelError> {
-    match read_json(path) {
+    match read_json(path, MAX_CONFIG_BYTES) {
         Ok(value) => Ok(Some(value)),
         Err(ModelError::Missing { .. }) => Ok(None),
         Err(error) => Err(error),
@@ -58,7 +56,7 @@ fn optional(path: &Path) -> Result<Option<Value>, ModelError> {
 }
 
 fn read_fields(fields: &Fields, vision: &VisionConfig) -> Result<PixelConfig, ModelError> {
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let inconsistent = |rule, got| Err(fields.inconsistent(rule, got));
     for (key, own, rule) in [
         ("patch_size", vision.patch_size, "patch_size must be vision_config.patch_size of config.json"),
         (
@@ -102,8 +100,7 @@ fn read_fields(fields: &Fields, vision: &VisionConfig) -> Result<PixelConfig, Mo
     let default = PixelConfig::default();
     let (mut min_pixels, mut max_pixels) = (default.min_pixels, default.max_pixels);
     if let Some(map) = fields.nullable("size", "an object", Value::as_object)? {
-        let prefix = format!("{}size.", fields.prefix);
-        let size = Fields { path: fields.path, prefix: &prefix, map };
+        let size = fields.inside(format!("{}size.", fields.prefix()), map);
         let of = |key| match size.integer(key, 1..=MAX_PIXELS)? {
             Some(pixels) => Ok(pixels),
             None => Err(size.error(key, &format!("an integer from 1 to {MAX_PIXELS}"), "nothing".into())),
@@ -114,10 +111,7 @@ fn read_fields(fields: &Fields, vision: &VisionConfig) -> Result<PixelConfig, Mo
     let older = |key: &str| {
         let expected = format!("an integer from 1 to {MAX_PIXELS}");
         fields.nullable(key, &expected, |value: &Value| {
-            value
-                .as_u64()
-                .and_then(|pixels| usize::try_from(pixels).ok())
-                .filter(|p| (1..=MAX_PIXELS).contains(p))
+            whole(value).filter(|pixels| (1..=MAX_PIXELS).contains(pixels))
         })
     };
     min_pixels = older("min_pixels")?.unwrap_or(min_pixels);

@@ -3,7 +3,7 @@
 use regex::bytes::{Regex, RegexBuilder};
 use serde_json::Value;
 
-use super::fields::Fields;
+use super::fields::{Fields, Seen};
 use crate::ModelError;
 
 /// How the matrices of a checkpoint are quantised.
@@ -132,19 +132,15 @@ impl QuantConfig {
 
     /// From `config.json`, where it is at the top or with the decoder's fields; `None` if weights are not quantised.
     pub(crate) fn read(root: &Value, path: &std::path::Path) -> Result<Option<Self>, ModelError> {
-        let top = Fields::top(root, path)?;
-        let text = top.map.get("text_config").and_then(Value::as_object);
-        let places = [
-            ("quantization_config.", Some(top.map)),
-            ("compression_config.", Some(top.map)),
-            ("text_config.quantization_config.", text),
-        ];
-        for (prefix, map) in places {
-            let Some(map) = map else { continue };
-            let key = prefix.trim_end_matches('.').rsplit('.').next().unwrap_or_default();
-            let place = Fields { path, prefix: "", map };
-            if let Some(map) = place.nullable(key, "an object", Value::as_object)? {
-                return Self::of(&Fields { path, prefix, map });
+        let seen = Seen::default();
+        let top = Fields::top(root, path, &seen)?;
+        let text = top.get("text_config").and_then(Value::as_object);
+        let text = text.map(|map| top.inside("text_config.", map));
+        for place in [Some(&top), text.as_ref()].into_iter().flatten() {
+            for key in ["quantization_config", "compression_config"] {
+                if let Some(fields) = place.object(key)? {
+                    return Self::of(&fields);
+                }
             }
         }
         Ok(None)
@@ -152,12 +148,13 @@ impl QuantConfig {
 
     /// From a file of its own, as older tools of AWQ, GPTQ and modelopt write beside `config.json`.
     pub(crate) fn read_own(root: &Value, path: &std::path::Path) -> Result<Option<Self>, ModelError> {
-        let top = Fields::top(root, path)?;
+        let seen = Seen::default();
+        let top = Fields::top(root, path, &seen)?;
         match top.nullable("quantization", "an object", Value::as_object)? {
-            Some(map) => modelopt(&Fields { path, prefix: "quantization.", map }).map(Some),
-            None if top.map.contains_key("quant_method") => Self::of(&top),
-            None if top.map.contains_key("desc_act") => gptq(&top).map(Some),
-            None if top.map.contains_key("w_bit") || top.map.contains_key("version") => awq(&top).map(Some),
+            Some(map) => modelopt(&top.inside("quantization.", map)).map(Some),
+            None if top.has("quant_method") => Self::of(&top),
+            None if top.has("desc_act") => gptq(&top).map(Some),
+            None if top.has("w_bit") || top.has("version") => awq(&top).map(Some),
             None => Ok(None),
         }
     }
@@ -166,7 +163,7 @@ impl QuantConfig {
         const METHODS: &[&str] = &["fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "modelopt"];
         let method = match fields.nullable("quant_method", "a string", Value::as_str)? {
             Some(method) => method,
-            None if fields.map.contains_key("config_groups") => "compressed-tensors",
+            None if fields.has("config_groups") => "compressed-tensors",
             None => fields.required("quant_method", "a string", Value::as_str)?,
         };
         match method {
@@ -268,7 +265,7 @@ fn gptq(fields: &Fields) -> Result<QuantConfig, ModelError> {
         let Some(map) = value.as_object() else {
             return Err(fields.error("dynamic", "objects", value.to_string()));
         };
-        let own = Fields { path: fields.path, prefix: fields.prefix, map };
+        let own = fields.inside(fields.prefix(), map);
         let scheme = Scheme::Gptq {
             bits: gptq_bits(&own, Some(bits))?,
             group: if map.contains_key("group_size") { group_size(&own, "group_size")? } else { group },
@@ -307,7 +304,7 @@ fn awq(fields: &Fields) -> Result<QuantConfig, ModelError> {
             return Err(fields.unsupported(key, bits.to_string(), &["4"]));
         }
     }
-    let key = if fields.map.contains_key("q_group_size") { "q_group_size" } else { "group_size" };
+    let key = if fields.has("q_group_size") { "q_group_size" } else { "group_size" };
     Ok(QuantConfig {
         groups: vec![Group { targets: None, scheme: Scheme::Awq { group: group_size(fields, key)? } }],
         skipped: parts(fields, &["modules_to_not_convert"])?,
@@ -354,14 +351,14 @@ fn compressed(fields: &Fields) -> Result<Option<QuantConfig>, ModelError> {
         let Some(map) = group.as_object() else {
             return Err(fields.error(&format!("config_groups.{name}"), "an object", group.to_string()));
         };
-        let prefix = format!("{}config_groups.{name}.", fields.prefix);
-        let group = Fields { path: fields.path, prefix: &prefix, map };
+        let prefix = format!("{}config_groups.{name}.", fields.prefix());
+        let group = fields.inside(prefix.as_str(), map);
         if let Some(weights) = group.nullable("weights", "an object", Value::as_object)? {
             let targets = group.required("targets", "a list of names", strings)?;
             let targets = patterns(&group, "targets", targets)?;
             let format = group.nullable("format", "a string", Value::as_str)?.or(whole);
             let prefix = format!("{prefix}weights.");
-            let weights = Fields { path: fields.path, prefix: &prefix, map: weights };
+            let weights = fields.inside(prefix.as_str(), weights);
             groups.push(Group { targets: Some(targets), scheme: scheme(&group, &weights, format)? });
         }
     }

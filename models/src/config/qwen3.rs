@@ -14,23 +14,30 @@ use host::ops::rmsnorm::NormWeight;
 
 /// With the defaults of the type's configuration class.
 pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
-    read_dense(fields, 10_000.0, 32_768)
+    let num_layers = read_num_layers(fields)?;
+    let windows = layer_windows(fields, num_layers)?;
+    let tie_word_embeddings = fields.flag("tie_word_embeddings")?.unwrap_or(false);
+    Ok(DecoderConfig { tie_word_embeddings, ..read_dense(fields, windows, 10_000.0, 32_768)? })
 }
 
-/// With these defaults of the rotary base and the longest sequence.
+pub(super) fn read_num_layers(fields: &Fields) -> Result<usize, ModelError> {
+    Ok(fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32))
+}
+
+/// With a layer for each of the windows, a head of its own, and with these defaults of the rotary base and the longest sequence.
 pub(super) fn read_dense(
     fields: &Fields,
+    windows: Vec<Option<usize>>,
     theta: f64,
     max_positions: usize,
 ) -> Result<DecoderConfig, ModelError> {
-    let num_layers = fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32);
     let attention = read_attention(fields, 32, 32, 128)?;
     let mlp = MlpConfig {
         intermediate_size: fields.size_up_to("intermediate_size", MAX_INTERMEDIATE, 22016)?,
         activation: read_activation(fields, "silu")?,
     };
     let max_position_embeddings = fields.size("max_position_embeddings", max_positions)?;
-    let layers = layer_windows(fields, num_layers)?
+    let layers = windows
         .into_iter()
         .map(|window| LayerConfig {
             mixer: MixerConfig::Attention(AttentionConfig { window, ..attention }),
@@ -42,13 +49,13 @@ pub(super) fn read_dense(
         hidden_size: fields.size("hidden_size", 4096)?,
         norm: NormConfig { eps: read_eps(fields, 1e-6)?, weight: NormWeight::Plain },
         layers,
-        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        tie_word_embeddings: false,
         max_position_embeddings,
         rope: RopeConfig::read(
             fields,
             RopeDefaults {
                 theta,
-                partial_rotary_factor: 1.0,
+                partial_rotary_factor: None,
                 head_dim: attention.head_dim,
                 max_position_embeddings,
             },
@@ -65,19 +72,18 @@ pub(super) fn read_attention(
     head_dim: usize,
 ) -> Result<AttentionConfig, ModelError> {
     let heads_q = fields.size_up_to("num_attention_heads", MAX_HEADS, heads_q)?;
-    let heads_kv = match fields.map.get("num_key_value_heads") {
+    let heads_kv = match fields.get("num_key_value_heads") {
         Some(Value::Null) => heads_q,
         _ => fields.size_up_to("num_key_value_heads", MAX_HEADS, heads_kv)?,
     };
     if !heads_q.is_multiple_of(heads_kv) {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "num_attention_heads must be a multiple of num_key_value_heads",
-            got: format!("{heads_q} and {heads_kv}"),
-        });
+        let rule = "num_attention_heads must be a multiple of num_key_value_heads";
+        return Err(fields.inconsistent(rule, format!("{heads_q} and {heads_kv}")));
     }
     let head_dim = fields.size("head_dim", head_dim)?;
     fields.check_head_dim("head_dim", head_dim, MAX_HEAD_DIM)?;
+    // Heads of q and k have a norm in all of these types.
+    fields.assume("use_qk_norm", |value| value == true);
     let bias = fields.flag("attention_bias")?.unwrap_or(false);
     Ok(AttentionConfig {
         heads_q,
@@ -101,7 +107,7 @@ pub(super) fn read_eps(fields: &Fields, default: f64) -> Result<f32, ModelError>
 /// those from `max_window_layers` on.
 pub(super) fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Option<usize>>, ModelError> {
     let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
-    let window = match fields.map.get("sliding_window") {
+    let window = match fields.get("sliding_window") {
         Some(Value::Null) => None,
         _ if !enabled => None,
         _ => Some(fields.size("sliding_window", 4096)?),
@@ -111,20 +117,16 @@ pub(super) fn layer_windows(fields: &Fields, num_layers: usize) -> Result<Vec<Op
         return Ok((0..num_layers).map(|layer| window.filter(|_| layer >= first_sliding)).collect());
     };
     if types.len() != num_layers {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "layer_types must have num_hidden_layers entries",
-            got: format!("{} and {num_layers}", types.len()),
-        });
+        let rule = "layer_types must have num_hidden_layers entries";
+        return Err(fields.inconsistent(rule, format!("{} and {num_layers}", types.len())));
     }
     let layer_window = |(layer, kind): (usize, &Value)| match kind.as_str() {
         Some("full_attention") => Ok(None),
         Some("sliding_attention") if window.is_some() => Ok(window),
-        Some("sliding_attention") => Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "layer_types with sliding_attention needs use_sliding_window and sliding_window",
-            got: format!("sliding_attention in layer {layer} and no window"),
-        }),
+        Some("sliding_attention") => Err(fields.inconsistent(
+            "layer_types with sliding_attention needs use_sliding_window and sliding_window",
+            format!("sliding_attention in layer {layer} and no window"),
+        )),
         _ => Err(fields.unsupported(
             &format!("layer_types[{layer}]"),
             kind.to_string(),

@@ -3,7 +3,7 @@
 use abi::ops::moe_router::{MAX_EXPERTS, MAX_TOP_K};
 use serde_json::Value;
 
-use super::fields::Fields;
+use super::fields::{Fields, whole};
 use super::qwen3::{read_activation, read_attention, read_eps};
 use super::rope::{RopeConfig, RopeDefaults};
 use super::{
@@ -21,7 +21,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
     let heads_q = fields.size_up_to("num_attention_heads", MAX_HEADS, 32)?;
     // All layers slide, or none.
     let enabled = fields.flag("use_sliding_window")?.unwrap_or(false);
-    let window = match fields.map.get("sliding_window") {
+    let window = match fields.get("sliding_window") {
         Some(Value::Null) => None,
         _ if !enabled => None,
         _ => Some(fields.size("sliding_window", 4096)?),
@@ -40,6 +40,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
             _ => FeedForwardConfig::Mlp(mlp),
         },
     });
+    fields.assume("shared_expert_intermediate_size", |size| size == 0);
     let max_position_embeddings = fields.size("max_position_embeddings", 32768)?;
     Ok(DecoderConfig {
         vocab_size: fields.size("vocab_size", 151936)?,
@@ -52,7 +53,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
             fields,
             RopeDefaults {
                 theta: 10000.0,
-                partial_rotary_factor: 1.0,
+                partial_rotary_factor: None,
                 head_dim: attention.head_dim,
                 max_position_embeddings,
             },
@@ -81,11 +82,8 @@ pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<
     }
     let top_k = fields.size_up_to("num_experts_per_tok", MAX_TOP_K as usize, defaults.top_k)?;
     if top_k > num_experts {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "num_experts_per_tok must be at most num_experts",
-            got: format!("{top_k} and {num_experts}"),
-        });
+        let rule = "num_experts_per_tok must be at most num_experts";
+        return Err(fields.inconsistent(rule, format!("{top_k} and {num_experts}")));
     }
     let normalised = fields.flag("norm_topk_prob")?.unwrap_or(defaults.normalised);
     Ok(Some(MoeConfig {
@@ -112,10 +110,7 @@ pub(super) fn read_moe(fields: &Fields, defaults: MoeDefaults) -> Result<Option<
 /// Which layers have experts: every `decoder_sparse_step`th, but for those of `mlp_only_layers`.
 pub(super) fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelError> {
     let step = fields.size("decoder_sparse_step", 1)?;
-    let indices = |value: &Value| {
-        let index = |value: &Value| value.as_u64().and_then(|index| usize::try_from(index).ok());
-        value.as_array()?.iter().map(index).collect::<Option<Vec<usize>>>()
-    };
+    let indices = |value: &Value| value.as_array()?.iter().map(whole).collect::<Option<Vec<usize>>>();
     let dense = fields.nullable("mlp_only_layers", "a list of layers", indices)?.unwrap_or_default();
     Ok((0..num_layers).map(|layer| (layer + 1).is_multiple_of(step) && !dense.contains(&layer)).collect())
 }

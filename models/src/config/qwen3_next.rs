@@ -62,7 +62,7 @@ pub(super) fn read(fields: &Fields) -> Result<DecoderConfig, ModelError> {
             fields,
             RopeDefaults {
                 theta: 10000.0,
-                partial_rotary_factor: 0.25,
+                partial_rotary_factor: Some(0.25),
                 head_dim: attention.head_dim,
                 max_position_embeddings,
             },
@@ -79,7 +79,7 @@ fn read_delta_net(fields: &Fields) -> Result<DeltaNetConfig, ModelError> {
         conv_width: fields.integer("linear_conv_kernel_dim", 2..=MAX_WIDTH as usize)?.unwrap_or(4),
     };
     let DeltaNetConfig { heads_k, heads_v, dim_v, .. } = config;
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let inconsistent = |rule, got| Err(fields.inconsistent(rule, got));
     if !heads_v.is_multiple_of(heads_k) {
         let rule = "linear_num_value_heads must be a multiple of linear_num_key_heads";
         return inconsistent(rule, format!("{heads_v} and {heads_k}"));
@@ -99,11 +99,8 @@ fn full_attention_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>
         return Ok((0..num_layers).map(|layer| (layer + 1).is_multiple_of(interval)).collect());
     };
     if types.len() != num_layers {
-        return Err(ModelError::Inconsistent {
-            path: fields.path.into(),
-            rule: "layer_types must have num_hidden_layers entries",
-            got: format!("{} and {num_layers}", types.len()),
-        });
+        let rule = "layer_types must have num_hidden_layers entries";
+        return Err(fields.inconsistent(rule, format!("{} and {num_layers}", types.len())));
     }
     let is_full = |(layer, kind): (usize, &Value)| match kind.as_str() {
         Some("full_attention") => Ok(true),

@@ -1,8 +1,9 @@
 //! `model_type: "qwen3_vl"`: a dense Qwen3 decoder that sees images and videos through a vision tower.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
-use super::fields::Fields;
+use super::fields::{Fields, whole};
+use super::rope::{read_theta, rope_fields};
 use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, PixelConfig, VisionConfig, qwen3};
 use crate::ModelError;
 
@@ -11,13 +12,19 @@ const MAX_TOKEN_SIDE: usize = 4096;
 
 /// The decoder, and the tower.
 pub(super) fn read(top: &Fields) -> Result<(DecoderConfig, VisionConfig), ModelError> {
-    let text = object(top, "text_config", "text_config.")?;
+    let text = object(top, "text_config")?;
+    // The architecture has no windows: what the file may say of them is not read.
+    text.assume("layer_types", |types| {
+        types.as_array().is_some_and(|types| types.iter().all(|kind| kind == "full_attention"))
+    });
+    let windows = vec![None; qwen3::read_num_layers(&text)?];
     let decoder = DecoderConfig {
         tie_word_embeddings: top.flag("tie_word_embeddings")?.unwrap_or(false),
-        ..qwen3::read_dense(&text, 500_000.0, 128_000)?
+        ..qwen3::read_dense(&text, windows, 500_000.0, 128_000)?
     };
-    let vision = read_vision(top, &object(top, "vision_config", "vision_config.")?)?;
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: top.path.into(), rule, got });
+    text.assume("tie_word_embeddings", |value| *value == decoder.tie_word_embeddings);
+    let vision = read_vision(top, &object(top, "vision_config")?)?;
+    let inconsistent = |rule, got| Err(top.inconsistent(rule, got));
     if vision.out_hidden_size != decoder.hidden_size {
         let rule = "vision_config.out_hidden_size must be text_config.hidden_size";
         return inconsistent(rule, format!("{} and {}", vision.out_hidden_size, decoder.hidden_size));
@@ -36,20 +43,24 @@ pub(super) fn read(top: &Fields) -> Result<(DecoderConfig, VisionConfig), ModelE
 }
 
 /// The object `key` of the file.
-pub(super) fn object<'a>(top: &Fields<'a>, key: &str, prefix: &'a str) -> Result<Fields<'a>, ModelError> {
-    Ok(Fields { path: top.path, prefix, map: top.required(key, "an object", Value::as_object)? })
+pub(super) fn object<'a>(top: &Fields<'a>, key: &str) -> Result<Fields<'a>, ModelError> {
+    top.required(key, "an object", Value::as_object)?;
+    top.object(key)?.ok_or_else(|| top.error(key, "an object", "nothing".into()))
 }
 
 fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError> {
-    let inconsistent = |rule, got| Err(ModelError::Inconsistent { path: fields.path.into(), rule, got });
+    let inconsistent = |rule, got| Err(fields.inconsistent(rule, got));
     let depth = fields.integer("depth", 1..=MAX_LAYERS)?.unwrap_or(27);
     let positions = fields.size("num_position_embeddings", 2304)?;
     let grid = positions.isqrt();
     if grid * grid != positions {
         return inconsistent("num_position_embeddings must be a square", positions.to_string());
     }
-    let (hidden_size, heads) =
-        (fields.size("hidden_size", 1152)?, fields.size_up_to("num_heads", MAX_HEADS, 16)?);
+    let hidden_size = fields.size("hidden_size", 1152)?;
+    let heads = match fields.get("num_heads") {
+        None => fields.size_up_to("num_attention_heads", MAX_HEADS, 16)?,
+        Some(_) => fields.size_up_to("num_heads", MAX_HEADS, 16)?,
+    };
     if !hidden_size.is_multiple_of(8 * heads) || hidden_size / heads > MAX_HEAD_DIM {
         let rule = "vision_config.hidden_size must be a multiple of eight times num_heads, up to 512 times";
         return inconsistent(rule, format!("{hidden_size} and {heads}"));
@@ -71,10 +82,7 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
         let rule = "a token's patches, vision_config.hidden_size · spatial_merge_size², must be below 2^31";
         return inconsistent(rule, format!("{hidden_size} · {merge_size}²"));
     }
-    let blocks = |value: &Value| -> Option<Vec<usize>> {
-        let block = |value: &Value| usize::try_from(value.as_u64()?).ok();
-        value.as_array()?.iter().map(block).collect()
-    };
+    let blocks = |value: &Value| -> Option<Vec<usize>> { value.as_array()?.iter().map(whole).collect() };
     let deepstack_blocks = fields.optional("deepstack_visual_indexes", "a list of block numbers", blocks)?;
     let deepstack_blocks = deepstack_blocks.unwrap_or_else(|| vec![8, 16, 24]);
     if !deepstack_blocks.is_sorted_by(|a, b| a < b)
@@ -98,6 +106,7 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
         merge_size,
         out_hidden_size: fields.size("out_hidden_size", 3584)?,
         position_grid: grid,
+        rope_theta: read_axial_theta(fields)?,
         deepstack_blocks,
         mrope_section: [0; 3],
         image_token: token("image_token_id", 151655)?,
@@ -108,23 +117,28 @@ fn read_vision(top: &Fields, fields: &Fields) -> Result<VisionConfig, ModelError
     })
 }
 
-/// `mrope_section`, wherever the rotary parameters are.
-fn read_sections(text: &Fields) -> Result<[usize; 3], ModelError> {
-    let size_of = |size: &Value| usize::try_from(size.as_u64()?).ok();
-    let sections = |value: &Value| {
-        let sizes: Option<Vec<usize>> =
-            value.as_array()?.iter().map(|size| size_of(size).filter(|&size| size <= MAX_SIZE)).collect();
-        <[usize; 3]>::try_from(sizes?).ok()
-    };
-    for (key, prefix) in
-        [("rope_scaling", "text_config.rope_scaling."), ("rope_parameters", "text_config.rope_parameters.")]
-    {
-        if let Some(map) = text.nullable(key, "an object", Value::as_object)? {
-            let rope = Fields { path: text.path, prefix, map };
-            if let Some(found) = rope.nullable("mrope_section", "a list of three sizes", sections)? {
-                return Ok(found);
-            }
+/// The base of the tower's rotary frequencies.
+fn read_axial_theta(fields: &Fields) -> Result<f64, ModelError> {
+    let empty = Map::new();
+    let rope = rope_fields(fields, &empty)?;
+    for key in ["rope_type", "type"] {
+        if let Some(kind) = rope.nullable(key, "a string", Value::as_str)?
+            && !["axial", "default"].contains(&kind)
+        {
+            return Err(rope.unsupported(key, kind.into(), &["axial", "default"]));
         }
     }
-    Ok([24, 20, 20])
+    read_theta(fields, &rope, 10_000.0)
+}
+
+/// `mrope_section`, where the rotary parameters are.
+fn read_sections(text: &Fields) -> Result<[usize; 3], ModelError> {
+    let sections = |value: &Value| {
+        let sizes: Option<Vec<usize>> =
+            value.as_array()?.iter().map(|size| whole(size).filter(|&size| size <= MAX_SIZE)).collect();
+        <[usize; 3]>::try_from(sizes?).ok()
+    };
+    let empty = Map::new();
+    let rope = rope_fields(text, &empty)?;
+    Ok(rope.nullable("mrope_section", "a list of three sizes", sections)?.unwrap_or([24, 20, 20]))
 }

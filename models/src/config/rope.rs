@@ -64,7 +64,8 @@ pub struct YarnRope {
 /// What a model type says where its file is silent, and the sizes that the rotation depends on.
 pub(super) struct RopeDefaults {
     pub(super) theta: f64,
-    pub(super) partial_rotary_factor: f64,
+    /// `None` if heads of this type are rotated as a whole, whatever the file says.
+    pub(super) partial_rotary_factor: Option<f64>,
     pub(super) head_dim: usize,
     pub(super) max_position_embeddings: usize,
 }
@@ -111,24 +112,39 @@ impl RopeConfig {
     }
 
     /// Reads either spelling: keys at the top level with the object `rope_scaling`, or the object `rope_parameters`. A
-    /// non-null `rope_scaling` comes first, and keys that the object lacks are taken from the top level, then from
+    /// `rope_scaling` that is not empty comes first, and keys that the object lacks are taken from the top level, then from
     /// `defaults`.
+    ///
+    /// `partial_rotary_factor` is not read for a type that rotates whole heads, as by transformers; stretched as well it would be an
+    /// error there, and is one here.
     pub(super) fn read(top: &Fields, defaults: RopeDefaults) -> Result<RopeConfig, ModelError> {
         let (path, empty) = (top.path, Map::new());
         let rope = rope_fields(top, &empty)?;
-        if let Some((key, value)) = rope.map.iter().find(|(_, value)| value.is_object()) {
+        if let Some((key, value)) = rope.first_object() {
             return Err(rope.unsupported(key, value.to_string(), &["one set of parameters for all layers"]));
         }
 
-        let theta = |fields: &Fields| fields.number("rope_theta", "a number above 1", |theta| theta > 1.0);
+        let RopeDefaults { theta, partial_rotary_factor, head_dim, max_position_embeddings } = defaults;
+        let kind = RopeKind::read(top, &rope, max_position_embeddings)?;
         let partial = |fields: &Fields| {
             fields.number("partial_rotary_factor", "a number above 0, at most 1", |part| {
                 part > 0.0 && part <= 1.0
             })
         };
-        let RopeDefaults { theta: default_theta, partial_rotary_factor, head_dim, max_position_embeddings } =
-            defaults;
-        let factor = partial(&rope)?.or(partial(top)?).unwrap_or(partial_rotary_factor);
+        let factor = match partial_rotary_factor {
+            Some(default) => partial(&rope)?.or(partial(top)?).unwrap_or(default),
+            None => {
+                for fields in [&rope, top] {
+                    fields.assume("partial_rotary_factor", |part| part.as_f64() == Some(1.0));
+                    if kind != RopeKind::Default
+                        && let Some(part) = partial(fields)?.filter(|&part| part != 1.0)
+                    {
+                        return Err(fields.unsupported("partial_rotary_factor", part.to_string(), &["1"]));
+                    }
+                }
+                1.0
+            }
+        };
         let rotary_dim = (head_dim as f64 * factor) as usize;
         if rotary_dim < 2 || !rotary_dim.is_multiple_of(2) {
             return Err(ModelError::Inconsistent {
@@ -137,23 +153,26 @@ impl RopeConfig {
                 got: format!("{head_dim} · {factor}"),
             });
         }
-        Ok(RopeConfig {
-            theta: theta(&rope)?.or(theta(top)?).unwrap_or(default_theta),
-            kind: RopeKind::read(&rope, max_position_embeddings)?,
-            rotary_dim,
-        })
+        Ok(RopeConfig { theta: read_theta(top, &rope, theta)?, kind, rotary_dim })
     }
 }
 
+pub(super) fn read_theta(top: &Fields, rope: &Fields, default: f64) -> Result<f64, ModelError> {
+    let theta = |fields: &Fields| fields.number("rope_theta", "a number above 1", |theta| theta > 1.0);
+    Ok(theta(rope)?.or(theta(top)?).unwrap_or(default))
+}
+
 /// The object with the parameters; `empty` where there is none.
-fn rope_fields<'a>(top: &Fields<'a>, empty: &'a Map<String, Value>) -> Result<Fields<'a>, ModelError> {
-    let (path, object) = (top.path, "an object");
-    let scaling = top.nullable("rope_scaling", object, Value::as_object)?;
-    Ok(match (scaling, top.nullable("rope_parameters", object, Value::as_object)?) {
-        (Some(map), _) => Fields { path, prefix: "rope_scaling.", map },
-        (None, Some(map)) => Fields { path, prefix: "rope_parameters.", map },
-        (None, None) => Fields { path, prefix: "", map: empty },
-    })
+pub(super) fn rope_fields<'a>(
+    top: &Fields<'a>,
+    empty: &'a Map<String, Value>,
+) -> Result<Fields<'a>, ModelError> {
+    if let Some(scaling) = top.object("rope_scaling")?.filter(|scaling| !scaling.is_empty()) {
+        // What it takes the place of.
+        top.nullable("rope_parameters", "an object", Value::as_object)?;
+        return Ok(scaling);
+    }
+    Ok(top.object("rope_parameters")?.unwrap_or_else(|| top.none(empty)))
 }
 
 /// What latent attention multiplies its scores by besides the width's root: 1, or the square of `mscale_all_dim`'s magnitude
@@ -162,12 +181,17 @@ pub(super) fn score_factor(top: &Fields) -> Result<f64, ModelError> {
     let empty = Map::new();
     let rope = rope_fields(top, &empty)?;
     let number = |key| rope.number(key, "a number of at least 0", |number| number >= 0.0);
-    let is_default = match rope.map.get("rope_type").or_else(|| rope.map.get("type")) {
+    let is_default = match rope.get("rope_type").or_else(|| rope.get("type")) {
         None | Some(Value::Null) => true,
         Some(kind) => kind == "default",
     };
-    match (number("factor")?, number("mscale_all_dim")?) {
-        (Some(factor), Some(scale)) if !is_default => Ok(magnitude(factor, scale).powi(2)),
+    match (rope.get("factor"), number("mscale_all_dim")?) {
+        (Some(_), Some(scale)) if !is_default && scale != 0.0 => {
+            let factor = rope.required("factor", "a number of at least 0", |factor| {
+                factor.as_f64().filter(|&factor| factor >= 0.0)
+            })?;
+            Ok(magnitude(factor, scale).powi(2))
+        }
         _ => Ok(1.0),
     }
 }
@@ -177,8 +201,19 @@ fn magnitude(factor: f64, scale: f64) -> f64 {
     if factor > 1.0 { 0.1 * scale * factor.ln() + 1.0 } else { 1.0 }
 }
 
+/// The context length before stretching: the top level comes first in this, and in nothing else.
+fn original_positions(top: &Fields, rope: &Fields, default: usize) -> Result<usize, ModelError> {
+    const KEY: &str = "original_max_position_embeddings";
+    let of_top = match top.get(KEY) {
+        Some(Value::Null) => None,
+        _ => top.integer(KEY, 1..=MAX_SIZE)?,
+    };
+    let inside = rope.integer(KEY, 1..=MAX_SIZE)?;
+    Ok(of_top.or(inside).unwrap_or(default))
+}
+
 impl RopeKind {
-    fn read(rope: &Fields, max_position_embeddings: usize) -> Result<RopeKind, ModelError> {
+    fn read(top: &Fields, rope: &Fields, max_position_embeddings: usize) -> Result<RopeKind, ModelError> {
         let mut kind = None;
         for key in ["rope_type", "type"] {
             kind = kind.or(rope.nullable(key, "a string", Value::as_str)?.map(|kind| (key, kind)));
@@ -191,12 +226,17 @@ impl RopeKind {
             None | Some((_, "default")) => Ok(RopeKind::Default),
             Some((_, "linear")) => Ok(RopeKind::Linear { factor: factor()? }),
             Some((_, "yarn")) => {
-                Ok(RopeKind::Yarn(YarnRope::read(rope, factor()?, max_position_embeddings)?))
+                // Of no factor it is made of the lengths, if one says so.
+                let factor = match rope.get("factor") {
+                    Some(Value::Null) => None,
+                    _ => Some(factor()?),
+                };
+                Ok(RopeKind::Yarn(YarnRope::read(top, rope, factor, max_position_embeddings)?))
             }
             Some((_, "llama3")) => {
                 let positive = |value: &Value| value.as_f64().filter(|number| *number > 0.0);
                 let number = |key| rope.required(key, "a positive number", positive);
-                let context = rope.integer("original_max_position_embeddings", 1..=MAX_SIZE)?;
+                let context = original_positions(top, rope, max_position_embeddings)?;
                 let (low_freq_factor, high_freq_factor) =
                     (number("low_freq_factor")?, number("high_freq_factor")?);
                 if low_freq_factor >= high_freq_factor {
@@ -207,7 +247,7 @@ impl RopeKind {
                     factor: factor()?,
                     low_freq_factor,
                     high_freq_factor,
-                    original_max_position_embeddings: context.unwrap_or(max_position_embeddings),
+                    original_max_position_embeddings: context,
                 })
             }
             Some((key, other)) => {
@@ -231,8 +271,20 @@ impl RopeKind {
 }
 
 impl YarnRope {
-    fn read(rope: &Fields, factor: f64, max_position_embeddings: usize) -> Result<YarnRope, ModelError> {
+    fn read(
+        top: &Fields,
+        rope: &Fields,
+        factor: Option<f64>,
+        max_position_embeddings: usize,
+    ) -> Result<YarnRope, ModelError> {
+        let original = original_positions(top, rope, max_position_embeddings)?;
+        let factor = factor.unwrap_or(max_position_embeddings as f64 / original as f64);
         let positive = |key| rope.number(key, "a positive number", |number| number > 0.0);
+        // 0 asks for the default.
+        let turns = |key| {
+            let turns = rope.number(key, "a number of at least 0", |number| number >= 0.0)?;
+            Ok(turns.filter(|&turns| turns > 0.0))
+        };
         let scale = |key| rope.number(key, "a number of at least 0", |number| number >= 0.0);
         let attention_factor =
             match (positive("attention_factor")?, scale("mscale")?, scale("mscale_all_dim")?) {
@@ -242,13 +294,16 @@ impl YarnRope {
                 }
                 _ => magnitude(factor, 1.0),
             };
-        let original = rope.integer("original_max_position_embeddings", 1..=MAX_SIZE)?;
+        let truncate = match rope.get("truncate") {
+            Some(Value::Null) => false,
+            _ => rope.flag("truncate")?.unwrap_or(true),
+        };
         Ok(YarnRope {
             factor,
-            original_max_position_embeddings: original.unwrap_or(max_position_embeddings),
-            beta_fast: positive("beta_fast")?.unwrap_or(32.0),
-            beta_slow: positive("beta_slow")?.unwrap_or(1.0),
-            truncate: rope.flag("truncate")?.unwrap_or(true),
+            original_max_position_embeddings: original,
+            beta_fast: turns("beta_fast")?.unwrap_or(32.0),
+            beta_slow: turns("beta_slow")?.unwrap_or(1.0),
+            truncate,
             attention_factor,
         })
     }

@@ -24,10 +24,12 @@ fn repository(dir: &str) -> ModelConfig {
     ModelConfig::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(dir)).unwrap()
 }
 
-/// One of assets/configs.
+/// One of assets/configs: whatever it says is understood.
 fn published(name: &str) -> ModelConfig {
     let file = format!("{}/../assets/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
-    ModelConfig::from_json(&fs::read_to_string(&file).unwrap(), Path::new(&file)).unwrap()
+    let config = ModelConfig::from_json(&fs::read_to_string(&file).unwrap(), Path::new(&file)).unwrap();
+    assert_eq!(config.unread_keys, [""; 0], "{name}");
+    config
 }
 
 /// A dense decoder of like layers, with Qwen3's constants.
@@ -85,9 +87,15 @@ fn defaults_are_the_model_types() {
         eos_token_ids: vec![],
         bos_token_id: None,
         generation: GenerationConfig::default(),
+        unread_keys: vec![],
     };
     assert_eq!(qwen3("").unwrap(), expected);
-    assert_eq!(qwen3(r#""some_future_key": {"a": [1]}, "use_cache": null"#).unwrap(), expected);
+    let harmless = r#""use_cache": null, "attention_dropout": 0.1, "tie_encoder_decoder": false"#;
+    assert_eq!(qwen3(harmless).unwrap(), expected);
+    let unread =
+        qwen3(r#""some_future_key": {"a": [1]}, "rope_parameters": {"future": 1, "rope_theta": 1e4}"#);
+    let unread_keys = vec!["rope_parameters.future".into(), "some_future_key".into()];
+    assert_eq!(unread.unwrap(), ModelConfig { unread_keys, ..expected });
 }
 
 #[test]
@@ -517,9 +525,14 @@ fn rope_errors() {
         "config.json: rope_parameters.factor: expected a positive number, got nothing"
     );
     assert_eq!(message(r#""rope_theta": 0"#), "config.json: rope_theta: expected a number above 1, got 0");
+    let partial = parse(r#"{"model_type": "qwen3_next", "head_dim": 128, "partial_rotary_factor": 0.01}"#);
     assert_eq!(
-        message(r#""partial_rotary_factor": 0.01"#),
+        partial.unwrap_err().to_string(),
         "config.json: head_dim · partial_rotary_factor must be even and at least 2, got 128 · 0.01"
+    );
+    assert_eq!(
+        message(r#""rope_scaling": {"type": "linear", "factor": 2}, "partial_rotary_factor": 0.5"#),
+        "config.json: partial_rotary_factor: 0.5 is not supported; supported: 1"
     );
     assert_eq!(
         message(r#""rope_parameters": {"full_attention": {"rope_theta": 1e4}}"#),
@@ -544,9 +557,20 @@ fn default_and_linear_frequencies() {
 
 #[test]
 fn partial_rotation() {
-    let rotary_dim = |fields: &str| rope(fields).rotary_dim;
-    assert_eq!(rotary_dim(r#""head_dim": 256, "partial_rotary_factor": 0.25"#), 64);
-    assert_eq!(rotary_dim(r#""head_dim": 256, "rope_parameters": {"partial_rotary_factor": 0.5}"#), 128);
+    let rotary_dim = |fields: &str| {
+        let config = parse(&format!(r#"{{"model_type": "qwen3_next", "head_dim": 256, {fields}}}"#)).unwrap();
+        assert_eq!(config.unread_keys, [""; 0]);
+        config.decoder.rope.rotary_dim
+    };
+    assert_eq!(rotary_dim(r#""partial_rotary_factor": 0.75"#), 192);
+    assert_eq!(rotary_dim(r#""rope_parameters": {"partial_rotary_factor": 0.5}"#), 128);
+    // Heads of the other types are rotated as a whole.
+    let whole = qwen3(r#""partial_rotary_factor": 0.5"#).unwrap();
+    assert_eq!(
+        (whole.decoder.rope.rotary_dim, &whole.unread_keys[..]),
+        (128, &["partial_rotary_factor".into()][..])
+    );
+    assert_eq!(qwen3(r#""partial_rotary_factor": 1.0"#).unwrap().unread_keys, [""; 0]);
 }
 
 /// The documented long-context option of the Qwen3 models: theta 1e6, factor 4 over 32768 positions, 128 dimensions.
@@ -643,7 +667,7 @@ fn wrong_fields() {
             "rms_norm_eps: expected a positive number in the range of f32, got 1e-300",
         ),
         (r#""attention_bias": 1"#, "attention_bias: expected true or false, got 1"),
-        (r#""eos_token_id": [1, -1]"#, "eos_token_id: expected a token id or a list of them, got [1,-1]"),
+        (r#""eos_token_id": [1, "2"]"#, "eos_token_id: expected a token id or a list of them, got [1,\"2\"]"),
         (
             r#""num_attention_heads": 4, "num_key_value_heads": 3"#,
             "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
@@ -834,6 +858,18 @@ fn directories() {
     let expected = ":1:1: not valid JSON: EOF while parsing an object";
     assert_eq!(text, format!("{}{expected}", path("generation_config.json").display()));
 
+    // What a file says is quoted, but neither obeyed by a terminal nor in full.
+    let name = "\u{1b}[2Jé\n\u{202e}".to_owned() + &"x".repeat(1 << 20);
+    fs::write(path("config.json"), serde_json::json!({"model_type": name}).to_string()).unwrap();
+    let text = ModelConfig::from_dir(dir.path()).unwrap_err().to_string();
+    let start =
+        format!("{}: unknown model_type \"\\u{{1b}}[2Jé\\n\\u{{202e}}xxx", path("config.json").display());
+    assert!(text.starts_with(&start) && text.len() < 1000, "{}", &text[..text.len().min(1000)]);
+
+    fs::File::create(path("config.json")).unwrap().set_len(MAX_CONFIG_BYTES + 1).unwrap();
+    let error = ModelConfig::from_dir(dir.path()).unwrap_err();
+    assert_eq!(error.to_string(), format!("{} is larger than 4194304 bytes", path("config.json").display()));
+
     fs::write(path("config.json"), [0xff, 0xfe]).unwrap();
     let error = ModelConfig::from_dir(dir.path()).unwrap_err();
     assert!(matches!(error, ModelError::Unreadable { .. }));
@@ -868,6 +904,7 @@ fn vision_configs() {
         merge_size: 2,
         out_hidden_size: 2048,
         position_grid: 48,
+        rope_theta: 1e4,
         deepstack_blocks: vec![5, 11, 17],
         mrope_section: [24, 20, 20],
         image_token: 151655,
@@ -899,6 +936,20 @@ fn vision_configs() {
         ..vision
     };
     assert_eq!(defaults.vision, Some(large));
+}
+
+/// What has a reader of its own is neither refused nor unread here; a method that it lacks is named.
+#[test]
+fn quantization_is_read_elsewhere() {
+    let methods = r#""quantization_config": {"quant_method": "bitsandbytes"}"#;
+    assert_eq!(qwen3(methods).unwrap(), qwen3("").unwrap());
+    let text = format!(r#"{{"text_config": {{{methods}}}}}"#);
+    let root = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        QuantConfig::read(&root, Path::new("config.json")).unwrap_err().to_string(),
+        "config.json: text_config.quantization_config.quant_method: bitsandbytes is not supported; supported: fp8, gptq, \
+         awq, mxfp4, compressed-tensors, modelopt"
+    );
 }
 
 #[test]

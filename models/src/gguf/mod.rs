@@ -8,9 +8,9 @@ mod names;
 mod vocabulary;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::Mmap;
 
@@ -19,6 +19,7 @@ pub(super) use names::Named;
 pub use vocabulary::GgufVocabulary;
 
 use super::ModelError;
+use super::files::open_file;
 use super::quant::GgmlType;
 
 /// Longest string, and most elements of an array.
@@ -48,7 +49,7 @@ struct Part {
     bytes: Mmap,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Entry {
     part: usize,
     kind: GgmlType,
@@ -56,6 +57,8 @@ struct Entry {
     shape: Vec<usize>,
     /// Within the file. In bounds.
     bytes: Range<usize>,
+    /// Whether somebody has asked for it.
+    is_used: AtomicBool,
 }
 
 /// A value of the metadata, where it lies. In bounds.
@@ -292,7 +295,7 @@ impl Gguf {
 
     /// Maps a file and takes its tensors; gives its metadata.
     fn add(&mut self, path: &Path) -> Result<BTreeMap<String, Stored>, ModelError> {
-        let handle = File::open(path).map_err(|source| ModelError::io(path, source))?;
+        let handle = open_file(path)?;
         // SAFETY: the file is not truncated or written to while it is mapped — required of the caller by the documentation of
         // `Gguf`; a file system cannot promise it.
         let bytes = unsafe { Mmap::map(&handle) }.map_err(|source| ModelError::io(path, source))?;
@@ -436,9 +439,16 @@ impl Gguf {
         self.tensors.get(name).map(|entry| entry.shape.as_slice())
     }
 
+    /// The names of those that nobody has asked for yet, in order.
+    pub(super) fn unused(&self) -> impl Iterator<Item = &str> {
+        let unused = self.tensors.iter().filter(|(_, entry)| !entry.is_used.load(Ordering::Relaxed));
+        unused.map(|(name, _)| name.as_str())
+    }
+
     /// A tensor, with the name as the file has it; none if it is not there.
     pub(super) fn tensor(&self, name: &str) -> Option<GgufTensor<'_>> {
         let (name, entry) = self.tensors.get_key_value(name)?;
+        entry.is_used.store(true, Ordering::Relaxed);
         let bytes = &self.parts[entry.part].bytes[entry.bytes.clone()];
         Some(GgufTensor { name, kind: entry.kind, shape: &entry.shape, bytes })
     }
@@ -578,7 +588,8 @@ fn read(bytes: &[u8], part: usize) -> Result<Contents, Fault> {
                 format!("its end at {end}"),
             );
         };
-        let entry = Entry { part, kind, shape, bytes: from as usize..to as usize };
+        let bytes = from as usize..to as usize;
+        let entry = Entry { part, kind, shape, bytes, is_used: AtomicBool::new(false) };
         if tensors.insert(name.to_owned(), entry).is_some() {
             return fault(name, "a tensor that is there once", "it again");
         }

@@ -22,8 +22,6 @@ use host::{Tensor, TensorView, TensorViewMut};
 
 /// Added to the variance in every layer norm of the tower; not in the file.
 const EPS: f32 = 1e-6;
-/// Base of the tower's rotary frequencies; not in the file.
-const THETA: f64 = 10_000.0;
 /// Table rows between which a position is.
 const NEIGHBOURS: usize = 4;
 
@@ -376,11 +374,11 @@ impl TowerBlock {
 
     /// Uploads the patches, and where they are. Returns how many they are.
     fn upload(&mut self, stream: &Stream, visuals: &[Visual<'_>]) -> Result<usize, Error> {
-        let &VisionConfig { hidden_size, heads, merge_size, position_grid, .. } = &self.config;
+        let &VisionConfig { hidden_size, heads, merge_size, position_grid, rope_theta, .. } = &self.config;
         let rotary_dim = hidden_size / heads;
         // Half of the frequencies turn with the row, half with the column.
         let freqs: Vec<f64> =
-            (0..rotary_dim / 4).map(|i| THETA.powf(-2.0 * i as f64 / (rotary_dim / 2) as f64)).collect();
+            (0..rotary_dim / 4).map(|i| rope_theta.powf(-2.0 * i as f64 / (rotary_dim / 2) as f64)).collect();
         let (mut ids, mut bag_weights, mut angles) = (Vec::new(), Vec::new(), Vec::new());
         let mut patches = 0;
         for visual in visuals {
