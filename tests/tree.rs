@@ -90,7 +90,8 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 
 /// The words behind each `crate::` or `super::` of a file's code, that of its tests left out.
 fn uses(text: &str, root: &str) -> Vec<String> {
-    let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let tests = ["#[cfg(test)]\nmod tests {", "#[cfg(test)]\npub(crate) mod tests {"];
+    let code = tests.iter().filter_map(|tests| text.find(tests)).min().map_or(text, |end| &text[..end]);
     let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let word = |text: &str| text.chars().take_while(|&c| is_word(c)).collect::<String>();

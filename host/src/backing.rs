@@ -31,7 +31,7 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// user any more.
     fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
 
-    /// Free and total bytes, and the device's name.
+    /// Free and total bytes, both 0 where they are not known, and the device's name; asked where `allocate` has just given nothing.
     fn report(&self) -> (usize, usize, String);
 }
 
@@ -39,6 +39,7 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
 #[derive(Debug)]
 pub(crate) enum Released {
     /// Nothing was done: a graph is being recorded, and the device cannot be waited for.
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "nothing else is recorded"))]
     Kept,
     /// Nobody may use them any more; with the device's error if it did not take one of them.
     Gone(Result<(), Error>),

@@ -73,15 +73,14 @@ impl Device {
 
 impl Entry {
     /// The same kernel, launched in clusters of so many blocks of `threads` threads in x, which divide every grid.
-    pub(crate) fn in_clusters(self, cluster: u32, threads: u32, num_sms: u32) -> Self {
-        let asked = match &self.kernel.code {
+    pub(crate) fn in_clusters(self, cluster: u32, threads: u32, num_sms: u32) -> Result<Self, Error> {
+        let clusters = match &self.kernel.code {
             Code::Cuda(handle, _) if cluster > 1 => {
-                handle.clusters_at_a_time(threads, self.dynamic_smem_bytes, cluster).ok()
+                handle.clusters_at_a_time(threads, self.dynamic_smem_bytes, cluster)?
             }
-            _ => None,
+            _ => num_sms / cluster,
         };
-        let clusters_at_a_time = asked.unwrap_or(num_sms / cluster).max(1);
-        Entry { cluster, clusters_at_a_time, ..self }
+        Ok(Entry { cluster, clusters_at_a_time: clusters.max(1), ..self })
     }
 
     /// Clusters for a kernel that stays on its multiprocessors and walks over so many tiles: see [`in_even_rounds`].
@@ -101,7 +100,8 @@ impl Entry {
         }
     }
 
-    /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known.
+    /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known. It is for a report, which does
+    /// without where the driver does not say.
     pub(crate) fn blocks_per_sm(&self, threads: u32) -> Option<u32> {
         match &self.kernel.code {
             Code::Cuda(handle, _) => handle.blocks_per_sm(threads, self.dynamic_smem_bytes).ok(),

@@ -70,7 +70,8 @@ unsafe impl Sync for Module {}
 
 impl Drop for Module {
     fn drop(&mut self) {
-        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes.
+        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes. So it does where the
+        // driver fails, and nobody is there to be told; an error of the device's work stays with the context, for whoever uses that next.
         let Some(_no_recording) = NoRecording::begin() else { return };
         if self.context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
             // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has its kernels, as

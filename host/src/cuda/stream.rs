@@ -42,6 +42,7 @@ impl Stream {
         match driver::event_create(driver::Timing::Disabled) {
             Ok(event) => Ok(Stream { stream, owner: Owner::Library, event, context }),
             Err(error) => {
+                // The first error is told.
                 // SAFETY: just made, and not used.
                 let _ = unsafe { driver::stream_destroy(stream) };
                 Err(failed("cuEventCreate")(error))
@@ -77,9 +78,10 @@ impl Stream {
     pub(crate) fn wait_for(&self, other: &Stream) -> Result<(), Error> {
         if self.is_recorded()? && !other.is_recorded()? {
             // What is recorded runs later than what is enqueued now, and a wait for what is not recorded would end the recording.
-            let _relaxed =
-                driver::RelaxedCapture::begin().map_err(failed("cuThreadExchangeStreamCaptureMode"))?;
-            return other.synchronize();
+            let exchanged = failed("cuThreadExchangeStreamCaptureMode");
+            let relaxed = driver::RelaxedCapture::begin().map_err(&exchanged)?;
+            let waited = other.synchronize();
+            return waited.and(relaxed.end().map_err(&exchanged));
         }
         // Recording anew replaces what the event stood for; waits that are already enqueued keep their meaning.
         // SAFETY: all three are live while `self` and `other` are.
@@ -118,11 +120,14 @@ impl Stream {
 
     pub(crate) fn upload(&self, address: u64, data: &[u8]) -> Result<(), Error> {
         self.expect_not_recorded("a copy from the host")?;
+        // Asked first: once the copy is under way it has to be waited for, or the memory could go before it.
+        let is_known =
+            driver::is_known_memory(data.as_ptr().cast()).map_err(failed("cuPointerGetAttributes"))?;
         // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this returns, since from
         // pageable memory the driver copies before it returns, and for other memory it is waited below.
         unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        if driver::is_known_memory(data.as_ptr().cast()) { self.synchronize() } else { Ok(()) }
+        if is_known { self.synchronize() } else { Ok(()) }
     }
 
     pub(crate) fn download(&self, address: u64, data: &mut [u8]) -> Result<(), Error> {
@@ -252,6 +257,7 @@ impl<'a> Recording<'a> {
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
+        // What made the recording end early is told.
         if !self.has_ended && self.stream.context.enter().is_ok() {
             // SAFETY: live while the stream is.
             let _ = unsafe { driver::stream_end_capture(self.stream.stream) };
@@ -261,7 +267,8 @@ impl Drop for Recording<'_> {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // Work that is still enqueued runs on: the driver destroys the stream after it.
+        // Work that is still enqueued runs on: the driver destroys the stream after it. Nobody is there to be told of a failure; an error of
+        // the work itself stays with the context, and whoever uses that next is told.
         if self.context.enter().is_ok() {
             // SAFETY: made in `new` or `of_caller`, and ends here.
             let _ = unsafe { driver::event_destroy(self.event) };
@@ -299,6 +306,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
+        // As for Stream.
         if self.context.enter().is_ok() {
             // SAFETY: made in `record`, and ends here.
             let _ = unsafe { driver::event_destroy(self.event) };
@@ -315,7 +323,7 @@ pub(crate) struct Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // The executable graph is destroyed with the field, in this context.
+        // The executable graph is destroyed with the field, in this context. Where that cannot be entered it is destroyed with it.
         let _ = self.context.enter();
     }
 }

@@ -166,15 +166,17 @@ impl Book {
         &mut self,
         bytes: usize,
         queue: &Queue,
-        is_barred: impl Fn(&Queue) -> bool,
-    ) -> Option<(PieceId, Queue)> {
-        let found = self.lists.iter().filter_map(|list| {
-            let owner = list.owner.as_ref().filter(|owner| *owner != queue)?;
-            self.fit(list, bytes).filter(|_| !is_barred(owner)).map(|found| (found, owner))
-        });
-        let ((.., id), owner) = found.min_by_key(|(found, _)| *found)?;
-        let owner = owner.clone();
-        Some((self.claim(id, bytes), owner))
+        is_barred: impl Fn(&Queue) -> Result<bool, Error>,
+    ) -> Result<Option<(PieceId, Queue)>, Error> {
+        let mut best = None;
+        for list in &self.lists {
+            let Some(owner) = list.owner.as_ref().filter(|owner| *owner != queue) else { continue };
+            let Some(found) = self.fit(list, bytes) else { continue };
+            if best.as_ref().is_none_or(|(least, _)| found < *least) && !is_barred(owner)? {
+                best = Some((found, owner.clone()));
+            }
+        }
+        Ok(best.map(|((.., id), owner)| (self.claim(id, bytes), owner)))
     }
 
     /// The smallest free piece of a list that holds `bytes` bytes.
@@ -484,7 +486,7 @@ mod tests {
                         }
                         if found.is_none()
                             && let Some((id, other)) =
-                                book.take_of_others(bytes, queue, |other| barred[number(other)])
+                                book.take_of_others(bytes, queue, |other| Ok(barred[number(other)])).unwrap()
                         {
                             prop_assert!(!barred[number(&other)] && number(&other) != q);
                             (found, followed) = (Some(id), Some(number(&other)));

@@ -192,8 +192,8 @@ impl Pool {
         }
         if piece.is_none() {
             // Who waited for a stream that is being recorded would be recorded too.
-            let is_barred = |other: &Queue| !matches!(other.is_recorded(), Ok(false));
-            let Some((found, other)) = state.book.take_of_others(class, queue, is_barred) else {
+            let found = state.book.take_of_others(class, queue, Queue::is_recorded)?;
+            let Some((found, other)) = found else {
                 return Ok(None);
             };
             // Where `queue` is being recorded this waits for the device.

@@ -51,11 +51,18 @@ impl RelaxedCapture {
     pub fn begin() -> Result<Self, DriverError> {
         Ok(RelaxedCapture { before: exchange_mode(RELAXED)?, _of_thread: PhantomData })
     }
+
+    /// Until here; where that fails the thread stays as it is.
+    pub fn end(self) -> Result<(), DriverError> {
+        let before = self.before;
+        std::mem::forget(self);
+        exchange_mode(before).map(|_| ())
+    }
 }
 
 impl Drop for RelaxedCapture {
     fn drop(&mut self) {
-        // The mode was the driver's own.
+        // Only where a panic comes between, which is what is told then: `end` is the way out.
         let _ = exchange_mode(self.before);
     }
 }
@@ -103,8 +110,9 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
+        // Nobody is there to be told, and what the driver keeps goes with the context.
         // SAFETY: `self.raw` is live and used no more — owned by `self`, its context kept by whoever ended the capture.
-        unsafe { ffi::cuGraphDestroy(self.raw) };
+        let _ = unsafe { ffi::cuGraphDestroy(self.raw) };
     }
 }
 
@@ -130,8 +138,9 @@ impl GraphExec {
 
 impl Drop for GraphExec {
     fn drop(&mut self) {
+        // As for `Graph`.
         // SAFETY: `self.raw` is live and used no more — owned by `self`, its context kept by whoever instantiated it; a
         // launch in flight completes first.
-        unsafe { ffi::cuGraphExecDestroy(self.raw) };
+        let _ = unsafe { ffi::cuGraphExecDestroy(self.raw) };
     }
 }

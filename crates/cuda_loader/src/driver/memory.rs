@@ -42,14 +42,14 @@ const MEMORY_TYPE: c_int = 2;
 
 /// Whether the driver has pinned, or manages, the memory at an address. Copies to and from such memory are still under way when their
 /// call returns; of all other memory of the host the driver knows nothing.
-pub fn is_known_memory(address: *const c_void) -> bool {
+pub fn is_known_memory(address: *const c_void) -> Result<bool, DriverError> {
     let (mut memory_type, mut attribute): (c_uint, c_int) = (0, MEMORY_TYPE);
     let mut data: *mut c_void = (&raw mut memory_type).cast();
     // The call for several attributes leaves 0 where the address is unknown; that for one fails, which the sanitizer reports.
     // SAFETY: one attribute, and one place for it, which is writable and as large — locals; the driver looks the address up and does not
     // follow it.
-    let code = unsafe { ffi::cuPointerGetAttributes(1, &mut attribute, &mut data, address as CUdeviceptr) };
-    check(code).is_ok() && memory_type != 0
+    check(unsafe { ffi::cuPointerGetAttributes(1, &mut attribute, &mut data, address as CUdeviceptr) })?;
+    Ok(memory_type != 0)
 }
 
 /// Copies on the device.

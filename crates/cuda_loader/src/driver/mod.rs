@@ -93,8 +93,9 @@ impl PrimaryContext {
 
 impl Drop for PrimaryContext {
     fn drop(&mut self) {
+        // Nobody is there to be told; a context that is held too long goes with the process.
         // SAFETY: retained once in `retain`, and released once here.
-        unsafe { ffi::cuDevicePrimaryCtxRelease_v2(self.device) };
+        let _ = unsafe { ffi::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 

@@ -278,7 +278,7 @@ impl Matmul {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
                 MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
-                    entry.in_clusters(cluster, threads, device.profile().num_sms)
+                    entry.in_clusters(cluster, threads, device.profile().num_sms)?
                 }
                 _ => entry,
             })

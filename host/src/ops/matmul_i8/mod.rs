@@ -165,7 +165,7 @@ impl MatmulI8 {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(DType::I8))?;
             Ok::<_, Error>(match variant.tile {
                 MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
-                    entry.in_clusters(cluster, threads, device.profile().num_sms)
+                    entry.in_clusters(cluster, threads, device.profile().num_sms)?
                 }
                 _ => entry,
             })

@@ -1,0 +1,193 @@
+//! Every call of the driver fails in turn: the program ends with an error that says so, or with the right result where the code has its
+//! reason not to mind. Never with a panic, and never with a wrong result.
+//!
+//! The driver is a fake, built here from C (`cc`; without one the tests say so and pass). Its device is the host, so all of the CUDA backend runs but
+//! for what kernels compute. The process's library path is read at its start, so the program runs in a process of its own.
+
+#![cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use host::{Arch, DType, Device, Error, Image, Ptx, Tensor};
+
+const INSIDE: &str = "DRIVER_FAULTS_INSIDE";
+
+/// The folder with the fake `libcuda.so.1`, or `None` without a C compiler.
+fn fake_driver() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let build = || {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("driver_faults");
+        std::fs::create_dir_all(&folder).expect("the temporary folder is writable");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver_faults/libcuda.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
+        let status = compiler.arg(folder.join("libcuda.so.1")).arg(&source).status().ok()?;
+        assert!(status.success(), "cc failed on {}", source.display());
+        Some(folder)
+    };
+    FOLDER.get_or_init(build).as_deref()
+}
+
+/// The program: everything that a library's user does with a card, in two streams, then all is dropped.
+fn program() -> Result<(), Error> {
+    static IMAGES: &[Image] = &[Image {
+        family: "rmsnorm",
+        arch: Arch::Sm61,
+        ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
+    }];
+    // SAFETY: the fake driver's kernels do nothing.
+    let device = unsafe { Device::cuda(0, IMAGES)? };
+    let (stream, other) = (device.stream()?, device.stream()?);
+    let data: Vec<f32> = (0..256).map(|value| value as f32).collect();
+    let a = Tensor::from_slice(&stream, &[4, 64], &data)?;
+    let mut b = Tensor::zeros(&stream, &[4, 64], DType::F32)?;
+    assert_eq!(b.to_vec::<f32>(&stream)?, [0.0; 256]);
+    stream.copy(a.view(), b.view_mut())?;
+    other.wait_for(&stream)?;
+    assert_eq!(b.to_vec::<f32>(&other)?, data);
+
+    let problem =
+        RmsNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
+    let plan = RmsNorm::plan(&device, problem)?;
+    assert_eq!(plan.report().resources.map(|resources| resources.registers), Some(32));
+    let weight = Tensor::zeros(&stream, &[64], DType::F32)?;
+    let run = |out: &mut Tensor, stream: &_| {
+        let (x, weight, out) = (a.view(), weight.view(), out.view_mut());
+        plan.run(stream, RmsNormArgs { x, residual: None, weight, gate: None, out })
+    };
+    run(&mut b, &stream)?;
+
+    let (start, end) = (stream.record()?, stream.record()?);
+    assert_eq!(end.elapsed_ms(&start)?, 1.0);
+    let graph = stream.capture(|stream| {
+        stream.wait_for(&other)?;
+        b.view_mut().fill_zero(stream)?;
+        run(&mut b, stream)
+    })?;
+    // SAFETY: the tensors and the plan are there until the stream has been waited for.
+    unsafe { graph.launch(&stream)? };
+    stream.synchronize()?;
+    assert_eq!(b.to_vec::<f32>(&stream)?, data);
+
+    // Memory of one stream in another: small, which waits for an event, and large, which asks whether there is anything to wait for.
+    for bytes in [4096, 8 << 20] {
+        drop(Tensor::zeros(&stream, &[bytes], DType::I8)?);
+        let again = Tensor::from_slice(&other, &[bytes], &vec![7i8; bytes])?;
+        assert!(again.to_vec::<i8>(&other)?.iter().all(|&value| value == 7));
+    }
+    let error = Tensor::empty(&stream, &[1 << 40], DType::I8).unwrap_err();
+    if !matches!(error, Error::OutOfMemory { .. }) {
+        return Err(error);
+    }
+    drop(Tensor::zeros(&stream, &[64], DType::I8)?);
+    assert_eq!(device.pool().trim()?, 512);
+    stream.synchronize()?;
+    other.synchronize()?;
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// In the fake driver's process: runs the program and prints its end.
+#[test]
+fn inside() {
+    if std::env::var_os(INSIDE).is_none() {
+        return;
+    }
+    match program() {
+        Ok(()) => eprintln!("the program is right"),
+        Err(error) => {
+            let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+            eprintln!("the program fails: {error}: {source}");
+        }
+    }
+}
+
+/// What the program wrote when this call failed.
+fn run(folder: &Path, fail_at: usize, is_sticky: bool) -> String {
+    let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
+    command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
+    command.env(INSIDE, "1").env("LD_LIBRARY_PATH", folder);
+    command.env("FAKE_FAIL", fail_at.to_string());
+    if is_sticky {
+        // CUDA_ERROR_ILLEGAL_ADDRESS.
+        command.env("FAKE_STICKY", "1").env("FAKE_CODE", "700");
+    }
+    let output = command.output().expect("this binary runs");
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "call {fail_at}: {text}");
+    text.into_owned()
+}
+
+fn line<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.strip_prefix(before)?.strip_suffix(behind))
+}
+
+/// Calls whose failure is nobody's error, each with its reason in the code where it is made.
+const NOT_MINDED: [&str; 9] = [
+    // Of what is dropped: nobody is there to be told, and what the driver keeps goes with the context.
+    "cuGraphDestroy after ",
+    "cuGraphExecDestroy after ",
+    "cuEventDestroy_v2 after ",
+    "cuStreamDestroy_v2 after ",
+    "cuDevicePrimaryCtxRelease_v2 after ",
+    // Of a report, which then lacks the figure.
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor after ",
+    "cuCtxSetCurrent after cuFuncGetAttribute",
+    // Of the text of another error.
+    "cuMemGetInfo_v2 after ",
+    // cust's own when it makes a context, which everybody enters again before each use.
+    "cuCtxSetCurrent after cuDevicePrimaryCtxRetain",
+];
+
+#[test]
+fn every_call_fails_in_turn() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let whole = run(folder, 0, false);
+    assert!(whole.contains("the program is right"), "{whole}");
+    let calls: usize = line(&whole, "fake driver: ", " calls").expect("a count").parse().expect("a number");
+    assert!(calls > 100, "{calls}");
+    let (mut minded, mut swallowed) = (BTreeSet::new(), BTreeSet::new());
+    for call in 1..=calls {
+        for is_sticky in [false, true] {
+            let text = run(folder, call, is_sticky);
+            let (_, rest) = text.split_once("fake driver: ").expect("the call is made");
+            let name = rest.split_once(" fails").map(|(name, _)| name).expect("the call is made");
+            let told = line(&text, "the program fails: ", "");
+            let was_done = rest.contains("the work is done");
+            match told {
+                // The driver's words reach the user.
+                Some(message) => {
+                    let code = if is_sticky { "700" } else { "999" };
+                    assert!(
+                        message.contains(code) || NOT_MINDED.iter().any(|call| name.starts_with(call)),
+                        "{name}: {message}"
+                    );
+                    minded.insert(name.split(' ').next().unwrap_or_default().to_owned());
+                }
+                None => {
+                    assert!(text.contains("the program is right"), "{name}: {text}");
+                    // What fails after the work is of no consequence: all is dropped.
+                    if was_done && !NOT_MINDED.iter().any(|call| name.starts_with(call)) {
+                        swallowed.insert(format!("call {call}, {name}, sticky {is_sticky}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(swallowed.is_empty(), "{swallowed:#?}");
+    for name in [
+        "cuPointerGetAttributes",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuStreamQuery",
+        "cuStreamIsCapturing",
+    ] {
+        assert!(minded.contains(name), "{name}: {minded:?}");
+    }
+}
