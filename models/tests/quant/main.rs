@@ -1,5 +1,10 @@
 //! Quantised checkpoints against what the tools that wrote them, and transformers, make of them.
 
+mod architectures;
+mod formats;
+mod hostile;
+mod writer;
+
 use std::collections::HashMap;
 use std::error::Error as StdError;
 use std::path::{Path, PathBuf};
