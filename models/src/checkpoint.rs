@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
-use super::gguf::{Gguf, Named, config_json};
+use super::gguf::{Gguf, Named};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
 use super::{ModelConfig, ModelError, TensorProblem, Weights};
@@ -94,7 +94,7 @@ impl Checkpoint {
         }
         let file = Box::new(Gguf::open(path)?);
         let tower = tower.map(Gguf::open).transpose()?.map(Box::new);
-        let config = ModelConfig::from_value(&config_json(&file, tower.as_deref())?, path)?;
+        let config = ModelConfig::from_gguf(&file, tower.as_deref())?;
         let is_permuted = file.text("general.architecture")? == Some("llama");
         Ok(Checkpoint { path: path.into(), config, source: Source::Gguf { file, tower, is_permuted } })
     }

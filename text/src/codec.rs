@@ -62,7 +62,7 @@ impl Codec {
     }
 }
 
-fn refused(error: tokenizers::Error) -> TextError {
+pub(crate) fn refused(error: tokenizers::Error) -> TextError {
     TextError::Tokenizer { reason: error.to_string() }
 }
 

