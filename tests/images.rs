@@ -83,6 +83,22 @@ fn no_local_memory_no_calls() {
     }
 }
 
+/// Whole warps come to barriers and other aligned instructions together, and whole warpgroups to `wgmma`: what these depend on is decided alike
+/// for all of them, in the source and in what the compiler made of it. ARCHITECTURE, "JumpThreading off".
+#[test]
+fn aligned_instructions_are_reached_together() {
+    let mut strays = Vec::new();
+    for image in IMAGES {
+        for entry in kernels(image) {
+            let name = &entry.name;
+            let found =
+                testkit::uniform::strays(&entry).unwrap_or_else(|error| panic!("{image:?}: {name}: {error}"));
+            strays.extend(found.into_iter().map(|stray| format!("{image:?}: {name}: {stray}")));
+        }
+    }
+    assert!(strays.is_empty(), "{} in all:\n{}", strays.len(), strays[..strays.len().min(20)].join("\n"));
+}
+
 /// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and the next of its group;
 /// where it does not, four: ARCHITECTURE, "Uniform registers".
 fn check_descriptors(kernel: &KernelResources) {

@@ -9,6 +9,7 @@
 //! | [`gpu`] | what to do without a GPU, number of cases, where regression seeds are kept |
 //! | [`ptx`] | reading PTX text, running `ptxas` |
 //! | [`sass`] | counting instructions in what `ptxas` wrote |
+//! | [`uniform`] | finding instructions of whole warps and warpgroups that part of them may not come to |
 //! | [`golden`] | reference arrays from safetensors files |
 //! | `simulator` | a simulated card for `host` (feature `simulator`) |
 //!
@@ -26,5 +27,6 @@ pub mod sass;
 #[cfg(feature = "simulator")]
 pub mod simulator;
 pub mod strategies;
+pub mod uniform;
 
 pub use element::Element;

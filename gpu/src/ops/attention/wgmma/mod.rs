@@ -104,8 +104,10 @@
 //! what is gained beyond cycles is clocks, since a joule does 873 to 922 Gop of 4, 32, 4096, 128 causal instead of 853 to 874.
 //!
 //! A plain step's time is in what a warp does one after the other, not in a unit: of 16, 32, 512, 64 products and exponentials take 37 % of the
-//! cycles each, warps issue in 42 %. So branches and instructions count: a plain step has one branch for caps and borders, and older results
-//! are rescaled where a maximum has grown instead of behind the softmax. With q's descriptors by a shuffle at 64 columns too, thousands of cycles:
+//! cycles each, warps issue in 42 %. So branches and instructions count: a plain step has one branch for caps and borders, and one more
+//! around the rescaling of older results, which stands behind the wait for their product: the wait is the whole warpgroup's, and whether a maximum
+//! has grown is each warp's own. The times here are of kernels that waited inside of that branch, ahead of the exponentials, which PTX does not
+//! define; their plain step had two instructions less. With q's descriptors by a shuffle at 64 columns too, thousands of cycles:
 //! 546 to 533 (2, 32, 4096, 64), 124 to 121 (1, 32 on 8, 2048, 128), 1475 to 1469 (4, 32, 4096, 128 causal), 270 to 269 (16, 16, 1024, 128), and
 //! 2360 to 2376 at 256 columns.
 //!
@@ -254,13 +256,14 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::decrease::<32>();
             }
-            // Tiles are drawn early where the loader has registers for it.
-            if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
+            // First what is the same in a warp: a barrier must not depend on what is one thread's.
+            if thread >= 32 {
+                clean::<T, DIM_V, KEYS>(places);
+            } else if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
+                // Tiles are drawn early where the loader has registers for it.
                 load::<DIM, DIM_V, KEYS, ROWS, true>(maps, places, tables, blocks, counter, dims);
             } else if thread == 0 {
                 load::<DIM, DIM_V, KEYS, ROWS, false>(maps, places, tables, blocks, counter, dims);
-            } else if thread >= 32 {
-                clean::<T, DIM_V, KEYS>(places);
             }
         } else {
             if wgmma_knows_blocks(CONSUMERS, DIM_V) {
@@ -428,14 +431,7 @@ unsafe fn consume<
                     }
                     wgmma::wait_group::<0>(&mut s);
                     release_scores(step, turn);
-                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
-                        &mut s,
-                        &mut rows,
-                        step,
-                        of_borders(round),
-                        dims,
-                        |_| (),
-                    );
+                    weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(&mut s, &mut rows, step, of_borders(round), dims);
                     round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     let mut accumulate = Accumulate::Overwrite;
                     let wait_for_next_k = |step: Step, turn: Turn| {
@@ -459,22 +455,22 @@ unsafe fn consume<
                         accumulate = Accumulate::Add;
                         wgmma::wait_group::<1>(&mut s);
                         release_scores(step, turn);
-                        weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
+                        let decay = weigh::<DIM_V, KEYS, CONSUMERS, SCORES>(
                             &mut s,
                             &mut rows,
                             step,
                             of_borders(round),
                             dims,
-                            |decay| {
-                                wgmma::wait_group::<0>(&mut (&mut o, &mut p));
-                                scale_rows(&mut o, decay);
-                            },
                         );
                         // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
                         // new one, behind the softmax.
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                         release(places.empty_v(before));
+                        // Each warp decides for itself, so the wait for the products, which is the warpgroup's, stands before.
+                        if let Some(decay) = decay {
+                            scale_rows(&mut o, decay);
+                        }
                         round_weights::<T, SCORES, WEIGHTS>(&s, &mut p);
                     }
                     mbarrier::wait_parity(places.full_v(turn), places.parity(turn));
@@ -511,7 +507,8 @@ unsafe fn consume<
     }
 }
 
-/// From scores to weights, of which those that a row does not see are 0. `scale_older` is called where older results are to be multiplied.
+/// From scores to weights, of which those that a row does not see are 0. Returns what older results are to be multiplied by, if they are: that
+/// is the warp's own decision, so no `wgmma` may depend on it.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.
@@ -522,8 +519,7 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
     step: Step,
     (places, round, consumer, member, blocks): (Places, u32, u32, u32, *const u32),
     dims: &AttentionDims,
-    mut scale_older: impl FnMut([f32; 2]),
-) {
+) -> Option<[f32; 2]> {
     // SAFETY: the caller's promise.
     unsafe {
         if step.is_special() {
@@ -546,18 +542,13 @@ unsafe fn weigh<const DIM_V: u32, const KEYS: u32, const CONSUMERS: u32, const S
                 mask(s, groups, dims, bounds, query + lane / 4, key + lane % 4 * 2);
                 // Mostly a tile's first step, in which all is new.
                 let (exponents, decay) = raise::<SCORES, false>(s, groups, rows, dims.scale);
-                if let Some(decay) = decay {
-                    scale_older(decay);
-                }
                 weights(s, groups, rows, exponents, decay);
-                return;
+                return decay;
             }
         }
         let (exponents, decay) = raise::<SCORES, true>(s, Groups::UNKNOWN, rows, dims.scale);
-        if let Some(decay) = decay {
-            scale_older(decay);
-        }
         weights(s, Groups::UNKNOWN, rows, exponents, decay);
+        decay
     }
 }
 
