@@ -8,7 +8,7 @@ use std::vec::Vec;
 
 use super::clock::meet;
 use super::machine::{Failure, Machine, Unit, Wait, attempt, suspend};
-use super::warpgroup::Multiplications;
+use super::warpgroup::{Executed, Multiplications};
 use super::{Defect, Need};
 
 /// Words that a lane brings to an operation, and that it takes away.
@@ -409,10 +409,11 @@ pub(crate) fn elect(mask: u32) -> bool {
 
 /// `setmaxnreg`: all warps of a warpgroup together.
 #[track_caller]
-pub(crate) fn set_max_registers(instruction: &'static str, _registers: u32) {
+pub(crate) fn set_max_registers(instruction: &'static str, registers: u32) {
+    let line = Location::caller();
     let operation = Operation { instruction, together: Together::Aligned, need: Some(Need::Wgmma) };
-    collective(operation, u32::MAX, 0, [0; 12], Location::caller(), |access, _| {
-        access.machine.check_warpgroup(instruction)?;
+    collective(operation, u32::MAX, registers.into(), [0; 12], line, |access, _| {
+        access.machine.check_warpgroup(Executed { instruction, line, operands: [registers.into(), 0] })?;
         Ok([[0; 8]; 32])
     });
 }

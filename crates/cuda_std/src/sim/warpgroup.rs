@@ -7,6 +7,7 @@
 
 use core::mem::MaybeUninit;
 use core::panic::Location;
+use std::collections::VecDeque;
 use std::format;
 use std::rc::Rc;
 use std::vec::Vec;
@@ -31,7 +32,7 @@ pub(super) struct Multiplications {
     uncommitted: bool,
     /// A fence has come since the registers could be touched last.
     fenced: bool,
-    /// Instructions so far.
+    /// Instructions of the warpgroup so far.
     count: usize,
 }
 
@@ -40,10 +41,22 @@ pub(super) struct Multiplications {
 pub(super) struct Warpgroup {
     /// The agent that reads shared memory.
     agent: Option<u32>,
-    /// What was executed: line and descriptors.
-    log: Vec<(&'static Location<'static>, u64, u64)>,
+    /// What some warps have executed and others have not yet.
+    log: VecDeque<Executed>,
+    /// Instructions that all four have executed.
+    done: usize,
     /// Threads that wait until all warps have committed a group, by its time.
     waiting: Vec<(usize, u32)>,
+}
+
+/// An instruction of a warpgroup: the same in all of its warps, so from one place in the program, where branches that
+/// lead there are taken by all of them or by none.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Executed {
+    pub(super) instruction: &'static str,
+    pub(super) line: &'static Location<'static>,
+    /// Descriptors, or what else is part of the instruction.
+    pub(super) operands: [u64; 2],
 }
 
 /// What a thread's accumulators will hold.
@@ -75,25 +88,51 @@ const fn aligned(instruction: &'static str) -> Operation {
 /// The lanes of a warp come together for an instruction that has no operands.
 fn together(
     instruction: &'static str,
+    operand: u64,
     line: &'static Location<'static>,
     act: impl FnOnce(&mut Machine) -> Result<(), Failure>,
 ) {
-    collective(aligned(instruction), u32::MAX, 0, [0; 12], line, |access, _| {
-        access.machine.check_warpgroup(instruction)?;
+    collective(aligned(instruction), u32::MAX, operand, [0; 12], line, |access, _| {
+        access.machine.check_warpgroup(Executed { instruction, line, operands: [operand, 0] })?;
         act(access.machine)?;
         Ok([[0; 8]; 32])
     });
 }
 
 impl Machine {
-    pub(super) fn check_warpgroup(&mut self, instruction: &str) -> Result<(), Failure> {
+    /// The running warp's group is whole, and its warps execute the same instructions with the same operands in shared
+    /// memory.
+    pub(super) fn check_warpgroup(&mut self, executed: Executed) -> Result<(), Failure> {
         let thread = self.current.thread;
+        let Executed { instruction, .. } = executed;
         let unit = self.unit();
         let (block, warp) = (unit[thread].block, unit[thread].warp);
-        if unit.blocks[block].warps.len() < (warp / 4 + 1) * 4 {
+        let first = warp / 4 * 4;
+        if unit.blocks[block].warps.len() < first + 4 {
             let text = format!("`{instruction}` by warp {warp}, whose warpgroup has less than four warps");
             return Err(Failure(Defect::Divergence, text));
         }
+        let count = self.warp().multiplications.count;
+        self.warp().multiplications.count += 1;
+        let group = self.warpgroup();
+        match group.log.get(count - group.done) {
+            None => group.log.push_back(executed),
+            Some(other) if *other == executed => {}
+            Some(Executed { instruction: other, line, .. }) => {
+                let text = format!(
+                    "`{instruction}`: warp {warp} executes another instruction, or other operands, than the other warps of its group: \
+                     `{other}` at {}:{}",
+                    line.file(),
+                    line.line()
+                );
+                return Err(Failure(Defect::Divergence, text));
+            }
+        }
+        let warps = &self.unit().blocks[block].warps[first..first + 4];
+        let by_all = warps.iter().map(|warp| warp.multiplications.count).min().unwrap_or(0);
+        let group = self.warpgroup();
+        group.log.drain(..by_all - group.done);
+        group.done = by_all;
         Ok(())
     }
 
@@ -126,29 +165,6 @@ impl Machine {
         START + warps.iter().map(|warp| warp.multiplications.committed).min().unwrap_or(0)
     }
 
-    /// All warps of the group execute the same instructions with the same operands in shared memory.
-    fn check_uniform(&mut self, what: (&'static Location<'static>, u64, u64)) -> Result<(), Failure> {
-        let thread = self.current.thread;
-        let warp = self.unit()[thread].warp;
-        let count = self.warp().multiplications.count;
-        self.warp().multiplications.count += 1;
-        let log = &mut self.warpgroup().log;
-        match log.get(count) {
-            None => log.push(what),
-            Some(other) if *other == what => {}
-            Some((line, ..)) => {
-                let text = format!(
-                    "`wgmma.mma_async`: warp {warp} executes another instruction, or other descriptors, than the other \
-                     warps of its group at {}:{}",
-                    line.file(),
-                    line.line()
-                );
-                return Err(Failure(Defect::Divergence, text));
-            }
-        }
-        Ok(())
-    }
-
     /// A thread is about to return: its warp must have waited, and executed what the others of its group did.
     pub(super) fn check_wgmma_of_thread(&mut self) -> Result<(), Failure> {
         let thread = self.current.thread;
@@ -161,10 +177,11 @@ impl Machine {
         let count = multiplications.count;
         let unit = self.unit();
         let (block, warp) = (unit[thread].block, unit[thread].warp);
-        let executed = unit.blocks[block].warpgroups.get(&(warp / 4)).map_or(0, |group| group.log.len());
+        let executed =
+            unit.blocks[block].warpgroups.get(&(warp / 4)).map_or(0, |group| group.done + group.log.len());
         if executed != count {
             let text = format!(
-                "warp {warp} returns after {count} `wgmma.mma_async`, while another warp of its group executed {executed}"
+                "warp {warp} returns after {count} instructions of its warpgroup, while another warp of its group executed {executed}"
             );
             return Err(Failure(Defect::Divergence, text));
         }
@@ -193,7 +210,7 @@ impl Machine {
 /// `wgmma.fence`.
 #[track_caller]
 pub(crate) fn wgmma_fence() {
-    together("wgmma.fence", Location::caller(), |machine| {
+    together("wgmma.fence", 0, Location::caller(), |machine| {
         machine.warp().multiplications.fenced = true;
         Ok(())
     });
@@ -202,7 +219,7 @@ pub(crate) fn wgmma_fence() {
 /// `wgmma.commit_group`.
 #[track_caller]
 pub(crate) fn wgmma_commit_group() {
-    together("wgmma.commit_group", Location::caller(), |machine| {
+    together("wgmma.commit_group", 0, Location::caller(), |machine| {
         let (_, time) = machine.wgmma_agent();
         let multiplications = &mut machine.warp().multiplications;
         multiplications.groups.push(time);
@@ -226,7 +243,7 @@ pub(crate) fn wgmma_commit_group() {
 pub(crate) fn wgmma_wait_group(newest: u32) {
     const INSTRUCTION: &str = "wgmma.wait_group";
     let line = Location::caller();
-    together(INSTRUCTION, line, |machine| {
+    together(INSTRUCTION, newest.into(), line, |machine| {
         let multiplications = &mut machine.warp().multiplications;
         multiplications.fenced = false;
         let groups = &mut multiplications.groups;
@@ -312,8 +329,7 @@ pub(crate) fn wgmma(
     let immediate = b ^ descriptor.rotate_left(7) ^ u64::from(adds) << 40;
     collective(aligned(INSTRUCTION), u32::MAX, immediate, input, line, |access, inputs| {
         let machine = &mut *access.machine;
-        machine.check_warpgroup(INSTRUCTION)?;
-        machine.check_uniform((line, descriptor, b))?;
+        machine.check_warpgroup(Executed { instruction: INSTRUCTION, line, operands: [descriptor, b] })?;
         if !machine.warp().multiplications.fenced {
             let text =
                 format!("`{INSTRUCTION}` without `wgmma.fence` after the registers could be touched last");

@@ -137,8 +137,8 @@ fn a_stage_that_a_product_still_reads() {
         });
 }
 
-/// Two warpgroups multiply the same operands. Each waits for its own product, and the first overwrites what the second's
-/// may still read (TileLang #2613: a barrier that the compiler left out).
+/// Two warpgroups multiply the same operands. Each waits for its own product, and the first overwrites what the
+/// second's may still read (TileLang #2613: a barrier that the compiler left out).
 unsafe fn wait_of_one_group(form: Form, out: *mut f32) {
     fill();
     fence::proxy_async_shared();
@@ -295,7 +295,69 @@ fn a_warp_that_leaves_the_product_out() {
     Defective::new(SOURCE, group("product_without_the_last_warp")).output("out", floats([16.0; 384])).caught(
         8,
         Defect::Divergence,
-        "while another warp of its group executed 1",
+        "while another warp of its group executed 4",
         |form, [out]| unsafe { product_without_the_last_warp(form, out as _) },
+    );
+}
+
+/// A warp waits for the product in a branch of its own, where it has something to add before the others do: its
+/// `wgmma.wait_group` is not theirs. Attention's prompts on Hopper did so where a warp's scores had grown (synccheck:
+/// mismatching pc between warps).
+unsafe fn wait_in_a_warps_own_branch(form: Form, out: *mut f32) {
+    fill();
+    fence::proxy_async_shared();
+    thread::sync_threads();
+    let mut sums = [0.0; 4];
+    let grows = tid() / 32 == 2;
+    wgmma::fence();
+    multiply(&mut sums, Accumulate::Overwrite);
+    wgmma::commit_group();
+    if form == Form::Broken && grows {
+        wgmma::wait_group::<0>(&mut sums); // reported, named
+        sums = sums.map(|sum| 2.0 * sum);
+    }
+    wgmma::wait_group::<0>(&mut sums); // reported, named
+    if form == Form::Repaired && grows {
+        sums = sums.map(|sum| 2.0 * sum);
+    }
+    store(out, sums);
+}
+
+#[test]
+fn a_wait_that_is_one_warps() {
+    let after = core::array::from_fn::<f32, 512, _>(|i| if i / 128 == 2 { 32.0 } else { 16.0 });
+    Defective::new(SOURCE, group("wait_in_a_warps_own_branch")).output("out", floats(after)).caught(
+        1,
+        Defect::Divergence,
+        "executes another instruction, or other operands, than the other warps of its group: `wgmma.wait_group`",
+        |form, [out]| unsafe { wait_in_a_warps_own_branch(form, out as _) },
+    );
+}
+
+/// Each half of the warpgroup goes to the product by a way of its own, as after a compiler that copies what follows a
+/// branch.
+unsafe fn product_on_both_sides_of_a_branch(form: Form, out: *mut f32) {
+    fill();
+    fence::proxy_async_shared();
+    thread::sync_threads();
+    let mut sums = [0.0; 4];
+    wgmma::fence();
+    if form == Form::Broken && tid() < 64 {
+        multiply(&mut sums, Accumulate::Overwrite); // reported, named
+    } else {
+        multiply(&mut sums, Accumulate::Overwrite); // reported, named
+    }
+    wgmma::commit_group();
+    wgmma::wait_group::<0>(&mut sums);
+    store(out, sums);
+}
+
+#[test]
+fn a_product_at_two_places() {
+    Defective::new(SOURCE, group("product_on_both_sides_of_a_branch")).output("out", floats([16.0; 512])).caught(
+        1,
+        Defect::Divergence,
+        "executes another instruction, or other operands, than the other warps of its group: `wgmma.mma_async`",
+        |form, [out]| unsafe { product_on_both_sides_of_a_branch(form, out as _) },
     );
 }
