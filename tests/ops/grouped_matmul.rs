@@ -274,28 +274,40 @@ proptest! {
     }
 }
 
-/// Sizes of zero: nothing to do, or an empty sum.
+/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
 #[test]
-fn empty() -> Result<(), TestCaseError> {
+fn nothing_and_one() -> Result<(), TestCaseError> {
+    let ones = |count: usize| vec![half::bf16::from_f32(1.0); count];
+    let sizes = [0, 1, 6]
+        .into_iter()
+        .flat_map(|rows| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [rows, n, k])));
     for device in &devices() {
         let stream = device.stream()?;
-        for (rows, n, k) in [(0, 5, 7), (6, 0, 7), (0, 0, 0), (6, 70, 0)] {
-            let (dtype, from) = (DType::BF16, GroupedRows::Sorted);
-            let problem = GroupedMatmulProblem { rows, experts: 2, n, k, dtype, from };
-            let plan = GroupedMatmul::plan(device, problem)?;
-            let zeros = |shape: &[usize]| Tensor::zeros(&stream, shape, dtype);
-            let (x, w) = (zeros(&[rows, k])?, zeros(&[2, n, k])?);
-            let offsets = Tensor::from_slice(&stream, &[3], &[0, 1.min(rows as u32), rows as u32])?;
-            let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
-            let args = GroupedMatmulArgs {
-                x: x.view(),
-                w: w.view(),
-                offsets: offsets.view(),
-                order: None,
-                out: out.view_mut(),
-            };
-            plan.run(&stream, args)?;
-            assert_eq!(out.read(&stream)?, vec![0.0; rows * n], "{rows} {n} {k}");
+        for [rows, n, k] in sizes.clone() {
+            let case = contiguous(DType::BF16, vec![rows.min(1), rows - rows.min(1)], n, k, 0);
+            let problem = GroupedMatmulProblem { from: GroupedRows::Sorted, ..case.problem };
+            let own = variants(&case).filter(|variant| runs(device, variant.floor));
+            for variant in std::iter::once(None).chain(own.map(Some)) {
+                let plan = match variant {
+                    None => GroupedMatmul::plan(device, problem)?,
+                    Some(variant) => GroupedMatmul::plan_with(device, problem, variant)?,
+                };
+                let tensor =
+                    |shape: &[usize]| Tensor::from_slice(&stream, shape, &ones(shape.iter().product()));
+                let (x, w) = (tensor(&[rows, k])?, tensor(&[2, n, k])?);
+                let offsets = Tensor::from_slice(&stream, &[3], &case.offsets())?;
+                let mut out = Rows::output(&stream, DType::BF16, rows, n, Layout::default())?;
+                let args = GroupedMatmulArgs {
+                    x: x.view(),
+                    w: w.view(),
+                    offsets: offsets.view(),
+                    order: None,
+                    out: out.view_mut(),
+                };
+                let what = format!("{:?} {rows} {n} {k} {}", device.place(), plan.report().variant);
+                plan.run(&stream, args).map_err(|error| fail(format!("{what}: {error}")))?;
+                assert_eq!(out.read(&stream)?, vec![k as f64; rows * n], "{what}");
+            }
         }
     }
     Ok(())

@@ -8,14 +8,12 @@ use std::collections::BTreeSet;
 
 use abi::ops::matmul::{MatmulTile, MatmulVariant};
 use proptest::prelude::*;
-use testkit::strategies::Values;
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Precision};
 use warpforge::{Arch, DType, Tensor};
 
 use crate::harness::{
     EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel, fail, on_executors, one_sm, runs,
-    values,
 };
 use case::*;
 
@@ -193,35 +191,36 @@ fn tiles_of_one_block() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Sizes of zero: nothing to do, or an empty sum.
+/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
 #[test]
-fn empty() -> Result<(), TestCaseError> {
-    for device in &devices() {
+fn nothing_and_one() -> Result<(), TestCaseError> {
+    let ones = |count: usize| vec![half::bf16::from_f32(1.0); count];
+    let sizes = [0, 1, 40]
+        .into_iter()
+        .flat_map(|m| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [m, n, k])));
+    for (device, [m, n, k]) in
+        devices().iter().flat_map(|device| sizes.clone().map(move |sizes| (device, sizes)))
+    {
         let stream = device.stream().map_err(fail)?;
-        for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0], [0, 70, 0], [3, 0, 0]] {
-            for bias in [Bias::None, Bias::PerColumn] {
-                let dtype = DType::BF16;
-                let problem = MatmulProblem { out_dtype: DType::F32, bias, ..plain([m, n, k], dtype) };
-                let plan = plan(device, problem, None)?;
-                let a = Tensor::zeros(&stream, &[m, k], dtype).map_err(fail)?;
-                let b = Tensor::zeros(&stream, &[n, k], dtype).map_err(fail)?;
-                let no_bias = Tensor::zeros(&stream, &[0], dtype).map_err(fail)?;
-                let added = values(Values::Normal, dtype, n, 3);
-                let added_rows = Rows::input(&stream, dtype, &added, n, Layout::default()).map_err(fail)?;
-                let view = match bias {
-                    Bias::None => None,
-                    // A view of no columns has no row to be reshaped.
-                    Bias::PerColumn if n == 0 => Some(no_bias.view()),
-                    Bias::PerColumn => Some(added_rows.view().reshape(&[n]).map_err(fail)?),
+        let dtype = DType::BF16;
+        for (bias, out_dtype) in [(Bias::None, DType::F32), (Bias::PerColumn, dtype)] {
+            let problem = MatmulProblem { out_dtype, bias, ..plain([m, n, k], dtype) };
+            let variants = variants(&problem).filter(|variant| runs(device, variant.floor));
+            for variant in std::iter::once(None).chain(variants.map(Some)) {
+                let plan = plan(device, problem, variant)?;
+                let tensor =
+                    |shape: &[usize]| Tensor::from_slice(&stream, shape, &ones(shape.iter().product()));
+                let (a, b) = (tensor(&[m, k]).map_err(fail)?, tensor(&[n, k]).map_err(fail)?);
+                let added = tensor(&[n]).map_err(fail)?;
+                let mut out = Rows::output(&stream, out_dtype, m, n, Layout::default()).map_err(fail)?;
+                let args = MatmulArgs {
+                    bias: (bias == Bias::PerColumn).then(|| added.view()),
+                    ..MatmulArgs::new(a.view(), b.view(), out.view_mut())
                 };
-                let mut out = Rows::output(&stream, DType::F32, m, n, Layout::default()).map_err(fail)?;
-                let args = MatmulArgs { bias: view, ..MatmulArgs::new(a.view(), b.view(), out.view_mut()) };
-                plan.run(&stream, args).map_err(fail)?;
-                let want: Vec<f64> = match bias {
-                    Bias::None => vec![0.0; m * n],
-                    Bias::PerColumn => added.repeat(m),
-                };
-                assert_eq!(out.read(&stream)?, want, "{m} {n} {k} {bias:?}");
+                let what = format!("{:?} {m} {n} {k} {bias:?} {}", device.place(), plan.report().variant);
+                plan.run(&stream, args).map_err(|error| fail(format!("{what}: {error}")))?;
+                let want = k as f64 + f64::from(u8::from(bias == Bias::PerColumn));
+                assert_eq!(out.read(&stream)?, vec![want; m * n], "{what}");
             }
         }
     }

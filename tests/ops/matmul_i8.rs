@@ -355,29 +355,40 @@ fn parts_of_k() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Sizes of zero: nothing to do, or an empty sum.
+/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
 #[test]
-fn empty() -> Result<(), Error> {
+fn nothing_and_one() -> Result<(), Error> {
+    let sizes = [0, 1, 40]
+        .into_iter()
+        .flat_map(|m| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [m, n, k])));
     for device in &devices() {
         let stream = device.stream()?;
-        for [m, n, k] in [[0, 5, 7], [5, 0, 7], [0, 0, 0], [3, 70, 0], [40, 70, 0]] {
+        for [m, n, k] in sizes.clone() {
             let dtype = DType::F16;
             let problem = MatmulI8Problem { m, n, k, out_dtype: dtype, bias: Bias::PerColumn };
-            let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
-            let (qa, qb) = (tensor(&[m, k], DType::I8)?, tensor(&[n, k], DType::I8)?);
-            let (a_scale, b_scale) = (tensor(&[m], DType::F32)?, tensor(&[n], DType::F32)?);
+            let ones =
+                |shape: &[usize]| Tensor::from_slice(&stream, shape, &vec![1i8; shape.iter().product()]);
+            let scales = |len: usize| Tensor::from_slice(&stream, &[len], &vec![2f32; len]);
+            let (qa, qb, a_scale, b_scale) = (ones(&[m, k])?, ones(&[n, k])?, scales(m)?, scales(n)?);
             let bias = Tensor::from_slice(&stream, &[n], &vec![half::f16::from_f32(1.5); n])?;
-            let mut out = tensor(&[m, n], dtype)?;
-            let args = MatmulI8Args {
-                qa: qa.view(),
-                qb: qb.view(),
-                a_scale: a_scale.view(),
-                b_scale: b_scale.view(),
-                bias: Some(bias.view()),
-                out: out.view_mut(),
-            };
-            MatmulI8::plan(device, problem)?.run(&stream, args)?;
-            assert_eq!(out.to_f32_vec(&stream)?, vec![1.5; m * n], "{m} {n} {k}");
+            for variant in std::iter::once(None).chain(variants(device, dtype).map(Some)) {
+                let plan = match variant {
+                    None => MatmulI8::plan(device, problem)?,
+                    Some(variant) => MatmulI8::plan_with(device, problem, variant)?,
+                };
+                let mut out = Tensor::from_slice(&stream, &[m, n], &vec![half::f16::from_f32(-1.0); m * n])?;
+                let args = MatmulI8Args {
+                    qa: qa.view(),
+                    qb: qb.view(),
+                    a_scale: a_scale.view(),
+                    b_scale: b_scale.view(),
+                    bias: Some(bias.view()),
+                    out: out.view_mut(),
+                };
+                plan.run(&stream, args)?;
+                let want = vec![1.5 + 4.0 * k as f32; m * n];
+                assert_eq!(out.to_f32_vec(&stream)?, want, "{m} {n} {k} {}", plan.report().variant);
+            }
         }
         for [rows, cols] in [[0, 4], [4, 0], [0, 0]] {
             let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype: DType::BF16 })?;

@@ -31,7 +31,8 @@ use super::operand::Operand;
 unsafe fn rows_to_l2<T>(row: impl Fn(u32) -> *const T, rows: u32, bytes: u32, warp: u32, warps: u32) {
     let of_warp = rows.div_ceil(warps);
     let (lane, index) = (thread::lane(), warp * of_warp + thread::lane());
-    if lane < of_warp && index < rows {
+    // Rows of no bytes lie nowhere.
+    if bytes > 0 && lane < of_warp && index < rows {
         // SAFETY: the caller's promise.
         unsafe { global::prefetch_l2(row(index), bytes) };
     }

@@ -149,6 +149,11 @@ impl Machine {
         Failure(Defect::OutOfBounds, format!("{} of {bytes} bytes out of bounds: at {bounds}", noun(kind)))
     }
 
+    /// An access to what kernels may not touch.
+    pub(super) fn forbidden(&mut self, at: Space, kind: Kind) -> Failure {
+        self.explain(at, kind, Conflict::Forbidden)
+    }
+
     fn explain(&mut self, at: Space, kind: Kind, conflict: Conflict) -> Failure {
         let (place, noun) = (self.name(at), noun(kind));
         match conflict {

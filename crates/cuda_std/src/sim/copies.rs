@@ -566,9 +566,12 @@ pub(crate) fn bulk_prefetch(global: *const u8, bytes: u32) {
     attempt(INSTRUCTION, Location::caller(), |machine| {
         check_bulk(INSTRUCTION, 0, global.addr(), bytes)?;
         let (memory, _) = machine.memory_and_unit();
-        match memory.find(global.addr(), bytes as usize) {
-            Some(_) => Ok(()),
-            None => Err(machine.outside(Space::Global(global.addr()), bytes as usize, Kind::Read)),
+        let Some((index, offset)) = memory.find(global.addr(), bytes as usize) else {
+            return Err(machine.outside(Space::Global(global.addr()), bytes as usize, Kind::Read));
+        };
+        match memory.buffer(index).shadow.first_forbidden(offset, bytes as usize) {
+            None => Ok(()),
+            Some(at) => Err(machine.forbidden(Space::Global(global.addr() + at - offset), Kind::Read)),
         }
     });
 }

@@ -186,6 +186,15 @@ impl Shadow {
         }
     }
 
+    /// The first of some bytes that kernels may not touch.
+    pub(super) fn first_forbidden(&self, offset: usize, bytes: usize) -> Option<usize> {
+        (offset..offset + bytes).find(|at| {
+            let cell = self.words[at / 4];
+            let cell = cell.split.checked_sub(1).map_or(cell, |index| self.split[index as usize][at % 4]);
+            cell.write == Stamp::FORBIDDEN
+        })
+    }
+
     /// Checks an access of `bytes` bytes at `offset` and remembers it. On a conflict: the byte, and what it is.
     #[inline]
     pub(super) fn access(

@@ -180,3 +180,23 @@ fn a_null_pointer() {
             absent_bias(form, core::ptr::null(), out as _)
         });
 }
+
+/// Weights are brought to L2 for one row more than there are: inside the buffer that they are part of, so no card says so.
+unsafe fn prefetch_of_a_row_too_many(form: Form, x: *const u32, out: *mut u32) {
+    let rows = if form == Form::Broken { 5 } else { 4 };
+    if tid() < rows {
+        global::prefetch_l2(x.add(8 * tid() as usize), 32); // reported
+    }
+    global::store(out.add(tid() as usize), tid());
+}
+
+#[test]
+fn a_prefetch_behind_the_last_row() {
+    Defective::new(SOURCE, launch("prefetch_of_a_row_too_many", 1, 32))
+        .input("x", 0..64)
+        .gap(128..256)
+        .output("out", 0..32)
+        .caught(1, Defect::OutOfBounds, "is a guard band or a gap between rows", |form, [x, out]| unsafe {
+            prefetch_of_a_row_too_many(form, x as _, out as _)
+        });
+}
