@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use testkit::ptx::{Entry, KernelResources, assemble, count_instructions, entries, find_ptxas};
+use testkit::ptx::{Assembler, Entry, KernelResources, count_instructions, entries};
+use testkit::sass::Together;
 use warpforge::{Arch, IMAGES, Image};
 
 #[test]
@@ -109,21 +110,34 @@ fn check_descriptors(kernel: &KernelResources) {
     assert!(moves <= Some(most), "{}: {moves:?} R2UR between one product and the next", kernel.name);
 }
 
+/// ptxas makes no copies of what whole warps or warpgroups execute together: what holds for the PTX (above) holds for the code.
+fn check_copies(kernel: &KernelResources, entry: &Entry) {
+    let count = |opcodes: &[&str]| opcodes.iter().map(|opcode| count_instructions(&entry.body, opcode)).sum();
+    let in_ptx = Together {
+        products: count(&["wgmma.mma_async"]),
+        syncs: count(&["wgmma.fence", "wgmma.wait_group"]),
+        // Whoever has waited for a cluster's barrier waits at one of the block.
+        barriers: count(&["bar.sync", "bar.arrive", "bar.red", "barrier.cluster.wait"]),
+    };
+    assert_eq!(kernel.together, in_ptx, "{}: in the code, and in the PTX", kernel.name);
+}
+
 /// ptxas takes every kernel of the images of an architecture, without a stack or a spill.
 fn assemble_without_spills(arch: Arch) {
-    let Some(ptxas) = find_ptxas() else {
+    let Some(ptxas) = Assembler::find().expect("an assembler") else {
         testkit::gpu::skip_optional("there is no ptxas: `cargo xtask test` gets one");
         return;
     };
     for module in IMAGES.iter().filter(|image| image.arch == arch).flat_map(|image| image.modules()) {
-        let name = module.name;
-        let kernels = assemble(&ptxas, &module.text().expect("a sound module"), arch)
-            .unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert_eq!(kernels.len(), 1, "{name}");
-        for kernel in kernels {
+        let (name, text) = (module.name, module.text().expect("a sound module"));
+        let kernels = ptxas.assemble(&text, arch).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let entries = entries(&text).expect("PTX");
+        assert_eq!((kernels.len(), entries.len()), (1, 1), "{name}");
+        for (kernel, entry) in kernels.iter().zip(&entries) {
             let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
             assert_eq!(spills, (0, 0, 0), "{name}: stack, spill stores, spill loads");
-            check_descriptors(&kernel);
+            check_descriptors(kernel);
+            check_copies(kernel, entry);
         }
     }
 }

@@ -1,10 +1,12 @@
 //! Reading PTX text, and running `ptxas` over it.
 
 use crate::gpu::workspace_root;
-use crate::sass::moves_between_products;
+use crate::sass::{Together, moves_between_products, together};
 use abi::Arch;
 use std::collections::BTreeMap;
 use std::env;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -182,6 +184,8 @@ pub struct KernelResources {
     pub smem_bytes: u32,
     /// What [`crate::sass::moves_between_products`] finds in its code for sm_90a.
     pub moves_between_products: Option<usize>,
+    /// What [`crate::sass::together`] finds in its code.
+    pub together: Together,
 }
 
 /// The assembler: `WARPFORGE_PTXAS` as it stands, else the first of the copy that `xtask` keeps under
@@ -247,17 +251,117 @@ pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResourc
         (true, false) => Err(advisories.join("\n")),
         (true, true) => {
             let mut kernels = parse_resources(&log)?;
-            if arch == Arch::Sm90a {
-                let code = std::fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
-                let moves =
-                    moves_between_products(&code).ok_or("ptxas wrote something else than an ELF file")?;
-                for kernel in &mut kernels {
-                    kernel.moves_between_products = moves.get(&kernel.name).copied();
-                }
+            let code = std::fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
+            let other = "ptxas wrote something else than an ELF file";
+            let (moves, together) =
+                (moves_between_products(&code).ok_or(other)?, together(&code).ok_or(other)?);
+            for kernel in &mut kernels {
+                kernel.moves_between_products = moves.get(&kernel.name).copied();
+                kernel.together = together.get(&kernel.name).copied().unwrap_or_default();
             }
             Ok(kernels)
         }
     }
+}
+
+/// An assembler whose results are kept below `target/ptxas`, by the text's contents, the floor and the assembler's version: a kernel that has not
+/// changed costs a hash.
+pub struct Assembler {
+    ptxas: PathBuf,
+    version: String,
+    kept: PathBuf,
+}
+
+/// Changes when [`assemble`] asks for something else, or results are written otherwise.
+const FORMAT: u32 = 1;
+
+impl Assembler {
+    /// That of [`find_ptxas`], if there is one.
+    ///
+    /// # Errors
+    /// If it does not say its version.
+    pub fn find() -> Result<Option<Self>, String> {
+        find_ptxas().map(|ptxas| Self::new(ptxas, workspace_root().join("target/ptxas"))).transpose()
+    }
+
+    fn new(ptxas: PathBuf, kept: PathBuf) -> Result<Self, String> {
+        let output = Command::new(&ptxas).arg("--version").output();
+        let output = output.map_err(|error| format!("cannot run {}: {error}", ptxas.display()))?;
+        Ok(Assembler { ptxas, version: String::from_utf8_lossy(&output.stdout).into_owned(), kept })
+    }
+
+    /// As [`assemble`]. What was refused is not kept.
+    ///
+    /// # Errors
+    /// Those of [`assemble`].
+    pub fn assemble(&self, ptx: &str, arch: Arch) -> Result<Vec<KernelResources>, String> {
+        let path = self.kept.join(self.key(ptx, arch));
+        let kept = std::fs::read_to_string(&path).ok();
+        if let Some(kernels) = kept.and_then(|text| text.lines().map(parse_kept).collect()) {
+            return Ok(kernels);
+        }
+        let kernels = assemble(&self.ptxas, ptx, arch)?;
+        let text: String = kernels.iter().map(to_keep).collect();
+        // Whole or not at all. Where it cannot be kept, it is found anew.
+        let keep = || {
+            std::fs::create_dir_all(&self.kept)?;
+            let mut file = tempfile::NamedTempFile::new_in(&self.kept)?;
+            file.write_all(text.as_bytes())?;
+            file.persist(&path).map_err(std::io::Error::from)
+        };
+        if let Err(error) = keep() {
+            eprintln!("{} was not kept: {error}", path.display());
+        }
+        Ok(kernels)
+    }
+
+    /// 128 bits, by two hashes.
+    fn key(&self, ptx: &str, arch: Arch) -> String {
+        let hash = |salt: u32| {
+            let mut hasher = DefaultHasher::new();
+            (salt, FORMAT, &self.version, arch.name(), ptx).hash(&mut hasher);
+            hasher.finish()
+        };
+        format!("{:016x}{:016x}", hash(0), hash(1))
+    }
+}
+
+/// A line of a file that is kept.
+fn to_keep(kernel: &KernelResources) -> String {
+    let KernelResources { name, registers, stack_bytes, spill_stores, spill_loads, smem_bytes, .. } = kernel;
+    let Together { products, syncs, barriers } = kernel.together;
+    let moves = kernel.moves_between_products.map_or("-".to_owned(), |moves| moves.to_string());
+    format!(
+        "{name} {registers} {stack_bytes} {spill_stores} {spill_loads} {smem_bytes} {moves} {products} {syncs} {barriers}\n"
+    )
+}
+
+fn parse_kept(line: &str) -> Option<KernelResources> {
+    let words: Vec<&str> = line.split(' ').collect();
+    let [
+        name,
+        registers,
+        stack_bytes,
+        spill_stores,
+        spill_loads,
+        smem_bytes,
+        moves,
+        products,
+        syncs,
+        barriers,
+    ] = words[..].try_into().ok()?;
+    let number = |word: &str| word.parse::<u32>().ok();
+    let count = |word: &str| word.parse::<usize>().ok();
+    Some(KernelResources {
+        name: name.to_owned(),
+        registers: number(registers)?,
+        stack_bytes: number(stack_bytes)?,
+        spill_stores: number(spill_stores)?,
+        spill_loads: number(spill_loads)?,
+        smem_bytes: number(smem_bytes)?,
+        moves_between_products: if moves == "-" { None } else { Some(count(moves)?) },
+        together: Together { products: count(products)?, syncs: count(syncs)?, barriers: count(barriers)? },
+    })
 }
 
 /// Whether a line of the log carries one of the codes C7508 to C7520.
@@ -445,6 +549,7 @@ ptxas info    : Function properties for harmless
             spill_loads: 64,
             smem_bytes: 1024,
             moves_between_products: None,
+            together: Together::default(),
         };
         let helper = KernelResources { name: "helper".into(), stack_bytes: 64, ..Default::default() };
         assert_eq!(rows, [big, helper]);
@@ -477,6 +582,36 @@ ptxas info    : Function properties for harmless
     fn missing_assembler_is_an_error() {
         let error = assemble(Path::new("/no/such/ptxas"), PTX, Arch::Sm80).unwrap_err();
         assert!(error.starts_with("cannot run /no/such/ptxas: "), "{error}");
+    }
+
+    /// A kernel is assembled once: then even a broken assembler of that version is not asked. Another text, floor or version is another kernel.
+    #[test]
+    fn results_are_kept() {
+        let Some(ptxas) = find_ptxas() else { return skip_optional("no ptxas: set WARPFORGE_PTXAS") };
+        let folder = tempfile::tempdir().unwrap();
+        let kept = folder.path().join("kept");
+        let real = Assembler::new(ptxas, kept.clone()).unwrap();
+        let first = real.assemble(PTX, Arch::Sm80).unwrap();
+        assert_eq!((first.len(), first[0].together.barriers), (2, 1));
+        let none =
+            Assembler { ptxas: "/no/such/ptxas".into(), version: real.version.clone(), kept: kept.clone() };
+        assert_eq!(none.assemble(PTX, Arch::Sm80).unwrap(), first);
+        assert!(none.assemble(&PTX.replace("bar.sync 0", "bar.sync 1"), Arch::Sm80).is_err());
+        assert!(none.assemble(PTX, Arch::Sm90a).is_err());
+        let other = Assembler { version: "another".into(), ..none };
+        assert!(other.assemble(PTX, Arch::Sm80).is_err());
+        // Half a file is none.
+        for file in std::fs::read_dir(kept).unwrap() {
+            std::fs::write(file.unwrap().path(), "copy_f32__t256__sm61 8 0").unwrap();
+        }
+        assert_eq!(real.assemble(PTX, Arch::Sm80).unwrap(), first);
+        let spills = KernelResources {
+            name: "k".into(),
+            spill_loads: 7,
+            moves_between_products: Some(4),
+            ..first[0].clone()
+        };
+        assert_eq!(parse_kept(to_keep(&spills).trim_end()), Some(spills));
     }
 
     #[test]

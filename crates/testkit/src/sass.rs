@@ -9,6 +9,36 @@ const WGMMA: [u64; 4] = [0x9f0, 0xdf0, 0x9f1, 0xdf1];
 /// `wgmma.fence` and `wgmma.wait_group`, which stand between groups of products.
 const WARPGROUP: u64 = 0x9c5;
 
+/// `bar`, without the bits that say where its operands are.
+const BAR: u64 = 0x11d;
+
+/// How often a kernel has instructions that part of a warp or a warpgroup must not execute by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Together {
+    /// `wgmma.mma_async`.
+    pub products: usize,
+    /// `wgmma.fence` and `wgmma.wait_group`.
+    pub syncs: usize,
+    /// `bar.sync`, `bar.arrive` and `bar.red`, and the one behind `barrier.cluster.wait`.
+    pub barriers: usize,
+}
+
+/// Those of each kernel, by name. None if this is no object file of ptxas.
+pub fn together(cubin: &[u8]) -> Option<BTreeMap<String, Together>> {
+    let sections = sections(cubin)?;
+    let kernels = sections.into_iter().filter_map(|(name, code)| Some((name.strip_prefix(".text.")?, code)));
+    let count = |code: &[u8]| {
+        let mut counts = Together::default();
+        for opcode in code.chunks_exact(16).filter_map(|instruction| number(instruction, 0, 2)) {
+            counts.products += usize::from(WGMMA.contains(&(opcode & 0xfff)));
+            counts.syncs += usize::from(opcode & 0xfff == WARPGROUP);
+            counts.barriers += usize::from(opcode & 0x1ff == BAR);
+        }
+        counts
+    };
+    Some(kernels.map(|(name, code)| (name.to_owned(), count(code))).collect())
+}
+
 /// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next of its group in the code.
 /// None if this is no object file of ptxas.
 pub fn moves_between_products(cubin: &[u8]) -> Option<BTreeMap<String, usize>> {
