@@ -191,6 +191,100 @@ mod tests {
         }
     }
 
+    /// `run sanitize` with programs and a sanitizer that are scripts: what it prints, and its status.
+    fn sanitize(arguments: &[&str], tools: &str) -> (String, Option<i32>) {
+        let place = tempfile::tempdir().unwrap();
+        let at = |path: &str| place.path().join(path);
+        let script = |path: &str, text: &str| {
+            fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+            fs::write(at(path), format!("#!/bin/bash\n{text}")).unwrap();
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+            fs::set_permissions(at(path), mode).unwrap();
+        };
+        // Six tests, of which two are skipped by name, as libtest does it.
+        script(
+            "programs/test/ops",
+            r#"skips=(); filters=()
+            while (($#)); do case "$1" in
+                --list) list=1 ;; --skip) skips+=("$2"); shift ;; --format) shift ;; -*) ;; *) filters+=("$1") ;;
+            esac; shift; done
+            count=0
+            for name in a::one a::two b::bad faults::x every_kernel_is_simulated sampling::ties; do
+                for skip in "${skips[@]}"; do [[ $name == *$skip* ]] && continue 2; done
+                found=$((${#filters[@]} == 0))
+                for filter in "${filters[@]}"; do [[ $name == *$filter* ]] && found=1; done
+                ((found)) || continue
+                [[ -n $list ]] && echo "$name: test"
+                count=$((count + 1))
+            done
+            [[ -n $list ]] || echo "test result: ok. $count passed; 0 failed;""#,
+        );
+        // A finding of synccheck, wherever the bad test is.
+        script(
+            "bin/compute-sanitizer",
+            r#"tool="$2"; shift 4; "$@"
+            if [[ $tool == synccheck && "$*" == *b::bad* ]]; then
+                echo "========= Barrier error detected. Divergent thread(s) in warp."
+                echo "========= ERROR SUMMARY: 1 error"; exit 86
+            fi"#,
+        );
+        let archive = at("bundle/programs.tar.xz");
+        fs::create_dir_all(at("bundle")).unwrap();
+        let mut tar = Command::new("tar");
+        tar.arg("--create").arg("--xz").arg("--file").arg(&archive).arg("--directory").arg(at("programs"));
+        assert!(tar.arg("test").status().unwrap().success());
+        write_script(&at("bundle/run")).unwrap();
+        fs::create_dir_all(at("checkout/tests")).unwrap();
+        fs::write(at("checkout/Cargo.toml"), "").unwrap();
+        let path = format!("{}:{}", at("bin").display(), std::env::var("PATH").unwrap());
+        let mut run = Command::new(at("bundle/run"));
+        run.arg("sanitize").args(arguments).current_dir(at("checkout")).env("PATH", path);
+        run.env("TMPDIR", place.path()).env("WARPFORGE_PARTS", "2").env_remove("WARPFORGE_SANITIZERS");
+        if !tools.is_empty() {
+            run.env("WARPFORGE_SANITIZERS", tools);
+        }
+        let output = run.output().unwrap();
+        (String::from_utf8_lossy(&output.stdout).into_owned(), output.status.code())
+    }
+
+    #[test]
+    fn every_tool_sees_every_test_and_a_finding_fails() {
+        let lines = |text: &str| -> Vec<String> {
+            let of_parts = |line: &&str| line.contains(" tests ");
+            let mut lines: Vec<String> = text
+                .lines()
+                .filter(of_parts)
+                .map(|line| {
+                    let words: Vec<&str> = line.split_whitespace().collect();
+                    format!("{} {} {} {}", words[0], words[1], words[2], words[6..].join(" "))
+                })
+                .collect();
+            lines.sort();
+            lines
+        };
+        let (text, status) = sanitize(&[], "");
+        assert_eq!(status, Some(86), "{text}");
+        assert_eq!(
+            lines(&text),
+            [
+                "initcheck ops.1 2 no finding",
+                "initcheck ops.2 2 no finding",
+                "memcheck ops.1 2 no finding",
+                "memcheck ops.2 2 no finding",
+                "racecheck ops.1 2 no finding",
+                "racecheck ops.2 1 no finding",
+                "synccheck ops.1 2 FINDINGS: ERROR SUMMARY: 1 error",
+                "synccheck ops.2 2 no finding",
+            ],
+            "{text}"
+        );
+        assert!(text.contains("Divergent thread(s) in warp"), "{text}");
+        let (text, status) = sanitize(&["a::"], "synccheck");
+        assert_eq!((lines(&text).len(), status), (2, Some(0)), "{text}");
+        let (text, status) = sanitize(&["nothing_like_it"], "memcheck");
+        assert_eq!((lines(&text).len(), status), (0, Some(1)), "{text}");
+    }
+
     #[test]
     fn escapes_in_paths_are_undone() {
         let program = artifact("test", r#""/a \"b\" \\c\u0041/\u00e9ü\t""#).unwrap();

@@ -12,7 +12,8 @@ usage() {
     cat <<'TEXT'
 Usage, from the root of the repository (the programs read its files):
   run test [ARGS]          every test; one that finds no GPU fails. ARGS go to the test programs (a filter, --nocapture)
-  run sanitize [ARGS]      the GPU tests under compute-sanitizer, with few property cases. ARGS go to the test program
+  run sanitize [ARGS]      all GPU tests under compute-sanitizer, with few property cases, in several processes, each with its part of
+                           the tests; a line for each tool and part. ARGS choose the tests (filters, --skip NAME)
   run bench OUTDIR [ARGS]  every benchmark and its peers in PyTorch, if there is one; ours.jsonl and peers.jsonl in OUTDIR are
                            what `cargo xtask bench-report OUTDIR` reads. ARGS go to the benchmarks (filters, which the
                            peers get too; --floor=sm_80, --energy=all)
@@ -21,7 +22,9 @@ Usage, from the root of the repository (the programs read its files):
 
 Environment
   WARPFORGE_CASES           property cases per test (sanitize: 2 unless set)
-  WARPFORGE_SANITIZERS      compute-sanitizer's tools (memcheck racecheck; also synccheck, initcheck)
+  WARPFORGE_SANITIZERS      compute-sanitizer's tools (memcheck racecheck synccheck initcheck)
+  WARPFORGE_PARTS           processes side by side of sanitize (as many as cores, 8 at most)
+  WARPFORGE_SANITIZER_LOGS  where sanitize leaves a log for each tool and part (a temporary folder)
   WARPFORGE_PEERS_LIMIT     seconds after which no further peer is timed (240 unless set); 0: no peers
   WARPFORGE_STEP_LIMIT      longest time of a step of `all`, in seconds (0, none)
 TEXT
@@ -61,39 +64,93 @@ find_sanitizer() {
 args=()
 plain() { "$1" ${args[@]+"${args[@]}"}; }
 
-# checked SANITIZER TOOL LOG: the GPU tests under one tool.
+# Programs whose tests run kernels. Those of the loader provoke driver errors, which the sanitizer would count.
+sanitized=(ops models agreement)
+
+# tests_of PROGRAM TOOL: the names of the tests for a tool, one a line.
+tests_of() {
+    # The faults among the tests provoke driver errors too; what the simulator alone runs is none of the sanitizer's business; and where all
+    # logits are equal, all of a histogram's atomics meet, which takes racecheck minutes.
+    local skipped=(--skip faults:: --skip every_kernel_is_simulated)
+    if [[ "$2" == racecheck ]]; then skipped+=(--skip sampling::ties); fi
+    "$1" --list --format terse "${skipped[@]}" ${args[@]+"${args[@]}"} | sed -n 's/: test$//p'
+}
+
+# checked SANITIZER TOOL PROGRAM NAMES LOG: the tests named in a file under one tool. Prints what came of it, as its last line, and is 0 if
+# nothing did.
 checked() {
-    # The faults among the tests provoke driver errors, which the sanitizer would count; where all logits are equal, all of
-    # a histogram's atomics meet, which takes racecheck minutes; and what the simulator alone runs is none of its business.
-    "$1" --tool "$2" --error-exitcode 86 "$bundle/test/ops" --test-threads=1 --skip faults:: --skip sampling::ties --skip every_kernel_is_simulated ${args[@]+"${args[@]}"} 2>&1 | tee "$3"
-    local status="${PIPESTATUS[0]}"
-    if grep -qi 'device not supported' "$3"; then
-        echo "run: compute-sanitizer does not support this device or its virtual machine" >&2
-        return "$unavailable"
+    local names status=0 start="$SECONDS" passed
+    mapfile -t names <"$4"
+    "$1" --tool "$2" --error-exitcode 86 "$3" --test-threads=1 --exact "${names[@]}" >"$5" 2>&1 || status=$?
+    passed="$(sed -n 's/^test result: .* \([0-9][0-9]*\) passed;.*/\1/p' "$5" | tail -n 1)"
+    local verdict="no finding"
+    if grep -qi 'device not supported' "$5"; then
+        verdict="compute-sanitizer does not support this device or its virtual machine"
+        status="$unavailable"
+    elif ((status == 86)); then
+        verdict="FINDINGS: $(sed -n 's/^=* *\(ERROR SUMMARY: .*\|RACECHECK SUMMARY: .*\)/\1/p' "$5" | tail -n 1)"
+    elif ((status != 0)); then
+        verdict="FAILED with status $status"
+    elif [[ "$passed" != "${#names[@]}" ]]; then
+        verdict="FAILED: ${passed:-none} passed"
+        status=1
     fi
-    if ((status == 0)) && ! grep -q '[1-9][0-9]* passed' "$3"; then
-        echo "run: no test ran under $2" >&2
-        return 1
+    printf '%-10s %-22s %4d tests %5d s  %s\n' "$2" "$(basename "$4")" "${#names[@]}" $((SECONDS - start)) "$verdict"
+    if ((status != 0 && status != unavailable)); then
+        # The first finding with its place, and the end.
+        grep -m 1 -A 12 '^========= \(Error\|Warning\|Invalid\|Barrier\|Warpgroup\|Uninitialized\|Race\)' "$5"
+        tail -n 8 "$5"
+        echo "    whole log: $5"
     fi
     return "$status"
 }
 
 sanitize() {
-    local sanitizer tool log status=0 one
+    local sanitizer logs parts program tool name part status=0 one running=0
     sanitizer="$(find_sanitizer)" || {
         echo "run: compute-sanitizer is not installed" >&2
         return "$unavailable"
     }
     export WARPFORGE_CASES="${WARPFORGE_CASES:-2}"
-    log="$(mktemp)"
-    for tool in ${WARPFORGE_SANITIZERS:-memcheck racecheck}; do
-        echo "=== compute-sanitizer $tool"
+    parts="$(nproc)"
+    parts="${WARPFORGE_PARTS:-$((parts < 8 ? parts : 8))}"
+    logs="${WARPFORGE_SANITIZER_LOGS:-$(mktemp -d)}"
+    mkdir -p "$logs" || fail "cannot make $logs"
+    local count=0
+    for tool in ${WARPFORGE_SANITIZERS:-memcheck racecheck synccheck initcheck}; do
+        for name in "${sanitized[@]}"; do
+            program="$bundle/test/$name"
+            [[ -f "$program" ]] || continue
+            mkdir -p "$logs/$tool"
+            rm -f "$logs/$tool/$name".*
+            # In turns, so that the tests of an operator, which take alike, are in different parts.
+            tests_of "$program" "$tool" | awk -v parts="$parts" -v file="$logs/$tool/$name." \
+                '{ print > (file (NR - 1) % parts + 1) }'
+            for part in "$logs/$tool/$name".*; do
+                [[ -s "$part" ]] || continue
+                count=$((count + 1))
+                if ((running >= parts)); then
+                    one=0
+                    wait -n || one=$?
+                    running=$((running - 1))
+                    # A finding outweighs a tool that is not supported.
+                    if ((one != 0 && (status == 0 || status == unavailable))); then status="$one"; fi
+                fi
+                checked "$sanitizer" "$tool" "$program" "$part" "$part.log" &
+                running=$((running + 1))
+            done
+        done
+    done
+    while ((running > 0)); do
         one=0
-        checked "$sanitizer" "$tool" "$log" || one=$?
-        # A finding outweighs a tool that is not supported.
+        wait -n || one=$?
+        running=$((running - 1))
         if ((one != 0 && (status == 0 || status == unavailable))); then status="$one"; fi
     done
-    rm -f "$log"
+    if ((count == 0)); then
+        echo "run: no test has such a name" >&2
+        return 1
+    fi
     return "$status"
 }
 
