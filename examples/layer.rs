@@ -8,7 +8,10 @@
 //!
 //! `cargo run --release --example layer`. It runs twice, with the pages in two orders, and compares the bits.
 
+mod output;
+
 use std::error::Error;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use warpforge::ops::attention::{
@@ -196,28 +199,34 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
         }
     }
     let last = x.to_vec(&stream)?;
-    eprintln!(
+    output::note(format_args!(
         "{:.1} µs a step on {}",
         started.elapsed().as_secs_f64() * 1e6 / TOKENS as f64,
         device.describe()
-    );
+    ));
     Ok(last)
 }
 
-fn main() -> Outcome<()> {
+fn main() -> ExitCode {
+    output::end("layer", run())
+}
+
+fn run() -> Outcome<ExitCode> {
     let device = Device::best();
     let in_order = decode(&device, |sequence, index| sequence * PAGES + index)?;
     let scattered = decode(&device, |sequence, index| (PAGES - 1 - index) * BATCH + sequence)?;
     assert!(in_order.iter().all(|value| value.is_finite()));
     assert_eq!(in_order, scattered, "the order of the pages makes no difference");
-    println!("{TOKENS} tokens of {BATCH} sequences; the order of the pages makes no difference");
-    Ok(())
+    output::write(format_args!(
+        "{TOKENS} tokens of {BATCH} sequences; the order of the pages makes no difference\n"
+    ))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
     fn it_runs() {
-        super::main().unwrap();
+        super::run().unwrap();
     }
 }

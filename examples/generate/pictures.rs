@@ -1,13 +1,14 @@
 //! The images of a prompt: from files, or from tensors that another program made of them.
 
-use std::error::Error;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use image::imageops::FilterType;
-use image::{DynamicImage, ImageDecoder, ImageReader};
 use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensors};
 use warpforge::models::{PatchGrid, VisionConfig, Visual};
+
+use crate::decode;
+use crate::output::Failure;
 
 /// Images, cut into patches.
 #[derive(Default)]
@@ -16,18 +17,27 @@ pub struct Pictures {
 }
 
 impl Pictures {
-    /// Reads, turns upright, resizes and cuts PNG and JPEG files. An alpha channel is dropped.
-    pub fn from_files(config: &VisionConfig, paths: &[PathBuf]) -> Result<Self, Box<dyn Error>> {
+    /// Reads, resizes and cuts PNG and JPEG files.
+    pub fn from_files(config: &VisionConfig, paths: &[PathBuf]) -> Result<Self, Failure> {
         let read = |path: &PathBuf| {
-            read(config, path).map_err(|error| format!("{}: {error}", path.display()).into())
+            let decode::Rgb { height, width, bytes } = decode::read(config, path)?;
+            let (height, width, bytes) = config.resize(height, width, &bytes)?;
+            Ok(config.patches(height, width, &[&bytes])?)
         };
-        Ok(Pictures { pictures: paths.iter().map(read).collect::<Result<_, Box<dyn Error>>>()? })
+        Ok(Pictures { pictures: paths.iter().map(read).collect::<Result<_, Failure>>()? })
     }
 
     /// Reads `pixel_values` and `image_grid_thw` of a safetensors file.
-    pub fn from_tensors(config: &VisionConfig, path: &Path) -> Result<Self, Box<dyn Error>> {
-        let file = std::fs::read(path)?;
-        let tensors = parse(&file).map_err(|error| format!("{}: {error}", path.display()))?;
+    pub fn from_tensors(config: &VisionConfig, path: &Path) -> Result<Self, Failure> {
+        let mut file = Vec::new();
+        let named =
+            |error: &dyn std::fmt::Display| -> Failure { format!("{}: {error}", path.display()).into() };
+        decode::open(path)?.read_to_end(&mut file).map_err(|error| named(&error))?;
+        Self::of_tensors(config, &file).map_err(|error| named(&error))
+    }
+
+    fn of_tensors(config: &VisionConfig, file: &[u8]) -> Result<Self, Failure> {
+        let tensors = parse(file)?;
         let (values, grids) = (tensors.tensor("pixel_values")?, tensors.tensor("image_grid_thw")?);
         if values.dtype() != Dtype::F32 {
             return Err(format!("pixel_values is {}, expected F32", values.dtype()).into());
@@ -69,6 +79,11 @@ impl Pictures {
         self.pictures.iter().map(|(grid, patches)| Visual { grid: *grid, patches }).collect()
     }
 
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.pictures.len()
+    }
+
     /// Patches altogether.
     pub fn num_patches(&self) -> usize {
         self.pictures.iter().map(|(grid, _)| grid.patches()).sum()
@@ -76,7 +91,7 @@ impl Pictures {
 
     /// The prompt with a placeholder for each token of the images: as it is if it has them all, with each single placeholder
     /// repeated if it has one for each image, and behind the images if it has none.
-    pub fn insert(&self, config: &VisionConfig, prompt: &[u32]) -> Result<Vec<u32>, Box<dyn Error>> {
+    pub fn insert(&self, config: &VisionConfig, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
         let tokens: Vec<usize> =
             self.pictures.iter().map(|(grid, _)| grid.patches() / config.patches_per_token()).collect();
         let run = |tokens: &usize| std::iter::repeat_n(config.image_token, *tokens);
@@ -104,7 +119,7 @@ impl Pictures {
 
 /// The tensors of a safetensors file. Its parser adds the lengths of header and tensors up, a sum that may wrap around to the
 /// file's own: they are compared before.
-fn parse(file: &[u8]) -> Result<SafeTensors<'_>, Box<dyn Error>> {
+fn parse(file: &[u8]) -> Result<SafeTensors<'_>, Failure> {
     let (length, rest) = file.split_first_chunk().ok_or("truncated: no header")?;
     let header = usize::try_from(u64::from_le_bytes(*length)).ok();
     let parts = header.and_then(|header| rest.split_at_checked(header));
@@ -118,18 +133,6 @@ fn parse(file: &[u8]) -> Result<SafeTensors<'_>, Box<dyn Error>> {
     Ok(SafeTensors::deserialize(file)?)
 }
 
-fn read(config: &VisionConfig, path: &Path) -> Result<(PatchGrid, Vec<f32>), Box<dyn Error>> {
-    let mut decoder = ImageReader::open(path)?.with_guessed_format()?.into_decoder()?;
-    let orientation = decoder.orientation()?;
-    let mut image = DynamicImage::from_decoder(decoder)?;
-    image.apply_orientation(orientation);
-    let image = image.to_rgb8();
-    let (height, width) = config.resized(image.height() as usize, image.width() as usize)?;
-    // Catmull and Rom's cubic is the bicubic filter of the model's own processor (a = -1/2), widened when it shrinks.
-    let image = image::imageops::resize(&image, width as u32, height as u32, FilterType::CatmullRom);
-    Ok(config.patches(height, width, &[image.as_raw()])?)
-}
-
 #[cfg(test)]
 mod tests {
     use image::{Rgb, RgbImage};
@@ -138,13 +141,13 @@ mod tests {
 
     use super::*;
 
-    type Outcome = Result<(), Box<dyn Error>>;
+    type Outcome = Result<(), Failure>;
 
     fn golden() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_vl")
     }
 
-    fn config() -> Result<VisionConfig, Box<dyn Error>> {
+    fn config() -> Result<VisionConfig, Failure> {
         Ok(ModelConfig::from_dir(&golden())?.vision.ok_or("no tower")?)
     }
 
@@ -214,7 +217,7 @@ mod tests {
         let folder = tempfile::tempdir()?;
         let config = VisionConfig { channels: 1 << 20, ..config()? };
         let path = folder.path().join("a.safetensors");
-        let message = |header: &str, data: &[u8]| -> Result<String, Box<dyn Error>> {
+        let message = |header: &str, data: &[u8]| -> Result<String, Failure> {
             let length = (header.len() as u64).to_le_bytes();
             std::fs::write(&path, [&length, header.as_bytes(), data].concat())?;
             let error = Pictures::from_tensors(&config, &path).err().ok_or("an error")?;
@@ -236,7 +239,8 @@ mod tests {
         let header = r#"{"pixel_values":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},
             "image_grid_thw":{"dtype":"I32","shape":[3],"data_offsets":[4,16]}}"#;
         let data = [[0u8; 4], [0, 128, 0, 0], [0, 128, 0, 0], [0, 128, 0, 0]].concat();
-        assert_eq!(message(header, &data)?, "pixel_values has fewer patches than image_grid_thw says");
+        let fewer = "a.safetensors: pixel_values has fewer patches than image_grid_thw says";
+        assert!(message(header, &data)?.ends_with(fewer), "{}", message(header, &data)?);
         Ok(())
     }
 
@@ -263,7 +267,7 @@ mod tests {
         let options = SessionOptions { capacity: 128, max_patches: 256, ..SessionOptions::default() };
         let mut session = model.session(options)?;
         let stream = session.stream().clone();
-        let mut logits_of = |pictures: &Pictures, ids: &[u32]| -> Result<Vec<f32>, Box<dyn Error>> {
+        let mut logits_of = |pictures: &Pictures, ids: &[u32]| -> Result<Vec<f32>, Failure> {
             session.truncate(0, 0)?;
             let ids = pictures.insert(&config, ids)?;
             Ok(session.prefill_visual(0, &ids, &pictures.visuals())?.to_vec::<f32>(&stream)?)

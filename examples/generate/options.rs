@@ -1,0 +1,166 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use warpforge::models::GenerationConfig;
+use warpforge::ops::sampling::Sampling;
+use warpforge::{DType, DeviceChoice, OptLevel};
+
+use crate::output::Failure;
+
+/// Writes text with a model of the Qwen3 or GLM family, on the best device there is.
+#[derive(Parser)]
+#[command(name = "generate", version)]
+pub struct Options {
+    /// Folder with config.json, the safetensors and tokenizer.json.
+    #[arg(long, default_value = "assets/demo-model")]
+    pub model: PathBuf,
+    /// Text to continue, or with --chat what to ask; - reads standard input, as does a pipe without --prompt.
+    #[arg(long, conflicts_with = "ids")]
+    pub prompt: Option<String>,
+    /// Token ids to continue, instead of text.
+    #[arg(long, value_delimiter = ',')]
+    pub ids: Option<Vec<u32>>,
+    /// Ask and answer by the model's chat template: one turn with --prompt, else a conversation from the terminal.
+    #[arg(long, conflicts_with = "ids")]
+    pub chat: bool,
+    /// What the model is told before the conversation.
+    #[arg(long, requires = "chat")]
+    pub system: Option<String>,
+    /// A variable of the chat template, as JSON: enable_thinking=false; may be given several times.
+    #[arg(long, requires = "chat", value_name = "NAME=JSON")]
+    pub template_variable: Vec<String>,
+    /// A PNG or JPEG file for a model that sees; may be given several times. Images come before the text, or in the places of
+    /// single image tokens in it.
+    #[arg(long)]
+    pub image: Vec<PathBuf>,
+    /// Images that are cut into patches already: a safetensors file with `pixel_values` f32, [patches, numbers], and
+    /// `image_grid_thw`, [images, 3].
+    #[arg(long, conflicts_with = "image")]
+    pub pixel_values: Option<PathBuf>,
+    /// Most tokens to write. Default: 96, with --chat 1024.
+    #[arg(long)]
+    pub max_new_tokens: Option<usize>,
+    /// Tokens that there is room for. Default: those of the prompt and of --max-new-tokens; for a conversation 8192, or what the
+    /// model was made for.
+    #[arg(long)]
+    pub context: Option<usize>,
+    /// auto, cpu, cuda or cuda:N.
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
+    #[arg(long, value_parser = parse_dtype)]
+    pub dtype: Option<DType>,
+    /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.
+    #[arg(long, allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Draws from this many most likely tokens; 0 from all. Default: generation_config.json's, or 0 if it has none.
+    #[arg(long)]
+    pub top_k: Option<u32>,
+    /// Draws from the most likely tokens that together have this probability. Default: generation_config.json's, or 1.
+    #[arg(long, allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Seed of the random draws.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// How much of the hardware to use: basic, medium or high.
+    #[arg(long, default_value = "high")]
+    pub level: OptLevel,
+    /// Print one JSON line with the new ids instead of text.
+    #[arg(long, conflicts_with = "chat")]
+    pub print_ids: bool,
+    /// Write the prompt's logits to this file: tensor `logits`, f32, [tokens, vocab].
+    #[arg(long, conflicts_with = "chat")]
+    pub dump_logits: Option<PathBuf>,
+    /// Look at each layer's tensors, and stop at the first value that is infinite or NaN. Takes longer.
+    #[arg(long)]
+    pub check: bool,
+    /// Say which kernel each operator takes, and why.
+    #[arg(long)]
+    pub report: bool,
+}
+
+fn parse_dtype(text: &str) -> Result<DType, String> {
+    let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
+    known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
+}
+
+impl Options {
+    /// Most tokens of an answer.
+    pub fn max_new_tokens(&self) -> usize {
+        self.max_new_tokens.unwrap_or(if self.chat { 1024 } else { 96 })
+    }
+
+    /// What the flags say of sampling, over the model's own.
+    pub fn sampling(&self, model: &GenerationConfig) -> Result<Sampling, Failure> {
+        let of_flags = self.temperature.is_some_and(|temperature| temperature != 0.0);
+        let mut config = *model;
+        if of_flags && !model.do_sample {
+            // The model has no opinion: as drawn from all.
+            config = GenerationConfig { do_sample: true, top_k: None, top_p: 1.0, ..config };
+        }
+        config.temperature = self.temperature.unwrap_or(config.temperature);
+        if let Some(top_k) = self.top_k {
+            config.top_k = (top_k > 0).then_some(top_k);
+        }
+        config.top_p = self.top_p.unwrap_or(config.top_p);
+        let sampling = config.sampling(self.seed);
+        let bounds = self.top_k.is_some_and(|k| k > 0) || self.top_p.is_some_and(|p| p != 1.0);
+        if sampling == Sampling::Greedy && bounds {
+            let reason =
+                "--top-k and --top-p bound what is drawn from, and nothing is drawn: give --temperature";
+            return Err(reason.into());
+        }
+        Ok(sampling)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(arguments: &[&str]) -> Options {
+        Options::parse_from([&["generate"], arguments].concat())
+    }
+
+    #[test]
+    fn flags_over_the_model() -> Result<(), Failure> {
+        let plain = GenerationConfig::default();
+        let qwen = GenerationConfig { do_sample: true, temperature: 0.6, top_k: Some(20), top_p: 0.95 };
+        let random = |temperature, top_k, top_p| Sampling::Random { temperature, top_k, top_p, seed: 0 };
+        for (model, arguments, want) in [
+            (plain, &[][..], Sampling::Greedy),
+            (plain, &["--temperature", "0.5"], random(0.5, None, 1.0)),
+            (plain, &["--temperature", "0.5", "--top-k", "7"], random(0.5, Some(7), 1.0)),
+            (plain, &["--top-k", "0", "--top-p", "1"], Sampling::Greedy),
+            (qwen, &[], random(0.6, Some(20), 0.95)),
+            (qwen, &["--temperature", "0"], Sampling::Greedy),
+            (qwen, &["--temperature", "1", "--top-k", "0"], random(1.0, None, 0.95)),
+            (qwen, &["--top-p", "0.5"], random(0.6, Some(20), 0.5)),
+        ] {
+            assert_eq!(of(arguments).sampling(&model)?, want, "{arguments:?}");
+        }
+        for arguments in [&["--top-k", "5"][..], &["--top-p", "0.5"], &["--temperature", "0", "--top-k", "5"]]
+        {
+            let message = of(arguments).sampling(&plain).err().ok_or("an error")?.to_string();
+            assert!(message.ends_with("give --temperature"), "{message}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_go_together() {
+        for arguments in [
+            &["--prompt", "a", "--ids", "1"][..],
+            &["--chat", "--ids", "1"],
+            &["--system", "a"],
+            &["--chat", "--print-ids"],
+            &["--dtype", "i8"],
+        ] {
+            assert!(Options::try_parse_from([&["generate"], arguments].concat()).is_err(), "{arguments:?}");
+        }
+        let version = Options::try_parse_from(["generate", "--version"]).err().map(|error| error.to_string());
+        assert_eq!(version.as_deref(), Some(concat!("generate ", env!("CARGO_PKG_VERSION"), "\n")));
+    }
+}
