@@ -1,3 +1,4 @@
+use std::fmt;
 use std::ops::Deref;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -100,6 +101,16 @@ impl DeviceChoice {
     }
 }
 
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceChoice::Auto => f.write_str("auto"),
+            DeviceChoice::Cpu => f.write_str("cpu"),
+            DeviceChoice::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
 impl FromStr for DeviceChoice {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
@@ -120,7 +131,28 @@ impl FromStr for DeviceChoice {
 #[cfg(test)]
 mod tests {
     use crate::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormProblem, RmsNormTile, RmsNormVariant, VARIANTS};
-    use crate::{Arch, DType, Device, DeviceLimits, Error, OptLevel, TensorCores, UnknownArch};
+    use crate::{Arch, DType, Device, DeviceChoice, DeviceLimits, Error, OptLevel, TensorCores, UnknownArch};
+
+    /// What is written is what is read.
+    #[test]
+    fn choices_by_name() {
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cpu, DeviceChoice::Cuda(3)] {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        for level in [OptLevel::Basic, OptLevel::Medium, OptLevel::High] {
+            assert_eq!(level.to_string().parse(), Ok(level));
+        }
+        #[cfg(feature = "serde")]
+        {
+            let written = serde_json::json!([Arch::Sm90a, DType::BF16, OptLevel::Basic]);
+            assert_eq!(written.to_string(), r#"["sm_90a","bf16","basic"]"#);
+            let read: (Arch, DType, OptLevel) = serde_json::from_value(written).expect("names");
+            assert_eq!(read, (Arch::Sm90a, DType::BF16, OptLevel::Basic));
+            let refused = serde_json::from_str::<DType>("\"f64\"").unwrap_err().to_string();
+            assert!(refused.starts_with("unknown element type: expected f32, "), "{refused}");
+        }
+    }
 
     /// What signatures speak of has a name here.
     #[test]

@@ -48,6 +48,16 @@ impl OptLevel {
     }
 }
 
+impl fmt::Display for OptLevel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            OptLevel::Basic => "basic",
+            OptLevel::Medium => "medium",
+            OptLevel::High => "high",
+        })
+    }
+}
+
 impl std::str::FromStr for OptLevel {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
@@ -59,6 +69,9 @@ impl std::str::FromStr for OptLevel {
         }
     }
 }
+
+#[cfg(feature = "serde")]
+abi::serde_by_name!(OptLevel);
 
 /// What the hardware is.
 #[derive(Clone, Debug, PartialEq)]

@@ -18,6 +18,10 @@ pub enum DType {
 }
 
 impl DType {
+    /// Every type.
+    pub const ALL: [DType; 7] =
+        [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8, DType::I32, DType::U32];
+
     /// The floating-point types in which weights and activations are stored.
     pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
@@ -52,5 +56,46 @@ impl DType {
 impl core::fmt::Display for DType {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+impl core::str::FromStr for DType {
+    type Err = UnknownDType;
+    fn from_str(text: &str) -> Result<Self, UnknownDType> {
+        DType::ALL.into_iter().find(|dtype| dtype.name() == text).ok_or(UnknownDType)
+    }
+}
+
+/// A text that is no element type's [name](DType::name).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnknownDType;
+
+impl core::fmt::Display for UnknownDType {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("unknown element type: expected ")?;
+        for (index, dtype) in DType::ALL.into_iter().enumerate() {
+            let separator = if index == 0 { "" } else { ", " };
+            write!(f, "{separator}{dtype}")?;
+        }
+        Ok(())
+    }
+}
+
+impl core::error::Error for UnknownDType {}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+    use super::{DType, UnknownDType};
+    use std::string::ToString;
+
+    #[test]
+    fn types_by_name() {
+        for dtype in DType::ALL {
+            assert_eq!(dtype.to_string().parse(), Ok(dtype));
+        }
+        assert_eq!("f64".parse::<DType>(), Err(UnknownDType));
+        let expected = "unknown element type: expected f32, f16, bf16, f8e4m3, i8, i32, u32";
+        assert_eq!(UnknownDType.to_string(), expected);
     }
 }

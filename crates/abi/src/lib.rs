@@ -1,12 +1,15 @@
 //! The contract between host and device: both sides compile this crate, so neither can disagree with the other.
 //!
 //! It holds the architecture floors, the element types, and for each operator its parameter struct (`#[repr(C)]`,
-//! passed to the kernel by value) and the table of its kernel entry points. No dependencies, no unsafe code, no
-//! allocation.
+//! passed to the kernel by value) and the table of its kernel entry points. No dependencies but, under the feature `serde`,
+//! that crate; no unsafe code, no allocation.
 #![no_std]
 #![forbid(unsafe_code)]
 
 mod arch;
+#[cfg(feature = "serde")]
+#[doc(hidden)]
+pub mod by_name;
 mod dtype;
 pub mod exact;
 pub mod ops;
@@ -14,8 +17,11 @@ pub mod philox;
 mod row_tiles;
 
 pub use arch::{Arch, Need, UnknownArch};
-pub use dtype::DType;
+pub use dtype::{DType, UnknownDType};
 pub use row_tiles::RowTiles;
+#[cfg(feature = "serde")]
+#[doc(hidden)]
+pub use serde;
 
 /// A kernel's parameter struct: `#[repr(C)]`, without padding or pointers, passed by value.
 ///
