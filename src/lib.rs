@@ -17,10 +17,10 @@ pub use device::{Device, DeviceChoice};
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph, HardwareProfile,
-    Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolStats, Ptx,
-    PtxModule, Resources, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, ops,
-    simulator,
+    Arch, Choice, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph,
+    HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool,
+    PoolStats, Ptx, PtxModule, Resources, Sample, SampleTensor, Stream, Tensor, TensorCores, TensorView,
+    TensorViewMut, UnknownArch, UnknownDType, ops, simulator,
 };
 
 #[cfg(feature = "models")]

@@ -9,8 +9,8 @@ use testkit::golden::{self, Array};
 use testkit::gpu::workspace_root;
 use testkit::simulator::Card;
 use warpforge::models::{
-    FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig, Observed, PatchGrid, Sampler,
-    Session, SessionOptions, Visual,
+    FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig, Observed, PatchGrid, Session,
+    SessionOptions, SessionSampler, Visual,
 };
 use warpforge::ops::sampling::Sampling;
 use warpforge::{Arch, DType, Device, Place};
@@ -116,7 +116,7 @@ fn greedy_visual(
 
 /// The tokens after those that a session has read.
 fn go_on(session: &mut Session, num_tokens: usize) -> Result<Vec<u32>, warpforge::Error> {
-    let mut sampler = Sampler::new(session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(session, Sampling::Greedy)?;
     let mut ids = Vec::new();
     while ids.len() < num_tokens {
         ids.push(sampler.sample(session)?[0]);
@@ -333,7 +333,7 @@ fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
         let want: Vec<Vec<u32>> =
             prompts.iter().map(|prompt| greedy(&mut alone, prompt, 20)).collect::<Result<_, _>>()?;
         let mut together = model.session(SessionOptions { batch: prompts.len(), ..options })?;
-        let mut sampler = Sampler::new(&together, Sampling::Greedy)?;
+        let mut sampler = SessionSampler::new(&together, Sampling::Greedy)?;
         let mut got: Vec<Vec<u32>> = Vec::new();
         for (sequence, prompt) in prompts.iter().enumerate() {
             together.prefill(sequence, prompt)?;
@@ -669,7 +669,7 @@ fn samplers_draw_anew() -> Outcome {
     session.prefill(0, &[1, 2, 3])?;
     let method = Sampling::Random { temperature: 100.0, top_k: None, top_p: 1.0, seed: 7 };
     let draw = || -> Result<Vec<u32>, warpforge::Error> {
-        let mut sampler = Sampler::new(&session, method)?;
+        let mut sampler = SessionSampler::new(&session, method)?;
         (0..20).map(|_| Ok(sampler.sample(&session)?[0])).collect()
     };
     let ids = draw()?;
@@ -1250,7 +1250,7 @@ fn logits_that_are_not_numbers() -> Outcome {
         let options = SessionOptions { batch: 2, capacity: 8, ..SessionOptions::default() };
         let mut session = session(&Device::cpu(), folder.path(), dtype, options)?;
         let stream = session.stream().clone();
-        let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
+        let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
         let mut first = None;
         let mut observe = |which, tensor: warpforge::TensorView<'_>| {
             let finite: Vec<bool> = match tensor.dtype() {

@@ -18,19 +18,9 @@ fn names(folder: &str) -> Vec<String> {
     names
 }
 
+/// A folder of operators has one file or folder for each, and what they share.
 #[test]
-fn every_operator_has_its_five_places() {
-    for family in abi::ops::FAMILIES {
-        for path in [
-            format!("crates/abi/src/ops/{family}.rs"),
-            format!("gpu/src/ops/{family}/mod.rs"),
-            format!("host/src/ops/{family}/mod.rs"),
-            format!("tests/ops/{family}.rs"),
-            format!("benches/ops/{family}.rs"),
-        ] {
-            assert!(workspace_root().join(&path).is_file(), "{path} is missing");
-        }
-    }
+fn folders_hold_the_operators_alone() {
     let families: Vec<String> = abi::ops::FAMILIES.iter().map(|name| name.to_string()).collect();
     for (folder, others) in [
         ("crates/abi/src/ops", &["mod"][..]),
@@ -45,14 +35,88 @@ fn every_operator_has_its_five_places() {
     }
 }
 
+/// The files of CONTRIBUTING's list of this kind: `new` or `edit`.
+fn steps(kind: &str) -> Vec<String> {
+    let text = fs::read_to_string(workspace_root().join("CONTRIBUTING.md")).expect("CONTRIBUTING.md");
+    let (_, list) = text.split_once("## Adding an operator").expect("a section");
+    let list = list.split("```").nth(1).expect("a list");
+    let of_kind = list.lines().filter_map(|line| line.strip_prefix(kind)?.split_whitespace().next());
+    of_kind.map(String::from).collect()
+}
+
+/// Whether a text has this word, of letters, digits and underscores.
+fn has_word(text: &str, word: &str) -> bool {
+    text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|found| found == word)
+}
+
+fn texts(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if !name.starts_with('.') && !["target", "assets", "golden", "record", "bundle"].contains(&&*name)
+            {
+                texts(&path, found);
+            }
+        } else if [".rs", ".toml", ".md", ".py"].iter().any(|end| name.ends_with(end)) {
+            found.push(path);
+        }
+    }
+}
+
+/// CONTRIBUTING's list is what an operator takes: at most 13 files, of which at most four are there already.
+#[test]
+fn an_operator_takes_the_files_of_the_list() {
+    let (new, edit) = (steps("new"), steps("edit"));
+    assert!(new.len() + edit.len() <= 13 && edit.len() <= 4, "{new:?} {edit:?}");
+    for family in abi::ops::FAMILIES {
+        for path in new.iter().map(|path| path.replace("<op>", family)) {
+            assert!(workspace_root().join(&path).is_file(), "{path} is missing");
+        }
+        for path in &edit {
+            let text = fs::read_to_string(workspace_root().join(path)).expect(path);
+            assert!(has_word(&text, family), "{path} does not name {family}");
+        }
+    }
+    // What names nearly all of them is a list of them.
+    let mut files = Vec::new();
+    texts(&workspace_root(), &mut files);
+    for file in files {
+        let text = fs::read_to_string(&file).expect("a text");
+        let path =
+            file.strip_prefix(workspace_root()).expect("a file of the tree").to_string_lossy().into_owned();
+        let named = abi::ops::FAMILIES.iter().filter(|family| has_word(&text, family)).count();
+        let is_listed = edit.contains(&path) || path == "CHANGELOG.md";
+        assert!(is_listed || named + 3 < abi::ops::FAMILIES.len(), "{path} names {named} operators");
+    }
+}
+
+/// Cargo cannot take its features from the list of operators.
+#[test]
+fn every_operator_is_a_feature_of_gpu() {
+    let text = fs::read_to_string(workspace_root().join("gpu/Cargo.toml")).expect("gpu/Cargo.toml");
+    let (_, features) = text.split_once("default = [").expect("default features");
+    let (default, rest) = features.split_once(']').expect("a list");
+    let default: Vec<&str> = default.split('"').skip(1).step_by(2).collect();
+    assert_eq!(default, abi::ops::FAMILIES);
+    let (rest, _) = rest.split_once("\n[").expect("the next section");
+    let own: Vec<&str> = rest.lines().filter_map(|line| line.strip_suffix(" = []")).collect();
+    assert_eq!(own, abi::ops::FAMILIES);
+}
+
 /// A user passes the rows of these tables to `plan_with`.
 #[test]
 fn kernels_that_plans_take_have_public_names() {
+    let mut found = 0;
     for family in abi::ops::FAMILIES {
-        let path = workspace_root().join(format!("host/src/ops/{family}/mod.rs"));
-        let text = fs::read_to_string(path).expect("a source file");
-        let Some((_, variant)) = text.split_once("variant: &'static ") else { continue };
-        let variant = variant.split(',').next().expect("a type");
+        let read = |file| {
+            let path = workspace_root().join(format!("host/src/ops/{family}/{file}.rs"));
+            fs::read_to_string(path).expect("a source file")
+        };
+        let text = read("mod");
+        let both = format!("{text}{}", read("select"));
+        let Some((_, variant)) = both.split_once("variant: &'static ") else { continue };
+        let variant = variant.split([',', ')']).next().expect("a type");
         let (_, names) = text.split_once(&format!("pub use abi::ops::{family}::{{")).expect(family);
         let (names, _) = names.split_once('}').expect(family);
         for wanted in [variant, "VARIANTS"] {
@@ -61,7 +125,55 @@ fn kernels_that_plans_take_have_public_names() {
                 "{family}: {wanted} is private"
             );
         }
+        found += 1;
     }
+    assert!(found > 15, "{found}");
+}
+
+/// Names that a program gets by `use warpforge::{models::*, ops::attention::*, ops::matmul::*}` are of one thing each.
+#[test]
+fn public_types_have_names_of_their_own() {
+    let mut files = Vec::new();
+    for folder in ["host/src/ops", "models/src"] {
+        sources(&workspace_root().join(folder), &mut files);
+    }
+    let mut found = BTreeMap::<String, PathBuf>::new();
+    for file in files.into_iter().filter(|file| !file.ends_with("reference.rs")) {
+        for line in fs::read_to_string(&file).expect("a source file").lines() {
+            let Some(item) = line.strip_prefix("pub struct ").or_else(|| line.strip_prefix("pub enum "))
+            else {
+                continue;
+            };
+            let name: String = item.chars().take_while(|c| c.is_alphanumeric()).collect();
+            if let Some(other) = found.insert(name.clone(), file.clone()) {
+                panic!("{name}: {} and {}", other.display(), file.display());
+            }
+        }
+    }
+    assert!(found.contains_key("ScoreBias") && found.contains_key("SessionSampler"));
+}
+
+/// A field more in a problem or in the arguments of a run breaks nobody who writes `..new(…)`: see `host::ops`.
+#[test]
+fn problems_and_arguments_can_grow() {
+    let mut files = Vec::new();
+    sources(&workspace_root().join("host/src/ops"), &mut files);
+    let mut found = 0;
+    for file in files {
+        let text = fs::read_to_string(&file).expect("a source file");
+        for name in text.lines().filter_map(|line| line.strip_prefix("pub struct ")) {
+            let name: String = name.chars().take_while(|c| c.is_alphanumeric()).collect();
+            if name.ends_with("Problem") || name.ends_with("Args") {
+                let own = text.split("impl").filter_map(|part| part.split_once('{')).any(|(of, body)| {
+                    of.trim().trim_start_matches("<'a> ").trim_end_matches("<'a>") == name
+                        && body.contains("pub fn new(")
+                });
+                assert!(own, "{name} has no `new`: {}", file.display());
+                found += 1;
+            }
+        }
+    }
+    assert!(found >= 2 * abi::ops::FAMILIES.len(), "{found}");
 }
 
 /// Device code asks for what a floor lacks by a `cfg`; a name that is not in the list would be a warning, or no kernel on any floor.

@@ -3,7 +3,7 @@
 use serde_json::json;
 use warpforge::ops::attention::reference::{self, Options, Sequence};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionCase, AttentionProblem, Bias, CASES, KvScales, Mask, Offsets,
+    Attention, AttentionArgs, AttentionCase, AttentionProblem, CASES, KvScales, Mask, Offsets, ScoreBias,
     ScoreTensors,
 };
 use warpforge::{DType, Error, Stream, Tensor};
@@ -77,7 +77,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
         "batch": batch, "seq_q": seq_q, "seq_kv": seq_kv, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": head_dim, "head_dim_v": head_dim_v, "is_latent": is_latent, "mask": mask_name,
         "soft_cap": scores.soft_cap, "has_sinks": has_sinks, "block_size": scores.blocks,
-        "is_biased": scores.bias != Bias::None,
+        "is_biased": scores.bias != ScoreBias::None,
         "page_size": page_size, "is_fp8": is_fp8,
     });
     // What is both key and value is read once.
@@ -119,7 +119,7 @@ fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     });
     let blocks = blocks.transpose()?;
     // For all heads of all sequences.
-    let bias = scores.bias != Bias::None;
+    let bias = scores.bias != ScoreBias::None;
     let bias = bias.then(|| bencher.random(&[1, 1, seq_q, seq_kv], DTYPE, 3000)).transpose()?;
     let scales = Tensor::from_slice(&bencher.stream, &[heads_kv], &vec![KV_SCALE; heads_kv])?;
     let mut sets = bencher.sets(|bencher, seed| {

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use warpforge::ops::layernorm::{
-    CASES, LayerNorm, LayerNormArgs, LayerNormCase, LayerNormProblem, Residual, reference,
+    CASES, LayerNorm, LayerNormArgs, LayerNormCase, LayerNormProblem, NormResidual, reference,
 };
 use warpforge::{DType, Stream, Tensor};
 
@@ -28,8 +28,8 @@ fn time(bencher: &mut Bencher, case: &LayerNormCase) -> Result<(), Failure> {
     let problem = LayerNormProblem { rows, cols, dtype: DTYPE, eps: EPS };
     let plan = LayerNorm::plan(&bencher.device, problem)?;
     let (row_tensors, residual_name) = match residual {
-        Residual::None => (2, "none"),
-        Residual::Add => (4, "add"),
+        NormResidual::None => (2, "none"),
+        NormResidual::Add => (4, "add"),
     };
     let work = Work {
         dtype: DTYPE.name(),
@@ -43,8 +43,8 @@ fn time(bencher: &mut Bencher, case: &LayerNormCase) -> Result<(), Failure> {
     let (weight, bias) = (bencher.random(&[cols], DTYPE, 1)?, bencher.random(&[cols], DTYPE, 2)?);
     let mut sets = bencher.sets(|bencher, seed| {
         let residual = match residual {
-            Residual::None => None,
-            Residual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
+            NormResidual::None => None,
+            NormResidual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
         };
         let out = Tensor::empty(&bencher.stream, &[rows, cols], DTYPE)?;
         Ok(Set { x: bencher.random(&[rows, cols], DTYPE, seed)?, residual, out })

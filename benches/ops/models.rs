@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use warpforge::models::{
-    FeedForwardConfig, MixerConfig, Model, ModelConfig, Sampler, Session, SessionOptions,
+    FeedForwardConfig, MixerConfig, Model, ModelConfig, Session, SessionOptions, SessionSampler,
 };
 use warpforge::ops::sampling::Sampling;
 use warpforge::{DType, Error};
@@ -147,7 +147,7 @@ fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Fail
     let options = SessionOptions { batch, capacity: PROMPT + steps, ..SessionOptions::default() };
     let mut session = model.session(options)?;
     let texts: Vec<Vec<u32>> = (0..batch).map(|sequence| text(model, sequence)).collect();
-    let mut sampler = Sampler::new(&session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
     let mut ids: Vec<u32> = texts.iter().map(|text| text[PROMPT]).collect();
     let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
         if step % STEPS == 0 {

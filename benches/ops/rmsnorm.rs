@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use warpforge::ops::rmsnorm::{
-    CASES, Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
+    CASES, Gate, NormResidual, NormWeight, RmsNorm, RmsNormArgs, RmsNormCase, RmsNormProblem, reference,
 };
 use warpforge::{DType, Stream, Tensor};
 
@@ -29,8 +29,8 @@ fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
     let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: EPS, weight: kind };
     let plan = RmsNorm::plan(&bencher.device, problem)?;
     let (row_tensors, residual_name) = match residual {
-        Residual::None => (2, "none"),
-        Residual::Add => (4, "add"),
+        NormResidual::None => (2, "none"),
+        NormResidual::Add => (4, "add"),
     };
     let (gate_tensors, gate_name) = match gate {
         Gate::None => (0, "none"),
@@ -55,8 +55,8 @@ fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
     let weight = bencher.random(&[cols], DTYPE, 1)?;
     let mut sets = bencher.sets(|bencher, seed| {
         let residual = match residual {
-            Residual::None => None,
-            Residual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
+            NormResidual::None => None,
+            NormResidual::Add => Some(bencher.random(&[rows, cols], DTYPE, 1000 + seed)?),
         };
         let gate = match gate {
             Gate::None => None,

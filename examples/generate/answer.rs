@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use text::{Codec, StreamedText};
 use warpforge::Stream;
-use warpforge::models::{Sampler, Session, Visual};
+use warpforge::models::{Session, SessionSampler, Visual};
 
 use crate::check::Check;
 use crate::interrupt;
@@ -13,7 +13,7 @@ use crate::output::{self, Failure};
 /// A session that writes, and what it needs for that.
 pub struct Writer<'a> {
     pub session: Session,
-    pub sampler: Sampler,
+    pub sampler: SessionSampler,
     pub codec: Option<&'a Codec>,
     pub eos: &'a [u32],
     pub max_new_tokens: usize,
@@ -33,7 +33,7 @@ pub struct Answer {
 }
 
 impl<'a> Writer<'a> {
-    pub fn new(session: Session, sampler: Sampler, codec: Option<&'a Codec>, eos: &'a [u32]) -> Self {
+    pub fn new(session: Session, sampler: SessionSampler, codec: Option<&'a Codec>, eos: &'a [u32]) -> Self {
         let stream = session.stream().clone();
         Writer { session, sampler, codec, eos, max_new_tokens: 0, is_shown: true, check: None, stream }
     }

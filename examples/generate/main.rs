@@ -28,7 +28,7 @@ use output::{Failure, note};
 use pictures::Pictures;
 use prompt::Conversation;
 use text::Codec;
-use warpforge::models::{Logits, Model, ModelConfig, Sampler, SessionOptions};
+use warpforge::models::{Logits, Model, ModelConfig, SessionOptions, SessionSampler};
 use warpforge::ops::sampling::{self, Sampling, SamplingProblem};
 use warpforge::{DType, Device};
 
@@ -66,7 +66,7 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
         }
     }
     interrupt::watch()?;
-    let sampler = Sampler::new(&session, sampling)?;
+    let sampler = SessionSampler::new(&session, sampling)?;
     let mut writer = Writer::new(session, sampler, codec.as_ref(), &config.eos_token_ids);
     writer.max_new_tokens = options.max_new_tokens();
     writer.is_shown = !options.print_ids;

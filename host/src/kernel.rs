@@ -57,14 +57,25 @@ pub struct OptimizationReport {
     pub memory_floor_us: Option<f64>,
 }
 
-/// The parts of a report that each operator knows itself.
+/// What a run of a problem does at least: a report's part of the operator.
 pub(crate) struct Work {
     pub(crate) problem: String,
+    pub(crate) bytes: Saturating<u64>,
+    pub(crate) flops: Saturating<u64>,
+}
+
+/// How the work is cut up, and why so: a report's part of the choice.
+pub(crate) struct Cut {
     pub(crate) why: String,
     pub(crate) tile: String,
     pub(crate) threads: u32,
-    pub(crate) bytes: Saturating<u64>,
-    pub(crate) flops: Saturating<u64>,
+}
+
+impl Cut {
+    /// On the CPU, where there is nothing to choose.
+    pub(crate) fn cpu(tile: &str) -> Self {
+        Cut { why: "no card".into(), tile: tile.into(), threads: 1 }
+    }
 }
 
 /// A size as a factor of bytes or operations: a problem bounds its sizes, not their products.
@@ -73,19 +84,25 @@ pub(crate) fn count(size: usize) -> Saturating<u64> {
 }
 
 impl OptimizationReport {
-    pub(crate) fn new(op: &'static str, device: &Device, entry: Option<&Entry>, work: Work) -> Self {
+    pub(crate) fn new(
+        op: &'static str,
+        device: &Device,
+        entry: Option<&Entry>,
+        work: Work,
+        cut: Cut,
+    ) -> Self {
         let HardwareProfile { threads_per_sm, memory_bandwidth, .. } = *device.profile();
         let occupancy = entry
-            .and_then(|entry| entry.blocks_per_sm(work.threads))
-            .map(|blocks| f64::from(blocks * work.threads) / f64::from(threads_per_sm));
+            .and_then(|entry| entry.blocks_per_sm(cut.threads))
+            .map(|blocks| f64::from(blocks * cut.threads) / f64::from(threads_per_sm));
         OptimizationReport {
             op,
             problem: work.problem,
             device: device.describe(),
             variant: entry.map_or("cpu", Entry::name),
-            why: work.why,
-            tile: work.tile,
-            threads: work.threads,
+            why: cut.why,
+            tile: cut.tile,
+            threads: cut.threads,
             resources: entry.and_then(Entry::resources),
             occupancy,
             bytes: work.bytes.0,

@@ -9,19 +9,19 @@ use host::ops::sampling::{self, Sampling, SamplingArgs, SamplingProblem};
 
 /// Draws the next token of every sequence of a session, each time with a new random number.
 #[derive(Debug)]
-pub struct Sampler {
+pub struct SessionSampler {
     plan: sampling::Sampler,
     ids: Tensor,
     step: u64,
 }
 
-impl Sampler {
+impl SessionSampler {
     /// A sampler for sessions of this one's model and batch size.
     pub fn new(session: &Session, method: Sampling) -> Result<Self, Error> {
         let (rows, vocab) = (session.options().batch, session.model().config().decoder.vocab_size);
         let problem = SamplingProblem { rows, vocab, dtype: DType::F32, method };
         let plan = sampling::Sampler::plan(session.model().device(), problem)?;
-        Ok(Sampler { plan, ids: Tensor::empty(session.stream(), &[rows], DType::U32)?, step: 0 })
+        Ok(SessionSampler { plan, ids: Tensor::empty(session.stream(), &[rows], DType::U32)?, step: 0 })
     }
 
     /// The next tokens, from the logits of the session's last call; waits for them.

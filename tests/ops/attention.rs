@@ -11,7 +11,7 @@ use testkit::round::round_to;
 use testkit::strategies::{Values, dims};
 use warpforge::ops::attention::reference::attention;
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
+    Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, PAGE_SIZES, ScoreBias, ScoreTensors,
     Scores,
 };
 use warpforge::{Arch, DType, Device, Error, Tensor};
@@ -47,7 +47,7 @@ fn every_kernel_is_simulated() -> TestResult {
         Case { page_size: Some(16), q_layout: layout, kv_layout: layout, ..case }
     });
     let masked = prefill_case().prop_map(|case| {
-        let (layout, scores) = (Layout::default(), Scores { bias: Bias::Additive, ..Scores::PLAIN });
+        let (layout, scores) = (Layout::default(), Scores { bias: ScoreBias::Additive, ..Scores::PLAIN });
         Case { scores, q_layout: layout, kv_layout: layout, ..case }
     });
     let cases = prop_oneof![
@@ -434,10 +434,10 @@ fn blocks() -> TestResult {
 fn biases_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
         for (dtype, bias, (seq_q, len), heads, head_dim, scale, soft_cap, mask, seed) in [
-            (DType::BF16, Bias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, 1),
+            (DType::BF16, ScoreBias::Additive, (70, 150), (2, 1), 64, None, None, Mask::Causal, 1),
             (
                 DType::F16,
-                Bias::Boolean,
+                ScoreBias::Boolean,
                 (40, 135),
                 (1, 1),
                 128,
@@ -446,8 +446,8 @@ fn biases_on_tensor_cores() -> TestResult {
                 Mask::None,
                 2 + (1 << 41),
             ),
-            (DType::F16, Bias::Additive, (20, 97), (2, 2), 128, Some(0.0), None, Mask::None, 3),
-            (DType::BF16, Bias::Boolean, (20, 70), (1, 1), 256, None, None, Mask::Causal, 4 + (1 << 40)),
+            (DType::F16, ScoreBias::Additive, (20, 97), (2, 2), 128, Some(0.0), None, Mask::None, 3),
+            (DType::BF16, ScoreBias::Boolean, (20, 70), (1, 1), 256, None, None, Mask::Causal, 4 + (1 << 40)),
         ] {
             let scores = Scores { bias, soft_cap, blocks: None };
             let case = Case { scores, scale, mask, seed, ..plain(dtype, seq_q, len, heads, head_dim) };

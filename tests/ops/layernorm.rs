@@ -4,7 +4,7 @@ use abi::ops::layernorm::{LayerNormVariant, VARIANTS};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
-use warpforge::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem, Residual, reference};
+use warpforge::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem, NormResidual, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
@@ -22,7 +22,7 @@ struct Case {
     /// Of weight and bias, which have one row each.
     gains: [Layout; 2],
     out: Layout,
-    residual: Residual,
+    residual: NormResidual,
     eps: f32,
     /// Added to every element of normal x: rows far from zero, whose variance cancels if it is computed carelessly. Elements
     /// that are nearly equal are a test of their own: where the plain formula happens to be exact it is no yardstick.
@@ -42,7 +42,7 @@ const MAX_ELEMENTS: usize = 1 << 16;
 fn case() -> impl Strategy<Value = Case> {
     let sizes = (floats(), dims(&[8, 32], 40), dims_from(1, &[32, 48, 128, 1024, 4096], 5000));
     let kinds = (
-        prop_oneof![Just(Residual::None), Just(Residual::Add)],
+        prop_oneof![Just(NormResidual::None), Just(NormResidual::Add)],
         prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
         prop_oneof![2 => Just(0.0), 1 => Just(3.0), 1 => Just(-100.0)],
         finite_values(),
@@ -115,7 +115,7 @@ fn run(
     let x = testkit::round::round_all(dtype, &x);
     let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
     let bias = values(Values::Normal, dtype, cols, case.seed ^ 2);
-    let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 3));
+    let added = (residual == NormResidual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 3));
     let input = |values: &[f64], layout| Rows::input(&stream, dtype, values, cols, layout).map_err(fail);
     let (x_rows, weight_row) = (input(&x, case.x)?, input(&weight, case.gains[0])?);
     let bias_row = input(&bias, case.gains[1])?;
@@ -229,7 +229,7 @@ fn one_tensor_apart() -> Result<(), TestCaseError> {
             added,
             gains: [weight, bias].map(|gain| Layout { padding: 0, ..gain }),
             out,
-            residual: Residual::Add,
+            residual: NormResidual::Add,
             eps: 1e-6,
             offset: 0.0,
             kind: Values::Normal,

@@ -7,7 +7,7 @@ use testkit::round::{max_finite, round_to};
 use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::kv_append::{self, KvAppend, KvAppendArgs, KvAppendProblem};
 use warpforge::ops::qk_norm_rope::{
-    QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights, reference,
+    QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeKernel, QkNormRopeProblem, QkNormWeights, reference,
 };
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::ops::rope::reference::RopeShape;
@@ -296,8 +296,8 @@ impl Case {
         variant: Option<&'static QkNormRopeVariant>,
     ) -> Result<QkNormRope, Error> {
         let Some(variant) = variant else { return QkNormRope::plan(device, self.problem) };
-        let heads = if variant.tile == QkNormRopeTile::Block { 1 } else { self.heads_per_group };
-        QkNormRope::plan_with(device, self.problem, variant, heads)
+        let heads_per_group = if variant.tile == QkNormRopeTile::Block { 1 } else { self.heads_per_group };
+        QkNormRope::plan_with(device, self.problem, QkNormRopeKernel { variant, heads_per_group })
     }
 }
 

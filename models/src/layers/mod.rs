@@ -10,7 +10,7 @@ mod linear;
 mod mlp;
 mod moe;
 
-pub use attention::Attention;
+pub use attention::SelfAttention;
 pub use delta_net::DeltaNet;
 pub use latent::LatentAttention;
 pub use linear::Linear;
@@ -45,7 +45,7 @@ use moe::MoeBlock;
 #[expect(clippy::large_enum_variant)]
 pub enum Mixer {
     /// Softmax attention.
-    Attention(Attention),
+    Attention(SelfAttention),
     /// A gated delta net.
     DeltaNet(Box<DeltaNet>),
     /// Softmax attention over latent rows.
@@ -73,7 +73,7 @@ impl Mixer {
         prefix: &str,
     ) -> Result<Self, Error> {
         match config {
-            MixerConfig::Attention(config) => Ok(Mixer::Attention(Attention::new(
+            MixerConfig::Attention(config) => Ok(Mixer::Attention(SelfAttention::new(
                 config,
                 hidden_size,
                 loader,

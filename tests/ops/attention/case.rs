@@ -12,7 +12,7 @@ use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims, finite_values, stride_padding};
 use warpforge::ops::attention::reference::{Options, Sequence, attention, magnitudes};
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Mask, Offsets, PAGE_SIZES, ScoreTensors,
+    Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, PAGE_SIZES, ScoreBias, ScoreTensors,
     Scores,
 };
 use warpforge::{DType, Device, Need, Tensor, TensorView};
@@ -138,7 +138,7 @@ impl Case {
     }
 
     fn has_masks(&self) -> bool {
-        self.scores.bias != Bias::None || self.scores.blocks.is_some()
+        self.scores.bias != ScoreBias::None || self.scores.blocks.is_some()
     }
 
     /// Sizes 1 at random.
@@ -156,7 +156,7 @@ impl Case {
                 let is_hidden = rng.below(3) == 0 || key % 7 == 3 || (queries > 1 && row % queries % 5 == 4);
                 let value = round_to(self.dtype, rng.below(64) as f64 / 8.0 - 4.0);
                 bias.push(match (self.scores.bias, is_hidden) {
-                    (Bias::Boolean, _) => f64::from(!is_hidden),
+                    (ScoreBias::Boolean, _) => f64::from(!is_hidden),
                     (_, true) => f64::NEG_INFINITY,
                     (_, false) => value,
                 });
@@ -190,11 +190,11 @@ impl Case {
             let place = |axis: usize, index: usize| if shape[axis] == 1 { 0 } else { index };
             (place(0, index) * shape[1] + head) * shape[2] + place(2, query)
         };
-        let bias = (self.scores.bias != Bias::None).then(|| {
+        let bias = (self.scores.bias != ScoreBias::None).then(|| {
             let (shape, bias) = self.bias();
             let value = |value: f64| match self.scores.bias {
-                Bias::Boolean if value == 0.0 => f64::NEG_INFINITY,
-                Bias::Boolean => 0.0,
+                ScoreBias::Boolean if value == 0.0 => f64::NEG_INFINITY,
+                ScoreBias::Boolean => 0.0,
                 _ => value,
             };
             let rows = (0..heads).flat_map(|head| (0..seq_q).map(move |query| (head, query)));
@@ -321,7 +321,7 @@ pub(super) fn case(
         let values = select(&[0.0, 4.0, -1e30, 1e30, f64::NEG_INFINITY][..]);
         prop_oneof![4 => Just(None), 1 => values.prop_map(|sink| Some(f64::from(sink as f32)))]
     };
-    let bias = || prop_oneof![8 => Just(Bias::None), 1 => Just(Bias::Additive), 1 => Just(Bias::Boolean)];
+    let bias = || prop_oneof![8 => Just(ScoreBias::None), 1 => Just(ScoreBias::Additive), 1 => Just(ScoreBias::Boolean)];
     let blocks = || prop_oneof![4 => Just(None), 1 => select(&[16, 32, 64, 128][..]).prop_map(Some)];
     let of_plan = (soft_cap(), bias(), blocks());
     let of_plan = of_plan.prop_map(|(soft_cap, bias, blocks)| Scores { soft_cap, bias, blocks });
@@ -521,10 +521,10 @@ pub(super) fn compute(
     let sinks =
         sinks.map(|sinks| Tensor::from_slice(&stream, &[heads_q], &sinks)).transpose().map_err(fail)?;
     let word = |&word: &u32| f64::from(word);
-    let bias = (case.scores.bias != Bias::None).then(|| case.bias());
+    let bias = (case.scores.bias != ScoreBias::None).then(|| case.bias());
     let blocks = case.scores.blocks.map(|size| case.blocks(size));
     let blocks = blocks.map(|(shape, words)| (shape, words.iter().map(word).collect::<Vec<_>>()));
-    let bias_dtype = if case.scores.bias == Bias::Boolean { DType::I8 } else { dtype };
+    let bias_dtype = if case.scores.bias == ScoreBias::Boolean { DType::I8 } else { dtype };
     let rows_of = |dtype, mask: &Option<([usize; 4], Vec<f64>)>| {
         let rows = |(shape, values): &([usize; 4], Vec<f64>)| {
             Rows::input(&stream, dtype, values, shape[3], q_layout)

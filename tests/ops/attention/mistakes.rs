@@ -1,7 +1,7 @@
 //! What attention refuses, and how it says so.
 
 use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, Bias, KvScales, Offsets, ScoreTensors, Scores,
+    Attention, AttentionArgs, AttentionProblem, KvScales, Offsets, ScoreBias, ScoreTensors, Scores,
 };
 use warpforge::{DType, Error, Tensor};
 
@@ -75,7 +75,7 @@ fn bad_input() -> Result<(), Error> {
             plan.run(&stream, args).unwrap_err().to_string(),
             "attention: sinks: expected shape [4], got [3]"
         );
-        let scores = Scores { bias: Bias::Boolean, blocks: Some(16), ..Scores::PLAIN };
+        let scores = Scores { bias: ScoreBias::Boolean, blocks: Some(16), ..Scores::PLAIN };
         let masked = Attention::plan(device, AttentionProblem { scores, ..problem })?;
         let (bias, floats) = (tensor(&[1, 4, 1, 8], DType::I8)?, tensor(&[1, 4, 1, 8], DType::F32)?);
         let wide = tensor(&[1, 3, 1, 1], DType::U32)?;

@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::{Bias, Mask, Scores};
+use abi::DType;
+
+use super::{Attention, AttentionArgs, AttentionProblem, KvScales, Mask, OP, ScoreBias, Scores};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -110,7 +115,7 @@ const fn sparse(case: AttentionCase) -> AttentionCase {
 
 /// A number for each query and key that is added to the scores, the same for all heads.
 const fn biased(case: AttentionCase) -> AttentionCase {
-    AttentionCase { scores: Scores { bias: Bias::Additive, ..Scores::PLAIN }, ..case }
+    AttentionCase { scores: Scores { bias: ScoreBias::Additive, ..Scores::PLAIN }, ..case }
 }
 
 /// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
@@ -181,3 +186,60 @@ pub const CASES: &[AttentionCase] = cases! {
         "glm-4.7-flash" => (20, 20, 256),
     ];
 };
+
+/// Runs of so many queries of a sequence, for what tries every operator: of a cache in one piece, and, where the type has them, of pages
+/// in fp8.
+pub fn samples(device: &Device, seq_q: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let ([heads_q, heads_kv], head_dim, seq_kv, page_size) = ([4, 2], 64, 128, 16);
+    let problem = AttentionProblem {
+        mask: Mask::Causal,
+        ..AttentionProblem::new(1, [seq_q, seq_kv], [heads_q, heads_kv], head_dim, dtype)
+    };
+    let queries = [1, seq_q, heads_q, head_dim];
+    let keys = [1, seq_kv, heads_kv, head_dim];
+    let plan = Attention::plan(device, problem)?;
+    let tensors = [
+        tensor("q", &queries, dtype),
+        tensor("k", &keys, dtype),
+        tensor("v", &keys, dtype),
+        tensor("kv_lens", &[1], DType::U32),
+        tensor("out", &queries, dtype),
+        tensor("lse", &[1, heads_q, seq_q], DType::F32),
+    ];
+    let whole = Sample::new(OP, tensors, move |stream, [q, k, v, kv_lens, out, lse]| {
+        let args = AttentionArgs {
+            kv_lens: Some(kv_lens.as_view()),
+            lse: Some(lse.reborrow()),
+            ..AttentionArgs::new(q.as_view(), k.as_view(), v.as_view(), out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    if dtype == DType::F32 {
+        return Ok(vec![whole]);
+    }
+    let problem = AttentionProblem { dtype_kv: DType::F8E4M3, page_size: Some(page_size), ..problem };
+    let plan = Attention::plan(device, problem)?;
+    let pages = seq_kv / page_size;
+    let pool = [pages, page_size, heads_kv, head_dim];
+    let tensors = [
+        tensor("q", &queries, dtype),
+        tensor("k", &pool, DType::F8E4M3),
+        tensor("v", &pool, DType::F8E4M3),
+        tensor("kv_lens", &[1], DType::U32),
+        tensor("k_scale", &[heads_kv], DType::F32),
+        tensor("v_scale", &[heads_kv], DType::F32),
+        tensor("page_table", &[1, pages], DType::U32),
+        tensor("out", &queries, dtype),
+    ];
+    let paged =
+        Sample::new(OP, tensors, move |stream, [q, k, v, kv_lens, k_scale, v_scale, page_table, out]| {
+            let args = AttentionArgs {
+                kv_lens: Some(kv_lens.as_view()),
+                kv_scales: KvScales { k: Some(k_scale.as_view()), v: Some(v_scale.as_view()) },
+                page_table: Some(page_table.as_view()),
+                ..AttentionArgs::new(q.as_view(), k.as_view(), v.as_view(), out.reborrow())
+            };
+            plan.run(stream, args)
+        });
+    Ok(vec![whole, paged])
+}

@@ -6,12 +6,13 @@ use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEY
 use super::select::section;
 use super::{Attention, AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES};
 use crate::error::Error;
-use crate::ops::check_size;
+use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
 
 /// Where a run's keys are: fields of [`AttentionDims`].
 struct Cache {
     seq_kv: usize,
+    k_strides: [u32; 3],
     page_log2: u32,
     num_pages: u32,
     table_stride: u32,
@@ -46,7 +47,7 @@ pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
         }
     }
     if !dtype.is_float() {
-        return invalid("dtype f32, f16 or bf16", dtype.name().into());
+        return Err(no_float(OP, dtype));
     }
     if problem.dtype_kv != dtype {
         if !problem.is_fp8() || dtype == DType::F32 {
@@ -77,84 +78,43 @@ pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
 
 impl Attention {
     /// Checks all arguments: the parameters of a launch.
-    pub(super) fn check(&self, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
+    pub(super) fn check(&self, at: &Check<'_>, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
         let AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse, scores, page_table: _ } = args;
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, dtype_kv, .. } = self.problem;
-        let device = &self.device;
-        q.expect(OP, "q", device, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
+        let [q_batch_stride, q_token_stride, q_head_stride] =
+            at.rows("q", *q, dtype, &[None, None, Some(heads_q), Some(head_dim)])?;
         let (outer_q, tokens_q) = (q.shape()[0], q.shape()[1]);
-        let sequences = |argument, of: &TensorView<'_>| {
-            of.expect(OP, argument, device, DType::U32, &[None])?;
-            of.expect_inner_contiguous(OP, argument)?;
-            of.shape()[0].checked_sub(1).ok_or_else(|| {
-                Error::invalid(
-                    OP,
-                    argument,
-                    "the sequences' first tokens and the end",
-                    "no number".to_string(),
-                )
-            })
+        let sequences = |argument, of: TensorView<'_>| {
+            let [] = at.elements(argument, of, DType::U32, &[None])?;
+            let expected = "the sequences' first tokens and the end";
+            of.shape()[0].checked_sub(1).map_or_else(|| at.refuse(argument, expected, "no number"), Ok)
         };
-        let (batch, seq_q) = match &offsets.q {
+        let (batch, seq_q) = match offsets.q {
             None => (outer_q, tokens_q),
             Some(of) if outer_q == 1 => (sequences("offsets.q", of)?, self.problem.seq_q),
-            Some(_) => {
-                return Err(Error::invalid(OP, "q", "one row of packed sequences", outer_q.to_string()));
-            }
+            Some(_) => return at.refuse("q", "one row of packed sequences", outer_q.to_string()),
         };
-        if let Some(of) = &offsets.kv {
-            of.expect(OP, "offsets.kv", device, DType::U32, &[Some(batch + 1)])?;
-            of.expect_inner_contiguous(OP, "offsets.kv")?;
+        if let Some(of) = offsets.kv {
+            let [] = at.elements("offsets.kv", of, DType::U32, &[Some(batch + 1)])?;
         }
-        let cache = self.check_cache(args, batch)?;
+        let cache = self.check_cache(at, args, batch)?;
+        let Cache { seq_kv, k_strides: [k_batch_stride, k_token_stride, k_head_stride], .. } = cache;
         let [outer, tokens] = [k.shape()[0], k.shape()[1]];
-        v.expect(OP, "v", device, dtype_kv, &[Some(outer), Some(tokens), Some(heads_kv), Some(head_dim_v)])?;
-        let seq_kv = cache.seq_kv;
-        out.expect(
-            OP,
-            "out",
-            device,
-            dtype,
-            &[Some(outer_q), Some(tokens_q), Some(heads_q), Some(head_dim_v)],
-        )?;
-        for (argument, view) in [("q", q), ("k", k), ("v", v)] {
-            view.expect_inner_contiguous(OP, argument)?;
-        }
-        out.expect_inner_contiguous(OP, "out")?;
-        if let Some(kv_lens) = kv_lens {
-            kv_lens.expect(OP, "kv_lens", device, DType::U32, &[Some(batch)])?;
-            kv_lens.expect_inner_contiguous(OP, "kv_lens")?;
-        }
-        if let Some(lse) = lse {
-            lse.expect(OP, "lse", device, DType::F32, &[Some(outer_q), Some(heads_q), Some(tokens_q)])?;
-            lse.expect_inner_contiguous(OP, "lse")?;
-        }
-        kv_scales.check(&self.problem, device)?;
-        let scores = scores.check(&self.problem, device, [batch, seq_q, seq_kv])?;
-        let planned = [
-            ("q", "sequences", batch, self.problem.batch),
-            ("q", "queries", seq_q, self.problem.seq_q),
-            ("k", "keys", seq_kv, self.problem.seq_kv),
-        ];
-        for (argument, what, got, most) in planned {
-            if got > most {
-                return Err(Error::invalid(
-                    OP,
-                    argument,
-                    format!("at most {most} {what}, as planned"),
-                    got.to_string(),
-                ));
-            }
-        }
-        let [q_batch_stride, q_token_stride, q_head_stride] = strides("q", q.shape(), q.strides())?;
-        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
+        let [v_batch_stride, v_token_stride, v_head_stride] =
+            at.rows("v", *v, dtype_kv, &[outer, tokens, heads_kv, head_dim_v].map(Some))?;
         let [out_batch_stride, out_token_stride, out_head_stride] =
-            strides("out", out.shape(), out.strides())?;
-        let [lse_batch_stride, lse_head_stride, _] = match lse {
-            Some(lse) => strides("lse", lse.shape(), lse.strides())?,
-            None => [0; 3],
-        };
+            at.rows("out", out.as_view(), dtype, &[outer_q, tokens_q, heads_q, head_dim_v].map(Some))?;
+        if let Some(kv_lens) = kv_lens {
+            let [] = at.elements("kv_lens", *kv_lens, DType::U32, &[Some(batch)])?;
+        }
+        let lse_shape = [outer_q, heads_q, tokens_q].map(Some);
+        let lse_strides = lse.as_ref().map(|lse| at.elements("lse", lse.as_view(), DType::F32, &lse_shape));
+        let [lse_batch_stride, lse_head_stride] = lse_strides.transpose()?.unwrap_or_default();
+        kv_scales.check(at, &self.problem)?;
+        let scores = scores.check(at, &self.problem, [batch, seq_q, seq_kv])?;
+        at.planned("q", "sequences", batch, self.problem.batch)?;
+        at.planned("q", "queries", seq_q, self.problem.seq_q)?;
+        at.planned("k", "keys", seq_kv, self.problem.seq_kv)?;
         // Packed sequences are told apart by their first rows.
         let of_sequence =
             |stride: u32, offsets: &Option<TensorView<'_>>| if offsets.is_some() { 0 } else { stride };
@@ -163,14 +123,13 @@ impl Attention {
         let lse_batch_stride = of_sequence(lse_batch_stride, &offsets.q);
         let packed =
             |tokens: usize, offsets: &Option<TensorView<'_>>| if offsets.is_some() { tokens } else { 0 };
-        let vector = q.is_aligned_16() && k.is_aligned_16() && v.is_aligned_16() && out.is_aligned_16();
         Ok(AttentionDims {
             batch: batch as u32,
             seq_q: seq_q as u32,
             seq_kv: seq_kv as u32,
             sequences: batch as u32,
-            tokens_q: check_size(OP, "q", "number of tokens", packed(tokens_q, &offsets.q))?,
-            tokens_kv: check_size(OP, "k", "number of tokens", packed(tokens, &offsets.kv))?,
+            tokens_q: at.size("q", "number of tokens", packed(tokens_q, &offsets.q))?,
+            tokens_kv: at.size("k", "number of tokens", packed(tokens, &offsets.kv))?,
             heads_q: heads_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
@@ -178,7 +137,7 @@ impl Attention {
             head_dim_v: head_dim_v as u32,
             causal: u32::from(self.problem.mask == Mask::Causal),
             window: self.problem.window.unwrap_or(seq_kv).min(seq_kv) as u32,
-            vector: u32::from(vector),
+            vector: u32::from(at.is_aligned()),
             tiles: 0,
             splits: (seq_kv as u32).div_ceil(SPLIT_KEYS),
             section: section(&self.problem, seq_kv, batch * heads_kv),
@@ -212,74 +171,65 @@ impl Attention {
     }
 
     /// Checks k, and what tells where a sequence's keys are.
-    fn check_cache(&self, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
+    fn check_cache(&self, at: &Check<'_>, args: &AttentionArgs<'_>, batch: usize) -> Result<Cache, Error> {
         let AttentionArgs { k, kv_lens, offsets, page_table, .. } = args;
         let AttentionProblem { heads_kv, head_dim, dtype_kv, page_size, .. } = self.problem;
         let rows = |outer, tokens| [outer, tokens, Some(heads_kv), Some(head_dim)];
-        let invalid =
-            |argument, expected: &str, got: String| Err(Error::invalid(OP, argument, expected, got));
         let (page_size, table) = match (page_size, page_table) {
             (None, None) if offsets.kv.is_some() => {
                 if self.problem.is_fp8() {
-                    return invalid("offsets.kv", "none, as k and v are fp8", "a tensor".into());
+                    return at.refuse("offsets.kv", "none, as k and v are fp8", "a tensor");
                 }
-                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(1), None))?;
+                let k_strides = at.rows("k", *k, dtype_kv, &rows(Some(1), None))?;
                 if kv_lens.is_some() {
-                    return invalid("kv_lens", "none, as keys are packed", "a tensor".into());
+                    return at.refuse("kv_lens", "none, as keys are packed", "a tensor");
                 }
                 let seq_kv = if k.shape()[1] == 0 { 0 } else { self.problem.seq_kv };
-                return Ok(Cache { seq_kv, page_log2: 31, num_pages: 1, table_stride: 0 });
+                return Ok(Cache { seq_kv, k_strides, page_log2: 31, num_pages: 1, table_stride: 0 });
             }
             _ if offsets.kv.is_some() => {
-                return invalid("offsets.kv", "none, as there are pages", "a tensor".into());
+                return at.refuse("offsets.kv", "none, as there are pages", "a tensor");
             }
             (None, None) => {
-                k.expect(OP, "k", &self.device, dtype_kv, &rows(Some(batch), None))?;
-                return Ok(Cache { seq_kv: k.shape()[1], page_log2: 31, num_pages: 1, table_stride: 0 });
+                let k_strides = at.rows("k", *k, dtype_kv, &rows(Some(batch), None))?;
+                let seq_kv = k.shape()[1];
+                return Ok(Cache { seq_kv, k_strides, page_log2: 31, num_pages: 1, table_stride: 0 });
             }
-            (Some(_), None) => return invalid("page_table", "a table, as planned", "none".into()),
+            (Some(_), None) => return at.refuse("page_table", "a table, as planned", "none"),
             (None, Some(_)) => {
-                return invalid("page_table", "none, as planned without pages", "a table".into());
+                return at.refuse("page_table", "none, as planned without pages", "a table");
             }
             (Some(page_size), Some(table)) => (page_size, table),
         };
-        k.expect(OP, "k", &self.device, dtype_kv, &rows(None, Some(page_size)))?;
-        table.expect(OP, "page_table", &self.device, DType::U32, &[Some(batch), None])?;
-        table.expect_inner_contiguous(OP, "page_table")?;
+        let k_strides = at.rows("k", *k, dtype_kv, &rows(None, Some(page_size)))?;
+        let [table_stride] = at.elements("page_table", *table, DType::U32, &[Some(batch), None])?;
         if kv_lens.is_none() {
-            return invalid("kv_lens", "the sequences' lengths, as there are pages", "none".into());
+            return at.refuse("kv_lens", "the sequences' lengths, as there are pages", "none");
         }
         let (num_pages, most) = (k.shape()[0], self.problem.seq_kv.div_ceil(page_size));
         if table.shape()[1] > most {
             let expected = format!("at most {most} pages of a sequence, as planned");
-            return invalid("page_table", &expected, table.shape()[1].to_string());
+            return at.refuse("page_table", expected, table.shape()[1].to_string());
         }
-        let stride = table.strides()[0];
-        check_size(OP, "page_table", "number of elements", batch.saturating_mul(stride))?;
+        at.size("page_table", "number of elements", batch.saturating_mul(table_stride as usize))?;
         // Of a pool without pages there is nothing to see.
         let room = if num_pages == 0 { 0 } else { table.shape()[1] * page_size };
         Ok(Cache {
             seq_kv: room.min(self.problem.seq_kv),
+            k_strides,
             page_log2: page_size.ilog2(),
-            num_pages: check_size(OP, "k", "number of pages", num_pages)?.max(1),
-            table_stride: stride as u32,
+            num_pages: at.size("k", "number of pages", num_pages)?.max(1),
+            table_stride,
         })
     }
-}
-
-/// The first three strides of a tensor.
-pub(super) fn strides(argument: &'static str, shape: &[usize], strides: &[usize]) -> Result<[u32; 3], Error> {
-    // That of a single one may be anything, and kernels address rows beyond the last, of which they read no byte: aligned
-    // all the same.
-    let stride = |axis: usize| if shape[axis] <= 1 { 0 } else { strides[axis] };
-    let stride = |axis: usize| check_size(OP, argument, "stride", stride(axis));
-    Ok([stride(0)?, stride(1)?, stride(2)?])
 }
 
 /// Whether v is the first columns of k's rows.
 pub(super) fn in_keys(args: &AttentionArgs<'_>) -> bool {
     let AttentionArgs { k, v, .. } = args;
-    k.address() == v.address() && k.strides() == v.strides()
+    let mut axes = std::iter::zip(k.shape(), std::iter::zip(k.strides(), v.strides()));
+    // The stride of one thing that is alone may be anything.
+    k.address() == v.address() && axes.all(|(&size, (of_k, of_v))| size <= 1 || of_k == of_v)
 }
 
 /// An error where a tensor's rows are not aligned to 16 bytes, as no kernel takes fp8 then.

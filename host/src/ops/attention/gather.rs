@@ -2,12 +2,12 @@
 
 use abi::ops::attention::{AttentionDims, GATHER_KEYS};
 
-use super::checks::strides;
-use super::launch::{Loaded, blocks, optional};
-use super::{AttentionArgs, AttentionProblem, select};
+use super::launch::{Loaded, blocks};
+use super::{AttentionArgs, AttentionProblem, OP, select};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::workspace::Workspace;
+use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView};
 
@@ -54,10 +54,10 @@ impl Gather {
         let params = [
             args.k.into(),
             args.v.into(),
-            optional(&args.kv_scales.k),
-            optional(&args.kv_scales.v),
-            optional(&args.kv_lens),
-            optional(&args.page_table),
+            args.kv_scales.k.into(),
+            args.kv_scales.v.into(),
+            args.kv_lens.into(),
+            args.page_table.into(),
             k.into(),
             v.into(),
             dims.into(),
@@ -73,8 +73,9 @@ impl Gather {
                 &params,
             )?;
         }
-        let [k_batch_stride, k_token_stride, k_head_stride] = strides("k", k.shape(), k.strides())?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = strides("v", v.shape(), v.strides())?;
+        let at = Check::new(OP, stream.device());
+        let [k_batch_stride, k_token_stride, k_head_stride] = at.strided("k", k, k.dtype(), &[None; 4])?;
+        let [v_batch_stride, v_token_stride, v_head_stride] = at.strided("v", v, v.dtype(), &[None; 4])?;
         let dims = AttentionDims {
             k_batch_stride,
             k_token_stride,

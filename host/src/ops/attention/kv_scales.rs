@@ -2,9 +2,9 @@
 
 use abi::DType;
 
-use super::{AttentionProblem, OP};
-use crate::device::Device;
+use super::AttentionProblem;
 use crate::error::Error;
+use crate::plan::Check;
 use crate::tensor::TensorView;
 
 /// Scales of keys and values in fp8: none is 1.
@@ -17,14 +17,13 @@ pub struct KvScales<'a> {
 }
 
 impl KvScales<'_> {
-    pub(super) fn check(&self, problem: &AttentionProblem, device: &Device) -> Result<(), Error> {
-        for (argument, scale) in [("k_scale", &self.k), ("v_scale", &self.v)] {
+    pub(super) fn check(&self, at: &Check<'_>, problem: &AttentionProblem) -> Result<(), Error> {
+        for (argument, scale) in [("k_scale", self.k), ("v_scale", self.v)] {
             let Some(scale) = scale else { continue };
             if !problem.is_fp8() {
-                return Err(Error::invalid(OP, argument, "none, as k and v are not fp8", "a tensor"));
+                return at.refuse(argument, "none, as k and v are not fp8", "a tensor");
             }
-            scale.expect(OP, argument, device, DType::F32, &[Some(problem.heads_kv)])?;
-            scale.expect_inner_contiguous(OP, argument)?;
+            let [] = at.elements(argument, scale, DType::F32, &[Some(problem.heads_kv)])?;
         }
         Ok(())
     }

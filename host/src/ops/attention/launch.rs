@@ -65,7 +65,7 @@ pub(super) struct Splits {
 impl AttentionArgs<'_> {
     /// What tells how many keys sequences have, and, if they are packed, where.
     pub(super) fn lens(&self) -> Param<'_> {
-        optional(if self.offsets.kv.is_some() { &self.offsets.kv } else { &self.kv_lens })
+        if self.offsets.kv.is_some() { self.offsets.kv } else { self.kv_lens }.into()
     }
 }
 
@@ -98,11 +98,11 @@ impl Attention {
             (*v).into(),
             out.into(),
             args.lens(),
-            optional(&args.offsets.q),
-            optional(page_table),
-            Param::optional(lse.as_ref()),
-            optional(&scores.sinks),
-            optional(&scores.blocks),
+            args.offsets.q.into(),
+            (*page_table).into(),
+            lse.as_ref().into(),
+            scores.sinks.into(),
+            scores.blocks.into(),
             next_tile.view().into(),
             dims.into(),
         ];
@@ -181,24 +181,24 @@ impl Attention {
                 k_map.into(),
                 (*q).into(),
                 args.lens(),
-                optional(&args.offsets.q),
-                optional(page_table),
+                args.offsets.q.into(),
+                (*page_table).into(),
                 partial.into(),
                 stats.into(),
                 dims.into(),
             ]
         });
         let params = [
-            optional(&kv_scales.k),
-            optional(&kv_scales.v),
+            kv_scales.k.into(),
+            kv_scales.v.into(),
             (*q).into(),
             (*k).into(),
             (*v).into(),
             args.lens(),
-            optional(&args.offsets.q),
-            optional(page_table),
-            optional(&scores.bias),
-            optional(&scores.blocks),
+            args.offsets.q.into(),
+            (*page_table).into(),
+            scores.bias.into(),
+            scores.blocks.into(),
             partial.into(),
             stats.into(),
             dims.into(),
@@ -213,10 +213,10 @@ impl Attention {
             partial.into(),
             stats.into(),
             args.lens(),
-            optional(&args.offsets.q),
+            args.offsets.q.into(),
             out.into(),
-            Param::optional(lse.as_ref()),
-            optional(&scores.sinks),
+            lse.as_ref().into(),
+            scores.sinks.into(),
             dims.into(),
         ];
         let _alone = workspace.enter(stream)?;
@@ -242,13 +242,13 @@ pub(super) fn prefill(
         (*k).into(),
         (*v).into(),
         args.lens(),
-        optional(&args.offsets.q),
-        optional(page_table),
+        args.offsets.q.into(),
+        (*page_table).into(),
         out.into(),
-        Param::optional(lse.as_ref()),
-        optional(&scores.sinks),
-        optional(&scores.bias),
-        optional(&scores.blocks),
+        lse.as_ref().into(),
+        scores.sinks.into(),
+        scores.bias.into(),
+        scores.blocks.into(),
         dims.into(),
     ];
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
@@ -272,11 +272,6 @@ pub(super) fn tile_queries(dims: &mut AttentionDims, tile: AttentionTile) {
         (dims.tiles, dims.batch) = (dims.tokens_q / tile.rows() + dims.sequences, 1);
         dims.section = dims.section.min(dims.heads_q);
     }
-}
-
-/// The address of a tensor that there may be, else null.
-pub(super) fn optional<'a>(view: &Option<TensorView<'a>>) -> Param<'a> {
-    view.map_or(Param::Address(0), Param::from)
 }
 
 /// Blocks altogether.

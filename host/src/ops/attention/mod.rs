@@ -1,5 +1,4 @@
-//! Attention: `abi::ops::attention` has the kernel table, `gpu/src/ops/attention` the kernels, `tests/ops/attention.rs` the
-//! properties, `benches/ops/attention.rs` the bench.
+//! Attention over keys and values of any layout, in pages, packed or in fp8: [`Attention`].
 
 mod cases;
 mod checks;
@@ -16,9 +15,10 @@ use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, LATENT_KEYS, SPLIT_KE
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
 use crate::nvtx;
 use crate::ops::workspace::Workspace;
+use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
@@ -29,9 +29,9 @@ pub use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
     DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
-pub use cases::{AttentionCase, CASES};
+pub use cases::{AttentionCase, CASES, samples};
 pub use kv_scales::KvScales;
-pub use scores::{Bias, ScoreTensors, Scores};
+pub use scores::{ScoreBias, ScoreTensors, Scores};
 pub use select::{AttentionChoice, MAX_DECODE_QUERIES, MAX_TENSOR_DECODE_QUERIES, select};
 
 const OP: &str = "attention";
@@ -85,6 +85,35 @@ pub struct AttentionProblem {
 }
 
 impl AttentionProblem {
+    /// With what it must have. The other fields do nothing: `head_dim_v: head_dim`, `dtype_kv: dtype`, `scale:
+    /// None`, `mask: Mask::None`, `window: None`, `scores: Scores::default()`, `page_size: None`.
+    pub fn new(
+        batch: usize,
+        [seq_q, seq_kv]: [usize; 2],
+        [heads_q, heads_kv]: [usize; 2],
+        head_dim: usize,
+        dtype: DType,
+    ) -> Self {
+        AttentionProblem {
+            batch,
+            seq_q,
+            seq_kv,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v: head_dim,
+            dtype,
+            dtype_kv: dtype,
+            scale: None,
+            mask: Mask::None,
+            window: None,
+            scores: Scores::default(),
+            page_size: None,
+        }
+    }
+}
+
+impl AttentionProblem {
     /// What q·kᵀ is multiplied by.
     pub fn scale(&self) -> f32 {
         self.scale.unwrap_or_else(|| 1.0 / (self.head_dim as f32).sqrt())
@@ -122,6 +151,25 @@ pub struct AttentionArgs<'a> {
     /// `[batch, max_pages]` u32, if the problem has pages: those of each sequence in the order of its keys, read when the kernel
     /// runs. In any order, also shared between sequences; what is beyond a sequence's keys is not read.
     pub page_table: Option<TensorView<'a>>,
+}
+
+impl<'a> AttentionArgs<'a> {
+    /// With what it must have. The other fields do nothing: `kv_lens: None`, `kv_scales: KvScales::default()`,
+    /// `offsets: Offsets::default()`, `lse: None`, `scores: ScoreTensors::default()`, `page_table: None`.
+    pub fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        AttentionArgs {
+            q,
+            k,
+            v,
+            kv_lens: None,
+            offsets: Offsets::default(),
+            kv_scales: KvScales::default(),
+            out,
+            lse: None,
+            scores: ScoreTensors::default(),
+            page_table: None,
+        }
+    }
 }
 
 /// Where sequences begin that are packed one after the other, in ascending order and read when the kernel runs: sequence s has the tokens
@@ -336,7 +384,9 @@ impl Attention {
     /// Runs once. See [`Attention`].
     pub fn run(&self, stream: &Stream, mut args: AttentionArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
+        let at = Check::new(OP, &self.device);
+        at.stream(stream)?;
+        let mut dims = self.check(&at, &args)?;
         if dims.batch == 0 || dims.seq_q == 0 || (args.offsets.q.is_some() && dims.tokens_q == 0) {
             return Ok(());
         }
@@ -431,25 +481,20 @@ impl Attention {
         let values = if head_dim_v == head_dim { String::new() } else { format!(" and {head_dim_v}") };
         let fp8 = if self.problem.is_fp8() { format!(" {dtype_kv}") } else { String::new() };
         let pages = page_size.map_or(String::new(), |page_size| format!(" in pages of {page_size}"));
-        let work = |why, tile, threads| Work {
+        let work = Work {
             problem: format!(
                 "[{batch}, {seq_q}, {heads_q}, {head_dim}] {dtype} against [{batch}, {seq_kv}, {heads_kv}, {head_dim}]{fp8}{values}{pages}"
             ),
-            why,
-            tile,
-            threads,
             bytes: per_row * row_bytes,
             flops: count(2 * heads_q) * per_row * pairs,
         };
         match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "tiles".into(), 1))
-            }
+            Backend::Cpu => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("tiles")),
             Backend::Cuda { choice, kernels, .. } => {
                 let tile = choice.variant.tile;
-                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
                 let kernel = kernels.iter().find(|kernel| kernel.variant == choice.variant);
-                OptimizationReport::new(OP, &self.device, kernel.map(|kernel| &kernel.entry), work)
+                OptimizationReport::new(OP, &self.device, kernel.map(|kernel| &kernel.entry), work, cut)
             }
         }
     }

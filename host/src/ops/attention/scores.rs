@@ -4,9 +4,8 @@ use abi::DType;
 use abi::ops::attention::{ADDED, AttentionDims, AttentionTile, SEEN, ScoreDims, wgmma_knows_blocks};
 
 use super::{AttentionProblem, OP};
-use crate::device::Device;
 use crate::error::Error;
-use crate::ops::check_size;
+use crate::plan::Check;
 use crate::tensor::TensorView;
 
 /// What changes scores besides the scale and the mask by places.
@@ -15,14 +14,14 @@ pub struct Scores {
     /// A soft cap, from 1e-30 to 1e30: a score s becomes `cap · tanh(s / cap)`.
     pub soft_cap: Option<f32>,
     /// What [`ScoreTensors::bias`] of the runs is.
-    pub bias: Bias,
+    pub bias: ScoreBias,
     /// How many queries, and how many keys, a block of [`ScoreTensors::blocks`] has, if the runs have one: 16, 32, 64 or 128.
     pub blocks: Option<usize>,
 }
 
 /// What is given for each query and key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Bias {
+pub enum ScoreBias {
     /// Nothing.
     #[default]
     None,
@@ -34,7 +33,7 @@ pub enum Bias {
 
 impl Scores {
     /// No soft cap and no masks.
-    pub const PLAIN: Scores = Scores { soft_cap: None, bias: Bias::None, blocks: None };
+    pub const PLAIN: Scores = Scores { soft_cap: None, bias: ScoreBias::None, blocks: None };
 
     pub(super) fn check(&self) -> Result<(), Error> {
         let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
@@ -58,7 +57,7 @@ impl Scores {
 pub struct ScoreTensors<'a> {
     /// `[heads_q]` f32, if there: a score of each head's that has no key and no value. It joins the sum that weights are divided by.
     pub sinks: Option<TensorView<'a>>,
-    /// `[batch, heads_q, seq_q, seq_kv]`, each of the first three also 1, which is for all: see [`Bias`].
+    /// `[batch, heads_q, seq_q, seq_kv]`, each of the first three also 1, which is for all: see [`ScoreBias`].
     pub bias: Option<TensorView<'a>>,
     /// `[batch, heads_q, blocks of queries, words]` u32, if planned; batch also 1, heads_q also heads_kv or 1, which are for all. Bit i of
     /// word w says whether the block of queries sees the block of keys 32·w + i. Blocks are counted from the first query and the
@@ -70,54 +69,37 @@ impl ScoreTensors<'_> {
     /// Checks the tensors of a run; what the kernels are to know of the masks.
     pub(super) fn check(
         &self,
+        at: &Check<'_>,
         problem: &AttentionProblem,
-        device: &Device,
         [batch, seq_q, seq_kv]: [usize; 3],
     ) -> Result<ScoreDims, Error> {
         let AttentionProblem { heads_q, heads_kv, dtype, scores, .. } = *problem;
         let mut dims = ScoreDims::default();
-        if let Some(sinks) = &self.sinks {
-            sinks.expect(OP, "sinks", device, DType::F32, &[Some(heads_q)])?;
-            sinks.expect_inner_contiguous(OP, "sinks")?;
+        if let Some(sinks) = self.sinks {
+            let [] = at.elements("sinks", sinks, DType::F32, &[Some(heads_q)])?;
         }
-        let planned = |argument, is_planned: bool, view: Option<&TensorView<'_>>| {
-            let word = |is_there| if is_there { "a tensor" } else { "none" };
-            if is_planned == view.is_some() {
-                return Ok(());
-            }
-            Err(Error::invalid(
-                OP,
-                argument,
-                format!("{}, as planned", word(is_planned)),
-                word(view.is_some()),
-            ))
-        };
-        planned("bias", scores.bias != Bias::None, self.bias.as_ref())?;
-        planned("blocks", scores.blocks.is_some(), self.blocks.as_ref())?;
-        if let Some(bias) = &self.bias {
-            let dtype = if scores.bias == Bias::Boolean { DType::I8 } else { dtype };
-            let sizes = [or_one(bias, 0, &[batch]), or_one(bias, 1, &[heads_q]), or_one(bias, 2, &[seq_q])];
-            bias.expect(OP, "bias", device, dtype, &[sizes[0], sizes[1], sizes[2], Some(seq_kv)])?;
-            bias.expect_inner_contiguous(OP, "bias")?;
-            dims.bias = if scores.bias == Bias::Boolean { SEEN } else { ADDED };
-            dims.bias_batch_stride = stride(bias, "bias", 0)?;
-            dims.bias_head_stride = stride(bias, "bias", 1)?;
-            dims.bias_query_stride = stride(bias, "bias", 2)?;
+        let bias = at.given("bias", scores.bias != ScoreBias::None, self.bias, ["planned"; 2])?;
+        let blocks = at.given("blocks", scores.blocks.is_some(), self.blocks, ["planned"; 2])?;
+        if let Some(bias) = bias {
+            let dtype = if scores.bias == ScoreBias::Boolean { DType::I8 } else { dtype };
+            let sizes =
+                [or_one(&bias, 0, &[batch]), or_one(&bias, 1, &[heads_q]), or_one(&bias, 2, &[seq_q])];
+            let shape = [sizes[0], sizes[1], sizes[2], Some(seq_kv)];
+            dims.bias = if scores.bias == ScoreBias::Boolean { SEEN } else { ADDED };
+            [dims.bias_batch_stride, dims.bias_head_stride, dims.bias_query_stride] =
+                at.elements("bias", bias, dtype, &shape)?;
         }
-        if let (Some(blocks), Some(size)) = (&self.blocks, scores.blocks) {
-            let sizes = [or_one(blocks, 0, &[batch]), or_one(blocks, 1, &[heads_q, heads_kv])];
+        if let (Some(blocks), Some(size)) = (blocks, scores.blocks) {
+            let sizes = [or_one(&blocks, 0, &[batch]), or_one(&blocks, 1, &[heads_q, heads_kv])];
             let words = seq_kv.div_ceil(size).div_ceil(32);
             let shape = [sizes[0], sizes[1], Some(seq_q.div_ceil(size)), Some(words)];
-            blocks.expect(OP, "blocks", device, DType::U32, &shape)?;
-            blocks.expect_inner_contiguous(OP, "blocks")?;
+            let strides: [u32; 3] = at.elements("blocks", blocks, DType::U32, &shape)?;
             // The kernels count its words in u32.
-            let strides = std::iter::zip(blocks.shape(), blocks.strides());
-            check_size(OP, "blocks", "extent", strides.map(|(size, stride)| size * stride).sum())?;
+            let outer = std::iter::zip(blocks.shape(), strides).map(|(size, stride)| size * stride as usize);
+            at.size("blocks", "extent", outer.sum::<usize>().saturating_add(words))?;
             dims.block_shift = size.ilog2();
             dims.blocks_group = (heads_q / blocks.shape()[1]) as u32;
-            dims.blocks_batch_stride = stride(blocks, "blocks", 0)?;
-            dims.blocks_head_stride = stride(blocks, "blocks", 1)?;
-            dims.blocks_query_stride = check_size(OP, "blocks", "stride", blocks.strides()[2])?;
+            [dims.blocks_batch_stride, dims.blocks_head_stride, dims.blocks_query_stride] = strides;
         }
         Ok(dims)
     }
@@ -129,22 +111,16 @@ fn or_one(view: &TensorView<'_>, axis: usize, sizes: &[usize]) -> Option<usize> 
     got.filter(|size| *size == 1 || sizes.contains(size)).or(sizes.first().copied())
 }
 
-/// From one to the next along an axis: 0 where there is one for all.
-fn stride(view: &TensorView<'_>, argument: &'static str, axis: usize) -> Result<u32, Error> {
-    let stride = if view.shape()[axis] == 1 { 0 } else { view.strides()[axis] };
-    check_size(OP, argument, "stride", stride)
-}
-
 /// Whether the kernels of a tile can do the scores.
 pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
     let Scores { soft_cap, bias, blocks } = problem.scores;
     let has_masks = match tile {
         AttentionTile::Wgmma { consumers, dim_v, .. } => {
-            bias == Bias::None && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
+            bias == ScoreBias::None && (blocks.is_none() || wgmma_knows_blocks(consumers, dim_v))
         }
         AttentionTile::Prefill { .. } | AttentionTile::Decode { .. } => true,
-        AttentionTile::PrefillMma { masked, .. } => masked == (bias != Bias::None) && blocks.is_none(),
-        _ => bias == Bias::None && blocks.is_none(),
+        AttentionTile::PrefillMma { masked, .. } => masked == (bias != ScoreBias::None) && blocks.is_none(),
+        _ => bias == ScoreBias::None && blocks.is_none(),
     };
     // Latent attention's has none: no model's has.
     let has_cap = !tile.is_latent();

@@ -231,7 +231,7 @@ pub(super) fn section(problem: &AttentionProblem, seq_kv: usize, key_heads: usiz
 mod tests {
     use abi::Arch;
 
-    use super::super::{Bias, Scores};
+    use super::super::{ScoreBias, Scores};
     use super::*;
 
     fn problem(dtype: DType, heads_q: usize, heads_kv: usize, head_dim: usize) -> AttentionProblem {
@@ -309,12 +309,26 @@ mod tests {
     fn masks_of_ones_own() {
         let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
         let table = [
-            (Arch::Sm80, DType::BF16, Bias::Additive, None, 17, "attention_bf16__prefill_masked_d128__sm80"),
-            (Arch::Sm90a, DType::F16, Bias::Boolean, None, 17, "attention_f16__prefill_masked_d128__sm80"),
-            (Arch::Sm90a, DType::F16, Bias::Boolean, Some(64), 17, "attention_f16__prefill_d128__sm61"),
-            (Arch::Sm80, DType::F16, Bias::None, Some(64), 17, "attention_f16__prefill_d128__sm61"),
-            (Arch::Sm80, DType::F32, Bias::Additive, None, 17, "attention_f32__prefill_d128__sm61"),
-            (Arch::Sm80, DType::BF16, Bias::Additive, None, 1, "attention_bf16__decode_d128_r4__sm61"),
+            (
+                Arch::Sm80,
+                DType::BF16,
+                ScoreBias::Additive,
+                None,
+                17,
+                "attention_bf16__prefill_masked_d128__sm80",
+            ),
+            (
+                Arch::Sm90a,
+                DType::F16,
+                ScoreBias::Boolean,
+                None,
+                17,
+                "attention_f16__prefill_masked_d128__sm80",
+            ),
+            (Arch::Sm90a, DType::F16, ScoreBias::Boolean, Some(64), 17, "attention_f16__prefill_d128__sm61"),
+            (Arch::Sm80, DType::F16, ScoreBias::None, Some(64), 17, "attention_f16__prefill_d128__sm61"),
+            (Arch::Sm80, DType::F32, ScoreBias::Additive, None, 17, "attention_f32__prefill_d128__sm61"),
+            (Arch::Sm80, DType::BF16, ScoreBias::Additive, None, 1, "attention_bf16__decode_d128_r4__sm61"),
         ];
         for (floor, dtype, bias, blocks, seq_q, entry) in table {
             let scores = Scores { bias, blocks, ..Scores::PLAIN };

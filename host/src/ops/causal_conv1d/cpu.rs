@@ -5,23 +5,17 @@ use abi::ops::causal_conv1d::CausalConv1dDims;
 use half::{bf16, f16};
 
 use super::CausalConv1dArgs;
-use crate::error::Error;
 use crate::ops::glu::silu;
 use crate::ops::packed::sequence;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
-pub(super) fn run(
-    dtype: DType,
-    dims: &CausalConv1dDims,
-    args: &mut CausalConv1dArgs<'_>,
-) -> Result<(), Error> {
+pub(super) fn run(dtype: DType, dims: &CausalConv1dDims, args: &mut CausalConv1dArgs<'_>) {
     match dtype {
         DType::F16 => sequences::<f16>(dims, args),
         DType::BF16 => sequences::<bf16>(dims, args),
         _ => sequences::<f32>(dims, args),
     }
-    Ok(())
 }
 
 fn sequences<T: FloatElement>(dims: &CausalConv1dDims, args: &mut CausalConv1dArgs<'_>) {

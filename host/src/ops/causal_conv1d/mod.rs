@@ -1,5 +1,4 @@
-//! Causal depthwise convolution over time: `abi::ops::causal_conv1d` has the kernel table, `gpu/src/ops/causal_conv1d` the
-//! kernels, `tests/ops/causal_conv1d.rs` the properties, `benches/ops/causal_conv1d.rs` the bench.
+//! Causal depthwise convolution over time, continued from a state: [`CausalConv1d`].
 
 mod cases;
 mod cpu;
@@ -9,17 +8,15 @@ mod select;
 use abi::DType;
 use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::{check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::check_blocks;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::causal_conv1d::{CausalConv1dTile, CausalConv1dVariant, VARIANTS};
-pub use cases::{CASES, CausalConv1dCase};
+pub use cases::{CASES, CausalConv1dCase, samples};
 pub use select::select;
 
 const OP: &str = "causal_conv1d";
@@ -37,6 +34,13 @@ pub struct CausalConv1dProblem {
     pub width: usize,
     /// Type of all tensors but offsets and slots.
     pub dtype: DType,
+}
+
+impl CausalConv1dProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(tokens: usize, sequences: usize, channels: usize, width: usize, dtype: DType) -> Self {
+        CausalConv1dProblem { tokens, sequences, channels, width, dtype }
+    }
 }
 
 /// The tensors of a run. Stride 1 in the last dimension.
@@ -58,6 +62,20 @@ pub struct CausalConv1dArgs<'a> {
     pub state: TensorViewMut<'a>,
     /// `[tokens, channels]`.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> CausalConv1dArgs<'a> {
+    /// With what it must have. The other fields do nothing: `bias: None`.
+    pub fn new(
+        x: TensorView<'a>,
+        weight: TensorView<'a>,
+        offsets: TensorView<'a>,
+        slots: TensorView<'a>,
+        state: TensorViewMut<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        CausalConv1dArgs { x, weight, bias: None, offsets, slots, state, out }
+    }
 }
 
 /// Causal depthwise convolution over time with SiLU, over packed sequences, continued from a state.
@@ -99,219 +117,127 @@ pub struct CausalConv1dArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct CausalConv1d {
-    device: Device,
-    problem: CausalConv1dProblem,
-    backend: Backend,
-}
+pub struct CausalConv1d(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        variant: &'static CausalConv1dVariant,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+planned!(CausalConv1d, CausalConv1dProblem, CausalConv1dArgs, &'static CausalConv1dVariant);
 
-impl CausalConv1d {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &CausalConv1dProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
-    }
+impl Operator for CausalConv1d {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "sequences";
+    type Problem = CausalConv1dProblem;
+    type Args<'a> = CausalConv1dArgs<'a>;
+    type Dims = CausalConv1dDims;
+    type Variant = &'static CausalConv1dVariant;
+    type Kernels = Pair;
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: CausalConv1dProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let variant = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, variant)
-    }
-
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: CausalConv1dProblem,
-        variant: &'static CausalConv1dVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        select::check_fits(variant, &problem)?;
-        Self::new(device, problem, device.limits().map(|_| variant))
-    }
-
-    fn new(
-        device: &Device,
-        problem: CausalConv1dProblem,
-        variant: Option<&'static CausalConv1dVariant>,
-    ) -> Result<Self, Error> {
-        let backend = match variant {
-            None => Backend::Cpu,
-            Some(variant) => {
-                let entry = device.entry(OP, variant.entry, 0)?;
-                let unaligned = device.entry(OP, select::scalar(problem.dtype)?.entry, 0)?;
-                Backend::Cuda { variant, entry, unaligned }
-            }
-        };
-        Ok(CausalConv1d { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`CausalConv1d`].
-    pub fn run(&self, stream: &Stream, mut args: CausalConv1dArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
-        if dims.sequences == 0 {
-            return Ok(());
+    fn check_problem(problem: &CausalConv1dProblem) -> Result<(), Error> {
+        let CausalConv1dProblem { tokens, sequences, channels, width, dtype } = *problem;
+        if channels == 0 || channels >= 1 << 28 {
+            let expected = "channels at least 1 and below 2^28";
+            return Err(Error::invalid(OP, "problem", expected, channels.to_string()));
         }
-        match &self.backend {
-            Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
-            Backend::Cuda { variant, entry, unaligned } => {
-                let CausalConv1dArgs { x, weight, bias, offsets, slots, state, out } = &args;
-                let per_16 = 16 / self.problem.dtype.bytes();
-                // Weights and state are read by channels, whose pieces begin wherever x's do.
-                let aligned = x.is_aligned_16()
-                    && out.is_aligned_16()
-                    && weight.address().is_multiple_of(16)
-                    && bias.is_none_or(|bias| bias.is_aligned_16())
-                    && state.address().is_multiple_of(16)
-                    && (dims.num_slots <= 1 || (dims.slot_stride as usize).is_multiple_of(per_16));
-                let pieces = matches!(variant.tile, CausalConv1dTile::Pieces { .. }) && aligned;
-                let (entry, per_thread) = if pieces { (entry, per_16 as u32) } else { (unaligned, 1) };
-                dims.channel_blocks = dims.channels.div_ceil(THREADS * per_thread);
-                let places = u64::from(dims.tokens / TOKENS) + u64::from(dims.sequences);
-                let grid = check_blocks(OP, "x", places * u64::from(dims.channel_blocks))?;
-                let params = [
-                    (*x).into(),
-                    (*weight).into(),
-                    bias.map_or(Param::Address(0), Param::from),
-                    (*offsets).into(),
-                    (*slots).into(),
-                    state.into(),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what is read in pieces of 16
-                // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
+        if !(2..=MAX_WIDTH as usize).contains(&width) {
+            return Err(Error::invalid(OP, "problem", "2 to 4 taps", width.to_string()));
         }
+        check_floats(OP, dtype, &[("tokens", tokens), ("sequences", sequences)])
     }
 
-    fn check(&self, args: &CausalConv1dArgs<'_>) -> Result<CausalConv1dDims, Error> {
+    fn select(limits: &DeviceLimits, problem: &CausalConv1dProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
+    }
+
+    fn forced(variant: Self::Variant, problem: &CausalConv1dProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
+        device: &Device,
+        problem: &CausalConv1dProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        Pair::load(device, OP, [choice.variant.entry, select::scalar(problem.dtype)?.entry], 0)
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &CausalConv1dProblem,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<CausalConv1dDims, Error> {
         let CausalConv1dArgs { x, weight, bias, offsets, slots, state, out } = args;
-        let CausalConv1dProblem { tokens: max_tokens, sequences: max_sequences, channels, width, dtype } =
-            self.problem;
-        let device = &self.device;
-        x.expect(OP, "x", device, dtype, &[None, Some(channels)])?;
+        let CausalConv1dProblem { channels, width, dtype, .. } = *problem;
+        let [x_stride] = at.rows("x", *x, dtype, &[None, Some(channels)])?;
         let tokens = x.shape()[0];
-        weight.expect(OP, "weight", device, dtype, &[Some(channels), Some(width)])?;
+        // Weights and state are read by channels, whose pieces begin wherever x's do.
+        at.block("weight", *weight, dtype, &[channels, width].map(Some))?;
         if let Some(bias) = bias {
-            bias.expect(OP, "bias", device, dtype, &[Some(channels)])?;
-            bias.expect_inner_contiguous(OP, "bias")?;
+            let [] = at.rows("bias", *bias, dtype, &[Some(channels)])?;
         }
-        slots.expect(OP, "slots", device, DType::U32, &[None])?;
+        let [] = at.elements("slots", *slots, DType::U32, &[None])?;
         let sequences = slots.shape()[0];
-        offsets.expect(OP, "offsets", device, DType::U32, &[Some(sequences + 1)])?;
-        state.expect(OP, "state", device, dtype, &[None, Some(channels), Some(width - 1)])?;
-        out.expect(OP, "out", device, dtype, &[Some(tokens), Some(channels)])?;
-        x.expect_inner_contiguous(OP, "x")?;
-        offsets.expect_inner_contiguous(OP, "offsets")?;
-        slots.expect_inner_contiguous(OP, "slots")?;
-        out.expect_inner_contiguous(OP, "out")?;
-        if !weight.is_contiguous() {
-            return Err(Error::invalid(
-                OP,
-                "weight",
-                "a contiguous tensor",
-                format!("{:?}", weight.strides()),
-            ));
-        }
-        let num_slots = state.shape()[0];
-        // The stride of a single element is of no account.
-        let inner = std::iter::zip(&state.shape()[1..], &state.strides()[1..]);
-        if !std::iter::zip(inner, [width - 1, 1])
-            .all(|((&size, &stride), whole)| size <= 1 || stride == whole)
-        {
-            let expected = format!("strides [any, {}, 1]", width - 1);
-            return Err(Error::invalid(OP, "state", expected, format!("{:?}", state.strides())));
-        }
-        for (argument, what, got, most) in
-            [("x", "tokens", tokens, max_tokens), ("slots", "sequences", sequences, max_sequences)]
-        {
-            if got > most {
-                let expected = format!("at most {most} {what}, as planned");
-                return Err(Error::invalid(OP, argument, expected, got.to_string()));
-            }
-        }
+        let [] = at.elements("offsets", *offsets, DType::U32, &[Some(sequences + 1)])?;
+        let state_shape = [None, Some(channels), Some(width - 1)];
+        let slot_stride = at.stack("state", state.as_view(), dtype, &state_shape)?;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[tokens, channels].map(Some))?;
         Ok(CausalConv1dDims {
-            tokens: tokens as u32,
-            sequences: sequences as u32,
-            num_slots: check_size(OP, "state", "number of slots", num_slots)?,
+            tokens: at.planned("x", "tokens", tokens, problem.tokens)?,
+            sequences: at.planned("slots", "sequences", sequences, problem.sequences)?,
+            num_slots: at.size("state", "number of slots", state.shape()[0])?,
             channels: channels as u32,
             width: width as u32,
             channel_blocks: 1,
-            x_stride: check_size(OP, "x", "stride", x.strides()[0])?,
-            out_stride: check_size(OP, "out", "stride", out.strides()[0])?,
-            slot_stride: check_size(OP, "state", "stride", state.strides()[0])?,
+            x_stride,
+            out_stride,
+            slot_stride,
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let CausalConv1dProblem { tokens, sequences, channels, width, dtype } = self.problem;
-        let (entry, tile) = match &self.backend {
-            Backend::Cpu => (None, "sequences".into()),
-            Backend::Cuda { variant, entry, .. } => (Some(entry), format!("{:?}", variant.tile)),
-        };
+    fn cpu(problem: &CausalConv1dProblem, dims: &CausalConv1dDims, args: &mut CausalConv1dArgs<'_>) {
+        cpu::run(problem.dtype, dims, args);
+    }
+
+    fn launch(
+        run: &Run<'_, Self>,
+        mut dims: CausalConv1dDims,
+        args: &CausalConv1dArgs<'_>,
+    ) -> Result<(), Error> {
+        if dims.sequences == 0 {
+            return Ok(());
+        }
+        let CausalConv1dArgs { x, weight, bias, offsets, slots, state, out } = args;
+        let in_pieces = run.is_aligned && matches!(run.choice.variant.tile, CausalConv1dTile::Pieces { .. });
+        let per_thread = if in_pieces { 16 / run.problem.dtype.bytes() as u32 } else { 1 };
+        dims.channel_blocks = dims.channels.div_ceil(THREADS * per_thread);
+        let places = u64::from(dims.tokens / TOKENS) + u64::from(dims.sequences);
+        let grid = check_blocks(OP, "x", places * u64::from(dims.channel_blocks))?;
+        let params = [
+            (*x).into(),
+            (*weight).into(),
+            (*bias).into(),
+            (*offsets).into(),
+            (*slots).into(),
+            state.into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is read in pieces of 16
+        // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &CausalConv1dProblem) -> Work {
+        let CausalConv1dProblem { tokens, sequences, channels, width, dtype } = *problem;
         let [tokens, sequences, channels, width] = [tokens, sequences, channels, width].map(count);
         let states = count(2) * sequences * channels * (width - count(1));
         let elements = count(2) * tokens * channels + channels * width + states;
-        let work = Work {
+        Work {
             problem: format!("[{tokens}, {channels}] {dtype}, {width} taps, {sequences} sequences"),
-            why: "by the taps and whether the channels are whole pieces of 16 bytes".into(),
-            tile,
-            threads: THREADS,
             bytes: elements * count(dtype.bytes()),
             flops: count(2) * tokens * channels * width,
-        };
-        OptimizationReport::new(OP, &self.device, entry, work)
-    }
-}
-
-impl Kernel for CausalConv1d {
-    type Args<'a> = CausalConv1dArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+        }
     }
 
-    fn forward(&self, stream: &Stream, args: CausalConv1dArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
+    fn tile(_: &Device, _: &CausalConv1dProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &CausalConv1dProblem) -> Result<(), Error> {
-    let CausalConv1dProblem { tokens, sequences, channels, width, dtype } = *problem;
-    check_size(OP, "problem", "tokens", tokens)?;
-    check_size(OP, "problem", "sequences", sequences)?;
-    if channels == 0 || channels >= 1 << 28 {
-        return Err(Error::invalid(
-            OP,
-            "problem",
-            "channels at least 1 and below 2^28",
-            channels.to_string(),
-        ));
-    }
-    if !(2..=MAX_WIDTH as usize).contains(&width) {
-        return Err(Error::invalid(OP, "problem", "2 to 4 taps", width.to_string()));
-    }
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    Ok(())
 }

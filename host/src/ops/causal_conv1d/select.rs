@@ -1,40 +1,51 @@
 //! Which kernel a convolution takes.
 
 use abi::DType;
-use abi::ops::causal_conv1d::{CausalConv1dTile, CausalConv1dVariant, VARIANTS};
+use abi::ops::causal_conv1d::{CausalConv1dTile, CausalConv1dVariant, THREADS, VARIANTS};
 
 use super::{CausalConv1dProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// Pieces of 16 bytes if the channels are a whole number of them.
 pub fn select(
     _limits: &DeviceLimits,
     problem: &CausalConv1dProblem,
-) -> Result<&'static CausalConv1dVariant, Error> {
-    let fitting = VARIANTS.iter().find(|variant| check_fits(variant, problem).is_ok());
-    fitting.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()))
+) -> Result<Choice<&'static CausalConv1dVariant>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
+    let why = match variant.tile {
+        CausalConv1dTile::Scalar {} => "channels are not whole pieces of 16 bytes",
+        _ => "channels are whole pieces of 16 bytes",
+    };
+    Ok(Choice::new(variant, THREADS, why))
 }
 
-/// An error if the kernel cannot do the problem.
-pub(super) fn check_fits(variant: &CausalConv1dVariant, problem: &CausalConv1dProblem) -> Result<(), Error> {
+fn fits(variant: &CausalConv1dVariant, problem: &CausalConv1dProblem) -> bool {
     let whole = (problem.channels * problem.dtype.bytes()).is_multiple_of(16);
-    let fits = match variant.tile {
+    let tile_fits = match variant.tile {
         CausalConv1dTile::Pieces { width } => whole && width as usize == problem.width,
         CausalConv1dTile::Scalar {} => true,
     };
-    if variant.dtype == problem.dtype && fits {
-        Ok(())
-    } else {
-        Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
+    variant.dtype == problem.dtype && tile_fits
+}
+
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static CausalConv1dVariant,
+    problem: &CausalConv1dProblem,
+) -> Result<Choice<&'static CausalConv1dVariant>, Error> {
+    if fits(variant, problem) {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
 }
 
 /// The kernel for any alignment.
 pub(super) fn scalar(dtype: DType) -> Result<&'static CausalConv1dVariant, Error> {
-    let found =
-        VARIANTS.iter().find(|variant| variant.dtype == dtype && variant.tile == CausalConv1dTile::Scalar {});
-    found.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()))
+    let fits =
+        |variant: &CausalConv1dVariant| variant.dtype == dtype && variant.tile == CausalConv1dTile::Scalar {};
+    first(OP, VARIANTS, dtype, fits)
 }
 
 #[cfg(test)]
@@ -54,7 +65,7 @@ mod tests {
         ];
         for (dtype, channels, width, entry) in table {
             let problem = CausalConv1dProblem { tokens: 1, sequences: 1, channels, width, dtype };
-            assert_eq!(select(&limits, &problem).unwrap().entry, entry);
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
         }
     }
 }

@@ -1,5 +1,9 @@
 //! Shapes that occur, for tests and benches.
 
+use super::{Copy, CopyArgs, CopyProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
+use crate::sample::{Sample, tensor};
 use abi::DType;
 
 /// One shape.
@@ -43,3 +47,14 @@ pub const CASES: &[CopyCase] = &[
         dst: DType::BF16,
     },
 ];
+
+/// A run of so many rows, for what tries every operator.
+pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let shape = [rows, 64];
+    let plan = Copy::plan(device, CopyProblem::new(rows * 64, dtype, dtype))?;
+    let tensors = ["src", "dst"].map(|name| tensor(name, &shape, dtype).of_any_strides());
+    let sample = Sample::new(OP, tensors, move |stream, [src, dst]| {
+        plan.run(stream, CopyArgs::new(src.as_view(), dst.reborrow()))
+    });
+    Ok(vec![sample])
+}

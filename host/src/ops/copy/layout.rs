@@ -10,7 +10,7 @@ pub(super) const MAX_DIMS: usize = 4;
 
 /// A shape of exactly [`MAX_DIMS`] dimensions, the last of which is a row, and its strides in src and dst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     pub(super) shape: [usize; MAX_DIMS],
     pub(super) src: [usize; MAX_DIMS],
     pub(super) dst: [usize; MAX_DIMS],

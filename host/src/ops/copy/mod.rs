@@ -1,5 +1,4 @@
-//! Strided copy and cast: `abi::ops::copy` has the kernel table, `gpu/src/ops/copy` the kernels, `tests/ops/copy.rs` the
-//! properties, `benches/ops/copy.rs` the bench.
+//! Copies of strided tensors, and casts between the float types: [`Copy`](struct@Copy).
 
 mod cases;
 mod cpu;
@@ -10,19 +9,17 @@ mod select;
 use abi::ops::copy::{BLOCK_PIECES_LOG2, CopyDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::Entry;
-use crate::nvtx;
+use crate::kernel::{Work, count};
 use crate::ops::check_blocks;
-use crate::stream::Stream;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::copy::{CopyKind, CopyTile, CopyVariant, VARIANTS};
-pub use cases::{CASES, CopyCase};
+pub use cases::{CASES, CopyCase, samples};
 use layout::{Layout, MAX_DIMS};
-pub use select::{CopyChoice, select};
+pub use select::select;
 
 const OP: &str = "copy";
 
@@ -37,6 +34,13 @@ pub struct CopyProblem {
     pub dst: DType,
 }
 
+impl CopyProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(elements: usize, src: DType, dst: DType) -> Self {
+        CopyProblem { elements, src, dst }
+    }
+}
+
 /// The tensors of a run: the same shape, any strides.
 #[derive(Debug)]
 pub struct CopyArgs<'a> {
@@ -44,6 +48,13 @@ pub struct CopyArgs<'a> {
     pub src: TensorView<'a>,
     /// Output.
     pub dst: TensorViewMut<'a>,
+}
+
+impl<'a> CopyArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(src: TensorView<'a>, dst: TensorViewMut<'a>) -> Self {
+        CopyArgs { src, dst }
+    }
 }
 
 /// Copies a strided tensor to another of the same shape, and casts between the float types.
@@ -77,131 +88,87 @@ pub struct CopyArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Copy {
-    device: Device,
-    problem: CopyProblem,
-    backend: Backend,
-}
+pub struct Copy(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that cannot be copied by pieces.
-    Cuda {
-        choice: CopyChoice,
-        entry: Entry,
-        by_element: Entry,
-    },
-}
+planned!(Copy, CopyProblem, CopyArgs, &'static CopyVariant);
 
-impl Copy {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &CopyProblem) -> Result<(), Error> {
-        select::kind(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+impl Operator for Copy {
+    const OP: &'static str = OP;
+    type Problem = CopyProblem;
+    type Args<'a> = CopyArgs<'a>;
+    type Dims = Layout;
+    type Variant = &'static CopyVariant;
+    type Kernels = Pair;
+
+    fn check_problem(problem: &CopyProblem) -> Result<(), Error> {
+        select::kind(problem).map(|_| ())
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: CopyProblem) -> Result<Self, Error> {
-        select::kind(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &CopyProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: CopyProblem,
-        variant: &'static CopyVariant,
-    ) -> Result<Self, Error> {
-        select::kind(&problem)?;
-        let choice = device.limits().map(|_| CopyChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn forced(variant: Self::Variant, problem: &CopyProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
     }
 
-    fn new(device: &Device, problem: CopyProblem, choice: Option<CopyChoice>) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let fallback = select::variant(choice.variant.kind, CopyTile::Scalar)?;
-                let by_element = device.entry(OP, fallback.entry, 0)?;
-                Backend::Cuda { choice, entry, by_element }
-            }
-        };
-        Ok(Copy { device: device.clone(), problem, backend })
+    fn load(device: &Device, _: &CopyProblem, choice: &Choice<Self::Variant>) -> Result<Pair, Error> {
+        let any = select::variant(choice.variant.kind, CopyTile::Scalar)?;
+        Pair::load(device, OP, [choice.variant.entry, any.entry], 0)
     }
 
-    /// Runs once. See `Copy`.
-    pub fn run(&self, stream: &Stream, mut args: CopyArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let layout = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(&layout, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, by_element } => {
-                let CopyArgs { src, dst } = &args;
-                let by_piece = choice.variant.tile == CopyTile::Pieces
-                    && is_aligned(src.address(), &layout.shape, &layout.src, self.problem.src)
-                    && is_aligned(dst.address(), &layout.shape, &layout.dst, self.problem.dst);
-                let (entry, whole_pieces, units) = if by_piece {
-                    let per_piece = choice.variant.kind.per_piece();
-                    let whole_pieces = layout.cols() / per_piece;
-                    (entry, whole_pieces, whole_pieces + layout.cols() % per_piece)
-                } else {
-                    (by_element, 0, layout.cols())
-                };
-                let tiles = RowTiles::new(layout.rows() as u32, units as u32, BLOCK_PIECES_LOG2);
-                let grid = check_blocks(OP, "dst", tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let dims = CopyDims {
-                    src_strides: layout.src.map(|stride| stride as u64),
-                    dst_strides: layout.dst.map(|stride| stride as u64),
-                    tiles,
-                    outer: [layout.shape[1] as u32, layout.shape[2] as u32],
-                    whole_pieces: whole_pieces as u32,
-                    padding: 0,
-                };
-                let params = [(*src).into(), dst.into(), (&dims).into()];
-                // SAFETY: src and dst have one shape, which `layout` is, so every row and column lies inside both views;
-                // `by_piece` holds only for what can be read and written in pieces of 16 bytes.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
-        }
-    }
-
-    fn check(&self, args: &CopyArgs<'_>) -> Result<Layout, Error> {
+    fn check(at: &Check<'_>, problem: &CopyProblem, args: &CopyArgs<'_>) -> Result<Layout, Error> {
         let CopyArgs { src, dst } = args;
-        src.expect_same(OP, "src", &self.device, self.problem.src, src.shape())?;
-        if src.len() > self.problem.elements {
-            let expected = format!("at most {} elements, as planned", self.problem.elements);
-            return Err(Error::invalid(OP, "src", expected, src.len().to_string()));
+        at.same("src", *src, problem.src, src.shape())?;
+        if src.len() > problem.elements {
+            let expected = format!("at most {} elements, as planned", problem.elements);
+            return at.refuse("src", expected, src.len().to_string());
         }
-        dst.expect_same(OP, "dst", &self.device, self.problem.dst, src.shape())?;
+        at.same("dst", dst.as_view(), problem.dst, src.shape())?;
         Layout::new(src.shape(), src.strides(), dst.strides())
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let CopyProblem { elements, src, dst } = self.problem;
-        let work = |why: &str, tile: String, threads| Work {
+    fn cpu(_: &CopyProblem, layout: &Layout, args: &mut CopyArgs<'_>) {
+        cpu::run(layout, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, layout: Layout, args: &CopyArgs<'_>) -> Result<(), Error> {
+        let CopyArgs { src, dst } = args;
+        let CopyVariant { kind, tile, .. } = run.choice.variant;
+        // Of the merged dimensions, unlike that of the views.
+        let in_pieces = *tile == CopyTile::Pieces
+            && is_aligned(src.address(), &layout.shape, &layout.src, run.problem.src)
+            && is_aligned(dst.address(), &layout.shape, &layout.dst, run.problem.dst);
+        let whole_pieces = if in_pieces { layout.cols() / kind.per_piece() } else { 0 };
+        let units = if in_pieces { whole_pieces + layout.cols() % kind.per_piece() } else { layout.cols() };
+        let tiles = RowTiles::new(layout.rows() as u32, units as u32, BLOCK_PIECES_LOG2);
+        let grid = check_blocks(OP, "dst", tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let dims = CopyDims {
+            src_strides: layout.src.map(|stride| stride as u64),
+            dst_strides: layout.dst.map(|stride| stride as u64),
+            tiles,
+            outer: [layout.shape[1] as u32, layout.shape[2] as u32],
+            whole_pieces: whole_pieces as u32,
+            padding: 0,
+        };
+        let params = [(*src).into(), dst.into(), (&dims).into()];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: src and dst have one shape, which `layout` is, so every row and column lies inside both views; `in_pieces`
+        // holds only for what can be read and written in pieces of 16 bytes.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &CopyProblem) -> Work {
+        let CopyProblem { elements, src, dst } = *problem;
+        Work {
             problem: format!("{elements} elements, {src} to {dst}"),
-            why: why.into(),
-            tile,
-            threads,
             bytes: count(elements) * count(src.bytes() + dst.bytes()),
             flops: count(0),
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why, format!("{:?}", choice.variant.tile), THREADS);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
+    }
+
+    fn tile(_: &Device, _: &CopyProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
 }
 
@@ -212,20 +179,4 @@ fn is_aligned(address: u64, shape: &[usize; MAX_DIMS], strides: &[usize; MAX_DIM
     address.is_multiple_of(16)
         && (strides[MAX_DIMS - 1] == 1 || shape[MAX_DIMS - 1] == 1)
         && outer.into_iter().all(|(&size, stride)| size <= 1 || stride.is_multiple_of(per_16))
-}
-
-impl Kernel for Copy {
-    type Args<'a> = CopyArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: CopyArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
 }

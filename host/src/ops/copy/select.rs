@@ -1,28 +1,21 @@
 //! Which kernel a copy takes.
 
-use abi::ops::copy::{CopyKind, CopyTile, CopyVariant, VARIANTS};
+use abi::ops::copy::{CopyKind, CopyTile, CopyVariant, THREADS, VARIANTS};
 
 use super::{CopyProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::Choice;
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct CopyChoice {
-    /// The kernel.
-    pub variant: &'static CopyVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl CopyChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static CopyVariant, problem: &CopyProblem) -> Result<Self, Error> {
-        if variant.kind == kind(problem)? {
-            return Ok(CopyChoice { variant, why: "asked for" });
-        }
-        Err(Error::invalid(OP, "variant", format!("{:?}", kind(problem)?), format!("{:?}", variant.kind)))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static CopyVariant,
+    problem: &CopyProblem,
+) -> Result<Choice<&'static CopyVariant>, Error> {
+    if variant.kind == kind(problem)? {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    Err(Error::invalid(OP, "variant", format!("{:?}", kind(problem)?), format!("{:?}", variant.kind)))
 }
 
 /// What the copy is; an error for a cast that there is not.
@@ -33,11 +26,9 @@ pub(super) fn kind(problem: &CopyProblem) -> Result<CopyKind, Error> {
 }
 
 /// The kernel for a problem: by pieces; a run whose tensors have other strides or alignments takes the scalar one.
-pub fn select(_limits: &DeviceLimits, problem: &CopyProblem) -> Result<CopyChoice, Error> {
-    Ok(CopyChoice {
-        variant: variant(kind(problem)?, CopyTile::Pieces)?,
-        why: "for whatever can be so copied",
-    })
+pub fn select(_limits: &DeviceLimits, problem: &CopyProblem) -> Result<Choice<&'static CopyVariant>, Error> {
+    let variant = variant(kind(problem)?, CopyTile::Pieces)?;
+    Ok(Choice::new(variant, THREADS, "for whatever can be so copied"))
 }
 
 /// The kernel of a tile.

@@ -1,6 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
+
+use super::{Embedding, EmbeddingArgs, EmbeddingProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -32,3 +38,18 @@ pub const CASES: &[EmbeddingCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many ids, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (vocab, cols) = (tokens, 64);
+    let plan = Embedding::plan(device, EmbeddingProblem::new(tokens, vocab, cols, dtype))?;
+    let tensors = [
+        tensor("table", &[vocab, cols], dtype),
+        tensor("ids", &[tokens], DType::U32),
+        tensor("out", &[tokens, cols], dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [table, ids, out]| {
+        plan.run(stream, EmbeddingArgs::new(table.as_view(), ids.as_view(), out.reborrow()))
+    });
+    Ok(vec![sample])
+}

@@ -4,26 +4,25 @@ use abi::DType;
 use abi::ops::embedding::INVALID_ROW_BYTE;
 use half::{bf16, f16};
 
-use super::{EmbeddingArgs, row_stride};
-use crate::error::Error;
+use super::EmbeddingArgs;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::Element;
 
-pub(super) fn run(dtype: DType, args: &mut EmbeddingArgs<'_>) -> Result<(), Error> {
+/// With the strides of table and out.
+pub(super) fn run(dtype: DType, strides: [u32; 2], args: &mut EmbeddingArgs<'_>) {
     match dtype {
-        DType::F16 => rows::<f16>(args),
-        DType::BF16 => rows::<bf16>(args),
-        _ => rows::<f32>(args),
+        DType::F16 => rows::<f16>(strides, args),
+        DType::BF16 => rows::<bf16>(strides, args),
+        _ => rows::<f32>(strides, args),
     }
 }
 
-fn rows<T: Element>(args: &mut EmbeddingArgs<'_>) -> Result<(), Error> {
+fn rows<T: Element>(strides: [u32; 2], args: &mut EmbeddingArgs<'_>) {
     let (vocab, cols) = (args.table.shape()[0], args.table.shape()[1]);
-    let table_stride = row_stride("table", args.table.shape(), args.table.strides())? as usize;
-    let out_stride = row_stride("out", args.out.shape(), args.out.strides())? as usize;
+    let [table_stride, out_stride] = strides.map(|stride| stride as usize);
     let (table, ids) = (args.table.host_slice::<T>(), args.ids.host_slice::<u32>());
     if cols == 0 {
-        return Ok(());
+        return;
     }
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
     for_rows(ids.len(), ids.len() * cols, |token| {
@@ -36,5 +35,4 @@ fn rows<T: Element>(args: &mut EmbeddingArgs<'_>) -> Result<(), Error> {
             bytemuck::cast_slice_mut(row).fill(INVALID_ROW_BYTE);
         }
     });
-    Ok(())
 }

@@ -1,5 +1,4 @@
-//! Embedding: `abi::ops::embedding` has the kernel table, `gpu/src/ops/embedding` the kernels, `tests/ops/embedding.rs`
-//! the properties, `benches/ops/embedding.rs` the bench.
+//! Rows of a table by number: [`Embedding`].
 
 mod cases;
 mod cpu;
@@ -9,18 +8,15 @@ mod select;
 use abi::DType;
 use abi::ops::embedding::EmbeddingDims;
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::Entry;
-use crate::nvtx;
-use crate::ops::check_size;
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::embedding::{EmbeddingVariant, VARIANTS};
-pub use cases::{CASES, EmbeddingCase};
-pub use select::{EmbeddingChoice, select};
+pub use cases::{CASES, EmbeddingCase, samples};
+pub use select::select;
 
 const OP: &str = "embedding";
 
@@ -37,6 +33,13 @@ pub struct EmbeddingProblem {
     pub dtype: DType,
 }
 
+impl EmbeddingProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(tokens: usize, vocab: usize, cols: usize, dtype: DType) -> Self {
+        EmbeddingProblem { tokens, vocab, cols, dtype }
+    }
+}
+
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct EmbeddingArgs<'a> {
@@ -46,6 +49,13 @@ pub struct EmbeddingArgs<'a> {
     pub ids: TensorView<'a>,
     /// `[tokens, cols]`, rows of any stride.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> EmbeddingArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(table: TensorView<'a>, ids: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        EmbeddingArgs { table, ids, out }
+    }
 }
 
 /// Rows of a table by index: `out[t, :] = table[ids[t], :]`.
@@ -77,166 +87,87 @@ pub struct EmbeddingArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Embedding {
-    device: Device,
-    problem: EmbeddingProblem,
-    backend: Backend,
+pub struct Embedding(Plan<Self>);
+
+planned!(Embedding, EmbeddingProblem, EmbeddingArgs, &'static EmbeddingVariant);
+
+/// Ids of a run, and the strides of table and out.
+pub(crate) struct Rows {
+    tokens: u32,
+    strides: [u32; 2],
 }
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to its unit, with its threads.
-    Cuda {
-        choice: EmbeddingChoice,
-        entry: Entry,
-        unaligned: Entry,
-        unaligned_threads: u32,
-    },
-}
+impl Operator for Embedding {
+    const OP: &'static str = OP;
+    type Problem = EmbeddingProblem;
+    type Args<'a> = EmbeddingArgs<'a>;
+    type Dims = Rows;
+    type Variant = &'static EmbeddingVariant;
+    type Kernels = Pair;
 
-impl Embedding {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &EmbeddingProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    fn check_problem(problem: &EmbeddingProblem) -> Result<(), Error> {
+        let EmbeddingProblem { tokens, vocab, cols, dtype } = *problem;
+        check_floats(OP, dtype, &[("tokens", tokens), ("vocab", vocab), ("cols", cols)])
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: EmbeddingProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &EmbeddingProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &EmbeddingProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: EmbeddingProblem,
-        variant: &'static EmbeddingVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| EmbeddingChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+        problem: &EmbeddingProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        Pair::load(device, OP, [choice.variant.entry, select::by_element(problem)?.entry], 0)
     }
 
-    fn new(
-        device: &Device,
-        problem: EmbeddingProblem,
-        choice: Option<EmbeddingChoice>,
-    ) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let fallback = EmbeddingChoice::by_element(&problem)?;
-                let unaligned = device.entry(OP, fallback.variant.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned, unaligned_threads: fallback.threads }
-            }
-        };
-        Ok(Embedding { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`Embedding`].
-    pub fn run(&self, stream: &Stream, mut args: EmbeddingArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let tokens = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => cpu::run(self.problem.dtype, &mut args),
-            Backend::Cuda { choice, entry, unaligned, unaligned_threads } => {
-                let EmbeddingArgs { table, ids, out } = &args;
-                let aligned = table.is_aligned_16() && out.is_aligned_16();
-                let element_bytes = self.problem.dtype.bytes();
-                let (entry, threads, unit_bytes) = if aligned {
-                    (entry, choice.threads, choice.variant.unit_bytes)
-                } else {
-                    (unaligned, *unaligned_threads, element_bytes)
-                };
-                let units = |elements: u32| (elements as usize * element_bytes / unit_bytes) as u32;
-                let dims = EmbeddingDims {
-                    cols: units(self.problem.cols as u32),
-                    vocab: self.problem.vocab as u32,
-                    table_stride: units(row_stride("table", table.shape(), table.strides())?),
-                    out_stride: units(row_stride("out", out.shape(), out.strides())?),
-                };
-                let params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what is moved in units
-                // of 16 bytes; the grid is one block per id.
-                unsafe { entry.launch(stream, [tokens, 1, 1], [threads, 1, 1], &params) }
-            }
-        }
-    }
-
-    fn check(&self, args: &EmbeddingArgs<'_>) -> Result<u32, Error> {
+    fn check(at: &Check<'_>, problem: &EmbeddingProblem, args: &EmbeddingArgs<'_>) -> Result<Rows, Error> {
         let EmbeddingArgs { table, ids, out } = args;
-        let EmbeddingProblem { tokens: max_tokens, vocab, cols, dtype } = self.problem;
-        table.expect(OP, "table", &self.device, dtype, &[Some(vocab), Some(cols)])?;
-        table.expect_inner_contiguous(OP, "table")?;
-        ids.expect(OP, "ids", &self.device, DType::U32, &[None])?;
-        ids.expect_inner_contiguous(OP, "ids")?;
-        out.expect(OP, "out", &self.device, dtype, &[Some(ids.len()), Some(cols)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        if ids.len() > max_tokens {
-            let expected = format!("at most {max_tokens} ids, as planned");
-            return Err(Error::invalid(OP, "ids", expected, ids.len().to_string()));
-        }
-        row_stride("table", table.shape(), table.strides())?;
-        row_stride("out", out.shape(), out.strides())?;
-        Ok(ids.len() as u32)
+        let EmbeddingProblem { tokens: most, vocab, cols, dtype } = *problem;
+        let [table_stride] = at.rows("table", *table, dtype, &[vocab, cols].map(Some))?;
+        let [] = at.elements("ids", *ids, DType::U32, &[None])?;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[ids.len(), cols].map(Some))?;
+        Ok(Rows { tokens: at.planned("ids", "ids", ids.len(), most)?, strides: [table_stride, out_stride] })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let EmbeddingProblem { tokens, vocab, cols, dtype } = self.problem;
+    fn cpu(problem: &EmbeddingProblem, rows: &Rows, args: &mut EmbeddingArgs<'_>) {
+        cpu::run(problem.dtype, rows.strides, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, rows: Rows, args: &EmbeddingArgs<'_>) -> Result<(), Error> {
+        let EmbeddingArgs { table, ids, out } = args;
+        let EmbeddingProblem { vocab, cols, dtype, .. } = *run.problem;
+        let (unit_bytes, threads) = if run.is_aligned {
+            (run.choice.variant.unit_bytes, run.choice.threads)
+        } else {
+            (dtype.bytes(), select::threads(cols as u32))
+        };
+        let units = |elements: u32| (elements as usize * dtype.bytes() / unit_bytes) as u32;
+        let [table_stride, out_stride] = rows.strides.map(units);
+        let dims = EmbeddingDims { cols: units(cols as u32), vocab: vocab as u32, table_stride, out_stride };
+        let params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
+        let entry = run.kernels.fitting(run.is_aligned);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in units of 16
+        // bytes; the grid is one block per id.
+        unsafe { entry.launch(run.stream, [rows.tokens, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    fn work(problem: &EmbeddingProblem) -> Work {
+        let EmbeddingProblem { tokens, vocab, cols, dtype } = *problem;
         let [tokens, cols, bytes] = [tokens, cols, dtype.bytes()].map(count);
-        let work = |why, tile, threads| Work {
+        Work {
             problem: format!("[{tokens}] of [{vocab}, {cols}] {dtype}"),
-            why,
-            tile,
-            threads,
             bytes: count(2) * tokens * cols * bytes + tokens * count(DType::U32.bytes()),
             flops: count(0),
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let tile = format!("a row per block in units of {} bytes", choice.variant.unit_bytes);
-                let work = work(choice.why.clone(), tile, choice.threads);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for Embedding {
-    type Args<'a> = EmbeddingArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &EmbeddingProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("a row per block in units of {} bytes", choice.variant.unit_bytes)
     }
-
-    fn forward(&self, stream: &Stream, args: EmbeddingArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-/// From one row to the next, in elements; 0 where there is no next, whatever the view says.
-fn row_stride(argument: &'static str, shape: &[usize], strides: &[usize]) -> Result<u32, Error> {
-    if shape[0] > 1 { check_size(OP, argument, "stride", strides[0]) } else { Ok(0) }
-}
-
-fn check_problem(problem: &EmbeddingProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "tokens", problem.tokens)?;
-    check_size(OP, "problem", "vocab", problem.vocab)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    Ok(())
 }

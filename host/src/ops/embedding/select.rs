@@ -5,41 +5,30 @@ use abi::ops::embedding::{EmbeddingVariant, MAX_THREADS, UNITS_PER_THREAD, VARIA
 use super::{EmbeddingProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
-/// A kernel and how it is launched.
-#[derive(Clone, Debug, PartialEq)]
-pub struct EmbeddingChoice {
-    /// The kernel.
-    pub variant: &'static EmbeddingVariant,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Why this one.
-    pub why: String,
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static EmbeddingVariant,
+    problem: &EmbeddingProblem,
+) -> Result<Choice<&'static EmbeddingVariant>, Error> {
+    if !fits(variant, problem) {
+        let expected = format!("one element or rows of whole units of {} bytes", variant.unit_bytes);
+        return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
+    }
+    let units = (problem.cols * problem.dtype.bytes() / variant.unit_bytes) as u32;
+    Ok(Choice::asked_for(variant, threads(units)))
 }
 
-impl EmbeddingChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static EmbeddingVariant,
-        problem: &EmbeddingProblem,
-    ) -> Result<Self, Error> {
-        if !fits(variant, problem) {
-            let expected = format!("one element or rows of whole units of {} bytes", variant.unit_bytes);
-            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
-        }
-        let units = (problem.cols * problem.dtype.bytes() / variant.unit_bytes) as u32;
-        let threads = units.div_ceil(UNITS_PER_THREAD).next_multiple_of(32).clamp(32, MAX_THREADS);
-        Ok(EmbeddingChoice { variant, threads, why: "asked for".into() })
-    }
+/// The kernel that any alignment will do for.
+pub(super) fn by_element(problem: &EmbeddingProblem) -> Result<&'static EmbeddingVariant, Error> {
+    let fits = |variant: &EmbeddingVariant| variant.unit_bytes == problem.dtype.bytes();
+    first(OP, VARIANTS, problem.dtype, fits)
+}
 
-    /// The kernel that any alignment will do for.
-    pub(super) fn by_element(problem: &EmbeddingProblem) -> Result<Self, Error> {
-        let Some(variant) = VARIANTS.iter().find(|variant| variant.unit_bytes == problem.dtype.bytes())
-        else {
-            return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-        };
-        Self::forced(variant, problem)
-    }
+/// Threads of a block that moves a row of so many units.
+pub(super) fn threads(units: u32) -> u32 {
+    units.div_ceil(UNITS_PER_THREAD).next_multiple_of(32).clamp(32, MAX_THREADS)
 }
 
 /// A unit is one element, or 16 bytes of which the row is a multiple.
@@ -50,13 +39,14 @@ fn fits(variant: &EmbeddingVariant, problem: &EmbeddingProblem) -> bool {
 }
 
 /// Units of 16 bytes if the row is whole ones, else elements.
-pub fn select(_limits: &DeviceLimits, problem: &EmbeddingProblem) -> Result<EmbeddingChoice, Error> {
-    let Some(variant) = VARIANTS.iter().find(|variant| fits(variant, problem)) else {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    };
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &EmbeddingProblem,
+) -> Result<Choice<&'static EmbeddingVariant>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
     let is_whole = if variant.unit_bytes == 16 { "is" } else { "is not" };
-    let why = format!("the row {is_whole} whole pieces of 16 bytes");
-    Ok(EmbeddingChoice { why, ..EmbeddingChoice::forced(variant, problem)? })
+    let why = format!("the row {is_whole} whole pieces of 16 bytes").into();
+    Ok(Choice { why, ..forced(variant, problem)? })
 }
 
 #[cfg(test)]
@@ -88,8 +78,7 @@ mod tests {
     #[test]
     fn a_kernel_of_another_width_is_refused() {
         let problem = EmbeddingProblem { tokens: 3, vocab: 100, cols: 9, dtype: DType::F16 };
-        let refused =
-            |index: usize| EmbeddingChoice::forced(&VARIANTS[index], &problem).unwrap_err().to_string();
+        let refused = |index: usize| forced(&VARIANTS[index], &problem).unwrap_err().to_string();
         assert_eq!(
             refused(0),
             format!(
@@ -97,6 +86,6 @@ mod tests {
             )
         );
         assert!(refused(1).contains("units of 4 bytes"));
-        assert!(EmbeddingChoice::forced(&VARIANTS[2], &problem).is_ok());
+        assert!(forced(&VARIANTS[2], &problem).is_ok());
     }
 }

@@ -1,5 +1,11 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
+
+use super::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
+use crate::sample::{Sample, tensor};
 /// One shape.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbeddingBagCase {
@@ -25,3 +31,20 @@ pub const CASES: &[EmbeddingBagCase] = &[
     positions("qwen3-vl-2b vision prefill 4096", 4096),
     positions("qwen3-vl-2b vision prefill 256", 256),
 ];
+
+/// A run of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (bag, vocab, cols) = (2, tokens, 64);
+    let plan = EmbeddingBag::plan(device, EmbeddingBagProblem::new(tokens, bag, vocab, cols, dtype))?;
+    let tensors = [
+        tensor("table", &[vocab, cols], dtype),
+        tensor("ids", &[tokens, bag], DType::U32),
+        tensor("weights", &[tokens, bag], DType::F32),
+        tensor("out", &[tokens, cols], dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [table, ids, weights, out]| {
+        let (table, ids, weights) = (table.as_view(), ids.as_view(), weights.as_view());
+        plan.run(stream, EmbeddingBagArgs::new(table, ids, weights, out.reborrow()))
+    });
+    Ok(vec![sample])
+}

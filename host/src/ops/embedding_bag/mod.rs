@@ -1,5 +1,4 @@
-//! Weighted sums of table rows: `abi::ops::embedding_bag` has the kernel table, `gpu/src/ops/embedding_bag` the kernels,
-//! `tests/ops/embedding_bag.rs` the properties, `benches/ops/embedding_bag.rs` the bench.
+//! Weighted sums of rows of a table: [`EmbeddingBag`].
 
 mod cases;
 mod cpu;
@@ -9,18 +8,16 @@ mod select;
 use abi::ops::embedding_bag::{BLOCK_PIECES_LOG2, EmbeddingBagDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::Entry;
-use crate::nvtx;
-use crate::ops::{Store, check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::{Store, check_blocks};
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::embedding_bag::{EmbeddingBagTile, EmbeddingBagVariant, VARIANTS};
-pub use cases::{CASES, EmbeddingBagCase};
-pub use select::{EmbeddingBagChoice, select};
+pub use cases::{CASES, EmbeddingBagCase, samples};
+pub use select::select;
 
 const OP: &str = "embedding_bag";
 
@@ -41,6 +38,13 @@ pub struct EmbeddingBagProblem {
     pub store: Store,
 }
 
+impl EmbeddingBagProblem {
+    /// With what it must have. The other fields do nothing: `store: Store::Replace`.
+    pub fn new(tokens: usize, bag: usize, vocab: usize, cols: usize, dtype: DType) -> Self {
+        EmbeddingBagProblem { tokens, bag, vocab, cols, dtype, store: Store::Replace }
+    }
+}
+
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct EmbeddingBagArgs<'a> {
@@ -52,6 +56,18 @@ pub struct EmbeddingBagArgs<'a> {
     pub weights: TensorView<'a>,
     /// `[tokens, cols]`, rows of any stride.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> EmbeddingBagArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(
+        table: TensorView<'a>,
+        ids: TensorView<'a>,
+        weights: TensorView<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        EmbeddingBagArgs { table, ids, weights, out }
+    }
 }
 
 /// Weighted sums of rows of a table: `out[t, :] = Σ_j weights[t, j] · table[ids[t, j], :]`, or added to out.
@@ -88,173 +104,101 @@ pub struct EmbeddingBagArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct EmbeddingBag {
-    device: Device,
-    problem: EmbeddingBagProblem,
-    backend: Backend,
+pub struct EmbeddingBag(Plan<Self>);
+
+planned!(EmbeddingBag, EmbeddingBagProblem, EmbeddingBagArgs, &'static EmbeddingBagVariant);
+
+/// Tokens of a run, and the strides of table and out.
+pub(crate) struct Rows {
+    tokens: u32,
+    strides: [u32; 2],
 }
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: EmbeddingBagChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+impl Operator for EmbeddingBag {
+    const OP: &'static str = OP;
+    type Problem = EmbeddingBagProblem;
+    type Args<'a> = EmbeddingBagArgs<'a>;
+    type Dims = Rows;
+    type Variant = &'static EmbeddingBagVariant;
+    type Kernels = Pair;
 
-impl EmbeddingBag {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &EmbeddingBagProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    fn check_problem(problem: &EmbeddingBagProblem) -> Result<(), Error> {
+        let EmbeddingBagProblem { tokens, bag, vocab, cols, dtype, .. } = *problem;
+        check_floats(OP, dtype, &[("vocab", vocab), ("cols", cols), ("bag", bag), ("tokens", tokens)])
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: EmbeddingBagProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &EmbeddingBagProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &EmbeddingBagProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: EmbeddingBagProblem,
-        variant: &'static EmbeddingBagVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| EmbeddingBagChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+        problem: &EmbeddingBagProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        let any = select::variant(problem, EmbeddingBagTile::Scalar)?;
+        Pair::load(device, OP, [choice.variant.entry, any.entry], 0)
     }
 
-    fn new(
-        device: &Device,
-        problem: EmbeddingBagProblem,
-        choice: Option<EmbeddingBagChoice>,
-    ) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let scalar = select::variant(&problem, EmbeddingBagTile::Scalar)?;
-                let unaligned = device.entry(OP, scalar.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(EmbeddingBag { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`EmbeddingBag`].
-    pub fn run(&self, stream: &Stream, mut args: EmbeddingBagArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let (tokens, [table_stride, out_stride]) = self.check(&args)?;
-        let EmbeddingBagProblem { bag, vocab, cols, dtype, store, .. } = self.problem;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(&self.problem, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let EmbeddingBagArgs { table, ids, weights, out } = &args;
-                let aligned = choice.variant.tile == EmbeddingBagTile::Pieces
-                    && table.is_aligned_16()
-                    && out.is_aligned_16();
-                let (entry, per_piece) = if aligned { (entry, 16 / dtype.bytes()) } else { (unaligned, 1) };
-                let tiles = RowTiles::new(tokens, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
-                let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let (bag, vocab, adds) = (bag as u32, vocab as u32, u32::from(store == Store::Add));
-                let dims = EmbeddingBagDims { tiles, bag, vocab, table_stride, out_stride, adds };
-                let params = [(*table).into(), (*ids).into(), (*weights).into(), out.into(), (&dims).into()];
-                // SAFETY: `check` found every row of every tensor inside its view, and an id and a weight for each place of
-                // each bag; `aligned` what the tile reads in pieces of 16 bytes; the kernel leaves out what is beyond
-                // tokens, cols and vocab.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
-        }
-    }
-
-    /// Tokens, and the row strides of table and out.
-    fn check(&self, args: &EmbeddingBagArgs<'_>) -> Result<(u32, [u32; 2]), Error> {
+    fn check(
+        at: &Check<'_>,
+        problem: &EmbeddingBagProblem,
+        args: &EmbeddingBagArgs<'_>,
+    ) -> Result<Rows, Error> {
         let EmbeddingBagArgs { table, ids, weights, out } = args;
-        let EmbeddingBagProblem { tokens: max_tokens, bag, vocab, cols, dtype, .. } = self.problem;
-        table.expect(OP, "table", &self.device, dtype, &[Some(vocab), Some(cols)])?;
-        table.expect_inner_contiguous(OP, "table")?;
-        ids.expect(OP, "ids", &self.device, DType::U32, &[None, Some(bag)])?;
-        let tokens = ids.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "ids", expected, tokens.to_string()));
-        }
-        weights.expect(OP, "weights", &self.device, DType::F32, &[Some(tokens), Some(bag)])?;
-        for (argument, view) in [("ids", ids), ("weights", weights)] {
-            if !view.is_contiguous() {
-                return Err(Error::invalid(OP, argument, "a contiguous view", "gaps between the elements"));
-            }
-        }
-        out.expect(OP, "out", &self.device, dtype, &[Some(tokens), Some(cols)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        let table_stride = check_size(OP, "table", "stride", table.strides()[0])?;
-        let out_stride = check_size(OP, "out", "stride", out.strides()[0])?;
-        Ok((tokens as u32, [table_stride, out_stride]))
+        let EmbeddingBagProblem { tokens: most, bag, vocab, cols, dtype, .. } = *problem;
+        let [table_stride] = at.rows("table", *table, dtype, &[vocab, cols].map(Some))?;
+        at.contiguous("ids", *ids, DType::U32, &[None, Some(bag)])?;
+        let len = ids.shape()[0];
+        let tokens = at.planned("ids", "tokens", len, most)?;
+        at.contiguous("weights", *weights, DType::F32, &[len, bag].map(Some))?;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[len, cols].map(Some))?;
+        Ok(Rows { tokens, strides: [table_stride, out_stride] })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let EmbeddingBagProblem { tokens, bag, vocab, cols, dtype, store } = self.problem;
+    fn cpu(problem: &EmbeddingBagProblem, _: &Rows, args: &mut EmbeddingBagArgs<'_>) {
+        cpu::run(problem, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, rows: Rows, args: &EmbeddingBagArgs<'_>) -> Result<(), Error> {
+        let EmbeddingBagArgs { table, ids, weights, out } = args;
+        let EmbeddingBagProblem { bag, vocab, cols, dtype, store, .. } = *run.problem;
+        let in_pieces = run.is_aligned && run.choice.variant.tile == EmbeddingBagTile::Pieces;
+        let per_piece = if in_pieces { 16 / dtype.bytes() } else { 1 };
+        let tiles = RowTiles::new(rows.tokens, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
+        let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let (bag, vocab, adds) = (bag as u32, vocab as u32, u32::from(store == Store::Add));
+        let [table_stride, out_stride] = rows.strides;
+        let dims = EmbeddingBagDims { tiles, bag, vocab, table_stride, out_stride, adds };
+        let params = [(*table).into(), (*ids).into(), (*weights).into(), out.into(), (&dims).into()];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: `check` found every row of every tensor inside its view, and an id and a weight for each place of each bag;
+        // `is_aligned` what the tile reads in pieces of 16 bytes; the kernel leaves out what is beyond tokens, cols and
+        // vocab.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &EmbeddingBagProblem) -> Work {
+        let EmbeddingBagProblem { tokens, bag, vocab, cols, dtype, store } = *problem;
         let passes = match store {
             Store::Replace => 1,
             Store::Add => 2,
         };
         let [tokens, bag, vocab, cols, bytes] = [tokens, bag, vocab, cols, dtype.bytes()].map(count);
         let rows = (bag * tokens).min(vocab) + count(passes) * tokens;
-        let work = |why: &str, tile: String, threads| Work {
+        Work {
             problem: format!("[{tokens}, {bag}] of [{vocab}, {cols}] {dtype}"),
-            why: why.into(),
-            tile,
-            threads,
             // At best each row of the table is read from memory once.
             bytes: rows * cols * bytes + count(8) * tokens * bag,
             flops: count(2) * tokens * bag * cols,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why, format!("{:?}", choice.variant.tile), THREADS);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for EmbeddingBag {
-    type Args<'a> = EmbeddingBagArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &EmbeddingBagProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn forward(&self, stream: &Stream, args: EmbeddingBagArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &EmbeddingBagProblem) -> Result<(), Error> {
-    let EmbeddingBagProblem { tokens, bag, vocab, cols, dtype, .. } = *problem;
-    check_size(OP, "problem", "vocab", vocab)?;
-    check_size(OP, "problem", "cols", cols)?;
-    check_size(OP, "problem", "bag", bag)?;
-    check_size(OP, "problem", "tokens", tokens)?;
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    Ok(())
 }

@@ -1,34 +1,24 @@
 //! Which kernel a weighted sum of table rows takes.
 
-use abi::ops::embedding_bag::{EmbeddingBagTile, EmbeddingBagVariant, VARIANTS};
+use abi::ops::embedding_bag::{EmbeddingBagTile, EmbeddingBagVariant, THREADS, VARIANTS};
 
 use super::{EmbeddingBagProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct EmbeddingBagChoice {
-    /// The kernel.
-    pub variant: &'static EmbeddingBagVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl EmbeddingBagChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static EmbeddingBagVariant,
-        problem: &EmbeddingBagProblem,
-    ) -> Result<Self, Error> {
-        let whole = variant.tile == EmbeddingBagTile::Scalar || is_whole_pieces(problem);
-        if variant.dtype == problem.dtype && whole {
-            return Ok(EmbeddingBagChoice { variant, why: "asked for" });
-        }
-        let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
-        let expected = format!("{}{pieces}", variant.dtype);
-        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static EmbeddingBagVariant,
+    problem: &EmbeddingBagProblem,
+) -> Result<Choice<&'static EmbeddingBagVariant>, Error> {
+    let whole = variant.tile == EmbeddingBagTile::Scalar || is_whole_pieces(problem);
+    if variant.dtype == problem.dtype && whole {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
+    let expected = format!("{}{pieces}", variant.dtype);
+    Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
 }
 
 fn is_whole_pieces(problem: &EmbeddingBagProblem) -> bool {
@@ -36,13 +26,16 @@ fn is_whole_pieces(problem: &EmbeddingBagProblem) -> bool {
 }
 
 /// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
-pub fn select(_limits: &DeviceLimits, problem: &EmbeddingBagProblem) -> Result<EmbeddingBagChoice, Error> {
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &EmbeddingBagProblem,
+) -> Result<Choice<&'static EmbeddingBagVariant>, Error> {
     let (tile, why) = if is_whole_pieces(problem) {
         (EmbeddingBagTile::Pieces, "rows are whole pieces of 16 bytes")
     } else {
         (EmbeddingBagTile::Scalar, "rows are not whole pieces of 16 bytes")
     };
-    Ok(EmbeddingBagChoice { variant: variant(problem, tile)?, why })
+    Ok(Choice::new(variant(problem, tile)?, THREADS, why))
 }
 
 /// The kernel of a tile.
@@ -50,9 +43,8 @@ pub(super) fn variant(
     problem: &EmbeddingBagProblem,
     tile: EmbeddingBagTile,
 ) -> Result<&'static EmbeddingBagVariant, Error> {
-    let fits = |variant: &&EmbeddingBagVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    VARIANTS.iter().find(fits).ok_or_else(missing)
+    let fits = |variant: &EmbeddingBagVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
+    first(OP, VARIANTS, problem.dtype, fits)
 }
 
 #[cfg(test)]

@@ -6,19 +6,17 @@ use half::{bf16, f16};
 
 use super::GatedDeltaArgs;
 use super::reference::{EPS, LEAST_LOG_DECAY};
-use crate::error::Error;
 use crate::ops::glu::sigmoid;
 use crate::ops::packed::sequence;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
-pub(super) fn run(dtype: DType, dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) -> Result<(), Error> {
+pub(super) fn run(dtype: DType, dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) {
     match dtype {
         DType::F16 => heads::<f16>(dims, args),
         DType::BF16 => heads::<bf16>(dims, args),
         _ => heads::<f32>(dims, args),
     }
-    Ok(())
 }
 
 /// The row divided by its length, times a factor.

@@ -1,5 +1,4 @@
-//! Gated delta rule: `abi::ops::gated_delta` has the kernel table, `gpu/src/ops/gated_delta` the kernels,
-//! `tests/ops/gated_delta.rs` the properties, `benches/ops/gated_delta.rs` the bench.
+//! The gated delta rule, linear attention with a decayed and corrected state: [`GatedDelta`].
 
 mod cases;
 mod cpu;
@@ -11,17 +10,17 @@ use abi::ops::gated_delta::{
     CHUNK, GatedDeltaDims, GatedDeltaTile, MAX_DIM_K, PLACE_ELEMENTS, ROWS_IN_PIECES, SLICE, STATE_IN_PIECES,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Work, count};
 use crate::launch::Entry;
-use crate::nvtx;
+use crate::ops::check_blocks;
 use crate::ops::workspace::Workspace;
-use crate::ops::{check_blocks, check_size};
+use crate::plan::{self, Check, Choice, Operator, Plan, Run, no_float, planned};
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
-pub use cases::{CASES, GatedDeltaCase};
+pub use cases::{CASES, GatedDeltaCase, samples};
 pub use select::{Form, MAX_RECURRENT_TOKENS, select};
 
 const OP: &str = "gated_delta";
@@ -45,6 +44,19 @@ pub struct GatedDeltaProblem {
     pub dim_v: usize,
     /// Type of q, k, v, b, a and out.
     pub dtype: DType,
+}
+
+impl GatedDeltaProblem {
+    /// With what it must have. The other fields do nothing: `longest: tokens`.
+    pub fn new(
+        tokens: usize,
+        sequences: usize,
+        [heads_k, heads_v]: [usize; 2],
+        [dim_k, dim_v]: [usize; 2],
+        dtype: DType,
+    ) -> Self {
+        GatedDeltaProblem { tokens, sequences, longest: tokens, heads_k, heads_v, dim_k, dim_v, dtype }
+    }
 }
 
 /// The tensors of a run. Stride 1 in the last dimension.
@@ -74,6 +86,20 @@ pub struct GatedDeltaArgs<'a> {
     pub state: TensorViewMut<'a>,
     /// `[tokens, heads_v, dim_v]`.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> GatedDeltaArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(
+        [q, k, v]: [TensorView<'a>; 3],
+        [b, a]: [TensorView<'a>; 2],
+        [a_log, dt_bias]: [TensorView<'a>; 2],
+        [offsets, slots]: [TensorView<'a>; 2],
+        state: TensorViewMut<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out }
+    }
 }
 
 /// The gated delta rule: linear attention whose state is decayed and corrected by each token, over packed sequences.
@@ -136,186 +162,130 @@ pub struct GatedDeltaArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct GatedDelta {
-    device: Device,
-    problem: GatedDeltaProblem,
-    backend: Backend,
-}
+pub struct GatedDelta(Plan<Self>);
 
+planned!(GatedDelta, GatedDeltaProblem, GatedDeltaArgs, Form);
+
+/// The kernels of a form.
 #[derive(Debug)]
-enum Backend {
-    Cpu,
-    Recurrent { entry: Entry, why: &'static str },
+pub(crate) enum Kernels {
+    Recurrent(Entry),
     Chunked(Box<Chunked>),
 }
 
 #[derive(Debug)]
-struct Chunked {
+pub(crate) struct Chunked {
     chunk: Entry,
     scan: Entry,
-    why: &'static str,
     /// Most places of a pass.
     pass: u32,
     /// What `chunk` leaves for `scan`: `PLACE_ELEMENTS` for each place of a pass and value head.
     workspace: Workspace<1>,
 }
 
-impl GatedDelta {
-    /// Whether `device` can do it.
-    pub fn supports(_device: &Device, problem: &GatedDeltaProblem) -> Result<(), Error> {
-        check_problem(problem)
+impl plan::Kernels for Kernels {
+    fn reported(&self) -> &Entry {
+        match self {
+            Kernels::Recurrent(entry) => entry,
+            Kernels::Chunked(chunked) => &chunked.scan,
+        }
+    }
+}
+
+impl Operator for GatedDelta {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "heads";
+    type Problem = GatedDeltaProblem;
+    type Args<'a> = GatedDeltaArgs<'a>;
+    type Dims = GatedDeltaDims;
+    type Variant = Form;
+    type Kernels = Kernels;
+
+    fn check_problem(problem: &GatedDeltaProblem) -> Result<(), Error> {
+        let GatedDeltaProblem { tokens, sequences, longest: _, heads_k, heads_v, dim_k, dim_v, dtype } =
+            *problem;
+        let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
+        // Places are counted in u32.
+        for (what, size) in [("tokens", tokens), ("sequences", sequences)] {
+            if size >= 1 << 30 {
+                return invalid(&format!("{what} below 2^30"), size.to_string());
+            }
+        }
+        if heads_k == 0 || heads_v == 0 || !heads_v.is_multiple_of(heads_k) {
+            let expected = "heads_v a multiple of heads_k, both at least 1";
+            return invalid(expected, format!("{heads_v} and {heads_k}"));
+        }
+        if !(1..=MAX_DIM_K as usize).contains(&dim_k) {
+            return invalid("dim_k from 1 to 128", dim_k.to_string());
+        }
+        if dim_v == 0 || heads_v.saturating_mul(dim_v) >= 1 << 24 {
+            return invalid(
+                "dim_v at least 1, and heads_v · dim_v below 2^24",
+                format!("{heads_v} · {dim_v}"),
+            );
+        }
+        if dtype.is_float() { Ok(()) } else { Err(no_float(OP, dtype)) }
     }
 
-    /// Checks the problem, chooses a form, loads its kernels, and allocates the workspace.
-    pub fn plan(device: &Device, problem: GatedDeltaProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem));
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a form of the caller's choice.
-    pub fn plan_with(device: &Device, problem: GatedDeltaProblem, form: Form) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        Self::new(device, problem, device.limits().map(|_| (form, "asked for")))
+    fn forced(form: Form, _: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+        Ok(Choice::asked_for(form, form.main().threads()))
     }
 
-    fn new(
-        device: &Device,
-        problem: GatedDeltaProblem,
-        choice: Option<(Form, &'static str)>,
-    ) -> Result<Self, Error> {
+    fn load(device: &Device, problem: &GatedDeltaProblem, choice: &Choice<Form>) -> Result<Kernels, Error> {
         let load = |tile: GatedDeltaTile| {
             let variant = select::variant(problem.dtype, tile)?;
             device.entry(OP, variant.entry, tile.smem_bytes())
         };
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some((Form::Recurrent, why)) => {
-                Backend::Recurrent { entry: load(GatedDeltaTile::Recurrent)?, why }
-            }
-            Some((Form::Chunked { pass }, why)) => {
-                let pass = pass.clamp(1, places(problem.tokens as u32, problem.sequences as u32).max(1));
-                let elements = pass as usize * problem.heads_v * PLACE_ELEMENTS as usize;
-                Backend::Chunked(Box::new(Chunked {
-                    chunk: load(GatedDeltaTile::Chunk)?,
-                    scan: load(GatedDeltaTile::Scan)?,
-                    why,
-                    pass,
-                    workspace: Workspace::new(device, |stream| {
-                        Ok([Tensor::empty(stream, &[elements], DType::F32)?])
-                    })?,
-                }))
-            }
+        let Form::Chunked { pass } = choice.variant else {
+            return Ok(Kernels::Recurrent(load(GatedDeltaTile::Recurrent)?));
         };
-        Ok(GatedDelta { device: device.clone(), problem, backend })
+        let pass = pass.clamp(1, places(problem.tokens as u32, problem.sequences as u32).max(1));
+        let elements = pass as usize * problem.heads_v * PLACE_ELEMENTS as usize;
+        let tensors = |stream: &_| Ok([Tensor::empty(stream, &[elements], DType::F32)?]);
+        let (chunk, scan) = (load(GatedDeltaTile::Chunk)?, load(GatedDeltaTile::Scan)?);
+        let workspace = Workspace::new(device, tensors)?;
+        Ok(Kernels::Chunked(Box::new(Chunked { chunk, scan, pass, workspace })))
     }
 
-    /// Runs once. See [`GatedDelta`].
-    pub fn run(&self, stream: &Stream, mut args: GatedDeltaArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let dims = self.check(&args)?;
-        if dims.sequences == 0 || dims.tokens == 0 {
-            return Ok(());
-        }
-        match &self.backend {
-            Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
-            Backend::Recurrent { entry, .. } => {
-                let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = &args;
-                let grid = blocks(&[dims.sequences, dims.heads_v, dims.slices])?;
-                let params = [
-                    (*q).into(),
-                    (*k).into(),
-                    (*v).into(),
-                    (*b).into(),
-                    (*a).into(),
-                    (*a_log).into(),
-                    (*dt_bias).into(),
-                    (*offsets).into(),
-                    (*slots).into(),
-                    state.into(),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                let threads = GatedDeltaTile::Recurrent.threads();
-                // SAFETY: `check` found every row of every tensor inside its view, and `access` what is read in pieces of 16
-                // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
-                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
-            }
-            Backend::Chunked(chunked) => chunked.run(stream, &args, dims),
-        }
-    }
-
-    fn check(&self, args: &GatedDeltaArgs<'_>) -> Result<GatedDeltaDims, Error> {
+    fn check(
+        at: &Check<'_>,
+        problem: &GatedDeltaProblem,
+        args: &GatedDeltaArgs<'_>,
+    ) -> Result<GatedDeltaDims, Error> {
         let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = args;
-        let GatedDeltaProblem { heads_k, heads_v, dim_k, dim_v, dtype, .. } = self.problem;
-        let device = &self.device;
-        q.expect(OP, "q", device, dtype, &[None, Some(heads_k), Some(dim_k)])?;
+        let GatedDeltaProblem { heads_k, heads_v, dim_k, dim_v, dtype, .. } = *problem;
+        let [q_token_stride, q_head_stride] = at.rows("q", *q, dtype, &[None, Some(heads_k), Some(dim_k)])?;
         let tokens = q.shape()[0];
-        k.expect(OP, "k", device, dtype, &[Some(tokens), Some(heads_k), Some(dim_k)])?;
-        v.expect(OP, "v", device, dtype, &[Some(tokens), Some(heads_v), Some(dim_v)])?;
-        b.expect(OP, "b", device, dtype, &[Some(tokens), Some(heads_v)])?;
-        a.expect(OP, "a", device, dtype, &[Some(tokens), Some(heads_v)])?;
-        a_log.expect(OP, "a_log", device, DType::F32, &[Some(heads_v)])?;
-        dt_bias.expect(OP, "dt_bias", device, DType::F32, &[Some(heads_v)])?;
-        slots.expect(OP, "slots", device, DType::U32, &[None])?;
+        let keys = &[tokens, heads_k, dim_k].map(Some);
+        let [k_token_stride, k_head_stride] = at.rows("k", *k, dtype, keys)?;
+        let rows_in_pieces = at.is_aligned();
+        let values = &[tokens, heads_v, dim_v].map(Some);
+        let [v_token_stride, v_head_stride] = at.elements("v", *v, dtype, values)?;
+        let [b_stride] = at.elements("b", *b, dtype, &[tokens, heads_v].map(Some))?;
+        let [a_stride] = at.elements("a", *a, dtype, &[tokens, heads_v].map(Some))?;
+        let [] = at.elements("a_log", *a_log, DType::F32, &[Some(heads_v)])?;
+        let [] = at.elements("dt_bias", *dt_bias, DType::F32, &[Some(heads_v)])?;
+        let [] = at.elements("slots", *slots, DType::U32, &[None])?;
         let sequences = slots.shape()[0];
-        offsets.expect(OP, "offsets", device, DType::U32, &[Some(sequences + 1)])?;
-        state.expect(OP, "state", device, DType::F32, &[None, Some(heads_v), Some(dim_k), Some(dim_v)])?;
-        out.expect(OP, "out", device, dtype, &[Some(tokens), Some(heads_v), Some(dim_v)])?;
-        for (argument, view) in [
-            ("q", q),
-            ("k", k),
-            ("v", v),
-            ("b", b),
-            ("a", a),
-            ("a_log", a_log),
-            ("dt_bias", dt_bias),
-            ("offsets", offsets),
-            ("slots", slots),
-        ] {
-            view.expect_inner_contiguous(OP, argument)?;
-        }
-        out.expect_inner_contiguous(OP, "out")?;
-        // The stride of a single element is of no account.
-        let inner = std::iter::zip(&state.shape()[1..], &state.strides()[1..]);
-        if !std::iter::zip(inner, [dim_k * dim_v, dim_v, 1])
-            .all(|((&size, &stride), whole)| size <= 1 || stride == whole)
-        {
-            let expected = format!("strides [any, {}, {dim_v}, 1]", dim_k * dim_v);
-            return Err(Error::invalid(OP, "state", expected, format!("{:?}", state.strides())));
-        }
-        let planned = [
-            ("q", "tokens", tokens, self.problem.tokens),
-            ("slots", "sequences", sequences, self.problem.sequences),
-        ];
-        for (argument, what, got, most) in planned {
-            if got > most {
-                let expected = format!("at most {most} {what}, as planned");
-                return Err(Error::invalid(OP, argument, expected, got.to_string()));
-            }
-        }
-        let strides = |argument, strides: &[usize]| -> Result<[u32; 2], Error> {
-            let stride = |axis: usize| check_size(OP, argument, "stride", strides[axis]);
-            Ok([stride(0)?, stride(1)?])
-        };
-        let [q_token_stride, q_head_stride] = strides("q", q.strides())?;
-        let [k_token_stride, k_head_stride] = strides("k", k.strides())?;
-        let [v_token_stride, v_head_stride] = strides("v", v.strides())?;
-        let [b_stride, _] = strides("b", b.strides())?;
-        let [a_stride, _] = strides("a", a.strides())?;
-        let [out_token_stride, out_head_stride] = strides("out", out.strides())?;
+        let [] = at.elements("offsets", *offsets, DType::U32, &[Some(sequences + 1)])?;
+        let state_shape = [None, Some(heads_v), Some(dim_k), Some(dim_v)];
+        let slot_stride = at.stack("state", state.as_view(), DType::F32, &state_shape)?;
+        let [out_token_stride, out_head_stride] = at.elements("out", out.as_view(), dtype, values)?;
         let flag = |holds: bool, flag: u32| if holds { flag } else { 0 };
         Ok(GatedDeltaDims {
-            tokens: tokens as u32,
-            sequences: sequences as u32,
-            num_slots: check_size(OP, "state", "number of slots", state.shape()[0])?,
+            tokens: at.planned("q", "tokens", tokens, problem.tokens)?,
+            sequences: at.planned("slots", "sequences", sequences, problem.sequences)?,
+            num_slots: at.size("state", "number of slots", state.shape()[0])?,
             heads_v: heads_v as u32,
             group: (heads_v / heads_k) as u32,
             dim_k: dim_k as u32,
             dim_v: dim_v as u32,
             slices: (dim_v as u32).div_ceil(SLICE),
-            access: flag(q.is_aligned_16() && k.is_aligned_16(), ROWS_IN_PIECES)
-                | flag(state.is_aligned_16(), STATE_IN_PIECES),
+            access: flag(rows_in_pieces, ROWS_IN_PIECES) | flag(state.is_aligned_16(), STATE_IN_PIECES),
             first_place: 0,
             num_places: 0,
             q_token_stride,
@@ -328,35 +298,65 @@ impl GatedDelta {
             a_stride,
             out_token_stride,
             out_head_stride,
-            slot_stride: check_size(OP, "state", "stride", state.strides()[0])?,
+            slot_stride,
             scale: 1.0 / (dim_k as f32).sqrt(),
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let GatedDeltaProblem { tokens, sequences, heads_k, heads_v, dim_k, dim_v, dtype, .. } = self.problem;
+    fn cpu(problem: &GatedDeltaProblem, dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) {
+        if dims.tokens > 0 {
+            cpu::run(problem.dtype, dims, args);
+        }
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: GatedDeltaDims, args: &GatedDeltaArgs<'_>) -> Result<(), Error> {
+        if dims.sequences == 0 || dims.tokens == 0 {
+            return Ok(());
+        }
+        let entry = match run.kernels {
+            Kernels::Recurrent(entry) => entry,
+            Kernels::Chunked(chunked) => return chunked.run(run.stream, args, dims),
+        };
+        let GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out } = args;
+        let grid = blocks(&[dims.sequences, dims.heads_v, dims.slices])?;
+        let params = [
+            (*q).into(),
+            (*k).into(),
+            (*v).into(),
+            (*b).into(),
+            (*a).into(),
+            (*a_log).into(),
+            (*dt_bias).into(),
+            (*offsets).into(),
+            (*slots).into(),
+            state.into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let threads = GatedDeltaTile::Recurrent.threads();
+        // SAFETY: `check` found every row of every tensor inside its view, and `access` what is read in pieces of 16 bytes;
+        // the kernel takes no token beyond them and leaves out slots beyond the state.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    fn work(problem: &GatedDeltaProblem) -> Work {
+        let GatedDeltaProblem { tokens, sequences, heads_k, heads_v, dim_k, dim_v, dtype, .. } = *problem;
         let [tokens, sequences] = [tokens, sequences].map(count);
         let [heads_k, heads_v, dim_k, dim_v] = [heads_k, heads_v, dim_k, dim_v].map(count);
         let rows = count(2) * tokens * (heads_k * dim_k + heads_v * dim_v + heads_v);
         let states = sequences * heads_v * dim_k * dim_v;
-        let (entry, tile, why) = match &self.backend {
-            Backend::Cpu => (None, None, "no card"),
-            Backend::Recurrent { entry, why } => (Some(entry), Some(GatedDeltaTile::Recurrent), *why),
-            Backend::Chunked(chunked) => (Some(&chunked.scan), Some(GatedDeltaTile::Scan), chunked.why),
-        };
-        let work = Work {
+        Work {
             problem: format!(
                 "[{tokens}, {heads_v}, {dim_v}] {dtype}, {heads_k} key heads of {dim_k}, {sequences} sequences"
             ),
-            why: why.into(),
-            tile: tile.map_or("heads".into(), |tile| format!("{tile:?}")),
-            threads: tile.map_or(1, GatedDeltaTile::threads),
             bytes: rows * count(dtype.bytes()) + count(2 * DType::F32.bytes()) * states,
             // Of the recurrence: decay, prediction, correction and output.
             flops: count(7) * tokens * heads_v * dim_k * dim_v,
-        };
-        OptimizationReport::new(OP, &self.device, entry, work)
+        }
+    }
+
+    fn tile(_: &Device, _: &GatedDeltaProblem, choice: &Choice<Form>) -> String {
+        format!("{:?}", choice.variant.main())
     }
 }
 
@@ -414,45 +414,4 @@ fn places(tokens: u32, sequences: u32) -> u32 {
 /// Blocks altogether.
 fn blocks(factors: &[u32]) -> Result<u32, Error> {
     check_blocks(OP, "q", factors.iter().map(|&factor| u64::from(factor)).product())
-}
-
-impl Kernel for GatedDelta {
-    type Args<'a> = GatedDeltaArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: GatedDeltaArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &GatedDeltaProblem) -> Result<(), Error> {
-    let GatedDeltaProblem { tokens, sequences, longest: _, heads_k, heads_v, dim_k, dim_v, dtype } = *problem;
-    let invalid = |expected: &str, got: String| Err(Error::invalid(OP, "problem", expected, got));
-    // Places are counted in u32.
-    for (what, size) in [("tokens", tokens), ("sequences", sequences)] {
-        if size >= 1 << 30 {
-            return invalid(&format!("{what} below 2^30"), size.to_string());
-        }
-    }
-    if heads_k == 0 || heads_v == 0 || !heads_v.is_multiple_of(heads_k) {
-        let expected = "heads_v a multiple of heads_k, both at least 1";
-        return invalid(expected, format!("{heads_v} and {heads_k}"));
-    }
-    if !(1..=MAX_DIM_K as usize).contains(&dim_k) {
-        return invalid("dim_k from 1 to 128", dim_k.to_string());
-    }
-    if dim_v == 0 || heads_v.saturating_mul(dim_v) >= 1 << 24 {
-        return invalid("dim_v at least 1, and heads_v · dim_v below 2^24", format!("{heads_v} · {dim_v}"));
-    }
-    if !dtype.is_float() {
-        return invalid("dtype f32, f16 or bf16", dtype.name().into());
-    }
-    Ok(())
 }

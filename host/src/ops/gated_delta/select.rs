@@ -6,6 +6,7 @@ use abi::ops::gated_delta::{GatedDeltaTile, GatedDeltaVariant, VARIANTS};
 use super::{GatedDeltaProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// The most tokens of a sequence for which the recurrence is taken: a chunk of 64 costs about as much as these.
 pub const MAX_RECURRENT_TOKENS: usize = 16;
@@ -26,19 +27,29 @@ pub enum Form {
 /// The pass that `select` takes: 4096 tokens fill any card.
 const PASS: u32 = 64;
 
-/// The form, and why. By the planned length alone, so that a plan's results do not depend on how a run is packed.
-pub fn select(_limits: &DeviceLimits, problem: &GatedDeltaProblem) -> (Form, &'static str) {
-    if problem.longest <= MAX_RECURRENT_TOKENS {
+impl Form {
+    /// The tile of its kernel that takes the most time.
+    pub(super) fn main(self) -> GatedDeltaTile {
+        match self {
+            Form::Recurrent => GatedDeltaTile::Recurrent,
+            Form::Chunked { .. } => GatedDeltaTile::Scan,
+        }
+    }
+}
+
+/// The form, by the planned length alone, so that a plan's results do not depend on how a run is packed.
+pub fn select(_limits: &DeviceLimits, problem: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+    let (form, why) = if problem.longest <= MAX_RECURRENT_TOKENS {
         (Form::Recurrent, "short sequences: the state's bytes count")
     } else {
         (Form::Chunked { pass: PASS }, "long sequences: chunks are matrix products")
-    }
+    };
+    Ok(Choice::new(form, form.main().threads(), why))
 }
 
 /// The kernel of a type.
 pub(super) fn variant(dtype: DType, tile: GatedDeltaTile) -> Result<&'static GatedDeltaVariant, Error> {
-    let found = VARIANTS.iter().find(|variant| (variant.dtype, variant.tile) == (dtype, tile));
-    found.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()))
+    first(OP, VARIANTS, dtype, |variant| (variant.dtype, variant.tile) == (dtype, tile))
 }
 
 #[cfg(test)]
@@ -66,7 +77,7 @@ mod tests {
                 dim_v: 128,
                 dtype: DType::BF16,
             };
-            assert_eq!(select(&limits, &problem).0, form, "{longest}");
+            assert_eq!(select(&limits, &problem).unwrap().variant, form, "{longest}");
         }
     }
 

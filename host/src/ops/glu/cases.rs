@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::Activation;
+use abi::DType;
+
+use super::{Activation, Glu, GluArgs, GluProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -55,3 +60,15 @@ pub const CASES: &[GluCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many rows, for what tries every operator.
+pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (cols, shape) = (64, [rows, 64]);
+    let plan = Glu::plan(device, GluProblem::new(rows, cols, dtype, Activation::Silu))?;
+    let tensors = ["gate", "up", "out"].map(|name| tensor(name, &shape, dtype));
+    let sample = Sample::new(OP, tensors, move |stream, [gate, up, out]| {
+        let args = GluArgs { up: Some(up.as_view()), ..GluArgs::new(gate.as_view(), out.reborrow()) };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Gated linear unit activation: `abi::ops::glu` has the kernel table, `gpu/src/ops/glu` the kernels,
-//! `tests/ops/glu.rs` the properties, `benches/ops/glu.rs` the bench.
+//! Gated linear units and their activations: [`Glu`].
 
 mod cases;
 pub(crate) mod cpu;
@@ -9,19 +8,17 @@ mod select;
 use abi::ops::glu::{BLOCK_PIECES_LOG2, GluDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::{check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::check_blocks;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::glu::{Activation, GluTile, GluVariant, VARIANTS};
-pub use cases::{CASES, GluCase};
+pub use cases::{CASES, GluCase, samples};
 pub(crate) use cpu::{sigmoid, silu};
-pub use select::{GluChoice, select};
+pub use select::select;
 
 const OP: &str = "glu";
 
@@ -38,6 +35,13 @@ pub struct GluProblem {
     pub activation: Activation,
 }
 
+impl GluProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(rows: usize, cols: usize, dtype: DType, activation: Activation) -> Self {
+        GluProblem { rows, cols, dtype, activation }
+    }
+}
+
 /// The tensors of a run: `[rows, cols]` each, with any row strides. Gate and up may be the two halves of one
 /// `[rows, 2·cols]` matmul output.
 #[derive(Debug)]
@@ -48,6 +52,13 @@ pub struct GluArgs<'a> {
     pub up: Option<TensorView<'a>>,
     /// Output.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> GluArgs<'a> {
+    /// With what it must have. The other fields do nothing: `up: None`.
+    pub fn new(gate: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        GluArgs { gate, up: None, out }
+    }
 }
 
 /// Gated linear unit activation, elementwise.
@@ -84,161 +95,84 @@ pub struct GluArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Glu {
-    device: Device,
-    problem: GluProblem,
-    backend: Backend,
+pub struct Glu(Plan<Self>);
+
+planned!(Glu, GluProblem, GluArgs, &'static GluVariant);
+
+/// Rows of a run, and the strides of gate, up and out.
+pub(crate) struct Rows {
+    rows: u32,
+    strides: [u32; 3],
 }
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: GluChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+impl Operator for Glu {
+    const OP: &'static str = OP;
+    type Problem = GluProblem;
+    type Args<'a> = GluArgs<'a>;
+    type Dims = Rows;
+    type Variant = &'static GluVariant;
+    type Kernels = Pair;
 
-impl Glu {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &GluProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    fn check_problem(problem: &GluProblem) -> Result<(), Error> {
+        check_floats(OP, problem.dtype, &[("rows", problem.rows), ("cols", problem.cols)])
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: GluProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &GluProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: GluProblem,
-        variant: &'static GluVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| GluChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn forced(variant: Self::Variant, problem: &GluProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
     }
 
-    fn new(device: &Device, problem: GluProblem, choice: Option<GluChoice>) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let unaligned = device.entry(OP, select::variant(&problem, GluTile::Scalar)?.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(Glu { device: device.clone(), problem, backend })
+    fn load(device: &Device, problem: &GluProblem, choice: &Choice<Self::Variant>) -> Result<Pair, Error> {
+        Pair::load(device, OP, [choice.variant.entry, select::variant(problem, GluTile::Scalar)?.entry], 0)
     }
 
-    /// Runs once. See [`Glu`].
-    pub fn run(&self, stream: &Stream, mut args: GluArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let (rows, strides) = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(self.problem.dtype, self.problem.activation, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let GluArgs { gate, up, out } = &args;
-                let aligned = choice.variant.tile == GluTile::Pieces
-                    && gate.is_aligned_16()
-                    && up.is_none_or(|up| up.is_aligned_16())
-                    && out.is_aligned_16();
-                let (entry, per_piece) =
-                    if aligned { (entry, 16 / self.problem.dtype.bytes()) } else { (unaligned, 1) };
-                let tiles = RowTiles::new(rows, (self.problem.cols / per_piece) as u32, BLOCK_PIECES_LOG2);
-                let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let [gate_stride, up_stride, out_stride] = strides;
-                let dims = GluDims { tiles, gate_stride, up_stride, out_stride };
-                let params =
-                    [(*gate).into(), up.map_or(Param::Address(0), Param::from), out.into(), (&dims).into()];
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
-                // pieces of 16 bytes; the kernel leaves out what is beyond rows and cols.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
-        }
-    }
-
-    /// Rows, and the row strides of gate, up and out.
-    fn check(&self, args: &GluArgs<'_>) -> Result<(u32, [u32; 3]), Error> {
+    fn check(at: &Check<'_>, problem: &GluProblem, args: &GluArgs<'_>) -> Result<Rows, Error> {
         let GluArgs { gate, up, out } = args;
-        let GluProblem { rows: max_rows, cols, dtype, .. } = self.problem;
-        gate.expect(OP, "gate", &self.device, dtype, &[None, Some(cols)])?;
-        let rows = gate.shape()[0];
-        if rows > max_rows {
-            let expected = format!("at most {max_rows} rows, as planned");
-            return Err(Error::invalid(OP, "gate", expected, rows.to_string()));
-        }
-        out.expect(OP, "out", &self.device, dtype, &[Some(rows), Some(cols)])?;
-        gate.expect_inner_contiguous(OP, "gate")?;
-        out.expect_inner_contiguous(OP, "out")?;
-        let up_stride = match up {
-            Some(up) => {
-                up.expect(OP, "up", &self.device, dtype, &[Some(rows), Some(cols)])?;
-                up.expect_inner_contiguous(OP, "up")?;
-                check_size(OP, "up", "stride", up.strides()[0])?
-            }
-            None => 0,
-        };
-        let gate_stride = check_size(OP, "gate", "stride", gate.strides()[0])?;
-        Ok((rows as u32, [gate_stride, up_stride, check_size(OP, "out", "stride", out.strides()[0])?]))
+        let GluProblem { rows: most, cols, dtype, .. } = *problem;
+        let [gate_stride] = at.rows("gate", *gate, dtype, &[None, Some(cols)])?;
+        let rows = at.planned("gate", "rows", gate.shape()[0], most)?;
+        let shape = &[gate.shape()[0], cols].map(Some);
+        let [out_stride] = at.rows("out", out.as_view(), dtype, shape)?;
+        let [up_stride] = up.map(|up| at.rows("up", up, dtype, shape)).transpose()?.unwrap_or_default();
+        Ok(Rows { rows, strides: [gate_stride, up_stride, out_stride] })
     }
 
-    /// What was chosen, and what a run of the planned size with an up should take.
-    pub fn report(&self) -> OptimizationReport {
-        let GluProblem { rows, cols, dtype, activation } = self.problem;
+    fn cpu(problem: &GluProblem, _: &Rows, args: &mut GluArgs<'_>) {
+        cpu::run(problem.dtype, problem.activation, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, Rows { rows, strides }: Rows, args: &GluArgs<'_>) -> Result<(), Error> {
+        let GluArgs { gate, up, out } = args;
+        let GluProblem { cols, dtype, .. } = *run.problem;
+        let in_pieces = run.is_aligned && run.choice.variant.tile == GluTile::Pieces;
+        let per_piece = if in_pieces { 16 / dtype.bytes() } else { 1 };
+        let tiles = RowTiles::new(rows, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
+        let grid = check_blocks(OP, "out", tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let [gate_stride, up_stride, out_stride] = strides;
+        let dims = GluDims { tiles, gate_stride, up_stride, out_stride };
+        let params = [(*gate).into(), (*up).into(), out.into(), (&dims).into()];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what the tile reads in pieces of
+        // 16 bytes; the kernel leaves out what is beyond rows and cols.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    /// With an up.
+    fn work(problem: &GluProblem) -> Work {
+        let GluProblem { rows, cols, dtype, activation } = *problem;
         let [rows, cols] = [rows, cols].map(count);
-        let work = |why: &str, tile: String, threads| Work {
+        Work {
             problem: format!("{} [{rows}, {cols}] {dtype}", activation.name()),
-            why: why.into(),
-            tile,
-            threads,
             bytes: count(3 * dtype.bytes()) * rows * cols,
             // Negation, exponential, sum, reciprocal and two products.
             flops: count(6) * rows * cols,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why, format!("{:?}", choice.variant.tile), THREADS);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for Glu {
-    type Args<'a> = GluArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &GluProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn forward(&self, stream: &Stream, args: GluArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &GluProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    Ok(())
 }

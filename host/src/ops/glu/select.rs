@@ -1,31 +1,24 @@
 //! Which kernel a gated linear unit takes.
 
-use abi::ops::glu::{GluTile, GluVariant, VARIANTS};
+use abi::ops::glu::{GluTile, GluVariant, THREADS, VARIANTS};
 
 use super::{GluProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GluChoice {
-    /// The kernel.
-    pub variant: &'static GluVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl GluChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static GluVariant, problem: &GluProblem) -> Result<Self, Error> {
-        let whole = variant.tile == GluTile::Scalar || is_whole_pieces(problem);
-        if variant.dtype == problem.dtype && variant.activation == problem.activation && whole {
-            return Ok(GluChoice { variant, why: "asked for" });
-        }
-        let pieces = if variant.tile == GluTile::Pieces { ", rows of whole pieces of 16 bytes" } else { "" };
-        let expected = format!("{} {}{pieces}", variant.dtype, variant.activation.name());
-        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static GluVariant,
+    problem: &GluProblem,
+) -> Result<Choice<&'static GluVariant>, Error> {
+    let whole = variant.tile == GluTile::Scalar || is_whole_pieces(problem);
+    if variant.dtype == problem.dtype && variant.activation == problem.activation && whole {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    let pieces = if variant.tile == GluTile::Pieces { ", rows of whole pieces of 16 bytes" } else { "" };
+    let expected = format!("{} {}{pieces}", variant.dtype, variant.activation.name());
+    Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
 }
 
 fn is_whole_pieces(problem: &GluProblem) -> bool {
@@ -33,22 +26,21 @@ fn is_whole_pieces(problem: &GluProblem) -> bool {
 }
 
 /// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
-pub fn select(_limits: &DeviceLimits, problem: &GluProblem) -> Result<GluChoice, Error> {
+pub fn select(_limits: &DeviceLimits, problem: &GluProblem) -> Result<Choice<&'static GluVariant>, Error> {
     let (tile, why) = if is_whole_pieces(problem) {
         (GluTile::Pieces, "rows are whole pieces of 16 bytes")
     } else {
         (GluTile::Scalar, "rows are not whole pieces of 16 bytes")
     };
-    Ok(GluChoice { variant: variant(problem, tile)?, why })
+    Ok(Choice::new(variant(problem, tile)?, THREADS, why))
 }
 
 /// The kernel of a tile.
 pub(super) fn variant(problem: &GluProblem, tile: GluTile) -> Result<&'static GluVariant, Error> {
-    let fits = |variant: &&GluVariant| {
+    let fits = |variant: &GluVariant| {
         (variant.dtype, variant.activation, variant.tile) == (problem.dtype, problem.activation, tile)
     };
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    VARIANTS.iter().find(fits).ok_or_else(missing)
+    first(OP, VARIANTS, problem.dtype, fits)
 }
 
 #[cfg(test)]

@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::GroupedRows;
+use abi::DType;
+
+use super::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// Of an expert.
 enum Projection {
@@ -63,3 +68,26 @@ pub const CASES: &[GroupedMatmulCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of the pairs of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (fan_out, experts, n, k) = (2, 3, 128, 128);
+    let (rows, from) = (tokens * fan_out, GroupedRows::Gathered { fan_out });
+    let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, experts, n, k, dtype) };
+    let plan = GroupedMatmul::plan(device, problem)?;
+    let tensors = [
+        tensor("x", &[tokens, k], dtype),
+        tensor("w", &[experts, n, k], dtype),
+        tensor("offsets", &[experts + 1], DType::U32),
+        tensor("order", &[rows], DType::U32),
+        tensor("out", &[rows, n], dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [x, w, offsets, order, out]| {
+        let args = GroupedMatmulArgs {
+            order: Some(order.as_view()),
+            ..GroupedMatmulArgs::new(x.as_view(), w.as_view(), offsets.as_view(), out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Grouped matrix product: `abi::ops::grouped_matmul` has the kernel table, `gpu/src/ops/grouped_matmul` the kernels,
-//! `tests/ops/grouped_matmul.rs` the properties, `benches/ops/grouped_matmul.rs` the bench.
+//! Products of groups of rows, each group with a weight of its own: [`GroupedMatmul`].
 
 mod cases;
 mod cpu;
@@ -12,11 +11,12 @@ use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
-use crate::ops::matmul::{matrix_map, optional, row_stride, rows_aligned};
+use crate::ops::matmul::{matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
+use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
@@ -24,7 +24,7 @@ use crate::tensor_map::{Axis, TensorMap, Tiled};
 pub use abi::ops::grouped_matmul::{
     GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
-pub use cases::{CASES, GroupedMatmulCase};
+pub use cases::{CASES, GroupedMatmulCase, samples};
 pub use select::{GroupedMatmulChoice, select};
 
 const OP: &str = "grouped_matmul";
@@ -58,6 +58,13 @@ pub struct GroupedMatmulProblem {
     pub from: GroupedRows,
 }
 
+impl GroupedMatmulProblem {
+    /// With what it must have. The other fields do nothing: `from: GroupedRows::Sorted`.
+    pub fn new(rows: usize, experts: usize, n: usize, k: usize, dtype: DType) -> Self {
+        GroupedMatmulProblem { rows, experts, n, k, dtype, from: GroupedRows::Sorted }
+    }
+}
+
 /// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
 #[derive(Debug)]
 pub struct GroupedMatmulArgs<'a> {
@@ -71,6 +78,18 @@ pub struct GroupedMatmulArgs<'a> {
     pub order: Option<TensorView<'a>>,
     /// `[rows, n]`; rows of no expert stay as they are.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> GroupedMatmulArgs<'a> {
+    /// With what it must have. The other fields do nothing: `order: None`.
+    pub fn new(
+        x: TensorView<'a>,
+        w: TensorView<'a>,
+        offsets: TensorView<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        GroupedMatmulArgs { x, w, offsets, order: None, out }
+    }
 }
 
 /// Matrix product of groups of rows, each group with a weight of its own.
@@ -197,7 +216,9 @@ impl GroupedMatmul {
     /// Runs once. See [`GroupedMatmul`].
     pub fn run(&self, stream: &Stream, mut args: GroupedMatmulArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
+        let at = Check::new(OP, &self.device);
+        at.stream(stream)?;
+        let mut dims = self.check(&at, &args)?;
         if self.device.limits().is_none() {
             cpu::run(self.problem.dtype, &dims, &mut args);
             return Ok(());
@@ -217,7 +238,7 @@ impl GroupedMatmul {
         let blocks = slots * u64::from(dims.col_blocks);
         let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", blocks)? };
         let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
-        let [offsets, order, out] = [(*offsets).into(), optional(order.as_ref()), out.into()];
+        let [offsets, order, out] = [(*offsets).into(), (*order).into(), out.into()];
         let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
             let params = [(*x).into(), (*w).into(), offsets, order, out, (&dims).into()];
             // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
@@ -269,75 +290,46 @@ impl GroupedMatmul {
         self.device.tensor_map(OP, &tiled)
     }
 
-    fn check(&self, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {
+    fn check(&self, at: &Check<'_>, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {
         let GroupedMatmulArgs { x, w, offsets, order, out } = args;
-        let GroupedMatmulProblem { rows: max_rows, experts, n, k, dtype, from } = self.problem;
-        let device = &self.device;
-        out.expect(OP, "out", device, dtype, &[None, Some(n)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        let rows = out.shape()[0];
-        if rows > max_rows {
-            let expected = format!("at most {max_rows} rows, as planned");
-            return Err(Error::invalid(OP, "out", expected, rows.to_string()));
-        }
+        let GroupedMatmulProblem { rows: most, experts, n, k, dtype, from } = self.problem;
+        let [out_stride] = at.elements("out", out.as_view(), dtype, &[None, Some(n)])?;
+        let len = out.shape()[0];
+        let rows = at.planned("out", "rows", len, most)?;
         let (fan_out, x_rows) = match from {
-            GroupedRows::Sorted => (0, rows),
+            GroupedRows::Sorted => (0, len),
+            GroupedRows::Gathered { fan_out } if len.is_multiple_of(fan_out) => (fan_out, len / fan_out),
             GroupedRows::Gathered { fan_out } => {
-                if !rows.is_multiple_of(fan_out) {
-                    let expected = format!("a multiple of {fan_out} rows");
-                    return Err(Error::invalid(OP, "out", expected, rows.to_string()));
-                }
-                (fan_out, rows / fan_out)
+                return at.refuse("out", format!("a multiple of {fan_out} rows"), len.to_string());
             }
         };
-        x.expect(OP, "x", device, dtype, &[Some(x_rows), Some(k)])?;
-        x.expect_inner_contiguous(OP, "x")?;
-        w.expect(OP, "w", device, dtype, &[Some(experts), Some(n), Some(k)])?;
-        w.expect_inner_contiguous(OP, "w")?;
-        offsets.expect(OP, "offsets", device, DType::U32, &[Some(experts + 1)])?;
-        offsets.expect_contiguous(OP, "offsets")?;
-        match (from, order) {
-            (GroupedRows::Sorted, None) => {}
-            (GroupedRows::Gathered { .. }, Some(order)) => {
-                order.expect(OP, "order", device, DType::U32, &[Some(rows)])?;
-                order.expect_contiguous(OP, "order")?;
-            }
-            (GroupedRows::Sorted, Some(_)) => {
-                return Err(Error::invalid(OP, "order", "none, as planned", "a tensor"));
-            }
-            (GroupedRows::Gathered { .. }, None) => {
-                return Err(Error::invalid(OP, "order", "a tensor, as planned", "none"));
-            }
+        let [x_stride] = at.elements("x", *x, dtype, &[x_rows, k].map(Some))?;
+        let [w_expert_stride, w_stride] = at.elements("w", *w, dtype, &[experts, n, k].map(Some))?;
+        at.contiguous("offsets", *offsets, DType::U32, &[Some(experts + 1)])?;
+        if let Some(order) = at.given("order", from != GroupedRows::Sorted, *order, ["planned"; 2])? {
+            at.contiguous("order", order, DType::U32, &[Some(len)])?;
         }
-        let out_stride = row_stride(OP, "out", out.shape(), out.strides())?;
-        if rows > 1 && (out_stride as usize) < n {
-            let expected = format!("rows that do not overlap: a stride of at least {n}");
-            return Err(Error::invalid(OP, "out", expected, out_stride.to_string()));
-        }
+        at.apart("out", out_stride, out.shape())?;
         let per_piece = 16 / dtype.bytes();
-        let w_aligned = w.address().is_multiple_of(16)
-            && (experts <= 1 || w.strides()[0].is_multiple_of(per_piece))
-            && (n <= 1 || w.strides()[1].is_multiple_of(per_piece));
         let mut access = 0;
         for (flag, is_set) in [
-            (A_IN_PIECES, rows_aligned!(x, per_piece)),
-            (B_IN_PIECES, w_aligned),
-            (OUT_IN_QUADS, rows_aligned!(out, 4)),
-            (OUT_IN_PIECES, rows_aligned!(out, per_piece)),
+            (A_IN_PIECES, rows_aligned(*x, per_piece)),
+            (B_IN_PIECES, rows_aligned(*w, per_piece)),
+            (OUT_IN_QUADS, rows_aligned(out.as_view(), 4)),
+            (OUT_IN_PIECES, rows_aligned(out.as_view(), per_piece)),
         ] {
             access |= if is_set { flag } else { 0 };
         }
-        let weight = [experts, n * k];
         Ok(GroupedMatmulDims {
-            rows: check_size(OP, "out", "rows", rows)?,
+            rows,
             x_rows: x_rows as u32,
             experts: experts as u32,
             n: n as u32,
             k: k as u32,
             fan_out: fan_out as u32,
-            x_stride: row_stride(OP, "x", x.shape(), x.strides())?,
-            w_stride: row_stride(OP, "w", &w.shape()[1..], &w.strides()[1..])?,
-            w_expert_stride: row_stride(OP, "w", &weight, w.strides())?,
+            x_stride,
+            w_stride,
+            w_expert_stride,
             out_stride,
             access,
             split_log2: 0,
@@ -357,13 +349,15 @@ impl GroupedMatmul {
         let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
         let work = Work {
             problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
-            why: last.map_or("no card".into(), |(choice, _)| choice.why.clone()),
-            tile: last.map_or("panels".into(), |(choice, _)| format!("{:?}", choice.variant.tile)),
-            threads: last.map_or(1, |(choice, _)| choice.variant.tile.threads()),
             bytes: (experts.min(rows) * n * k + x_rows * k + rows * n) * count(dtype.bytes()),
             flops: count(2) * rows * n * k,
         };
-        OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work)
+        let cut = |choice: &GroupedMatmulChoice| {
+            let tile = choice.variant.tile;
+            Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() }
+        };
+        let cut = last.map_or_else(|| Cut::cpu("panels"), |(choice, _)| cut(choice));
+        OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work, cut)
     }
 }
 

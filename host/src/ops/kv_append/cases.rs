@@ -1,6 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
+
+use super::{KvAppend, KvAppendArgs, KvAppendProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -31,3 +37,25 @@ pub const CASES: &[KvAppendCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let shape = [tokens, 2, 8];
+    let plan = KvAppend::plan(device, KvAppendProblem::new(tokens, 2, 8, dtype))?;
+    let tensors = [
+        tensor("k", &shape, dtype),
+        tensor("v", &shape, dtype),
+        tensor("slots", &[tokens], DType::U32),
+        tensor("k_cache", &shape, dtype),
+        tensor("v_cache", &shape, dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [k, v, slots, k_cache, v_cache]| {
+        let args = KvAppendArgs {
+            v: Some(v.as_view()),
+            v_cache: Some(v_cache.reborrow()),
+            ..KvAppendArgs::new(k.as_view(), slots.as_view(), k_cache.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

@@ -5,20 +5,14 @@ use abi::ops::kv_append::KvAppendDims;
 use half::{bf16, f16};
 
 use super::{KvAppendArgs, KvAppendProblem};
-use crate::error::Error;
 use crate::tensor::Element;
 
-pub(super) fn run(
-    problem: KvAppendProblem,
-    dims: &KvAppendDims,
-    args: &mut KvAppendArgs<'_>,
-) -> Result<(), Error> {
+pub(super) fn run(problem: KvAppendProblem, dims: &KvAppendDims, args: &mut KvAppendArgs<'_>) {
     match problem.dtype {
         DType::F16 => rows::<f16>(problem, dims, args),
         DType::BF16 => rows::<bf16>(problem, dims, args),
         _ => rows::<f32>(problem, dims, args),
     }
-    Ok(())
 }
 
 fn rows<T: Element>(problem: KvAppendProblem, dims: &KvAppendDims, args: &mut KvAppendArgs<'_>) {

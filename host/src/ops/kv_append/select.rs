@@ -1,33 +1,46 @@
 //! Which kernel an append takes.
 
 use abi::DType;
-use abi::ops::kv_append::{KvAppendTile, KvAppendVariant, VARIANTS};
+use abi::ops::kv_append::{KvAppendTile, KvAppendVariant, THREADS, VARIANTS};
 
 use super::{KvAppendProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// Pieces of 16 bytes if a head is a whole number of them.
-pub fn select(_limits: &DeviceLimits, problem: &KvAppendProblem) -> Result<&'static KvAppendVariant, Error> {
-    let fitting = VARIANTS.iter().find(|variant| check_fits(variant, problem).is_ok());
-    fitting.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()))
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &KvAppendProblem,
+) -> Result<Choice<&'static KvAppendVariant>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
+    let why = match variant.tile {
+        KvAppendTile::Scalar => "heads are not whole pieces of 16 bytes",
+        _ => "heads are whole pieces of 16 bytes",
+    };
+    Ok(Choice::new(variant, THREADS, why))
 }
 
-/// An error if the kernel cannot do the problem.
-pub(super) fn check_fits(variant: &KvAppendVariant, problem: &KvAppendProblem) -> Result<(), Error> {
+fn fits(variant: &KvAppendVariant, problem: &KvAppendProblem) -> bool {
     let whole = (problem.head_dim * problem.dtype.bytes()).is_multiple_of(16);
-    if variant.dtype == problem.dtype && (whole || variant.tile == KvAppendTile::Scalar) {
-        Ok(())
-    } else {
-        Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
+    variant.dtype == problem.dtype && (whole || variant.tile == KvAppendTile::Scalar)
+}
+
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static KvAppendVariant,
+    problem: &KvAppendProblem,
+) -> Result<Choice<&'static KvAppendVariant>, Error> {
+    if fits(variant, problem) {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
 }
 
 /// The kernel for any alignment.
 pub(super) fn scalar(dtype: DType) -> Result<&'static KvAppendVariant, Error> {
-    let found =
-        VARIANTS.iter().find(|variant| variant.dtype == dtype && variant.tile == KvAppendTile::Scalar);
-    found.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()))
+    let fits = |variant: &KvAppendVariant| variant.dtype == dtype && variant.tile == KvAppendTile::Scalar;
+    first(OP, VARIANTS, dtype, fits)
 }
 
 #[cfg(test)]
@@ -46,7 +59,7 @@ mod tests {
         ];
         for (dtype, head_dim, entry) in table {
             let problem = KvAppendProblem { tokens: 1, heads: 2, head_dim, dtype };
-            assert_eq!(select(&limits, &problem).unwrap().entry, entry);
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
         }
     }
 }

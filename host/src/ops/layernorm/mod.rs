@@ -1,5 +1,4 @@
-//! LayerNorm: `abi::ops::layernorm` has the kernel table, `gpu/src/ops/layernorm` the kernels, `tests/ops/layernorm.rs` the
-//! properties, `benches/ops/layernorm.rs` the bench.
+//! Layer normalisation of rows: [`LayerNorm`].
 
 mod cases;
 mod cpu;
@@ -9,19 +8,16 @@ mod select;
 use abi::DType;
 use abi::ops::layernorm::{LayerNormDims, SCALAR_TILE_THREADS};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::check_size;
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_eps, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
-pub use crate::ops::rmsnorm::Residual;
+pub use crate::ops::rmsnorm::NormResidual;
 pub use abi::ops::layernorm::{LayerNormTile, LayerNormVariant, VARIANTS};
-pub use cases::{CASES, LayerNormCase};
-pub use select::{LayerNormChoice, select};
+pub use cases::{CASES, LayerNormCase, samples};
+pub use select::select;
 
 const OP: &str = "layernorm";
 
@@ -38,6 +34,13 @@ pub struct LayerNormProblem {
     pub eps: f32,
 }
 
+impl LayerNormProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(rows: usize, cols: usize, dtype: DType, eps: f32) -> Self {
+        LayerNormProblem { rows, cols, dtype, eps }
+    }
+}
+
 /// The tensors of a run. Rows are `[rows, cols]` with any row stride.
 #[derive(Debug)]
 pub struct LayerNormArgs<'a> {
@@ -51,6 +54,18 @@ pub struct LayerNormArgs<'a> {
     pub bias: TensorView<'a>,
     /// Output.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> LayerNormArgs<'a> {
+    /// With what it must have. The other fields do nothing: `residual: None`.
+    pub fn new(
+        x: TensorView<'a>,
+        weight: TensorView<'a>,
+        bias: TensorView<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        LayerNormArgs { x, residual: None, weight, bias, out }
+    }
 }
 
 /// Layer normalisation of rows.
@@ -85,189 +100,101 @@ pub struct LayerNormArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct LayerNorm {
-    device: Device,
-    problem: LayerNormProblem,
-    backend: Backend,
-}
+pub struct LayerNorm(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: LayerNormChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+planned!(LayerNorm, LayerNormProblem, LayerNormArgs, &'static LayerNormVariant);
 
-impl LayerNorm {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &LayerNormProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
-    }
+impl Operator for LayerNorm {
+    const OP: &'static str = OP;
+    type Problem = LayerNormProblem;
+    type Args<'a> = LayerNormArgs<'a>;
+    type Dims = LayerNormDims;
+    type Variant = &'static LayerNormVariant;
+    type Kernels = Pair;
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: LayerNormProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: LayerNormProblem,
-        variant: &'static LayerNormVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| LayerNormChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    fn new(
-        device: &Device,
-        problem: LayerNormProblem,
-        choice: Option<LayerNormChoice>,
-    ) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, select::SMEM_BYTES)?;
-                let fallback =
-                    VARIANTS.iter().find(|v| v.dtype == problem.dtype && v.tile == LayerNormTile::Scalar);
-                let fallback = fallback.map_or(choice.variant, |variant| variant);
-                let unaligned = device.entry(OP, fallback.entry, select::SMEM_BYTES)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(LayerNorm { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`LayerNorm`].
-    pub fn run(&self, stream: &Stream, mut args: LayerNormArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let dims = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(self.problem.dtype, &dims, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let LayerNormArgs { x, residual, weight, bias, out } = &args;
-                let aligned = x.is_aligned_16()
-                    && weight.is_aligned_16()
-                    && bias.is_aligned_16()
-                    && out.is_aligned_16()
-                    && residual.as_ref().is_none_or(|residual| residual.is_aligned_16());
-                let params = [
-                    (*x).into(),
-                    Param::optional(residual.as_ref()),
-                    (*weight).into(),
-                    (*bias).into(),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                let (entry, grid, threads) = if aligned {
-                    (entry, choice.blocks(dims.rows), choice.threads)
-                } else {
-                    (unaligned, dims.rows, SCALAR_TILE_THREADS)
-                };
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
-                // pieces of 16 bytes; the grid covers exactly `rows` rows.
-                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
-            }
+    fn check_problem(problem: &LayerNormProblem) -> Result<(), Error> {
+        let LayerNormProblem { rows, cols, dtype, eps } = *problem;
+        if cols == 0 {
+            return Err(Error::invalid(OP, "problem", "at least one column", "0"));
         }
+        check_floats(OP, dtype, &[("rows", rows), ("cols", cols)])?;
+        check_eps(OP, eps)
     }
 
-    fn check(&self, args: &LayerNormArgs<'_>) -> Result<LayerNormDims, Error> {
+    fn select(limits: &DeviceLimits, problem: &LayerNormProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
+    }
+
+    fn forced(variant: Self::Variant, problem: &LayerNormProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
+        device: &Device,
+        problem: &LayerNormProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        let any = select::first(problem, |variant| variant.tile == LayerNormTile::Scalar)?;
+        Pair::load(device, OP, [choice.variant.entry, any.entry], select::SMEM_BYTES)
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &LayerNormProblem,
+        args: &LayerNormArgs<'_>,
+    ) -> Result<LayerNormDims, Error> {
         let LayerNormArgs { x, residual, weight, bias, out } = args;
-        let LayerNormProblem { rows: max_rows, cols, dtype, eps } = self.problem;
-        x.expect(OP, "x", &self.device, dtype, &[None, Some(cols)])?;
-        x.expect_inner_contiguous(OP, "x")?;
-        let rows = x.shape()[0];
-        if rows > max_rows {
-            let expected = format!("at most {max_rows} rows, as planned");
-            return Err(Error::invalid(OP, "x", expected, rows.to_string()));
-        }
-        out.expect(OP, "out", &self.device, dtype, &[Some(rows), Some(cols)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        for (argument, vector) in [("weight", weight), ("bias", bias)] {
-            vector.expect(OP, argument, &self.device, dtype, &[Some(cols)])?;
-            vector.expect_inner_contiguous(OP, argument)?;
-        }
-        let residual_stride = match residual {
-            Some(residual) => {
-                residual.expect(OP, "residual", &self.device, dtype, &[Some(rows), Some(cols)])?;
-                residual.expect_inner_contiguous(OP, "residual")?;
-                check_size(OP, "residual", "stride", residual.strides()[0])?
-            }
-            None => 0,
-        };
-        Ok(LayerNormDims {
-            rows: rows as u32,
-            cols: cols as u32,
-            x_stride: check_size(OP, "x", "stride", x.strides()[0])?,
-            out_stride: check_size(OP, "out", "stride", out.strides()[0])?,
-            residual_stride,
-            inv_cols: 1.0 / cols as f32,
-            eps,
-        })
+        let LayerNormProblem { rows: most, cols, dtype, eps } = *problem;
+        let [x_stride] = at.rows("x", *x, dtype, &[None, Some(cols)])?;
+        let rows = at.planned("x", "rows", x.shape()[0], most)?;
+        let shape = &[x.shape()[0], cols].map(Some);
+        let [out_stride] = at.rows("out", out.as_view(), dtype, shape)?;
+        let [] = at.rows("weight", *weight, dtype, &[Some(cols)])?;
+        let [] = at.rows("bias", *bias, dtype, &[Some(cols)])?;
+        let residual =
+            residual.as_ref().map(|residual| at.rows("residual", residual.as_view(), dtype, shape));
+        let [residual_stride] = residual.transpose()?.unwrap_or_default();
+        let (cols, inv_cols) = (cols as u32, 1.0 / cols as f32);
+        Ok(LayerNormDims { rows, cols, x_stride, out_stride, residual_stride, inv_cols, eps })
     }
 
-    /// What was chosen, and what a run of the planned size without a residual should take.
-    pub fn report(&self) -> OptimizationReport {
-        let LayerNormProblem { rows, cols, dtype, .. } = self.problem;
+    fn cpu(problem: &LayerNormProblem, dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
+        cpu::run(problem.dtype, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: LayerNormDims, args: &LayerNormArgs<'_>) -> Result<(), Error> {
+        let LayerNormArgs { x, residual, weight, bias, out } = args;
+        let params = [
+            (*x).into(),
+            residual.as_ref().into(),
+            (*weight).into(),
+            (*bias).into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let (grid, threads) = if run.is_aligned {
+            (select::blocks(run.choice, dims.rows), run.choice.threads)
+        } else {
+            (dims.rows, SCALAR_TILE_THREADS)
+        };
+        let entry = run.kernels.fitting(run.is_aligned);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what the tile reads in
+        // pieces of 16 bytes; the grid covers exactly `rows` rows.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    /// Without a residual.
+    fn work(problem: &LayerNormProblem) -> Work {
+        let LayerNormProblem { rows, cols, dtype, .. } = *problem;
         let [rows, cols] = [rows, cols].map(count);
-        let work = |why, tile, threads| Work {
+        Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
-            why,
-            tile,
-            threads,
             bytes: (rows + count(1)) * cols * count(2 * dtype.bytes()),
             flops: count(7) * rows * cols,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), choice.threads);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for LayerNorm {
-    type Args<'a> = LayerNormArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &LayerNormProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn forward(&self, stream: &Stream, args: LayerNormArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &LayerNormProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if problem.cols == 0 {
-        return Err(Error::invalid(OP, "problem", "at least one column", "0"));
-    }
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    if !(problem.eps >= 0.0 && problem.eps.is_finite()) {
-        return Err(Error::invalid(OP, "problem", "a finite eps of at least 0", problem.eps.to_string()));
-    }
-    Ok(())
 }

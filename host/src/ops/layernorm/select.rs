@@ -7,55 +7,40 @@ use abi::ops::layernorm::{
 use super::{LayerNormProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{self, Choice};
 
 /// Shared memory of the sums over a block: one f32 per warp.
 pub(super) const SMEM_BYTES: u32 = 128;
 
-/// A kernel and how it is launched.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LayerNormChoice {
-    /// The kernel.
-    pub variant: &'static LayerNormVariant,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Why this one.
-    pub why: String,
+/// Whether a kernel holds the problem's rows.
+fn holds(variant: &LayerNormVariant, problem: &LayerNormProblem) -> bool {
+    let fits = |most| chunks(problem).is_some_and(|chunks| chunks <= most);
+    variant.dtype == problem.dtype && variant.tile.max_chunks().is_none_or(fits)
 }
 
-impl LayerNormChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static LayerNormVariant,
-        problem: &LayerNormProblem,
-    ) -> Result<Self, Error> {
-        let chunks = chunks(problem);
-        let fits = variant.dtype == problem.dtype
-            && match (variant.tile.max_chunks(), chunks) {
-                (None, _) => true,
-                (Some(max), Some(chunks)) => chunks <= max,
-                (Some(_), None) => false,
-            };
-        if !fits {
-            let expected =
-                format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.tile.max_chunks());
-            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
-        }
-        let threads = match (variant.tile, chunks) {
-            (LayerNormTile::Warp { .. }, _) => WARP_TILE_THREADS,
-            (LayerNormTile::Block { chunks: each }, Some(chunks)) => {
-                chunks.div_ceil(each).next_multiple_of(32)
-            }
-            (LayerNormTile::Block { .. }, None) | (LayerNormTile::Scalar, _) => SCALAR_TILE_THREADS,
-        };
-        Ok(LayerNormChoice { variant, threads, why: "asked for".into() })
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static LayerNormVariant,
+    problem: &LayerNormProblem,
+) -> Result<Choice<&'static LayerNormVariant>, Error> {
+    if !holds(variant, problem) {
+        let expected =
+            format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.tile.max_chunks());
+        return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
     }
+    let threads = match (variant.tile, chunks(problem)) {
+        (LayerNormTile::Warp { .. }, _) => WARP_TILE_THREADS,
+        (LayerNormTile::Block { chunks: each }, Some(chunks)) => chunks.div_ceil(each).next_multiple_of(32),
+        (LayerNormTile::Block { .. }, None) | (LayerNormTile::Scalar, _) => SCALAR_TILE_THREADS,
+    };
+    Ok(Choice::asked_for(variant, threads))
+}
 
-    /// Blocks for this many rows.
-    pub(super) fn blocks(&self, rows: u32) -> u32 {
-        match self.variant.tile {
-            LayerNormTile::Warp { .. } => rows.div_ceil(self.threads / 32),
-            LayerNormTile::Block { .. } | LayerNormTile::Scalar => rows,
-        }
+/// Blocks for this many rows.
+pub(super) fn blocks(choice: &Choice<&'static LayerNormVariant>, rows: u32) -> u32 {
+    match choice.variant.tile {
+        LayerNormTile::Warp { .. } => rows.div_ceil(choice.threads / 32),
+        LayerNormTile::Block { .. } | LayerNormTile::Scalar => rows,
     }
 }
 
@@ -65,27 +50,29 @@ fn chunks(problem: &LayerNormProblem) -> Option<u32> {
     bytes.is_multiple_of(16).then_some((bytes / 16) as u32)
 }
 
+/// The first kernel of the table that holds the row and is wanted.
+pub(super) fn first(
+    problem: &LayerNormProblem,
+    wanted: impl Fn(&LayerNormVariant) -> bool,
+) -> Result<&'static LayerNormVariant, Error> {
+    plan::first(OP, VARIANTS, problem.dtype, |variant| holds(variant, problem) && wanted(variant))
+}
+
 /// The first kernel of the table that holds the row. Depends on the row's length and type only, so that a row's result
 /// does not depend on how many rows there are.
-pub fn select(_limits: &DeviceLimits, problem: &LayerNormProblem) -> Result<LayerNormChoice, Error> {
-    let chunks = chunks(problem);
-    let holds = |variant: &&LayerNormVariant| {
-        variant.dtype == problem.dtype
-            && match (variant.tile.max_chunks(), chunks) {
-                (None, _) => true,
-                (Some(max), Some(chunks)) => chunks <= max,
-                (Some(_), None) => false,
-            }
-    };
-    let Some(variant) = VARIANTS.iter().find(holds) else {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    };
-    let why = match (variant.tile, chunks) {
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &LayerNormProblem,
+) -> Result<Choice<&'static LayerNormVariant>, Error> {
+    let variant = first(problem, |_| true)?;
+    let why = match (variant.tile, chunks(problem)) {
         (LayerNormTile::Scalar, None) => "the row is not whole pieces of 16 bytes".into(),
         (LayerNormTile::Scalar, Some(_)) => "the row is longer than a block's registers".into(),
-        (_, chunks) => format!("the smallest tile that holds {} pieces of 16 bytes", chunks.unwrap_or(0)),
+        (_, chunks) => {
+            format!("the smallest tile that holds {} pieces of 16 bytes", chunks.unwrap_or(0)).into()
+        }
     };
-    Ok(LayerNormChoice { why, ..LayerNormChoice::forced(variant, problem)? })
+    Ok(Choice { why, ..forced(variant, problem)? })
 }
 
 #[cfg(test)]

@@ -3,8 +3,11 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 
-use super::{Act, Precision};
+use super::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, OP, Precision, Residual};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -139,3 +142,27 @@ pub const CASES: &[MatmulCase] = cases! {
         "glm-4.7-flash kv_b" => (8960, 512),
     ];
 };
+
+/// A run of so many rows, for what tries every operator.
+pub fn samples(device: &Device, m: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (n, k) = (256, 128);
+    let epilogue = Epilogue { residual: true, ..Epilogue::default() };
+    let problem = MatmulProblem { bias: Bias::PerColumn, epilogue, ..MatmulProblem::new(m, n, k, dtype) };
+    let plan = Matmul::plan(device, problem)?;
+    let tensors = [
+        tensor("a", &[m, k], dtype),
+        tensor("b", &[n, k], dtype),
+        tensor("bias", &[n], dtype),
+        tensor("residual", &[m, n], dtype),
+        tensor("out", &[m, n], dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [a, b, bias, residual, out]| {
+        let args = MatmulArgs {
+            bias: Some(bias.as_view()),
+            residual: Some(Residual::Tensor(residual.as_view())),
+            ..MatmulArgs::new(a.as_view(), b.as_view(), out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

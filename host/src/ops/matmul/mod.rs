@@ -1,5 +1,4 @@
-//! Matrix product: `abi::ops::matmul` has the kernel table, `gpu/src/ops/matmul` the kernels, `tests/ops/matmul.rs` the
-//! properties, `benches/ops/matmul.rs` the bench.
+//! Matrix products `a · bᵀ` with bias, activation, gate and residual: [`Matmul`].
 
 mod cases;
 mod check;
@@ -16,9 +15,10 @@ use abi::ops::matmul::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
 use crate::launch::{Entry, Param};
 use crate::nvtx;
+use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{TensorMap, Tiled};
@@ -26,10 +26,10 @@ use crate::tensor_map::{TensorMap, Tiled};
 pub use abi::ops::matmul::{
     MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
-pub use cases::{CASES, MatmulCase};
+pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
-pub(crate) use check::{Shapes, check_bias, row_stride, rows_aligned};
+pub(crate) use check::{Shapes, check_bias, rows_aligned};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
@@ -116,6 +116,24 @@ pub struct MatmulProblem {
     pub bias: Bias,
     /// What becomes of them then.
     pub epilogue: Epilogue,
+}
+
+impl MatmulProblem {
+    /// With what it must have. The other fields do nothing: `batch: 1`, `out_dtype: dtype`, `precision:
+    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`.
+    pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
+        MatmulProblem {
+            batch: 1,
+            m,
+            n,
+            k,
+            dtype,
+            out_dtype: dtype,
+            precision: Precision::default(),
+            bias: Bias::None,
+            epilogue: Epilogue::default(),
+        }
+    }
 }
 
 impl MatmulProblem {
@@ -295,7 +313,9 @@ impl Matmul {
     pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
         let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
-        let Some(Launch { batch, mut dims, how, b, up }) = self.check(&args)? else { return Ok(()) };
+        let at = Check::new(OP, &self.device);
+        at.stream(stream)?;
+        let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, &args)? else { return Ok(()) };
         args.b = b;
         args.up = up;
         match &self.backend {
@@ -443,7 +463,7 @@ impl Matmul {
             (&b_map).into(),
             (&up_map).into(),
             (&out_map).into(),
-            optional(bias.as_ref()),
+            (*bias).into(),
             residual(args),
             out.into(),
             (*b).into(),
@@ -472,8 +492,8 @@ impl Matmul {
         let params = [
             (*a).into(),
             (*b).into(),
-            optional(up.as_ref()),
-            optional(bias.as_ref()),
+            (*up).into(),
+            (*bias).into(),
             residual(args),
             out.into(),
             (&dims).into(),
@@ -499,11 +519,8 @@ impl Matmul {
             Act::Gated(activation) => format!(", gated by {}", activation.name()),
         };
         let times = if batch == 1 { String::new() } else { format!("{batch} times ") };
-        let work = |why, tile, threads| Work {
+        let work = Work {
             problem: format!("{times}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
-            why,
-            tile,
-            threads,
             bytes: operands * count(dtype.bytes()) + outs * count(out_dtype.bytes()),
             flops: count(2) * products * rows * b_cols * depth,
         };
@@ -514,15 +531,15 @@ impl Matmul {
                         self.fastest(tensor, batch as u32, &aligned_dims([m, b_rows, k])) =>
             {
                 let why = select::why_of_tensor(variant.tile, tensor.len());
-                let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
+                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
             Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
                 let tile = choice.variant.tile;
-                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
-            _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "panels".into(), 1)),
+            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
         }
     }
 }
@@ -606,9 +623,4 @@ pub(crate) fn matrix_map(
         box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
     };
     device.tensor_map(op, &tiled)
-}
-
-/// The address of an optional input: null if there is none.
-pub(crate) fn optional<'a>(view: Option<&TensorView<'_>>) -> Param<'a> {
-    Param::Address(view.map_or(0, TensorView::address))
 }

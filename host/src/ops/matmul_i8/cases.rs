@@ -1,6 +1,14 @@
 //! Shapes that occur, for tests and benches.
 
-use crate::ops::matmul::{MatmulCase, linear, plain};
+use abi::DType;
+
+use super::{
+    MatmulI8, MatmulI8Args, MatmulI8Problem, OP, QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem,
+};
+use crate::device::Device;
+use crate::error::Error;
+use crate::ops::matmul::{Bias, MatmulCase, linear, plain};
+use crate::sample::{Sample, tensor};
 
 /// The shapes of the product.
 pub const CASES: &[MatmulCase] = cases! {
@@ -22,3 +30,33 @@ pub const CASES: &[MatmulCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// Runs of so many rows, for what tries every operator: a product, and the quantisation of its operand.
+pub fn samples(device: &Device, m: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (n, k) = (256, 128);
+    let problem = MatmulI8Problem { bias: Bias::PerColumn, ..MatmulI8Problem::new(m, n, k, dtype) };
+    let plan = MatmulI8::plan(device, problem)?;
+    let tensors = [
+        tensor("qa", &[m, k], DType::I8),
+        tensor("qb", &[n, k], DType::I8),
+        tensor("a_scale", &[m], DType::F32),
+        tensor("b_scale", &[n], DType::F32),
+        tensor("bias", &[n], dtype),
+        tensor("out", &[m, n], dtype),
+    ];
+    let product = Sample::new(OP, tensors, move |stream, [qa, qb, a_scale, b_scale, bias, out]| {
+        let (a_scale, b_scale) = (a_scale.as_view(), b_scale.as_view());
+        let args = MatmulI8Args {
+            bias: Some(bias.as_view()),
+            ..MatmulI8Args::new(qa.as_view(), qb.as_view(), a_scale, b_scale, out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    let plan = QuantizeRows::plan(device, QuantizeRowsProblem::new(m, k, dtype))?;
+    let tensors =
+        [tensor("x", &[m, k], dtype), tensor("q", &[m, k], DType::I8), tensor("scale", &[m], DType::F32)];
+    let quantisation = Sample::new("quantize_rows", tensors, move |stream, [x, q, scale]| {
+        plan.run(stream, QuantizeRowsArgs::new(x.as_view(), q.reborrow(), scale.reborrow()))
+    });
+    Ok(vec![product, quantisation])
+}

@@ -1,5 +1,4 @@
-//! Matrix product of int8 operands, and the quantisation of rows: `abi::ops::matmul_i8` has the kernel tables,
-//! `gpu/src/ops/matmul_i8` the kernels, `tests/ops/matmul_i8.rs` the properties, `benches/ops/matmul_i8.rs` the bench.
+//! Matrix products of int8 operands, and the quantisation of rows: [`MatmulI8`], [`QuantizeRows`].
 
 mod cases;
 mod cpu;
@@ -12,18 +11,19 @@ use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
 use crate::launch::Entry;
 use crate::nvtx;
 use crate::ops::check_size;
 use crate::ops::matmul::select::{next_may_start, why_of_tensor};
-use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map, optional};
+use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map};
+use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::matmul_i8::{MAX_K, MMA_VARIANTS, MatmulI8Variant, VARIANTS, WGMMA_VARIANTS};
-pub use cases::CASES;
-pub use quantize::{QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem};
+pub use cases::{CASES, samples};
+pub use quantize::{QuantizeRows, QuantizeRowsArgs, QuantizeRowsProblem, QuantizeRowsVariant};
 pub use select::{MatmulI8Choice, select};
 
 const OP: &str = "matmul_i8";
@@ -43,6 +43,13 @@ pub struct MatmulI8Problem {
     pub bias: Bias,
 }
 
+impl MatmulI8Problem {
+    /// With what it must have. The other fields do nothing: `bias: Bias::None`.
+    pub fn new(m: usize, n: usize, k: usize, out_dtype: DType) -> Self {
+        MatmulI8Problem { m, n, k, out_dtype, bias: Bias::None }
+    }
+}
+
 /// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
 #[derive(Debug)]
 pub struct MatmulI8Args<'a> {
@@ -58,6 +65,19 @@ pub struct MatmulI8Args<'a> {
     pub bias: Option<TensorView<'a>>,
     /// `[m, n]`.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> MatmulI8Args<'a> {
+    /// With what it must have. The other fields do nothing: `bias: None`.
+    pub fn new(
+        qa: TensorView<'a>,
+        qb: TensorView<'a>,
+        a_scale: TensorView<'a>,
+        b_scale: TensorView<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        MatmulI8Args { qa, qb, a_scale, b_scale, bias: None, out }
+    }
 }
 
 /// Matrix product of int8 operands with a transposed right one:
@@ -182,15 +202,14 @@ impl MatmulI8 {
     pub fn run(&self, stream: &Stream, mut args: MatmulI8Args<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
         let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        check_bias(OP, &self.device, (bias, out_dtype, n), args.bias.as_ref())?;
+        let at = Check::new(OP, &self.device);
+        at.stream(stream)?;
+        check_bias(&at, (bias, out_dtype, n), args.bias)?;
         let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype };
-        let names = ["qa", "qb"];
-        let mut dims = shapes.check(OP, &self.device, names, &args.qa, &args.qb, &args.out.as_view())?;
+        let mut dims = shapes.check(&at, ["qa", "qb"], args.qa, args.qb, args.out.as_view())?;
         let rows = dims.m as usize;
-        for (name, scale, len) in [("a_scale", &args.a_scale, rows), ("b_scale", &args.b_scale, n)] {
-            scale.expect(OP, name, &self.device, DType::F32, &[Some(len)])?;
-            scale.expect_inner_contiguous(OP, name)?;
-        }
+        let [] = at.elements("a_scale", args.a_scale, DType::F32, &[Some(rows)])?;
+        let [] = at.elements("b_scale", args.b_scale, DType::F32, &[Some(n)])?;
         match &self.backend {
             Backend::Cpu => {
                 cpu::run(out_dtype, &dims, &mut args);
@@ -283,7 +302,7 @@ impl MatmulI8 {
             (&out_map).into(),
             (*a_scale).into(),
             (*b_scale).into(),
-            optional(bias.as_ref()),
+            (*bias).into(),
             out.into(),
             (*qb).into(),
         ];
@@ -311,7 +330,7 @@ impl MatmulI8 {
             (*qb).into(),
             (*a_scale).into(),
             (*b_scale).into(),
-            optional(bias.as_ref()),
+            (*bias).into(),
             out.into(),
             (&dims).into(),
         ];
@@ -327,11 +346,8 @@ impl MatmulI8 {
         let sizes = [m, n, k];
         let [m, n, k] = sizes.map(count);
         let stored = m * n + if bias == Bias::PerColumn { n } else { count(0) };
-        let work = |why, tile, threads| Work {
+        let work = Work {
             problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ i8 to {out_dtype}"),
-            why,
-            tile,
-            threads,
             bytes: (m + n) * (k + count(4)) + stored * count(out_dtype.bytes()),
             flops: count(2) * m * n * k,
         };
@@ -341,15 +357,15 @@ impl MatmulI8 {
                     && let Some((variant, entry)) = self.fastest(tensor, &aligned_dims(sizes)) =>
             {
                 let why = why_of_tensor(variant.tile, tensor.len());
-                let work = work(why, format!("{:?}", variant.tile), variant.tile.threads());
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
+                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
             Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
                 let tile = choice.variant.tile;
-                let work = work(choice.why.clone(), format!("{tile:?}"), tile.threads());
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
-            _ => OptimizationReport::new(OP, &self.device, None, work("no card".into(), "tiles".into(), 1)),
+            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("tiles")),
         }
     }
 }

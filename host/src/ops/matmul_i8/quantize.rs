@@ -4,15 +4,15 @@ use abi::DType;
 use abi::ops::matmul_i8::{QUANTIZE_SMEM_BYTES, QUANTIZE_THREADS, QUANTIZE_VARIANTS, QuantizeRowsDims};
 
 use super::cpu;
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Work, count};
 use crate::launch::Entry;
-use crate::nvtx;
-use crate::ops::check_size;
-use crate::ops::matmul::{row_stride, rows_aligned};
-use crate::stream::Stream;
+use crate::ops::matmul::rows_aligned;
+use crate::plan::{Check, Choice, Operator, Plan, Run, check_floats, first, planned};
 use crate::tensor::{TensorView, TensorViewMut};
+
+pub use abi::ops::matmul_i8::QuantizeRowsVariant;
 
 const OP: &str = "quantize_rows";
 const FAMILY: &str = "matmul_i8";
@@ -28,6 +28,13 @@ pub struct QuantizeRowsProblem {
     pub dtype: DType,
 }
 
+impl QuantizeRowsProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(rows: usize, cols: usize, dtype: DType) -> Self {
+        QuantizeRowsProblem { rows, cols, dtype }
+    }
+}
+
 /// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
 #[derive(Debug)]
 pub struct QuantizeRowsArgs<'a> {
@@ -37,6 +44,13 @@ pub struct QuantizeRowsArgs<'a> {
     pub q: TensorViewMut<'a>,
     /// `[rows]`, f32, contiguous: what 1 means in each row of q.
     pub scale: TensorViewMut<'a>,
+}
+
+impl<'a> QuantizeRowsArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(x: TensorView<'a>, q: TensorViewMut<'a>, scale: TensorViewMut<'a>) -> Self {
+        QuantizeRowsArgs { x, q, scale }
+    }
 }
 
 /// Symmetric quantisation of rows to int8: `scale = max |x| / 127; q = x / scale`, to the nearest integer, ties to even.
@@ -50,114 +64,95 @@ pub struct QuantizeRowsArgs<'a> {
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors.
 #[derive(Debug)]
-pub struct QuantizeRows {
-    device: Device,
-    problem: QuantizeRowsProblem,
-    /// None on the CPU.
-    entry: Option<Entry>,
-}
+pub struct QuantizeRows(Plan<Self>);
 
-impl QuantizeRows {
-    /// Whether `device` can do it.
-    pub fn supports(_device: &Device, problem: &QuantizeRowsProblem) -> Result<(), Error> {
-        check_problem(problem)
+planned!(QuantizeRows, QuantizeRowsProblem, QuantizeRowsArgs, &'static QuantizeRowsVariant);
+
+impl Operator for QuantizeRows {
+    const OP: &'static str = OP;
+    type Problem = QuantizeRowsProblem;
+    type Args<'a> = QuantizeRowsArgs<'a>;
+    /// The rows of a run besides.
+    type Dims = (u32, QuantizeRowsDims);
+    type Variant = &'static QuantizeRowsVariant;
+    type Kernels = Entry;
+
+    fn check_problem(problem: &QuantizeRowsProblem) -> Result<(), Error> {
+        check_floats(OP, problem.dtype, &[("rows", problem.rows), ("cols", problem.cols)])
     }
 
-    /// Checks the problem and loads its kernel. There is one per type, so none to choose.
-    pub fn plan(device: &Device, problem: QuantizeRowsProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let load = |_| {
-            let variant = QUANTIZE_VARIANTS.iter().find(|variant| variant.dtype == problem.dtype);
-            variant.map(|variant| device.entry(FAMILY, variant.entry, QUANTIZE_SMEM_BYTES)).transpose()
-        };
-        let entry = device.limits().map_or(Ok(None), load)?;
-        Ok(QuantizeRows { device: device.clone(), problem, entry })
+    fn select(_: &DeviceLimits, problem: &QuantizeRowsProblem) -> Result<Choice<Self::Variant>, Error> {
+        let variant = first(OP, QUANTIZE_VARIANTS, problem.dtype, |variant| variant.dtype == problem.dtype)?;
+        Ok(Choice::new(variant, QUANTIZE_THREADS, "the only one of its type"))
     }
 
-    /// Runs once. See [`QuantizeRows`].
-    pub fn run(&self, stream: &Stream, mut args: QuantizeRowsArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let QuantizeRowsProblem { rows: max_rows, cols, dtype } = self.problem;
-        let QuantizeRowsArgs { x, q, scale } = &args;
-        x.expect(OP, "x", &self.device, dtype, &[None, Some(cols)])?;
-        let rows = x.shape()[0];
-        if rows > max_rows {
-            return Err(Error::invalid(
-                OP,
-                "x",
-                format!("at most {max_rows} rows, as planned"),
-                rows.to_string(),
-            ));
+    fn forced(variant: Self::Variant, problem: &QuantizeRowsProblem) -> Result<Choice<Self::Variant>, Error> {
+        if variant.dtype != problem.dtype {
+            let expected = format!("one for {}", problem.dtype);
+            return Err(Error::invalid(OP, "variant", expected, variant.entry));
         }
-        q.expect(OP, "q", &self.device, DType::I8, &[Some(rows), Some(cols)])?;
-        scale.expect(OP, "scale", &self.device, DType::F32, &[Some(rows)])?;
-        x.expect_inner_contiguous(OP, "x")?;
-        q.expect_inner_contiguous(OP, "q")?;
-        scale.expect_inner_contiguous(OP, "scale")?;
-        let q_stride = row_stride(OP, "q", q.shape(), q.strides())?;
-        if rows > 1 && (q_stride as usize) < cols {
-            let expected = format!("rows that do not overlap: a stride of at least {cols}");
-            return Err(Error::invalid(OP, "q", expected, q_stride.to_string()));
-        }
+        Ok(Choice::asked_for(variant, QUANTIZE_THREADS))
+    }
+
+    fn load(
+        device: &Device,
+        _: &QuantizeRowsProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Entry, Error> {
+        device.entry(FAMILY, choice.variant.entry, QUANTIZE_SMEM_BYTES)
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &QuantizeRowsProblem,
+        args: &QuantizeRowsArgs<'_>,
+    ) -> Result<(u32, QuantizeRowsDims), Error> {
+        let QuantizeRowsArgs { x, q, scale } = args;
+        let QuantizeRowsProblem { rows: most, cols, dtype } = *problem;
+        let [x_stride] = at.elements("x", *x, dtype, &[None, Some(cols)])?;
+        let len = x.shape()[0];
+        let rows = at.planned("x", "rows", len, most)?;
+        let [q_stride] = at.elements("q", q.as_view(), DType::I8, &[len, cols].map(Some))?;
+        let [] = at.elements("scale", scale.as_view(), DType::F32, &[Some(len)])?;
+        at.apart("q", q_stride, q.shape())?;
+        // Rows that begin at pieces of 16 elements of x and of q, whatever they end with.
         let per_piece = 16 / dtype.bytes();
-        let in_pieces = rows_aligned!(x, per_piece) && rows_aligned!(q, per_piece);
-        let dims = QuantizeRowsDims {
-            cols: cols as u32,
-            x_stride: row_stride(OP, "x", x.shape(), x.strides())?,
-            q_stride,
-            cols_in_pieces: if in_pieces { (cols - cols % per_piece) as u32 } else { 0 },
-        };
-        match &self.entry {
-            None => {
-                cpu::quantize(dtype, rows, &dims, &mut args);
-                Ok(())
-            }
-            Some(entry) => {
-                let params = [(*x).into(), q.into(), scale.into(), (&dims).into()];
-                // SAFETY: every row of every tensor is inside its view, as checked above, and aligned where
-                // `cols_in_pieces` is not 0; a block per row, and shared memory for its warps.
-                unsafe { entry.launch(stream, [rows as u32, 1, 1], [QUANTIZE_THREADS, 1, 1], &params) }
-            }
-        }
+        let in_pieces = rows_aligned(*x, per_piece) && rows_aligned(q.as_view(), per_piece);
+        let cols_in_pieces = if in_pieces { (cols - cols % per_piece) as u32 } else { 0 };
+        Ok((rows, QuantizeRowsDims { cols: cols as u32, x_stride, q_stride, cols_in_pieces }))
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let QuantizeRowsProblem { rows, cols, dtype } = self.problem;
+    fn cpu(
+        problem: &QuantizeRowsProblem,
+        (rows, dims): &(u32, QuantizeRowsDims),
+        args: &mut QuantizeRowsArgs<'_>,
+    ) {
+        cpu::quantize(problem.dtype, *rows as usize, dims, args);
+    }
+
+    fn launch(
+        run: &Run<'_, Self>,
+        (rows, dims): (u32, QuantizeRowsDims),
+        args: &QuantizeRowsArgs<'_>,
+    ) -> Result<(), Error> {
+        let QuantizeRowsArgs { x, q, scale } = args;
+        let params = [(*x).into(), q.into(), scale.into(), (&dims).into()];
+        // SAFETY: `check` found every row of every tensor inside its view, and aligned where `cols_in_pieces` is not 0; a
+        // block per row, and shared memory for its warps.
+        unsafe { run.kernels.launch(run.stream, [rows, 1, 1], [QUANTIZE_THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &QuantizeRowsProblem) -> Work {
+        let QuantizeRowsProblem { rows, cols, dtype } = *problem;
         let [rows, cols] = [rows, cols].map(count);
-        let work = Work {
+        Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
-            why: "the only one of its type".into(),
-            tile: "a row".into(),
-            threads: self.entry.as_ref().map_or(1, |_| QUANTIZE_THREADS),
             bytes: rows * (cols * count(dtype.bytes() + 1) + count(4)),
             flops: count(2) * rows * cols,
-        };
-        OptimizationReport::new(OP, &self.device, self.entry.as_ref(), work)
-    }
-}
-
-impl Kernel for QuantizeRows {
-    type Args<'a> = QuantizeRowsArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+        }
     }
 
-    fn forward(&self, stream: &Stream, args: QuantizeRowsArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
+    fn tile(_: &Device, _: &QuantizeRowsProblem, _: &Choice<Self::Variant>) -> String {
+        "a row".into()
     }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &QuantizeRowsProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    Ok(())
 }

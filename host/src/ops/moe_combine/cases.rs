@@ -1,6 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
+
+use super::{MoeCombine, MoeCombineArgs, MoeCombineProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// What the shared expert adds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,3 +56,26 @@ pub const CASES: &[MoeCombineCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (top_k, cols) = (2, 64);
+    let plan = MoeCombine::plan(device, MoeCombineProblem::new(tokens, top_k, cols, dtype))?;
+    let tensors = [
+        tensor("y", &[tokens * top_k, cols], dtype).or_more(),
+        tensor("weights", &[tokens, top_k], DType::F32),
+        tensor("positions", &[tokens, top_k], DType::U32),
+        tensor("shared", &[tokens, cols], dtype),
+        tensor("gate", &[tokens, 1], DType::F32).of_any_strides(),
+        tensor("out", &[tokens, cols], dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [y, weights, positions, shared, gate, out]| {
+        let args = MoeCombineArgs {
+            shared: Some(shared.as_view()),
+            gate: Some(gate.as_view()),
+            ..MoeCombineArgs::new(y.as_view(), weights.as_view(), positions.as_view(), out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Weighted sum of experts' results: `abi::ops::moe_combine` has the kernel table, `gpu/src/ops/moe_combine` the kernels,
-//! `tests/ops/moe_combine.rs` the properties, `benches/ops/moe_combine.rs` the bench.
+//! The weighted sum of each token's experts: [`MoeCombine`].
 
 mod cases;
 mod cpu;
@@ -9,18 +8,15 @@ mod select;
 use abi::ops::moe_combine::{BLOCK_PIECES_LOG2, MoeCombineDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::Entry;
-use crate::nvtx;
-use crate::ops::matmul::{optional, row_stride};
-use crate::ops::{check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::check_blocks;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::moe_combine::{MoeCombineTile, MoeCombineVariant, VARIANTS};
-pub use cases::{CASES, MoeCombineCase, SharedTerm};
+pub use cases::{CASES, MoeCombineCase, SharedTerm, samples};
 pub use select::select;
 
 const OP: &str = "moe_combine";
@@ -36,6 +32,13 @@ pub struct MoeCombineProblem {
     pub cols: usize,
     /// Type of the results and out.
     pub dtype: DType,
+}
+
+impl MoeCombineProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(tokens: usize, top_k: usize, cols: usize, dtype: DType) -> Self {
+        MoeCombineProblem { tokens, top_k, cols, dtype }
+    }
 }
 
 /// The tensors of a run. Rows may have any stride, elements of a row are neighbours.
@@ -55,6 +58,18 @@ pub struct MoeCombineArgs<'a> {
     pub out: TensorViewMut<'a>,
 }
 
+impl<'a> MoeCombineArgs<'a> {
+    /// With what it must have. The other fields do nothing: `shared: None`, `gate: None`.
+    pub fn new(
+        y: TensorView<'a>,
+        weights: TensorView<'a>,
+        positions: TensorView<'a>,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        MoeCombineArgs { y, weights, positions, shared: None, gate: None, out }
+    }
+}
+
 /// Sums the results of each token's experts by weight, and adds the shared expert's.
 ///
 /// `out[t] = Σ_j weights[t, j] · y[positions[t, j]] + sigmoid(gate[t]) · shared[t]`, without the last term or its gate where
@@ -67,190 +82,110 @@ pub struct MoeCombineArgs<'a> {
 /// **Architectures**: the same kernels on all floors.
 /// **Source**: Shazeer et al., *Outrageously Large Neural Networks* (2017), equation 1.
 #[derive(Debug)]
-pub struct MoeCombine {
-    device: Device,
-    problem: MoeCombineProblem,
-    backend: Backend,
-}
+pub struct MoeCombine(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        variant: &'static MoeCombineVariant,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+planned!(MoeCombine, MoeCombineProblem, MoeCombineArgs, &'static MoeCombineVariant);
 
-impl MoeCombine {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &MoeCombineProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+impl Operator for MoeCombine {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "tokens";
+    type Problem = MoeCombineProblem;
+    type Args<'a> = MoeCombineArgs<'a>;
+    type Dims = MoeCombineDims;
+    type Variant = &'static MoeCombineVariant;
+    type Kernels = Pair;
+
+    fn check_problem(problem: &MoeCombineProblem) -> Result<(), Error> {
+        let MoeCombineProblem { tokens, top_k, cols, dtype } = *problem;
+        let pairs = tokens.saturating_mul(top_k);
+        check_floats(OP, dtype, &[("tokens", tokens), ("cols", cols), ("number of pairs", pairs)])
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: MoeCombineProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let variant = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, variant)
+    fn select(limits: &DeviceLimits, problem: &MoeCombineProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &MoeCombineProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: MoeCombineProblem,
-        variant: &'static MoeCombineVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        select::check_fits(variant, &problem)?;
-        Self::new(device, problem, device.limits().map(|_| variant))
+        problem: &MoeCombineProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        Pair::load(device, OP, [choice.variant.entry, select::scalar(problem.dtype)?.entry], 0)
     }
 
-    fn new(
-        device: &Device,
-        problem: MoeCombineProblem,
-        variant: Option<&'static MoeCombineVariant>,
-    ) -> Result<Self, Error> {
-        let backend = match variant {
-            None => Backend::Cpu,
-            Some(variant) => {
-                let entry = device.entry(OP, variant.entry, 0)?;
-                let unaligned = device.entry(OP, select::scalar(problem.dtype)?.entry, 0)?;
-                Backend::Cuda { variant, entry, unaligned }
-            }
-        };
-        Ok(MoeCombine { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`MoeCombine`].
-    pub fn run(&self, stream: &Stream, mut args: MoeCombineArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(self.problem, &dims, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { variant, entry, unaligned } => {
-                let MoeCombineArgs { y, weights, positions, shared, gate, out } = &args;
-                let aligned = variant.tile == MoeCombineTile::Pieces
-                    && y.is_aligned_16()
-                    && shared.is_none_or(|shared| shared.is_aligned_16())
-                    && out.is_aligned_16();
-                let (entry, per_piece) =
-                    if aligned { (entry, 16 / self.problem.dtype.bytes()) } else { (unaligned, 1) };
-                let pieces = (self.problem.cols / per_piece) as u32;
-                dims.tiles = RowTiles::new(dims.tiles.rows, pieces, BLOCK_PIECES_LOG2);
-                let grid = check_blocks(OP, "out", dims.tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let params = [
-                    (*y).into(),
-                    (*weights).into(),
-                    (*positions).into(),
-                    optional(shared.as_ref()),
-                    optional(gate.as_ref()),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what is moved in pieces of
-                // 16 bytes; the grid has a thread for every piece.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
-        }
-    }
-
-    fn check(&self, args: &MoeCombineArgs<'_>) -> Result<MoeCombineDims, Error> {
+    fn check(
+        at: &Check<'_>,
+        problem: &MoeCombineProblem,
+        args: &MoeCombineArgs<'_>,
+    ) -> Result<MoeCombineDims, Error> {
         let MoeCombineArgs { y, weights, positions, shared, gate, out } = args;
-        let MoeCombineProblem { tokens: max_tokens, top_k, cols, dtype } = self.problem;
-        let device = &self.device;
-        out.expect(OP, "out", device, dtype, &[None, Some(cols)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        let tokens = out.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "out", expected, tokens.to_string()));
+        let MoeCombineProblem { tokens: most, top_k, cols, dtype } = *problem;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[None, Some(cols)])?;
+        let len = out.shape()[0];
+        let tokens = at.planned("out", "tokens", len, most)?;
+        let [y_stride] = at.rows("y", *y, dtype, &[None, Some(cols)])?;
+        at.contiguous("weights", *weights, DType::F32, &[len, top_k].map(Some))?;
+        at.contiguous("positions", *positions, DType::U32, &[len, top_k].map(Some))?;
+        let shared_strides = shared.map(|shared| at.rows("shared", shared, dtype, &[len, cols].map(Some)));
+        let [shared_stride] = shared_strides.transpose()?.unwrap_or_default();
+        let gate_strides = gate.map(|gate| at.strided("gate", gate, DType::F32, &[len, 1].map(Some)));
+        let [gate_stride] = gate_strides.transpose()?.unwrap_or_default();
+        if gate.is_some() && shared.is_none() {
+            return at.refuse("gate", "none without a shared expert", "a tensor");
         }
-        y.expect(OP, "y", device, dtype, &[None, Some(cols)])?;
-        y.expect_inner_contiguous(OP, "y")?;
-        weights.expect(OP, "weights", device, DType::F32, &[Some(tokens), Some(top_k)])?;
-        weights.expect_contiguous(OP, "weights")?;
-        positions.expect(OP, "positions", device, DType::U32, &[Some(tokens), Some(top_k)])?;
-        positions.expect_contiguous(OP, "positions")?;
-        let mut strides = [0; 2];
-        if let Some(shared) = shared {
-            shared.expect(OP, "shared", device, dtype, &[Some(tokens), Some(cols)])?;
-            shared.expect_inner_contiguous(OP, "shared")?;
-            strides[0] = row_stride(OP, "shared", shared.shape(), shared.strides())?;
-        }
-        if let Some(gate) = gate {
-            gate.expect(OP, "gate", device, DType::F32, &[Some(tokens), Some(1)])?;
-            strides[1] = row_stride(OP, "gate", gate.shape(), gate.strides())?;
-            if shared.is_none() {
-                return Err(Error::invalid(OP, "gate", "none without a shared expert", "a tensor"));
-            }
-        }
-        let out_stride = row_stride(OP, "out", out.shape(), out.strides())?;
-        if tokens > 1 && (out_stride as usize) < cols {
-            let expected = format!("rows that do not overlap: a stride of at least {cols}");
-            return Err(Error::invalid(OP, "out", expected, out_stride.to_string()));
-        }
-        let [shared_stride, gate_stride] = strides;
+        at.apart("out", out_stride, out.shape())?;
         Ok(MoeCombineDims {
-            tiles: RowTiles::new(tokens as u32, cols as u32, BLOCK_PIECES_LOG2),
+            tiles: RowTiles::new(tokens, cols as u32, BLOCK_PIECES_LOG2),
             top_k: top_k as u32,
-            y_rows: check_size(OP, "y", "rows", y.shape()[0])?,
-            y_stride: row_stride(OP, "y", y.shape(), y.strides())?,
+            y_rows: at.size("y", "rows", y.shape()[0])?,
+            y_stride,
             shared_stride,
             gate_stride,
             out_stride,
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let MoeCombineProblem { tokens, top_k, cols, dtype } = self.problem;
-        let (entry, tile) = match &self.backend {
-            Backend::Cpu => (None, "tokens".into()),
-            Backend::Cuda { variant, entry, .. } => (Some(entry), format!("{:?}", variant.tile)),
-        };
+    fn cpu(problem: &MoeCombineProblem, dims: &MoeCombineDims, args: &mut MoeCombineArgs<'_>) {
+        cpu::run(*problem, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, mut dims: MoeCombineDims, args: &MoeCombineArgs<'_>) -> Result<(), Error> {
+        let MoeCombineArgs { y, weights, positions, shared, gate, out } = args;
+        let MoeCombineProblem { cols, dtype, .. } = *run.problem;
+        let in_pieces = run.is_aligned && run.choice.variant.tile == MoeCombineTile::Pieces;
+        let per_piece = if in_pieces { 16 / dtype.bytes() } else { 1 };
+        dims.tiles = RowTiles::new(dims.tiles.rows, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
+        let grid = check_blocks(OP, "out", dims.tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let params = [
+            (*y).into(),
+            (*weights).into(),
+            (*positions).into(),
+            (*shared).into(),
+            (*gate).into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in pieces of 16
+        // bytes; the grid has a thread for every piece.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &MoeCombineProblem) -> Work {
+        let MoeCombineProblem { tokens, top_k, cols, dtype } = *problem;
         let [tokens, top_k, cols, bytes] = [tokens, top_k, cols, dtype.bytes()].map(count);
-        let work = Work {
+        Work {
             problem: format!("[{tokens}, {cols}] {dtype} of {top_k} experts"),
-            why: "whole pieces of 16 bytes, or not".into(),
-            tile,
-            threads: THREADS,
             bytes: tokens * ((top_k + count(1)) * cols * bytes + top_k * count(8)),
             flops: count(2) * tokens * top_k * cols,
-        };
-        OptimizationReport::new(OP, &self.device, entry, work)
-    }
-}
-
-impl Kernel for MoeCombine {
-    type Args<'a> = MoeCombineArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+        }
     }
 
-    fn forward(&self, stream: &Stream, args: MoeCombineArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
+    fn tile(_: &Device, _: &MoeCombineProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &MoeCombineProblem) -> Result<(), Error> {
-    let MoeCombineProblem { tokens, top_k, cols, dtype } = *problem;
-    check_size(OP, "problem", "tokens", tokens)?;
-    check_size(OP, "problem", "cols", cols)?;
-    check_size(OP, "problem", "number of pairs", tokens.saturating_mul(top_k))?;
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    Ok(())
 }

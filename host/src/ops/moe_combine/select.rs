@@ -1,36 +1,46 @@
 //! Which kernel a sum takes.
 
 use abi::DType;
-use abi::ops::moe_combine::{MoeCombineTile, MoeCombineVariant, VARIANTS};
+use abi::ops::moe_combine::{MoeCombineTile, MoeCombineVariant, THREADS, VARIANTS};
 
 use super::{MoeCombineProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// Pieces of 16 bytes if a row is a whole number of them.
 pub fn select(
     _limits: &DeviceLimits,
     problem: &MoeCombineProblem,
-) -> Result<&'static MoeCombineVariant, Error> {
-    let fitting = VARIANTS.iter().find(|variant| check_fits(variant, problem).is_ok());
-    fitting.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()))
+) -> Result<Choice<&'static MoeCombineVariant>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
+    let why = match variant.tile {
+        MoeCombineTile::Scalar => "rows are not whole pieces of 16 bytes",
+        _ => "rows are whole pieces of 16 bytes",
+    };
+    Ok(Choice::new(variant, THREADS, why))
 }
 
-/// An error if the kernel cannot do the problem.
-pub(super) fn check_fits(variant: &MoeCombineVariant, problem: &MoeCombineProblem) -> Result<(), Error> {
+fn fits(variant: &MoeCombineVariant, problem: &MoeCombineProblem) -> bool {
     let whole = (problem.cols * problem.dtype.bytes()).is_multiple_of(16);
-    if variant.dtype == problem.dtype && (whole || variant.tile == MoeCombineTile::Scalar) {
-        Ok(())
-    } else {
-        Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
+    variant.dtype == problem.dtype && (whole || variant.tile == MoeCombineTile::Scalar)
+}
+
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static MoeCombineVariant,
+    problem: &MoeCombineProblem,
+) -> Result<Choice<&'static MoeCombineVariant>, Error> {
+    if fits(variant, problem) {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    Err(Error::invalid(OP, "variant", format!("one that can do {problem:?}"), variant.entry))
 }
 
 /// The kernel for any alignment.
 pub(super) fn scalar(dtype: DType) -> Result<&'static MoeCombineVariant, Error> {
-    let found =
-        VARIANTS.iter().find(|variant| variant.dtype == dtype && variant.tile == MoeCombineTile::Scalar);
-    found.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()))
+    let fits = |variant: &MoeCombineVariant| variant.dtype == dtype && variant.tile == MoeCombineTile::Scalar;
+    first(OP, VARIANTS, dtype, fits)
 }
 
 #[cfg(test)]
@@ -49,7 +59,7 @@ mod tests {
         ];
         for (dtype, cols, entry) in table {
             let problem = MoeCombineProblem { tokens: 1, top_k: 2, cols, dtype };
-            assert_eq!(select(&limits, &problem).unwrap().entry, entry);
+            assert_eq!(select(&limits, &problem).unwrap().variant.entry, entry);
         }
     }
 }

@@ -1,6 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
+use abi::DType;
+
+use super::{MoePermute, MoePermuteArgs, MoePermuteProblem, OP};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -31,3 +37,20 @@ pub const CASES: &[MoePermuteCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many tokens, for what tries every operator; no tensor has the type.
+pub fn samples(device: &Device, tokens: usize, _: DType) -> Result<Vec<Sample>, Error> {
+    let (top_k, experts) = (2, 8);
+    let plan = MoePermute::plan(device, MoePermuteProblem::new(tokens, top_k, experts))?;
+    let tensors = [
+        tensor("ids", &[tokens, top_k], DType::U32),
+        tensor("offsets", &[experts + 1], DType::U32),
+        tensor("order", &[tokens * top_k], DType::U32),
+        tensor("positions", &[tokens, top_k], DType::U32),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [ids, offsets, order, positions]| {
+        let (offsets, order, positions) = (offsets.reborrow(), order.reborrow(), positions.reborrow());
+        plan.run(stream, MoePermuteArgs::new(ids.as_view(), offsets, order, positions))
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Sorting (token, expert) pairs by expert: `abi::ops::moe_permute` has the kernel table, `gpu/src/ops/moe_permute` the
-//! kernels, `tests/ops/moe_permute.rs` the properties, `benches/ops/moe_permute.rs` the bench.
+//! (token, expert) pairs sorted by expert: [`MoePermute`].
 
 mod cases;
 mod cpu;
@@ -11,18 +10,17 @@ use abi::ops::moe_permute::{
     CHUNK_PAIRS, MAX_EXPERTS, MoePermuteDims, MoePermuteStage, THREADS, bins, smem_bytes, warps,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Work, count};
 use crate::launch::{Entry, Param};
-use crate::nvtx;
 use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
-use crate::stream::Stream;
+use crate::plan::{self, Check, Choice, Operator, Plan, Run, planned};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
 pub use abi::ops::moe_permute::NO_POSITION;
-pub use cases::{CASES, MoePermuteCase};
+pub use cases::{CASES, MoePermuteCase, samples};
 pub use select::{MoePermutePath, select};
 
 const OP: &str = "moe_permute";
@@ -38,6 +36,13 @@ pub struct MoePermuteProblem {
     pub experts: usize,
 }
 
+impl MoePermuteProblem {
+    /// With what it must have, which is all there is so far.
+    pub fn new(tokens: usize, top_k: usize, experts: usize) -> Self {
+        MoePermuteProblem { tokens, top_k, experts }
+    }
+}
+
 /// The tensors of a run, all contiguous and u32.
 #[derive(Debug)]
 pub struct MoePermuteArgs<'a> {
@@ -49,6 +54,18 @@ pub struct MoePermuteArgs<'a> {
     pub order: TensorViewMut<'a>,
     /// `[tokens, top_k]`: where each pair is in the order; [`NO_POSITION`] for a pair of no expert.
     pub positions: TensorViewMut<'a>,
+}
+
+impl<'a> MoePermuteArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(
+        ids: TensorView<'a>,
+        offsets: TensorViewMut<'a>,
+        order: TensorViewMut<'a>,
+        positions: TensorViewMut<'a>,
+    ) -> Self {
+        MoePermuteArgs { ids, offsets, order, positions }
+    }
 }
 
 /// Sorts (token, expert) pairs by expert: a stable counting sort.
@@ -67,22 +84,17 @@ pub struct MoePermuteArgs<'a> {
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors.
 #[derive(Debug)]
-pub struct MoePermute {
-    device: Device,
-    problem: MoePermuteProblem,
-    backend: Backend,
-}
+pub struct MoePermute(Plan<Self>);
+
+planned!(MoePermute, MoePermuteProblem, MoePermuteArgs, MoePermutePath);
 
 #[derive(Debug)]
-enum Backend {
-    Cpu,
-    Cuda {
-        block: Entry,
-        /// For more pairs than one block is to sort.
-        chunks: Option<Box<Chunks>>,
-        /// Most pairs of the single block.
-        block_pairs: u32,
-    },
+pub(crate) struct Kernels {
+    block: Entry,
+    /// For more pairs than one block is to sort.
+    chunks: Option<Chunks>,
+    /// Most pairs of the single block.
+    block_pairs: u32,
 }
 
 /// The kernels for many pairs.
@@ -95,38 +107,46 @@ struct Chunks {
     counts: Workspace<1>,
 }
 
-impl MoePermute {
-    /// Whether `device` can do it.
-    pub fn supports(_device: &Device, problem: &MoePermuteProblem) -> Result<(), Error> {
-        check_problem(problem).map(|_| ())
+impl plan::Kernels for Kernels {
+    fn reported(&self) -> &Entry {
+        self.chunks.as_ref().map_or(&self.block, |chunks| &chunks.scatter)
+    }
+}
+
+impl Operator for MoePermute {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "pairs";
+    type Problem = MoePermuteProblem;
+    type Args<'a> = MoePermuteArgs<'a>;
+    type Dims = MoePermuteDims;
+    type Variant = MoePermutePath;
+    type Kernels = Kernels;
+
+    fn check_problem(problem: &MoePermuteProblem) -> Result<(), Error> {
+        let MoePermuteProblem { tokens, top_k, experts } = *problem;
+        if experts == 0 || experts > MAX_EXPERTS as usize {
+            let expected = format!("1 to {MAX_EXPERTS} experts");
+            return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
+        }
+        if top_k == 0 {
+            return Err(Error::invalid(OP, "problem", "a top_k of at least 1", "0"));
+        }
+        check_size(OP, "problem", "number of pairs", tokens.saturating_mul(top_k)).map(|_| ())
     }
 
-    /// Checks the problem, loads the kernels, and allocates the workspace.
-    pub fn plan(device: &Device, problem: MoePermuteProblem) -> Result<Self, Error> {
-        let pairs = check_problem(&problem)?;
-        Self::new(device, problem, device.limits().map(|_| select(pairs)), CHUNK_PAIRS)
+    fn select(limits: &DeviceLimits, problem: &MoePermuteProblem) -> Result<Choice<MoePermutePath>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans for one way, whatever the number of pairs.
-    pub fn plan_with(
+    fn forced(path: MoePermutePath, _: &MoePermuteProblem) -> Result<Choice<MoePermutePath>, Error> {
+        Ok(Choice::asked_for(path, THREADS))
+    }
+
+    fn load(
         device: &Device,
-        problem: MoePermuteProblem,
-        path: MoePermutePath,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let block_pairs = match path {
-            MoePermutePath::Block => u32::MAX,
-            MoePermutePath::Chunks => 0,
-        };
-        Self::new(device, problem, device.limits().map(|_| path), block_pairs)
-    }
-
-    fn new(
-        device: &Device,
-        problem: MoePermuteProblem,
-        path: Option<MoePermutePath>,
-        block_pairs: u32,
-    ) -> Result<Self, Error> {
+        problem: &MoePermuteProblem,
+        choice: &Choice<MoePermutePath>,
+    ) -> Result<Kernels, Error> {
         let smem = smem_bytes(problem.experts as u32);
         let load = |stage| device.entry(OP, select::variant(stage)?.entry, smem);
         let chunks = || {
@@ -138,43 +158,54 @@ impl MoePermute {
                 load(MoePermuteStage::Scan)?,
                 load(MoePermuteStage::Scatter)?,
             ];
-            Ok::<_, Error>(Box::new(Chunks { count, scan, scatter, counts }))
+            Ok::<_, Error>(Chunks { count, scan, scatter, counts })
         };
-        let backend = match path {
-            None => Backend::Cpu,
-            Some(path) => {
-                let chunks = (path == MoePermutePath::Chunks).then(chunks).transpose()?;
-                Backend::Cuda { block: load(MoePermuteStage::Block)?, chunks, block_pairs }
-            }
+        let chunks = (choice.variant != MoePermutePath::Block).then(chunks).transpose()?;
+        let block_pairs = match choice.variant {
+            MoePermutePath::Block => u32::MAX,
+            MoePermutePath::Chunks => 0,
+            MoePermutePath::ByPairs => CHUNK_PAIRS,
         };
-        Ok(MoePermute { device: device.clone(), problem, backend })
+        Ok(Kernels { block: load(MoePermuteStage::Block)?, chunks, block_pairs })
     }
 
-    /// Runs once. See [`MoePermute`].
-    pub fn run(&self, stream: &Stream, mut args: MoePermuteArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
-        let (block, chunks, block_pairs) = match &self.backend {
-            Backend::Cpu => {
-                cpu::run(self.problem.experts, &mut args);
-                return Ok(());
-            }
-            Backend::Cuda { block, chunks, block_pairs } => (block, chunks, *block_pairs),
-        };
-        let MoePermuteArgs { ids, offsets, order, positions } = &args;
+    fn check(
+        at: &Check<'_>,
+        problem: &MoePermuteProblem,
+        args: &MoePermuteArgs<'_>,
+    ) -> Result<MoePermuteDims, Error> {
+        let MoePermuteArgs { ids, offsets, order, positions } = args;
+        let MoePermuteProblem { tokens: most, top_k, experts } = *problem;
+        at.contiguous("ids", *ids, DType::U32, &[None, Some(top_k)])?;
+        let tokens = ids.shape()[0];
+        at.planned("ids", "tokens", tokens, most)?;
+        at.contiguous("offsets", offsets.as_view(), DType::U32, &[Some(experts + 1)])?;
+        at.contiguous("order", order.as_view(), DType::U32, &[Some(tokens * top_k)])?;
+        at.contiguous("positions", positions.as_view(), DType::U32, &[tokens, top_k].map(Some))?;
+        let (pairs, experts) = ((tokens * top_k) as u32, experts as u32);
+        Ok(MoePermuteDims { pairs, experts, block_pairs: pairs, warps: warps(experts) })
+    }
+
+    fn cpu(problem: &MoePermuteProblem, _: &MoePermuteDims, args: &mut MoePermuteArgs<'_>) {
+        cpu::run(problem.experts, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, mut dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
+        let MoePermuteArgs { ids, offsets, order, positions } = args;
         let launch = |entry: &Entry, grid: u32, counts: Param<'_>, dims: &MoePermuteDims| {
             let params = [(*ids).into(), counts, offsets.into(), order.into(), positions.into(), dims.into()];
             // SAFETY: `check` found the tensors contiguous and of the sizes of `dims`; the grid has a block for every chunk,
             // and shared memory for the histograms; the counts are a word for each planned chunk and bin.
-            unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+            unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
         };
+        let Kernels { block, chunks, block_pairs } = run.kernels;
         match chunks {
-            Some(chunks) if dims.pairs > block_pairs => {
+            Some(chunks) if dims.pairs > *block_pairs => {
                 dims.block_pairs = CHUNK_PAIRS;
                 let [counts] = &chunks.counts.tensors;
                 let counts = || counts.view().into();
                 let grid = dims.pairs.div_ceil(CHUNK_PAIRS);
-                let _alone = chunks.counts.enter(stream)?;
+                let _alone = chunks.counts.enter(run.stream)?;
                 launch(&chunks.count, grid, counts(), &dims)?;
                 launch(&chunks.scan, 1, counts(), &dims)?;
                 launch(&chunks.scatter, grid, counts(), &dims)
@@ -183,77 +214,17 @@ impl MoePermute {
         }
     }
 
-    fn check(&self, args: &MoePermuteArgs<'_>) -> Result<MoePermuteDims, Error> {
-        let MoePermuteArgs { ids, offsets, order, positions } = args;
-        let MoePermuteProblem { tokens: max_tokens, top_k, experts } = self.problem;
-        let device = &self.device;
-        ids.expect(OP, "ids", device, DType::U32, &[None, Some(top_k)])?;
-        let tokens = ids.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "ids", expected, tokens.to_string()));
-        }
-        offsets.expect(OP, "offsets", device, DType::U32, &[Some(experts + 1)])?;
-        order.expect(OP, "order", device, DType::U32, &[Some(tokens * top_k)])?;
-        positions.expect(OP, "positions", device, DType::U32, &[Some(tokens), Some(top_k)])?;
-        ids.expect_contiguous(OP, "ids")?;
-        offsets.expect_contiguous(OP, "offsets")?;
-        order.expect_contiguous(OP, "order")?;
-        positions.expect_contiguous(OP, "positions")?;
-        let (pairs, experts) = ((tokens * top_k) as u32, experts as u32);
-        Ok(MoePermuteDims { pairs, experts, block_pairs: pairs, warps: warps(experts) })
-    }
-
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let MoePermuteProblem { tokens, top_k, experts } = self.problem;
-        let (entry, why) = match &self.backend {
-            Backend::Cpu => (None, "no card".into()),
-            Backend::Cuda { chunks: Some(chunks), .. } => {
-                (Some(&chunks.scatter), format!("more than {CHUNK_PAIRS} pairs: counted and scanned before"))
-            }
-            Backend::Cuda { block, .. } => (Some(block), "few pairs, or asked for".into()),
-        };
+    fn work(problem: &MoePermuteProblem) -> Work {
+        let MoePermuteProblem { tokens, top_k, experts } = *problem;
         let [tokens, top_k, experts] = [tokens, top_k, experts].map(count);
-        let work = Work {
+        Work {
             problem: format!("[{tokens}, {top_k}] of {experts}"),
-            why,
-            tile: format!("{CHUNK_PAIRS} pairs"),
-            threads: THREADS,
             bytes: count(12) * tokens * top_k + count(4) * (experts + count(1)),
             flops: count(0),
-        };
-        OptimizationReport::new(OP, &self.device, entry, work)
-    }
-}
-
-impl Kernel for MoePermute {
-    type Args<'a> = MoePermuteArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+        }
     }
 
-    fn forward(&self, stream: &Stream, args: MoePermuteArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
+    fn tile(_: &Device, _: &MoePermuteProblem, _: &Choice<MoePermutePath>) -> String {
+        format!("{CHUNK_PAIRS} pairs")
     }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-/// The number of pairs, if the problem can be done.
-fn check_problem(problem: &MoePermuteProblem) -> Result<usize, Error> {
-    let MoePermuteProblem { tokens, top_k, experts } = *problem;
-    if experts == 0 || experts > MAX_EXPERTS as usize {
-        let expected = format!("1 to {MAX_EXPERTS} experts");
-        return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
-    }
-    if top_k == 0 {
-        return Err(Error::invalid(OP, "problem", "a top_k of at least 1", "0"));
-    }
-    let pairs = tokens.saturating_mul(top_k);
-    check_size(OP, "problem", "number of pairs", pairs)?;
-    Ok(pairs)
 }

@@ -1,9 +1,11 @@
 //! Which kernels a sort takes.
 
-use abi::ops::moe_permute::{CHUNK_PAIRS, MoePermuteStage, MoePermuteVariant, VARIANTS};
+use abi::ops::moe_permute::{CHUNK_PAIRS, MoePermuteStage, MoePermuteVariant, THREADS, VARIANTS};
 
-use super::OP;
+use super::{MoePermuteProblem, OP};
+use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::Choice;
 
 /// How pairs are sorted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,11 +14,19 @@ pub enum MoePermutePath {
     Block,
     /// In chunks, a block each, that are counted first.
     Chunks,
+    /// By one block if a run has few, else in chunks.
+    ByPairs,
 }
 
 /// One block for as many pairs as a chunk has: three launches would take longer.
-pub fn select(pairs: usize) -> MoePermutePath {
-    if pairs <= CHUNK_PAIRS as usize { MoePermutePath::Block } else { MoePermutePath::Chunks }
+pub fn select(_limits: &DeviceLimits, problem: &MoePermuteProblem) -> Result<Choice<MoePermutePath>, Error> {
+    let pairs = problem.tokens.saturating_mul(problem.top_k);
+    Ok(if pairs <= CHUNK_PAIRS as usize {
+        Choice::new(MoePermutePath::Block, THREADS, "few pairs")
+    } else {
+        let why = format!("more than {CHUNK_PAIRS} pairs: counted and scanned before");
+        Choice::new(MoePermutePath::ByPairs, THREADS, why)
+    })
 }
 
 /// The kernel of a stage.
@@ -27,18 +37,22 @@ pub(super) fn variant(stage: MoePermuteStage) -> Result<&'static MoePermuteVaria
 
 #[cfg(test)]
 mod tests {
+    use abi::Arch;
+
     use super::*;
 
     #[test]
     fn choice_by_pairs() {
+        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
         let table = [
             (0, MoePermutePath::Block),
-            (4096, MoePermutePath::Block),
-            (4097, MoePermutePath::Chunks),
-            (655_360, MoePermutePath::Chunks),
+            (512, MoePermutePath::Block),
+            (513, MoePermutePath::ByPairs),
+            (81_920, MoePermutePath::ByPairs),
         ];
-        for (pairs, path) in table {
-            assert_eq!(select(pairs), path, "{pairs}");
+        for (tokens, path) in table {
+            let problem = MoePermuteProblem { tokens, top_k: 8, experts: 128 };
+            assert_eq!(select(&limits, &problem).unwrap().variant, path, "{tokens}");
         }
     }
 }

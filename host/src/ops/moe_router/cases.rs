@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::{RouterScore, RouterWeights};
+use abi::DType;
+
+use super::{MoeRouter, MoeRouterArgs, MoeRouterProblem, OP, RouterScore, RouterWeights};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -46,3 +51,23 @@ pub const CASES: &[MoeRouterCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (experts, top_k) = (8, 2);
+    let plan = MoeRouter::plan(device, MoeRouterProblem::new(tokens, experts, top_k, dtype))?;
+    let tensors = [
+        tensor("logits", &[tokens, experts], dtype),
+        tensor("bias", &[experts], DType::F32),
+        tensor("ids", &[tokens, top_k], DType::U32),
+        tensor("weights", &[tokens, top_k], DType::F32),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [logits, bias, ids, weights]| {
+        let args = MoeRouterArgs {
+            bias: Some(bias.as_view()),
+            ..MoeRouterArgs::new(logits.as_view(), ids.reborrow(), weights.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Router of a mixture of experts: `abi::ops::moe_router` has the kernel table and the shared arithmetic,
-//! `gpu/src/ops/moe_router` the kernels, `tests/ops/moe_router.rs` the properties, `benches/ops/moe_router.rs` the bench.
+//! Each token's experts and their weights: [`MoeRouter`].
 
 mod cases;
 mod cpu;
@@ -12,18 +11,16 @@ use abi::ops::moe_router::{
     WARPS, smem_bytes,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Work, count};
 use crate::launch::Entry;
-use crate::nvtx;
 use crate::ops::check_size;
-use crate::ops::matmul::{optional, row_stride};
-use crate::stream::Stream;
+use crate::plan::{Check, Choice, Operator, Plan, Run, no_float, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
-pub use cases::{CASES, MoeRouterCase};
+pub use cases::{CASES, MoeRouterCase, samples};
 pub use select::select;
 
 const OP: &str = "moe_router";
@@ -78,6 +75,24 @@ pub struct MoeRouterProblem {
     pub weight_dtype: DType,
 }
 
+impl MoeRouterProblem {
+    /// With what it must have, and otherwise as Mixtral: `score: RouterScore::Softmax`, `groups: None`, `weights:
+    /// RouterWeights::Scores`, `scale: 1.0`, `weight_dtype: DType::F32`.
+    pub fn new(tokens: usize, experts: usize, top_k: usize, dtype: DType) -> Self {
+        MoeRouterProblem {
+            tokens,
+            experts,
+            top_k,
+            dtype,
+            score: RouterScore::Softmax,
+            groups: None,
+            weights: RouterWeights::Scores,
+            scale: 1.0,
+            weight_dtype: DType::F32,
+        }
+    }
+}
+
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct MoeRouterArgs<'a> {
@@ -89,6 +104,13 @@ pub struct MoeRouterArgs<'a> {
     pub ids: TensorViewMut<'a>,
     /// `[tokens, top_k]` f32, contiguous: their weights.
     pub weights: TensorViewMut<'a>,
+}
+
+impl<'a> MoeRouterArgs<'a> {
+    /// With what it must have. The other fields do nothing: `bias: None`.
+    pub fn new(logits: TensorView<'a>, ids: TensorViewMut<'a>, weights: TensorViewMut<'a>) -> Self {
+        MoeRouterArgs { logits, bias: None, ids, weights }
+    }
 }
 
 /// Chooses the experts of each token, and their weights.
@@ -140,105 +162,102 @@ pub struct MoeRouterArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct MoeRouter {
-    device: Device,
-    problem: MoeRouterProblem,
-    /// None on the CPU.
-    entry: Option<Entry>,
-}
+pub struct MoeRouter(Plan<Self>);
 
-impl MoeRouter {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &MoeRouterProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
-    }
+planned!(MoeRouter, MoeRouterProblem, MoeRouterArgs, &'static MoeRouterVariant);
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: MoeRouterProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let variant = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, variant)
-    }
+impl Operator for MoeRouter {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "tokens";
+    type Problem = MoeRouterProblem;
+    type Args<'a> = MoeRouterArgs<'a>;
+    type Dims = MoeRouterDims;
+    type Variant = &'static MoeRouterVariant;
+    type Kernels = Entry;
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: MoeRouterProblem,
-        variant: &'static MoeRouterVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        select::check_fits(variant, &problem)?;
-        Self::new(device, problem, device.limits().map(|_| variant))
-    }
-
-    fn new(
-        device: &Device,
-        problem: MoeRouterProblem,
-        variant: Option<&'static MoeRouterVariant>,
-    ) -> Result<Self, Error> {
-        let smem = smem_bytes(problem.experts as u32);
-        let entry = variant.map(|variant| device.entry(OP, variant.entry, smem)).transpose()?;
-        Ok(MoeRouter { device: device.clone(), problem, entry })
-    }
-
-    /// Runs once. See [`MoeRouter`].
-    pub fn run(&self, stream: &Stream, mut args: MoeRouterArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let dims = self.check(&args)?;
-        match &self.entry {
-            None => {
-                cpu::run(self.problem.dtype, &dims, &mut args);
-                Ok(())
-            }
-            Some(entry) => {
-                let MoeRouterArgs { logits, bias, ids, weights } = &args;
-                let params =
-                    [(*logits).into(), optional(bias.as_ref()), ids.into(), weights.into(), (&dims).into()];
-                let grid = dims.tokens.div_ceil(WARPS);
-                // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has
-                // a warp for every token and shared memory for its keys.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    fn check_problem(problem: &MoeRouterProblem) -> Result<(), Error> {
+        let MoeRouterProblem { tokens, experts, top_k, dtype, groups, scale, weight_dtype, .. } = *problem;
+        check_size(OP, "problem", "tokens", tokens)?;
+        if experts == 0 || experts > MAX_EXPERTS as usize {
+            let expected = format!("1 to {MAX_EXPERTS} experts");
+            return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
+        }
+        if let Some(ExpertGroups { num_groups, top_groups }) = groups {
+            let fits = (1..=MAX_GROUPS as usize).contains(&num_groups)
+                && experts.is_multiple_of(num_groups)
+                && experts / num_groups >= 2
+                && (1..=num_groups).contains(&top_groups);
+            if !fits {
+                let expected =
+                    format!("1 to {MAX_GROUPS} groups of equal size, at least 2, and 1 to all of them kept");
+                let got = format!("{top_groups} of {num_groups} groups of {experts} experts");
+                return Err(Error::invalid(OP, "problem", expected, got));
             }
         }
+        let eligible = groups.map_or(experts, |groups| experts / groups.num_groups * groups.top_groups);
+        let most = eligible.min(MAX_TOP_K as usize);
+        if !(1..=most).contains(&top_k) {
+            return Err(Error::invalid(OP, "problem", format!("a top_k of 1 to {most}"), top_k.to_string()));
+        }
+        if !dtype.is_float() {
+            return Err(no_float(OP, dtype));
+        }
+        if !weight_dtype.is_float() {
+            return Err(Error::invalid(OP, "problem", "weight_dtype f32, f16 or bf16", weight_dtype.name()));
+        }
+        if !scale.is_finite() {
+            return Err(Error::invalid(OP, "problem", "a finite scale", scale.to_string()));
+        }
+        Ok(())
     }
 
-    fn check(&self, args: &MoeRouterArgs<'_>) -> Result<MoeRouterDims, Error> {
+    fn select(limits: &DeviceLimits, problem: &MoeRouterProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
+    }
+
+    fn forced(variant: Self::Variant, problem: &MoeRouterProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
+        device: &Device,
+        problem: &MoeRouterProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Entry, Error> {
+        device.entry(OP, choice.variant.entry, smem_bytes(problem.experts as u32))
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &MoeRouterProblem,
+        args: &MoeRouterArgs<'_>,
+    ) -> Result<MoeRouterDims, Error> {
         let MoeRouterArgs { logits, bias, ids, weights } = args;
-        let MoeRouterProblem { tokens: max_tokens, experts, top_k, dtype, score, groups, scale, .. } =
-            self.problem;
-        let device = &self.device;
-        logits.expect(OP, "logits", device, dtype, &[None, Some(experts)])?;
-        logits.expect_inner_contiguous(OP, "logits")?;
-        let tokens = logits.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "logits", expected, tokens.to_string()));
-        }
+        let MoeRouterProblem { tokens: most, experts, top_k, dtype, score, groups, scale, .. } = *problem;
+        let [logits_stride] = at.elements("logits", *logits, dtype, &[None, Some(experts)])?;
+        let len = logits.shape()[0];
+        let tokens = at.planned("logits", "tokens", len, most)?;
         if let Some(bias) = bias {
-            bias.expect(OP, "bias", device, DType::F32, &[Some(experts)])?;
-            bias.expect_inner_contiguous(OP, "bias")?;
+            let [] = at.elements("bias", *bias, DType::F32, &[Some(experts)])?;
         }
-        ids.expect(OP, "ids", device, DType::U32, &[Some(tokens), Some(top_k)])?;
-        ids.expect_contiguous(OP, "ids")?;
-        weights.expect(OP, "weights", device, DType::F32, &[Some(tokens), Some(top_k)])?;
-        weights.expect_contiguous(OP, "weights")?;
+        at.contiguous("ids", ids.as_view(), DType::U32, &[len, top_k].map(Some))?;
+        at.contiguous("weights", weights.as_view(), DType::F32, &[len, top_k].map(Some))?;
         let mut options = 0;
         for (option, is_set) in [
             (SIGMOID, score == RouterScore::Sigmoid),
-            (NORMALISED, self.problem.weights == RouterWeights::Normalised),
-            (ROUND_F16, self.problem.weight_dtype == DType::F16),
-            (ROUND_BF16, self.problem.weight_dtype == DType::BF16),
+            (NORMALISED, problem.weights == RouterWeights::Normalised),
+            (ROUND_F16, problem.weight_dtype == DType::F16),
+            (ROUND_BF16, problem.weight_dtype == DType::BF16),
         ] {
             options |= if is_set { option } else { 0 };
         }
         let ExpertGroups { num_groups, top_groups } =
             groups.unwrap_or(ExpertGroups { num_groups: 1, top_groups: 1 });
         Ok(MoeRouterDims {
-            tokens: check_size(OP, "logits", "tokens", tokens)?,
+            tokens,
             experts: experts as u32,
             top_k: top_k as u32,
-            logits_stride: row_stride(OP, "logits", logits.shape(), logits.strides())?,
+            logits_stride,
             num_groups: num_groups as u32,
             group_size: (experts / num_groups) as u32,
             top_groups: top_groups as u32,
@@ -247,70 +266,30 @@ impl MoeRouter {
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let MoeRouterProblem { tokens, experts, top_k, dtype, .. } = self.problem;
+    fn cpu(problem: &MoeRouterProblem, dims: &MoeRouterDims, args: &mut MoeRouterArgs<'_>) {
+        cpu::run(problem.dtype, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: MoeRouterDims, args: &MoeRouterArgs<'_>) -> Result<(), Error> {
+        let MoeRouterArgs { logits, bias, ids, weights } = args;
+        let params = [(*logits).into(), (*bias).into(), ids.into(), weights.into(), (&dims).into()];
+        let grid = dims.tokens.div_ceil(WARPS);
+        // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a warp for
+        // every token and shared memory for its keys.
+        unsafe { run.kernels.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &MoeRouterProblem) -> Work {
+        let MoeRouterProblem { tokens, experts, top_k, dtype, .. } = *problem;
         let [tokens, experts, top_k] = [tokens, experts, top_k].map(count);
-        let work = Work {
+        Work {
             problem: format!("[{tokens}, {experts}] {dtype}, {top_k} of them"),
-            why: "the only one".into(),
-            tile: "a token per warp".into(),
-            threads: THREADS,
             bytes: tokens * (experts * count(dtype.bytes()) + top_k * count(8)),
             flops: tokens * experts,
-        };
-        OptimizationReport::new(OP, &self.device, self.entry.as_ref(), work)
-    }
-}
-
-impl Kernel for MoeRouter {
-    type Args<'a> = MoeRouterArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: MoeRouterArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &MoeRouterProblem) -> Result<(), Error> {
-    let MoeRouterProblem { tokens, experts, top_k, dtype, groups, scale, weight_dtype, .. } = *problem;
-    check_size(OP, "problem", "tokens", tokens)?;
-    if experts == 0 || experts > MAX_EXPERTS as usize {
-        let expected = format!("1 to {MAX_EXPERTS} experts");
-        return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
-    }
-    if let Some(ExpertGroups { num_groups, top_groups }) = groups {
-        let fits = (1..=MAX_GROUPS as usize).contains(&num_groups)
-            && experts.is_multiple_of(num_groups)
-            && experts / num_groups >= 2
-            && (1..=num_groups).contains(&top_groups);
-        if !fits {
-            let expected =
-                format!("1 to {MAX_GROUPS} groups of equal size, at least 2, and 1 to all of them kept");
-            let got = format!("{top_groups} of {num_groups} groups of {experts} experts");
-            return Err(Error::invalid(OP, "problem", expected, got));
         }
     }
-    let eligible = groups.map_or(experts, |groups| experts / groups.num_groups * groups.top_groups);
-    let most = eligible.min(MAX_TOP_K as usize);
-    if !(1..=most).contains(&top_k) {
-        return Err(Error::invalid(OP, "problem", format!("a top_k of 1 to {most}"), top_k.to_string()));
+
+    fn tile(_: &Device, _: &MoeRouterProblem, _: &Choice<Self::Variant>) -> String {
+        "a token per warp".into()
     }
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    if !weight_dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "weight_dtype f32, f16 or bf16", weight_dtype.name()));
-    }
-    if !scale.is_finite() {
-        return Err(Error::invalid(OP, "problem", "a finite scale", scale.to_string()));
-    }
-    Ok(())
 }

@@ -1,25 +1,33 @@
 //! Which kernel a router takes.
 
-use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
+use abi::ops::moe_router::{MoeRouterVariant, THREADS, VARIANTS};
 
 use super::{MoeRouterProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// The kernel for the logits' type.
 pub fn select(
     _limits: &DeviceLimits,
     problem: &MoeRouterProblem,
-) -> Result<&'static MoeRouterVariant, Error> {
-    let fitting = VARIANTS.iter().find(|variant| check_fits(variant, problem).is_ok());
-    fitting.ok_or_else(|| Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()))
+) -> Result<Choice<&'static MoeRouterVariant>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
+    let why = "the only one of its type";
+    Ok(Choice::new(variant, THREADS, why))
 }
 
-/// An error if the kernel cannot do the problem.
-pub(super) fn check_fits(variant: &MoeRouterVariant, problem: &MoeRouterProblem) -> Result<(), Error> {
-    if variant.dtype == problem.dtype {
-        Ok(())
-    } else {
-        Err(Error::invalid(OP, "variant", format!("one for {}", problem.dtype), variant.entry))
+fn fits(variant: &MoeRouterVariant, problem: &MoeRouterProblem) -> bool {
+    variant.dtype == problem.dtype
+}
+
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static MoeRouterVariant,
+    problem: &MoeRouterProblem,
+) -> Result<Choice<&'static MoeRouterVariant>, Error> {
+    if fits(variant, problem) {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    Err(Error::invalid(OP, "variant", format!("one for {}", problem.dtype), variant.entry))
 }

@@ -1,6 +1,4 @@
-//! RMSNorm per head and rotary embedding of q and k, with the append to a key/value cache: `abi::ops::qk_norm_rope` has the
-//! kernel table, `gpu/src/ops/qk_norm_rope` the kernels, `tests/ops/qk_norm_rope.rs` the properties,
-//! `benches/ops/qk_norm_rope.rs` the bench.
+//! Norm and rotary embedding of q and k, and their append to a cache, in one pass: [`QkNormRope`].
 
 mod cases;
 mod cpu;
@@ -12,20 +10,18 @@ use std::num::Saturating;
 use abi::DType;
 use abi::ops::qk_norm_rope::{BLOCK_TILE_THREADS, LANES_TILE_THREADS, QkNormRopeDims};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
+use crate::kernel::{Work, count};
+use crate::ops::check_blocks;
 use crate::ops::rmsnorm::NormWeight;
 use crate::ops::rope::{RopeInput, RopeStyle, RopeTables};
-use crate::ops::{check_blocks, check_size};
-use crate::stream::Stream;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_eps, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::qk_norm_rope::{QkNormRopeTile, QkNormRopeVariant, VARIANTS};
-pub use cases::{CASES, QkNormRopeCase};
-pub use select::{QkNormRopeChoice, select};
+pub use cases::{CASES, QkNormRopeCase, samples};
+pub use select::{QkNormRopeKernel, select};
 
 const OP: &str = "qk_norm_rope";
 
@@ -59,6 +55,24 @@ pub struct QkNormRopeProblem {
     pub cache_dtype: DType,
     /// None if q and k are rotated as they are.
     pub norm: Option<QkNorm>,
+}
+
+impl QkNormRopeProblem {
+    /// With what it must have. The other fields do nothing: `rotary_dim: head_dim`, `style: RopeStyle::HalfSplit`,
+    /// `cache_dtype: dtype`, `norm: None`.
+    pub fn new(tokens: usize, [heads_q, heads_kv]: [usize; 2], head_dim: usize, dtype: DType) -> Self {
+        QkNormRopeProblem {
+            tokens,
+            heads_q,
+            heads_kv,
+            head_dim,
+            rotary_dim: head_dim,
+            style: RopeStyle::HalfSplit,
+            dtype,
+            cache_dtype: dtype,
+            norm: None,
+        }
+    }
 }
 
 /// Weights of the norm, `[head_dim]` each.
@@ -99,6 +113,34 @@ pub struct QkNormRopeArgs<'a> {
     pub k_scale: Option<TensorView<'a>>,
     /// The same for v_cache.
     pub v_scale: Option<TensorView<'a>>,
+}
+
+impl<'a> QkNormRopeArgs<'a> {
+    /// With what it must have. The other fields do nothing: `weights: None`, `k_scale: None`, `v_scale: None`.
+    pub fn new(
+        q: RopeInput<'a>,
+        [k, v]: [TensorView<'a>; 2],
+        positions: TensorView<'a>,
+        tables: &'a RopeTables,
+        slots: TensorView<'a>,
+        q_out: TensorViewMut<'a>,
+        [k_cache, v_cache]: [TensorViewMut<'a>; 2],
+    ) -> Self {
+        QkNormRopeArgs {
+            q,
+            k,
+            v,
+            weights: None,
+            positions,
+            tables,
+            slots,
+            q_out,
+            k_cache,
+            v_cache,
+            k_scale: None,
+            v_scale: None,
+        }
+    }
 }
 
 /// What stands between the joint projection of attention and its product with the keys, in one pass: per token and head
@@ -163,228 +205,128 @@ pub struct QkNormRopeArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct QkNormRope {
-    device: Device,
-    problem: QkNormRopeProblem,
-    backend: Backend,
-}
+pub struct QkNormRope(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: QkNormRopeChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+planned!(QkNormRope, QkNormRopeProblem, QkNormRopeArgs, QkNormRopeKernel);
 
-impl QkNormRope {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &QkNormRopeProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
-    }
+impl Operator for QkNormRope {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "heads";
+    type Problem = QkNormRopeProblem;
+    type Args<'a> = QkNormRopeArgs<'a>;
+    type Dims = QkNormRopeDims;
+    type Variant = QkNormRopeKernel;
+    type Kernels = Pair;
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: QkNormRopeProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    /// Plans with a kernel of the caller's choice, and most heads that a group of its lanes takes; an error if it cannot
-    /// do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: QkNormRopeProblem,
-        variant: &'static QkNormRopeVariant,
-        heads_per_group: u32,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let forced = |_| QkNormRopeChoice::forced(variant, heads_per_group, &problem);
-        let choice = device.limits().map(forced).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    fn new(
-        device: &Device,
-        problem: QkNormRopeProblem,
-        choice: Option<QkNormRopeChoice>,
-    ) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, select::SMEM_BYTES)?;
-                let unaligned = device.entry(OP, select::block(&problem)?.entry, select::SMEM_BYTES)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(QkNormRope { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`QkNormRope`].
-    pub fn run(&self, stream: &Stream, mut args: QkNormRopeArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let mut dims = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(&self.problem, &dims, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, .. } = &args;
-                let QkNormRopeArgs { k_cache, v_cache, k_scale, v_scale, .. } = &args;
-                let (q, q_is_aligned) = match q {
-                    RopeInput::From(q) => (Param::from(*q), q.is_aligned_16()),
-                    RopeInput::InPlace => (Param::from(q_out), true),
-                };
-                let is_aligned = q_is_aligned
-                    && [*k, *v].iter().all(TensorView::is_aligned_16)
-                    && weights.is_none_or(|weights| weights.q.is_aligned_16() && weights.k.is_aligned_16())
-                    && [q_out, k_cache, v_cache].iter().all(|out| out.is_aligned_16());
-                // The lanes of a warp have the same group of several tokens.
-                let (entry, threads, heads, tokens, warps) = match choice.variant.tile {
-                    QkNormRopeTile::Lanes { lanes } if is_aligned => (
-                        entry,
-                        LANES_TILE_THREADS,
-                        choice.heads_per_group,
-                        32 / lanes,
-                        LANES_TILE_THREADS / 32,
-                    ),
-                    _ => (unaligned, BLOCK_TILE_THREADS, 1, 1, 1),
-                };
-                dims.q_groups = dims.heads_q.div_ceil(heads);
-                dims.kv_groups = dims.heads_kv.div_ceil(heads);
-                let groups = u64::from(dims.q_groups + 2 * dims.kv_groups);
-                // And the warps of a block that of more, where groups have several heads: not all have as many.
-                let same = if heads > 1 { warps } else { 1 };
-                dims.warps_log2 = same.ilog2();
-                let token_warps = u64::from(dims.tokens.div_ceil(tokens)).next_multiple_of(same.into());
-                let items = token_warps * groups;
-                let grid = check_blocks(OP, "q_out", items)?.div_ceil(warps);
-                let [q_weight, k_weight] = match *weights {
-                    Some(QkNormWeights { q, k }) => [q.into(), k.into()],
-                    None => [Param::Address(0), Param::Address(0)],
-                };
-                let params = [
-                    q,
-                    (*k).into(),
-                    (*v).into(),
-                    q_weight,
-                    k_weight,
-                    (*positions).into(),
-                    tables.cos().view().into(),
-                    tables.sin().view().into(),
-                    (*slots).into(),
-                    q_out.into(),
-                    k_cache.into(),
-                    v_cache.into(),
-                    k_scale.map_or(Param::Address(0), Param::from),
-                    v_scale.map_or(Param::Address(0), Param::from),
-                    (&dims).into(),
-                ];
-                // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as
-                // tokens; the tables have max_position rows, which the kernel keeps to. What is not `is_aligned` takes the
-                // kernel for any address; the tables' rows are whole pieces where the other reads them so.
-                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
-            }
+    fn check_problem(problem: &QkNormRopeProblem) -> Result<(), Error> {
+        let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, dtype, norm, .. } = *problem;
+        if heads_q == 0 || heads_kv == 0 {
+            let got = format!("{heads_q} and {heads_kv}");
+            return Err(Error::invalid(OP, "problem", "at least one query head and one key head", got));
         }
+        if rotary_dim < 2 || !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
+            let expected = format!("an even rotary_dim from 2 to head_dim {head_dim}");
+            return Err(Error::invalid(OP, "problem", expected, rotary_dim.to_string()));
+        }
+        let heads = heads_q.saturating_add(heads_kv.saturating_mul(2));
+        let of_token = heads.saturating_mul(head_dim);
+        check_floats(OP, dtype, &[("tokens", tokens), ("elements of a token", of_token)])?;
+        if problem.cache_dtype != dtype && !problem.is_fp8() {
+            let expected = format!("cache_dtype {dtype} or f8e4m3");
+            return Err(Error::invalid(OP, "problem", expected, problem.cache_dtype.name()));
+        }
+        norm.map_or(Ok(()), |norm| check_eps(OP, norm.eps))
     }
 
-    fn check(&self, args: &QkNormRopeArgs<'_>) -> Result<QkNormRopeDims, Error> {
+    fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<Choice<QkNormRopeKernel>, Error> {
+        select(limits, problem)
+    }
+
+    fn forced(
+        kernel: QkNormRopeKernel,
+        problem: &QkNormRopeProblem,
+    ) -> Result<Choice<QkNormRopeKernel>, Error> {
+        select::forced(kernel, problem)
+    }
+
+    fn load(
+        device: &Device,
+        problem: &QkNormRopeProblem,
+        choice: &Choice<QkNormRopeKernel>,
+    ) -> Result<Pair, Error> {
+        let entries = [choice.variant.variant.entry, select::block(problem)?.entry];
+        Pair::load(device, OP, entries, select::SMEM_BYTES)
+    }
+
+    fn check(
+        at: &Check<'_>,
+        problem: &QkNormRopeProblem,
+        args: &QkNormRopeArgs<'_>,
+    ) -> Result<QkNormRopeDims, Error> {
         let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, .. } = args;
         let QkNormRopeArgs { k_cache, v_cache, k_scale, v_scale, .. } = args;
-        let QkNormRopeProblem { tokens: max_tokens, heads_q, heads_kv, head_dim, rotary_dim, .. } =
-            self.problem;
-        let QkNormRopeProblem { dtype, cache_dtype, norm, .. } = self.problem;
-        let device = &self.device;
-        let input = |argument, view: &TensorView<'_>, outer, heads| -> Result<[u32; 2], Error> {
-            view.expect(OP, argument, device, dtype, &[outer, Some(heads), Some(head_dim)])?;
-            view.expect_inner_contiguous(OP, argument)?;
-            strides(argument, view.strides())
-        };
-        let output = |argument, view: &TensorViewMut<'_>, dtype, outer, heads| -> Result<[u32; 2], Error> {
-            view.expect(OP, argument, device, dtype, &[outer, Some(heads), Some(head_dim)])?;
-            view.expect_inner_contiguous(OP, argument)?;
-            strides(argument, view.strides())
-        };
-        let q_out_strides = output("q_out", q_out, dtype, None, heads_q)?;
-        let tokens = q_out.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "q_out", expected, tokens.to_string()));
-        }
-        let q_strides = match q {
-            RopeInput::From(q) => input("q", q, Some(tokens), heads_q)?,
+        let QkNormRopeProblem { heads_q, heads_kv, head_dim, rotary_dim, dtype, norm, .. } = *problem;
+        let shape = |outer, heads| [outer, Some(heads), Some(head_dim)];
+        let q_out_strides = at.rows("q_out", q_out.as_view(), dtype, &shape(None, heads_q))?;
+        let [q_out_token_stride, q_out_head_stride] = q_out_strides;
+        let len = q_out.shape()[0];
+        let tokens = at.planned("q_out", "tokens", len, problem.tokens)?;
+        let [q_token_stride, q_head_stride] = match q {
+            RopeInput::From(q) => at.rows("q", *q, dtype, &shape(Some(len), heads_q))?,
             RopeInput::InPlace => q_out_strides,
         };
-        let k_strides = input("k", k, Some(tokens), heads_kv)?;
-        let v_strides = input("v", v, Some(tokens), heads_kv)?;
+        let [k_token_stride, k_head_stride] = at.rows("k", *k, dtype, &shape(Some(len), heads_kv))?;
+        let [v_token_stride, v_head_stride] = at.rows("v", *v, dtype, &shape(Some(len), heads_kv))?;
         match (norm, weights) {
             (None, None) => {}
-            (Some(_), Some(weights)) => {
-                for (argument, weight) in [("weights.q", &weights.q), ("weights.k", &weights.k)] {
-                    weight.expect(OP, argument, device, dtype, &[Some(head_dim)])?;
-                    weight.expect_inner_contiguous(OP, argument)?;
-                }
+            (Some(_), Some(QkNormWeights { q, k })) => {
+                let [] = at.rows("weights.q", *q, dtype, &[Some(head_dim)])?;
+                let [] = at.rows("weights.k", *k, dtype, &[Some(head_dim)])?;
             }
-            (Some(_), None) => {
-                return Err(Error::invalid(OP, "weights", "tensors, as the problem has a norm", "none"));
-            }
-            (None, Some(_)) => {
-                return Err(Error::invalid(OP, "weights", "none, as the problem has no norm", "tensors"));
-            }
+            (Some(_), None) => return at.refuse("weights", "tensors, as the problem has a norm", "none"),
+            (None, Some(_)) => return at.refuse("weights", "none, as the problem has no norm", "tensors"),
         }
-        positions.expect(OP, "positions", device, DType::U32, &[Some(tokens)])?;
-        let position_stride = check_size(OP, "positions", "stride", positions.strides()[0])?;
-        tables.cos().view().expect(OP, "tables", device, DType::F32, &[None, Some(rotary_dim / 2)])?;
-        slots.expect(OP, "slots", device, DType::U32, &[Some(tokens)])?;
-        slots.expect_inner_contiguous(OP, "slots")?;
-        let [slot_stride, cache_head_stride] = output("k_cache", k_cache, cache_dtype, None, heads_kv)?;
+        let [position_stride] = at.strided("positions", *positions, DType::U32, &[Some(len)])?;
+        // The tables' rows are whole pieces where those of q are, and they start where a pool block does.
+        at.contiguous("tables", tables.cos().view(), DType::F32, &[None, Some(rotary_dim / 2)])?;
+        let [] = at.elements("slots", *slots, DType::U32, &[Some(len)])?;
+        let cache = |name, view: &TensorViewMut<'_>, slots| {
+            at.rows::<2>(name, view.as_view(), problem.cache_dtype, &shape(slots, heads_kv))
+        };
+        let cache_strides = cache("k_cache", k_cache, None)?;
+        let [slot_stride, cache_head_stride] = cache_strides;
         let num_slots = k_cache.shape()[0];
-        output("v_cache", v_cache, cache_dtype, Some(num_slots), heads_kv)?;
-        if k_cache.strides() != v_cache.strides() {
+        if cache("v_cache", v_cache, Some(num_slots))? != cache_strides {
             let expected = format!("strides {:?}", k_cache.strides());
-            return Err(Error::invalid(OP, "v_cache", expected, format!("{:?}", v_cache.strides())));
+            return at.refuse("v_cache", expected, format!("{:?}", v_cache.strides()));
         }
-        for (argument, scale) in [("k_scale", k_scale), ("v_scale", v_scale)] {
-            match (scale, self.problem.is_fp8()) {
-                (None, false) => {}
-                (Some(scale), true) => {
-                    scale.expect(OP, argument, device, DType::F32, &[Some(heads_kv)])?;
-                    scale.expect_inner_contiguous(OP, argument)?;
-                }
-                (None, true) => {
-                    return Err(Error::invalid(OP, argument, "a tensor, as the caches are fp8", "none"));
-                }
-                (Some(_), false) => {
-                    return Err(Error::invalid(OP, argument, "none, as the caches are not fp8", "a tensor"));
-                }
+        let why = ["the caches are fp8", "the caches are not fp8"];
+        for (name, scale) in [("k_scale", k_scale), ("v_scale", v_scale)] {
+            if let Some(scale) = at.given(name, problem.is_fp8(), *scale, why)? {
+                let [] = at.elements(name, scale, DType::F32, &[Some(heads_kv)])?;
             }
         }
         Ok(QkNormRopeDims {
-            tokens: tokens as u32,
+            tokens,
             heads_q: heads_q as u32,
             heads_kv: heads_kv as u32,
-            // Of the kernel that needs no alignment; `run` knows whether there is another.
+            // Of the kernel that needs no alignment; `launch` knows whether there is another.
             q_groups: heads_q as u32,
             kv_groups: heads_kv as u32,
             warps_log2: 0,
             head_dim: head_dim as u32,
             rotary_dim: rotary_dim as u32,
-            is_interleaved: u32::from(self.problem.style == RopeStyle::Interleaved),
+            is_interleaved: u32::from(problem.style == RopeStyle::Interleaved),
             max_position: tables.max_position() as u32,
-            num_slots: check_size(OP, "k_cache", "number of slots", num_slots)?,
-            q_token_stride: q_strides[0],
-            q_head_stride: q_strides[1],
-            k_token_stride: k_strides[0],
-            k_head_stride: k_strides[1],
-            v_token_stride: v_strides[0],
-            v_head_stride: v_strides[1],
-            q_out_token_stride: q_out_strides[0],
-            q_out_head_stride: q_out_strides[1],
+            num_slots: at.size("k_cache", "number of slots", num_slots)?,
+            q_token_stride,
+            q_head_stride,
+            k_token_stride,
+            k_head_stride,
+            v_token_stride,
+            v_head_stride,
+            q_out_token_stride,
+            q_out_head_stride,
             slot_stride,
             cache_head_stride,
             position_stride,
@@ -394,37 +336,80 @@ impl QkNormRope {
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
+    fn cpu(problem: &QkNormRopeProblem, dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
+        cpu::run(problem, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, mut dims: QkNormRopeDims, args: &QkNormRopeArgs<'_>) -> Result<(), Error> {
+        let QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, .. } = args;
+        let QkNormRopeArgs { k_cache, v_cache, k_scale, v_scale, .. } = args;
+        let q = match q {
+            RopeInput::From(q) => (*q).into(),
+            RopeInput::InPlace => q_out.into(),
+        };
+        // The lanes of a warp have the same group of several tokens.
+        let (threads, heads, tokens, warps) = match run.choice.variant {
+            QkNormRopeKernel { variant, heads_per_group } if run.is_aligned => match variant.tile {
+                QkNormRopeTile::Lanes { lanes } => {
+                    (LANES_TILE_THREADS, heads_per_group, 32 / lanes, LANES_TILE_THREADS / 32)
+                }
+                QkNormRopeTile::Block => (BLOCK_TILE_THREADS, 1, 1, 1),
+            },
+            _ => (BLOCK_TILE_THREADS, 1, 1, 1),
+        };
+        dims.q_groups = dims.heads_q.div_ceil(heads);
+        dims.kv_groups = dims.heads_kv.div_ceil(heads);
+        let groups = u64::from(dims.q_groups + 2 * dims.kv_groups);
+        // And the warps of a block that of more, where groups have several heads: not all have as many.
+        let same = if heads > 1 { warps } else { 1 };
+        dims.warps_log2 = same.ilog2();
+        let token_warps = u64::from(dims.tokens.div_ceil(tokens)).next_multiple_of(same.into());
+        let items = token_warps * groups;
+        let grid = check_blocks(OP, "q_out", items)?.div_ceil(warps);
+        let params = [
+            q,
+            (*k).into(),
+            (*v).into(),
+            weights.map(|weights| weights.q).into(),
+            weights.map(|weights| weights.k).into(),
+            (*positions).into(),
+            tables.cos().view().into(),
+            tables.sin().view().into(),
+            (*slots).into(),
+            q_out.into(),
+            k_cache.into(),
+            v_cache.into(),
+            (*k_scale).into(),
+            (*v_scale).into(),
+            (&dims).into(),
+        ];
+        let entry = run.kernels.fitting(run.is_aligned);
+        // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as tokens; the
+        // tables have max_position rows, which the kernel keeps to. What is not `is_aligned` takes the kernel for any
+        // address; the tables' rows are whole pieces where the other reads them so.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    fn work(problem: &QkNormRopeProblem) -> Work {
         let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, style, dtype, .. } =
-            self.problem;
-        let norm = self.problem.norm;
-        let cache = if self.problem.is_fp8() { ", fp8 cache" } else { "" };
-        let normalised = if norm.is_some() { "normalised, " } else { "" };
-        let work = |why: &str, tile: String, threads| Work {
+            *problem;
+        let cache = if problem.is_fp8() { ", fp8 cache" } else { "" };
+        let normalised = if problem.norm.is_some() { "normalised, " } else { "" };
+        Work {
             problem: format!(
                 "{normalised}{} {rotary_dim} of [{tokens}, {heads_q}/{heads_kv}, {head_dim}] {dtype}{cache}",
                 style.name()
             ),
-            why: why.into(),
-            tile,
-            threads,
-            bytes: Saturating(self.problem.bytes()),
-            flops: Saturating(self.problem.flops()),
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "heads".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let (tile, threads) = match choice.variant.tile {
-                    QkNormRopeTile::Lanes { lanes } => {
-                        (format!("{lanes} lanes, {} heads each", choice.heads_per_group), LANES_TILE_THREADS)
-                    }
-                    QkNormRopeTile::Block => ("a block per head".into(), BLOCK_TILE_THREADS),
-                };
-                OptimizationReport::new(OP, &self.device, Some(entry), work(choice.why, tile, threads))
-            }
+            bytes: Saturating(problem.bytes()),
+            flops: Saturating(problem.flops()),
+        }
+    }
+
+    fn tile(_: &Device, _: &QkNormRopeProblem, choice: &Choice<QkNormRopeKernel>) -> String {
+        let QkNormRopeKernel { variant, heads_per_group } = choice.variant;
+        match variant.tile {
+            QkNormRopeTile::Lanes { lanes } => format!("{lanes} lanes, {heads_per_group} heads each"),
+            QkNormRopeTile::Block => "a block per head".into(),
         }
     }
 }
@@ -450,52 +435,4 @@ impl QkNormRopeProblem {
         let heads = count(self.heads_q) + count(self.heads_kv);
         (count(self.tokens) * heads * (norm + count(3) * count(self.rotary_dim))).0
     }
-}
-
-impl Kernel for QkNormRope {
-    type Args<'a> = QkNormRopeArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: QkNormRopeArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-/// Of tokens and heads.
-fn strides(argument: &'static str, strides: &[usize]) -> Result<[u32; 2], Error> {
-    let token = check_size(OP, argument, "stride", strides[0])?;
-    Ok([token, check_size(OP, argument, "stride", strides[1])?])
-}
-
-fn check_problem(problem: &QkNormRopeProblem) -> Result<(), Error> {
-    let QkNormRopeProblem { tokens, heads_q, heads_kv, head_dim, rotary_dim, dtype, norm, .. } = *problem;
-    check_size(OP, "problem", "tokens", tokens)?;
-    let heads = heads_q.saturating_add(heads_kv.saturating_mul(2));
-    check_size(OP, "problem", "elements of a token", heads.saturating_mul(head_dim))?;
-    if heads_q == 0 || heads_kv == 0 {
-        let got = format!("{heads_q} and {heads_kv}");
-        return Err(Error::invalid(OP, "problem", "at least one query head and one key head", got));
-    }
-    if rotary_dim < 2 || !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
-        let expected = format!("an even rotary_dim from 2 to head_dim {head_dim}");
-        return Err(Error::invalid(OP, "problem", expected, rotary_dim.to_string()));
-    }
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    if problem.cache_dtype != dtype && !problem.is_fp8() {
-        let expected = format!("cache_dtype {dtype} or f8e4m3");
-        return Err(Error::invalid(OP, "problem", expected, problem.cache_dtype.name()));
-    }
-    if let Some(QkNorm { eps, .. }) = norm.filter(|norm| !(norm.eps >= 0.0 && norm.eps.is_finite())) {
-        return Err(Error::invalid(OP, "problem", "a finite eps of at least 0", eps.to_string()));
-    }
-    Ok(())
 }

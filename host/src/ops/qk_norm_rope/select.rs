@@ -1,10 +1,13 @@
 //! Which kernel a norm and rotation of q and k takes.
 
-use abi::ops::qk_norm_rope::{MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS};
+use abi::ops::qk_norm_rope::{
+    BLOCK_TILE_THREADS, LANES_TILE_THREADS, MAX_HEADS_PER_GROUP, QkNormRopeTile, QkNormRopeVariant, VARIANTS,
+};
 
 use super::{OP, QkNormRopeProblem, RopeStyle};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
 /// Shared memory of the block tile: one f32 per warp.
 pub(super) const SMEM_BYTES: u32 = 128;
@@ -12,45 +15,45 @@ pub(super) const SMEM_BYTES: u32 = 128;
 /// Threads that an SM should have to do before a lane takes more than one head.
 const FULL_SM_THREADS: usize = 1024;
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct QkNormRopeChoice {
+/// A kernel, and how many heads it takes at a time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QkNormRopeKernel {
     /// The kernel.
     pub variant: &'static QkNormRopeVariant,
-    /// Most heads that a group of lanes takes one after another.
+    /// Most heads that a group of its lanes takes one after another; 1 for a block.
     pub heads_per_group: u32,
-    /// Why this one.
-    pub why: &'static str,
 }
 
-impl QkNormRopeChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static QkNormRopeVariant,
-        heads_per_group: u32,
-        problem: &QkNormRopeProblem,
-    ) -> Result<Self, Error> {
-        let most = match variant.tile {
-            QkNormRopeTile::Lanes { .. } => MAX_HEADS_PER_GROUP,
-            QkNormRopeTile::Block => 1,
-        };
-        if fits(variant, problem) && (1..=most).contains(&heads_per_group) {
-            return Ok(QkNormRopeChoice { variant, heads_per_group, why: "asked for" });
+impl QkNormRopeKernel {
+    fn threads(self) -> u32 {
+        match self.variant.tile {
+            QkNormRopeTile::Lanes { .. } => LANES_TILE_THREADS,
+            QkNormRopeTile::Block => BLOCK_TILE_THREADS,
         }
-        let expected = match variant.tile {
-            QkNormRopeTile::Lanes { lanes } => format!(
-                "{} heads of whole pieces of 16 bytes, at most {lanes}, and at most {most} of them per group",
-                variant.dtype
-            ),
-            QkNormRopeTile::Block => format!("{} heads, one per group", variant.dtype),
-        };
-        Err(Error::invalid(
-            OP,
-            "variant",
-            expected,
-            format!("{problem:?}, {heads_per_group} heads per group"),
-        ))
     }
+}
+
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    kernel: QkNormRopeKernel,
+    problem: &QkNormRopeProblem,
+) -> Result<Choice<QkNormRopeKernel>, Error> {
+    let QkNormRopeKernel { variant, heads_per_group } = kernel;
+    let most = match variant.tile {
+        QkNormRopeTile::Lanes { .. } => MAX_HEADS_PER_GROUP,
+        QkNormRopeTile::Block => 1,
+    };
+    if fits(variant, problem) && (1..=most).contains(&heads_per_group) {
+        return Ok(Choice::asked_for(kernel, kernel.threads()));
+    }
+    let expected = match variant.tile {
+        QkNormRopeTile::Lanes { lanes } => format!(
+            "{} heads of whole pieces of 16 bytes, at most {lanes}, and at most {most} of them per group",
+            variant.dtype
+        ),
+        QkNormRopeTile::Block => format!("{} heads, one per group", variant.dtype),
+    };
+    Err(Error::invalid(OP, "variant", expected, format!("{problem:?}, {heads_per_group} heads per group")))
 }
 
 /// Whether the parts of a head are whole pieces of 16 bytes: both halves of the rotated part if they are apart, the
@@ -75,12 +78,15 @@ fn fits(variant: &QkNormRopeVariant, problem: &QkNormRopeProblem) -> bool {
 }
 
 /// The fewest lanes that hold a head, by the head's size and type alone; as many heads per group as leave every SM work.
-pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<QkNormRopeChoice, Error> {
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    let variant = VARIANTS.iter().find(|variant| fits(variant, problem)).ok_or_else(missing)?;
+pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<Choice<QkNormRopeKernel>, Error> {
+    let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
+    let choice = |heads_per_group, why| {
+        let kernel = QkNormRopeKernel { variant, heads_per_group };
+        Ok(Choice::new(kernel, kernel.threads(), why))
+    };
     let QkNormRopeTile::Lanes { lanes } = variant.tile else {
         let why = "heads are not whole pieces of 16 bytes, or too large for a warp";
-        return Ok(QkNormRopeChoice { variant, heads_per_group: 1, why });
+        return choice(1, why);
     };
     let heads = problem.heads_q + 2 * problem.heads_kv;
     let threads = problem.tokens.saturating_mul(heads * lanes as usize);
@@ -94,15 +100,14 @@ pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<QkNo
     } else {
         "many tokens: several heads per lane"
     };
-    Ok(QkNormRopeChoice { variant, heads_per_group, why })
+    choice(heads_per_group, why)
 }
 
 /// The kernel for any size and alignment.
 pub(super) fn block(problem: &QkNormRopeProblem) -> Result<&'static QkNormRopeVariant, Error> {
     let is_block =
-        |variant: &&QkNormRopeVariant| variant.tile == QkNormRopeTile::Block && fits(variant, problem);
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    VARIANTS.iter().find(is_block).ok_or_else(missing)
+        |variant: &QkNormRopeVariant| variant.tile == QkNormRopeTile::Block && fits(variant, problem);
+    first(OP, VARIANTS, problem.dtype, is_block)
 }
 
 #[cfg(test)]
@@ -140,10 +145,10 @@ mod tests {
                 cache_dtype: dtype,
                 norm: None,
             };
-            let choice = select(&limits, &problem).unwrap();
+            let choice = select(&limits, &problem).unwrap().variant;
             assert_eq!((choice.variant.entry, choice.heads_per_group), (entry, heads), "{tokens} tokens");
             let fp8 = QkNormRopeProblem { cache_dtype: DType::F8E4M3, ..problem };
-            let choice = select(&limits, &fp8).unwrap();
+            let choice = select(&limits, &fp8).unwrap().variant;
             assert_eq!((choice.variant.dtype, choice.variant.cache_dtype), (dtype, DType::F8E4M3));
         }
     }

@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::NormWeight;
+use abi::DType;
+
+use super::{NormWeight, OP, RmsNorm, RmsNormArgs, RmsNormProblem};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -13,7 +18,7 @@ pub struct RmsNormCase {
     /// Elements of a row.
     pub cols: usize,
     /// Whether a residual is added first.
-    pub residual: Residual,
+    pub residual: NormResidual,
     /// What the weight tensor holds.
     pub weight: NormWeight,
     /// Whether the result is gated.
@@ -22,10 +27,10 @@ pub struct RmsNormCase {
 
 /// Whether a residual is added first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Residual {
+pub enum NormResidual {
     /// Plain norm.
     None,
-    /// Residual add and norm.
+    /// NormResidual add and norm.
     Add,
 }
 
@@ -38,7 +43,7 @@ pub enum Gate {
     Silu,
 }
 
-const fn plain(name: &'static str, rows: usize, cols: usize, residual: Residual) -> RmsNormCase {
+const fn plain(name: &'static str, rows: usize, cols: usize, residual: NormResidual) -> RmsNormCase {
     RmsNormCase { name, rows, cols, residual, weight: NormWeight::Plain, gate: Gate::None }
 }
 
@@ -47,7 +52,7 @@ const fn case(
     name: &'static str,
     phase: Phase,
     (rows, cols): (usize, usize),
-    residual: Residual,
+    residual: NormResidual,
     weight: NormWeight,
 ) -> RmsNormCase {
     RmsNormCase { name, rows: phase.tokens() * rows, cols, residual, weight, gate: Gate::None }
@@ -55,32 +60,54 @@ const fn case(
 
 /// A gated norm of so many rows for each token.
 const fn gated(name: &'static str, phase: Phase, rows: usize, cols: usize) -> RmsNormCase {
-    RmsNormCase { gate: Gate::Silu, ..case(name, phase, (rows, cols), Residual::None, NormWeight::Plain) }
+    RmsNormCase { gate: Gate::Silu, ..case(name, phase, (rows, cols), NormResidual::None, NormWeight::Plain) }
 }
 
 /// The shapes. GLM-4.7-Flash and Qwen3-VL-2B have the layer norms of Qwen3-Coder-30B.
 pub const CASES: &[RmsNormCase] = cases! {
     case;
     one: [
-        plain("anchor 65536x4096", 65536, 4096, Residual::None),
-        plain("anchor 65536x4096 add", 65536, 4096, Residual::Add),
-        plain("anchor 16384x2560", 16384, 2560, Residual::None),
-        plain("anchor 32x2560", 32, 2560, Residual::None),
+        plain("anchor 65536x4096", 65536, 4096, NormResidual::None),
+        plain("anchor 65536x4096 add", 65536, 4096, NormResidual::Add),
+        plain("anchor 16384x2560", 16384, 2560, NormResidual::None),
+        plain("anchor 32x2560", 32, 2560, NormResidual::None),
         gated("qwen3-coder-next delta heads prefill 2048", Phase::Prefill(2048), 32, 128),
         gated("qwen3-coder-next delta heads decode 1", Phase::Decode(1), 32, 128),
         gated("qwen3-coder-next delta heads decode 32", Phase::Decode(32), 32, 128),
     ];
     phases: [
-        "qwen3-0.6b layer" => ((1, 1024), Residual::Add, NormWeight::Plain),
-        "qwen3-0.6b q heads" => ((16, 128), Residual::None, NormWeight::Plain),
-        "qwen3-4b layer" => ((1, 2560), Residual::Add, NormWeight::Plain),
-        "qwen3-4b q heads" => ((32, 128), Residual::None, NormWeight::Plain),
-        "qwen3-coder-30b layer" => ((1, 2048), Residual::Add, NormWeight::Plain),
-        "qwen3-coder-next layer" => ((1, 2048), Residual::Add, NormWeight::ZeroCentred),
-        "qwen3-coder-next q heads" => ((16, 256), Residual::None, NormWeight::ZeroCentred),
-        "glm-4.7-flash q_a" => ((1, 768), Residual::None, NormWeight::Plain),
-        "glm-4.7-flash kv_a" => ((1, 512), Residual::None, NormWeight::Plain),
+        "qwen3-0.6b layer" => ((1, 1024), NormResidual::Add, NormWeight::Plain),
+        "qwen3-0.6b q heads" => ((16, 128), NormResidual::None, NormWeight::Plain),
+        "qwen3-4b layer" => ((1, 2560), NormResidual::Add, NormWeight::Plain),
+        "qwen3-4b q heads" => ((32, 128), NormResidual::None, NormWeight::Plain),
+        "qwen3-coder-30b layer" => ((1, 2048), NormResidual::Add, NormWeight::Plain),
+        "qwen3-coder-next layer" => ((1, 2048), NormResidual::Add, NormWeight::ZeroCentred),
+        "qwen3-coder-next q heads" => ((16, 256), NormResidual::None, NormWeight::ZeroCentred),
+        "glm-4.7-flash q_a" => ((1, 768), NormResidual::None, NormWeight::Plain),
+        "glm-4.7-flash kv_a" => ((1, 512), NormResidual::None, NormWeight::Plain),
     ];
     decode: [];
     prefill: [];
 };
+
+/// A run of so many rows, for what tries every operator.
+pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let (cols, head) = (64, [rows, 64]);
+    let plan = RmsNorm::plan(device, RmsNormProblem::new(rows, cols, dtype, 1e-6))?;
+    let tensors = [
+        tensor("x", &head, dtype),
+        tensor("residual", &head, dtype),
+        tensor("weight", &[cols], dtype),
+        tensor("gate", &head, dtype),
+        tensor("out", &head, dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [x, residual, weight, gate, out]| {
+        let args = RmsNormArgs {
+            residual: Some(residual.reborrow()),
+            gate: Some(gate.as_view()),
+            ..RmsNormArgs::new(x.as_view(), weight.as_view(), out.reborrow())
+        };
+        plan.run(stream, args)
+    });
+    Ok(vec![sample])
+}

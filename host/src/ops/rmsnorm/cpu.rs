@@ -5,18 +5,16 @@ use abi::ops::rmsnorm::RmsNormDims;
 use half::{bf16, f16};
 
 use super::RmsNormArgs;
-use crate::error::Error;
 use crate::ops::glu;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::FloatElement;
 
-pub(super) fn run(dtype: DType, dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) -> Result<(), Error> {
+pub(super) fn run(dtype: DType, dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {
     match dtype {
         DType::F16 => rows::<f16>(dims, args),
         DType::BF16 => rows::<bf16>(dims, args),
         _ => rows::<f32>(dims, args),
     }
-    Ok(())
 }
 
 fn rows<T: FloatElement>(dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {

@@ -1,5 +1,4 @@
-//! RMSNorm: `abi::ops::rmsnorm` has the kernel table, `gpu/src/ops/rmsnorm` the kernels, `tests/ops/rmsnorm.rs` the
-//! properties, `benches/ops/rmsnorm.rs` the bench.
+//! Root mean square normalisation of rows, with residual and gate: [`RmsNorm`].
 
 mod cases;
 mod cpu;
@@ -7,20 +6,17 @@ pub mod reference;
 mod select;
 
 use abi::DType;
-use abi::ops::rmsnorm::RmsNormDims;
+use abi::ops::rmsnorm::{RmsNormDims, SCALAR_TILE_THREADS};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::check_size;
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_eps, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::rmsnorm::{RmsNormTile, RmsNormVariant, VARIANTS};
-pub use cases::{CASES, Gate, Residual, RmsNormCase};
-pub use select::{RmsNormChoice, select};
+pub use cases::{CASES, Gate, NormResidual, RmsNormCase, samples};
+pub use select::select;
 
 const OP: &str = "rmsnorm";
 
@@ -59,6 +55,13 @@ pub struct RmsNormProblem {
     pub weight: NormWeight,
 }
 
+impl RmsNormProblem {
+    /// With what it must have. The other fields do nothing: `weight: NormWeight::Plain`.
+    pub fn new(rows: usize, cols: usize, dtype: DType, eps: f32) -> Self {
+        RmsNormProblem { rows, cols, dtype, eps, weight: NormWeight::Plain }
+    }
+}
+
 /// The tensors of a run. `T` rows are `[T, cols]`, or `[T / heads, heads, cols]`; all row tensors have the same
 /// shape. The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
@@ -73,6 +76,13 @@ pub struct RmsNormArgs<'a> {
     pub gate: Option<TensorView<'a>>,
     /// Output.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> RmsNormArgs<'a> {
+    /// With what it must have. The other fields do nothing: `residual: None`, `gate: None`.
+    pub fn new(x: TensorView<'a>, weight: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        RmsNormArgs { x, residual: None, weight, gate: None, out }
+    }
 }
 
 /// Root mean square layer normalisation of rows.
@@ -108,148 +118,66 @@ pub struct RmsNormArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct RmsNorm {
-    device: Device,
-    problem: RmsNormProblem,
-    backend: Backend,
-}
+pub struct RmsNorm(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: RmsNormChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+planned!(RmsNorm, RmsNormProblem, RmsNormArgs, &'static RmsNormVariant);
 
-impl RmsNorm {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &RmsNormProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+impl Operator for RmsNorm {
+    const OP: &'static str = OP;
+    type Problem = RmsNormProblem;
+    type Args<'a> = RmsNormArgs<'a>;
+    type Dims = RmsNormDims;
+    type Variant = &'static RmsNormVariant;
+    type Kernels = Pair;
+
+    fn check_problem(problem: &RmsNormProblem) -> Result<(), Error> {
+        let RmsNormProblem { rows, cols, dtype, eps, .. } = *problem;
+        if cols == 0 {
+            return Err(Error::invalid(OP, "problem", "at least one column", "0"));
+        }
+        check_floats(OP, dtype, &[("rows", rows), ("cols", cols)])?;
+        check_eps(OP, eps)
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: RmsNormProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &RmsNormProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &RmsNormProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: RmsNormProblem,
-        variant: &'static RmsNormVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| RmsNormChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+        problem: &RmsNormProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        let any = select::first(problem, |variant| variant.tile == RmsNormTile::Scalar)?;
+        Pair::load(device, OP, [choice.variant.entry, any.entry], select::SMEM_BYTES)
     }
 
-    fn new(device: &Device, problem: RmsNormProblem, choice: Option<RmsNormChoice>) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, choice.smem_bytes())?;
-                let fallback =
-                    VARIANTS.iter().find(|v| v.dtype == problem.dtype && v.tile == RmsNormTile::Scalar);
-                let fallback = fallback.map_or(choice.variant, |variant| variant);
-                let unaligned = device.entry(OP, fallback.entry, select::SMEM_BYTES)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(RmsNorm { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`RmsNorm`].
-    pub fn run(&self, stream: &Stream, mut args: RmsNormArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let dims = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => cpu::run(self.problem.dtype, &dims, &mut args),
-            Backend::Cuda { choice, entry, unaligned } => {
-                let RmsNormArgs { x, residual, weight, gate, out } = &args;
-                let aligned = x.is_aligned_16()
-                    && weight.is_aligned_16()
-                    && out.is_aligned_16()
-                    && residual.as_ref().is_none_or(|residual| residual.is_aligned_16())
-                    && gate.is_none_or(|gate| gate.is_aligned_16());
-                let params = [
-                    (*x).into(),
-                    Param::optional(residual.as_ref()),
-                    (*weight).into(),
-                    gate.map_or(Param::Address(0), Param::from),
-                    out.into(),
-                    (&dims).into(),
-                ];
-                let (entry, grid, threads) = if aligned {
-                    (entry, choice.blocks(dims.rows), choice.threads)
-                } else {
-                    (unaligned, dims.rows, abi::ops::rmsnorm::SCALAR_TILE_THREADS)
-                };
-                // SAFETY: `check` found every row of every tensor inside its view, and `aligned` what the tile reads in
-                // pieces of 16 bytes; the grid covers exactly `rows` rows.
-                unsafe { entry.launch(stream, [grid, 1, 1], [threads, 1, 1], &params) }
-            }
-        }
-    }
-
-    fn check(&self, args: &RmsNormArgs<'_>) -> Result<RmsNormDims, Error> {
+    fn check(at: &Check<'_>, problem: &RmsNormProblem, args: &RmsNormArgs<'_>) -> Result<RmsNormDims, Error> {
         let RmsNormArgs { x, residual, weight, gate, out } = args;
-        let RmsNormProblem { rows: max_rows, cols, dtype, eps, weight: kind } = self.problem;
-        let shape: &[Option<usize>] = match x.shape().len() {
-            3 => &[None, None, Some(cols)],
-            _ => &[None, Some(cols)],
-        };
-        x.expect(OP, "x", &self.device, dtype, shape)?;
-        out.expect_same(OP, "out", &self.device, dtype, x.shape())?;
-        weight.expect(OP, "weight", &self.device, dtype, &[Some(cols)])?;
-        weight.expect_inner_contiguous(OP, "weight")?;
-        x.expect_inner_contiguous(OP, "x")?;
-        out.expect_inner_contiguous(OP, "out")?;
-        if let Some(residual) = residual {
-            residual.expect_same(OP, "residual", &self.device, dtype, x.shape())?;
-            residual.expect_inner_contiguous(OP, "residual")?;
+        let RmsNormProblem { rows, cols, dtype, eps, weight: kind } = *problem;
+        let any = [None, None, Some(cols)];
+        let any = if x.shape().len() == 3 { &any[..] } else { &any[1..] };
+        let [x_token_stride, x_head_stride] = at.rows("x", *x, dtype, any)?;
+        let mut same = [None; 3];
+        for (size, &of_x) in std::iter::zip(&mut same, x.shape()) {
+            *size = Some(of_x);
         }
-        if let Some(gate) = gate {
-            gate.expect_same(OP, "gate", &self.device, dtype, x.shape())?;
-            gate.expect_inner_contiguous(OP, "gate")?;
-        }
-        let rows = x.len() / cols;
-        if rows > max_rows {
-            return Err(Error::invalid(
-                OP,
-                "x",
-                format!("at most {max_rows} rows, as planned"),
-                rows.to_string(),
-            ));
-        }
-        let strides = |argument, strides: &[usize]| -> Result<(u32, u32), Error> {
-            match *strides {
-                [token, head, _] => Ok((
-                    check_size(OP, argument, "stride", token)?,
-                    check_size(OP, argument, "stride", head)?,
-                )),
-                [token, ..] => Ok((check_size(OP, argument, "stride", token)?, 0)),
-                [] => Ok((0, 0)),
-            }
-        };
-        let (x_token_stride, x_head_stride) = strides("x", x.strides())?;
-        let (out_token_stride, out_head_stride) = strides("out", out.strides())?;
+        let same = &same[..x.shape().len()];
+        let [out_token_stride, out_head_stride] = at.rows("out", out.as_view(), dtype, same)?;
+        let [] = at.rows("weight", *weight, dtype, &[Some(cols)])?;
         let residual_strides =
-            residual.as_ref().map(|residual| strides("residual", residual.strides())).transpose()?;
-        let (residual_token_stride, residual_head_stride) = residual_strides.unwrap_or((0, 0));
-        let gate_strides = gate.map(|gate| strides("gate", gate.strides())).transpose()?;
-        let (gate_token_stride, gate_head_stride) = gate_strides.unwrap_or((0, 0));
-        let heads = if let [_, heads, _] = *x.shape() { heads.max(1) as u32 } else { 1 };
+            residual.as_ref().map(|residual| at.rows("residual", residual.as_view(), dtype, same));
+        let [residual_token_stride, residual_head_stride] = residual_strides.transpose()?.unwrap_or_default();
+        let gate_strides = gate.map(|gate| at.rows("gate", gate, dtype, same));
+        let [gate_token_stride, gate_head_stride] = gate_strides.transpose()?.unwrap_or_default();
         Ok(RmsNormDims {
-            rows: rows as u32,
+            rows: at.planned("x", "rows", x.len() / cols, rows)?,
             cols: cols as u32,
-            heads,
+            heads: if let [_, heads, _] = *x.shape() { heads.max(1) as u32 } else { 1 },
             x_token_stride,
             x_head_stride,
             out_token_stride,
@@ -264,57 +192,42 @@ impl RmsNorm {
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let RmsNormProblem { rows, cols, dtype, .. } = self.problem;
+    fn cpu(problem: &RmsNormProblem, dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {
+        cpu::run(problem.dtype, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: RmsNormDims, args: &RmsNormArgs<'_>) -> Result<(), Error> {
+        let RmsNormArgs { x, residual, weight, gate, out } = args;
+        let params = [
+            (*x).into(),
+            residual.as_ref().into(),
+            (*weight).into(),
+            (*gate).into(),
+            out.into(),
+            (&dims).into(),
+        ];
+        let (grid, threads) = if run.is_aligned {
+            (select::blocks(run.choice, dims.rows), run.choice.threads)
+        } else {
+            (dims.rows, SCALAR_TILE_THREADS)
+        };
+        let entry = run.kernels.fitting(run.is_aligned);
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what the tile reads in
+        // pieces of 16 bytes; the grid covers exactly `rows` rows.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
+    }
+
+    fn work(problem: &RmsNormProblem) -> Work {
+        let RmsNormProblem { rows, cols, dtype, .. } = *problem;
         let [rows, cols] = [rows, cols].map(count);
-        let work = |why, tile, threads| Work {
+        Work {
             problem: format!("[{rows}, {cols}] {dtype}"),
-            why,
-            tile,
-            threads,
             bytes: (count(2) * rows + count(1)) * cols * count(dtype.bytes()),
             flops: count(4) * rows * cols,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why.clone(), format!("{:?}", choice.variant.tile), choice.threads);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for RmsNorm {
-    type Args<'a> = RmsNormArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &RmsNormProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn forward(&self, stream: &Stream, args: RmsNormArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &RmsNormProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if problem.cols == 0 {
-        return Err(Error::invalid(OP, "problem", "at least one column", "0"));
-    }
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    if !(problem.eps >= 0.0 && problem.eps.is_finite()) {
-        return Err(Error::invalid(OP, "problem", "a finite eps of at least 0", problem.eps.to_string()));
-    }
-    Ok(())
 }

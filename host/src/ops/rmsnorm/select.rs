@@ -5,54 +5,39 @@ use abi::ops::rmsnorm::{RmsNormTile, RmsNormVariant, SCALAR_TILE_THREADS, VARIAN
 use super::{OP, RmsNormProblem};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{self, Choice};
 
 /// Shared memory of the block tiles: one f32 per warp.
 pub(super) const SMEM_BYTES: u32 = 128;
 
-/// A kernel and how it is launched.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RmsNormChoice {
-    /// The kernel.
-    pub variant: &'static RmsNormVariant,
-    /// Threads of a block.
-    pub threads: u32,
-    /// Why this one.
-    pub why: String,
+/// Whether a kernel holds the problem's rows.
+fn holds(variant: &RmsNormVariant, problem: &RmsNormProblem) -> bool {
+    let fits = |most| chunks(problem).is_some_and(|chunks| chunks <= most);
+    variant.dtype == problem.dtype && variant.max_chunks().is_none_or(fits)
 }
 
-impl RmsNormChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static RmsNormVariant, problem: &RmsNormProblem) -> Result<Self, Error> {
-        let chunks = chunks(problem);
-        let fits = variant.dtype == problem.dtype
-            && match (variant.max_chunks(), chunks) {
-                (None, _) => true,
-                (Some(max), Some(chunks)) => chunks <= max,
-                (Some(_), None) => false,
-            };
-        if !fits {
-            let expected =
-                format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.max_chunks());
-            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
-        }
-        let threads = match (variant.tile, chunks) {
-            (RmsNormTile::Lanes { .. }, _) => WARP_TILE_THREADS,
-            (RmsNormTile::Block { chunks: each }, Some(chunks)) => chunks.div_ceil(each).next_multiple_of(32),
-            (RmsNormTile::Block { .. }, None) | (RmsNormTile::Scalar, _) => SCALAR_TILE_THREADS,
-        };
-        Ok(RmsNormChoice { variant, threads, why: "asked for".into() })
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static RmsNormVariant,
+    problem: &RmsNormProblem,
+) -> Result<Choice<&'static RmsNormVariant>, Error> {
+    if !holds(variant, problem) {
+        let expected = format!("{} of at most {:?} pieces of 16 bytes", variant.dtype, variant.max_chunks());
+        return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
     }
+    let threads = match (variant.tile, chunks(problem)) {
+        (RmsNormTile::Lanes { .. }, _) => WARP_TILE_THREADS,
+        (RmsNormTile::Block { chunks: each }, Some(chunks)) => chunks.div_ceil(each).next_multiple_of(32),
+        (RmsNormTile::Block { .. }, None) | (RmsNormTile::Scalar, _) => SCALAR_TILE_THREADS,
+    };
+    Ok(Choice::asked_for(variant, threads))
+}
 
-    pub(super) fn smem_bytes(&self) -> u32 {
-        SMEM_BYTES
-    }
-
-    /// Blocks for this many rows.
-    pub(super) fn blocks(&self, rows: u32) -> u32 {
-        match self.variant.tile {
-            RmsNormTile::Lanes { lanes, .. } => rows.div_ceil(self.threads / lanes),
-            RmsNormTile::Block { .. } | RmsNormTile::Scalar => rows,
-        }
+/// Blocks for this many rows.
+pub(super) fn blocks(choice: &Choice<&'static RmsNormVariant>, rows: u32) -> u32 {
+    match choice.variant.tile {
+        RmsNormTile::Lanes { lanes, .. } => rows.div_ceil(choice.threads / lanes),
+        RmsNormTile::Block { .. } | RmsNormTile::Scalar => rows,
     }
 }
 
@@ -62,27 +47,29 @@ fn chunks(problem: &RmsNormProblem) -> Option<u32> {
     bytes.is_multiple_of(16).then_some((bytes / 16) as u32)
 }
 
+/// The first kernel of the table that holds the row and is wanted.
+pub(super) fn first(
+    problem: &RmsNormProblem,
+    wanted: impl Fn(&RmsNormVariant) -> bool,
+) -> Result<&'static RmsNormVariant, Error> {
+    plan::first(OP, VARIANTS, problem.dtype, |variant| holds(variant, problem) && wanted(variant))
+}
+
 /// The first kernel of the table that holds the row. Depends on the row's length and type only, so that a row's result
 /// does not depend on how many rows there are.
-pub fn select(_limits: &DeviceLimits, problem: &RmsNormProblem) -> Result<RmsNormChoice, Error> {
-    let chunks = chunks(problem);
-    let holds = |variant: &&RmsNormVariant| {
-        variant.dtype == problem.dtype
-            && match (variant.max_chunks(), chunks) {
-                (None, _) => true,
-                (Some(max), Some(chunks)) => chunks <= max,
-                (Some(_), None) => false,
-            }
-    };
-    let Some(variant) = VARIANTS.iter().find(holds) else {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    };
-    let why = match (variant.tile, chunks) {
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &RmsNormProblem,
+) -> Result<Choice<&'static RmsNormVariant>, Error> {
+    let variant = first(problem, |_| true)?;
+    let why = match (variant.tile, chunks(problem)) {
         (RmsNormTile::Scalar, None) => "the row is not whole pieces of 16 bytes".into(),
         (RmsNormTile::Scalar, Some(_)) => "the row is longer than a block's registers".into(),
-        (_, chunks) => format!("the smallest tile that holds {} pieces of 16 bytes", chunks.unwrap_or(0)),
+        (_, chunks) => {
+            format!("the smallest tile that holds {} pieces of 16 bytes", chunks.unwrap_or(0)).into()
+        }
     };
-    Ok(RmsNormChoice { why, ..RmsNormChoice::forced(variant, problem)? })
+    Ok(Choice { why, ..forced(variant, problem)? })
 }
 
 #[cfg(test)]

@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::RopeStyle;
+use abi::DType;
+
+use super::{OP, Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -53,3 +58,20 @@ pub const CASES: &[RopeCase] = cases! {
     decode: [];
     prefill: [];
 };
+
+/// A run of so many tokens, for what tries every operator.
+pub fn samples(device: &Device, tokens: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let shape = [tokens, 2, 64];
+    let plan = Rope::plan(device, RopeProblem::new(tokens, 2, 64, dtype))?;
+    let tables = RopeTables::new(&device.stream()?, &[1.0; 32], 1.0, 16)?;
+    let tensors = [
+        tensor("x", &shape, dtype),
+        tensor("positions", &[tokens], DType::U32).of_any_strides(),
+        tensor("out", &shape, dtype),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [x, positions, out]| {
+        let x = RopeInput::From(x.as_view());
+        plan.run(stream, RopeArgs::new(x, positions.as_view(), &tables, out.reborrow()))
+    });
+    Ok(vec![sample])
+}

@@ -1,5 +1,4 @@
-//! Rotary position embedding: `abi::ops::rope` has the kernel table, `gpu/src/ops/rope` the kernels,
-//! `tests/ops/rope.rs` the properties, `benches/ops/rope.rs` the bench.
+//! Rotary position embedding of heads: [`Rope`].
 
 mod cases;
 mod cpu;
@@ -10,18 +9,16 @@ mod tables;
 use abi::ops::rope::{BLOCK_PIECES_LOG2, HEADS_PER_THREAD, RopeDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::{check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::check_blocks;
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, VARIANTS};
-pub use cases::{CASES, RopeCase};
-pub use select::{RopeChoice, select};
+pub use cases::{CASES, RopeCase, samples};
+pub use select::select;
 pub use tables::RopeTables;
 
 const OP: &str = "rope";
@@ -41,6 +38,13 @@ pub struct RopeProblem {
     pub style: RopeStyle,
     /// Type of x and out.
     pub dtype: DType,
+}
+
+impl RopeProblem {
+    /// With what it must have. The other fields do nothing: `rotary_dim: head_dim`, `style: RopeStyle::HalfSplit`.
+    pub fn new(tokens: usize, heads: usize, head_dim: usize, dtype: DType) -> Self {
+        RopeProblem { tokens, heads, head_dim, rotary_dim: head_dim, style: RopeStyle::HalfSplit, dtype }
+    }
 }
 
 /// Where the heads come from.
@@ -67,6 +71,18 @@ pub struct RopeArgs<'a> {
     pub tables: &'a RopeTables,
     /// Output.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> RopeArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(
+        x: RopeInput<'a>,
+        positions: TensorView<'a>,
+        tables: &'a RopeTables,
+        out: TensorViewMut<'a>,
+    ) -> Self {
+        RopeArgs { x, positions, tables, out }
+    }
 }
 
 /// Rotary position embedding of the heads of tokens.
@@ -103,213 +119,133 @@ pub struct RopeArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Rope {
-    device: Device,
-    problem: RopeProblem,
-    backend: Backend,
+pub struct Rope(Plan<Self>);
+
+planned!(Rope, RopeProblem, RopeArgs, &'static RopeVariant);
+
+/// Strides of token and head, that of the positions, and the tokens of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows {
+    x: [u32; 2],
+    out: [u32; 2],
+    position: u32,
+    tokens: u32,
 }
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: RopeChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+impl Operator for Rope {
+    const OP: &'static str = OP;
+    const CPU_TILE: &'static str = "tokens";
+    type Problem = RopeProblem;
+    type Args<'a> = RopeArgs<'a>;
+    type Dims = Rows;
+    type Variant = &'static RopeVariant;
+    type Kernels = Pair;
 
-impl Rope {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &RopeProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
-    }
-
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: RopeProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
-        device: &Device,
-        problem: RopeProblem,
-        variant: &'static RopeVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| RopeChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
-    }
-
-    fn new(device: &Device, problem: RopeProblem, choice: Option<RopeChoice>) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let unaligned = device.entry(OP, select::variant(&problem, RopeTile::Scalar)?.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(Rope { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`Rope`].
-    pub fn run(&self, stream: &Stream, mut args: RopeArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let strides = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(&self.problem, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let RopeArgs { x, positions, tables, out } = &args;
-                let (x_param, x_aligned) = match x {
-                    RopeInput::From(x) => (Param::from(*x), x.is_aligned_16()),
-                    RopeInput::InPlace => (Param::from(out), true),
-                };
-                let by_piece = choice.variant.tile == RopeTile::Pieces && x_aligned && out.is_aligned_16();
-                let (entry, tile) =
-                    if by_piece { (entry, RopeTile::Pieces) } else { (unaligned, RopeTile::Scalar) };
-                let dims = self.dims(tile, &args, strides);
-                let grid = check_blocks(OP, "out", dims.tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let (cos, sin) = (tables.cos.view(), tables.sin.view());
-                let params =
-                    [x_param, (*positions).into(), cos.into(), sin.into(), out.into(), (&dims).into()];
-                // SAFETY: `check` found every head of x and out inside its view, and as many positions as tokens; the
-                // tables have max_position rows, which the kernel keeps to. `by_piece` holds only for what can be read
-                // in pieces of 16 bytes; the tables' rows are whole pieces then, and they start where a pool block does.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
+    fn check_problem(problem: &RopeProblem) -> Result<(), Error> {
+        let RopeProblem { tokens, heads, head_dim, rotary_dim, dtype, .. } = *problem;
+        if rotary_dim < 2 || !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
+            let expected = format!("an even rotary_dim from 2 to head_dim {head_dim}");
+            return Err(Error::invalid(OP, "problem", expected, rotary_dim.to_string()));
         }
+        let of_token = heads.saturating_mul(head_dim);
+        check_floats(OP, dtype, &[("tokens", tokens), ("elements of a token", of_token)])
     }
 
-    fn dims(&self, tile: RopeTile, args: &RopeArgs<'_>, strides: Strides) -> RopeDims {
-        let RopeProblem { heads, head_dim, rotary_dim, style, dtype, .. } = self.problem;
-        let (per_unit, groups) = match tile {
-            RopeTile::Pieces => (16 / dtype.bytes(), heads.div_ceil(HEADS_PER_THREAD as usize)),
-            RopeTile::Scalar => (1, heads),
-        };
-        let rotated_units = match (tile, style) {
-            (RopeTile::Pieces, RopeStyle::Interleaved) => rotary_dim / per_unit,
-            _ => rotary_dim / 2 / per_unit,
-        };
-        let copied_units = match args.x {
-            RopeInput::From(_) => (head_dim - rotary_dim) / per_unit,
-            RopeInput::InPlace => 0,
-        };
-        let units = rotated_units + copied_units;
-        let tokens = args.out.shape()[0] as u32;
-        RopeDims {
-            tiles: RowTiles::new(tokens, (groups * units) as u32, BLOCK_PIECES_LOG2),
-            heads: heads as u32,
-            groups: groups as u32,
-            units: units as u32,
-            rotated_units: rotated_units as u32,
-            rotary_dim: rotary_dim as u32,
-            max_position: args.tables.max_position() as u32,
-            x_token_stride: strides.x[0],
-            x_head_stride: strides.x[1],
-            out_token_stride: strides.out[0],
-            out_head_stride: strides.out[1],
-            position_stride: strides.position,
-        }
+    fn select(limits: &DeviceLimits, problem: &RopeProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    fn check(&self, args: &RopeArgs<'_>) -> Result<Strides, Error> {
+    fn forced(variant: Self::Variant, problem: &RopeProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(device: &Device, problem: &RopeProblem, choice: &Choice<Self::Variant>) -> Result<Pair, Error> {
+        Pair::load(device, OP, [choice.variant.entry, select::variant(problem, RopeTile::Scalar)?.entry], 0)
+    }
+
+    fn check(at: &Check<'_>, problem: &RopeProblem, args: &RopeArgs<'_>) -> Result<Rows, Error> {
         let RopeArgs { x, positions, tables, out } = args;
-        let RopeProblem { tokens: max_tokens, heads, head_dim, rotary_dim, dtype, .. } = self.problem;
-        out.expect(OP, "out", &self.device, dtype, &[None, Some(heads), Some(head_dim)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        let tokens = out.shape()[0];
-        if tokens > max_tokens {
-            let expected = format!("at most {max_tokens} tokens, as planned");
-            return Err(Error::invalid(OP, "out", expected, tokens.to_string()));
-        }
-        positions.expect(OP, "positions", &self.device, DType::U32, &[Some(tokens)])?;
-        let shape = [None, Some(rotary_dim / 2)];
-        tables.cos.view().expect(OP, "tables", &self.device, DType::F32, &shape)?;
-        let strides = |argument, strides: &[usize]| -> Result<[u32; 2], Error> {
-            let token = check_size(OP, argument, "stride", strides[0])?;
-            Ok([token, check_size(OP, argument, "stride", strides[1])?])
-        };
-        let out_strides = strides("out", out.strides())?;
-        let x_strides = match x {
-            RopeInput::From(x) => {
-                x.expect(OP, "x", &self.device, dtype, &[Some(tokens), Some(heads), Some(head_dim)])?;
-                x.expect_inner_contiguous(OP, "x")?;
-                strides("x", x.strides())?
-            }
+        let RopeProblem { tokens: most, heads, head_dim, rotary_dim, dtype, .. } = *problem;
+        let shape = |tokens| [tokens, Some(heads), Some(head_dim)];
+        let out_strides = at.rows("out", out.as_view(), dtype, &shape(None))?;
+        let len = out.shape()[0];
+        let tokens = at.planned("out", "tokens", len, most)?;
+        let [position] = at.strided("positions", *positions, DType::U32, &[Some(len)])?;
+        // The tables' rows are whole pieces where those of x are, and they start where a pool block does.
+        at.contiguous("tables", tables.cos.view(), DType::F32, &[None, Some(rotary_dim / 2)])?;
+        let x = match x {
+            RopeInput::From(x) => at.rows("x", *x, dtype, &shape(Some(len)))?,
             RopeInput::InPlace => out_strides,
         };
-        let position = check_size(OP, "positions", "stride", positions.strides()[0])?;
-        Ok(Strides { x: x_strides, out: out_strides, position })
+        Ok(Rows { x, out: out_strides, position, tokens })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype } = self.problem;
+    fn cpu(problem: &RopeProblem, _: &Rows, args: &mut RopeArgs<'_>) {
+        cpu::run(problem, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, rows: Rows, args: &RopeArgs<'_>) -> Result<(), Error> {
+        let RopeArgs { x, positions, tables, out } = args;
+        let x = match x {
+            RopeInput::From(x) => (*x).into(),
+            RopeInput::InPlace => out.into(),
+        };
+        let tile = if run.is_aligned { run.choice.variant.tile } else { RopeTile::Scalar };
+        let dims = dims(run.problem, tile, args, rows);
+        let grid = check_blocks(OP, "out", dims.tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let (cos, sin) = (tables.cos.view(), tables.sin.view());
+        let params = [x, (*positions).into(), cos.into(), sin.into(), out.into(), (&dims).into()];
+        let entry = run.kernels.fitting(run.is_aligned);
+        // SAFETY: `check` found every head of x and out inside its view, and as many positions as tokens; the tables have
+        // max_position rows, which the kernel keeps to. `is_aligned` holds only for what can be read in pieces of 16 bytes.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &RopeProblem) -> Work {
+        let RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype } = *problem;
         let [tokens, heads, head_dim, rotary_dim] = [tokens, heads, head_dim, rotary_dim].map(count);
-        let work = |why: &str, tile: String, threads| Work {
+        Work {
             problem: format!("{} {rotary_dim} of [{tokens}, {heads}, {head_dim}] {dtype}", style.name()),
-            why: why.into(),
-            tile,
-            threads,
             // Each token's position and angles are read once.
             bytes: tokens
                 * (count(2 * dtype.bytes()) * heads * head_dim + count(4) * (rotary_dim + count(1))),
             flops: count(3) * tokens * heads * rotary_dim,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "tokens".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why, format!("{:?}", choice.variant.tile), THREADS);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-/// In elements; token and head.
-#[derive(Clone, Copy)]
-struct Strides {
-    x: [u32; 2],
-    out: [u32; 2],
-    position: u32,
-}
-
-impl Kernel for Rope {
-    type Args<'a> = RopeArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: RopeArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
+    fn tile(_: &Device, _: &RopeProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
 }
 
-fn check_problem(problem: &RopeProblem) -> Result<(), Error> {
-    let RopeProblem { tokens, heads, head_dim, rotary_dim, dtype, .. } = *problem;
-    check_size(OP, "problem", "tokens", tokens)?;
-    check_size(OP, "problem", "elements of a token", heads.saturating_mul(head_dim))?;
-    if rotary_dim < 2 || !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
-        let expected = format!("an even rotary_dim from 2 to head_dim {head_dim}");
-        return Err(Error::invalid(OP, "problem", expected, rotary_dim.to_string()));
+fn dims(problem: &RopeProblem, tile: RopeTile, args: &RopeArgs<'_>, rows: Rows) -> RopeDims {
+    let RopeProblem { heads, head_dim, rotary_dim, style, dtype, .. } = *problem;
+    let (per_unit, groups) = match tile {
+        RopeTile::Pieces => (16 / dtype.bytes(), heads.div_ceil(HEADS_PER_THREAD as usize)),
+        RopeTile::Scalar => (1, heads),
+    };
+    let rotated_units = match (tile, style) {
+        (RopeTile::Pieces, RopeStyle::Interleaved) => rotary_dim / per_unit,
+        _ => rotary_dim / 2 / per_unit,
+    };
+    let copied_units = match args.x {
+        RopeInput::From(_) => (head_dim - rotary_dim) / per_unit,
+        RopeInput::InPlace => 0,
+    };
+    let units = rotated_units + copied_units;
+    let ([x_token_stride, x_head_stride], [out_token_stride, out_head_stride]) = (rows.x, rows.out);
+    RopeDims {
+        tiles: RowTiles::new(rows.tokens, (groups * units) as u32, BLOCK_PIECES_LOG2),
+        heads: heads as u32,
+        groups: groups as u32,
+        units: units as u32,
+        rotated_units: rotated_units as u32,
+        rotary_dim: rotary_dim as u32,
+        max_position: args.tables.max_position() as u32,
+        x_token_stride,
+        x_head_stride,
+        out_token_stride,
+        out_head_stride,
+        position_stride: rows.position,
     }
-    if !dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
-    }
-    Ok(())
 }

@@ -1,32 +1,24 @@
 //! Which kernel a rotary embedding takes.
 
-use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, VARIANTS};
+use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, THREADS, VARIANTS};
 
 use super::{OP, RopeProblem};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RopeChoice {
-    /// The kernel.
-    pub variant: &'static RopeVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl RopeChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(variant: &'static RopeVariant, problem: &RopeProblem) -> Result<Self, Error> {
-        let whole = variant.tile == RopeTile::Scalar || is_whole_pieces(problem);
-        if variant.dtype == problem.dtype && variant.style == problem.style && whole {
-            return Ok(RopeChoice { variant, why: "asked for" });
-        }
-        let pieces =
-            if variant.tile == RopeTile::Pieces { ", heads of whole pieces of 16 bytes" } else { "" };
-        let expected = format!("{} {}{pieces}", variant.dtype, variant.style.name());
-        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static RopeVariant,
+    problem: &RopeProblem,
+) -> Result<Choice<&'static RopeVariant>, Error> {
+    let whole = variant.tile == RopeTile::Scalar || is_whole_pieces(problem);
+    if variant.dtype == problem.dtype && variant.style == problem.style && whole {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    let pieces = if variant.tile == RopeTile::Pieces { ", heads of whole pieces of 16 bytes" } else { "" };
+    let expected = format!("{} {}{pieces}", variant.dtype, variant.style.name());
+    Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
 }
 
 /// Whether the parts of a head are whole pieces of 16 bytes: both halves of the rotated part if they are apart, the
@@ -41,22 +33,21 @@ fn is_whole_pieces(problem: &RopeProblem) -> bool {
 }
 
 /// The kernel for a problem: by pieces of 16 bytes if a head is made of whole ones.
-pub fn select(_limits: &DeviceLimits, problem: &RopeProblem) -> Result<RopeChoice, Error> {
+pub fn select(_limits: &DeviceLimits, problem: &RopeProblem) -> Result<Choice<&'static RopeVariant>, Error> {
     let (tile, why) = if is_whole_pieces(problem) {
         (RopeTile::Pieces, "heads are whole pieces of 16 bytes")
     } else {
         (RopeTile::Scalar, "heads are not whole pieces of 16 bytes")
     };
-    Ok(RopeChoice { variant: variant(problem, tile)?, why })
+    Ok(Choice::new(variant(problem, tile)?, THREADS, why))
 }
 
 /// The kernel of a tile.
 pub(super) fn variant(problem: &RopeProblem, tile: RopeTile) -> Result<&'static RopeVariant, Error> {
-    let fits = |variant: &&RopeVariant| {
+    let fits = |variant: &RopeVariant| {
         (variant.dtype, variant.style, variant.tile) == (problem.dtype, problem.style, tile)
     };
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    VARIANTS.iter().find(fits).ok_or_else(missing)
+    first(OP, VARIANTS, problem.dtype, fits)
 }
 
 #[cfg(test)]

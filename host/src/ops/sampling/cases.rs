@@ -1,7 +1,12 @@
 //! Shapes that occur, for tests and benches.
 
-use super::Sampling;
+use abi::DType;
+
+use super::{OP, Sampler, Sampling, SamplingArgs, SamplingProblem};
+use crate::device::Device;
+use crate::error::Error;
 use crate::ops::Phase;
+use crate::sample::{Sample, tensor};
 
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -40,3 +45,18 @@ pub const CASES: &[SamplingCase] = cases! {
     ];
     prefill: [];
 };
+
+/// Runs of so many rows, for what tries every operator.
+pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let vocab = 64;
+    let sample = |method| {
+        let problem = SamplingProblem { method, ..SamplingProblem::new(rows, vocab, dtype) };
+        let plan = Sampler::plan(device, problem)?;
+        let tensors = [tensor("logits", &[rows, vocab], dtype), tensor("ids", &[rows], DType::U32)];
+        Ok(Sample::new(OP, tensors, move |stream, [logits, ids]| {
+            plan.run(stream, SamplingArgs { step: 3, ..SamplingArgs::new(logits.as_view(), ids.reborrow()) })
+        }))
+    };
+    let random = Sampling::Random { temperature: 1.0, top_k: Some(4), top_p: 0.9, seed: 1 };
+    Ok(vec![sample(Sampling::Greedy)?, sample(random)?])
+}

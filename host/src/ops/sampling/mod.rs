@@ -1,5 +1,4 @@
-//! Sampling: `abi::ops::sampling` has the kernel table and the shared arithmetic, `gpu/src/ops/sampling` the kernels,
-//! `tests/ops/sampling.rs` the properties, `benches/ops/sampling.rs` the bench.
+//! A token from each row of logits, greedy or random: [`Sampler`].
 
 mod cases;
 mod cpu;
@@ -11,19 +10,17 @@ use abi::ops::sampling::{
     MAX_SLICES, MAX_VOCAB, SamplingDims, THREADS, TOP_P_ONE, Task, digits, record, smem,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Work, count};
 use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
-use crate::stream::Stream;
+use crate::plan::{self, Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 
 pub use abi::ops::sampling::{SamplingAccess, SamplingVariant, VARIANTS};
-pub use cases::{CASES, SamplingCase};
-pub use select::{SamplingChoice, select};
+pub use cases::{CASES, SamplingCase, samples};
+pub use select::select;
 
 const OP: &str = "sampling";
 
@@ -60,6 +57,13 @@ pub struct SamplingProblem {
     pub method: Sampling,
 }
 
+impl SamplingProblem {
+    /// With what it must have. The other fields do nothing: `method: Sampling::Greedy`.
+    pub fn new(rows: usize, vocab: usize, dtype: DType) -> Self {
+        SamplingProblem { rows, vocab, dtype, method: Sampling::Greedy }
+    }
+}
+
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct SamplingArgs<'a> {
@@ -69,6 +73,13 @@ pub struct SamplingArgs<'a> {
     pub ids: TensorViewMut<'a>,
     /// Counts the generated tokens: another step draws other random numbers. Without effect on [`Sampling::Greedy`].
     pub step: u64,
+}
+
+impl<'a> SamplingArgs<'a> {
+    /// With what it must have. The other fields do nothing: `step: 0`.
+    pub fn new(logits: TensorView<'a>, ids: TensorViewMut<'a>) -> Self {
+        SamplingArgs { logits, ids, step: 0 }
+    }
 }
 
 /// Chooses a token per row of logits.
@@ -119,25 +130,21 @@ pub struct SamplingArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Sampler {
-    device: Device,
-    problem: SamplingProblem,
-    backend: Backend,
-}
+pub struct Sampler(Plan<Self>);
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    Cuda(Box<Kernels>),
-}
+planned!(Sampler, SamplingProblem, SamplingArgs, &'static SamplingVariant);
 
-/// The chosen kernel, and the one for logits that are not aligned to 16 bytes; what walks leave for the next.
+/// The kernels, and what walks leave for the next.
 #[derive(Debug)]
-struct Kernels {
-    choice: SamplingChoice,
-    entry: Entry,
-    unaligned: Entry,
+pub(crate) struct Kernels {
+    entries: Pair,
     records: Workspace<1>,
+}
+
+impl plan::Kernels for Kernels {
+    fn reported(&self) -> &Entry {
+        self.entries.reported()
+    }
 }
 
 /// Rows of a launch at most.
@@ -145,124 +152,66 @@ const CHUNK_ROWS: usize = 128;
 /// Fewest logits of a slice, but for the last.
 const MIN_SLICE: u32 = 1024;
 
-impl Sampler {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &SamplingProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+impl Operator for Sampler {
+    const OP: &'static str = OP;
+    type Problem = SamplingProblem;
+    type Args<'a> = SamplingArgs<'a>;
+    type Dims = SamplingDims;
+    type Variant = &'static SamplingVariant;
+    type Kernels = Kernels;
+
+    fn check_problem(problem: &SamplingProblem) -> Result<(), Error> {
+        let SamplingProblem { rows, vocab, dtype, method } = *problem;
+        if vocab == 0 || vocab > MAX_VOCAB as usize {
+            let expected = format!("a vocabulary of 1 to {MAX_VOCAB}");
+            return Err(Error::invalid(OP, "problem", expected, vocab.to_string()));
+        }
+        check_floats(OP, dtype, &[("rows", rows)])?;
+        let Sampling::Random { temperature, top_p, .. } = method else { return Ok(()) };
+        if !(temperature > 0.0 && temperature.is_normal()) {
+            let expected = "a normal number above 0";
+            return Err(Error::invalid(OP, "temperature", expected, temperature.to_string()));
+        }
+        if !(top_p > 0.0 && top_p <= 1.0) {
+            return Err(Error::invalid(OP, "top_p", "a number above 0 and at most 1", top_p.to_string()));
+        }
+        Ok(())
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: SamplingProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &SamplingProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &SamplingProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: SamplingProblem,
-        variant: &'static SamplingVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| SamplingChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+        problem: &SamplingProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Kernels, Error> {
+        let any = select::by_element(problem)?;
+        let entries = Pair::load(device, OP, [choice.variant.entry, any.entry], smem::BYTES)?;
+        let is_greedy = problem.method == Sampling::Greedy;
+        let len = if is_greedy { record::GREEDY_LEN } else { record::RANDOM_LEN };
+        // A record is of u64s.
+        let shape = [problem.rows.min(CHUNK_ROWS), 2 * len as usize];
+        let records = Workspace::new(device, |stream| Ok([Tensor::empty(stream, &shape, DType::U32)?]))?;
+        Ok(Kernels { entries, records })
     }
 
-    fn new(device: &Device, problem: SamplingProblem, choice: Option<SamplingChoice>) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, smem::BYTES)?;
-                let fallback = SamplingChoice::by_element(&problem)?;
-                let unaligned = device.entry(OP, fallback.variant.entry, smem::BYTES)?;
-                let is_greedy = problem.method == Sampling::Greedy;
-                let len = if is_greedy { record::GREEDY_LEN } else { record::RANDOM_LEN };
-                // A record is of u64s.
-                let shape = [problem.rows.min(CHUNK_ROWS), 2 * len as usize];
-                let records =
-                    Workspace::new(device, |stream| Ok([Tensor::empty(stream, &shape, DType::U32)?]))?;
-                Backend::Cuda(Box::new(Kernels { choice, entry, unaligned, records }))
-            }
-        };
-        Ok(Sampler { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`Sampler`].
-    pub fn run(&self, stream: &Stream, mut args: SamplingArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let dims = self.check(&args)?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(self.problem.dtype, &dims, &mut args);
-                Ok(())
-            }
-            Backend::Cuda(kernels) => {
-                let Kernels { choice, entry, unaligned, records } = &**kernels;
-                let SamplingArgs { logits, ids, .. } = &args;
-                let scalar = choice.variant.access == SamplingAccess::Scalar;
-                let entry = if scalar || logits.is_aligned_16() { entry } else { unaligned };
-                let _alone = records.enter(stream)?;
-                let records = records.tensors[0].view();
-                let rows = logits.shape()[0];
-                for first_row in (0..rows).step_by(CHUNK_ROWS) {
-                    let chunk = CHUNK_ROWS.min(rows - first_row) as u32;
-                    let (slices, slice_len) = self.slices(chunk);
-                    let dims = SamplingDims { first_row: first_row as u32, slices, slice_len, ..dims };
-                    for dims in self.walks(dims) {
-                        let params = [(*logits).into(), records.into(), ids.into(), Param::from(&dims)];
-                        let slices = if dims.task == Task::Choose as u32 { 1 } else { dims.slices };
-                        // SAFETY: `check` found every row of the logits and every id inside its view, and the alignment is what
-                        // the kernel reads by; the grid is the slices of the launch's rows, for each of which there is a record
-                        // that no run of another stream uses until this one is done.
-                        unsafe { entry.launch(stream, [slices, chunk, 1], [THREADS, 1, 1], &params)? };
-                    }
-                }
-                Ok(())
-            }
-        }
-    }
-
-    /// Blocks that share each of so many rows, as many as there are multiprocessors for it, and the logits of a block.
-    fn slices(&self, rows: u32) -> (u32, u32) {
-        let places = (self.device.profile().num_sms / rows.max(1)).clamp(1, MAX_SLICES);
-        let vocab = self.problem.vocab as u32;
-        let slice_len = vocab.div_ceil(places).max(MIN_SLICE).next_multiple_of(8);
-        (vocab.div_ceil(slice_len), slice_len)
-    }
-
-    /// The walks over some rows, each with what the one before has done.
-    fn walks(&self, dims: SamplingDims) -> impl Iterator<Item = SamplingDims> {
-        let digits = digits(self.problem.dtype.bytes());
-        let is_random = dims.is_greedy == 0;
-        let bounds = [(Task::Count, dims.top_k < dims.vocab), (Task::Weigh, dims.top_p_q32 < TOP_P_ONE)];
-        let searches = bounds.into_iter().filter(move |&(_, is_bounded)| is_random && is_bounded);
-        let by_digit = searches.flat_map(move |(task, _)| (0..digits).map(move |digit| (task, digit)));
-        let sum = is_random.then_some((Task::Sum, 0));
-        let choose = (is_random || dims.slices > 1).then_some((Task::Choose, 0));
-        let mut before = Task::Largest;
-        let tasks = std::iter::once((Task::Largest, 0)).chain(by_digit).chain(sum).chain(choose);
-        tasks.zip(0..).map(move |((task, digit), walk)| {
-            let before = std::mem::replace(&mut before, task) as u32;
-            SamplingDims { task: task as u32, digit, walk, before, ..dims }
-        })
-    }
-
-    fn check(&self, args: &SamplingArgs<'_>) -> Result<SamplingDims, Error> {
+    fn check(
+        at: &Check<'_>,
+        problem: &SamplingProblem,
+        args: &SamplingArgs<'_>,
+    ) -> Result<SamplingDims, Error> {
         let SamplingArgs { logits, ids, step } = args;
-        let SamplingProblem { rows: max_rows, vocab, dtype, method } = self.problem;
-        logits.expect(OP, "logits", &self.device, dtype, &[None, Some(vocab)])?;
-        logits.expect_inner_contiguous(OP, "logits")?;
+        let SamplingProblem { rows: most, vocab, dtype, method } = *problem;
+        let [logits_stride] = at.rows("logits", *logits, dtype, &[None, Some(vocab)])?;
         let rows = logits.shape()[0];
-        ids.expect(OP, "ids", &self.device, DType::U32, &[Some(rows)])?;
-        ids.expect_inner_contiguous(OP, "ids")?;
-        if rows > max_rows {
-            let expected = format!("at most {max_rows} rows, as planned");
-            return Err(Error::invalid(OP, "logits", expected, rows.to_string()));
-        }
-        let logits_stride =
-            if rows > 1 { check_size(OP, "logits", "stride", logits.strides()[0])? } else { 0 };
+        let [] = at.elements("ids", ids.as_view(), DType::U32, &[Some(rows)])?;
+        at.planned("logits", "rows", rows, most)?;
         let vocab = vocab as u32;
         let greedy = SamplingDims {
             seed: 0,
@@ -296,74 +245,70 @@ impl Sampler {
         })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let SamplingProblem { rows, vocab, dtype, method } = self.problem;
+    fn cpu(problem: &SamplingProblem, dims: &SamplingDims, args: &mut SamplingArgs<'_>) {
+        cpu::run(problem.dtype, dims, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, dims: SamplingDims, args: &SamplingArgs<'_>) -> Result<(), Error> {
+        let Kernels { entries, records } = run.kernels;
+        let SamplingArgs { logits, ids, .. } = args;
+        let entry = entries.fitting(run.is_aligned);
+        let _alone = records.enter(run.stream)?;
+        let records = records.tensors[0].view();
+        let rows = logits.shape()[0];
+        for first_row in (0..rows).step_by(CHUNK_ROWS) {
+            let chunk = CHUNK_ROWS.min(rows - first_row) as u32;
+            let (slices, slice_len) = slices(run.device, run.problem, chunk);
+            let dims = SamplingDims { first_row: first_row as u32, slices, slice_len, ..dims };
+            for dims in walks(run.problem, dims) {
+                let params = [(*logits).into(), records.into(), ids.into(), Param::from(&dims)];
+                let slices = if dims.task == Task::Choose as u32 { 1 } else { dims.slices };
+                // SAFETY: `check` found every row of the logits and every id inside its view, and `is_aligned` what the
+                // kernel reads in pieces of 16 bytes; the grid is the slices of the launch's rows, for each of which there
+                // is a record that no run of another stream uses until this one is done.
+                unsafe { entry.launch(run.stream, [slices, chunk, 1], [THREADS, 1, 1], &params)? };
+            }
+        }
+        Ok(())
+    }
+
+    fn work(problem: &SamplingProblem) -> Work {
+        let SamplingProblem { rows, vocab, dtype, method } = *problem;
         let [rows, vocab] = [rows, vocab].map(count);
-        let work = |why, tile, threads| Work {
+        Work {
             problem: format!("[{rows}, {vocab}] {dtype} {method:?}"),
-            why,
-            tile,
-            threads,
             bytes: rows * (vocab * count(dtype.bytes()) + count(DType::U32.bytes())),
             flops: rows * vocab,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card".into(), "rows".into(), 1))
-            }
-            Backend::Cuda(kernels) => {
-                let Kernels { choice, entry, .. } = &**kernels;
-                let (slices, _) = self.slices(self.problem.rows.min(CHUNK_ROWS) as u32);
-                let tile = format!("{slices} blocks to a row, {:?}", choice.variant.access);
-                OptimizationReport::new(
-                    OP,
-                    &self.device,
-                    Some(entry),
-                    work(choice.why.clone(), tile, THREADS),
-                )
-            }
         }
+    }
+
+    fn tile(device: &Device, problem: &SamplingProblem, choice: &Choice<Self::Variant>) -> String {
+        let (slices, _) = slices(device, problem, problem.rows.min(CHUNK_ROWS) as u32);
+        format!("{slices} blocks to a row, {:?}", choice.variant.access)
     }
 }
 
-impl Kernel for Sampler {
-    type Args<'a> = SamplingArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: SamplingArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
+/// Blocks that share each of so many rows, as many as there are multiprocessors for it, and the logits of a block.
+fn slices(device: &Device, problem: &SamplingProblem, rows: u32) -> (u32, u32) {
+    let places = (device.profile().num_sms / rows.max(1)).clamp(1, MAX_SLICES);
+    let vocab = problem.vocab as u32;
+    let slice_len = vocab.div_ceil(places).max(MIN_SLICE).next_multiple_of(8);
+    (vocab.div_ceil(slice_len), slice_len)
 }
 
-fn check_problem(problem: &SamplingProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    if problem.vocab == 0 || problem.vocab > MAX_VOCAB as usize {
-        let expected = format!("a vocabulary of 1 to {MAX_VOCAB}");
-        return Err(Error::invalid(OP, "problem", expected, problem.vocab.to_string()));
-    }
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    if let Sampling::Random { temperature, top_p, .. } = problem.method {
-        if !(temperature > 0.0 && temperature.is_normal()) {
-            return Err(Error::invalid(
-                OP,
-                "temperature",
-                "a normal number above 0",
-                temperature.to_string(),
-            ));
-        }
-        if !(top_p > 0.0 && top_p <= 1.0) {
-            return Err(Error::invalid(OP, "top_p", "a number above 0 and at most 1", top_p.to_string()));
-        }
-    }
-    Ok(())
+/// The walks over some rows, each with what the one before has done.
+fn walks(problem: &SamplingProblem, dims: SamplingDims) -> impl Iterator<Item = SamplingDims> {
+    let digits = digits(problem.dtype.bytes());
+    let is_random = dims.is_greedy == 0;
+    let bounds = [(Task::Count, dims.top_k < dims.vocab), (Task::Weigh, dims.top_p_q32 < TOP_P_ONE)];
+    let searches = bounds.into_iter().filter(move |&(_, is_bounded)| is_random && is_bounded);
+    let by_digit = searches.flat_map(move |(task, _)| (0..digits).map(move |digit| (task, digit)));
+    let sum = is_random.then_some((Task::Sum, 0));
+    let choose = (is_random || dims.slices > 1).then_some((Task::Choose, 0));
+    let mut before = Task::Largest;
+    let tasks = std::iter::once((Task::Largest, 0)).chain(by_digit).chain(sum).chain(choose);
+    tasks.zip(0..).map(move |((task, digit), walk)| {
+        let before = std::mem::replace(&mut before, task) as u32;
+        SamplingDims { task: task as u32, digit, walk, before, ..dims }
+    })
 }

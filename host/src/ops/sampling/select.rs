@@ -1,38 +1,28 @@
 //! Which kernel sampling takes.
 
-use abi::ops::sampling::{SamplingAccess, SamplingVariant, VARIANTS};
+use abi::ops::sampling::{SamplingAccess, SamplingVariant, THREADS, VARIANTS};
 
 use super::{OP, SamplingProblem};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{self, Choice};
 
-/// A kernel and how it is launched.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SamplingChoice {
-    /// The kernel.
-    pub variant: &'static SamplingVariant,
-    /// Why this one.
-    pub why: String,
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static SamplingVariant,
+    problem: &SamplingProblem,
+) -> Result<Choice<&'static SamplingVariant>, Error> {
+    if !fits(variant, problem) {
+        let SamplingVariant { dtype, access, .. } = variant;
+        let expected = format!("a problem of {dtype} that {access:?} access can read");
+        return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
+    }
+    Ok(Choice::asked_for(variant, THREADS))
 }
 
-impl SamplingChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static SamplingVariant,
-        problem: &SamplingProblem,
-    ) -> Result<Self, Error> {
-        if !fits(variant, problem) {
-            let SamplingVariant { dtype, access, .. } = variant;
-            let expected = format!("a problem of {dtype} that {access:?} access can read");
-            return Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")));
-        }
-        Ok(SamplingChoice { variant, why: "asked for".into() })
-    }
-
-    /// The kernel that any alignment will do for.
-    pub(super) fn by_element(problem: &SamplingProblem) -> Result<Self, Error> {
-        first(problem, |variant| variant.access == SamplingAccess::Scalar)
-    }
+/// The kernel that any alignment will do for.
+pub(super) fn by_element(problem: &SamplingProblem) -> Result<&'static SamplingVariant, Error> {
+    first(problem, |variant| variant.access == SamplingAccess::Scalar)
 }
 
 fn fits(variant: &SamplingVariant, problem: &SamplingProblem) -> bool {
@@ -44,20 +34,21 @@ fn fits(variant: &SamplingVariant, problem: &SamplingProblem) -> bool {
 fn first(
     problem: &SamplingProblem,
     wanted: impl Fn(&SamplingVariant) -> bool,
-) -> Result<SamplingChoice, Error> {
-    let Some(variant) = VARIANTS.iter().find(|variant| fits(variant, problem) && wanted(variant)) else {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    };
+) -> Result<&'static SamplingVariant, Error> {
+    plan::first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem) && wanted(variant))
+}
+
+/// Pieces of 16 bytes if the row is whole ones, else elements.
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &SamplingProblem,
+) -> Result<Choice<&'static SamplingVariant>, Error> {
+    let variant = first(problem, |_| true)?;
     let why = match variant.access {
         SamplingAccess::Vector => "the row is whole pieces of 16 bytes",
         SamplingAccess::Scalar => "the row is not whole pieces of 16 bytes",
     };
-    Ok(SamplingChoice { variant, why: why.into() })
-}
-
-/// Pieces of 16 bytes if the row is whole ones, else elements.
-pub fn select(_limits: &DeviceLimits, problem: &SamplingProblem) -> Result<SamplingChoice, Error> {
-    first(problem, |_| true)
+    Ok(Choice::new(variant, THREADS, why))
 }
 
 #[cfg(test)]
@@ -82,8 +73,8 @@ mod tests {
             let problem = SamplingProblem { rows: 3, vocab, dtype, method };
             let choice = select(&limits, &problem).unwrap();
             assert_eq!(choice.variant.entry, entry, "{dtype} {vocab}");
-            let fallback = SamplingChoice::by_element(&problem).unwrap();
-            assert_eq!(fallback.variant.access, SamplingAccess::Scalar);
+            let fallback = by_element(&problem).unwrap();
+            assert_eq!(fallback.access, SamplingAccess::Scalar);
         }
     }
 
@@ -91,7 +82,7 @@ mod tests {
     fn a_kernel_of_another_type_is_refused() {
         let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F16, method: RANDOM };
         assert_eq!(
-            SamplingChoice::forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
+            forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
             format!(
                 "sampling: variant: expected a problem of f32 that Vector access can read, got {problem:?}"
             )

@@ -1,5 +1,4 @@
-//! Rows into places that are named by number: `abi::ops::scatter_rows` has the kernel table, `gpu/src/ops/scatter_rows` the
-//! kernels, `tests/ops/scatter_rows.rs` the properties, `benches/ops/scatter_rows.rs` the bench.
+//! Rows into places that are named by number: [`ScatterRows`].
 
 mod cases;
 mod cpu;
@@ -9,18 +8,16 @@ mod select;
 use abi::ops::scatter_rows::{BLOCK_PIECES_LOG2, ScatterRowsDims, THREADS};
 use abi::{DType, RowTiles};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
-use crate::kernel::{Kernel, OptimizationReport, Work, count};
-use crate::launch::Entry;
-use crate::nvtx;
-use crate::ops::{Store, check_blocks, check_size};
-use crate::stream::Stream;
+use crate::kernel::{Work, count};
+use crate::ops::{Store, check_blocks};
+use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
 use crate::tensor::{TensorView, TensorViewMut};
 
 pub use abi::ops::scatter_rows::{ScatterRowsTile, ScatterRowsVariant, VARIANTS};
-pub use cases::{CASES, ScatterRowsCase};
-pub use select::{ScatterRowsChoice, select};
+pub use cases::{CASES, ScatterRowsCase, samples};
+pub use select::select;
 
 const OP: &str = "scatter_rows";
 
@@ -37,6 +34,13 @@ pub struct ScatterRowsProblem {
     pub store: Store,
 }
 
+impl ScatterRowsProblem {
+    /// With what it must have. The other fields do nothing: `store: Store::Replace`.
+    pub fn new(rows: usize, cols: usize, dtype: DType) -> Self {
+        ScatterRowsProblem { rows, cols, dtype, store: Store::Replace }
+    }
+}
+
 /// The tensors of a run.
 #[derive(Debug)]
 pub struct ScatterRowsArgs<'a> {
@@ -46,6 +50,13 @@ pub struct ScatterRowsArgs<'a> {
     pub ids: TensorView<'a>,
     /// `[any, cols]`, rows of any stride. Rows that are not named keep what they hold.
     pub out: TensorViewMut<'a>,
+}
+
+impl<'a> ScatterRowsArgs<'a> {
+    /// With what it must have, which is all there is so far.
+    pub fn new(x: TensorView<'a>, ids: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
+        ScatterRowsArgs { x, ids, out }
+    }
 }
 
 /// Rows into places that are named by number: `out[ids[t], :] = x[t, :]`, or `+=`.
@@ -74,166 +85,98 @@ pub struct ScatterRowsArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct ScatterRows {
-    device: Device,
-    problem: ScatterRowsProblem,
-    backend: Backend,
+pub struct ScatterRows(Plan<Self>);
+
+planned!(ScatterRows, ScatterRowsProblem, ScatterRowsArgs, &'static ScatterRowsVariant);
+
+/// Rows of x and of out, and their strides.
+pub(crate) struct Rows {
+    rows: u32,
+    num_rows: u32,
+    strides: [u32; 2],
 }
 
-#[derive(Debug)]
-enum Backend {
-    Cpu,
-    /// The chosen kernel, and the one for tensors that are not aligned to 16 bytes.
-    Cuda {
-        choice: ScatterRowsChoice,
-        entry: Entry,
-        unaligned: Entry,
-    },
-}
+impl Operator for ScatterRows {
+    const OP: &'static str = OP;
+    type Problem = ScatterRowsProblem;
+    type Args<'a> = ScatterRowsArgs<'a>;
+    type Dims = Rows;
+    type Variant = &'static ScatterRowsVariant;
+    type Kernels = Pair;
 
-impl ScatterRows {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &ScatterRowsProblem) -> Result<(), Error> {
-        check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+    fn check_problem(problem: &ScatterRowsProblem) -> Result<(), Error> {
+        check_floats(OP, problem.dtype, &[("rows", problem.rows), ("cols", problem.cols)])
     }
 
-    /// Checks the problem, chooses a kernel and loads it.
-    pub fn plan(device: &Device, problem: ScatterRowsProblem) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|limits| select(&limits, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+    fn select(limits: &DeviceLimits, problem: &ScatterRowsProblem) -> Result<Choice<Self::Variant>, Error> {
+        select(limits, problem)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn forced(variant: Self::Variant, problem: &ScatterRowsProblem) -> Result<Choice<Self::Variant>, Error> {
+        select::forced(variant, problem)
+    }
+
+    fn load(
         device: &Device,
-        problem: ScatterRowsProblem,
-        variant: &'static ScatterRowsVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let choice = device.limits().map(|_| ScatterRowsChoice::forced(variant, &problem)).transpose()?;
-        Self::new(device, problem, choice)
+        problem: &ScatterRowsProblem,
+        choice: &Choice<Self::Variant>,
+    ) -> Result<Pair, Error> {
+        let any = select::variant(problem, ScatterRowsTile::Scalar)?;
+        Pair::load(device, OP, [choice.variant.entry, any.entry], 0)
     }
 
-    fn new(
-        device: &Device,
-        problem: ScatterRowsProblem,
-        choice: Option<ScatterRowsChoice>,
-    ) -> Result<Self, Error> {
-        let backend = match choice {
-            None => Backend::Cpu,
-            Some(choice) => {
-                let entry = device.entry(OP, choice.variant.entry, 0)?;
-                let scalar = select::variant(&problem, ScatterRowsTile::Scalar)?;
-                let unaligned = device.entry(OP, scalar.entry, 0)?;
-                Backend::Cuda { choice, entry, unaligned }
-            }
-        };
-        Ok(ScatterRows { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`ScatterRows`].
-    pub fn run(&self, stream: &Stream, mut args: ScatterRowsArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let [rows, num_rows, x_stride, out_stride] = self.check(&args)?;
-        let ScatterRowsProblem { cols, dtype, store, .. } = self.problem;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(&self.problem, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { choice, entry, unaligned } => {
-                let ScatterRowsArgs { x, ids, out } = &args;
-                let aligned = choice.variant.tile == ScatterRowsTile::Pieces
-                    && x.is_aligned_16()
-                    && out.is_aligned_16();
-                let (entry, per_piece) = if aligned { (entry, 16 / dtype.bytes()) } else { (unaligned, 1) };
-                let tiles = RowTiles::new(rows, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
-                let grid = check_blocks(OP, "x", tiles.blocks(BLOCK_PIECES_LOG2))?;
-                let adds = u32::from(store == Store::Add);
-                let dims = ScatterRowsDims { tiles, num_rows, x_stride, out_stride, adds };
-                let params = [(*x).into(), (*ids).into(), out.into(), (&dims).into()];
-                // SAFETY: `check` found every row of every tensor inside its view, and a number for each row of x; `aligned`
-                // what the tile moves in pieces of 16 bytes; the kernel leaves out what is beyond rows, cols and num_rows.
-                // That the numbers are distinct is the caller's part; where they are not, values are undefined, not memory.
-                unsafe { entry.launch(stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
-            }
-        }
-    }
-
-    /// Rows of x and of out, and their strides.
-    fn check(&self, args: &ScatterRowsArgs<'_>) -> Result<[u32; 4], Error> {
+    fn check(
+        at: &Check<'_>,
+        problem: &ScatterRowsProblem,
+        args: &ScatterRowsArgs<'_>,
+    ) -> Result<Rows, Error> {
         let ScatterRowsArgs { x, ids, out } = args;
-        let ScatterRowsProblem { rows: max_rows, cols, dtype, .. } = self.problem;
-        x.expect(OP, "x", &self.device, dtype, &[None, Some(cols)])?;
-        x.expect_inner_contiguous(OP, "x")?;
-        let rows = x.shape()[0];
-        if rows > max_rows {
-            let expected = format!("at most {max_rows} rows, as planned");
-            return Err(Error::invalid(OP, "x", expected, rows.to_string()));
-        }
-        ids.expect(OP, "ids", &self.device, DType::U32, &[Some(rows)])?;
-        ids.expect_inner_contiguous(OP, "ids")?;
-        out.expect(OP, "out", &self.device, dtype, &[None, Some(cols)])?;
-        out.expect_inner_contiguous(OP, "out")?;
-        Ok([
-            rows as u32,
-            check_size(OP, "out", "number of rows", out.shape()[0])?,
-            check_size(OP, "x", "stride", x.strides()[0])?,
-            check_size(OP, "out", "stride", out.strides()[0])?,
-        ])
+        let ScatterRowsProblem { rows: most, cols, dtype, .. } = *problem;
+        let [x_stride] = at.rows("x", *x, dtype, &[None, Some(cols)])?;
+        let rows = at.planned("x", "rows", x.shape()[0], most)?;
+        let [] = at.elements("ids", *ids, DType::U32, &[Some(x.shape()[0])])?;
+        let [out_stride] = at.rows("out", out.as_view(), dtype, &[None, Some(cols)])?;
+        let num_rows = at.size("out", "number of rows", out.shape()[0])?;
+        Ok(Rows { rows, num_rows, strides: [x_stride, out_stride] })
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let ScatterRowsProblem { rows, cols, dtype, store } = self.problem;
+    fn cpu(problem: &ScatterRowsProblem, _: &Rows, args: &mut ScatterRowsArgs<'_>) {
+        cpu::run(problem, args);
+    }
+
+    fn launch(run: &Run<'_, Self>, rows: Rows, args: &ScatterRowsArgs<'_>) -> Result<(), Error> {
+        let ScatterRowsArgs { x, ids, out } = args;
+        let ScatterRowsProblem { cols, dtype, store, .. } = *run.problem;
+        let Rows { rows, num_rows, strides: [x_stride, out_stride] } = rows;
+        let in_pieces = run.is_aligned && run.choice.variant.tile == ScatterRowsTile::Pieces;
+        let per_piece = if in_pieces { 16 / dtype.bytes() } else { 1 };
+        let tiles = RowTiles::new(rows, (cols / per_piece) as u32, BLOCK_PIECES_LOG2);
+        let grid = check_blocks(OP, "x", tiles.blocks(BLOCK_PIECES_LOG2))?;
+        let adds = u32::from(store == Store::Add);
+        let dims = ScatterRowsDims { tiles, num_rows, x_stride, out_stride, adds };
+        let params = [(*x).into(), (*ids).into(), out.into(), (&dims).into()];
+        let entry = run.kernels.fitting(in_pieces);
+        // SAFETY: `check` found every row of every tensor inside its view, and a number for each row of x; `is_aligned` what
+        // the tile moves in pieces of 16 bytes; the kernel leaves out what is beyond rows, cols and num_rows. That the
+        // numbers are distinct is the caller's part; where they are not, values are undefined, not memory.
+        unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    fn work(problem: &ScatterRowsProblem) -> Work {
+        let ScatterRowsProblem { rows, cols, dtype, store } = *problem;
         let [rows, cols] = [rows, cols].map(count);
         let (passes, flops) = match store {
             Store::Replace => (2, count(0)),
             Store::Add => (3, rows * cols),
         };
-        let work = |why: &str, tile: String, threads| Work {
+        Work {
             problem: format!("[{rows}, {cols}] {dtype} {store:?}"),
-            why: why.into(),
-            tile,
-            threads,
             bytes: rows * (count(passes * dtype.bytes()) * cols + count(4)),
             flops,
-        };
-        match &self.backend {
-            Backend::Cpu => {
-                OptimizationReport::new(OP, &self.device, None, work("no card", "rows".into(), 1))
-            }
-            Backend::Cuda { choice, entry, .. } => {
-                let work = work(choice.why, format!("{:?}", choice.variant.tile), THREADS);
-                OptimizationReport::new(OP, &self.device, Some(entry), work)
-            }
         }
     }
-}
 
-impl Kernel for ScatterRows {
-    type Args<'a> = ScatterRowsArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
+    fn tile(_: &Device, _: &ScatterRowsProblem, choice: &Choice<Self::Variant>) -> String {
+        format!("{:?}", choice.variant.tile)
     }
-
-    fn forward(&self, stream: &Stream, args: ScatterRowsArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
-}
-
-fn check_problem(problem: &ScatterRowsProblem) -> Result<(), Error> {
-    check_size(OP, "problem", "rows", problem.rows)?;
-    check_size(OP, "problem", "cols", problem.cols)?;
-    if !problem.dtype.is_float() {
-        return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
-    }
-    Ok(())
 }

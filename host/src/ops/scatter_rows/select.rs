@@ -1,34 +1,24 @@
 //! Which kernel a scatter of rows takes.
 
-use abi::ops::scatter_rows::{ScatterRowsTile, ScatterRowsVariant, VARIANTS};
+use abi::ops::scatter_rows::{ScatterRowsTile, ScatterRowsVariant, THREADS, VARIANTS};
 
 use super::{OP, ScatterRowsProblem};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::{Choice, first};
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ScatterRowsChoice {
-    /// The kernel.
-    pub variant: &'static ScatterRowsVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl ScatterRowsChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static ScatterRowsVariant,
-        problem: &ScatterRowsProblem,
-    ) -> Result<Self, Error> {
-        let whole = variant.tile == ScatterRowsTile::Scalar || is_whole_pieces(problem);
-        if variant.dtype == problem.dtype && whole {
-            return Ok(ScatterRowsChoice { variant, why: "asked for" });
-        }
-        let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
-        let expected = format!("{}{pieces}", variant.dtype);
-        Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static ScatterRowsVariant,
+    problem: &ScatterRowsProblem,
+) -> Result<Choice<&'static ScatterRowsVariant>, Error> {
+    let whole = variant.tile == ScatterRowsTile::Scalar || is_whole_pieces(problem);
+    if variant.dtype == problem.dtype && whole {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    let pieces = if whole { "" } else { ", rows of whole pieces of 16 bytes" };
+    let expected = format!("{}{pieces}", variant.dtype);
+    Err(Error::invalid(OP, "variant", expected, format!("{problem:?}")))
 }
 
 fn is_whole_pieces(problem: &ScatterRowsProblem) -> bool {
@@ -36,13 +26,16 @@ fn is_whole_pieces(problem: &ScatterRowsProblem) -> bool {
 }
 
 /// The kernel for a problem: by pieces of 16 bytes if rows are whole ones.
-pub fn select(_limits: &DeviceLimits, problem: &ScatterRowsProblem) -> Result<ScatterRowsChoice, Error> {
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &ScatterRowsProblem,
+) -> Result<Choice<&'static ScatterRowsVariant>, Error> {
     let (tile, why) = if is_whole_pieces(problem) {
         (ScatterRowsTile::Pieces, "rows are whole pieces of 16 bytes")
     } else {
         (ScatterRowsTile::Scalar, "rows are not whole pieces of 16 bytes")
     };
-    Ok(ScatterRowsChoice { variant: variant(problem, tile)?, why })
+    Ok(Choice::new(variant(problem, tile)?, THREADS, why))
 }
 
 /// The kernel of a tile.
@@ -50,9 +43,8 @@ pub(super) fn variant(
     problem: &ScatterRowsProblem,
     tile: ScatterRowsTile,
 ) -> Result<&'static ScatterRowsVariant, Error> {
-    let fits = |variant: &&ScatterRowsVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
-    let missing = || Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name());
-    VARIANTS.iter().find(fits).ok_or_else(missing)
+    let fits = |variant: &ScatterRowsVariant| (variant.dtype, variant.tile) == (problem.dtype, tile);
+    first(OP, VARIANTS, problem.dtype, fits)
 }
 
 #[cfg(test)]

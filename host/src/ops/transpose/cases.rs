@@ -1,5 +1,9 @@
 //! Shapes that occur, for tests and benches.
 
+use super::{OP, Transpose, TransposeArgs, TransposeProblem};
+use crate::device::Device;
+use crate::error::Error;
+use crate::sample::{Sample, tensor};
 use abi::DType;
 
 /// One shape.
@@ -26,3 +30,16 @@ pub const CASES: &[TransposeCase] = &[
     TransposeCase { name: "32 heads of 4096x128", batch: 32, rows: 4096, cols: 128, dtype: DType::BF16 },
     TransposeCase { name: "odd 4095x4097", batch: 1, rows: 4095, cols: 4097, dtype: DType::BF16 },
 ];
+
+/// A run of a matrix of so many rows, for what tries every operator.
+pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
+    let plan = Transpose::plan(device, TransposeProblem::new(1, rows, 64, dtype))?;
+    let tensors = [
+        tensor("x", &[1, rows, 64], dtype).of_any_strides(),
+        tensor("out", &[1, 64, rows], dtype).of_any_strides(),
+    ];
+    let sample = Sample::new(OP, tensors, move |stream, [x, out]| {
+        plan.run(stream, TransposeArgs::new(x.as_view(), out.reborrow()))
+    });
+    Ok(vec![sample])
+}

@@ -1,38 +1,31 @@
 //! Which kernel a transposition takes.
 
-use abi::ops::transpose::{TransposeAccess, TransposeVariant, VARIANTS};
+use abi::ops::transpose::{THREADS, TransposeAccess, TransposeVariant, VARIANTS};
 
 use super::{OP, TransposeProblem};
 use crate::device::DeviceLimits;
 use crate::error::Error;
+use crate::plan::Choice;
 
-/// A kernel and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TransposeChoice {
-    /// The kernel.
-    pub variant: &'static TransposeVariant,
-    /// Why this one.
-    pub why: &'static str,
-}
-
-impl TransposeChoice {
-    /// This kernel, if it can do the problem.
-    pub(super) fn forced(
-        variant: &'static TransposeVariant,
-        problem: &TransposeProblem,
-    ) -> Result<Self, Error> {
-        if variant.element_bytes == problem.dtype.bytes() {
-            return Ok(TransposeChoice { variant, why: "asked for" });
-        }
-        let expected = format!("elements of {} bytes", problem.dtype.bytes());
-        Err(Error::invalid(OP, "variant", expected, variant.element_bytes.to_string()))
+/// This kernel, if it can do the problem.
+pub(super) fn forced(
+    variant: &'static TransposeVariant,
+    problem: &TransposeProblem,
+) -> Result<Choice<&'static TransposeVariant>, Error> {
+    if variant.element_bytes == problem.dtype.bytes() {
+        return Ok(Choice::asked_for(variant, THREADS));
     }
+    let expected = format!("elements of {} bytes", problem.dtype.bytes());
+    Err(Error::invalid(OP, "variant", expected, variant.element_bytes.to_string()))
 }
 
 /// The kernel for a problem: by words; a run whose tensors have other strides or alignments takes the scalar one.
-pub fn select(_limits: &DeviceLimits, problem: &TransposeProblem) -> Result<TransposeChoice, Error> {
+pub fn select(
+    _limits: &DeviceLimits,
+    problem: &TransposeProblem,
+) -> Result<Choice<&'static TransposeVariant>, Error> {
     let variant = variant(problem.dtype.bytes(), TransposeAccess::Words)?;
-    Ok(TransposeChoice { variant, why: "for whatever can be so read and written" })
+    Ok(Choice::new(variant, THREADS, "for whatever can be so read and written"))
 }
 
 /// The kernel of an access.
