@@ -209,12 +209,18 @@ macro_rules! planned {
             /// Whether `device` can do it.
             ///
             /// **Errors**: those of [`Self::plan`], but for what the device has no memory or image for.
-            pub fn supports(device: &$crate::device::Device, problem: &$problem) -> Result<(), $crate::error::Error> {
+            pub fn supports(
+                device: &$crate::device::Device,
+                problem: &$problem,
+            ) -> Result<(), $crate::error::Error> {
                 $crate::plan::Plan::<Self>::supports(device, problem)
             }
 
             /// Checks the problem, chooses a kernel and loads it.
-            pub fn plan(device: &$crate::device::Device, problem: $problem) -> Result<Self, $crate::error::Error> {
+            pub fn plan(
+                device: &$crate::device::Device,
+                problem: $problem,
+            ) -> Result<Self, $crate::error::Error> {
                 $crate::plan::Plan::new(device, problem).map(Self)
             }
 
@@ -227,8 +233,12 @@ macro_rules! planned {
                 $crate::plan::Plan::with(device, problem, variant).map(Self)
             }
 
-            #[doc = concat!("Runs once: checks the tensors and enqueues the work. See [`", stringify!($op), "`].")]
-            pub fn run(&self, stream: &$crate::stream::Stream, args: $args<'_>) -> Result<(), $crate::error::Error> {
+            /// Runs once: checks the tensors and enqueues the work. The type's own page says what is computed.
+            pub fn run(
+                &self,
+                stream: &$crate::stream::Stream,
+                args: $args<'_>,
+            ) -> Result<(), $crate::error::Error> {
                 self.0.run(stream, args)
             }
 
@@ -245,7 +255,11 @@ macro_rules! planned {
                 <Self as $crate::plan::Operator>::OP
             }
 
-            fn forward(&self, stream: &$crate::stream::Stream, args: $args<'_>) -> Result<(), $crate::error::Error> {
+            fn forward(
+                &self,
+                stream: &$crate::stream::Stream,
+                args: $args<'_>,
+            ) -> Result<(), $crate::error::Error> {
                 self.run(stream, args)
             }
 
