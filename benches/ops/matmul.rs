@@ -28,7 +28,8 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let &MatmulCase { batch, m, n, k, act, dtype, precision, .. } = case;
     let epilogue = Epilogue::of(act);
     let bias = Bias::None;
-    let problem = MatmulProblem { batch, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue };
+    let problem =
+        MatmulProblem { batch, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue, weight: None };
     // The gate's rows, then up's.
     let (b_rows, activation) = match act {
         Act::None => (n, None),

@@ -1,7 +1,7 @@
 //! The host side of warpforge: devices, tensors, operators. The `warpforge` crate re-exports all of it, with a type
 //! around [`Device`] that has the device images; use that one.
 //!
-//! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → `tensor` → [`device`] and
+//! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → [`weight`] → `tensor` → [`device`] and
 //! `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
 
 mod backing;
@@ -28,6 +28,7 @@ pub mod simulator;
 mod stream;
 mod tensor;
 mod tensor_map;
+pub mod weight;
 
 pub use abi::{Arch, DType, Need, UnknownArch, UnknownDType};
 pub use device::Device;

@@ -212,6 +212,16 @@ impl Tensor {
         TensorViewMut::of(self.raw())
     }
 
+    /// The elements of a tensor in host memory.
+    pub(crate) fn host_slice<T: Element>(&self) -> &[T] {
+        assert!(self.place == Place::Cpu && self.dtype == T::DTYPE, "CPU backend on {self:?}");
+        if self.is_empty() {
+            return &[];
+        }
+        // SAFETY: host memory of so many elements, which nobody writes while the tensor is borrowed.
+        unsafe { std::slice::from_raw_parts(self.block.address() as *const T, self.len()) }
+    }
+
     fn raw(&self) -> RawView {
         RawView {
             address: self.block.address(),

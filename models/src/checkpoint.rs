@@ -348,6 +348,14 @@ impl<'a> Data<'a> {
         }
     }
 
+    /// A row of floats that are not quantised.
+    pub(super) fn floats(&self, row: usize, out: &mut [f32]) {
+        if let Data::Dense { dtype, bytes } = self {
+            let len = out.len() * dtype.bytes();
+            decode(*dtype, &bytes[row * len..(row + 1) * len], out);
+        }
+    }
+
     /// A row of as many values as it has.
     fn row(&self, row: usize, out: &mut [f32]) -> Result<(), String> {
         match self {

@@ -138,21 +138,26 @@ pub(super) struct DecoderBlock {
 }
 
 impl DecoderBlock {
-    pub(super) fn new(phase: &Phase<'_>) -> Result<Self, Error> {
+    pub(super) fn new(phase: &Phase<'_>, decoder: &Decoder) -> Result<Self, Error> {
         let &Phase { stream, config, dtype, logit_rows, .. } = phase;
         let &DecoderConfig { vocab_size, hidden_size, .. } = config;
         let (device, tokens) = (stream.device(), phase.tokens());
+        // Layers of one configuration, whose weights are quantised alike, share what is planned.
         let (mut mixer_kinds, mut feed_forward_kinds) = (Vec::new(), Vec::new());
-        let of_layer = config
-            .layers
-            .iter()
-            .map(|layer| {
-                (
-                    index_of(&mut mixer_kinds, layer.mixer),
-                    index_of(&mut feed_forward_kinds, layer.feed_forward),
-                )
-            })
-            .collect();
+        let (mut mixers, mut feed_forwards) = (Vec::new(), Vec::new());
+        let mut of_layer = Vec::new();
+        for (layer, weights) in std::iter::zip(&config.layers, &decoder.layers) {
+            let mixer = index_of(&mut mixer_kinds, (layer.mixer, weights.mixer.kinds()));
+            if mixer == mixers.len() {
+                mixers.push(MixerBlock::new(phase, &layer.mixer, &weights.mixer)?);
+            }
+            let feed_forward =
+                index_of(&mut feed_forward_kinds, (layer.feed_forward, weights.feed_forward.kinds()));
+            if feed_forward == feed_forwards.len() {
+                feed_forwards.push(FeedForwardBlock::new(phase, &layer.feed_forward, &weights.feed_forward)?);
+            }
+            of_layer.push((mixer, feed_forward));
+        }
         let hidden = || phase.rows(&[hidden_size]);
         Ok(DecoderBlock {
             embedding: Embedding::plan(
@@ -160,11 +165,8 @@ impl DecoderBlock {
                 EmbeddingProblem { tokens, vocab: vocab_size, cols: hidden_size, dtype },
             )?,
             norm: phase.norm(tokens, hidden_size)?,
-            mixers: mixer_kinds.iter().map(|kind| MixerBlock::new(phase, kind)).collect::<Result<_, _>>()?,
-            feed_forwards: feed_forward_kinds
-                .iter()
-                .map(|kind| FeedForwardBlock::new(phase, kind))
-                .collect::<Result<_, _>>()?,
+            mixers,
+            feed_forwards,
             of_layer,
             head: Matmul::plan(
                 device,
@@ -178,6 +180,7 @@ impl DecoderBlock {
                     precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
+                    weight: None,
                 },
             )?,
             residual: hidden()?,

@@ -29,8 +29,11 @@ pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
 pub use files::read_file;
 pub use gguf::{Gguf, GgufVocabulary};
-pub use layers::{DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, SelfAttention};
-pub use loader::LoadProgress;
+pub use layers::{
+    DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, Projection, ProjectionWeight,
+    SelfAttention,
+};
+pub use loader::{LoadProgress, Quantise};
 pub use model::{LoadReport, Model};
 pub use quant::{Element, GgmlType, Origin, Origins, QuantMatrix, ScaleType};
 pub use sampler::SessionSampler;

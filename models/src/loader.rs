@@ -5,11 +5,12 @@ use std::ops::Range;
 use abi::DType;
 
 use super::TensorProblem;
-use super::checkpoint::{Checkpoint, Stored};
+use super::checkpoint::{Checkpoint, Data, Stored};
+use super::layers::ProjectionWeight;
+use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
-use host::Error;
-use host::Stream;
-use host::Tensor;
+use host::weight::{GateUp, Quantised, Scheme, Stack, Weight, WeightSource};
+use host::{Error, Stream, Tensor};
 
 /// How far loading is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +30,21 @@ pub(super) struct Loader<'a> {
     loaded_bytes: u64,
     total_bytes: u64,
     progress: &'a mut dyn FnMut(LoadProgress),
+    quantise: Quantise,
+}
+
+/// What becomes of the weights of a model's projections.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub enum Quantise {
+    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised: experts, tables, and
+    /// columns in an order of their own (GPTQ's `desc_act`).
+    #[default]
+    AsStored,
+    /// All are dequantised.
+    Dense,
+    /// Those that are not quantised are, by this scheme, as they are loaded.
+    By(Scheme),
 }
 
 enum Source<'a> {
@@ -68,7 +84,7 @@ impl<'a> Loader<'a> {
     pub(super) fn from_checkpoint<T>(
         checkpoint: &'a Checkpoint,
         stream: &'a Stream,
-        dtype: DType,
+        (dtype, quantise): (DType, Quantise),
         progress: &'a mut dyn FnMut(LoadProgress),
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
@@ -83,7 +99,7 @@ impl<'a> Loader<'a> {
             return Err(checkpoint.unusable(count, first).into());
         }
         let source = Source::Checkpoint(checkpoint);
-        build(&mut Loader { total_bytes, ..Loader::new(stream, dtype, source, progress) })
+        build(&mut Loader { total_bytes, quantise, ..Loader::new(stream, dtype, source, progress) })
     }
 
     fn new(
@@ -92,7 +108,7 @@ impl<'a> Loader<'a> {
         source: Source<'a>,
         progress: &'a mut dyn FnMut(LoadProgress),
     ) -> Self {
-        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress }
+        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise: Quantise::Dense }
     }
 
     /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another type than
@@ -157,6 +173,90 @@ impl<'a> Loader<'a> {
             parts.iter().map(|(name, rows)| (name.as_str(), vec![*rows, cols])).collect();
         let rows = parts.iter().map(|(_, rows)| rows).sum();
         self.load(self.dtype, &shapes, &[rows, cols])
+    }
+
+    /// Matrices of the same width above each other, packed if all of them are quantised in layouts that kernels take.
+    pub(super) fn projection(
+        &mut self,
+        parts: &[(String, usize)],
+        cols: usize,
+    ) -> Result<ProjectionWeight, Error> {
+        let Some(sources) = self.packable(parts, cols)? else {
+            return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
+        };
+        // One product, if they are alike.
+        let refs: Vec<&dyn WeightSource> = sources.iter().map(|source| &**source).collect();
+        let weights = match Stack::new(&refs) {
+            Some(stack) => self.pack(&[&stack])?,
+            None => self.pack(&refs)?,
+        };
+        Ok(ProjectionWeight::Packed(weights))
+    }
+
+    /// A gate and up: packed with their rows in turn if both are quantised alike, else above each other.
+    pub(super) fn gate_up(
+        &mut self,
+        parts: &[(String, usize); 2],
+        cols: usize,
+    ) -> Result<ProjectionWeight, Error> {
+        if let Some(sources) = self.packable(parts, cols)?
+            && let [gate, up] = &sources[..]
+            && gate.layout() == up.layout()
+            && gate.global() == up.global()
+        {
+            return Ok(ProjectionWeight::Packed(self.pack(&[&GateUp(&**gate, &**up)])?));
+        }
+        Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?))
+    }
+
+    /// The sources of packed weights, if all parts can be packed; while it is only checked what is there, none.
+    fn packable(
+        &self,
+        parts: &[(String, usize)],
+        cols: usize,
+    ) -> Result<Option<Vec<Box<dyn WeightSource + 'a>>>, Error> {
+        let &Source::Checkpoint(checkpoint) = &self.source else { return Ok(None) };
+        if self.quantise == Quantise::Dense {
+            return Ok(None);
+        }
+        let unusable = |problem| checkpoint.unusable(1, vec![problem]);
+        let mut sources: Vec<Box<dyn WeightSource + 'a>> = Vec::new();
+        for (name, rows) in parts {
+            let Stored { data, .. } = checkpoint.tensor(name, &[*rows, cols]).map_err(unusable)?;
+            let unfit = |got| {
+                let expected = "finite scales".to_owned();
+                unusable(TensorProblem::Unfit { name: name.clone(), expected, got })
+            };
+            match (data, self.quantise) {
+                (Data::Quantised(matrix), _) => {
+                    let Some(source) = Packable::new(matrix) else { return Ok(None) };
+                    if let Some(got) = source.unsound() {
+                        return Err(unfit(got).into());
+                    }
+                    sources.push(Box::new(source));
+                }
+                (data @ Data::Dense { .. }, Quantise::By(scheme)) => {
+                    let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
+                    sources.push(Box::new(Quantised::new([*rows, cols], scheme, read)?));
+                }
+                _ => return Ok(None),
+            }
+        }
+        Ok(Some(sources))
+    }
+
+    fn pack(&mut self, sources: &[&dyn WeightSource]) -> Result<Vec<Weight>, Error> {
+        let mut weights = Vec::new();
+        for source in sources {
+            let weight = Weight::pack(self.stream, *source)?;
+            // Counted as the matrix that it stands for, as in the total.
+            let [n, k] = source.size();
+            self.loaded_bytes += (n * k * self.dtype.bytes()) as u64;
+            let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
+            (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+            weights.push(weight);
+        }
+        Ok(weights)
     }
 
     /// Matrices of all experts, `[experts, rows, cols]`: the tensor `fused` if the checkpoint has it, else those that

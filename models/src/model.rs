@@ -8,7 +8,7 @@ use abi::DType;
 
 use super::decoder::Decoder;
 use super::error::{Excerpt, list};
-use super::loader::{LoadProgress, Loader};
+use super::loader::{LoadProgress, Loader, Quantise};
 use super::{Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
 use host::Error;
@@ -57,8 +57,8 @@ impl fmt::Display for LoadReport {
 }
 
 impl Model {
-    /// Loads a folder with `config.json` and safetensors, or a GGUF file, with the weights converted to `dtype`; those that are
-    /// quantised are dequantised.
+    /// Loads a folder with `config.json` and safetensors, or a GGUF file, with the weights converted to `dtype`; those of
+    /// projections that are quantised stay so ([`Quantise::AsStored`]).
     ///
     /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::ModelError`] for what is wrong
     /// with the files, all missing tensors at once; [`Error::OutOfMemory`].
@@ -78,10 +78,21 @@ impl Model {
         dtype: DType,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, Error> {
+        Self::quantised(device, checkpoint, dtype, Quantise::AsStored, progress)
+    }
+
+    /// The same with the weights of projections dequantised, or quantised as they are loaded.
+    pub fn quantised(
+        device: &Device,
+        checkpoint: &Checkpoint,
+        dtype: DType,
+        quantise: Quantise,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, Error> {
         let config = checkpoint.config().clone();
         let stream = device.stream()?;
         let build = |loader: &mut Loader<'_>| build(&config, loader);
-        let parts = Loader::from_checkpoint(checkpoint, &stream, dtype, progress, build)?;
+        let parts = Loader::from_checkpoint(checkpoint, &stream, (dtype, quantise), progress, build)?;
         stream.synchronize()?;
         let unused_tensors = checkpoint.unused_tensors();
         let report = LoadReport { unread_keys: config.unread_keys.clone(), unused_tensors };

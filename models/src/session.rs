@@ -129,7 +129,8 @@ impl Session {
             Logits::All => chunk,
         };
         let block = |batch, seq, logit_rows| {
-            DecoderBlock::new(&Phase { stream: &stream, config, dtype, batch, seq, capacity, logit_rows })
+            let phase = Phase { stream: &stream, config, dtype, batch, seq, capacity, logit_rows };
+            DecoderBlock::new(&phase, model.decoder())
         };
         let (prefill, decode) = (block(1, chunk, prefill_rows)?, block(batch, 1, batch)?);
         let caches = config

@@ -149,7 +149,17 @@ pub fn every_kernel<S: Strategy>(
     work: impl Fn(&S::Value) -> usize,
     run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
 ) -> Result<(), TestCaseError> {
-    let mut missing: BTreeSet<&str> = abi::ops::entries(family).collect();
+    every_kernel_of(abi::ops::entries(family), cases, work, run)
+}
+
+/// The same of some kernels of a family.
+pub fn every_kernel_of<S: Strategy>(
+    entries: impl Iterator<Item = &'static str>,
+    cases: S,
+    work: impl Fn(&S::Value) -> usize,
+    run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
+) -> Result<(), TestCaseError> {
+    let mut missing: BTreeSet<&str> = entries.collect();
     let mut runner = TestRunner::deterministic();
     for number in 0..10_000 {
         let case = cases.new_tree(&mut runner).map_err(fail)?.current();

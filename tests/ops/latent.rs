@@ -14,7 +14,7 @@ use warpforge::ops::attention::{
 };
 use warpforge::ops::copy::{Copy, CopyArgs, CopyProblem};
 use warpforge::ops::matmul::reference::matmul;
-use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use warpforge::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
 
 use crate::harness::{fail, floats, on_executors, store, values};
@@ -158,18 +158,7 @@ impl Run<'_> {
         let dtype = self.case.dtype;
         let [batch, n, k] = *w.shape() else { panic!("a stack of weights") };
         let m = a.shape()[0];
-        let (bias, epilogue) = (Bias::None, Epilogue::NONE);
-        let problem = MatmulProblem {
-            batch,
-            m,
-            n,
-            k,
-            dtype,
-            out_dtype: dtype,
-            precision: Precision::Full,
-            bias,
-            epilogue,
-        };
+        let problem = MatmulProblem { batch, ..MatmulProblem::new(m, n, k, dtype) };
         let (a, out) = (a.swap_axes(0, 1)?, out.swap_axes(0, 1)?);
         Matmul::plan(self.device, problem)?.run(&self.stream, MatmulArgs::new(a, w.view(), out))
     }

@@ -132,6 +132,7 @@ fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
         precision: Precision::Full,
         bias: Bias::None,
         epilogue: Epilogue::NONE,
+        weight: None,
     };
     let plan = Matmul::plan(&bencher.device, problem)?;
     let [a, b] = [1, 2].map(|seed| bencher.random(&[size, size], DTYPE, seed));

@@ -15,6 +15,7 @@ pub mod exact;
 pub mod ops;
 pub mod philox;
 mod row_tiles;
+pub mod weight;
 
 pub use arch::{Arch, Need, UnknownArch};
 pub use dtype::{DType, UnknownDType};

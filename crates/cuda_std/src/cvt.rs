@@ -295,6 +295,60 @@ pub fn f16x2s_from_e4m3(word: u32) -> [u32; 2] {
     }
 }
 
+/// a·b + c in f32, rounded to odd: an inexact result's last bit is 1, so that rounding it once more is as rounding once. The
+/// product is exact in f64.
+#[cfg(not(target_arch = "nvptx64"))]
+fn fma_to_odd(a: f64, b: f64, c: f64) -> f32 {
+    let (product, sum) = (a * b, a * b + c);
+    let nearest = sum as f32;
+    if !nearest.is_finite() {
+        return nearest;
+    }
+    // What the two roundings have lost.
+    let high = sum - product;
+    let rest = (sum - f64::from(nearest)) + ((product - (sum - high)) + (c - high));
+    if rest == 0.0 || nearest.to_bits() & 1 == 1 {
+        return nearest;
+    }
+    let bits = nearest.to_bits();
+    if nearest == 0.0 {
+        f32::from_bits(1).copysign(rest as f32)
+    } else if (rest > 0.0) == (nearest > 0.0) {
+        f32::from_bits(bits + 1)
+    } else {
+        f32::from_bits(bits - 1)
+    }
+}
+
+macro_rules! fma_pair {
+    ($name:ident, $type:ident, $format:literal) => {
+        #[doc = concat!("`fma.rn.", $format, " d, a, b, c;`")]
+        /// a·b + c of either half, rounded once; subnormals are kept, NaNs become the canonical one. Floor sm_80.
+        #[cfg(not(lacks_packed_math))]
+        #[inline(always)]
+        pub fn $name(a: u32, b: u32, c: u32) -> u32 {
+            device!({
+                let value: u32;
+                // SAFETY: register arithmetic.
+                unsafe {
+                    core::arch::asm!(concat!("fma.rn.", $format, " {}, {}, {}, {};"), out(reg32) value, in(reg32) a,
+                        in(reg32) b, in(reg32) c, options(pure, nomem, nostack));
+                }
+                value
+            } else {
+                let half = |shift: u32| {
+                    let [a, b, c] = [a, b, c].map(|pair| f64::from($type::from_bits((pair >> shift) as u16)));
+                    let value = $type::from_f32(fma_to_odd(a, b, c));
+                    u32::from(if value.is_nan() { 0x7fff } else { value.to_bits() }) << shift
+                };
+                half(0) | half(16)
+            })
+        }
+    };
+}
+fma_pair!(bf16x2_fma, bf16, "bf16x2");
+fma_pair!(f16x2_fma, f16, "f16x2");
+
 /// Bytes `LOW` and `HIGH` of a word as two bfloat16, exactly.
 #[inline(always)]
 pub fn bf16x2_from_e4m3<const LOW: u32, const HIGH: u32>(word: u32) -> u32 {

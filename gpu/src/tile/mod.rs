@@ -21,5 +21,6 @@ pub mod softmax;
 pub mod split;
 #[cfg(not(lacks_mma_sync))]
 pub mod stream;
+pub mod weight;
 #[cfg(not(lacks_wgmma))]
 pub mod wgmma;

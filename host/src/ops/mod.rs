@@ -140,6 +140,7 @@ mod tests {
             precision: Precision::Full,
             bias: Bias::None,
             epilogue: Epilogue::default(),
+            weight: None,
         };
         let matmul = Matmul::plan(&device, problem)?.report();
         assert_eq!((matmul.bytes, matmul.flops), ((1 << 62) + (1 << 33), 1 << 61));

@@ -384,6 +384,15 @@ impl TensorView<'_> {
     }
 }
 
+impl<'a> TensorView<'a> {
+    /// A view of another shape and type at this place, which stands for something of that size: nothing may be read by it.
+    pub(crate) fn outline(self, shape: &[usize], dtype: DType) -> Result<TensorView<'a>, Error> {
+        let shape = Dims::new(shape)?;
+        let raw = RawView { shape, strides: shape.contiguous_strides(), dtype, ..self.raw };
+        Ok(TensorView { raw, life: PhantomData })
+    }
+}
+
 impl TensorViewMut<'_> {
     /// The same view, to read.
     pub fn as_view(&self) -> TensorView<'_> {

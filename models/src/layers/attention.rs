@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::{Linear, Phase, Step, Visible, copy_row};
+use super::{Linear, Phase, Projection, ProjectionKind, ProjectionPlan, Step, Visible, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -13,7 +13,6 @@ use host::ops::attention::{
     self, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
 };
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
-use host::ops::matmul::Matmul;
 use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
 use host::ops::rope::{RopeInput, RopeStyle};
 use host::{Kernel, OptimizationReport};
@@ -23,13 +22,13 @@ use host::{Tensor, TensorView, TensorViewMut};
 #[derive(Debug)]
 pub struct SelfAttention {
     /// q, k and v projections, above each other; with an output gate, its rows below them.
-    pub qkv: Linear,
+    pub qkv: Projection,
     /// Gain of the norm of each query head, if they are normed.
     pub q_norm: Option<Tensor>,
     /// Gain of the norm of each key head, if they are normed.
     pub k_norm: Option<Tensor>,
     /// Output projection.
-    pub o: Linear,
+    pub o: Projection,
 }
 
 impl SelfAttention {
@@ -53,8 +52,9 @@ impl SelfAttention {
             let key_values = 2 * q_rows..2 * q_rows + 2 * kv_rows;
             let order: Vec<_> = head(0).chain([key_values]).chain(head(1)).collect();
             Linear::reordered(loader, &[(&q, 2 * q_rows), rows[1], rows[2]], hidden_size, bias, &order)?
+                .into()
         } else {
-            Linear::new(loader, &rows, hidden_size, bias)?
+            Projection::new(loader, &rows, hidden_size, bias)?
         };
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
@@ -62,8 +62,15 @@ impl SelfAttention {
             qkv,
             q_norm,
             k_norm,
-            o: Linear::new(loader, &[(o.as_str(), hidden_size)], q_rows, output_bias)?,
+            o: Projection::new(loader, &[(o.as_str(), hidden_size)], q_rows, output_bias)?,
         })
+    }
+}
+
+impl SelfAttention {
+    /// What its plans depend on.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        vec![self.qkv.kind(), self.o.kind()]
     }
 }
 
@@ -104,12 +111,12 @@ impl KeysValues {
 #[derive(Debug)]
 pub(crate) struct AttentionBlock {
     config: AttentionConfig,
-    qkv_plan: Matmul,
+    qkv_plan: ProjectionPlan,
     norm_rope: QkNormRope,
     attention: attention::Attention,
     /// Of the output, and what it leaves: `[tokens, heads_q · head_dim]`.
     gate: Option<(Glu, Tensor)>,
-    o_plan: Matmul,
+    o_plan: ProjectionPlan,
     /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then the
     /// gates of the query heads, if there are any.
     qkv: Tensor,
@@ -120,7 +127,11 @@ pub(crate) struct AttentionBlock {
 }
 
 impl AttentionBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &AttentionConfig) -> Result<Self, Error> {
+    pub(super) fn new(
+        phase: &Phase<'_>,
+        config: &AttentionConfig,
+        weights: &SelfAttention,
+    ) -> Result<Self, Error> {
         let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, window, output_gate } =
             config;
         let &Phase { batch, seq, capacity, dtype, .. } = phase;
@@ -163,11 +174,11 @@ impl AttentionBlock {
         };
         Ok(AttentionBlock {
             config: *config,
-            qkv_plan: phase.matmul(qkv_cols, hidden_size, bias)?,
+            qkv_plan: ProjectionPlan::new(phase, &weights.qkv, qkv_cols, hidden_size, bias)?,
             norm_rope: QkNormRope::plan(device, norm_rope)?,
             attention: attention::Attention::plan(device, attention)?,
             gate: if output_gate { Some(gate()?) } else { None },
-            o_plan: phase.matmul(hidden_size, q_cols, output_bias)?,
+            o_plan: ProjectionPlan::new(phase, &weights.o, hidden_size, q_cols, output_bias)?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
             attended: phase.rows(&[q_cols])?,
@@ -175,13 +186,10 @@ impl AttentionBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![
-            self.qkv_plan.optimization_report(),
-            self.norm_rope.optimization_report(),
-            self.attention.optimization_report(),
-        ];
+        let mut reports: Vec<OptimizationReport> = self.qkv_plan.reports().collect();
+        reports.extend([self.norm_rope.optimization_report(), self.attention.optimization_report()]);
         reports.extend(self.gate.iter().map(|(glu, _)| glu.optimization_report()));
-        reports.push(self.o_plan.optimization_report());
+        reports.extend(self.o_plan.reports());
         reports
     }
 
@@ -199,7 +207,7 @@ impl AttentionBlock {
         let mut qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        weights.qkv.run(stream, &self.qkv_plan, x, qkv.reborrow())?;
+        self.qkv_plan.run(stream, &weights.qkv, x, qkv.reborrow())?;
 
         let (k_start, v_start) = (heads_q * head_dim, (heads_q + heads_kv) * head_dim);
         let heads = |range: Range<usize>| -> Result<TensorView<'_>, Error> {
@@ -247,11 +255,11 @@ impl AttentionBlock {
         };
         self.attention.run(stream, args)?;
         let Some((glu, gated)) = &mut self.gate else {
-            return weights.o.run(stream, &self.o_plan, attended.as_view(), out);
+            return self.o_plan.run(stream, &weights.o, attended.as_view(), out);
         };
         let mut gated = gated.view_mut().slice(0, 0..tokens)?;
         let gate = qkv.as_view().slice(1, gates_start..gates_start + heads_q * head_dim)?;
         glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })?;
-        weights.o.run(stream, &self.o_plan, gated.as_view(), out)
+        self.o_plan.run(stream, &weights.o, gated.as_view(), out)
     }
 }

@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use super::{Linear, Phase, Step, copy_row};
+use super::{Linear, Phase, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -28,7 +28,7 @@ pub struct DeltaNet {
     /// `[dim_v]`: gain of the norm of each head.
     pub norm: Tensor,
     /// Output projection.
-    pub out: Linear,
+    pub out: Projection,
 }
 
 impl DeltaNet {
@@ -70,8 +70,15 @@ impl DeltaNet {
             a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
             dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,
             norm: loader.gain(&name("norm.weight"), dim_v)?,
-            out: Linear::new(loader, &[(out.as_str(), hidden_size)], heads_v * dim_v, false)?,
+            out: Projection::new(loader, &[(out.as_str(), hidden_size)], heads_v * dim_v, false)?,
         })
+    }
+}
+
+impl DeltaNet {
+    /// What its plans depend on.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        vec![self.out.kind()]
     }
 }
 
@@ -126,7 +133,7 @@ pub(crate) struct DeltaNetBlock {
     conv: CausalConv1d,
     rule: GatedDelta,
     norm: RmsNorm,
-    out_plan: Matmul,
+    out_plan: ProjectionPlan,
     /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`: q, k, v, z, b, a.
     projected: Tensor,
     /// `[tokens, channels]`: q, k, v.
@@ -138,7 +145,7 @@ pub(crate) struct DeltaNetBlock {
 }
 
 impl DeltaNetBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &DeltaNetConfig) -> Result<Self, Error> {
+    pub(super) fn new(phase: &Phase<'_>, config: &DeltaNetConfig, weights: &DeltaNet) -> Result<Self, Error> {
         let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, conv_width: width } = config;
         let &Phase { stream, batch: sequences, seq: longest, dtype, .. } = phase;
         let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
@@ -161,7 +168,7 @@ impl DeltaNetBlock {
             )?,
             rule: GatedDelta::plan(device, rule)?,
             norm: RmsNorm::plan(device, norm)?,
-            out_plan: phase.matmul(hidden_size, heads_v * dim_v, false)?,
+            out_plan: ProjectionPlan::new(phase, &weights.out, hidden_size, heads_v * dim_v, false)?,
             projected: phase.rows(&[cols])?,
             convolved: phase.rows(&[channels])?,
             mixed: phase.rows(&[heads_v, dim_v])?,
@@ -170,13 +177,14 @@ impl DeltaNetBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        vec![
+        let mut reports = vec![
             self.input_plan.optimization_report(),
             self.conv.optimization_report(),
             self.rule.optimization_report(),
             self.norm.optimization_report(),
-            self.out_plan.optimization_report(),
-        ]
+        ];
+        reports.extend(self.out_plan.reports());
+        reports
     }
 
     pub(super) fn run(
@@ -235,6 +243,6 @@ impl DeltaNetBlock {
         };
         self.norm.run(stream, args)?;
         let normed = normed.as_view().reshape(&[tokens, values])?;
-        weights.out.run(stream, &self.out_plan, normed, out)
+        self.out_plan.run(stream, &weights.out, normed, out)
     }
 }

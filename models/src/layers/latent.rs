@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use super::{Linear, Phase, Step, Visible, copy_row};
+use super::{Phase, Projection, ProjectionKind, ProjectionPlan, Step, Visible, copy_row};
 use crate::config::LatentConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -24,9 +24,9 @@ use host::{Tensor, TensorView, TensorViewMut};
 #[derive(Debug)]
 pub struct LatentAttention {
     /// The hidden state to the query's latent row, if there is one, and to the cached row, above each other.
-    pub a: Linear,
+    pub a: Projection,
     /// The query's latent row, or where there is none the hidden state, to the queries `[heads, nope + rope]`.
-    pub q_b: Linear,
+    pub q_b: Projection,
     /// Gain of the norm of the query's latent row.
     pub q_norm: Option<Tensor>,
     /// Gain of the norm of the cached row's latent part.
@@ -36,7 +36,7 @@ pub struct LatentAttention {
     /// The key parts of `kv_b` transposed, `[heads, latent, nope]`: queries into the latent space.
     pub k_b: Tensor,
     /// Output projection.
-    pub o: Linear,
+    pub o: Projection,
 }
 
 impl LatentAttention {
@@ -52,21 +52,26 @@ impl LatentAttention {
         let (q_cols, cached) = (heads * config.head_dim(), config.row());
         let (a, q_norm, q_b) = match q_latent {
             Some(width) => (
-                Linear::new(loader, &[(&q_a, width), (&kv_a, cached)], hidden_size, bias)?,
+                Projection::new(loader, &[(&q_a, width), (&kv_a, cached)], hidden_size, bias)?,
                 Some(loader.gain(&name("q_a_layernorm.weight"), width)?),
-                Linear::new(loader, &[(&name("q_b_proj"), q_cols)], width, false)?,
+                Projection::new(loader, &[(&name("q_b_proj"), q_cols)], width, false)?,
             ),
             None => (
-                Linear::new(loader, &[(&kv_a, cached)], hidden_size, bias)?,
+                Projection::new(loader, &[(&kv_a, cached)], hidden_size, bias)?,
                 None,
-                Linear::new(loader, &[(&name("q_proj"), q_cols)], hidden_size, false)?,
+                Projection::new(loader, &[(&name("q_proj"), q_cols)], hidden_size, false)?,
             ),
         };
         let kv_norm = loader.gain(&name("kv_a_layernorm.weight"), latent)?;
         let kv_b = loader.matrix(&name("kv_b_proj.weight"), heads * (config.nope + value), latent)?;
         let k_b = transposed_keys(config, loader.stream(), &kv_b)?;
-        let o = Linear::new(loader, &[(&name("o_proj"), hidden_size)], heads * value, bias)?;
+        let o = Projection::new(loader, &[(&name("o_proj"), hidden_size)], heads * value, bias)?;
         Ok(LatentAttention { a, q_b, q_norm, kv_norm, kv_b, k_b, o })
+    }
+
+    /// What its plans depend on.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        vec![self.a.kind(), self.q_b.kind(), self.o.kind()]
     }
 }
 
@@ -118,15 +123,15 @@ impl LatentRows {
 #[derive(Debug)]
 pub(crate) struct LatentBlock {
     config: LatentConfig,
-    a_plan: Matmul,
+    a_plan: ProjectionPlan,
     q_norm: Option<RmsNorm>,
     kv_norm: RmsNorm,
-    q_b_plan: Matmul,
+    q_b_plan: ProjectionPlan,
     q_rope: Rope,
     k_rope: Rope,
     append: KvAppend,
     form: Form,
-    o_plan: Matmul,
+    o_plan: ProjectionPlan,
     /// `[tokens, q_latent + latent + rope]`
     a: Tensor,
     /// `[tokens, q_latent]`
@@ -171,7 +176,11 @@ struct Naive {
 }
 
 impl LatentBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &LatentConfig) -> Result<Self, Error> {
+    pub(super) fn new(
+        phase: &Phase<'_>,
+        config: &LatentConfig,
+        weights: &LatentAttention,
+    ) -> Result<Self, Error> {
         let &LatentConfig { heads, q_latent, latent, nope, rope, value, bias, eps, style, .. } = config;
         let &Phase { dtype, stream, .. } = phase;
         let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
@@ -191,10 +200,16 @@ impl LatentBlock {
         };
         Ok(LatentBlock {
             config: *config,
-            a_plan: phase.matmul(a_cols, hidden_size, bias)?,
+            a_plan: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size, bias)?,
             q_norm: q_latent.map(norm).transpose()?,
             kv_norm: norm(latent)?,
-            q_b_plan: phase.matmul(q_cols, q_latent.unwrap_or(hidden_size), false)?,
+            q_b_plan: ProjectionPlan::new(
+                phase,
+                &weights.q_b,
+                q_cols,
+                q_latent.unwrap_or(hidden_size),
+                false,
+            )?,
             q_rope: rotated(heads)?,
             k_rope: rotated(1)?,
             append: KvAppend::plan(
@@ -202,7 +217,7 @@ impl LatentBlock {
                 KvAppendProblem { tokens, heads: 1, head_dim: config.row(), dtype },
             )?,
             form,
-            o_plan: phase.matmul(hidden_size, heads * value, bias)?,
+            o_plan: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value, bias)?,
             a: phase.rows(&[a_cols])?,
             q_a: phase.rows(&[q_latent.unwrap_or(0)])?,
             q: phase.rows(&[heads, nope + rope])?,
@@ -212,11 +227,11 @@ impl LatentBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![self.a_plan.optimization_report()];
+        let mut reports: Vec<OptimizationReport> = self.a_plan.reports().collect();
         reports.extend(self.q_norm.as_ref().map(Kernel::optimization_report));
+        reports.extend([self.kv_norm.optimization_report()]);
+        reports.extend(self.q_b_plan.reports());
         reports.extend([
-            self.kv_norm.optimization_report(),
-            self.q_b_plan.optimization_report(),
             self.q_rope.optimization_report(),
             self.k_rope.optimization_report(),
             self.append.optimization_report(),
@@ -233,7 +248,7 @@ impl LatentBlock {
                 form.attention.optimization_report(),
             ],
         });
-        reports.push(self.o_plan.optimization_report());
+        reports.extend(self.o_plan.reports());
         reports
     }
 
@@ -253,7 +268,7 @@ impl LatentBlock {
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut row = self.row.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        weights.a.run(stream, &self.a_plan, x, a.reborrow())?;
+        self.a_plan.run(stream, &weights.a, x, a.reborrow())?;
         let a = a.as_view();
         let columns = |start: usize, width: usize| a.slice(1, start..start + width);
         let q_cols = q_latent.unwrap_or(0);
@@ -266,9 +281,9 @@ impl LatentBlock {
             }
             _ => x,
         };
-        weights.q_b.run(
+        self.q_b_plan.run(
             stream,
-            &self.q_b_plan,
+            &weights.q_b,
             x,
             q.reborrow().reshape(&[tokens, heads * (nope + rope)])?,
         )?;
@@ -301,7 +316,7 @@ impl LatentBlock {
             }
         }
         let attended = attended.as_view().reshape(&[tokens, heads * value])?;
-        weights.o.run(stream, &self.o_plan, attended, out)
+        self.o_plan.run(stream, &weights.o, attended, out)
     }
 }
 
@@ -347,6 +362,7 @@ impl Absorbed {
                 precision: Precision::Full,
                 bias,
                 epilogue,
+                weight: None,
             };
             Matmul::plan(phase.stream.device(), problem)
         };
@@ -425,6 +441,7 @@ impl Naive {
             precision: Precision::Full,
             bias,
             epilogue,
+            weight: None,
         };
         let elements = capacity.saturating_mul(heads).saturating_mul(nope.max(rope));
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);

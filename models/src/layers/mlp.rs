@@ -2,21 +2,20 @@
 
 use abi::ops::glu::Activation;
 
-use super::{Linear, Phase, Step};
+use super::{Phase, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
 use host::Error;
-use host::ops::matmul::Matmul;
-use host::{Kernel, OptimizationReport};
+use host::OptimizationReport;
 use host::{Tensor, TensorView, TensorViewMut};
 
 /// Gated MLP: `down(act(gate(x)) ⊙ up(x))`.
 #[derive(Debug)]
 pub struct Mlp {
     /// gate and up projections, above each other.
-    pub gate_up: Linear,
+    pub gate_up: Projection,
     /// Down projection.
-    pub down: Linear,
+    pub down: Projection,
     /// The gate's activation.
     pub activation: Activation,
 }
@@ -31,37 +30,47 @@ impl Mlp {
         let &MlpConfig { intermediate_size, activation } = config;
         let (gate, up, down) =
             (format!("{prefix}.gate_proj"), format!("{prefix}.up_proj"), format!("{prefix}.down_proj"));
-        let rows = [(gate.as_str(), intermediate_size), (up.as_str(), intermediate_size)];
         Ok(Mlp {
-            gate_up: Linear::new(loader, &rows, hidden_size, false)?,
-            down: Linear::new(loader, &[(down.as_str(), hidden_size)], intermediate_size, false)?,
+            gate_up: Projection::gate_up(loader, [&gate, &up], intermediate_size, hidden_size)?,
+            down: Projection::new(loader, &[(down.as_str(), hidden_size)], intermediate_size, false)?,
             activation,
         })
+    }
+
+    /// What its plans depend on.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        vec![self.gate_up.kind(), self.down.kind()]
     }
 }
 
 #[derive(Debug)]
 pub(crate) struct MlpBlock {
     /// With the activation.
-    gate_up_plan: Matmul,
-    down_plan: Matmul,
+    gate_up_plan: ProjectionPlan,
+    down_plan: ProjectionPlan,
     /// `[tokens, intermediate]`
     activated: Tensor,
 }
 
 impl MlpBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig) -> Result<Self, Error> {
+    pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig, weights: &Mlp) -> Result<Self, Error> {
         let &MlpConfig { intermediate_size, activation } = config;
         let hidden_size = phase.config.hidden_size;
         Ok(MlpBlock {
-            gate_up_plan: phase.gated(intermediate_size, hidden_size, activation)?,
-            down_plan: phase.matmul(hidden_size, intermediate_size, false)?,
+            gate_up_plan: ProjectionPlan::gated(
+                phase,
+                &weights.gate_up,
+                intermediate_size,
+                hidden_size,
+                activation,
+            )?,
+            down_plan: ProjectionPlan::new(phase, &weights.down, hidden_size, intermediate_size, false)?,
             activated: phase.rows(&[intermediate_size])?,
         })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        vec![self.gate_up_plan.optimization_report(), self.down_plan.optimization_report()]
+        self.gate_up_plan.reports().chain(self.down_plan.reports()).collect()
     }
 
     pub(super) fn run(
@@ -72,7 +81,7 @@ impl MlpBlock {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let mut activated = self.activated.view_mut().slice(0, 0..x.shape()[0])?;
-        weights.gate_up.run(step.stream, &self.gate_up_plan, x, activated.reborrow())?;
-        weights.down.run(step.stream, &self.down_plan, activated.as_view(), out)
+        self.gate_up_plan.run(step.stream, &weights.gate_up, x, activated.reborrow())?;
+        self.down_plan.run(step.stream, &weights.down, activated.as_view(), out)
     }
 }

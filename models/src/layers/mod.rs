@@ -9,6 +9,7 @@ mod latent;
 mod linear;
 mod mlp;
 mod moe;
+mod projection;
 
 pub use attention::SelfAttention;
 pub use delta_net::DeltaNet;
@@ -16,11 +17,11 @@ pub use latent::LatentAttention;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use moe::Moe;
+pub use projection::{Projection, ProjectionWeight};
 
 use std::ops::Range;
 
 use abi::DType;
-use abi::ops::glu::Activation;
 
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
 use super::loader::Loader;
@@ -30,13 +31,16 @@ use delta_net::{DeltaNetBlock, DeltaState};
 use host::Error;
 use host::OptimizationReport;
 use host::Stream;
-use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
+use host::weight::Layout;
 use host::{Tensor, TensorView, TensorViewMut};
 use latent::{LatentBlock, LatentRows};
 use mlp::MlpBlock;
 use moe::MoeBlock;
+pub(super) use projection::ProjectionKind;
+use projection::ProjectionPlan;
 
 /// What mixes the tokens of a sequence.
 #[derive(Debug)]
@@ -136,29 +140,22 @@ impl Phase<'_> {
 
     /// `[tokens, k] · [n, k]ᵀ`.
     pub(super) fn matmul(&self, n: usize, k: usize, bias: bool) -> Result<Matmul, Error> {
+        self.product(n, k, bias, Act::None, None)
+    }
+
+    /// `act([tokens, k] · [n, k]ᵀ + bias)`, or gated, with a weight that may be packed.
+    pub(super) fn product(
+        &self,
+        n: usize,
+        k: usize,
+        bias: bool,
+        act: Act,
+        weight: Option<Layout>,
+    ) -> Result<Matmul, Error> {
         let bias = if bias { Bias::PerColumn } else { Bias::None };
-        self.fused(n, k, bias, Act::None)
-    }
-
-    /// `act([tokens, k] · gateᵀ) ⊙ ([tokens, k] · upᵀ)`, `[n, k]` both.
-    pub(super) fn gated(&self, n: usize, k: usize, activation: Activation) -> Result<Matmul, Error> {
-        self.fused(n, k, Bias::None, Act::Gated(activation))
-    }
-
-    fn fused(&self, n: usize, k: usize, bias: Bias, act: Act) -> Result<Matmul, Error> {
-        let (m, dtype, epilogue) = (self.tokens(), self.dtype, Epilogue::of(act));
-        let problem = MatmulProblem {
-            batch: 1,
-            m,
-            n,
-            k,
-            dtype,
-            out_dtype: dtype,
-            precision: Precision::Full,
-            bias,
-            epilogue,
-        };
-        Matmul::plan(self.stream.device(), problem)
+        let epilogue = Epilogue::of(act);
+        let problem = MatmulProblem::new(self.tokens(), n, k, self.dtype);
+        Matmul::plan(self.stream.device(), MatmulProblem { bias, epilogue, weight, ..problem })
     }
 
     /// The decoder's norm over rows of `cols`.
@@ -281,6 +278,27 @@ impl Cache {
     }
 }
 
+impl Mixer {
+    /// What its plans depend on besides the configuration.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        match self {
+            Mixer::Attention(mixer) => mixer.kinds(),
+            Mixer::DeltaNet(mixer) => mixer.kinds(),
+            Mixer::Latent(mixer) => mixer.kinds(),
+        }
+    }
+}
+
+impl FeedForward {
+    /// What its plans depend on besides the configuration.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        match self {
+            FeedForward::Mlp(mlp) => mlp.kinds(),
+            FeedForward::Moe(moe) => moe.shared.as_ref().map_or_else(Vec::new, Mlp::kinds),
+        }
+    }
+}
+
 /// A mixer planned for one phase, with the memory between its operators.
 #[derive(Debug)]
 pub(super) enum MixerBlock {
@@ -290,15 +308,19 @@ pub(super) enum MixerBlock {
 }
 
 impl MixerBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &MixerConfig) -> Result<Self, Error> {
-        match config {
-            MixerConfig::Attention(config) => {
-                Ok(MixerBlock::Attention(Box::new(AttentionBlock::new(phase, config)?)))
+    /// For layers whose weights are quantised as these are.
+    pub(super) fn new(phase: &Phase<'_>, config: &MixerConfig, weights: &Mixer) -> Result<Self, Error> {
+        match (config, weights) {
+            (MixerConfig::Attention(config), Mixer::Attention(weights)) => {
+                Ok(MixerBlock::Attention(Box::new(AttentionBlock::new(phase, config, weights)?)))
             }
-            MixerConfig::DeltaNet(config) => {
-                Ok(MixerBlock::DeltaNet(Box::new(DeltaNetBlock::new(phase, config)?)))
+            (MixerConfig::DeltaNet(config), Mixer::DeltaNet(weights)) => {
+                Ok(MixerBlock::DeltaNet(Box::new(DeltaNetBlock::new(phase, config, weights)?)))
             }
-            MixerConfig::Latent(config) => Ok(MixerBlock::Latent(Box::new(LatentBlock::new(phase, config)?))),
+            (MixerConfig::Latent(config), Mixer::Latent(weights)) => {
+                Ok(MixerBlock::Latent(Box::new(LatentBlock::new(phase, config, weights)?)))
+            }
+            _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
         }
     }
 
@@ -344,10 +366,20 @@ pub(super) enum FeedForwardBlock {
 }
 
 impl FeedForwardBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &FeedForwardConfig) -> Result<Self, Error> {
-        match config {
-            FeedForwardConfig::Mlp(config) => Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config)?)),
-            FeedForwardConfig::Moe(config) => Ok(FeedForwardBlock::Moe(MoeBlock::new(phase, config)?)),
+    /// For layers whose weights are quantised as these are.
+    pub(super) fn new(
+        phase: &Phase<'_>,
+        config: &FeedForwardConfig,
+        weights: &FeedForward,
+    ) -> Result<Self, Error> {
+        match (config, weights) {
+            (FeedForwardConfig::Mlp(config), FeedForward::Mlp(weights)) => {
+                Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config, weights)?))
+            }
+            (FeedForwardConfig::Moe(config), FeedForward::Moe(weights)) => {
+                Ok(FeedForwardBlock::Moe(MoeBlock::new(phase, config, weights)?))
+            }
+            _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }
     }
 

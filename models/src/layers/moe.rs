@@ -99,7 +99,7 @@ pub(crate) struct MoeBlock {
 }
 
 impl MoeBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig) -> Result<Self, Error> {
+    pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig, moe: &Moe) -> Result<Self, Error> {
         let &MoeConfig { num_experts: experts, top_k, expert, score, groups, weights, scale, .. } = config;
         let &Phase { stream, dtype, .. } = phase;
         let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
@@ -116,6 +116,7 @@ impl MoeBlock {
             precision: Precision::Full,
             bias: Bias::None,
             epilogue: Epilogue::NONE,
+            weight: None,
         };
         let weight_dtype = if config.round_weights { dtype } else { DType::F32 };
         let choice = MoeRouterProblem {
@@ -134,7 +135,8 @@ impl MoeBlock {
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
-        let shared = config.shared.map(|shared| MlpBlock::new(phase, &shared.mlp));
+        let shared = config.shared.zip(moe.shared.as_ref());
+        let shared = shared.map(|(shared, weights)| MlpBlock::new(phase, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         Ok(MoeBlock {
             config: *config,

@@ -165,6 +165,27 @@ impl GgmlType {
         (&row[group / per_block * bytes..][..bytes], group % per_block)
     }
 
+    /// The bytes of a group's scale and minimum, of those that have super scales.
+    pub(super) fn integer_scales(self, row: &[u8], group: usize) -> [u8; 2] {
+        let (block, group) = self.block_of(row, group);
+        match self {
+            GgmlType::Q4K | GgmlType::Q5K => six_bits(&block[4..16], group).into(),
+            GgmlType::Q6K => [block[192 + group], 0],
+            _ => [0; 2],
+        }
+    }
+
+    /// The super scales of a block, of the scales and of the minimums.
+    pub(super) fn super_scales(self, row: &[u8], block: usize) -> [u16; 2] {
+        let (_, bytes) = self.block();
+        let half = |at: usize| u16::from_le_bytes([row[block * bytes + at], row[block * bytes + at + 1]]);
+        match self {
+            GgmlType::Q4K | GgmlType::Q5K => [half(0), half(2)],
+            GgmlType::Q6K => [half(208), 0],
+            _ => [0; 2],
+        }
+    }
+
     pub(super) fn scale(self, row: &[u8], group: usize) -> f32 {
         let (block, group) = self.block_of(row, group);
         match self {

@@ -7,6 +7,7 @@ mod codes;
 mod formats;
 mod ggml;
 mod levels;
+mod pack;
 
 use std::sync::{Arc, LazyLock};
 
@@ -17,6 +18,7 @@ pub(super) use codes::Codes;
 pub(super) use formats::{Module, RawTensor, mxfp4_blocks};
 pub(super) use ggml::E2M1;
 pub(super) use levels::{Factor, Scales, Zeros};
+pub(crate) use pack::Packable;
 
 use host::F8E4M3;
 
@@ -233,6 +235,26 @@ impl<'a> QuantMatrix<'a> {
         match &self.layout {
             Layout::Parts { zeros, .. } => Origin::Zero(zeros.get(row, group)),
             Layout::Blocks { kind, data } => kind.origin(self.row_of_blocks(*kind, data, row), group),
+        }
+    }
+
+    /// The bytes of a group's scale and minimum that ggml's super scales are multiplied by; 0 in other formats.
+    pub(crate) fn integer_scales(&self, row: usize, group: usize) -> [u8; 2] {
+        match &self.layout {
+            Layout::Blocks { kind, data } => {
+                kind.integer_scales(self.row_of_blocks(*kind, data, self.stored(row)), group)
+            }
+            Layout::Parts { .. } => [0; 2],
+        }
+    }
+
+    /// The bits of a block's super scales, of the scales and of the minimums, as binary16; 0 in other formats.
+    pub(crate) fn super_scales(&self, row: usize, block: usize) -> [u16; 2] {
+        match &self.layout {
+            Layout::Blocks { kind, data } => {
+                kind.super_scales(self.row_of_blocks(*kind, data, self.stored(row)), block)
+            }
+            Layout::Parts { .. } => [0; 2],
         }
     }
 

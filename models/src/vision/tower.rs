@@ -229,6 +229,7 @@ impl TowerBlock {
                     precision: Precision::Full,
                     bias,
                     epilogue,
+                    weight: None,
                 },
             )
         };

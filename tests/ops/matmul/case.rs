@@ -7,6 +7,7 @@ use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::reference;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
+use warpforge::weight::Weight;
 use warpforge::{DType, Device, Error, Stream, TensorView};
 
 use crate::harness::{Layout, Rows, Wanted, check, fail, floats, runs, store, values};
@@ -52,8 +53,7 @@ fn types() -> impl Strategy<Value = (DType, DType)> {
 
 /// A product of these sizes and nothing else.
 pub(super) fn plain([m, n, k]: [usize; 3], dtype: DType) -> MatmulProblem {
-    let (bias, epilogue, precision) = (Bias::None, Epilogue::NONE, Precision::Full);
-    MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue }
+    MatmulProblem::new(m, n, k, dtype)
 }
 
 /// A problem of a strategy's parts. Every second product of f32 may be one of tf32.
@@ -179,7 +179,7 @@ pub(super) fn batched() -> impl Strategy<Value = (Case, [Order; 3])> {
 }
 
 /// Rows of b: twice as many if the product is gated.
-fn b_rows(problem: &MatmulProblem) -> usize {
+pub(super) fn b_rows(problem: &MatmulProblem) -> usize {
     if matches!(problem.epilogue.act, Act::Gated(_)) { 2 * problem.n } else { problem.n }
 }
 
@@ -204,8 +204,8 @@ impl Case {
 pub(super) struct Inputs {
     pub(super) a: Vec<f64>,
     pub(super) b: Vec<f64>,
-    bias: Option<Vec<f64>>,
-    residual: Option<Vec<f64>>,
+    pub(super) bias: Option<Vec<f64>>,
+    pub(super) residual: Option<Vec<f64>>,
 }
 
 impl Inputs {
@@ -266,6 +266,17 @@ pub(super) fn product(
     case: &Case,
     inputs: &Inputs,
 ) -> Result<Vec<f64>, TestCaseError> {
+    product_of(device, plan, case, inputs, None)
+}
+
+/// The same, perhaps with a packed weight in the place of b.
+pub(super) fn product_of(
+    device: &Device,
+    plan: &Matmul,
+    case: &Case,
+    inputs: &Inputs,
+    packed: Option<&Weight>,
+) -> Result<Vec<f64>, TestCaseError> {
     let MatmulProblem { m, n, k, dtype, epilogue, .. } = case.problem;
     let stream = device.stream().map_err(fail)?;
     let a = Rows::input(&stream, dtype, &inputs.a, k, case.a_layout).map_err(fail)?;
@@ -296,6 +307,10 @@ pub(super) fn product(
     };
     let bias = ends.bias.as_ref().map(|bias| bias.view().reshape(&[b_rows(&case.problem)])).transpose();
     let bias = bias.map_err(fail)?;
+    let (b, up) = match packed {
+        Some(weight) => (weight.into(), None),
+        None => (b.into(), up),
+    };
     let args = MatmulArgs { a: a.view(), b, up, bias, residual, out: ends.out.view_mut() };
     plan.run(&stream, args).map_err(fail)?;
     ends.out.read(&stream)
@@ -424,7 +439,7 @@ pub(super) fn run_batched(
     let bias = ends.bias.as_ref().map(|bias| bias.view().reshape(&[b_rows])).transpose().map_err(fail)?;
     let args = MatmulArgs {
         a: a_order.view(a_rows.view(), [batch, m, k]).map_err(fail)?,
-        b: b_order.view(b_memory.view(), [batch, b_rows, k]).map_err(fail)?,
+        b: b_order.view(b_memory.view(), [batch, b_rows, k]).map_err(fail)?.into(),
         up: None,
         bias,
         residual,

@@ -2,6 +2,12 @@
 
 use crate::{Arch, DType};
 
+mod packed;
+
+pub use packed::{
+    PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile, PackedVariant, UNPACK_VARIANTS, UnpackVariant,
+};
+
 /// Sizes and strides of one launch, in elements. The int8 product takes the same.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -59,6 +59,10 @@ operations! {
     F16x2FromE4m3: |a, b, c| cvt::f16x2_from_e4m3::<1, 3>(a);
     Bf16x2FromE4m3: |a, b, c| cvt::bf16x2_from_e4m3::<0, 2>(a);
     F16x2FromE5m2x2: |a, b, c| cvt::f16x2_from_e5m2x2(a as u16);
+    #[cfg(not(lacks_packed_math))]
+    Bf16x2Fma: |a, b, c| cvt::bf16x2_fma(a, b, c);
+    #[cfg(not(lacks_packed_math))]
+    F16x2Fma: |a, b, c| cvt::f16x2_fma(a, b, c);
     Tf32FromF32: |a, b, c| cvt::tf32_from_f32(f(a));
     RoundI8: |a, b, c| math::round_i8(f(a)) as i32 as u32;
     Round: |a, b, c| math::round(f(a)).to_bits();

@@ -54,6 +54,8 @@ fn exact(operation: Operation, [a, b, c]: [u32; 3]) -> Option<(Kind, u32)> {
         }
         Operation::Bf16x2FromE4m3 => (Kind::Bf16x2, cvt::bf16x2_from_e4m3::<0, 2>(a)),
         Operation::F16x2FromE5m2x2 => (Kind::Word, cvt::f16x2_from_e5m2x2(a as u16)),
+        Operation::Bf16x2Fma => (Kind::Bf16x2, cvt::bf16x2_fma(a, b, c)),
+        Operation::F16x2Fma => (Kind::F16x2, cvt::f16x2_fma(a, b, c)),
         Operation::Tf32FromF32 => (Kind::Word, cvt::tf32_from_f32(f(a))),
         Operation::RoundI8 => (Kind::Word, math::round_i8(f(a)) as i32 as u32),
         Operation::Round => (Kind::F32, math::round(f(a)).to_bits()),
@@ -203,7 +205,9 @@ fn inputs(operation: Operation, count: usize, random: &mut Random) -> Vec<[u32; 
                 .map(|i| [i | (i ^ 0x9e37) << 16, 0, 0])
                 .collect()
         }
-        Operation::Prmt => (0..count).map(|_| [random.word(), random.word(), random.word()]).collect(),
+        Operation::Bf16x2Fma | Operation::F16x2Fma | Operation::Prmt => {
+            (0..count).map(|_| [random.word(), random.word(), random.word()]).collect()
+        }
         Operation::Lop3AndOr | Operation::Lop3Xor | Operation::Dp4a | Operation::MulHi => {
             (0..count).map(|_| [random.word(), random.word(), random.word()]).collect()
         }
@@ -214,7 +218,8 @@ fn inputs(operation: Operation, count: usize, random: &mut Random) -> Vec<[u32; 
 fn case(operation: Operation, count: usize) -> Case {
     let mut random = Random::new(operation as u64);
     let inputs = inputs(operation, count, &mut random);
-    let floor = if operation == Operation::Tanh { Arch::Sm80 } else { Arch::Sm61 };
+    let from_sm80 = matches!(operation, Operation::Tanh | Operation::Bf16x2Fma | Operation::F16x2Fma);
+    let floor = if from_sm80 { Arch::Sm80 } else { Arch::Sm61 };
     let case = Case {
         grid: (count / 256) as u32,
         block: 256,

@@ -8,9 +8,12 @@
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `tile::stream` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `tile::split` |
+//! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
 //! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
+
+mod packed;
 
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};

@@ -7,10 +7,11 @@ use abi::ops::matmul::{
     OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
 };
 
-use super::{Act, Bias, Matmul, MatmulArgs, MatmulProblem, OP, Residual};
+use super::{Act, Bias, Matmul, MatmulArgs, MatmulB, MatmulProblem, OP, Residual, packed};
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
+use crate::weight::{Layout, Weight};
 
 /// Checks what does not depend on the device.
 pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
@@ -29,6 +30,9 @@ pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
     }
     if let Act::Of(Activation::Sigmoid) | Act::Gated(Activation::Sigmoid) = epilogue.act {
         return Err(Error::invalid(OP, "problem", "activation silu, gelu_tanh or gelu_erf", "sigmoid"));
+    }
+    if let Some(layout) = &problem.weight {
+        packed::check_problem(problem, layout)?;
     }
     if !epilogue.scale.is_finite() {
         return Err(Error::invalid(OP, "problem", "a finite scale", epilogue.scale.to_string()));
@@ -69,22 +73,32 @@ impl Matmul {
         let sizes = |rows, cols| [batch, Some(rows), Some(cols)];
         let from = usize::from(!stacked);
         let b_sizes = sizes(if self.problem.is_gated() && up.is_none() { 2 * n } else { n }, k);
-        let b_strides: [u32; 2] = at.elements("b", args.b, dtype, &b_sizes[from..])?;
+        // A packed weight is as a matrix of its size to all that follows, which reads none of it.
+        let args_b = match (args.b, self.problem.weight) {
+            (MatmulB::Matrix(b), None) => b,
+            (MatmulB::Packed(weight), Some(layout)) => {
+                self.check_weight(at, weight, layout, up.is_some())?;
+                weight.outline(dtype)?
+            }
+            (MatmulB::Matrix(_), Some(_)) => return at.refuse("b", "a packed weight, as planned", "a matrix"),
+            (MatmulB::Packed(_), None) => return at.refuse("b", "a matrix, as planned", "a packed weight"),
+        };
+        let b_strides: [u32; 2] = at.elements("b", args_b, dtype, &b_sizes[from..])?;
         // The gate's rows from here on, and up's.
         let (b, up) = match (self.problem.is_gated(), up) {
-            (false, None) => (args.b, None),
+            (false, None) => (args_b, None),
             (false, Some(_)) => return at.refuse("up", "none, as planned", "a tensor"),
             (true, None) => {
                 let axis = usize::from(stacked);
-                (args.b.slice(axis, 0..n)?, Some(args.b.slice(axis, n..2 * n)?))
+                (args_b.slice(axis, 0..n)?, Some(args_b.slice(axis, n..2 * n)?))
             }
             (true, Some(up)) => {
                 let up_strides: [u32; 2] = at.elements("up", *up, dtype, &sizes(n, k)[from..])?;
                 if up_strides != b_strides {
-                    let expected = format!("strides as of b: {:?}", args.b.strides());
+                    let expected = format!("strides as of b: {:?}", args_b.strides());
                     return at.refuse("up", expected, format!("{:?}", up.strides()));
                 }
-                (args.b, Some(*up))
+                (args_b, Some(*up))
             }
         };
         let residual =
@@ -177,6 +191,24 @@ impl Matmul {
             }
         }
         Ok(Some(Launch { batch: batch.unwrap_or(1) as u32, dims, how, b, up }))
+    }
+}
+
+impl Matmul {
+    /// Checks that a packed weight is the planned one.
+    fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout, up: bool) -> Result<(), Error> {
+        let sizes = [self.problem.b_rows(), self.problem.k];
+        if weight.layout() != layout {
+            return at.refuse("b", format!("a weight of {layout:?}, as planned"), format!("{:?}", weight.layout()));
+        }
+        if [weight.n(), weight.k()] != sizes || weight.experts() != 1 {
+            let got = format!("{} of {:?}", weight.experts(), [weight.n(), weight.k()]);
+            return at.refuse("b", format!("a single weight of {sizes:?}"), got);
+        }
+        if up {
+            return at.refuse("up", "none beside a packed weight, which holds it", "a tensor");
+        }
+        Ok(())
     }
 }
 

@@ -8,14 +8,17 @@ use std::cell::RefCell;
 
 use abi::DType;
 use abi::ops::glu::Activation;
-use abi::ops::matmul::{MatmulDims, MatmulEpilogue};
+use abi::ops::matmul::{GATED, MatmulDims, MatmulEpilogue};
+use abi::weight::TILE_K;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::{MatmulArgs, Residual};
 use crate::ops::glu::cpu::act;
 use crate::ops::parallel::{SharedSlice, for_rows};
-use crate::tensor::FloatElement;
+use crate::tensor::{FloatElement, TensorView};
+use crate::weight::Weight;
+use crate::weight::cpu::{Packed, ROWS};
 
 /// Up to so many rows are done by dot products.
 const DOT_MAX_ROWS: usize = 8;
@@ -47,7 +50,7 @@ pub(super) fn run(
     batch: u32,
     dims: &MatmulDims,
     how: (&MatmulEpilogue, Option<Activation>),
-    args: &mut MatmulArgs<'_>,
+    args: (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
     match (dtype, out_dtype) {
         (DType::F16, DType::F16) => products::<f16, f16>(batch, dims, how, args),
@@ -62,9 +65,12 @@ fn products<T: FloatElement, O: FloatElement>(
     batch: u32,
     dims: &MatmulDims,
     (how, activation): (&MatmulEpilogue, Option<Activation>),
-    args: &mut MatmulArgs<'_>,
+    (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
-    let (a, b) = (args.a.host_slice::<T>(), args.b.host_slice::<T>());
+    let a = args.a.host_slice::<T>();
+    let packed = b.ok().map(Packed::new);
+    let b: &[T] = b.as_ref().err().map_or(&[], |b| b.host_slice::<T>());
+    let gated = how.options & GATED != 0;
     let up = args.up.as_ref().map(|up| up.host_slice::<T>());
     let bias = args.bias.as_ref().map(|bias| bias.host_slice::<T>());
     let residual = match &args.residual {
@@ -87,13 +93,13 @@ fn products<T: FloatElement, O: FloatElement>(
             Some(up) => &up[row / 2 * dims.b_stride as usize..][..k],
         };
         let biased = |col: usize, sum: f32| sum * how.scale + bias.map_or(0.0, |bias| bias[col].to_f32());
-        let n = if up.is_some() { dims.n as usize / 2 } else { dims.n as usize };
-        let value = |col: usize, sums: &[f32], i: usize| match up {
-            None => act(biased(col, sums[i])),
-            Some(_) => act(biased(col, sums[2 * i])) * biased(n + col, sums[2 * i + 1]),
+        let n = if gated { dims.n as usize / 2 } else { dims.n as usize };
+        let value = |col: usize, sums: &[f32], i: usize| match gated {
+            false => act(biased(col, sums[i])),
+            true => act(biased(col, sums[2 * i])) * biased(n + col, sums[2 * i + 1]),
         };
         let store = |row: usize, col: usize, sums: &[f32]| {
-            let (col, len) = if up.is_some() { (col / 2, sums.len() / 2) } else { (col, sums.len()) };
+            let (col, len) = if gated { (col / 2, sums.len() / 2) } else { (col, sums.len()) };
             let start = product * dims.out_batch_stride as usize + row * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (Matmul::run), and each stretch of a row is stored once.
             let out = unsafe { out.part(start, len) };
@@ -110,8 +116,40 @@ fn products<T: FloatElement, O: FloatElement>(
                 });
             }
         };
-        sums(|row| &a[row * dims.a_stride as usize..][..k], b_row, dims, store);
+        let a_row = |row: usize| &a[row * dims.a_stride as usize..][..k];
+        match &packed {
+            Some(packed) => packed_sums(a_row, packed, dims, store),
+            None => sums(a_row, b_row, dims, store),
+        }
     }
+}
+
+/// As [`sums`], of a packed weight: rows of tiles are decoded by turns, 16 columns at a time.
+fn packed_sums<'a, T: FloatElement>(
+    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    packed: &Packed<'_>,
+    dims: &MatmulDims,
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+) {
+    let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
+    let stride = k.next_multiple_of(TILE_K as usize);
+    let mut rows = vec![0.0; m * k];
+    for (row, values) in rows.chunks_mut(k.max(1)).enumerate() {
+        widen(a_row(row), values);
+    }
+    for_rows(n.div_ceil(ROWS), m * n * k, |block| {
+        let first = block * ROWS;
+        let cols = ROWS.min(n - first);
+        let mut weights = vec![0.0; ROWS * stride];
+        packed.row_block(0, block, &mut weights);
+        for row in 0..m {
+            let mut sums = [0.0; ROWS];
+            for (col, sum) in sums[..cols].iter_mut().enumerate() {
+                *sum = dot(&rows[row * k..][..k], &weights[col * stride..][..k]);
+            }
+            store(row, first, &sums[..cols]);
+        }
+    });
 }
 
 /// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 32; `a_row` and

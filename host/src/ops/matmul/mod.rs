@@ -3,13 +3,14 @@
 mod cases;
 mod check;
 pub(crate) mod cpu;
+mod packed;
 pub mod reference;
 pub(crate) mod select;
 
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_OUT_ROWS,
+    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS,
     WGMMA_ROW_BYTES,
 };
 
@@ -22,10 +23,14 @@ use crate::plan::Check;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{TensorMap, Tiled};
+use crate::weight::{Layout, Weight};
+use packed::PackedKernels;
 
 pub use abi::ops::matmul::{
-    MMA_VARIANTS, MatmulTile, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile, PackedVariant,
+    STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
+pub use packed::{PackedChoice, PackedChoices, select as select_packed};
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
@@ -116,11 +121,13 @@ pub struct MatmulProblem {
     pub bias: Bias,
     /// What becomes of them then.
     pub epilogue: Epilogue,
+    /// How b is packed; none if it is a plain matrix.
+    pub weight: Option<Layout>,
 }
 
 impl MatmulProblem {
     /// With what it must have. The other fields do nothing: `batch: 1`, `out_dtype: dtype`, `precision:
-    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`.
+    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`, `weight: None`.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
         MatmulProblem {
             batch: 1,
@@ -132,6 +139,7 @@ impl MatmulProblem {
             precision: Precision::default(),
             bias: Bias::None,
             epilogue: Epilogue::default(),
+            weight: None,
         }
     }
 }
@@ -155,8 +163,9 @@ pub struct MatmulArgs<'a> {
     /// `[m, k]` or `[batch, m, k]`.
     pub a: TensorView<'a>,
     /// `[n, k]` or `[batch, n, k]`: a weight as checkpoints store it, out features × in features. Of a gated product
-    /// `[2 n, k]` or `[batch, 2 n, k]`: the gate's rows, then up's.
-    pub b: TensorView<'a>,
+    /// `[2 n, k]` or `[batch, 2 n, k]`: the gate's rows, then up's. Or a packed weight as planned, of a gated product with the rows
+    /// of the gate and of up in turn ([`GateUp`](crate::weight::GateUp)).
+    pub b: MatmulB<'a>,
     /// The rows of up, if they are not in b: then both are `[n, k]` or `[batch, n, k]`, of the same strides. Interleaved rows are
     /// two such views of every second row.
     pub up: Option<TensorView<'a>>,
@@ -170,8 +179,29 @@ pub struct MatmulArgs<'a> {
 
 impl<'a> MatmulArgs<'a> {
     /// The operands and the result alone.
-    pub fn new(a: TensorView<'a>, b: TensorView<'a>, out: TensorViewMut<'a>) -> Self {
-        MatmulArgs { a, b, up: None, bias: None, residual: None, out }
+    pub fn new(a: TensorView<'a>, b: impl Into<MatmulB<'a>>, out: TensorViewMut<'a>) -> Self {
+        MatmulArgs { a, b: b.into(), up: None, bias: None, residual: None, out }
+    }
+}
+
+/// The right operand of a product.
+#[derive(Clone, Copy, Debug)]
+pub enum MatmulB<'a> {
+    /// A matrix, or several.
+    Matrix(TensorView<'a>),
+    /// A packed weight.
+    Packed(&'a Weight),
+}
+
+impl<'a> From<TensorView<'a>> for MatmulB<'a> {
+    fn from(matrix: TensorView<'a>) -> Self {
+        MatmulB::Matrix(matrix)
+    }
+}
+
+impl<'a> From<&'a Weight> for MatmulB<'a> {
+    fn from(weight: &'a Weight) -> Self {
+        MatmulB::Packed(weight)
     }
 }
 
@@ -218,7 +248,7 @@ pub enum Residual<'a> {
 /// let stream = device.stream()?;
 /// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
 /// let (precision, bias, epilogue) = (Precision::Full, Bias::None, Epilogue::NONE);
-/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue };
+/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue, weight: None };
 /// let matmul = Matmul::plan(&device, problem)?;
 /// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
 /// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
@@ -245,12 +275,17 @@ enum Backend {
         tensor: Vec<(&'static MatmulVariant, Entry)>,
         tensor_from: usize,
     },
+    /// With a packed weight.
+    Packed(Box<PackedKernels>),
 }
 
 impl Matmul {
     /// Whether `device` can do it.
     pub fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
+        if problem.weight.is_some() {
+            return Ok(());
+        }
         device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
     }
 
@@ -260,6 +295,9 @@ impl Matmul {
         let Some(limits) = device.limits() else {
             return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
         };
+        if let Some(layout) = &problem.weight {
+            return Self::with_packed(device, problem, packed::select(&limits, &problem, layout));
+        }
         let tensor = select::tensor(&limits, &problem);
         let from = select::tensor_min_rows(problem.dtype);
         Self::new(device, problem, select(&limits, &problem)?, tensor, from)
@@ -309,6 +347,25 @@ impl Matmul {
         Ok(Matmul { device: device.clone(), problem, backend })
     }
 
+    /// Plans a product with a packed weight by a kernel of the caller's choice, for all numbers of rows; an error if it cannot do the
+    /// problem.
+    pub fn plan_packed_with(
+        device: &Device,
+        problem: MatmulProblem,
+        variant: &'static PackedVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let Some(limits) = device.limits() else {
+            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
+        };
+        Self::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
+    }
+
+    fn with_packed(device: &Device, problem: MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
+        let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
+        Ok(Matmul { device: device.clone(), problem, backend })
+    }
+
     /// Runs once. See [`Matmul`].
     pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
         let _range = nvtx::range(OP);
@@ -316,15 +373,26 @@ impl Matmul {
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
         let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, &args)? else { return Ok(()) };
-        args.b = b;
-        args.up = up;
+        let weight = match args.b {
+            MatmulB::Packed(weight) => Some(weight),
+            MatmulB::Matrix(_) => None,
+        };
+        if weight.is_none() {
+            args.up = up;
+        }
         match &self.backend {
+            // No rows or columns: nothing is launched.
+            Backend::Packed(_) if dims.m == 0 || dims.n == 0 => Ok(()),
+            Backend::Packed(kernels) => {
+                let Some(weight) = weight else { return at.refuse("b", "a packed weight, as planned", "a matrix") };
+                kernels.run(stream, (args, weight), dims, &how)
+            }
             Backend::Cpu => {
                 let activation = match self.problem.epilogue.act {
                     Act::None => None,
                     Act::Of(activation) | Act::Gated(activation) => Some(activation),
                 };
-                cpu::run(dtype, out_dtype, batch, &dims, (&how, activation), &mut args);
+                cpu::run(dtype, out_dtype, batch, &dims, (&how, activation), (weight.ok_or(b), &mut args));
                 Ok(())
             }
             Backend::Cuda { kernels, tensor, tensor_from } => {
@@ -335,9 +403,9 @@ impl Matmul {
                     dims.split_log2 = self.stream_split_log2();
                     return match variant.tile {
                         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
-                            self.run_wgmma(stream, variant, entry, &args, dims, &how)
+                            self.run_wgmma(stream, variant, entry, (&args, b), dims, &how)
                         }
-                        _ => self.launch(stream, variant, entry, batch, &args, (dims, &how)),
+                        _ => self.launch(stream, variant, entry, batch, (&args, b), (dims, &how)),
                     };
                 }
                 let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
@@ -349,7 +417,7 @@ impl Matmul {
                     ));
                 };
                 dims.split_log2 = choice.split_log2;
-                self.launch(stream, choice.variant, entry, batch, &args, (dims, &how))
+                self.launch(stream, choice.variant, entry, batch, (&args, b), (dims, &how))
             }
         }
     }
@@ -405,7 +473,7 @@ impl Matmul {
         stream: &Stream,
         variant: &MatmulVariant,
         entry: &Entry,
-        args: &MatmulArgs<'_>,
+        (args, b): (&MatmulArgs<'_>, TensorView<'_>),
         mut dims: MatmulDims,
         how: &MatmulEpilogue,
     ) -> Result<(), Error> {
@@ -414,7 +482,7 @@ impl Matmul {
             MatmulTile::Split { bn, cluster, .. } => ([64, bn], cluster),
             tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
-        let MatmulArgs { a, b, up, bias, out, .. } = args;
+        let MatmulArgs { a, up, bias, out, .. } = args;
         let (dtype, out_dtype) = (self.problem.dtype, self.problem.out_dtype);
         let matrix = |dtype: DType, address: u64, sizes: [u32; 3], box_rows: u32| {
             matrix_map(OP, &self.device, dtype, address, sizes, box_rows)
@@ -466,8 +534,8 @@ impl Matmul {
             (*bias).into(),
             residual(args),
             out.into(),
-            (*b).into(),
-            up.unwrap_or(*b).into(),
+            b.into(),
+            up.unwrap_or(b).into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
         // blocks walk over all tiles; shared memory and clusters are the tile's.
@@ -481,17 +549,17 @@ impl Matmul {
         variant: &MatmulVariant,
         entry: &Entry,
         batch: u32,
-        args: &MatmulArgs<'_>,
+        (args, b): (&MatmulArgs<'_>, TensorView<'_>),
         (mut dims, how): (MatmulDims, &MatmulEpilogue),
     ) -> Result<(), Error> {
         let tiles = variant.tile.blocks(dims.m, dims.n, dims.split_log2);
         let blocks = tiles * u64::from(batch);
         let num_sms = self.device.profile().num_sms;
         dims.access |= select::next_may_start(variant.tile, self.problem.dtype, blocks, num_sms);
-        let MatmulArgs { a, b, up, bias, out, .. } = args;
+        let MatmulArgs { a, up, bias, out, .. } = args;
         let params = [
             (*a).into(),
-            (*b).into(),
+            b.into(),
             (*up).into(),
             (*bias).into(),
             residual(args),
@@ -511,7 +579,11 @@ impl Matmul {
         let b_rows = self.problem.b_rows();
         let [products, rows, cols, depth, b_cols] = [batch, m, n, k, b_rows].map(count);
         let bias = if bias == Bias::PerColumn { b_cols } else { count(0) };
-        let operands = products * (rows + b_cols) * depth + bias;
+        let (b_elements, b_bytes) = match self.problem.weight.map(|layout| layout.bits_per_weight(k as u32)) {
+            Some(bits) => (count(0), count((b_rows as f64 * k as f64 * f64::from(bits) / 8.0) as usize)),
+            None => (b_cols * depth, count(0)),
+        };
+        let operands = products * (rows * depth + b_elements) + bias;
         let outs = products * rows * cols * count(if epilogue.residual { 2 } else { 1 });
         let act = match epilogue.act {
             Act::None => String::new(),
@@ -521,7 +593,7 @@ impl Matmul {
         let times = if batch == 1 { String::new() } else { format!("{batch} times ") };
         let work = Work {
             problem: format!("{times}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
-            bytes: operands * count(dtype.bytes()) + outs * count(out_dtype.bytes()),
+            bytes: operands * count(dtype.bytes()) + b_bytes + outs * count(out_dtype.bytes()),
             flops: count(2) * products * rows * b_cols * depth,
         };
         match &self.backend {
@@ -538,6 +610,10 @@ impl Matmul {
                 let tile = choice.variant.tile;
                 let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
                 OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            Backend::Packed(kernels) => {
+                let (entry, tile, why) = kernels.report(m);
+                OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })
             }
             _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
         }

@@ -368,6 +368,7 @@ mod tests {
                 precision: Precision::Full,
                 bias: Bias::None,
                 epilogue: Epilogue::NONE,
+                weight: None,
             };
             let choices = select(&limits, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{m} × {n} {dtype}");
@@ -390,6 +391,7 @@ mod tests {
                     precision: Precision::Full,
                     bias: Bias::None,
                     epilogue: Epilogue::NONE,
+                    weight: None,
                 };
                 let choices = select(&H200, &problem).unwrap();
                 assert_eq!(choices.len(), 6);
@@ -400,17 +402,7 @@ mod tests {
 
     fn of_bf16([m, n, k]: [usize; 3]) -> MatmulProblem {
         let dtype = DType::BF16;
-        MatmulProblem {
-            batch: 1,
-            m,
-            n,
-            k,
-            dtype,
-            out_dtype: dtype,
-            precision: Precision::Full,
-            bias: Bias::None,
-            epilogue: Epilogue::NONE,
-        }
+        MatmulProblem::new(m, n, k, dtype)
     }
 
     /// The kernel among those of a kind that the clocks say is the fastest.
@@ -568,6 +560,7 @@ mod tests {
             precision: Precision::Full,
             bias: Bias::None,
             epilogue: Epilogue::NONE,
+            weight: None,
         };
         let message = select(&H200, &problem).unwrap_err().to_string();
         assert!(message.starts_with("matmul: problem: expected at most 2^31 - 1 blocks, got "), "{message}");

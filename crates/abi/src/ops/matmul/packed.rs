@@ -1,0 +1,203 @@
+//! Matrix products with a packed weight ([`crate::weight`]): entry points.
+
+use crate::weight::Codes;
+use crate::{Arch, DType};
+
+/// How the product is cut up: blocks of eight warps, each of which makes `rows` rows of 16 columns, or shares the k of them with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PackedTile {
+    /// By ordinary arithmetic, in f32.
+    Simt {
+        /// Rows of a.
+        rows: u32,
+    },
+    /// On tensor cores.
+    Mma {
+        /// Rows of a: a multiple of 8.
+        rows: u32,
+        /// Tiles of 64 of k that a warp has in flight.
+        unroll: u32,
+        /// Whether all of a tile's k shares a scale.
+        wide: bool,
+    },
+}
+
+impl PackedTile {
+    /// Rows of a.
+    pub const fn rows(self) -> u32 {
+        match self {
+            PackedTile::Simt { rows } | PackedTile::Mma { rows, .. } => rows,
+        }
+    }
+
+    /// Dynamic shared memory in bytes: the warps' sums.
+    pub const fn smem_bytes(self) -> u32 {
+        super::WARPS * self.rows() * crate::weight::TILE_ROWS * 4
+    }
+}
+
+/// One kernel.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PackedVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of a, bias, residual and out.
+    pub dtype: DType,
+    /// What the weight's codes are.
+    pub codes: Codes,
+    /// How the product is cut up.
+    pub tile: PackedTile,
+    /// What it needs at least.
+    pub floor: Arch,
+}
+
+/// A kernel that makes a packed weight's rows a plain matrix.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct UnpackVariant {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of the matrix.
+    pub dtype: DType,
+    /// What the weight's codes are.
+    pub codes: Codes,
+    /// What it needs at least.
+    pub floor: Arch,
+}
+
+/// Hands every row of the table to the macro `$callback`.
+#[macro_export]
+macro_rules! matmul_packed_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f32_int4__packed1__sm61 => f32, F32, Int4, Sm61, Simt { rows: 1 };
+            matmul_f32_int4__packed2__sm61 => f32, F32, Int4, Sm61, Simt { rows: 2 };
+            matmul_f32_int8__packed1__sm61 => f32, F32, Int8, Sm61, Simt { rows: 1 };
+            matmul_f32_int8__packed2__sm61 => f32, F32, Int8, Sm61, Simt { rows: 2 };
+            matmul_f32_e2m1__packed1__sm61 => f32, F32, E2m1, Sm61, Simt { rows: 1 };
+            matmul_f32_e2m1__packed2__sm61 => f32, F32, E2m1, Sm61, Simt { rows: 2 };
+            matmul_f32_e4m3__packed1__sm61 => f32, F32, E4m3, Sm61, Simt { rows: 1 };
+            matmul_f32_e4m3__packed2__sm61 => f32, F32, E4m3, Sm61, Simt { rows: 2 };
+            matmul_f16_int4__packed1__sm61 => f16, F16, Int4, Sm61, Simt { rows: 1 };
+            matmul_f16_int4__packed2__sm61 => f16, F16, Int4, Sm61, Simt { rows: 2 };
+            matmul_f16_int8__packed1__sm61 => f16, F16, Int8, Sm61, Simt { rows: 1 };
+            matmul_f16_int8__packed2__sm61 => f16, F16, Int8, Sm61, Simt { rows: 2 };
+            matmul_f16_e2m1__packed1__sm61 => f16, F16, E2m1, Sm61, Simt { rows: 1 };
+            matmul_f16_e2m1__packed2__sm61 => f16, F16, E2m1, Sm61, Simt { rows: 2 };
+            matmul_f16_e4m3__packed1__sm61 => f16, F16, E4m3, Sm61, Simt { rows: 1 };
+            matmul_f16_e4m3__packed2__sm61 => f16, F16, E4m3, Sm61, Simt { rows: 2 };
+            matmul_bf16_int4__packed1__sm61 => bf16, BF16, Int4, Sm61, Simt { rows: 1 };
+            matmul_bf16_int4__packed2__sm61 => bf16, BF16, Int4, Sm61, Simt { rows: 2 };
+            matmul_bf16_int8__packed1__sm61 => bf16, BF16, Int8, Sm61, Simt { rows: 1 };
+            matmul_bf16_int8__packed2__sm61 => bf16, BF16, Int8, Sm61, Simt { rows: 2 };
+            matmul_bf16_e2m1__packed1__sm61 => bf16, BF16, E2m1, Sm61, Simt { rows: 1 };
+            matmul_bf16_e2m1__packed2__sm61 => bf16, BF16, E2m1, Sm61, Simt { rows: 2 };
+            matmul_bf16_e4m3__packed1__sm61 => bf16, BF16, E4m3, Sm61, Simt { rows: 1 };
+            matmul_bf16_e4m3__packed2__sm61 => bf16, BF16, E4m3, Sm61, Simt { rows: 2 };
+        }
+    };
+}
+
+/// The same for the kernels of the tensor cores.
+#[macro_export]
+macro_rules! matmul_packed_mma_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
+            matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
+            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, unroll: 2, wide: true };
+            matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_f16_int4__packed8n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_f16_int4__packed16n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
+            matmul_f16_int4__packed64n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_f16_int8__packed8__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: true };
+            matmul_f16_int8__packed16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, unroll: 2, wide: true };
+            matmul_f16_int8__packed32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 32, unroll: 1, wide: true };
+            matmul_f16_int8__packed64__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_f16_int8__packed8n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_f16_int8__packed16n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, unroll: 1, wide: false };
+            matmul_f16_int8__packed64n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_f16_e2m1__packed8n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_f16_e2m1__packed16n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, unroll: 2, wide: false };
+            matmul_f16_e2m1__packed64n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, unroll: 2, wide: true };
+            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, unroll: 2, wide: true };
+            matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, unroll: 1, wide: true };
+            matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
+            matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
+            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, unroll: 2, wide: true };
+            matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_bf16_int4__packed8n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_bf16_int4__packed16n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
+            matmul_bf16_int4__packed64n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_bf16_int8__packed8__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: true };
+            matmul_bf16_int8__packed16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, unroll: 2, wide: true };
+            matmul_bf16_int8__packed32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 32, unroll: 1, wide: true };
+            matmul_bf16_int8__packed64__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_bf16_int8__packed8n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_bf16_int8__packed16n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, unroll: 1, wide: false };
+            matmul_bf16_int8__packed64n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_bf16_e2m1__packed8n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 8, unroll: 2, wide: false };
+            matmul_bf16_e2m1__packed16n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 16, unroll: 2, wide: false };
+            matmul_bf16_e2m1__packed64n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 64, unroll: 2, wide: false };
+            matmul_bf16_e4m3__packed8__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 8, unroll: 2, wide: true };
+            matmul_bf16_e4m3__packed16__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 16, unroll: 2, wide: true };
+            matmul_bf16_e4m3__packed32__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 32, unroll: 1, wide: true };
+            matmul_bf16_e4m3__packed64__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+        }
+    };
+}
+
+/// The same for the kernels that unpack.
+#[macro_export]
+macro_rules! matmul_unpack_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f32_int4__unpack__sm61 => f32, F32, Int4, Sm61;
+            matmul_f32_int8__unpack__sm61 => f32, F32, Int8, Sm61;
+            matmul_f32_e2m1__unpack__sm61 => f32, F32, E2m1, Sm61;
+            matmul_f32_e4m3__unpack__sm61 => f32, F32, E4m3, Sm61;
+            matmul_f16_int4__unpack__sm61 => f16, F16, Int4, Sm61;
+            matmul_f16_int8__unpack__sm61 => f16, F16, Int8, Sm61;
+            matmul_f16_e2m1__unpack__sm61 => f16, F16, E2m1, Sm61;
+            matmul_f16_e4m3__unpack__sm61 => f16, F16, E4m3, Sm61;
+            matmul_bf16_int4__unpack__sm61 => bf16, BF16, Int4, Sm61;
+            matmul_bf16_int8__unpack__sm61 => bf16, BF16, Int8, Sm61;
+            matmul_bf16_e2m1__unpack__sm61 => bf16, BF16, E2m1, Sm61;
+            matmul_bf16_e4m3__unpack__sm61 => bf16, BF16, E4m3, Sm61;
+        }
+    };
+}
+
+macro_rules! rows {
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident,
+       $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        &[$(PackedVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            codes: Codes::$codes,
+            tile: PackedTile::$tile { $($field: $value),* },
+            floor: Arch::$floor,
+        }),*]
+    };
+}
+
+macro_rules! unpack_rows {
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident;)*) => {
+        &[$(UnpackVariant {
+            entry: stringify!($entry),
+            dtype: DType::$dtype,
+            codes: Codes::$codes,
+            floor: Arch::$floor,
+        }),*]
+    };
+}
+
+/// The kernels by ordinary arithmetic.
+pub const PACKED_VARIANTS: &[PackedVariant] = matmul_packed_table!(rows);
+/// The kernels of the tensor cores.
+pub const PACKED_MMA_VARIANTS: &[PackedVariant] = matmul_packed_mma_table!(rows);
+/// The kernels that unpack.
+pub const UNPACK_VARIANTS: &[UnpackVariant] = matmul_unpack_table!(unpack_rows);

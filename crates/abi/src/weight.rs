@@ -1,0 +1,256 @@
+//! How a weight `[n, k]` lies in device memory when it is not a plain matrix: quantised, and packed for the kernels.
+//!
+//! ```text
+//! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8. Lane l of a warp takes 16 bytes
+//!          (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0 … 3. That is what
+//!          `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through registers into the product.
+//! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its first element
+//!          at bit 4 i and its second at bit 16 + 4 i
+//! 8 bits   words 2 j + p: bytes 2 h and 2 h + 1 are the pair's elements; words 0 to 3 are in the first 512 bytes
+//! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], or one for `2^rows_log2` rows: [n / rows][k / group]
+//! minimums, zero points: as the scales
+//! supers   [n / 16][k / 256][16 rows], binary16: factors of the scales; those of the minimums likewise
+//! ```
+//!
+//! Rows and columns beyond n and k are there with codes of value 0, so that whole tiles can be read.
+//!
+//! The value of an element is `scale · (code − zero) − minimum`. Without zero points, integers count from the middle of their range
+//! ([`Codes::zero`]), or from 0 where there are minimums.
+
+/// Rows of a tile.
+pub const TILE_ROWS: u32 = 16;
+/// Elements of k of a tile.
+pub const TILE_K: u32 = 64;
+/// Elements of k for which all scales are the same at least: a step of `mma`.
+pub const STEP_K: u32 = 16;
+/// Elements of k that share a super scale.
+pub const SUPER_K: u32 = 256;
+
+/// What a code stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Codes {
+    /// 4 bits, 0 to 15, less a zero point: 8 where there are neither those nor minimums.
+    Int4,
+    /// 8 bits, 0 to 255, less a zero point: 128 where there are neither those nor minimums. Signed integers are stored with 128 added.
+    Int8,
+    /// fp4: sign, 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    E2m1,
+    /// fp8: sign, 4 bits of exponent, 3 of mantissa, at most 448.
+    E4m3,
+}
+
+impl Codes {
+    /// All of them.
+    pub const ALL: [Codes; 4] = [Codes::Int4, Codes::Int8, Codes::E2m1, Codes::E4m3];
+
+    /// Bits of a code.
+    pub const fn bits(self) -> u32 {
+        match self {
+            Codes::Int4 | Codes::E2m1 => 4,
+            Codes::Int8 | Codes::E4m3 => 8,
+        }
+    }
+
+    /// 32-bit words of a tile that a lane has.
+    pub const fn words(self) -> u32 {
+        self.bits()
+    }
+
+    /// Bytes of a tile.
+    pub const fn tile_bytes(self) -> u32 {
+        TILE_ROWS * TILE_K * self.bits() / 8
+    }
+
+    /// The zero point where none is stored; that of floats is not used.
+    pub const fn zero(self) -> u8 {
+        match self {
+            Codes::Int4 => 8,
+            Codes::Int8 => 128,
+            Codes::E2m1 | Codes::E4m3 => 0,
+        }
+    }
+
+    /// The name in entry points and messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Codes::Int4 => "int4",
+            Codes::Int8 => "int8",
+            Codes::E2m1 => "e2m1",
+            Codes::E4m3 => "e4m3",
+        }
+    }
+
+    /// Where the code of a row and column of a tile lies: word of the tile, and bit of the word.
+    pub const fn place(self, row: u32, k: u32) -> (u32, u32) {
+        let (step, pair, second, upper) = (k / 16, k % 4 / 2, k % 2, row / 8);
+        let lane = row % 8 * 4 + k % 16 / 4;
+        match self.bits() {
+            4 => (lane * 4 + step, 4 * (2 * pair + upper) + 16 * second),
+            _ => {
+                let word = 2 * step + pair;
+                (word / 4 * 128 + lane * 4 + word % 4, 8 * (2 * upper + second))
+            }
+        }
+    }
+}
+
+/// How a scale or minimum is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum ScaleType {
+    /// Binary32.
+    F32 = 0,
+    /// Binary16.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+    /// A power of two: 2^(byte − 127).
+    E8m0 = 3,
+    /// fp8 times the layout's global scale.
+    E4m3 = 4,
+    /// A byte from 0 to 255 times the super scale of its 256 of k.
+    U8Super = 5,
+    /// A byte from −128 to 127 times the super scale of its 256 of k.
+    I8Super = 6,
+}
+
+impl ScaleType {
+    /// All of them, by their numbers.
+    pub const ALL: [ScaleType; 7] = [
+        ScaleType::F32,
+        ScaleType::F16,
+        ScaleType::Bf16,
+        ScaleType::E8m0,
+        ScaleType::E4m3,
+        ScaleType::U8Super,
+        ScaleType::I8Super,
+    ];
+
+    /// Bytes of one.
+    pub const fn bytes(self) -> u32 {
+        match self {
+            ScaleType::F32 => 4,
+            ScaleType::F16 | ScaleType::Bf16 => 2,
+            _ => 1,
+        }
+    }
+
+    /// Whether super scales belong to it.
+    pub const fn has_supers(self) -> bool {
+        matches!(self, ScaleType::U8Super | ScaleType::I8Super)
+    }
+}
+
+/// A layout: everything about a packed weight but its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// What a code stands for.
+    pub codes: Codes,
+    /// Elements of k that share a scale: 16, 32, 64, … or 0 for all of a row.
+    pub group: u32,
+    /// Rows that share a scale: 1, or a power of two from 16 on.
+    pub rows: u32,
+    /// How scales are stored.
+    pub scale: ScaleType,
+    /// Whether each scale has a zero point, a byte; for integers.
+    pub zeros: bool,
+    /// Whether each scale has a minimum, stored as the scales are.
+    pub minimums: bool,
+}
+
+impl Layout {
+    /// Why the kernels cannot take it, if they cannot.
+    pub const fn problem(&self) -> Option<&'static str> {
+        let Layout { codes, group, rows, scale, zeros, minimums } = *self;
+        if group != 0 && (!group.is_power_of_two() || group < STEP_K || group > 1 << 15) {
+            return Some("a group of 16, 32, 64, … 32768, or of all of a row");
+        }
+        if !rows.is_power_of_two() || (rows > 1 && rows < TILE_ROWS) {
+            return Some("scales for one row, or for 16, 32, 64, …");
+        }
+        if group != 0 && group < TILE_K && TILE_K / group * scale.bytes() > 4 {
+            return Some("scales of at most 4 bytes for 64 elements of a row");
+        }
+        if rows > 1 && (group != 0 && group < TILE_K || zeros || minimums || scale.has_supers()) {
+            return Some(
+                "scales of several rows for 64 elements at least, without zero points, minimums or super scales",
+            );
+        }
+        if scale.has_supers() && (group == 0 || group >= TILE_K) {
+            return Some("super scales of groups below 64");
+        }
+        if zeros && !matches!(codes, Codes::Int4 | Codes::Int8) {
+            return Some("zero points of integers");
+        }
+        if zeros && group != 0 && group < TILE_K && TILE_K / group > 4 {
+            return Some("at most 4 zero points for 64 elements of a row");
+        }
+        None
+    }
+
+    /// The zero point where none is stored.
+    pub const fn zero(&self) -> u8 {
+        if self.minimums { 0 } else { self.codes.zero() }
+    }
+
+    /// Whether all of a tile's k shares a scale.
+    pub const fn is_wide(&self) -> bool {
+        self.group == 0 || self.group >= TILE_K
+    }
+
+    /// Bits of a weight, its scales and all: what a product reads.
+    pub fn bits_per_weight(&self, k: u32) -> f32 {
+        let group = if self.group == 0 { k.max(1) } else { self.group } as f32 * self.rows as f32;
+        let parts = self.scale.bytes() * (1 + self.minimums as u32) + self.zeros as u32;
+        let supers = if self.scale.has_supers() { 16 * (1 + self.minimums as u32) } else { 0 };
+        self.codes.bits() as f32 + (8 * parts) as f32 / group + supers as f32 / SUPER_K as f32
+    }
+}
+
+/// A packed weight's layout and sizes as kernels take them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WeightDims {
+    /// Tiles of a row of tiles: k / 64, rounded up.
+    pub tiles: u32,
+    /// Scales of a row along k, in stretches of 64 or more.
+    pub stretches: u32,
+    /// Binary logarithm of the steps of 16 that share a scale; 31 where all do.
+    pub group_log2: u32,
+    /// Binary logarithm of the rows that share a scale, at least 4; 0 for one.
+    pub rows_log2: u32,
+    /// The [`ScaleType`].
+    pub scale: u32,
+    /// Factor of [`ScaleType::E4m3`].
+    pub global: f32,
+    /// Rows of tiles of an expert: from one expert's part to the next's.
+    pub row_blocks: u32,
+    /// The first row of tiles that is meant.
+    pub first_block: u32,
+}
+
+const _: () = assert!(size_of::<WeightDims>() == 32);
+impl crate::Params for WeightDims {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every code of a tile has a place of its own.
+    #[test]
+    fn places_differ() {
+        for codes in Codes::ALL {
+            let mut taken = [[false; 32]; 256];
+            for row in 0..TILE_ROWS {
+                for k in 0..TILE_K {
+                    let (word, bit) = codes.place(row, k);
+                    assert!(word < codes.tile_bytes() / 4 && bit + codes.bits() <= 32);
+                    assert!(bit % codes.bits() == 0);
+                    let taken = &mut taken[word as usize][bit as usize];
+                    assert!(!*taken, "{codes:?} {row} {k}");
+                    *taken = true;
+                }
+            }
+        }
+    }
+}

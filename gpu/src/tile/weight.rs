@@ -1,0 +1,405 @@
+//! Packed weights (`abi::weight`): codes as the operands of `mma` or as f32, and their scales.
+//!
+//! A lane reads its codes of a tile by 16-byte loads, and they are its registers of `mma`'s first operand, in the order of
+//! k that the other operand follows. Codes become 16-bit floats exactly, so all of a weight's rounding is in its scales, which
+//! multiply sums in f32.
+
+use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
+use cuda_std::cvt::{self, Element, f16};
+#[cfg(not(lacks_mma_sync))]
+use cuda_std::cvt::{bf16, bf16x2_fma, f16x2_fma};
+use cuda_std::{global, thread};
+
+#[cfg(not(lacks_mma_sync))]
+use super::multiplicand::Multiplicand;
+
+/// Where a packed weight lies; what it has not is null.
+#[derive(Clone, Copy)]
+pub struct Packed {
+    /// Codes.
+    pub codes: *const u32,
+    /// Scales.
+    pub scales: *const u8,
+    /// Zero points.
+    pub zeros: *const u8,
+    /// Minimums.
+    pub minimums: *const u8,
+    /// Factors of the scales.
+    pub supers: *const u16,
+    /// Factors of the minimums.
+    pub super_minimums: *const u16,
+    /// Layout and sizes.
+    pub dims: WeightDims,
+}
+
+/// The scales of a tile for two rows of a lane, as they lie in memory.
+#[derive(Clone, Copy)]
+pub struct RawScales {
+    scales: [u32; 2],
+    zeros: [u32; 2],
+    minimums: [u32; 2],
+    supers: [u16; 2],
+    super_minimums: [u16; 2],
+}
+
+impl RawScales {
+    /// Those of no tile.
+    pub const NONE: RawScales =
+        RawScales { scales: [0; 2], zeros: [0; 2], minimums: [0; 2], supers: [0; 2], super_minimums: [0; 2] };
+}
+
+/// What a tile of the codes comes to.
+pub trait Code {
+    /// As in the layout.
+    const CODES: Codes;
+}
+
+macro_rules! codes {
+    ($($name:ident)*) => {$(
+        #[doc = concat!("`Codes::", stringify!($name), "`.")]
+        pub struct $name;
+
+        impl Code for $name {
+            const CODES: Codes = Codes::$name;
+        }
+    )*};
+}
+codes! { Int4 Int8 E2m1 E4m3 }
+
+/// A number by its type's number, of the `index`th in a word.
+#[inline(always)]
+fn number(kind: u32, word: u32, index: u32, factor: f32) -> f32 {
+    const F32: u32 = ScaleType::F32 as u32;
+    const F16: u32 = ScaleType::F16 as u32;
+    const BF16: u32 = ScaleType::Bf16 as u32;
+    const E8M0: u32 = ScaleType::E8m0 as u32;
+    const E4M3: u32 = ScaleType::E4m3 as u32;
+    const U8_SUPER: u32 = ScaleType::U8Super as u32;
+    match kind {
+        F32 => f32::from_bits(word),
+        F16 => Element::to_f32(f16::from_bits((word >> (16 * index)) as u16)),
+        BF16 => f32::from_bits(word >> (16 * index) << 16),
+        _ => {
+            let byte = word >> (8 * index) & 0xff;
+            match kind {
+                E8M0 => f32::from_bits(match byte {
+                    0 => 0x0040_0000,
+                    0xff => 0x7fc0_0000,
+                    _ => byte << 23,
+                }),
+                E4M3 => e4m3_to_f32(byte) * factor,
+                U8_SUPER => byte as f32 * factor,
+                _ => byte as u8 as i8 as f32 * factor,
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn e4m3_to_f32(byte: u32) -> f32 {
+    Element::to_f32(f16::from_bits(cvt::f16x2_from_e4m3x2(byte as u16) as u16))
+}
+
+#[inline(always)]
+const fn bytes_of(kind: u32) -> u32 {
+    if kind == ScaleType::F32 as u32 {
+        4
+    } else if kind <= ScaleType::Bf16 as u32 {
+        2
+    } else {
+        1
+    }
+}
+
+/// `bytes` at an address: 1, 2 or 4.
+///
+/// # Safety
+/// - *in-bounds*, and aligned to their number.
+#[inline(always)]
+unsafe fn load_bytes(from: *const u8, bytes: u32) -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match bytes {
+            1 => global::load(from).into(),
+            2 => global::load(from.cast::<u16>()).into(),
+            _ => global::load(from.cast::<u32>()),
+        }
+    }
+}
+
+impl Packed {
+    /// An expert's weight, whose rows of tiles begin behind those of the experts before.
+    #[inline(always)]
+    pub fn of_expert(self, codes: Codes, expert: u32) -> Self {
+        let blocks = expert as usize * self.dims.row_blocks as usize;
+        let WeightDims { tiles, stretches, rows_log2, scale, .. } = self.dims;
+        let scales = if rows_log2 == 0 {
+            blocks * stretches as usize * 16 * self.per_stretch() as usize
+        } else {
+            (blocks >> (rows_log2 - 4)) * stretches as usize
+        };
+        let bytes = scales * bytes_of(scale) as usize;
+        let supers = blocks * tiles.div_ceil(SUPER_K / TILE_K) as usize * 16;
+        Packed {
+            codes: self.codes.wrapping_add(blocks * tiles as usize * (codes.tile_bytes() / 4) as usize),
+            scales: self.scales.wrapping_add(bytes),
+            zeros: if self.zeros.is_null() { self.zeros } else { self.zeros.wrapping_add(scales) },
+            minimums: if self.minimums.is_null() { self.minimums } else { self.minimums.wrapping_add(bytes) },
+            supers: self.supers.wrapping_add(supers),
+            super_minimums: self.super_minimums.wrapping_add(supers),
+            dims: self.dims,
+        }
+    }
+
+    /// Scales in a stretch.
+    #[inline(always)]
+    fn per_stretch(&self) -> u32 {
+        if self.dims.group_log2 < 2 { 4 >> self.dims.group_log2 } else { 1 }
+    }
+
+    /// Whether there are minimums.
+    #[inline(always)]
+    pub fn has_minimums(&self) -> bool {
+        !self.minimums.is_null()
+    }
+
+    /// The words of the lane of a tile, of which there are 4 or 8.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists.
+    #[inline(always)]
+    pub unsafe fn words<C: Code>(&self, row_block: u32, tile: u32) -> [u32; 8] {
+        let row_block = self.dims.first_block + row_block;
+        let index = row_block as usize * self.dims.tiles as usize + tile as usize;
+        let at = self
+            .codes
+            .wrapping_add(index * (C::CODES.tile_bytes() / 4) as usize)
+            .wrapping_add(4 * thread::lane() as usize);
+        // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
+        unsafe {
+            let low = global::load_stream_x4(at);
+            let high =
+                if C::CODES.bits() == 8 { global::load_stream_x4(at.wrapping_add(128)) } else { [0; 4] };
+            [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+        }
+    }
+
+    /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile. `WIDE`: all of its k shares them.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists.
+    #[inline(always)]
+    pub unsafe fn scales<const WIDE: bool>(&self, row_block: u32, tile: u32) -> RawScales {
+        let WeightDims { tiles, stretches, group_log2, rows_log2, scale, .. } = self.dims;
+        let row_block = self.dims.first_block + row_block;
+        let stretch = if group_log2 <= 2 { tile } else { tile >> (group_log2 - 2) };
+        let count = self.per_stretch();
+        let row = thread::lane() / 4;
+        let mut raw = RawScales::NONE;
+        // SAFETY: the caller's promise, and the layout.
+        unsafe {
+            if rows_log2 != 0 {
+                let index = (row_block >> (rows_log2 - 4)) as usize * stretches as usize + stretch as usize;
+                let bytes = bytes_of(scale);
+                let word = load_bytes(self.scales.wrapping_add(index * bytes as usize), bytes);
+                raw.scales = [word; 2];
+                return raw;
+            }
+            let first = (row_block as usize * stretches as usize + stretch as usize) * 16;
+            let place = [first + row as usize, first + row as usize + 8];
+            let bytes = count * bytes_of(scale);
+            let both = |from: *const u8, bytes: u32| {
+                [0, 1].map(|i: usize| load_bytes(from.wrapping_add(place[i] * bytes as usize), bytes))
+            };
+            raw.scales = both(self.scales, bytes);
+            if !self.zeros.is_null() {
+                raw.zeros = both(self.zeros, count);
+            }
+            if !self.minimums.is_null() {
+                raw.minimums = both(self.minimums, bytes);
+            }
+            if !WIDE && scale >= ScaleType::U8Super as u32 {
+                let stretch = row_block as usize * tiles.div_ceil(SUPER_K / TILE_K) as usize;
+                let first = (stretch + (tile / (SUPER_K / TILE_K)) as usize) * 16 + row as usize;
+                let both = |from: *const u16| {
+                    [global::load(from.wrapping_add(first)), global::load(from.wrapping_add(first + 8))]
+                };
+                raw.supers = both(self.supers);
+                if !self.minimums.is_null() {
+                    raw.super_minimums = both(self.super_minimums);
+                }
+            }
+        }
+        raw
+    }
+
+    /// Which of a stretch's scales is that of a step.
+    #[inline(always)]
+    fn of_step(&self, step: u32) -> u32 {
+        if self.dims.group_log2 < 2 { step >> self.dims.group_log2 } else { 0 }
+    }
+
+    #[inline(always)]
+    fn factor(&self, half: u16) -> f32 {
+        if self.dims.scale >= ScaleType::U8Super as u32 {
+            Element::to_f32(f16::from_bits(half))
+        } else {
+            self.dims.global
+        }
+    }
+
+    /// The scale of either row in a step of the tile.
+    #[inline(always)]
+    pub fn scale(&self, raw: &RawScales, step: u32) -> [f32; 2] {
+        let index = self.of_step(step);
+        let value = |i: usize| number(self.dims.scale, raw.scales[i], index, self.factor(raw.supers[i]));
+        [value(0), value(1)]
+    }
+
+    /// The minimum of either row in a step of the tile.
+    #[inline(always)]
+    pub fn minimum(&self, raw: &RawScales, step: u32) -> [f32; 2] {
+        let index = self.of_step(step);
+        let value =
+            |i: usize| number(self.dims.scale, raw.minimums[i], index, self.factor(raw.super_minimums[i]));
+        [value(0), value(1)]
+    }
+
+    /// The zero point of either row in a step of the tile.
+    #[inline(always)]
+    pub fn zero<C: Code>(&self, raw: &RawScales, step: u32) -> [u32; 2] {
+        if self.zeros.is_null() {
+            return [if self.has_minimums() { 0 } else { C::CODES.zero() as u32 }; 2];
+        }
+        let index = self.of_step(step);
+        [raw.zeros[0] >> (8 * index) & 0xff, raw.zeros[1] >> (8 * index) & 0xff]
+    }
+}
+
+/// The lane's four values of k of either row in a step, in f32.
+#[inline(always)]
+pub fn values<C: Code>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [[f32; 4]; 2] {
+    let mut values = [[0.0; 4]; 2];
+    // 2^23, whose last place is 1.
+    const BASE: u32 = 0x4b00_0000;
+    let mut row = 0;
+    while row < 2 {
+        let mut i = 0;
+        while i < 4 {
+            let (pair, second) = (i / 2, i % 2);
+            let code = if C::CODES.bits() == 4 {
+                words[step] >> (4 * (2 * pair + row) + 16 * second) & 15
+            } else {
+                words[2 * step + pair] >> (8 * (2 * row + second)) & 0xff
+            };
+            values[row][i] = match C::CODES {
+                Codes::Int4 | Codes::Int8 => f32::from_bits(BASE | code) - f32::from_bits(BASE | zero[row]),
+                // As if it were a binary32 of the smallest exponents, times 2^126.
+                Codes::E2m1 => {
+                    f32::from_bits((code & 8) << 28 | (code & 7) << 22) * f32::from_bits(0x7e80_0000)
+                }
+                Codes::E4m3 => e4m3_to_f32(code),
+            };
+            i += 1;
+        }
+        row += 1;
+    }
+    values
+}
+
+/// How codes become pairs of a 16-bit type.
+#[cfg(not(lacks_mma_sync))]
+pub trait Pair: Multiplicand {
+    /// 1 twice.
+    const ONES: u32;
+    /// What makes an integer of 4 bits a number: 128 or 1024 for 0.
+    const BASE: u32;
+    /// How many bits up the three lower bits of an e2m1 go, and the power of two that then makes them its value.
+    const E2M1: (u32, u32);
+
+    /// `a · b + c`.
+    fn fma(a: u32, b: u32, c: u32) -> u32;
+
+    /// Bytes `2 h` and `2 h + 1` of a word, less the zero point.
+    fn of_bytes(word: u32, h: u32, zero: u32) -> u32;
+
+    /// The same of fp8.
+    fn of_e4m3(word: u32, h: usize) -> u32;
+}
+
+#[cfg(not(lacks_mma_sync))]
+impl Pair for bf16 {
+    const ONES: u32 = 0x3f80_3f80;
+    const BASE: u32 = 0x4300_4300;
+    const E2M1: (u32, u32) = (6, 0x7e80_7e80);
+
+    #[inline(always)]
+    fn fma(a: u32, b: u32, c: u32) -> u32 {
+        bf16x2_fma(a, b, c)
+    }
+
+    #[inline(always)]
+    fn of_bytes(word: u32, h: u32, zero: u32) -> u32 {
+        // 8 bits and the base's place are more than bf16 has: by way of f32.
+        const BASE: u32 = 0x4b00_0000;
+        let less = f32::from_bits(BASE | zero);
+        let value = |byte: u32| f32::from_bits(cvt::prmt(word, BASE, 0x7440 | byte)) - less;
+        cvt::bf16x2_from_f32(value(2 * h), value(2 * h + 1))
+    }
+
+    #[inline(always)]
+    fn of_e4m3(word: u32, h: usize) -> u32 {
+        if h == 0 { cvt::bf16x2_from_e4m3::<0, 1>(word) } else { cvt::bf16x2_from_e4m3::<2, 3>(word) }
+    }
+}
+
+#[cfg(not(lacks_mma_sync))]
+impl Pair for f16 {
+    const ONES: u32 = 0x3c00_3c00;
+    const BASE: u32 = 0x6400_6400;
+    const E2M1: (u32, u32) = (9, 0x7400_7400);
+
+    #[inline(always)]
+    fn fma(a: u32, b: u32, c: u32) -> u32 {
+        f16x2_fma(a, b, c)
+    }
+
+    #[inline(always)]
+    fn of_bytes(word: u32, h: u32, zero: u32) -> u32 {
+        let pair = cvt::prmt(word, Self::BASE, if h == 0 { 0x5150 } else { 0x5352 });
+        f16x2_fma(pair, Self::ONES, 0x8000_8000 | Self::BASE | (zero * 0x1_0001))
+    }
+
+    #[inline(always)]
+    fn of_e4m3(word: u32, h: usize) -> u32 {
+        if h == 0 { cvt::f16x2_from_e4m3::<0, 1>(word) } else { cvt::f16x2_from_e4m3::<2, 3>(word) }
+    }
+}
+
+/// The lane's registers of `mma`'s first operand in a step: codes less their zero points.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [u32; 4] {
+    let mut pairs = [0; 4];
+    let mut i = 0;
+    while i < 4 {
+        let (pair, row) = (i / 2, i % 2);
+        pairs[i] = match C::CODES {
+            Codes::Int4 => {
+                // (word & nibbles) | base.
+                let code = cvt::lop3::<0xea>(words[step] >> (4 * i), 0x000f_000f, T::BASE);
+                T::fma(code, T::ONES, 0x8000_8000 | T::BASE | (zero[row] * 0x1_0001))
+            }
+            Codes::Int8 => T::of_bytes(words[2 * step + pair], row as u32, zero[row]),
+            Codes::E2m1 => {
+                let code = words[step] >> (4 * i);
+                let (up, power) = T::E2M1;
+                let sign = (code & 0x0008_0008) << 12;
+                T::fma(cvt::lop3::<0xea>(code << up, 0x0007_0007 << up, sign), power, 0x8000_8000)
+            }
+            Codes::E4m3 => T::of_e4m3(words[2 * step + pair], row),
+        };
+        i += 1;
+    }
+    pairs
+}

@@ -1,0 +1,320 @@
+//! Products with a packed weight: few rows by kernels that read it as it is, many by the dense product's, for which stripes of it are
+//! unpacked.
+
+use abi::ops::matmul::{
+    A_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile,
+    PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
+};
+use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
+
+use super::{Bias, Matmul, MatmulArgs, MatmulProblem, OP, Residual, residual};
+use crate::device::{Device, DeviceLimits};
+use crate::error::Error;
+use crate::launch::Entry;
+use crate::ops::workspace::Workspace;
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+use crate::weight::Weight;
+
+/// Up to so many rows the weight is read as it is packed, on tensor cores.
+const FEW_MAX_ROWS: usize = 64;
+/// The same by ordinary arithmetic, which decodes the weight again for every two rows.
+const FEW_MAX_ROWS_SIMT: usize = 8;
+/// Bytes of a stripe of the weight that is unpacked at a time, which stay in L2 until they are multiplied.
+const STRIPE_BYTES: usize = 24 << 20;
+/// Warps of a multiprocessor that share columns' k until all of them have work.
+const WARPS_PER_SM: usize = 16;
+
+/// A kernel, and the most rows that it is chosen for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PackedChoice {
+    /// The kernel.
+    pub variant: &'static PackedVariant,
+    /// Up to so many rows.
+    pub max_rows: usize,
+}
+
+/// What a plan does for a number of rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PackedChoices {
+    /// Kernels of few rows for operands of any address, fewest rows first.
+    pub simt: Vec<PackedChoice>,
+    /// Kernels of few rows on tensor cores, for rows aligned to 16 bytes.
+    pub mma: Vec<PackedChoice>,
+    /// Rows from which on stripes are unpacked for the dense product; none if there are not so many.
+    pub dense_from: Option<usize>,
+    /// Binary logarithm of the warps that share a column's k.
+    pub split_log2: u32,
+}
+
+/// The kernels for a problem with a weight of this layout.
+pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -> PackedChoices {
+    let MatmulProblem { m, k, dtype, out_dtype, .. } = *problem;
+    // The kernels of few rows round to the operands' type.
+    let few = out_dtype == dtype;
+    let of = |variants: &'static [PackedVariant]| {
+        let mut rungs: Vec<PackedChoice> = variants
+            .iter()
+            .filter(|variant| few && variant.dtype == dtype && variant.codes == layout.codes)
+            .filter(|variant| limits.floor.runs(variant.floor))
+            .filter(|variant| match variant.tile {
+                PackedTile::Mma { wide, .. } => wide == layout.is_wide() && k.is_multiple_of(4),
+                PackedTile::Simt { .. } => true,
+            })
+            .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
+            .collect();
+        rungs.sort_by_key(|rung| rung.max_rows);
+        if let Some(last) = rungs.last_mut() {
+            last.max_rows = usize::MAX;
+        }
+        rungs
+    };
+    let (simt, mma) = (of(PACKED_VARIANTS), of(PACKED_MMA_VARIANTS));
+    let most = match (few, mma.is_empty()) {
+        (false, _) => 0,
+        (true, true) => FEW_MAX_ROWS_SIMT,
+        (true, false) => FEW_MAX_ROWS,
+    };
+    let dense_from = (m > most).then_some(most + 1);
+    PackedChoices { simt, mma, dense_from, split_log2: split_log2(limits, problem.b_rows(), k) }
+}
+
+/// This kernel for any number of rows, if it can do the problem.
+pub(super) fn forced(
+    limits: &DeviceLimits,
+    problem: &MatmulProblem,
+    variant: &'static PackedVariant,
+) -> Result<PackedChoices, Error> {
+    let Some(layout) = &problem.weight else {
+        return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
+    };
+    let fits = match variant.tile {
+        PackedTile::Mma { wide, .. } => wide == layout.is_wide() && problem.k.is_multiple_of(4),
+        PackedTile::Simt { .. } => true,
+    };
+    let MatmulProblem { dtype, out_dtype, .. } = *problem;
+    let typed = variant.dtype == dtype && out_dtype == dtype && variant.codes == layout.codes;
+    if !fits || !typed || !limits.floor.runs(variant.floor) {
+        let got = format!("{problem:?} on {}", limits.floor);
+        return Err(Error::invalid(OP, "variant", format!("what {} can do", variant.entry), got));
+    }
+    let mut choices = select(limits, problem, layout);
+    choices.dense_from = None;
+    let only = vec![PackedChoice { variant, max_rows: usize::MAX }];
+    match variant.tile {
+        PackedTile::Mma { .. } => choices.mma = only,
+        PackedTile::Simt { .. } => (choices.simt, choices.mma) = (only, Vec::new()),
+    }
+    Ok(choices)
+}
+
+/// Warps that share a column's k: until all multiprocessors have work, but at least two tiles for each. It decides the order of a sum, so
+/// it does not depend on the number of rows.
+fn split_log2(limits: &DeviceLimits, n: usize, k: usize) -> u32 {
+    let (blocks, tiles) = (n.div_ceil(TILE_ROWS as usize), k.div_ceil(TILE_K as usize));
+    let wanted = WARPS_PER_SM * limits.num_sms.max(1) as usize;
+    (0..WARPS.ilog2()).take_while(|split| blocks << split < wanted && tiles >= 4 << split).count() as u32
+}
+
+/// Columns of out of a stripe.
+fn stripe(problem: &MatmulProblem) -> usize {
+    let rows_of_column = if problem.is_gated() { 2 } else { 1 };
+    let row_bytes = problem.k.max(1) * problem.dtype.bytes() * rows_of_column;
+    let most = (STRIPE_BYTES / row_bytes / 256).max(1) * 256;
+    problem.n.min(most)
+}
+
+/// The kernels of a plan.
+#[derive(Debug)]
+pub(super) struct PackedKernels {
+    simt: Vec<(PackedChoice, Entry)>,
+    mma: Vec<(PackedChoice, Entry)>,
+    split_log2: u32,
+    dense: Option<Dense>,
+}
+
+#[derive(Debug)]
+struct Dense {
+    from: usize,
+    unpack: Entry,
+    matmul: Box<Matmul>,
+    /// Columns of out of a stripe.
+    stripe: usize,
+    workspace: Workspace<1>,
+}
+
+/// Checks what does not depend on the device.
+pub(super) fn check_problem(problem: &MatmulProblem, layout: &Layout) -> Result<(), Error> {
+    if let Some(expected) = layout.problem() {
+        return Err(Error::invalid(OP, "problem", format!("a weight with {expected}"), format!("{layout:?}")));
+    }
+    if problem.batch != 1 {
+        let got = problem.batch.to_string();
+        return Err(Error::invalid(OP, "problem", "batch 1 with a packed weight", got));
+    }
+    if problem.is_gated() && problem.bias == Bias::PerColumn {
+        return Err(Error::invalid(OP, "problem", "no bias with a packed gate and up", "a bias"));
+    }
+    Ok(())
+}
+
+impl PackedKernels {
+    pub(super) fn new(device: &Device, problem: &MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
+        let PackedChoices { simt, mma, dense_from, split_log2 } = choices;
+        let load = |choices: Vec<PackedChoice>| {
+            choices
+                .into_iter()
+                .map(|choice| {
+                    let entry = device.entry(OP, choice.variant.entry, choice.variant.tile.smem_bytes())?;
+                    Ok((choice, entry))
+                })
+                .collect::<Result<Vec<_>, Error>>()
+        };
+        let layout = problem.weight.ok_or_else(|| Error::invalid(OP, "problem", "a packed weight", "none"))?;
+        let dense = dense_from.map(|from| Dense::new(device, problem, &layout, from)).transpose()?;
+        Ok(PackedKernels { simt: load(simt)?, mma: load(mma)?, split_log2, dense })
+    }
+
+    /// Runs the product of checked tensors.
+    pub(super) fn run(
+        &self,
+        stream: &Stream,
+        (args, weight): (MatmulArgs<'_>, &Weight),
+        mut dims: MatmulDims,
+        how: &MatmulEpilogue,
+    ) -> Result<(), Error> {
+        let rows = dims.m as usize;
+        if let Some(dense) = &self.dense
+            && rows >= dense.from
+        {
+            return dense.run(stream, args, weight, &dims);
+        }
+        dims.split_log2 = self.split_log2;
+        let aligned = dims.access & A_IN_PIECES != 0 && !self.mma.is_empty();
+        let kernels = if aligned { &self.mma } else { &self.simt };
+        let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
+            return Err(Error::invalid(OP, "a", "rows as planned", rows.to_string()));
+        };
+        let tile = choice.variant.tile;
+        let cols = TILE_ROWS * (WARPS >> dims.split_log2);
+        let blocks = dims.m.div_ceil(tile.rows()) * dims.n.div_ceil(cols);
+        let of_weight = weight.dims();
+        let [codes, scales, zeros, minimums, supers, super_minimums] = weight.params();
+        let params = [
+            args.a.into(),
+            codes,
+            scales,
+            zeros,
+            minimums,
+            supers,
+            super_minimums,
+            args.bias.into(),
+            residual(&args),
+            (&args.out).into(),
+            (&dims).into(),
+            how.into(),
+            (&of_weight).into(),
+        ];
+        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the planned ones; the
+        // grid covers the product exactly; rows of a are aligned where the tensor cores' kernels take them; shared memory is the
+        // tile's.
+        unsafe { entry.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params) }
+    }
+
+    /// The kernel for the planned rows, whether its weight is unpacked, and why.
+    pub(super) fn report(&self, m: usize) -> (Option<&Entry>, String, String) {
+        if let Some(dense) = &self.dense
+            && m >= dense.from
+        {
+            let why = format!("from {} rows on stripes of {} columns are unpacked", dense.from, dense.stripe);
+            return (Some(&dense.unpack), "dense".into(), why);
+        }
+        let kernels = if self.mma.is_empty() { &self.simt } else { &self.mma };
+        match kernels.iter().find(|(choice, _)| m <= choice.max_rows) {
+            Some((choice, entry)) => {
+                let tile = choice.variant.tile;
+                let why = format!("{} rows against each tile of the weight", tile.rows());
+                (Some(entry), format!("{tile:?}"), why)
+            }
+            None => (None, String::new(), String::new()),
+        }
+    }
+}
+
+impl Dense {
+    fn new(device: &Device, problem: &MatmulProblem, layout: &Layout, from: usize) -> Result<Self, Error> {
+        let stripe = stripe(problem);
+        let variant = UNPACK_VARIANTS
+            .iter()
+            .find(|variant| variant.dtype == problem.dtype && variant.codes == layout.codes)
+            .ok_or_else(|| Error::invalid(OP, "problem", "a layout that can be unpacked", format!("{layout:?}")))?;
+        let matmul = Matmul::plan(device, MatmulProblem { n: stripe, weight: None, ..*problem })?;
+        let rows = if problem.is_gated() { 2 * stripe } else { stripe };
+        let workspace =
+            Workspace::new(device, |stream| Ok([Tensor::empty(stream, &[rows, problem.k], problem.dtype)?]))?;
+        let unpack = device.entry(OP, variant.entry, 0)?;
+        Ok(Dense { from, unpack, matmul: Box::new(matmul), stripe, workspace })
+    }
+
+    fn run(
+        &self,
+        stream: &Stream,
+        args: MatmulArgs<'_>,
+        weight: &Weight,
+        dims: &MatmulDims,
+    ) -> Result<(), Error> {
+        let MatmulArgs { a, bias, residual, mut out, .. } = args;
+        let gated = self.matmul.problem.is_gated();
+        let cols = out.shape()[1];
+        let [unpacked] = &self.workspace.tensors;
+        let _alone = self.workspace.enter(stream)?;
+        let num_sms = self.matmul.device.profile().num_sms.max(1);
+        for start in (0..cols).step_by(self.stripe) {
+            let end = cols.min(start + self.stripe);
+            let rows_of_column = if gated { 2 } else { 1 };
+            let rows = (end - start) * rows_of_column;
+            let of_weight = WeightDims {
+                first_block: (start * rows_of_column) as u32 / TILE_ROWS,
+                ..weight.dims()
+            };
+            // A matrix of `rows` rows of k.
+            let shape =
+                MatmulDims { n: rows as u32, out_stride: dims.k, access: OUT_IN_QUADS * u32::from(dims.k.is_multiple_of(4)), ..*dims };
+            let [codes, scales, zeros, minimums, supers, super_minimums] = weight.params();
+            let stripe = unpacked.view().slice(0, 0..rows)?;
+            let params = [
+                codes,
+                scales,
+                zeros,
+                minimums,
+                supers,
+                super_minimums,
+                stripe.into(),
+                (&shape).into(),
+                (&of_weight).into(),
+            ];
+            let tiles = (rows as u32).div_ceil(TILE_ROWS) * of_weight.tiles;
+            let blocks = tiles.div_ceil(WARPS).min(8 * num_sms).max(1);
+            // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 256 columns; the stripe is of the
+            // workspace, which nobody else has entered.
+            unsafe { self.unpack.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
+            let (b, up) = if gated {
+                // The rows of the gate and of up in turn.
+                let k = weight.k();
+                let pairs = stripe.reshape(&[end - start, 2 * k])?;
+                (pairs.slice(1, 0..k)?, Some(pairs.slice(1, k..2 * k)?))
+            } else {
+                (stripe, None)
+            };
+            let residual = match &residual {
+                Some(Residual::Tensor(view)) => Some(Residual::Tensor(view.slice(1, start..end)?)),
+                Some(Residual::InPlace) => Some(Residual::InPlace),
+                None => None,
+            };
+            let bias = bias.map(|bias| bias.slice(0, start..end)).transpose()?;
+            let out = out.reborrow().slice(1, start..end)?;
+            self.matmul.run(stream, MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
+        }
+        Ok(())
+    }
+}

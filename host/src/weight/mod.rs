@@ -1,0 +1,356 @@
+//! Weights that are not plain matrices: quantised, and packed in the order in which kernels read them.
+//!
+//! A [`Weight`] is made once from a [`WeightSource`] and never changes: a plan, a graph or a kernel may rely on that. What its
+//! layout is and how it lies in memory is said in [`abi::weight`].
+
+pub(crate) mod cpu;
+mod pack;
+mod quantise;
+
+use std::fmt;
+
+use abi::DType;
+use abi::weight::{SUPER_K, TILE_K, TILE_ROWS, WeightDims};
+
+use crate::error::Error;
+use crate::param::Param;
+use crate::profile::Place;
+use crate::stream::Stream;
+use crate::tensor::{Tensor, TensorView};
+
+pub use abi::weight::{Codes, Layout, ScaleType};
+pub use quantise::{Quantised, Scheme};
+
+const OP: &str = "Weight::pack";
+
+/// A quantised matrix `[n, k]` in any form, to be packed: what a file holds, or a quantiser makes.
+///
+/// A group is `layout().group` neighbouring elements of a row, or all of them; the last may be shorter.
+pub trait WeightSource: Sync {
+    /// Rows and columns.
+    fn size(&self) -> [usize; 2];
+
+    /// What is to be packed.
+    fn layout(&self) -> Layout;
+
+    /// The codes of a row, `k` of them, a byte each.
+    fn codes(&self, row: usize, codes: &mut [u8]);
+
+    /// The bits of a group's scale in the layout's type.
+    fn scale(&self, row: usize, group: usize) -> u32;
+
+    /// The zero point of a group, where the layout has them.
+    fn zero(&self, _row: usize, _group: usize) -> u8 {
+        self.layout().zero()
+    }
+
+    /// The bits of a group's minimum, where the layout has them: what is subtracted from `scale · code`.
+    fn minimum(&self, _row: usize, _group: usize) -> u32 {
+        0
+    }
+
+    /// The binary16 that a scale and a minimum of this stretch of 256 are multiplied by, where the layout has them.
+    fn supers(&self, _row: usize, _stretch: usize) -> [u16; 2] {
+        [0; 2]
+    }
+
+    /// What scales of [`ScaleType::E4m3`] are multiplied by.
+    fn global(&self) -> f32 {
+        1.0
+    }
+}
+
+/// The rows of a gate and of up in turn, as one weight: what a gated product takes. Both have the same size, layout and global scale.
+pub struct GateUp<'a>(pub &'a dyn WeightSource, pub &'a dyn WeightSource);
+
+impl GateUp<'_> {
+    fn row(&self, row: usize) -> (&dyn WeightSource, usize) {
+        (if row.is_multiple_of(2) { self.0 } else { self.1 }, row / 2)
+    }
+}
+
+impl WeightSource for GateUp<'_> {
+    fn size(&self) -> [usize; 2] {
+        let [n, k] = self.0.size();
+        [2 * n, k]
+    }
+
+    fn layout(&self) -> Layout {
+        // Neighbouring rows are of different weights: blocks of rows are none here.
+        Layout { rows: 1, ..self.0.layout() }
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        let (from, row) = self.row(row);
+        from.codes(row, codes);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        let (from, row) = self.row(row);
+        from.scale(row, group)
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        let (from, row) = self.row(row);
+        from.zero(row, group)
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        let (from, row) = self.row(row);
+        from.minimum(row, group)
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        let (from, row) = self.row(row);
+        from.supers(row, stretch)
+    }
+
+    fn global(&self) -> f32 {
+        self.0.global()
+    }
+}
+
+/// Matrices of the same width, layout and global scale above each other, as one.
+pub struct Stack<'a> {
+    sources: &'a [&'a dyn WeightSource],
+    n: usize,
+}
+
+impl<'a> Stack<'a> {
+    /// None if they are not alike, or one ends inside of a block of rows that share their scales.
+    pub fn new(sources: &'a [&'a dyn WeightSource]) -> Option<Self> {
+        let first = sources.first()?;
+        let (layout, k) = (first.layout(), first.size()[1]);
+        let alike = sources.iter().all(|source| {
+            let [n, cols] = source.size();
+            source.layout() == layout
+                && cols == k
+                && source.global() == first.global()
+                && n.is_multiple_of(layout.rows as usize)
+        });
+        let n = sources.iter().map(|source| source.size()[0]).sum();
+        (alike || sources.len() == 1).then_some(Stack { sources, n })
+    }
+
+    fn row(&self, mut row: usize) -> (&'a dyn WeightSource, usize) {
+        let mut last = self.sources[0];
+        for source in self.sources {
+            let [n, _] = source.size();
+            if row < n {
+                return (*source, row);
+            }
+            (row, last) = (row - n, *source);
+        }
+        (last, row)
+    }
+}
+
+impl WeightSource for Stack<'_> {
+    fn size(&self) -> [usize; 2] {
+        [self.n, self.sources[0].size()[1]]
+    }
+
+    fn layout(&self) -> Layout {
+        self.sources[0].layout()
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        let (from, row) = self.row(row);
+        from.codes(row, codes);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        let (from, row) = self.row(row);
+        from.scale(row, group)
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        let (from, row) = self.row(row);
+        from.zero(row, group)
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        let (from, row) = self.row(row);
+        from.minimum(row, group)
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        let (from, row) = self.row(row);
+        from.supers(row, stretch)
+    }
+
+    fn global(&self) -> f32 {
+        self.sources[0].global()
+    }
+}
+
+/// A packed weight `[n, k]`, or one for each expert.
+pub struct Weight {
+    layout: Layout,
+    experts: usize,
+    n: usize,
+    k: usize,
+    global: f32,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Option<Tensor>,
+    minimums: Option<Tensor>,
+    supers: Option<Tensor>,
+    super_minimums: Option<Tensor>,
+}
+
+impl fmt::Debug for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Weight { layout, experts, n, k, global, .. } = self;
+        f.debug_struct("Weight")
+            .field("layout", layout)
+            .field("experts", experts)
+            .field("n", n)
+            .field("k", k)
+            .field("global", global)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How many numbers of each kind a weight has.
+#[derive(Clone, Copy, Debug)]
+struct Counts {
+    row_blocks: usize,
+    tiles: usize,
+    stretches: usize,
+    per_stretch: usize,
+    supers: usize,
+}
+
+impl Counts {
+    fn new(layout: &Layout, n: usize, k: usize) -> Self {
+        let tiles = k.div_ceil(TILE_K as usize);
+        let group = if layout.group == 0 { usize::MAX } else { layout.group as usize };
+        let wide = group >= TILE_K as usize;
+        Counts {
+            row_blocks: n.div_ceil(TILE_ROWS as usize),
+            tiles,
+            stretches: if wide { k.div_ceil(group).max(1) } else { tiles },
+            per_stretch: if wide { 1 } else { TILE_K as usize / group },
+            supers: k.div_ceil(SUPER_K as usize),
+        }
+    }
+
+    /// Bytes of the codes.
+    fn codes(&self, layout: &Layout) -> Option<usize> {
+        self.row_blocks.checked_mul(self.tiles)?.checked_mul(layout.codes.tile_bytes() as usize)
+    }
+
+    /// Scales.
+    fn scales(&self, layout: &Layout) -> Option<usize> {
+        if layout.rows > 1 {
+            self.row_blocks.div_ceil((layout.rows / TILE_ROWS) as usize).checked_mul(self.stretches)
+        } else {
+            self.row_blocks.checked_mul(self.stretches)?.checked_mul(self.per_stretch * TILE_ROWS as usize)
+        }
+    }
+}
+
+impl Weight {
+    /// Packs a matrix and uploads it. Takes some megabytes of host memory, whatever its size.
+    ///
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a size of 2^31 or more; [`Error::OutOfMemory`];
+    /// [`Error::Driver`].
+    pub fn pack(stream: &Stream, source: &dyn WeightSource) -> Result<Self, Error> {
+        Self::pack_experts(stream, &[source])
+    }
+
+    /// Packs the weights of several experts, all of one size, layout and global scale, as one.
+    ///
+    /// **Errors**: as [`Weight::pack`], and for experts that differ.
+    pub fn pack_experts(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Self, Error> {
+        pack::pack(stream, experts)
+    }
+
+    /// What it is.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Rows of an expert: columns of a product.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Columns.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Experts; 1 for a single weight.
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// Where it lies.
+    pub fn place(&self) -> Place {
+        self.codes.view().place()
+    }
+
+    /// Bytes that it takes.
+    pub fn bytes(&self) -> usize {
+        let optional = [&self.zeros, &self.minimums, &self.supers, &self.super_minimums];
+        let optional: usize = optional.into_iter().flatten().map(Tensor::bytes).sum();
+        self.codes.bytes() + self.scales.bytes() + optional
+    }
+
+    /// The matrix that it stands for, of which nothing may be read: for checks of sizes and places.
+    pub(crate) fn outline(&self, dtype: DType) -> Result<TensorView<'_>, Error> {
+        self.codes.view().outline(&[self.n, self.k], dtype)
+    }
+
+    fn counts(&self) -> Counts {
+        Counts::new(&self.layout, self.n, self.k)
+    }
+
+    /// What kernels are told of it.
+    pub(crate) fn dims(&self) -> WeightDims {
+        let counts = self.counts();
+        let Layout { group, rows, scale, .. } = self.layout;
+        WeightDims {
+            tiles: counts.tiles as u32,
+            stretches: counts.stretches as u32,
+            group_log2: if group == 0 { 31 } else { (group / 16).ilog2() },
+            rows_log2: if rows > 1 { rows.ilog2() } else { 0 },
+            scale: scale as u32,
+            global: self.global,
+            row_blocks: counts.row_blocks as u32,
+            first_block: 0,
+        }
+    }
+
+    /// The addresses of its parts, in the order of the kernels' parameters.
+    pub(crate) fn params(&self) -> [Param<'_>; 6] {
+        let address = |tensor: &Option<Tensor>| {
+            Param::Address(tensor.as_ref().map_or(0, |tensor| tensor.view().address()))
+        };
+        [
+            Param::Address(self.codes.view().address()),
+            Param::Address(self.scales.view().address()),
+            address(&self.zeros),
+            address(&self.minimums),
+            address(&self.supers),
+            address(&self.super_minimums),
+        ]
+    }
+
+    /// Bytes as they are packed, for tests and for saving: codes, scales, zero points, minimums, super scales, those of the minimums.
+    pub fn parts(&self) -> [Option<&Tensor>; 6] {
+        [
+            Some(&self.codes),
+            Some(&self.scales),
+            self.zeros.as_ref(),
+            self.minimums.as_ref(),
+            self.supers.as_ref(),
+            self.super_minimums.as_ref(),
+        ]
+    }
+}
+
+/// The type of the tensors that hold bytes.
+const BYTES: DType = DType::I8;

@@ -1,0 +1,204 @@
+//! From a source to the packed form.
+
+use abi::weight::{TILE_K, TILE_ROWS};
+use rayon::prelude::*;
+
+use super::{BYTES, Counts, Layout, OP, Weight, WeightSource};
+use crate::error::Error;
+use crate::ops::check_size;
+use crate::stream::Stream;
+use crate::tensor::Tensor;
+
+/// Bytes of codes that are packed at a time.
+const CHUNK_BYTES: usize = 8 << 20;
+
+pub(super) fn pack(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Weight, Error> {
+    let Some(first) = experts.first() else {
+        return Err(Error::invalid(OP, "experts", "at least one", "none"));
+    };
+    let (layout, [n, k], global) = (first.layout(), first.size(), first.global());
+    if let Some(problem) = layout.problem() {
+        return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
+    }
+    for (name, size) in [("n", n), ("k", k)] {
+        check_size(OP, "source", name, size)?;
+    }
+    for other in experts {
+        if other.layout() != layout || other.size() != [n, k] || other.global() != global {
+            let got = format!("{:?} of {:?}, scaled by {}", other.layout(), other.size(), other.global());
+            let expected = format!("experts alike: {layout:?} of {:?}, scaled by {global}", [n, k]);
+            return Err(Error::invalid(OP, "experts", expected, got));
+        }
+    }
+    if layout.rows > 1 && experts.len() > 1 && !n.is_multiple_of(layout.rows as usize) {
+        let expected = format!("experts of whole blocks of {} rows", layout.rows);
+        return Err(Error::invalid(OP, "source", expected, format!("{n} rows")));
+    }
+    let counts = Counts::new(&layout, n, k);
+    let too_large = || {
+        let got = format!("{} of {n} × {k}", experts.len());
+        Error::invalid(OP, "source", "a size that fits the address space", got)
+    };
+    let times = |count: Option<usize>| count.and_then(|count| count.checked_mul(experts.len()));
+    let code_bytes = times(counts.codes(&layout)).ok_or_else(too_large)?;
+    let scales = times(counts.scales(&layout)).ok_or_else(too_large)?;
+    let scale_bytes = scales.checked_mul(layout.scale.bytes() as usize).ok_or_else(too_large)?;
+    let super_bytes = experts.len() * counts.row_blocks * counts.supers * TILE_ROWS as usize * 2;
+    let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
+    let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
+    let mut weight = Weight {
+        layout,
+        experts: experts.len(),
+        n,
+        k,
+        global,
+        codes: tensor(code_bytes)?,
+        scales: tensor(scale_bytes)?,
+        zeros: optional(layout.zeros, scales)?,
+        minimums: optional(layout.minimums, scale_bytes)?,
+        supers: optional(layout.scale.has_supers(), super_bytes)?,
+        super_minimums: optional(layout.scale.has_supers() && layout.minimums, super_bytes)?,
+    };
+    let mut at = Offsets::default();
+    for source in experts {
+        let block_bytes = counts.tiles * layout.codes.tile_bytes() as usize;
+        let chunk = (CHUNK_BYTES / block_bytes.max(1)).max(1);
+        for start in (0..counts.row_blocks).step_by(chunk) {
+            let blocks = start..counts.row_blocks.min(start + chunk);
+            let packed: Vec<Parts> = blocks
+                .into_par_iter()
+                .map(|block| row_block(*source, &layout, &counts, [n, k], block))
+                .collect();
+            for part in packed {
+                at.upload(stream, &mut weight, &part)?;
+            }
+        }
+        if layout.rows > 1 {
+            at.upload(stream, &mut weight, &block_scales(*source, &layout, &counts, [n, k]))?;
+        }
+    }
+    Ok(weight)
+}
+
+/// A part of everything, as bytes.
+#[derive(Default)]
+struct Parts {
+    codes: Vec<u8>,
+    scales: Vec<u8>,
+    zeros: Vec<u8>,
+    minimums: Vec<u8>,
+    supers: Vec<u8>,
+    super_minimums: Vec<u8>,
+}
+
+/// How much has been uploaded of everything.
+#[derive(Default)]
+struct Offsets([usize; 6]);
+
+impl Offsets {
+    fn upload(&mut self, stream: &Stream, weight: &mut Weight, parts: &Parts) -> Result<(), Error> {
+        let Parts { codes, scales, zeros, minimums, supers, super_minimums } = parts;
+        let targets = [
+            Some(&mut weight.codes),
+            Some(&mut weight.scales),
+            weight.zeros.as_mut(),
+            weight.minimums.as_mut(),
+            weight.supers.as_mut(),
+            weight.super_minimums.as_mut(),
+        ];
+        let parts = [codes, scales, zeros, minimums, supers, super_minimums];
+        for ((at, target), bytes) in self.0.iter_mut().zip(targets).zip(parts) {
+            if let Some(target) = target
+                && !bytes.is_empty()
+            {
+                let mut view = target.view_mut();
+                view.reborrow().slice(0, *at..*at + bytes.len())?.write_bytes(stream, bytes)?;
+                *at += bytes.len();
+            }
+        }
+        Ok(())
+    }
+}
+
+fn push(bytes: &mut Vec<u8>, bits: u32, count: u32) {
+    bytes.extend_from_slice(&bits.to_le_bytes()[..count as usize]);
+}
+
+/// A row of tiles.
+fn row_block(
+    source: &dyn WeightSource,
+    layout: &Layout,
+    counts: &Counts,
+    [n, k]: [usize; 2],
+    block: usize,
+) -> Parts {
+    let (tile_rows, tile_k) = (TILE_ROWS as usize, TILE_K as usize);
+    let first = block * tile_rows;
+    let rows = tile_rows.min(n - first);
+    let codes_of = layout.codes;
+    let words = codes_of.tile_bytes() as usize / 4;
+    let mut tiles = vec![0u32; counts.tiles * words];
+    // What is beyond the matrix counts from the zero point.
+    let mut row_codes = vec![layout.zero(); counts.tiles * tile_k];
+    for row in 0..tile_rows {
+        if row < rows {
+            source.codes(first + row, &mut row_codes[..k]);
+        } else {
+            row_codes.fill(layout.zero());
+        }
+        for (tile, codes) in tiles.chunks_mut(words).zip(row_codes.chunks(tile_k)) {
+            for (col, &code) in codes.iter().enumerate() {
+                let (word, bit) = codes_of.place(row as u32, col as u32);
+                tile[word as usize] |= u32::from(code) << bit;
+            }
+        }
+    }
+    let codes = tiles.into_iter().flat_map(u32::to_le_bytes).collect();
+    let mut parts = Parts { codes, ..Parts::default() };
+    if layout.rows > 1 {
+        return parts;
+    }
+    let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
+    let bytes = layout.scale.bytes();
+    for stretch in 0..counts.stretches {
+        for row in 0..tile_rows {
+            for i in 0..counts.per_stretch {
+                let group = stretch * counts.per_stretch + i;
+                let exists = row < rows && group < groups;
+                let of = |bits: &dyn Fn() -> u32| if exists { bits() } else { 0 };
+                push(&mut parts.scales, of(&|| source.scale(first + row, group)), bytes);
+                if layout.zeros {
+                    parts.zeros.push(of(&|| source.zero(first + row, group).into()) as u8);
+                }
+                if layout.minimums {
+                    push(&mut parts.minimums, of(&|| source.minimum(first + row, group)), bytes);
+                }
+            }
+        }
+    }
+    if layout.scale.has_supers() {
+        for stretch in 0..counts.supers {
+            for row in 0..tile_rows {
+                let supers = if row < rows { source.supers(first + row, stretch) } else { [0; 2] };
+                push(&mut parts.supers, supers[0].into(), 2);
+                if layout.minimums {
+                    push(&mut parts.super_minimums, supers[1].into(), 2);
+                }
+            }
+        }
+    }
+    parts
+}
+
+/// Scales that several rows share.
+fn block_scales(source: &dyn WeightSource, layout: &Layout, counts: &Counts, [n, k]: [usize; 2]) -> Parts {
+    let mut parts = Parts::default();
+    let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
+    for first in (0..n).step_by(layout.rows as usize) {
+        for stretch in 0..counts.stretches {
+            let bits = if stretch < groups { source.scale(first, stretch) } else { 0 };
+            push(&mut parts.scales, bits, layout.scale.bytes());
+        }
+    }
+    parts
+}

@@ -1,0 +1,394 @@
+//! From plain matrices to quantised ones: round to nearest, by scales from the largest or almost largest values.
+
+use abi::weight::{Codes, Layout, ScaleType};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::cpu::{e2m1, number};
+use super::{OP, WeightSource};
+use crate::error::Error;
+use crate::fp8::F8E4M3;
+
+/// How a matrix is quantised.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scheme {
+    /// What a code stands for.
+    pub codes: Codes,
+    /// Elements of a row that share a scale, 0 for all of them.
+    pub group: u32,
+    /// Rows that share a scale: 1, or for blocks 16, 32, 64, …
+    pub rows: u32,
+    /// How scales are stored. A value is quantised by its scale as it is stored.
+    pub scale: ScaleType,
+    /// Integers: whether groups have zero points, so that the range is from the smallest to the largest value (and 0), and not the
+    /// same to both sides.
+    pub asymmetric: bool,
+    /// The share of a group's magnitudes that its range covers: 1 for all of them; with less, the largest are cut off. Not for
+    /// asymmetric schemes.
+    pub percentile: f32,
+}
+
+impl Scheme {
+    /// 8-bit integers, a scale for each row.
+    pub const INT8: Scheme = Scheme {
+        codes: Codes::Int8,
+        group: 0,
+        rows: 1,
+        scale: ScaleType::F32,
+        asymmetric: false,
+        percentile: 1.0,
+    };
+    /// 4-bit integers with a bfloat16 scale for 128 elements of a row.
+    pub const INT4: Scheme = Scheme { codes: Codes::Int4, group: 128, scale: ScaleType::Bf16, ..Self::INT8 };
+    /// fp8 with a scale for blocks of 128 × 128.
+    pub const FP8: Scheme = Scheme { codes: Codes::E4m3, group: 128, rows: 128, ..Self::INT8 };
+    /// fp8 with a scale for each row.
+    pub const FP8_CHANNEL: Scheme = Scheme { codes: Codes::E4m3, ..Self::INT8 };
+    /// fp4 with a power of two for 32 elements of a row (OCP Microscaling Formats 1.0).
+    pub const MXFP4: Scheme = Scheme { codes: Codes::E2m1, group: 32, scale: ScaleType::E8m0, ..Self::INT8 };
+    /// fp4 with an fp8 scale for 16 elements of a row, and one for all.
+    pub const NVFP4: Scheme = Scheme { codes: Codes::E2m1, group: 16, scale: ScaleType::E4m3, ..Self::INT8 };
+
+    /// The names that [`str::parse`] takes, and what they mean.
+    pub const NAMED: [(&str, Scheme); 6] = [
+        ("int8", Self::INT8),
+        ("int4", Self::INT4),
+        ("fp8", Self::FP8),
+        ("fp8-channel", Self::FP8_CHANNEL),
+        ("mxfp4", Self::MXFP4),
+        ("nvfp4", Self::NVFP4),
+    ];
+
+    /// The layout of what it makes.
+    pub fn layout(&self) -> Layout {
+        let Scheme { codes, group, rows, scale, asymmetric, .. } = *self;
+        Layout { codes, group, rows, scale, zeros: asymmetric, minimums: false }
+    }
+
+    /// The largest magnitude of a code.
+    fn largest(&self) -> f32 {
+        match self.codes {
+            Codes::Int4 => 7.5,
+            Codes::Int8 => 127.0,
+            Codes::E2m1 => 6.0,
+            Codes::E4m3 => 448.0,
+        }
+    }
+}
+
+impl std::str::FromStr for Scheme {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        let found = Self::NAMED.into_iter().find(|(known, _)| *known == name);
+        found.map(|(_, scheme)| scheme).ok_or_else(|| {
+            let known = Self::NAMED.map(|(known, _)| known).join(", ");
+            Error::invalid("Scheme", "name", format!("one of {known}"), name)
+        })
+    }
+}
+
+/// A matrix that is quantised as it is read: a [`WeightSource`] over rows of f32.
+pub struct Quantised<R> {
+    rows: R,
+    size: [usize; 2],
+    scheme: Scheme,
+    scales: Vec<u32>,
+    zeros: Vec<u8>,
+    global: f32,
+}
+
+impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
+    /// A matrix `[n, k]` whose rows `rows` writes. Reads all of them once, for the scales.
+    ///
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, or a value that is not
+    /// finite.
+    pub fn new(size: [usize; 2], scheme: Scheme, rows: R) -> Result<Self, Error> {
+        let layout = scheme.layout();
+        if let Some(problem) = layout.problem() {
+            return Err(Error::invalid(OP, "scheme", problem, format!("{scheme:?}")));
+        }
+        if layout.scale.has_supers() {
+            return Err(Error::invalid(OP, "scheme", "scales without super scales", format!("{scheme:?}")));
+        }
+        let [n, k] = size;
+        let mut quantised =
+            Quantised { rows, size, scheme, scales: Vec::new(), zeros: Vec::new(), global: 1.0 };
+        let groups = quantised.groups();
+        // The range of each group of each row.
+        let ranges: Vec<Vec<[f32; 2]>> = (0..n)
+            .into_par_iter()
+            .map(|row| {
+                let mut values = vec![0.0; k];
+                (quantised.rows)(row, &mut values);
+                let width = if scheme.group == 0 { k.max(1) } else { scheme.group as usize };
+                values.chunks(width).map(|group| range(group, &scheme)).collect()
+            })
+            .collect();
+        if let Some((row, bad)) = ranges.iter().enumerate().find_map(|(row, ranges)| {
+            ranges.iter().flatten().find(|end| !end.is_finite()).map(|end| (row, *end))
+        }) {
+            return Err(Error::invalid(OP, "source", "finite values", format!("{bad} in row {row}")));
+        }
+        let blocks: Vec<[f32; 2]> = ranges
+            .chunks(scheme.rows as usize)
+            .flat_map(|rows| {
+                (0..groups).map(move |group| {
+                    rows.iter()
+                        .filter_map(|row| row.get(group))
+                        .fold([0.0f32; 2], |[low, high], range| [low.min(range[0]), high.max(range[1])])
+                })
+            })
+            .collect();
+        let magnitude = |[low, high]: [f32; 2]| high.max(-low);
+        if scheme.scale == ScaleType::E4m3 {
+            let all = blocks.iter().copied().map(magnitude).fold(0.0, f32::max);
+            quantised.global = if all > 0.0 { all / (448.0 * scheme.largest()) } else { 1.0 };
+        }
+        for range in blocks {
+            let wanted = if scheme.asymmetric {
+                (range[1] - range[0]) / if scheme.codes == Codes::Int4 { 15.0 } else { 255.0 }
+            } else {
+                magnitude(range) / scheme.largest()
+            };
+            let bits = quantised.stored(wanted);
+            quantised.scales.push(bits);
+            if scheme.asymmetric {
+                let scale = number(scheme.scale, &bits.to_le_bytes(), quantised.global);
+                let most = if scheme.codes == Codes::Int4 { 15.0 } else { 255.0 };
+                let zero = if scale > 0.0 { (-range[0] / scale).round().clamp(0.0, most) } else { 0.0 };
+                quantised.zeros.push(zero as u8);
+            }
+        }
+        Ok(quantised)
+    }
+
+    fn groups(&self) -> usize {
+        if self.scheme.group == 0 { 1 } else { self.size[1].div_ceil(self.scheme.group as usize) }
+    }
+
+    fn index(&self, row: usize, group: usize) -> usize {
+        row / self.scheme.rows as usize * self.groups() + group
+    }
+
+    /// A scale as it is stored.
+    fn stored(&self, scale: f32) -> u32 {
+        match self.scheme.scale {
+            ScaleType::F16 => f16::from_f32(scale).to_bits().into(),
+            ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
+            // The power of two of the largest value's own over that of the largest code.
+            ScaleType::E8m0 => {
+                let amax = scale * self.scheme.largest();
+                let exponent = if amax > 0.0 {
+                    amax.log2().floor() - self.scheme.largest().log2().floor()
+                } else {
+                    -127.0
+                };
+                (exponent.clamp(-127.0, 127.0) + 127.0) as u32
+            }
+            ScaleType::E4m3 => F8E4M3::from_f32(scale / self.global).0.into(),
+            _ => scale.to_bits(),
+        }
+    }
+
+    /// The value of a code.
+    fn value(&self, code: u8, row: usize, group: usize) -> f32 {
+        let index = self.index(row, group);
+        let scale = number(self.scheme.scale, &self.scales[index].to_le_bytes(), self.global);
+        scale
+            * match self.scheme.codes {
+                Codes::Int4 | Codes::Int8 => {
+                    let zero = self.zeros.get(index).copied().unwrap_or(self.scheme.codes.zero());
+                    f32::from(i16::from(code) - i16::from(zero))
+                }
+                Codes::E2m1 => e2m1(code),
+                Codes::E4m3 => F8E4M3(code).to_f32(),
+            }
+    }
+
+    /// Writes a row as it is after quantisation: what fake quantisation computes with, whose gradient is taken as that of the row itself
+    /// (straight through).
+    pub fn dequantise(&self, row: usize, values: &mut [f32]) {
+        let mut codes = vec![0; self.size[1]];
+        self.codes(row, &mut codes);
+        let width = if self.scheme.group == 0 { usize::MAX } else { self.scheme.group as usize };
+        for (col, (value, code)) in std::iter::zip(values, codes).enumerate() {
+            *value = self.value(code, row, col / width);
+        }
+    }
+
+    /// The error of all values relative to them: the root of the sum of its squares over that of theirs; 0 for no values.
+    pub fn relative_error(&self) -> f64 {
+        let [n, k] = self.size;
+        let sums = (0..n).into_par_iter().map(|row| {
+            let (mut values, mut after) = (vec![0.0; k], vec![0.0; k]);
+            (self.rows)(row, &mut values);
+            self.dequantise(row, &mut after);
+            std::iter::zip(values, after).fold([0.0f64; 2], |[error, all], (value, after)| {
+                [error + f64::from(value - after).powi(2), all + f64::from(value).powi(2)]
+            })
+        });
+        let [error, all] = sums.reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
+        if all > 0.0 { (error / all).sqrt() } else { 0.0 }
+    }
+}
+
+/// From the smallest to the largest value of a group, 0 included; NaN if there is one.
+fn range(group: &[f32], scheme: &Scheme) -> [f32; 2] {
+    if let Some(bad) = group.iter().find(|value| !value.is_finite()) {
+        return [*bad; 2];
+    }
+    if scheme.percentile < 1.0 && !scheme.asymmetric {
+        let mut magnitudes: Vec<f32> = group.iter().map(|value| value.abs()).collect();
+        let last = magnitudes.len().saturating_sub(1);
+        let at = ((last as f32 * scheme.percentile.max(0.0)).round() as usize).min(last);
+        let (_, covered, _) = magnitudes.select_nth_unstable_by(at, f32::total_cmp);
+        return [-*covered, *covered];
+    }
+    group.iter().fold([0.0, 0.0], |[low, high], &value| [low.min(value), high.max(value)])
+}
+
+/// The nearest fp4, ties to the even code.
+fn nearest_e2m1(value: f32) -> u8 {
+    // Halfway between neighbouring codes.
+    const BOUNDS: [f32; 7] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
+    let magnitude = value.abs();
+    let code = BOUNDS
+        .iter()
+        .enumerate()
+        .filter(|&(code, &bound)| magnitude > bound || (magnitude == bound && code % 2 == 1))
+        .count() as u8;
+    code | if value.is_sign_negative() { 8 } else { 0 }
+}
+
+impl<R: Fn(usize, &mut [f32]) + Sync> WeightSource for Quantised<R> {
+    fn size(&self) -> [usize; 2] {
+        self.size
+    }
+
+    fn layout(&self) -> Layout {
+        self.scheme.layout()
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        let mut values = vec![0.0; self.size[1]];
+        (self.rows)(row, &mut values);
+        let width = if self.scheme.group == 0 { usize::MAX } else { self.scheme.group as usize };
+        for (col, (code, value)) in std::iter::zip(codes, values).enumerate() {
+            let index = self.index(row, col / width);
+            let scale = number(self.scheme.scale, &self.scales[index].to_le_bytes(), self.global);
+            let scaled = if scale > 0.0 { value / scale } else { 0.0 };
+            let zero = self.zeros.get(index).copied().unwrap_or(self.scheme.codes.zero());
+            let integer = |most: f32| (scaled.round_ties_even() + f32::from(zero)).clamp(0.0, most) as u8;
+            *code = match self.scheme.codes {
+                Codes::Int4 => integer(15.0),
+                Codes::Int8 => integer(255.0),
+                Codes::E2m1 => nearest_e2m1(scaled),
+                Codes::E4m3 => F8E4M3::from_f32(scaled.clamp(-448.0, 448.0)).0,
+            };
+        }
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        self.scales[self.index(row, group)]
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        self.zeros.get(self.index(row, group)).copied().unwrap_or(self.scheme.codes.zero())
+    }
+
+    fn global(&self) -> f32 {
+        self.global
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+    use crate::weight::Weight;
+    use crate::weight::cpu::Packed;
+
+    fn value(row: usize, col: usize) -> f32 {
+        let noise = ((row * 7919 + col * 104_729) % 1009) as f32 / 504.5 - 1.0;
+        noise * 0.05 * (1.0 + row as f32 / 7.0) + 0.01
+    }
+
+    fn rows(row: usize, values: &mut [f32]) {
+        for (col, out) in values.iter_mut().enumerate() {
+            *out = value(row, col);
+        }
+    }
+
+    /// Errors are those of the schemes' steps, and what is packed is what was quantised.
+    #[test]
+    fn schemes() -> Result<(), Error> {
+        let (n, k) = (50, 300);
+        let stream = Device::cpu().stream()?;
+        let asymmetric = Scheme { asymmetric: true, scale: ScaleType::F16, ..Scheme::INT4 };
+        let named = Scheme::NAMED.map(|(_, scheme)| scheme);
+        let bounds = [0.006, 0.12, 0.04, 0.04, 0.2, 0.14];
+        for (scheme, bound) in std::iter::zip(named, bounds).chain([(asymmetric, 0.12)]) {
+            let quantised = Quantised::new([n, k], scheme, rows)?;
+            let error = quantised.relative_error();
+            assert!(error > bound / 20.0 && error < bound, "{scheme:?}: {error}");
+            let weight = Weight::pack(&stream, &quantised)?;
+            let stride = k.next_multiple_of(64);
+            let mut block = vec![0.0; 16 * stride];
+            let mut expected = vec![0.0; k];
+            for row in 0..n {
+                Packed::new(&weight).row_block(0, row / 16, &mut block);
+                quantised.dequantise(row, &mut expected);
+                assert_eq!(&block[row % 16 * stride..][..k], &expected[..], "{scheme:?} row {row}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Where few values are far away, a percentile serves the others better.
+    #[test]
+    fn percentile() -> Result<(), Error> {
+        let outlier = |row: usize, values: &mut [f32]| {
+            rows(row, values);
+            values[17] = 3.0;
+        };
+        let median = |scheme: Scheme| -> Result<f32, Error> {
+            let quantised = Quantised::new([4, 256], scheme, outlier)?;
+            let mut after = vec![0.0; 256];
+            quantised.dequantise(1, &mut after);
+            let mut errors: Vec<f32> = (0..256).map(|col| (after[col] - value(1, col)).abs()).collect();
+            errors.sort_by(f32::total_cmp);
+            Ok(errors[128])
+        };
+        let all = median(Scheme { group: 0, ..Scheme::INT4 })?;
+        let most = median(Scheme { group: 0, percentile: 0.99, ..Scheme::INT4 })?;
+        assert!(most < all / 5.0, "{most} {all}");
+        Ok(())
+    }
+
+    #[test]
+    fn what_is_refused() {
+        let refused = |scheme: Scheme, rows: fn(usize, &mut [f32]), expected: &str| {
+            let error = Quantised::new([3, 40], scheme, rows).err().map(|error| error.to_string());
+            assert!(error.as_deref().is_some_and(|error| error.contains(expected)), "{error:?}");
+        };
+        refused(Scheme { group: 20, ..Scheme::INT4 }, rows, "a group of 16");
+        refused(
+            Scheme { scale: ScaleType::U8Super, group: 32, ..Scheme::INT4 },
+            rows,
+            "without super scales",
+        );
+        refused(Scheme::INT4, |_, values| values[3] = f32::NAN, "finite values");
+        let unknown = "int3".parse::<Scheme>().err().map(|error| error.to_string());
+        assert!(unknown.is_some_and(|error| error.contains("int4")));
+    }
+
+    #[test]
+    fn fp4_rounds_to_nearest_even() {
+        for (value, code) in
+            [(0.25, 0), (0.26, 1), (0.75, 2), (2.5, 4), (3.5, 6), (5.0, 6), (5.1, 7), (9.0, 7), (-1.0, 10)]
+        {
+            assert_eq!(nearest_e2m1(value), code, "{value}");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Linear layers whose weight may be quantised.
+
+use super::{Linear, Phase};
+use crate::loader::Loader;
+use host::ops::glu::Activation;
+use host::ops::matmul::{Act, Matmul, MatmulArgs};
+use host::weight::{Layout, Weight};
+use host::{Error, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
+
+/// `y = x · weightᵀ (+ bias)`, the weight as the checkpoint has it, quantised or not.
+#[derive(Debug)]
+pub struct Projection {
+    /// The weight.
+    pub weight: ProjectionWeight,
+    /// `[out]`.
+    pub bias: Option<Tensor>,
+}
+
+/// The weight of a projection.
+#[derive(Debug)]
+pub enum ProjectionWeight {
+    /// `[out, in]`.
+    Plain(Tensor),
+    /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up, one with the rows of
+    /// both in turn.
+    Packed(Vec<Weight>),
+}
+
+/// What the plans of a projection depend on: nothing of a plain weight, rows and layout of each part of a packed one.
+pub(crate) type ProjectionKind = Vec<(usize, Layout)>;
+
+impl Projection {
+    /// Several projections of the same input as one: their rows above each other.
+    pub(crate) fn new(
+        loader: &mut Loader<'_>,
+        parts: &[(&str, usize)],
+        cols: usize,
+        bias: bool,
+    ) -> Result<Self, Error> {
+        let named = |suffix: &str| -> Vec<(String, usize)> {
+            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
+        };
+        let weight = loader.projection(&named("weight"), cols)?;
+        let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
+        Ok(Projection { weight, bias })
+    }
+
+    /// A gate and up, of `rows` rows each.
+    pub(crate) fn gate_up(
+        loader: &mut Loader<'_>,
+        parts: [&str; 2],
+        rows: usize,
+        cols: usize,
+    ) -> Result<Self, Error> {
+        let weight = loader.gate_up(&parts.map(|name| (format!("{name}.weight"), rows)), cols)?;
+        Ok(Projection { weight, bias: None })
+    }
+
+    /// What plans depend on.
+    pub(crate) fn kind(&self) -> ProjectionKind {
+        match &self.weight {
+            ProjectionWeight::Plain(_) => Vec::new(),
+            ProjectionWeight::Packed(parts) => parts.iter().map(|part| (part.n(), part.layout())).collect(),
+        }
+    }
+
+    /// Bytes of the weight.
+    pub fn bytes(&self) -> usize {
+        match &self.weight {
+            ProjectionWeight::Plain(weight) => weight.bytes(),
+            ProjectionWeight::Packed(parts) => parts.iter().map(Weight::bytes).sum(),
+        }
+    }
+}
+
+impl From<Linear> for Projection {
+    fn from(linear: Linear) -> Self {
+        Projection { weight: ProjectionWeight::Plain(linear.weight), bias: linear.bias }
+    }
+}
+
+/// The products of a projection, planned for one phase.
+#[derive(Debug)]
+pub(crate) struct ProjectionPlan {
+    /// Of each part, with its columns of out.
+    parts: Vec<(Matmul, usize)>,
+}
+
+impl ProjectionPlan {
+    /// `[tokens, k] · [n, k]ᵀ`.
+    pub(crate) fn new(
+        phase: &Phase<'_>,
+        weights: &Projection,
+        n: usize,
+        k: usize,
+        bias: bool,
+    ) -> Result<Self, Error> {
+        let kind = weights.kind();
+        let part = |rows: usize, layout| Ok((phase.product(rows, k, bias, Act::None, layout)?, rows));
+        let parts = match kind.is_empty() {
+            true => vec![part(n, None)?],
+            false => kind
+                .into_iter()
+                .map(|(rows, layout)| part(rows, Some(layout)))
+                .collect::<Result<_, Error>>()?,
+        };
+        Ok(ProjectionPlan { parts })
+    }
+
+    /// `act([tokens, k] · gateᵀ) ⊙ ([tokens, k] · upᵀ)`, `[n, k]` both.
+    pub(crate) fn gated(
+        phase: &Phase<'_>,
+        weights: &Projection,
+        n: usize,
+        k: usize,
+        activation: Activation,
+    ) -> Result<Self, Error> {
+        let layout = weights.kind().first().map(|&(_, layout)| layout);
+        Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), layout)?, n)] })
+    }
+
+    pub(crate) fn reports(&self) -> impl Iterator<Item = OptimizationReport> + use<'_> {
+        self.parts.iter().map(|(plan, _)| plan.optimization_report())
+    }
+
+    pub(crate) fn run(
+        &self,
+        stream: &Stream,
+        weights: &Projection,
+        x: TensorView<'_>,
+        mut out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let mut start = 0;
+        for (part, (plan, cols)) in self.parts.iter().enumerate() {
+            let end = start + cols;
+            let bias = match &weights.bias {
+                Some(bias) => Some(bias.view().slice(0, start..end)?),
+                None => None,
+            };
+            let out = out.reborrow().slice(1, start..end)?;
+            let args = match &weights.weight {
+                ProjectionWeight::Plain(weight) => MatmulArgs::new(x, weight.view(), out),
+                ProjectionWeight::Packed(parts) => MatmulArgs::new(x, &parts[part], out),
+            };
+            plan.run(stream, MatmulArgs { bias, ..args })?;
+            start = end;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,134 @@
+//! From a file's quantised matrix to the layout that kernels read.
+
+use half::{bf16, f16};
+use host::F8E4M3;
+use host::weight::{Codes, Layout, WeightSource};
+
+use super::{Element, Origin, Origins, QuantMatrix, ScaleType};
+
+/// A matrix of a file as the source of a packed weight.
+pub(crate) struct Packable<'a> {
+    matrix: QuantMatrix<'a>,
+    layout: Layout,
+    /// What is added to codes, so that they count from the layout's zero point.
+    shift: i32,
+}
+
+impl<'a> Packable<'a> {
+    /// None for what the kernels have no layout for: columns in another order than their groups, groups that are no power of two, or scales
+    /// that cannot be kept as they are.
+    pub(crate) fn new(matrix: QuantMatrix<'a>) -> Option<Self> {
+        if matrix.group_of().is_some() {
+            return None;
+        }
+        let codes = match matrix.element() {
+            Element::Int { bits: ..=4 } => Codes::Int4,
+            Element::Int { .. } => Codes::Int8,
+            Element::E2m1 => Codes::E2m1,
+            Element::E4m3 => Codes::E4m3,
+        };
+        let group = if matrix.group_k() >= matrix.k() { 0 } else { u32::try_from(matrix.group_k()).ok()? };
+        let scale = match (matrix.scale_type(), matrix.global_scale()) {
+            (ScaleType::F32, None) => host::weight::ScaleType::F32,
+            (ScaleType::F16, None) => host::weight::ScaleType::F16,
+            (ScaleType::Bf16, None) => host::weight::ScaleType::Bf16,
+            (ScaleType::E8m0, None) => host::weight::ScaleType::E8m0,
+            (ScaleType::E4m3, _) => host::weight::ScaleType::E4m3,
+            (ScaleType::F16TimesU6, None) => host::weight::ScaleType::U8Super,
+            (ScaleType::F16TimesI8, None) => host::weight::ScaleType::I8Super,
+            _ => return None,
+        };
+        let (zeros, minimums) = match matrix.origins() {
+            Origins::Constant(_) => (false, false),
+            Origins::ZeroPoints => (true, false),
+            Origins::Minimums => (false, true),
+        };
+        let mut layout = Layout { codes, group, rows: 1, scale, zeros, minimums };
+        let blocks = Layout { rows: u32::try_from(matrix.block_n()).ok()?, ..layout };
+        // A block as high as the matrix, or an odd one, is a scale for each of its rows.
+        if blocks.problem().is_none() && matrix.block_n() < matrix.n() {
+            layout = blocks;
+        }
+        layout.problem().is_none().then_some(())?;
+        let shift = match matrix.origins() {
+            Origins::Constant(zero) if matches!(codes, Codes::Int4 | Codes::Int8) => {
+                let (least, most) = (0, (1 << matrix.element().bits()) - 1);
+                let shift = i32::from(layout.zero()) - zero;
+                let fits = least + shift >= 0 && most + shift < 1 << codes.bits();
+                fits.then_some(shift)?
+            }
+            _ => 0,
+        };
+        Some(Packable { matrix, layout, shift })
+    }
+
+    /// The first scale that is no number.
+    pub(crate) fn unsound(&self) -> Option<String> {
+        use rayon::prelude::*;
+        (0..self.matrix.n())
+            .into_par_iter()
+            .find_map_first(|row| self.matrix.unsound_scale(row))
+            .map(|(row, group, scale)| format!("{scale} in row {row}, group {group}"))
+    }
+
+    fn bits(&self, scale: f32) -> u32 {
+        match self.layout.scale {
+            host::weight::ScaleType::F16 => f16::from_f32(scale).to_bits().into(),
+            host::weight::ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
+            // Of a power of two: its exponent, which is 0 for the subnormal one.
+            host::weight::ScaleType::E8m0 => scale.to_bits() >> 23,
+            host::weight::ScaleType::E4m3 => F8E4M3::from_f32(scale).0.into(),
+            _ => scale.to_bits(),
+        }
+    }
+}
+
+impl WeightSource for Packable<'_> {
+    fn size(&self) -> [usize; 2] {
+        [self.matrix.n(), self.matrix.k()]
+    }
+
+    fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        self.matrix.row_codes(row, codes);
+        if self.shift != 0 {
+            codes.iter_mut().for_each(|code| *code = (i32::from(*code) + self.shift) as u8);
+        }
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        if self.layout.scale.has_supers() {
+            return self.matrix.integer_scales(row, group)[0].into();
+        }
+        self.bits(self.matrix.local_scale(row, group))
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        match self.matrix.origin(row, group) {
+            Origin::Zero(zero) => zero as u8,
+            Origin::Minimum(_) => 0,
+        }
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        if self.layout.scale.has_supers() {
+            return self.matrix.integer_scales(row, group)[1].into();
+        }
+        match self.matrix.origin(row, group) {
+            // It is subtracted there, and added here.
+            Origin::Minimum(minimum) => self.bits(-minimum),
+            Origin::Zero(_) => 0,
+        }
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        self.matrix.super_scales(row, stretch)
+    }
+
+    fn global(&self) -> f32 {
+        self.matrix.global_scale().unwrap_or(1.0)
+    }
+}

@@ -1,0 +1,405 @@
+//! Products with packed weights: every layout, by every kernel, against the values that the layout stands for.
+
+use abi::weight::{Codes, Layout as WeightLayout, ScaleType};
+use half::{bf16, f16};
+use proptest::prelude::*;
+use proptest::sample::select;
+use testkit::round::round_to;
+use testkit::strategies::{Rng, Values, dims_from};
+use warpforge::ops::glu::Activation;
+use warpforge::ops::matmul::{
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+};
+use warpforge::weight::{GateUp, Weight, WeightSource};
+use warpforge::{DType, Device, Error, F8E4M3};
+
+use super::case::*;
+use crate::harness::{
+    EVERY, Layout, Wanted, cards_of, devices_for, every_kernel_of, fail, floats, on_executors,
+};
+
+/// A matrix of random codes and scales, and the values that they stand for.
+struct Source {
+    size: [usize; 2],
+    layout: WeightLayout,
+    codes: Vec<u8>,
+    scales: Vec<u32>,
+    zeros: Vec<u8>,
+    minimums: Vec<u32>,
+    supers: Vec<[u16; 2]>,
+    global: f32,
+}
+
+impl Source {
+    fn groups(&self) -> usize {
+        let k = self.size[1];
+        if self.layout.group == 0 { 1 } else { k.div_ceil(self.layout.group as usize) }
+    }
+
+    fn new([n, k]: [usize; 2], layout: WeightLayout, seed: u64) -> Self {
+        let mut random = Rng::new(seed);
+        let mut byte = |below: usize| random.below(below) as u8;
+        let codes = (0..n * k)
+            .map(|_| match layout.codes {
+                Codes::Int4 | Codes::E2m1 => byte(16),
+                Codes::Int8 => byte(256),
+                // Without its NaNs.
+                Codes::E4m3 => byte(127) | byte(2) << 7,
+            })
+            .collect();
+        let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
+        let rows = n.div_ceil(layout.rows as usize);
+        let mut random = Rng::new(seed ^ 0x51);
+        let mut number = |signed: bool| {
+            let value =
+                (0.5 + random.uniform()) as f32 * if signed && random.below(2) == 1 { -0.02 } else { 0.02 };
+            match layout.scale {
+                ScaleType::F32 => value.to_bits(),
+                ScaleType::F16 => f16::from_f32(value).to_bits().into(),
+                ScaleType::Bf16 => bf16::from_f32(value).to_bits().into(),
+                ScaleType::E8m0 => 118 + random.below(8) as u32,
+                ScaleType::E4m3 => 1 + random.below(126) as u32,
+                ScaleType::U8Super => random.below(64) as u32,
+                ScaleType::I8Super => random.below(256) as u32,
+            }
+        };
+        let count = rows * groups;
+        let scales = (0..count).map(|_| number(false)).collect();
+        let minimums = (0..count).map(|_| number(true)).collect();
+        let mut random = Rng::new(seed ^ 0x52);
+        let zeros = (0..count)
+            .map(|_| random.below(if layout.codes == Codes::Int4 { 16 } else { 256 }) as u8)
+            .collect();
+        let mut half = || f16::from_f32(0.001 * (0.5 + random.uniform()) as f32).to_bits();
+        let supers = (0..n * k.div_ceil(256)).map(|_| [half(), half()]).collect();
+        let global = if layout.scale == ScaleType::E4m3 { 0.003 } else { 1.0 };
+        Source { size: [n, k], layout, codes, scales, zeros, minimums, supers, global }
+    }
+
+    fn index(&self, row: usize, group: usize) -> usize {
+        row / self.layout.rows as usize * self.groups() + group
+    }
+
+    /// What it stands for, by the definition.
+    fn values(&self) -> Vec<f64> {
+        let [n, k] = self.size;
+        let number = |bits: u32, factor: f32| -> f64 {
+            match self.layout.scale {
+                ScaleType::F32 => f32::from_bits(bits).into(),
+                ScaleType::F16 => f16::from_bits(bits as u16).into(),
+                ScaleType::Bf16 => bf16::from_bits(bits as u16).into(),
+                ScaleType::E8m0 => (f64::from(bits) - 127.0).exp2(),
+                ScaleType::E4m3 => f64::from(F8E4M3(bits as u8).to_f32()) * f64::from(factor),
+                ScaleType::U8Super => f64::from(bits) * f64::from(factor),
+                ScaleType::I8Super => f64::from(bits as u8 as i8) * f64::from(factor),
+            }
+        };
+        let mut values = Vec::new();
+        for row in 0..n {
+            for col in 0..k {
+                let group = if self.layout.group == 0 { 0 } else { col / self.layout.group as usize };
+                let index = self.index(row, group);
+                let supers =
+                    self.supers[row * k.div_ceil(256) + col / 256].map(|half| f16::from_bits(half).to_f32());
+                let factor = if self.layout.scale.has_supers() { supers } else { [self.global; 2] };
+                let scale = number(self.scales[index], factor[0]);
+                let code = self.codes[row * k + col];
+                let zero = if self.layout.zeros { self.zeros[index] } else { self.layout.zero() };
+                let value = match self.layout.codes {
+                    Codes::Int4 | Codes::Int8 => f64::from(code) - f64::from(zero),
+                    Codes::E2m1 => {
+                        let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)];
+                        if code < 8 { magnitude } else { -magnitude }
+                    }
+                    Codes::E4m3 => F8E4M3(code).to_f32().into(),
+                };
+                let minimum =
+                    if self.layout.minimums { number(self.minimums[index], factor[1]) } else { 0.0 };
+                values.push(value * scale - minimum);
+            }
+        }
+        values
+    }
+}
+
+impl WeightSource for Source {
+    fn size(&self) -> [usize; 2] {
+        self.size
+    }
+
+    fn layout(&self) -> WeightLayout {
+        self.layout
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        codes.copy_from_slice(&self.codes[row * self.size[1]..][..self.size[1]]);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        self.scales[self.index(row, group)]
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        self.zeros[self.index(row, group)]
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        self.minimums[self.index(row, group)]
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        self.supers[row * self.size[1].div_ceil(256) + stretch]
+    }
+
+    fn global(&self) -> f32 {
+        self.global
+    }
+}
+
+/// Every layout that kernels take, but for blocks of more rows.
+fn layouts() -> Vec<WeightLayout> {
+    let mut layouts = Vec::new();
+    for codes in Codes::ALL {
+        for group in [0, 16, 32, 64, 128, 256] {
+            for scale in ScaleType::ALL {
+                for rows in [1, 16, 128] {
+                    for (zeros, minimums) in [(false, false), (true, false), (false, true)] {
+                        layouts.push(WeightLayout { codes, group, rows, scale, zeros, minimums });
+                    }
+                }
+            }
+        }
+    }
+    layouts.retain(|layout| layout.problem().is_none());
+    // A minimum that is a power of two, or an fp8, is nobody's.
+    layouts.retain(|layout| !layout.minimums || !matches!(layout.scale, ScaleType::E8m0 | ScaleType::E4m3));
+    layouts
+}
+
+#[derive(Clone, Debug)]
+struct PackedCase {
+    case: Case,
+    layout: WeightLayout,
+}
+
+fn packed() -> impl Strategy<Value = PackedCase> {
+    let m = prop_oneof![3 => 1usize..18, 1 => 18usize..70];
+    let k = prop_oneof![2 => dims_from(1, &[16, 64, 128], 300), 1 => dims_from(1, &[256], 900)];
+    let act = prop_oneof![
+        3 => Just(Act::None),
+        1 => Just(Act::Of(Activation::GeluTanh)),
+        1 => Just(Act::Gated(Activation::Silu))
+    ];
+    let epilogue = (act, prop_oneof![Just(1.0f32), Just(-0.37)], any::<bool>())
+        .prop_map(|(act, scale, residual)| Epilogue { scale, act, residual });
+    let place = || {
+        let offset = prop_oneof![3 => Just(0usize), 1 => 1usize..9];
+        let padding = prop_oneof![2 => Just(0usize), 1 => Just(8), 1 => 1usize..9];
+        (padding, offset).prop_map(|(padding, offset)| Layout { padding, offset })
+    };
+    let parts = (floats(), m, dims_from(1, &[16, 32], 90), k, epilogue, any::<bool>());
+    (parts, select(layouts()), (place(), place()), any::<u64>()).prop_map(
+        |((dtype, m, n, k, epilogue, bias), layout, (a_layout, out_layout), seed)| {
+            let gated = matches!(epilogue.act, Act::Gated(_));
+            let bias = if bias && !gated { Bias::PerColumn } else { Bias::None };
+            let problem =
+                MatmulProblem { bias, epilogue, weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
+            let place = Layout::default();
+            let case = Case { problem, a_layout, b_layout: place, out_layout, kind: Values::Normal, seed };
+            PackedCase { case, layout }
+        },
+    )
+}
+
+fn work(case: &PackedCase) -> usize {
+    let MatmulProblem { m, k, .. } = case.case.problem;
+    let n = b_rows(&case.case.problem);
+    n.next_multiple_of(16) * k.next_multiple_of(64) * (8 + m)
+}
+
+impl PackedCase {
+    fn sources(&self) -> [Source; 2] {
+        let MatmulProblem { n, k, .. } = self.case.problem;
+        [0, 1].map(|i| Source::new([n, k], self.layout, self.case.seed ^ i))
+    }
+
+    fn is_gated(&self) -> bool {
+        matches!(self.case.problem.epilogue.act, Act::Gated(_))
+    }
+
+    /// The layout that is planned: of gate and up scales belong to a row each.
+    fn problem(&self) -> MatmulProblem {
+        let layout = if self.is_gated() { WeightLayout { rows: 1, ..self.layout } } else { self.layout };
+        MatmulProblem { weight: Some(layout), ..self.case.problem }
+    }
+
+    /// The inputs with the weight's values, perhaps rounded to the operands' type.
+    fn inputs(&self, [gate, up]: &[Source; 2], rounded: bool) -> Inputs {
+        let mut b = gate.values();
+        if self.is_gated() {
+            b.extend(up.values());
+        }
+        if rounded {
+            b = b.iter().map(|&value| round_to(self.case.problem.dtype, value)).collect();
+        }
+        Inputs { b, ..inputs(&self.case) }
+    }
+
+    fn run(&self, device: &Device, plan: &Matmul, sources: &[Source; 2]) -> Result<(), TestCaseError> {
+        let stream = device.stream().map_err(fail)?;
+        let [gate, up] = sources;
+        let weight = if self.is_gated() {
+            Weight::pack(&stream, &GateUp(gate, up))
+        } else {
+            Weight::pack(&stream, gate)
+        };
+        let weight = weight.map_err(fail)?;
+        let variant = plan.report().variant;
+        let inputs = self.inputs(sources, variant.contains("unpack"));
+        let got = product_of(device, plan, &self.case, &inputs, Some(&weight))?;
+        Expected::of(&self.case.problem, &inputs).check(variant, &got, &self.case.problem)
+    }
+}
+
+/// The wanted kernels that can do a case.
+fn run_variants(cards: &[Device], case: &PackedCase, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
+    let sources = case.sources();
+    for device in cards {
+        for variant in PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS).filter(|v| wanted(v.entry)) {
+            if let Ok(plan) = Matmul::plan_packed_with(device, case.problem(), variant) {
+                case.run(device, &plan, &sources)?;
+            }
+        }
+        // What unpacks runs where it is planned: for many rows.
+        if wanted_unpack(case, wanted) {
+            let problem = MatmulProblem { m: 65, ..case.problem() };
+            let many = PackedCase { case: Case { problem, ..case.case.clone() }, layout: case.layout };
+            case_of_many(device, &many)?;
+        }
+    }
+    Ok(())
+}
+
+fn wanted_unpack(case: &PackedCase, wanted: Wanted<'_>) -> bool {
+    abi::ops::matmul::UNPACK_VARIANTS.iter().any(|variant| {
+        (variant.dtype, variant.codes) == (case.case.problem.dtype, case.layout.codes)
+            && wanted(variant.entry)
+    })
+}
+
+fn case_of_many(device: &Device, case: &PackedCase) -> Result<(), TestCaseError> {
+    let plan = Matmul::plan(device, case.problem()).map_err(fail)?;
+    case.run(device, &plan, &case.sources())
+}
+
+/// The kernels of plain matrices are the other tests'.
+pub(super) fn is_packed(entry: &str) -> bool {
+    entry.contains("packed") || entry.contains("unpack")
+}
+
+#[test]
+fn every_packed_kernel_is_simulated() -> Result<(), TestCaseError> {
+    let entries = abi::ops::entries("matmul").filter(|entry| is_packed(entry));
+    every_kernel_of(entries, packed(), |case| 4 * work(case), run_variants)
+}
+
+proptest! {
+    #![proptest_config(testkit::gpu::proptest_config(64))]
+
+    /// What `plan` chooses, on every device.
+    #[test]
+    fn packed_planned((case, on) in on_executors(packed, work)) {
+        let sources = case.sources();
+        for device in &on.devices() {
+            let plan = Matmul::plan(device, case.problem()).map_err(fail)?;
+            case.run(device, &plan, &sources)?;
+        }
+    }
+
+    /// Every kernel that can do the case, on every floor.
+    #[test]
+    fn every_packed_variant((case, on) in on_executors(packed, |case| 4 * work(case))) {
+        run_variants(&on.cards(), &case, EVERY)?;
+    }
+}
+
+/// More rows than the kernels of few rows take: stripes are unpacked, also where the last is short.
+#[test]
+fn packed_stripes() -> Result<(), TestCaseError> {
+    for (i, layout) in layouts().into_iter().step_by(37).enumerate() {
+        let dtype = DType::FLOATS[i % 3];
+        for act in [Act::None, Act::Gated(Activation::Silu)] {
+            let epilogue = Epilogue { act, residual: true, ..Epilogue::NONE };
+            let problem =
+                MatmulProblem { epilogue, weight: Some(layout), ..MatmulProblem::new(70, 40, 200, dtype) };
+            let case = PackedCase { case: contiguous(problem, i as u64), layout };
+            for device in devices_for(work(&case)) {
+                case_of_many(&device, &case)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rows of few rows' kernels are independent of each other, and of how many there are.
+#[test]
+fn packed_rows_are_independent() -> Result<(), TestCaseError> {
+    for (i, layout) in layouts().into_iter().filter(|layout| layout.rows == 1).step_by(11).enumerate() {
+        let dtype = [DType::BF16, DType::F16][i % 2];
+        let (m, n, k) = (40, 48, 512);
+        let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
+        let case = PackedCase { case: contiguous(problem, i as u64), layout };
+        let sources = case.sources();
+        for device in cards_of(abi::Arch::Sm80) {
+            let stream = device.stream().map_err(fail)?;
+            let weight = Weight::pack(&stream, &sources[0]).map_err(fail)?;
+            let plan = Matmul::plan(&device, problem).map_err(fail)?;
+            let inputs = inputs(&case.case);
+            let all = product_of(&device, &plan, &case.case, &inputs, Some(&weight))?;
+            for rows in [1, 9, 17] {
+                let part = Case { problem: MatmulProblem { m: rows, ..problem }, ..case.case.clone() };
+                let alone =
+                    product_of(&device, &plan, &part, &inputs.rows(3..3 + rows, &problem), Some(&weight))?;
+                prop_assert_eq!(&all[3 * n..(3 + rows) * n], &alone[..], "{} rows of {:?}", rows, layout);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What does not fit is an error that says so.
+#[test]
+fn packed_mistakes() -> Result<(), Error> {
+    let device = Device::cpu();
+    let stream = device.stream()?;
+    let layout = WeightLayout {
+        codes: Codes::Int4,
+        group: 32,
+        rows: 1,
+        scale: ScaleType::F16,
+        zeros: false,
+        minimums: false,
+    };
+    let weight = Weight::pack(&stream, &Source::new([32, 64], layout, 1))?;
+    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(2, 32, 64, DType::F32) };
+    let a = warpforge::Tensor::zeros(&stream, &[2, 64], DType::F32)?;
+    let b = warpforge::Tensor::zeros(&stream, &[32, 64], DType::F32)?;
+    let mut out = warpforge::Tensor::empty(&stream, &[2, 32], DType::F32)?;
+    let mut refused = |problem: MatmulProblem, b: MatmulB<'_>, expected: &str| {
+        let result = Matmul::plan(&device, problem)
+            .and_then(|plan| plan.run(&stream, MatmulArgs::new(a.view(), b, out.view_mut())));
+        let message = result.expect_err(expected).to_string();
+        assert!(message.starts_with("matmul: ") && message.contains(expected), "{message}");
+    };
+    refused(problem, b.view().into(), "a packed weight, as planned");
+    refused(MatmulProblem { weight: None, ..problem }, (&weight).into(), "a matrix, as planned");
+    let other = WeightLayout { group: 64, ..layout };
+    refused(MatmulProblem { weight: Some(other), ..problem }, (&weight).into(), "as planned");
+    refused(MatmulProblem { n: 16, ..problem }, (&weight).into(), "a single weight of [16, 64]");
+    refused(MatmulProblem { batch: 2, ..problem }, (&weight).into(), "batch 1");
+    let bad = WeightLayout { group: 24, ..layout };
+    refused(MatmulProblem { weight: Some(bad), ..problem }, (&weight).into(), "a group of 16, 32");
+    let message = Weight::pack(&stream, &Source::new([32, 64], WeightLayout { group: 8, ..layout }, 1));
+    assert!(message.expect_err("a group of 8").to_string().contains("a group of 16, 32"));
+    Ok(())
+}
