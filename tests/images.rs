@@ -1,4 +1,5 @@
-//! The embedded PTX images: each kernel assembles by itself, nothing spills, and they hold the kernels of the tables and no others.
+//! The embedded PTX images: each kernel assembles by itself, nothing spills, and they hold the kernels of the tables
+//! and no others.
 #![cfg(feature = "cuda")]
 
 use std::collections::BTreeSet;
@@ -49,7 +50,8 @@ fn floor_of(entry: &str) -> Arch {
     }
 }
 
-/// Every kernel is compiled for as many threads as it is launched with: without a bound the registers are not, and there might be no room.
+/// Every kernel is compiled for as many threads as it is launched with: without a bound the registers are not, and
+/// there might be no room.
 #[test]
 fn every_kernel_has_launch_bounds() {
     for image in IMAGES {
@@ -84,8 +86,9 @@ fn no_local_memory_no_calls() {
     }
 }
 
-/// Whole warps come to barriers and other aligned instructions together, and whole warpgroups to `wgmma`: what these depend on is decided alike
-/// for all of them, in the source and in what the compiler made of it. ARCHITECTURE, "JumpThreading off".
+/// Whole warps come to barriers and other aligned instructions together, and whole warpgroups to `wgmma`: what these
+/// depend on is decided alike for all of them, in the source and in what the compiler made of it. ARCHITECTURE,
+/// "JumpThreading off".
 #[test]
 fn aligned_instructions_are_reached_together() {
     let mut strays = Vec::new();
@@ -100,8 +103,8 @@ fn aligned_instructions_are_reached_together() {
     assert!(strays.is_empty(), "{} in all:\n{}", strays.len(), strays[..strays.len().min(20)].join("\n"));
 }
 
-/// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and the next of its group;
-/// where it does not, four: ARCHITECTURE, "Uniform registers".
+/// Where ptxas knows that a warp stays together, at most two words move to uniform registers between one `wgmma` and
+/// the next of its group; where it does not, four: ARCHITECTURE, "Uniform registers".
 fn check_descriptors(kernel: &KernelResources) {
     // Those that promote their sums to f32, for few rows, are so as yet.
     let most = if kernel.name.contains("_f32__m64n64") { 4 } else { 2 };
@@ -110,7 +113,10 @@ fn check_descriptors(kernel: &KernelResources) {
     assert!(moves <= Some(most), "{}: {moves:?} R2UR between one product and the next", kernel.name);
 }
 
-/// ptxas makes no copies of what whole warps or warpgroups execute together: what holds for the PTX (above) holds for the code.
+/// ptxas makes no copies of what whole warpgroups execute together, nor of barriers in kernels that do: what holds for
+/// the PTX (above) holds for the code. In other kernels it may copy a barrier: beside a shuffle it keeps a second way
+/// for warps that it does not know to be converged (`BRA.DIV`), and a barrier between two shuffles is on that way too,
+/// as in sampling. Which way is taken is its own, for the whole warp.
 fn check_copies(kernel: &KernelResources, entry: &Entry) {
     let count = |opcodes: &[&str]| opcodes.iter().map(|opcode| count_instructions(&entry.body, opcode)).sum();
     let in_ptx = Together {
@@ -119,7 +125,22 @@ fn check_copies(kernel: &KernelResources, entry: &Entry) {
         // Whoever has waited for a cluster's barrier waits at one of the block.
         barriers: count(&["bar.sync", "bar.arrive", "bar.red", "barrier.cluster.wait"]),
     };
-    assert_eq!(kernel.together, in_ptx, "{}: in the code, and in the PTX", kernel.name);
+    let in_code = kernel.together;
+    assert_eq!(
+        (in_code.products, in_code.syncs),
+        (in_ptx.products, in_ptx.syncs),
+        "{}: code, PTX",
+        kernel.name
+    );
+    if in_ptx.products > 0 {
+        assert_eq!(
+            in_code.barriers, in_ptx.barriers,
+            "{}: barriers in the code, and in the PTX",
+            kernel.name
+        );
+    } else {
+        assert!(in_code.barriers >= in_ptx.barriers, "{}: {in_code:?}, {in_ptx:?}", kernel.name);
+    }
 }
 
 /// ptxas takes every kernel of the images of an architecture, without a stack or a spill.
