@@ -89,6 +89,41 @@ impl Backing for HostMemory {
     }
 
     fn report(&self) -> (usize, usize, String) {
-        (0, 0, "the CPU".into())
+        let (free, total) =
+            std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo(&text)).unwrap_or((0, 0));
+        (free, total, "the CPU".into())
+    }
+}
+
+/// Available and total bytes of Linux's `/proc/meminfo`.
+fn meminfo(text: &str) -> Option<(usize, usize)> {
+    let bytes = |name: &str| -> Option<usize> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+    };
+    Some((bytes("MemAvailable")?, bytes("MemTotal")?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DType, Device, Tensor};
+
+    /// What there is on the host is said, or nothing of it; not that there are 0 bytes of 0.
+    #[test]
+    fn out_of_memory_on_the_cpu() -> Result<(), Error> {
+        let stream = Device::cpu().stream()?;
+        let message = Tensor::empty(&stream, &[1 << 60], DType::I8).unwrap_err().to_string();
+        let start = "out of memory on the CPU: 1152921504606846976 bytes requested; this pool has 0 in use of 0 reserved";
+        let rest = message.strip_prefix(start).expect(&message);
+        assert!(
+            !rest.contains(" 0 free of 0") && (rest.is_empty() || rest.starts_with("; the device has ")),
+            "{rest}"
+        );
+        assert_eq!(rest.is_empty(), !std::path::Path::new("/proc/meminfo").exists());
+        let text = "MemTotal:       24000 kB\nMemFree:         1 kB\nMemAvailable:   20 kB\n";
+        assert_eq!(meminfo(text), Some((20 << 10, 24000 << 10)));
+        assert_eq!(meminfo("MemTotal: 24000 kB\n"), None);
+        Ok(())
     }
 }

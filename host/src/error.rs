@@ -140,8 +140,8 @@ pub enum Error {
     },
     /// The device has not enough memory.
     #[error(
-        "out of memory on {device}: {requested} bytes requested; this pool has {in_use} in use of {reserved} reserved; \
-         the device has {free} free of {total}"
+        "out of memory on {device}: {requested} bytes requested; this pool has {in_use} in use of {reserved} reserved{}",
+        free_of(*free, *total)
     )]
     OutOfMemory {
         /// The device's name.
@@ -152,9 +152,9 @@ pub enum Error {
         in_use: usize,
         /// Bytes that the pool has taken from the device.
         reserved: usize,
-        /// Free bytes as the device reports them.
+        /// Free bytes as the device, or the host's system, reports them; 0 where `total` is.
         free: usize,
-        /// Bytes of the device altogether.
+        /// Bytes of the device altogether; 0 where nothing says.
         total: usize,
     },
     /// A model's files are wrong: an error of the crate `models`, which converts into this one, and back by
@@ -173,6 +173,11 @@ pub struct DriverError {
     pub name: String,
     /// The driver's sentence about it.
     pub description: String,
+}
+
+/// The end of an out of memory: what the device says, if it does.
+fn free_of(free: usize, total: usize) -> String {
+    if total == 0 { String::new() } else { format!("; the device has {free} free of {total}") }
 }
 
 impl Error {

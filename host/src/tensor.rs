@@ -104,7 +104,6 @@ elements!(f32 => F32, f16 => F16, bf16 => BF16, F8E4M3 => F8E4M3, i8 => I8, i32 
 ///
 /// It belongs to the stream that it was made with: its memory is reused in that stream's order. Work on another stream
 /// that uses it must be ordered by [`Stream::wait_for`] before the first use and before the drop.
-#[derive(Debug)]
 pub struct Tensor {
     block: Block,
     shape: Dims,
@@ -113,7 +112,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor with undefined contents.
+    /// A tensor whose elements have no defined values until something writes them.
     ///
     /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or a size beyond the address space;
     /// [`Error::OutOfMemory`] and [`Error::Driver`] from the device.
@@ -129,7 +128,7 @@ impl Tensor {
         self.block.give_to(stream.queue());
     }
 
-    /// A tensor of zero bytes.
+    /// A tensor whose elements are all zero.
     ///
     /// **Errors**: as [`Tensor::empty`].
     pub fn zeros(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
@@ -230,6 +229,15 @@ impl Tensor {
             dtype: self.dtype,
             place: self.place,
         }
+    }
+}
+
+/// What it is and where, not what it holds.
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tensor { block, shape, dtype, place } = self;
+        let address = block.address();
+        write!(f, "Tensor({dtype} {shape:?} at {address:#x} of {place})")
     }
 }
 

@@ -326,3 +326,53 @@ fn alignment_of_rows() -> Result<(), Error> {
     assert!(!view(4096, &[], &[])?.is_aligned_16());
     Ok(())
 }
+
+/// Memory that a caller vouches for: what cannot be true of any is refused.
+#[test]
+fn addresses_that_cannot_be() -> Result<(), Error> {
+    let device = Device::cpu();
+    let data = [0u32; 16];
+    let address = data.as_ptr() as u64;
+    // SAFETY: inside `data`, or refused.
+    let view = |address, shape: &[usize], strides: &[usize]| unsafe {
+        TensorView::from_raw(&device, address, shape, strides, DType::U32)
+    };
+    assert_eq!(view(address, &[2, 2], &[8, 3])?.shape(), [2, 2]);
+    // Nothing is behind the address of a view without elements.
+    assert!(view(0, &[3, 0], &[0, 1])?.is_empty());
+    let null = view(0, &[1], &[1]).unwrap_err().to_string();
+    assert_eq!(
+        null,
+        "TensorView: address: expected an address that is a multiple of 4, and not null, got 0x0"
+    );
+    let odd = view(4098, &[1], &[1]).unwrap_err().to_string();
+    assert_eq!(
+        odd,
+        "TensorView: address: expected an address that is a multiple of 4, and not null, got 0x1002"
+    );
+    for (shape, strides) in [
+        (&[2, 2], &[usize::MAX, 1]),
+        (&[3, 1], &[usize::MAX / 2, 1]),
+        (&[2, 2], &[1 << 62, 1]),
+        (&[2, 2], &[usize::MAX / 8, 1]),
+    ] {
+        let message = view(address, shape, strides).unwrap_err().to_string();
+        let expected = format!(
+            "TensorView: strides: expected elements within the address space for {shape:?}, got {strides:?}"
+        );
+        assert_eq!(message, expected);
+    }
+    // SAFETY: refused.
+    let error = unsafe { TensorViewMut::from_raw(&device, 2, &[1], &[1], DType::F32) }.unwrap_err();
+    assert!(error.to_string().starts_with("TensorViewMut: address: "), "{error}");
+    Ok(())
+}
+
+#[test]
+fn a_tensor_is_shown_without_its_pool() -> Result<(), Error> {
+    let stream = Device::cpu().stream()?;
+    let tensor = Tensor::zeros(&stream, &[2, 3], DType::F32)?;
+    let address = tensor.view().address();
+    assert_eq!(format!("{tensor:?}"), format!("Tensor(f32 [2, 3] at {address:#x} of the CPU)"));
+    Ok(())
+}

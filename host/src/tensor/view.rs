@@ -51,6 +51,27 @@ impl RawView {
             .sum::<usize>()
     }
 
+    /// Checks address and strides that did not come from a tensor, for the function `op`.
+    fn expect_addressable(&self, op: &'static str) -> Result<(), Error> {
+        if self.len() == 0 {
+            return Ok(());
+        }
+        let bytes = self.dtype.bytes();
+        if self.address == 0 || self.address % bytes as u64 != 0 {
+            let expected = format!("an address that is a multiple of {bytes}, and not null");
+            return Err(Error::invalid(op, "address", expected, format!("{:#x}", self.address)));
+        }
+        let last = std::iter::zip(&*self.shape, &*self.strides)
+            .try_fold(0usize, |last, (size, stride)| last.checked_add((size - 1).checked_mul(*stride)?));
+        let span = last.and_then(|last| last.checked_add(1)?.checked_mul(bytes));
+        let end = span.filter(|&span| span <= isize::MAX as usize);
+        if end.and_then(|span| self.address.checked_add(span as u64)).is_none() {
+            let expected = format!("elements within the address space for {:?}", self.shape);
+            return Err(Error::invalid(op, "strides", expected, format!("{:?}", self.strides)));
+        }
+        Ok(())
+    }
+
     fn is_contiguous(&self) -> bool {
         if self.len() == 0 {
             return true;
@@ -172,9 +193,13 @@ macro_rules! view_methods {
             /// A view of memory that the caller vouches for: another library's buffer, or a part of one.
             ///
             /// # Safety
-            /// - `address` is valid on `device` for the elements that shape and strides reach, for the life `'a` and until
-            ///   work that was enqueued with the view is done; for a `TensorViewMut` nobody else uses them.
-            /// - It is aligned to the element type.
+            /// - `address` is valid on `device` from the first to the last of the elements that shape and strides reach, for the life `'a`
+            ///   and until work that was enqueued with the view is done; for a `TensorViewMut` nobody else uses them.
+            /// - On the CPU all of this holds of the gaps between the elements too, since an operator has the view's memory as one slice there:
+            ///   two mutable views of columns that interleave must not be used at a time. On a card only the elements are accessed.
+            ///
+            /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions, as many strides as sizes are not, elements that reach
+            /// beyond the address space, and, of a view with elements, an address that is null or not aligned to the element type.
             pub unsafe fn from_raw(
                 device: &Device,
                 address: u64,
@@ -194,6 +219,7 @@ macro_rules! view_methods {
                 let (shape, strides) = (Dims::new(shape)?, Dims::new(strides)?);
                 shape.checked_bytes(stringify!($view), "shape", dtype)?;
                 let raw = RawView { address, shape, strides, dtype, place: device.place() };
+                raw.expect_addressable(stringify!($view))?;
                 Ok($view { raw, life: PhantomData })
             }
 
