@@ -63,7 +63,7 @@ mod images {
     fn build_arch(arch: Arch, out_dir: &Path) -> Result<String, BuildError> {
         let mut list = String::new();
         for family in FAMILIES {
-            let ptx = CudaBuilder::new("gpu").arch(arch.into()).features([*family]).build()?;
+            let ptx = CudaBuilder::new("gpu").arch(arch.into()).features([*family]).locked().build()?;
             let text =
                 std::fs::read_to_string(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
             let (head, kernels) = split_kernels(&text);

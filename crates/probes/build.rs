@@ -35,7 +35,7 @@ fn build() -> Result<(), Box<dyn Error>> {
     let mut list = String::from("&[\n");
     for (image, floor, arch) in IMAGES {
         // The simulator needs no images: without a device compiler the tests run there alone.
-        let ptx = match CudaBuilder::new("kernels").arch(arch).features([image]).build() {
+        let ptx = match CudaBuilder::new("kernels").arch(arch).features([image]).locked().build() {
             Err(BuildError::Toolchain(error)) if !is_required() => {
                 println!("cargo:warning=no images of the probes: {error}");
                 break;

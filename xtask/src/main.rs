@@ -4,6 +4,7 @@ mod bundle;
 mod demo;
 mod error;
 mod fmt;
+mod miri;
 mod process;
 mod report;
 mod setup;
@@ -27,6 +28,7 @@ cargo xtask <command>
   fmt                        formats every source, also those that `cargo fmt` does not find
   test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
                              --no-cuda: all of it without the CUDA backend
+  miri                       memory, views and simulated devices of `host` in Miri; needs a nightly toolchain with it, minutes of time
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
                              GPU machine that has no Rust; FOLDER/run says how
   bench-report FOLDER        make a record of the measurement that `bundle/run bench FOLDER` left: tables, plots, and what
@@ -59,6 +61,7 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
         ["fmt"] => fmt::run(&root()?),
         ["test"] => test::run(&root()?, test::Backend::Cuda),
         ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),
+        ["miri"] => miri::run(&root()?),
         ["gpu-bundle"] => bundle::run(&root()?, "bundle"),
         ["gpu-bundle", "--out", folder] => bundle::run(&root()?, folder),
         ["bench-report", rest @ ..] => match report::Options::parse(rest) {

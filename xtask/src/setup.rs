@@ -12,6 +12,11 @@ use crate::process::{is_program, on_path, probe, run as run_command};
 /// The wheel that carries ptxas. CUDA 13.0 is what driver branch 580 has, so this is the assembler that such a driver
 /// uses; it no longer takes sm_61 as its target, for which the PTX is assembled for sm_75.
 const PTXAS_WHEEL: &str = "nvidia-cuda-nvcc==13.0.88";
+/// What the wheel's bytes are: for x86_64 and for aarch64, as the index had them in November 2026.
+const PTXAS_HASHES: [&str; 2] = [
+    "sha256:56fe502eb77625a12f25172caa3cdddb4e4c8ba2c8c17dba44b164761b380f03",
+    "sha256:c7ff28f86a24effdc6c034fa15230c549a273e4771b10a7fec14996f8cf3307f",
+];
 /// Where the wheel is unpacked, seen from the repository's root.
 const PTXAS_FOLDER: &str = "target/xtask/cuda";
 /// Where ptxas lies in [`PTXAS_FOLDER`].
@@ -102,9 +107,16 @@ fn install_ptxas(folder: &Path, installed: PathBuf) -> Result<PathBuf, Error> {
         apt_install(&["python3-pip"]).map_err(failed)?;
     }
     fs::create_dir_all(folder).map_err(|source| Error::File { path: folder.to_path_buf(), source })?;
+    // pip takes hashes from a file alone, and then nothing that has none.
+    let requirements = folder.join("requirements.txt");
+    fs::write(&requirements, ptxas_requirement())
+        .map_err(|source| Error::File { path: requirements.clone(), source })?;
     let mut install = Command::new("python3");
     install
-        .args(["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", PTXAS_WHEEL, "--target"])
+        .args(["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--only-binary", ":all:"])
+        .args(["--require-hashes", "--requirement"])
+        .arg(&requirements)
+        .arg("--target")
         .arg(folder);
     // A user's pip configuration must not send the wheel elsewhere or refuse it.
     install.env("PIP_USER", "0").env("PIP_REQUIRE_VIRTUALENV", "0").env("PIP_ROOT_USER_ACTION", "ignore");
@@ -113,6 +125,12 @@ fn install_ptxas(folder: &Path, installed: PathBuf) -> Result<PathBuf, Error> {
         true => Ok(installed),
         false => Err(failed(format!("{PTXAS_WHEEL} did not bring {}", installed.display()))),
     }
+}
+
+/// The wheel and its hashes, as pip's requirements file has them.
+fn ptxas_requirement() -> String {
+    let hashes = PTXAS_HASHES.map(|hash| format!(" --hash={hash}")).concat();
+    format!("{PTXAS_WHEEL}{hashes}\n")
 }
 
 /// Installs Debian packages as root, updating apt's lists first.

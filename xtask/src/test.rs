@@ -45,6 +45,9 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let component = |name| cargo(root, &[name, "--version"]);
     report.optional("format", component("fmt"), cargo(root, &["fmt", "--all", "--check"]))?;
     report.optional("format of the operators", component("fmt"), fmt::operators(root, &["--check"]))?;
+    // Its database of advisories is fetched, which needs a network.
+    let deny = |args: &[&str]| cargo(root, &[&["deny"], args].concat());
+    report.optional("dependencies", deny(&["fetch"]), deny(&["--offline", "check"]))?;
     let clippy = workspace(&["clippy"], &["--all-targets", "--", "-D", "warnings"]);
     report.optional("clippy", component("clippy"), clippy)?;
     let mut tests = workspace(&["test"], &[]);

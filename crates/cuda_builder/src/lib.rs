@@ -141,6 +141,7 @@ pub struct CudaBuilder {
     arch: NvvmArch,
     features: Option<Vec<String>>,
     unroll_threshold: u32,
+    is_locked: bool,
     target_dir: Option<PathBuf>,
     copy_to: Option<PathBuf>,
 }
@@ -154,6 +155,7 @@ impl CudaBuilder {
             arch: NvvmArch::Compute61,
             features: None,
             unroll_threshold: 4000,
+            is_locked: false,
             target_dir: None,
             copy_to: None,
         }
@@ -174,6 +176,12 @@ impl CudaBuilder {
     /// LLVM's loop unrolling threshold; 4000 if not set.
     pub fn unroll_threshold(mut self, threshold: u32) -> Self {
         self.unroll_threshold = threshold;
+        self
+    }
+
+    /// Builds by the lock of the crate's workspace, which must be there and up to date: cargo's `--locked`.
+    pub fn locked(mut self) -> Self {
+        self.is_locked = true;
         self
     }
 
@@ -232,6 +240,9 @@ impl CudaBuilder {
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "--quiet"])
             .arg("--target-dir")
             .arg(&target_dir);
+        if self.is_locked {
+            cargo.arg("--locked");
+        }
         if let Some(features) = &self.features {
             cargo.args(["--no-default-features", "--features", &features.join(",")]);
         }

@@ -62,6 +62,23 @@ fn crates_do_not_take_each_others_images() {
     }
 }
 
+/// A build by the lock changes nothing of it, and is none where the lock does not fit.
+#[test]
+fn a_lock_is_kept() {
+    let Some(fixture) = Fixture::new("locked") else { return };
+    let lock = || fs::read_to_string(fixture.path.join("Cargo.lock")).expect("a lock file");
+    // The whole workspace's, which knows nothing of the copy.
+    let before = lock();
+    let builder = || fixture.builder().arch(ARCH).features(["a"]);
+    assert!(matches!(builder().locked().build(), Err(BuildError::Compile { .. })));
+    assert_eq!(lock(), before);
+    builder().build().expect("a build");
+    let own = lock();
+    assert_ne!(own, before);
+    builder().locked().build().expect("a build by its own lock");
+    assert_eq!(lock(), own);
+}
+
 #[test]
 fn bounds_without_an_entry_are_an_error() {
     let Some(fixture) = Fixture::new("lost") else { return };

@@ -1,0 +1,46 @@
+//! `cargo xtask miri`: what of `host` works with addresses, in Miri.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::error::Error;
+use crate::process::run as run_command;
+
+/// The tests that are run: the pool's, but for those of many thousand steps; views; simulated devices. The operators on the CPU are
+/// products by SIMD, which Miri cannot run, or loops over the same views.
+const TESTS: [&str; 9] = [
+    "memory::book",
+    "memory::tests::a_",
+    "memory::tests::blocks",
+    "memory::tests::done",
+    "memory::tests::out",
+    "memory::tests::sizes",
+    "memory::tests::waiting",
+    "simulator::",
+    "tensor::",
+];
+
+/// Runs them; rustup finds the nightly.
+pub fn run(root: &Path) -> Result<(), Error> {
+    let mut cargo = Command::new("cargo");
+    cargo.current_dir(root).args([
+        "+nightly",
+        "miri",
+        "test",
+        "--package",
+        "host",
+        "--no-default-features",
+        "--lib",
+        "--",
+    ]);
+    cargo.args(TESTS);
+    // An address is a number to the library, as it is to a card; proptest looks for its files.
+    cargo
+        .env("MIRIFLAGS", "-Zmiri-permissive-provenance -Zmiri-disable-isolation")
+        .env("PROPTEST_CASES", "2");
+    // Of the cargo that runs this recipe.
+    for variable in ["CARGO", "RUSTC", "RUSTUP_TOOLCHAIN"] {
+        cargo.env_remove(variable);
+    }
+    run_command(&mut cargo)
+}
