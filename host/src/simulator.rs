@@ -332,12 +332,20 @@ pub(crate) mod tests {
         let [a, b] = devices;
         let (a, b) = (a?, b?);
         let plan = RmsNorm::plan(&a, PROBLEM)?;
-        let message = run(&plan, &b).unwrap_err().to_string();
+        let expected = |plan: &Device, stream: &Device| {
+            let (plan, stream) = (plan.place(), stream.place());
+            format!("rmsnorm: stream: expected a stream of {plan}, got a stream of {stream}")
+        };
+        // With the tensors of the other, with its own, and where one of the two is the CPU.
+        assert_eq!(run(&plan, &b).unwrap_err().to_string(), expected(&a, &b));
+        assert_eq!(run_in(&plan, &a, &b.stream()?).unwrap_err().to_string(), expected(&a, &b));
+        let cpu = Device::cpu();
+        assert_eq!(run_in(&plan, &a, &cpu.stream()?).unwrap_err().to_string(), expected(&a, &cpu));
+        let on_cpu = RmsNorm::plan(&cpu, PROBLEM)?;
+        assert_eq!(run_in(&on_cpu, &cpu, &a.stream()?).unwrap_err().to_string(), expected(&cpu, &a));
+        // Another's tensors in its own stream.
+        let message = run_in(&plan, &b, &a.stream()?).unwrap_err().to_string();
         assert_eq!(message, format!("rmsnorm: x: expected {}, got {}", a.place(), b.place()));
-        // Its own tensors.
-        let message = run_in(&plan, &a, &b.stream()?).unwrap_err().to_string();
-        let (a, b) = (a.place(), b.place());
-        assert_eq!(message, format!("rmsnorm: stream: expected a stream of {a}, got a stream of {b}"));
         Ok(())
     }
 

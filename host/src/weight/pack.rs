@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::{BYTES, Counts, Layout, OP, Weight, WeightSource};
 use crate::error::Error;
-use crate::ops::check_size;
+use crate::plan::check_size;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
 
