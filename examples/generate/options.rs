@@ -13,7 +13,7 @@ use crate::output::Failure;
 #[derive(Parser)]
 #[command(name = "generate", version)]
 pub struct Options {
-    /// Folder with config.json, the safetensors and tokenizer.json.
+    /// Folder with config.json, the safetensors and tokenizer.json; or a GGUF file.
     #[arg(long, default_value = "assets/demo-model")]
     pub model: PathBuf,
     /// Text to continue, or with --chat what to ask; - reads standard input, as does a pipe without --prompt.

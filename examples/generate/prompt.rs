@@ -4,8 +4,8 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use text::{ChatOptions, ChatTemplate, Codec, Message, from_json};
-use warpforge::models::ModelConfig;
+use text::{ChatOptions, ChatTemplate, Codec, Message, Vocabulary, from_json};
+use warpforge::models::{Gguf, ModelConfig};
 
 use crate::options::Options;
 use crate::output::Failure;
@@ -51,6 +51,19 @@ fn read(input: impl Read) -> Result<String, Failure> {
 
 /// The model's tokenizer; none if it has none and there are ids.
 pub fn codec(options: &Options, config: &ModelConfig) -> Result<Option<Codec>, Failure> {
+    if options.model.is_file() {
+        let file = Gguf::open(&options.model)?;
+        return match file.vocabulary()? {
+            Some(known) => {
+                let (tokens, types, merges) = (&known.tokens, &known.types, &known.merges);
+                let own = Vocabulary { model: known.model, pre: known.pre, tokens, types, merges };
+                let first = known.bos.filter(|_| known.adds_bos);
+                Ok(Some(Codec::new(own.tokenizer()?, first)?))
+            }
+            None if options.ids.is_some() => Ok(None),
+            None => Err(format!("no tokenizer in {}; --ids takes token ids", options.model.display()).into()),
+        };
+    }
     if options.ids.is_some() && !options.model.join("tokenizer.json").exists() {
         return Ok(None);
     }
@@ -67,7 +80,7 @@ pub struct Conversation {
 
 impl Conversation {
     pub fn new(options: &Options) -> Result<Self, Failure> {
-        let template = ChatTemplate::from_dir(&options.model)?.ok_or_else(|| no_template(&options.model))?;
+        let template = template(&options.model)?.ok_or_else(|| no_template(&options.model))?;
         let mut variables = Vec::new();
         for variable in &options.template_variable {
             let parts = variable.split_once('=');
@@ -95,6 +108,24 @@ impl Conversation {
     }
 }
 
+/// The template of a folder, or of a GGUF file.
+fn template(model: &Path) -> Result<Option<ChatTemplate>, Failure> {
+    if !model.is_file() {
+        return Ok(ChatTemplate::from_dir(model)?);
+    }
+    let file = Gguf::open(model)?;
+    let Some(source) = file.text("tokenizer.chat_template")? else { return Ok(None) };
+    let vocabulary = file.vocabulary()?;
+    let mut tokens = Vec::new();
+    for (name, key) in [("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")] {
+        let id = file.unsigned(&format!("tokenizer.ggml.{key}_token_id"))?;
+        let id = id.and_then(|id| usize::try_from(id).ok());
+        let token = vocabulary.as_ref().zip(id).and_then(|(known, id)| known.tokens.get(id));
+        tokens.extend(token.map(|token| (name, *token)));
+    }
+    Ok(Some(ChatTemplate::new(source, &tokens)?))
+}
+
 fn no_template(model: &Path) -> String {
     format!(
         "no chat template in {}: neither chat_template.jinja nor chat_template in tokenizer_config.json; leave --chat out to \
@@ -120,6 +151,23 @@ mod tests {
         assert!(message.starts_with("standard input: expected UTF-8: "), "{message}");
         let message = read(std::io::repeat(b'a')).err().ok_or("an error")?.to_string();
         assert_eq!(message, "standard input: expected a prompt of at most 67108864 bytes, got more");
+        Ok(())
+    }
+
+    /// Tokenizer and template of a file's metadata.
+    #[test]
+    fn gguf_files() -> Result<(), Failure> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden-quant/gguf_q4_1/model.gguf");
+        let path = path.to_str().ok_or("a path")?;
+        let options = Options::parse_from(["generate", "--chat", "--model", path]);
+        let config = ModelConfig::from_dir(&options.model)?;
+        let codec = codec(&options, &config)?.ok_or("a tokenizer")?;
+        let text = Conversation::new(&options)?.ask("Hi", 0)?;
+        assert_eq!(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+        let ids = codec.encode_rendered(&text)?;
+        let start = codec.token_to_id("<|im_start|>").ok_or("a token")?;
+        assert_eq!(ids.iter().filter(|&&id| id == start).count(), 2);
+        assert_eq!(codec.encode("The capital of France is")?[..3], [287, 280, 67]);
         Ok(())
     }
 
