@@ -274,6 +274,80 @@ fn equal_elements() -> Result<(), Error> {
     Ok(())
 }
 
+/// Rows whose sums or squares overflow or underflow in f32, among ordinary ones, which keep their bits.
+#[test]
+fn sums_beyond_f32() -> Result<(), TestCaseError> {
+    let (most, four) = (3.3e38, [1.0, -1.0, 2.0, 3.0]);
+    for (dtype, cols) in [DType::F32, DType::BF16]
+        .into_iter()
+        .flat_map(|dtype| [4, 37, 64, 256, 4096, 8192].map(|cols| (dtype, cols)))
+    {
+        // What a row has of each size, and epsilon; of equal elements nothing is left.
+        let rows = [
+            (four, 1e20, 1e-6),
+            (four, most / 3.0, 1e-6),
+            ([1.0, 1.0, 1.0, -1.0], most, 0.1),
+            ([1.0; 4], most, 1e-6),
+            ([1.0; 4], 1e30, 1e-40),
+            (four, 1e-22, 1e-44),
+            (four, 1e-30, 0.0),
+            (four, 1e-40, 0.0),
+        ];
+        for (pattern, size, eps) in rows {
+            let eps = eps as f32;
+            let far: Vec<f64> = (0..cols).map(|col| pattern[col % 4] * size).collect();
+            let far = testkit::round::round_all(dtype, &far);
+            let usual = values(Values::Normal, dtype, cols, 1);
+            let problem = LayerNormProblem { rows: 3, cols, dtype, eps };
+            let mean = far.iter().sum::<f64>() / cols as f64;
+            let variance = far.iter().map(|value| (value - mean).powi(2) / cols as f64).sum::<f64>();
+            let scale = 1.0 / (variance + f64::from(eps)).sqrt();
+            for device in &devices_for(work(3, cols)) {
+                let run = |rows: &[&[f64]], variant| -> Result<Vec<f64>, TestCaseError> {
+                    let stream = device.stream().map_err(fail)?;
+                    let plan = match variant {
+                        None => LayerNorm::plan(device, problem),
+                        Some(variant) => LayerNorm::plan_with(device, problem, variant),
+                    };
+                    let input = |data: &[f64]| {
+                        Rows::input(&stream, dtype, data, cols, Layout::default()).map_err(fail)
+                    };
+                    let (x, gain, zero) =
+                        (input(&rows.concat())?, input(&vec![1.0; cols])?, input(&vec![0.0; cols])?);
+                    let mut out =
+                        Rows::output(&stream, dtype, rows.len(), cols, Layout::default()).map_err(fail)?;
+                    let args = LayerNormArgs {
+                        x: x.view(),
+                        residual: None,
+                        weight: gain.view().reshape(&[cols]).map_err(fail)?,
+                        bias: zero.view().reshape(&[cols]).map_err(fail)?,
+                        out: out.view_mut(),
+                    };
+                    plan.map_err(fail)?.run(&stream, args).map_err(fail)?;
+                    out.read(&stream)
+                };
+                let fits = |variant: &&'static LayerNormVariant| {
+                    variant.dtype == dtype && LayerNorm::plan_with(device, problem, variant).is_ok()
+                };
+                let variants = VARIANTS.iter().filter(fits).map(Some);
+                for variant in std::iter::once(None).chain(variants) {
+                    let got = run(&[&usual, &far, &usual], variant)?;
+                    let what = format!("{variant:?} {dtype} {cols} {pattern:?} {size:e} {eps:e} {device:?}");
+                    let alone = run(&[&usual], variant)?;
+                    prop_assert_eq!(&got[..cols], &alone[..], "{}", what);
+                    prop_assert_eq!(&got[2 * cols..], &alone[..], "{}", what);
+                    for (got, value) in got[cols..2 * cols].iter().zip(&far) {
+                        let want = (value - mean) * scale;
+                        let bound = if dtype == DType::F32 { 4e-6 } else { 8e-3 };
+                        prop_assert!((got - want).abs() <= bound, "{}: {} {}", what, got, want);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.
 #[test]
 fn bad_input() -> Result<(), Error> {

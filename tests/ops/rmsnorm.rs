@@ -242,6 +242,66 @@ fn long_rows() -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Rows whose squares overflow or underflow in f32, among ordinary ones, which keep their bits.
+#[test]
+fn squares_beyond_f32() -> Result<(), TestCaseError> {
+    for (dtype, cols) in [DType::F32, DType::BF16]
+        .into_iter()
+        .flat_map(|dtype| [4, 37, 64, 256, 512, 4096, 8192].map(|cols| (dtype, cols)))
+    {
+        // The row of each size, and epsilon.
+        let sizes = [(1e20, 1e-6), (1.1e38, 0.1), (1e-22, 1e-44), (1e-30, 0.0), (1e-40, 0.0)];
+        for (size, eps) in sizes {
+            let eps = eps as f32;
+            let pattern = [1.0, -1.0, 2.0, 3.0];
+            let huge: Vec<f64> = (0..cols).map(|col| pattern[col % 4] * size).collect();
+            let huge = testkit::round::round_all(dtype, &huge);
+            let usual = values(Values::Normal, dtype, cols, 1);
+            let problem = RmsNormProblem { rows: 3, cols, dtype, eps, weight: NormWeight::Plain };
+            let mean = huge.iter().map(|value| value * value / cols as f64).sum::<f64>() + f64::from(eps);
+            for device in &devices_for(work(3, cols)) {
+                let run = |rows: &[&[f64]], variant| -> Result<Vec<f64>, TestCaseError> {
+                    let stream = device.stream().map_err(fail)?;
+                    let plan = match variant {
+                        None => RmsNorm::plan(device, problem),
+                        Some(variant) => RmsNorm::plan_with(device, problem, variant),
+                    };
+                    let input = |data: &[f64]| {
+                        Rows::input(&stream, dtype, data, cols, Layout::default()).map_err(fail)
+                    };
+                    let (x, weight) = (input(&rows.concat())?, input(&vec![1.0; cols])?);
+                    let mut out =
+                        Rows::output(&stream, dtype, rows.len(), cols, Layout::default()).map_err(fail)?;
+                    let weight = weight.view().reshape(&[cols]).map_err(fail)?;
+                    let args =
+                        RmsNormArgs { x: x.view(), residual: None, weight, gate: None, out: out.view_mut() };
+                    plan.map_err(fail)?.run(&stream, args).map_err(fail)?;
+                    out.read(&stream)
+                };
+                let fits = |variant: &&'static RmsNormVariant| {
+                    variant.dtype == dtype && RmsNorm::plan_with(device, problem, variant).is_ok()
+                };
+                let variants = VARIANTS.iter().filter(fits).map(Some);
+                for variant in std::iter::once(None).chain(variants) {
+                    let got = run(&[&usual, &huge, &usual], variant)?;
+                    let what = format!("{variant:?} {dtype} {cols} {size:e} {eps:e} {device:?}");
+                    let alone = run(&[&usual], variant)?;
+                    prop_assert_eq!(&got[..cols], &alone[..], "{}", what);
+                    prop_assert_eq!(&got[2 * cols..], &alone[..], "{}", what);
+                    for (got, value) in got[cols..2 * cols].iter().zip(&huge) {
+                        let want = value / mean.sqrt();
+                        // Of a sum one after the other, as on the CPU.
+                        let of_sum = cols as f64 * 2f64.powi(-24);
+                        let bound = if dtype == DType::F32 { 2e-6 + of_sum } else { 4e-3 + of_sum };
+                        prop_assert!((got - want).abs() <= bound * want.abs(), "{}: {} {}", what, got, want);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Heads whose tensors have strides of their own, some head by head in memory: the bits are those of contiguous rows.
 #[test]
 fn strides_of_heads() -> Result<(), TestCaseError> {

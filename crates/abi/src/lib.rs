@@ -14,6 +14,7 @@ mod dtype;
 pub mod exact;
 pub mod ops;
 pub mod philox;
+pub mod range;
 mod row_tiles;
 pub mod weight;
 

@@ -47,9 +47,11 @@
 //! of 1.6 to 2.9. One token takes 1.63 µs where groups side by side took 1.52: the lanes of a second token have nothing to do.
 
 use abi::ops::qk_norm_rope::QkNormRopeDims;
+use abi::range;
 use cuda_std::cvt::{E4m3, Element, bf16, e4m3x2_from_f32, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
+use crate::tile::packed::scale_packed;
 use crate::tile::reduce::block_sum_f32;
 
 /// Heads whose loads are on their way at a time.
@@ -326,6 +328,22 @@ unsafe fn load_angles<T: Element>(table: *const f32, pair: usize, is_interleaved
     angles
 }
 
+/// The sum of the squares of a head, of which each of `LANES` lanes has some.
+///
+/// # Safety
+/// - *converged*: all lanes of the warp call it.
+#[inline(always)]
+unsafe fn square_of<T: Element, const LANES: u32>(values: &[f32; 8]) -> f32 {
+    let mut square = 0.0;
+    let mut j = 0;
+    while j < T::PER_16_BYTES {
+        square = math::fma(values[j], values[j], square);
+        j += 1;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { warp::sum_f32::<LANES>(square) }
+}
+
 /// A head in `LANES` lanes, a piece of 16 bytes each.
 ///
 /// # Safety
@@ -420,14 +438,15 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
                         let mut values = [0.0; 8];
                         T::unpack(held[i], &mut values);
                         if !tensors.q_weight.is_null() {
-                            let mut square = 0.0;
-                            let mut j = 0;
-                            while j < T::PER_16_BYTES {
-                                square = math::fma(values[j], values[j], square);
-                                j += 1;
+                            let mut mean =
+                                math::fma(square_of::<T, LANES>(&values), dims.inv_head_dim, dims.eps);
+                            if warp::any(warp::FULL_MASK, !range::is_normal(mean)) {
+                                let factor = range::factor(mean);
+                                T::unpack(scale_packed::<T>(held[i], factor), &mut values);
+                                let square = square_of::<T, LANES>(&values);
+                                mean = math::fma(square, dims.inv_head_dim, range::epsilon(dims.eps, factor));
                             }
-                            let square = warp::sum_f32::<LANES>(square);
-                            let scale = math::rsqrt(math::fma(square, dims.inv_head_dim, dims.eps));
+                            let scale = math::rsqrt(mean);
                             let mut j = 0;
                             while j < T::PER_16_BYTES {
                                 values[j] = values[j] * scale * gains[j];
@@ -474,7 +493,8 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
     }
 }
 
-/// A block walks over one head element by element, twice: the fallback for any size, stride and alignment.
+/// A block walks over one head element by element, twice, or three times if its squares do not fit f32: the fallback for
+/// any size, stride and alignment.
 ///
 /// # Safety
 /// - One block per head, all its threads (*converged*); heads *in-bounds* — checked in `QkNormRope::run`. q is q_out or
@@ -494,16 +514,26 @@ unsafe fn by_element<T: Element, C: Cached<T>>(tensors: &Tensors<T, C>, dims: &Q
         }
         let (head, from) = (group.head, group.from(group.head));
         let inverse_scale = group.inverse_scale(head);
-        let mut scale = 1.0;
+        let (mut factor, mut scale) = (1.0, 1.0);
         if !group.weight.is_null() {
-            let mut square = 0.0;
-            let mut col = member;
-            while col < dims.head_dim {
-                let value = global::load(from.wrapping_add(col as usize)).to_f32();
-                square = math::fma(value, value, square);
-                col += members;
+            let square_of = |factor: f32| {
+                let mut square = 0.0;
+                let mut col = member;
+                while col < dims.head_dim {
+                    let value = global::load(from.wrapping_add(col as usize)).to_f32() * factor;
+                    square = math::fma(value, value, square);
+                    col += members;
+                }
+                block_sum_f32(square)
+            };
+            let mut mean = math::fma(square_of(1.0), dims.inv_head_dim, dims.eps);
+            factor = range::factor(mean);
+            // The same for all threads, as is the mean; the barrier is between the two sums.
+            if factor != 1.0 {
+                thread::sync_threads();
+                mean = math::fma(square_of(factor), dims.inv_head_dim, range::epsilon(dims.eps, factor));
             }
-            scale = math::rsqrt(math::fma(block_sum_f32(square), dims.inv_head_dim, dims.eps));
+            scale = math::rsqrt(mean);
         }
         let normed = |col: usize| {
             let value = global::load(from.wrapping_add(col));
@@ -511,7 +541,7 @@ unsafe fn by_element<T: Element, C: Cached<T>>(tensors: &Tensors<T, C>, dims: &Q
                 return value;
             }
             let gain = global::load(group.weight.wrapping_add(col)).to_f32() + dims.weight_offset;
-            T::from_f32(value.to_f32() * scale * gain)
+            T::from_f32(value.to_f32() * factor * scale * gain)
         };
         let pairs = if group.is_v { 0 } else { dims.rotary_dim / 2 };
         let mut unit = member;

@@ -13,8 +13,11 @@
 //! All loads are issued before the first use: 2 × 16 bytes per thread and 2048 threads per SM are the 48 KiB in flight
 //! that Hopper's memory needs. The choice depends on the row's length only, so a row's result does not depend on how
 //! many rows there are.
+//!
+//! A row whose squares do not fit f32 is multiplied by a power of two, and they are added up once more (`abi::range`).
 
 use abi::ops::rmsnorm::RmsNormDims;
+use abi::range;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, math, thread, warp};
 
@@ -55,7 +58,87 @@ struct Share {
     members: u32,
 }
 
-/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members.
+/// The sum of the squares of a thread's pieces.
+#[inline(always)]
+fn square_of<T: Element, const CHUNKS: usize>(held: &[[u32; 4]; CHUNKS]) -> f32 {
+    let mut square = 0.0;
+    let mut i = 0;
+    while i < CHUNKS {
+        let mut values = [0.0; 8];
+        T::unpack(held[i], &mut values);
+        let mut j = 0;
+        while j < T::PER_16_BYTES {
+            square = math::fma(values[j], values[j], square);
+            j += 1;
+        }
+        i += 1;
+    }
+    square
+}
+
+/// A row times a factor, from memory: the elements of its pieces one after the other, in the order of their squares in
+/// [`rows_in_registers`], so that an ordinary row, whose factor is 1, keeps its bits. It is apart from that, since the
+/// registers that hold a row are not to be kept for it.
+///
+/// # Safety
+/// - As [`rows_in_registers`], which has stored the sum.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn far_row<T: Element>(
+    x: *const T,
+    residual: *mut T,
+    weight: *const T,
+    gate: *const T,
+    out: *mut T,
+    dims: &RmsNormDims,
+    share: Share,
+    factor: f32,
+    sum: impl Fn(f32) -> f32,
+) {
+    let Share { row, member, members } = share;
+    // Opaque, or what is computed of it would be kept since the beginning.
+    let row = thread::opaque(row);
+    let at = Row::new(row, dims);
+    let from = if residual.is_null() {
+        x.wrapping_add(at.x)
+    } else {
+        residual.wrapping_add(at.residual).cast_const()
+    };
+    // The next element of this thread's pieces.
+    let next = |col: u32| {
+        let per_piece = T::PER_16_BYTES as u32;
+        if (col + 1) % per_piece == 0 { col + 1 + (members - 1) * per_piece } else { col + 1 }
+    };
+    let (first, end) =
+        (thread::opaque(member * T::PER_16_BYTES as u32), if row < dims.rows { dims.cols } else { 0 });
+    // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by all
+    // that take part in it — the caller.
+    unsafe {
+        let mut square = 0.0;
+        let mut col = first;
+        while col < end {
+            let value = global::load(from.add(col as usize)).to_f32() * factor;
+            square = math::fma(value, value, square);
+            col = thread::opaque(next(col));
+        }
+        let eps = range::epsilon(dims.eps, factor);
+        let scale = math::rsqrt(math::fma(sum(square), dims.inv_cols, eps));
+        let mut col = first;
+        while col < end {
+            let value = global::load(from.add(col as usize)).to_f32() * factor;
+            let gain = global::load(weight.add(col as usize)).to_f32() + dims.weight_offset;
+            let mut value = value * scale * gain;
+            if !gate.is_null() {
+                value *= silu(global::load(gate.add(at.gate + col as usize)).to_f32());
+            }
+            global::store(out.add(at.out + col as usize), T::from_f32(value));
+            col = thread::opaque(next(col));
+        }
+    }
+}
+
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members; `again` tells all that take part in it whether one of
+/// them wants it once more.
 ///
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
@@ -72,6 +155,7 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
     dims: &RmsNormDims,
     share: Share,
     sum: impl Fn(f32) -> f32,
+    again: impl Fn(bool) -> bool,
 ) {
     let Share { row, member, members } = share;
     let at = Row::new(row, dims);
@@ -109,19 +193,16 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                 i += 1;
             }
         }
-        let mut square = 0.0;
-        let mut i = 0;
-        while i < CHUNKS {
-            let mut values = [0.0; 8];
-            T::unpack(held[i], &mut values);
-            let mut j = 0;
-            while j < T::PER_16_BYTES {
-                square = math::fma(values[j], values[j], square);
-                j += 1;
-            }
-            i += 1;
+        let mean = math::fma(sum(square_of::<T, CHUNKS>(&held)), dims.inv_cols, dims.eps);
+        // Whether the row has to be done again, by predicates, for which there are registers of their own. With two
+        // pieces to a thread at the end, where what holds them is free again; else at once, which has fewer in use.
+        let is_far = warp::any(warp::FULL_MASK, !range::is_normal(mean));
+        if CHUNKS != 2 && again(is_far) {
+            let share = Share { row, member, members };
+            return far_row(x, residual, weight, gate, out, dims, share, range::factor(mean), sum);
         }
-        let scale = math::rsqrt(math::fma(sum(square), dims.inv_cols, dims.eps));
+        let is_tiny = warp::any(warp::FULL_MASK, mean < 1.0);
+        let scale = math::rsqrt(mean);
         let mut i = 0;
         while i < CHUNKS {
             let chunk = member + i as u32 * members;
@@ -146,6 +227,11 @@ unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
                 global::store_x4(out.add(at.out + element(chunk)), T::pack(&values));
             }
             i += 1;
+        }
+        if CHUNKS == 2 && again(is_far) {
+            let share = Share { row, member, members };
+            let factor = if is_tiny { range::TINY } else { range::HUGE };
+            far_row(x, residual, weight, gate, out, dims, share, factor, sum);
         }
     }
 }
@@ -181,16 +267,32 @@ unsafe fn row_by_element<T: Element>(
             square = math::fma(value, value, square);
             col += members;
         }
-        let scale = math::rsqrt(math::fma(block_sum_f32(square), dims.inv_cols, dims.eps));
-        let mut col = member;
-        while col < dims.cols {
-            let value = if residual.is_null() {
+        let value_at = |col: u32| {
+            if residual.is_null() {
                 global::load(x.add(at.x + col as usize)).to_f32()
             } else {
                 global::load(residual.add(at.residual + col as usize)).to_f32()
-            };
+            }
+        };
+        let mut mean = math::fma(block_sum_f32(square), dims.inv_cols, dims.eps);
+        let factor = range::factor(mean);
+        // The same for all threads, as is the mean.
+        if factor != 1.0 {
+            let mut square = 0.0;
+            let mut col = member;
+            while col < dims.cols {
+                let value = value_at(col) * factor;
+                square = math::fma(value, value, square);
+                col += members;
+            }
+            thread::sync_threads();
+            mean = math::fma(block_sum_f32(square), dims.inv_cols, range::epsilon(dims.eps, factor));
+        }
+        let scale = math::rsqrt(mean);
+        let mut col = member;
+        while col < dims.cols {
             let gain = global::load(weight.add(col as usize)).to_f32() + dims.weight_offset;
-            let mut value = value * scale * gain;
+            let mut value = value_at(col) * factor * scale * gain;
             if !gate.is_null() {
                 value *= silu(global::load(gate.add(at.gate + col as usize)).to_f32());
             }
@@ -205,17 +307,44 @@ macro_rules! body {
         let group = thread::thread_idx_x() / $lanes;
         let row = thread::block_idx_x() * (thread::block_dim_x() / $lanes) + group;
         let share = Share { row, member: thread::thread_idx_x() % $lanes, members: $lanes };
-        // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`.
+        // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`. They ask
+        // for it again together.
         unsafe {
-            rows_in_registers::<$type, $chunks>($x, $r, $w, $g, $o, &$dims, share, |v| warp::sum_f32::<$lanes>(v))
+            rows_in_registers::<$type, $chunks>(
+                $x,
+                $r,
+                $w,
+                $g,
+                $o,
+                &$dims,
+                share,
+                |v| warp::sum_f32::<$lanes>(v),
+                |again| warp::any(warp::FULL_MASK, again),
+            )
         }
     }};
     (Block, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident, $chunks:literal) => {{
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
-        // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run.
+        // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run. All
+        // have the bits of the same sum, so they want the same; the barrier is between the two sums.
         unsafe {
-            rows_in_registers::<$type, $chunks>($x, $r, $w, $g, $o, &$dims, share, |v| block_sum_f32(v))
+            rows_in_registers::<$type, $chunks>(
+                $x,
+                $r,
+                $w,
+                $g,
+                $o,
+                &$dims,
+                share,
+                |v| block_sum_f32(v),
+                |again| {
+                    if again {
+                        thread::sync_threads();
+                    }
+                    again
+                },
+            )
         }
     }};
     (Scalar, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident $(,)?) => {{
@@ -224,13 +353,13 @@ macro_rules! body {
     }};
 }
 
-macro_rules! entries {
-    ($($entry:ident => $type:ident, $dtype:ident, $threads:literal, $tile:ident { $($field:ident: $value:literal),* };)*) => {$(
+macro_rules! entry {
+    ($(#[$bounds:meta])* $entry:ident, $type:ident, $tile:ident, $($value:tt),*) => {
         /// Entry point; see the module and `abi::ops::rmsnorm`.
         ///
         /// # Safety
         /// - Arguments as `RmsNorm::run` checks them.
-        #[kernel(max_threads = $threads)]
+        $(#[$bounds])*
         #[allow(non_snake_case)]
         pub unsafe fn $entry(
             x: *const $type,
@@ -242,6 +371,36 @@ macro_rules! entries {
         ) {
             body!($tile, $type, x, residual, weight, gate, out, dims, $($value),*)
         }
+    };
+    // What rows that are not done again need: on Hopper 2048 threads on a multiprocessor, as its memory wants.
+    ($entry:ident, f32, $threads:literal, Block { chunks: 2 }) => {
+        entry!(
+            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32))]
+            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads))]
+            $entry,
+            f32,
+            Block,
+            2
+        );
+    };
+    ($entry:ident, $type:ident, $threads:literal, Block { chunks: 2 }) => {
+        entry!(
+            #[cfg_attr(not(lacks_wgmma), kernel(max_threads = $threads, max_registers = 32))]
+            #[cfg_attr(lacks_wgmma, kernel(max_threads = $threads, max_registers = 48))]
+            $entry,
+            $type,
+            Block,
+            2
+        );
+    };
+    ($entry:ident, $type:ident, $threads:literal, $tile:ident { $($field:ident: $value:tt),* }) => {
+        entry!(#[kernel(max_threads = $threads)] $entry, $type, $tile, $($value),*);
+    };
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $threads:literal, $tile:ident $fields:tt;)*) => {$(
+        entry!($entry, $type, $threads, $tile $fields);
     )*};
 }
 abi::rmsnorm_table!(entries);

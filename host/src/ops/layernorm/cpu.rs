@@ -2,6 +2,7 @@
 
 use abi::DType;
 use abi::ops::layernorm::LayerNormDims;
+use abi::range;
 use half::{bf16, f16};
 
 use super::LayerNormArgs;
@@ -40,13 +41,22 @@ fn rows<T: FloatElement>(dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
                 sum
             }
         };
-        let mean = sum(h, |h| h) * dims.inv_cols;
-        // What rounding has left of the mean in the differences, as in the kernels.
-        let rest = sum(h, |h| h - mean) * dims.inv_cols;
-        let square = sum(h, |h| (h - mean).powi(2)) * dims.inv_cols;
-        let scale = 1.0 / ((square - rest * rest).max(0.0) + dims.eps).sqrt();
+        let moments = |factor: f32| {
+            let mean = sum(h, |h| h * factor) * dims.inv_cols;
+            // What rounding has left of the mean in the differences, as in the kernels.
+            let rest = sum(h, |h| h * factor - mean) * dims.inv_cols;
+            let square = sum(h, |h| (h * factor - mean).powi(2));
+            let variance = (square * dims.inv_cols - rest * rest).max(0.0);
+            (mean, rest, square, variance + range::epsilon(dims.eps, factor))
+        };
+        let (mut mean, mut rest, square, mut variance) = moments(1.0);
+        let factor = range::factor_of_differences(square, mean, variance);
+        if factor != 1.0 {
+            (mean, rest, _, variance) = moments(factor);
+        }
+        let scale = 1.0 / variance.sqrt();
         for col in 0..cols {
-            let normed = (h[col].to_f32() - mean - rest) * scale;
+            let normed = (h[col].to_f32() * factor - mean - rest) * scale;
             out[col] = T::from_f32(normed * weight[col].to_f32() + bias[col].to_f32());
         }
     });

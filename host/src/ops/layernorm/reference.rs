@@ -1,6 +1,6 @@
 //! LayerNorm as plain loops: the specification.
 
-use crate::ops::reference::Real;
+use crate::ops::reference::{Real, epsilon, factor};
 
 /// What [`layernorm`] gives.
 #[derive(Clone, Debug)]
@@ -32,11 +32,20 @@ pub fn layernorm<A: Real>(
     let cols = A::real(weight.len() as f64);
     let (mut out, mut terms) = (Vec::with_capacity(x.len()), Vec::with_capacity(x.len()));
     for row in h.chunks_exact(weight.len()) {
-        let mean = row.iter().copied().sum::<A>() / cols;
-        let size = row.iter().map(|value| value.abs()).sum::<A>() / cols;
-        let variance = row.iter().map(|&value| (value - mean) * (value - mean)).sum::<A>() / cols;
-        let scale = A::one() / (variance + A::real(eps)).sqrt();
+        let moments = |factor: A| {
+            let mean = row.iter().map(|&value| value * factor).sum::<A>() / cols;
+            let difference = |value: A| value * factor - mean;
+            let square = row.iter().map(|&value| difference(value) * difference(value)).sum::<A>();
+            (mean, square / cols + epsilon(A::real(eps), factor))
+        };
+        let (mean, variance) = moments(A::one());
+        // Of larger numbers the squares of differences do not underflow.
+        let factor = if mean.abs() < A::one() || !variance.is_finite() { factor(variance) } else { A::one() };
+        let (mean, variance) = if factor == A::one() { (mean, variance) } else { moments(factor) };
+        let scale = A::one() / variance.sqrt();
+        let size = row.iter().map(|value| (*value * factor).abs()).sum::<A>() / cols;
         for ((&value, &weight), &bias) in std::iter::zip(row, weight).zip(bias) {
+            let value = value * factor;
             let (weight, bias) = (A::real(weight), A::real(bias));
             out.push(store((value - mean) * scale * weight + bias).to_real());
             terms.push(((value.abs() + size) * scale * weight.abs() + bias.abs()).to_real());

@@ -2,6 +2,7 @@
 
 use abi::DType;
 use abi::ops::qk_norm_rope::QkNormRopeDims;
+use abi::range;
 use half::{bf16, f16};
 
 use super::{QkNormRopeArgs, QkNormRopeProblem, RopeInput};
@@ -108,10 +109,12 @@ impl Angles<'_> {
         dims: &QkNormRopeDims,
     ) {
         if let Some(weight) = weight {
-            let square: f32 = head.iter().map(|value| value.to_f32() * value.to_f32()).sum();
-            let scale = 1.0 / (square * dims.inv_head_dim + dims.eps).sqrt();
+            let values = head.iter().map(|value| value.to_f32());
+            let (factor, mean) = range::mean_of_squares(values, dims.inv_head_dim, dims.eps);
+            let scale = 1.0 / mean.sqrt();
             for (value, weight) in std::iter::zip(head.iter_mut(), weight) {
-                *value = T::from_f32(value.to_f32() * scale * (weight.to_f32() + dims.weight_offset));
+                *value =
+                    T::from_f32(value.to_f32() * factor * scale * (weight.to_f32() + dims.weight_offset));
             }
         }
         let pairs = dims.rotary_dim as usize / 2;

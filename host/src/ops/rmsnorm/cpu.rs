@@ -2,6 +2,7 @@
 
 use abi::DType;
 use abi::ops::rmsnorm::RmsNormDims;
+use abi::range;
 use half::{bf16, f16};
 
 use super::RmsNormArgs;
@@ -33,10 +34,10 @@ fn rows<T: FloatElement>(dims: &RmsNormDims, args: &mut RmsNormArgs<'_>) {
         let gate =
             gate.map(|gate| &gate[offset(row, dims.gate_token_stride, dims.gate_head_stride)..][..cols]);
         let mut row_of = |h: &dyn Fn(usize) -> f32| {
-            let square: f32 = (0..cols).map(|col| h(col) * h(col)).sum();
-            let scale = 1.0 / (square * dims.inv_cols + dims.eps).sqrt();
+            let (factor, mean) = range::mean_of_squares((0..cols).map(h), dims.inv_cols, dims.eps);
+            let scale = 1.0 / mean.sqrt();
             for col in 0..cols {
-                let normed = h(col) * scale * (weight[col].to_f32() + dims.weight_offset);
+                let normed = h(col) * factor * scale * (weight[col].to_f32() + dims.weight_offset);
                 out[col] = T::from_f32(gate.map_or(normed, |gate| normed * glu::silu(gate[col].to_f32())));
             }
         };

@@ -2,7 +2,7 @@
 
 use crate::ops::glu::Activation;
 use crate::ops::glu::reference::act;
-use crate::ops::reference::Real;
+use crate::ops::reference::{Real, epsilon, factor};
 
 /// The rows of a run.
 #[derive(Clone, Copy, Debug)]
@@ -36,10 +36,14 @@ pub fn rmsnorm<A: Real>(
     }
     let mut out = Vec::with_capacity(x.len());
     for (index, row) in h.chunks_exact(cols).enumerate() {
-        let square: A = row.iter().map(|&value| value * value).sum();
-        let scale = A::one() / (square / A::real(cols as f64) + A::real(eps)).sqrt();
+        let mean = |factor: A| {
+            let square: A = row.iter().map(|&value| value * factor * (value * factor)).sum();
+            square / A::real(cols as f64) + epsilon(A::real(eps), factor)
+        };
+        let factor = factor(mean(A::one()));
+        let scale = A::one() / mean(factor).sqrt();
         for (col, (&value, &weight)) in std::iter::zip(row, weight).enumerate() {
-            let normed = value * scale * (A::real(weight) + A::real(offset));
+            let normed = value * factor * scale * (A::real(weight) + A::real(offset));
             let gate = gate.map(|gate| act(Activation::Silu, A::real(gate[index * cols + col])));
             out.push(store(gate.map_or(normed, |gate| normed * gate)).to_real());
         }
