@@ -25,7 +25,15 @@ enum Decay {
     Most,
     /// Each token one of these.
     Mixed,
+    /// Gates and rates of all sizes, whose exponentials overflow and underflow.
+    Wide,
 }
+
+/// Gates beside which softplus is 0 in f32, next to that, or as large as there is room for.
+const WIDE_GATES: [f64; 10] = [-6e4, -200.0, -149.0, -106.0, -104.5, -90.0, -86.0, 0.5, 90.0, 6e4];
+
+/// Logarithms of rates, of which e^a_log is 0, next to that, next to infinity, or beyond.
+const WIDE_RATES: [f64; 9] = [-3e38, -120.0, -100.0, 0.0, 87.0, 88.73, 105.0, 150.0, 3e38];
 
 /// What the keys are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +41,8 @@ enum Keys {
     Of(Values),
     /// All the same: the correction of one token is undone by the next.
     Same,
+    /// As long as the contract allows: sums of their squares and of their products reach far up in f32.
+    Long,
 }
 
 #[derive(Clone, Debug)]
@@ -81,12 +91,14 @@ fn case() -> impl Strategy<Value = Case> {
         1 => Just(Decay::Least),
         1 => Just(Decay::Most),
         1 => Just(Decay::Mixed),
+        1 => Just(Decay::Wide),
     ];
     let keys = prop_oneof![
         4 => Just(Keys::Of(Values::Normal)),
         1 => Just(Keys::Of(Values::Tiny)),
         1 => Just(Keys::Of(Values::Zeros)),
         1 => Just(Keys::Same),
+        1 => Just(Keys::Long),
     ];
     // Not mixed: a decay over a chunk reaches down to 2^-149 only, so a huge value leaves nothing there of which, token by
     // token, something would be left beside tiny ones. Nor subnormal, beside a state that decays to their size.
@@ -184,8 +196,14 @@ impl Data {
         let k = match keys {
             Keys::Of(kind) => values(kind, dtype, tokens * keys_width, seed ^ 1),
             Keys::Same => values(Values::Normal, dtype, keys_width, seed ^ 1).repeat(tokens),
+            Keys::Long => {
+                let normal = values(Values::Normal, dtype, tokens * keys_width, seed ^ 1);
+                let long = if dtype == DType::F16 { 2f64.powi(12) } else { 2f64.powi(56) };
+                round_all(dtype, &normal.iter().map(|value| value * long).collect::<Vec<_>>())
+            }
         };
         let mut a = |_| match (decay, rng.below(4)) {
+            (Decay::Wide, _) => WIDE_GATES[rng.below(WIDE_GATES.len())],
             (Decay::Least, _) | (Decay::Mixed, 0) => -14.0,
             (Decay::Most, _) | (Decay::Mixed, 1) => 600.0,
             _ => rng.normal(),
@@ -199,10 +217,12 @@ impl Data {
             b: round_all(dtype, &b.iter().map(|b| 3.0 * b).collect::<Vec<_>>()),
             a: round_all(dtype, &a),
             // As they are initialised: ln of 1 to 16.
-            a_log: round_all(
-                DType::F32,
-                &(0..heads_v).map(|_| (1.0 + 15.0 * rng.uniform()).ln()).collect::<Vec<_>>(),
-            ),
+            a_log: {
+                let usual = |rng: &mut Rng| (1.0 + 15.0 * rng.uniform()).ln();
+                let wide = |rng: &mut Rng| WIDE_RATES[rng.below(WIDE_RATES.len())];
+                let rate = if decay == Decay::Wide { wide } else { usual };
+                round_all(DType::F32, &(0..heads_v).map(|_| rate(&mut rng)).collect::<Vec<_>>())
+            },
             dt_bias: values(Values::Normal, DType::F32, heads_v, seed ^ 5),
             state: values(Values::Normal, DType::F32, (sequences + 1) * heads_v * dim_k * dim_v, seed ^ 6),
             slots,
@@ -635,6 +655,47 @@ fn the_two_formulas_agree() {
             assert!((got - want).abs() <= 1e-9, "{tokens} {decay:?}: {got:e} {want:e}");
         }
     }
+}
+
+/// e^a_log · softplus(a + dt_bias) where one factor is beyond f32 and the other below it: no NaN, and the decay that it is.
+#[test]
+fn rates_and_gates_beyond_f32() -> Result<(), TestCaseError> {
+    let (dim, max) = (8, f64::from(f32::MAX));
+    // a_log, a, dt_bias, and the logarithm of the decay.
+    let gates = [
+        (88.73, -104.5, 0.0, -(88.73f64 - 104.5).exp()),
+        (88.73, -200.0, -5.0, 0.0),
+        (105.0, -105.0, -1.0, -(-1f64).exp()),
+        (150.0, -104.5, 0.0, f64::NEG_INFINITY),
+        (max, -max, -max, 0.0),
+        (max, max, max, f64::NEG_INFINITY),
+        (-max, max, max, 0.0),
+        (-100.0, 100.0, 0.0, 0.0),
+        (0.0, -max, 0.0, 0.0),
+    ];
+    for (a_log, a, dt_bias, log_decay) in gates {
+        let case = one_head(DType::F32, 3, dim, dim);
+        let mut data = Data::new(&case);
+        data.a.fill(a);
+        data.b.fill(-200.0);
+        data.a_log.fill(f64::from(a_log as f32));
+        data.dt_bias.fill(dt_bias);
+        let size = dim * dim;
+        let at = data.slots[0] as usize * size;
+        for device in &devices_for(case.both()) {
+            for form in [Form::Recurrent, case.chunked()] {
+                let (out, state) = run_once(device, &case, &data, &case.lens, Some(form))?;
+                let what = format!("{a_log} {a} {dt_bias} {form:?} {device:?}");
+                prop_assert!(out.iter().all(|value| value.is_finite()), "{}", what);
+                for (got, before) in std::iter::zip(&state[at..at + size], &data.state[at..at + size]) {
+                    let want = before * (3.0 * log_decay).exp();
+                    let error = (got - want).abs();
+                    prop_assert!(error <= 1e-5 * want.abs(), "{}: {} {}", what, got, want);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// What a token that forgets everything leaves is as exact as if nothing had been before it.

@@ -54,6 +54,16 @@ struct RawGates<T> {
     dt_bias: *const f32,
 }
 
+/// −e^a_log · softplus(x), for finite arguments a number or −∞: neither factor overflows where the other is 0.
+#[inline(always)]
+fn log_decay(a_log: f32, x: f32) -> f32 {
+    // Not `min`, which would drop a NaN.
+    let x = if x > f32::MAX { f32::MAX } else { x };
+    // Beyond, e^a_log overflows, or softplus(x), which is e^x there, is below the smallest normal number. Where a_log is large
+    // and x is not small, either way gives less than the least.
+    if a_log > 88.0 || x < -87.0 { -exp(a_log + x) } else { -exp(a_log) * softplus(x) }
+}
+
 impl<T: Element> RawGates<T> {
     /// The gates of a token and a value head.
     ///
@@ -66,8 +76,8 @@ impl<T: Element> RawGates<T> {
         unsafe {
             let b = global::load(self.b.add(token * dims.b_stride as usize + head)).to_f32();
             let a = global::load(self.a.add(token * dims.a_stride as usize + head)).to_f32();
-            let rate = exp(global::load(self.a_log.add(head)));
-            let log_decay = -rate * softplus(a + global::load(self.dt_bias.add(head)));
+            let (a_log, bias) = (global::load(self.a_log.add(head)), global::load(self.dt_bias.add(head)));
+            let log_decay = log_decay(a_log, a + bias);
             // Not `max`, which would drop a NaN.
             let log_decay = if log_decay < LEAST_LOG_DECAY { LEAST_LOG_DECAY } else { log_decay };
             Gates { beta: sigmoid(b), log_decay }

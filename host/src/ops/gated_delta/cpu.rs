@@ -31,6 +31,12 @@ fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.max(0.0) + (-x.abs()).exp().ln_1p() }
 }
 
+/// −e^a_log · softplus(x), as in the kernels: neither factor overflows where the other is 0.
+fn log_decay(a_log: f32, x: f32) -> f32 {
+    let x = if x > f32::MAX { f32::MAX } else { x };
+    if a_log > 88.0 || x < -87.0 { -(a_log + x).exp() } else { -a_log.exp() * softplus(x) }
+}
+
 fn heads<T: FloatElement>(dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) {
     let (heads, dim_k, dim_v) = (dims.heads_v as usize, dims.dim_k as usize, dims.dim_v as usize);
     let (q, k, v) = (args.q.host_slice::<T>(), args.k.host_slice::<T>(), args.v.host_slice::<T>());
@@ -65,7 +71,7 @@ fn heads<T: FloatElement>(dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) 
                 let v = &v[row(token, dims.v_token_stride, head, dims.v_head_stride)..][..dim_v];
                 let beta = sigmoid(b[row(token, dims.b_stride, head, 1)].to_f32());
                 let x = a[row(token, dims.a_stride, head, 1)].to_f32() + dt_bias[head];
-                let log_decay = -a_log[head].exp() * softplus(x);
+                let log_decay = log_decay(a_log[head], x);
                 let decay = if log_decay < LEAST_LOG_DECAY as f32 { 0.0 } else { log_decay.exp() };
                 let mut change: Vec<f32> = vec![0.0; dim_v];
                 for (state, &k) in std::iter::zip(state.chunks_exact_mut(dim_v), &k) {

@@ -115,7 +115,8 @@ impl<'a> GatedDeltaArgs<'a> {
 /// ```
 ///
 /// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and a g below −256
-/// counts as −256, whose e^g is 0.
+/// counts as −256, whose e^g is 0; of any finite `a_log`, a and `dt_bias` g is a number. Where the sizes of a sum's terms add up to
+/// more than 3.4e38, the state and what is read of it may be infinite or NaN.
 /// **Forms**: the recurrence as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as
 /// matrix products, which is another order of the same sums: there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is
 /// 0, where token by token something of a huge value can be left. Sums over |q|² and |k|² must stay below 3e38.

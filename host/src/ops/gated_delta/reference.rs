@@ -56,9 +56,11 @@ fn unit<A: Real>(row: &[f64]) -> Vec<A> {
 
 /// β and g of a token.
 fn gates<A: Real>(head: Head<'_>, t: usize) -> (A, A) {
-    let x = A::real(head.a[t]) + A::real(head.dt_bias);
+    let (a_log, x) = (A::real(head.a_log), A::real(head.a[t]) + A::real(head.dt_bias));
+    let x = if x > A::max_value() { A::max_value() } else { x };
     let softplus = if x > A::real(20.0) { x } else { x.max(A::zero()) + (-x.abs()).exp().ln_1p() };
-    let log_decay = -A::real(head.a_log).exp() * softplus;
+    // softplus(x) is e^x there, to all digits; the product of the two could be ∞ · 0.
+    let log_decay = if x < A::real(-40.0) { -(a_log + x).exp() } else { -a_log.exp() * softplus };
     (act(Activation::Sigmoid, A::real(head.b[t])), log_decay.max(A::real(LEAST_LOG_DECAY)))
 }
 
