@@ -351,7 +351,10 @@ fn run(
             want.iter_mut().for_each(|value| *value = value.clamp(-most, most));
             naive.iter_mut().for_each(|value| *value = round_to(cache_dtype, *value));
         }
-        let tolerance = Tolerance { dtype: cache_dtype, scale: Scale::Given(&terms), ..tolerance };
+        let tolerance = Tolerance {
+            dtype: cache_dtype,
+            ..Tolerance::new(cache_dtype, Scale::Given(&terms), tolerance.roundings)
+        };
         // In the cache: what was there in the slots of no token, and those of the others by what they must be.
         let mut cached = split(&outputs.before[1], head_dim, case.gaps[1]).0;
         let mut of_tokens = vec![0.0; want.len()];

@@ -34,6 +34,8 @@
 //! - Where the reference is NaN or infinite the result must be NaN or that infinity.
 //! - Where the reference is finite, an infinity of its sign passes if `|reference| + bound` rounds to infinity in the
 //!   storage type, and a NaN or infinity passes if the naive result overflowed to just that on the way.
+//! - Where the sizes of a sum's terms add up to more than f32 holds ([`Tolerance::on_the_way`]), the order of the terms decides
+//!   whether partial sums overflow, and to what: any infinity and NaN passes. A finite result is held to the bound as ever.
 //! - In f32 and bf16 a zero passes for a subnormal (`|reference| − bound` below the smallest normal number), since
 //!   kernels may be built to flush. f16 subnormals are normal numbers in f32 arithmetic and are never flushed.
 
@@ -76,6 +78,9 @@ pub struct Tolerance<'a> {
     pub roundings: usize,
     /// The type, if it is not f32, that a factor of a sum's terms is rounded to on the way.
     pub terms: Option<DType>,
+    /// If the formula has sums in f32: for each element the largest that the sizes of one's terms add up to. By default those of
+    /// [`Scale::Given`].
+    pub on_the_way: Option<&'a [f64]>,
     /// Multiple of the naive error. Other than 2 is an exception to be explained where it stands.
     pub factor: f64,
     /// Multiple of the ulp. Other than 2 is an exception to be explained where it stands.
@@ -85,7 +90,8 @@ pub struct Tolerance<'a> {
 impl<'a> Tolerance<'a> {
     /// The project's bound: twice the naive error and 2 ulps.
     pub fn new(dtype: DType, scale: Scale<'a>, roundings: usize) -> Self {
-        Tolerance { dtype, scale, roundings, terms: None, factor: 2.0, ulps: 2.0 }
+        let on_the_way = if let Scale::Given(terms) = scale { Some(terms) } else { None };
+        Tolerance { dtype, scale, roundings, terms: None, on_the_way, factor: 2.0, ulps: 2.0 }
     }
 }
 
@@ -274,7 +280,10 @@ pub fn check_within_naive(
 ) -> Result<Agreement, Mismatch> {
     same_length("got", got.len(), reference.len())?;
     same_length("naive", naive.len(), reference.len())?;
-    let &Tolerance { dtype, roundings, terms, factor, ulps, .. } = tolerance;
+    let &Tolerance { dtype, roundings, terms, on_the_way, factor, ulps, .. } = tolerance;
+    if let Some(sums) = on_the_way {
+        same_length("on_the_way", sums.len(), reference.len())?;
+    }
     let magnitude = magnitudes(reference, tolerance)?;
     let of_terms = terms.map_or(0.0, |terms| ulp(terms, 1.0) / 4.0);
     let chance = (2f64.powi(-24) * (roundings as f64).sqrt()).max(of_terms);
@@ -311,7 +320,8 @@ pub fn check_within_naive(
             let overflows = got.is_infinite()
                 && got.is_sign_positive() == expected.is_sign_positive()
                 && round_to(dtype, expected.abs() + allowed).is_infinite();
-            overflows || same_kind(got, naive)
+            let adds_too_much = on_the_way.is_some_and(|sums| sums[index] > f64::from(f32::MAX));
+            overflows || adds_too_much || same_kind(got, naive)
         } else if may_flush(dtype) && got == 0.0 && expected.abs() - allowed < min_normal(dtype) {
             true
         } else {
@@ -470,6 +480,27 @@ mod tests {
             .iter()
             .map(|r| round_to(dtype, r + times * relative * r.abs().max(0.1) * rng.normal()))
             .collect()
+    }
+
+    /// Two terms cancel whose sum overflows in another order; and a sum that is divided in the end.
+    #[test]
+    fn sums_that_overflow_on_the_way() {
+        let check = |got: f64, terms: f64, on_the_way: Option<&[f64]>| {
+            let (terms, reference) = ([terms], [1e38]);
+            let mut tolerance = Tolerance::new(DType::F32, Scale::Given(&terms), 3);
+            tolerance.on_the_way = on_the_way.or(tolerance.on_the_way);
+            check_within_naive(&[got], &reference, &reference, &tolerance).is_ok()
+        };
+        for (got, passes) in [(1e38, true), (f64::NAN, true), (f64::NEG_INFINITY, true), (-1e38, false)] {
+            assert_eq!(check(got, 5e38, None), passes, "{got}");
+        }
+        assert!(!check(f64::INFINITY, 3e38, None));
+        assert!(check(f64::INFINITY, 1e38, Some(&[4e40])));
+        assert!(!check(f64::INFINITY, 1e38, Some(&[2e38])));
+        let scale = Tolerance::new(DType::F32, Scale::Element, 3);
+        assert!(check_within_naive(&[f64::NAN], &[1e38], &[1e38], &scale).is_err());
+        let short = Tolerance { on_the_way: Some(&[]), ..scale };
+        assert!(matches!(check_within_naive(&[1.0], &[1.0], &[1.0], &short), Err(Mismatch::Length { .. })));
     }
 
     #[test]

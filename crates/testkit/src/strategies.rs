@@ -42,9 +42,11 @@ pub fn stride_padding() -> impl Strategy<Value = usize> {
 pub enum Values {
     /// Standard normal.
     Normal,
-    /// Large magnitudes whose products still have room in f32: 2^40 to 2^60, in f16 2^10 to 2^13.
+    /// Large magnitudes: from 2^40, in f16 from 2^10. Half of the seeds end where products still have room in f32, at 2^60,
+    /// in f16 at 2^13; the others at the largest number of the type.
     Huge,
-    /// Small normal numbers: 2^−60 to 2^−40, in f16 2^−14 to 2^−10.
+    /// Small normal numbers: up to 2^−40, in f16 from 2^−14 to 2^−10. Half of the seeds begin where products are still normal
+    /// numbers of f32, at 2^−60; the others at the smallest normal number of the type.
     Tiny,
     /// Subnormal numbers of the type.
     Subnormal,
@@ -137,8 +139,13 @@ impl Rng {
 /// normal. Unsigned types take absolute values.
 pub fn fill(values: Values, dtype: DType, n: usize, seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed);
+    let range = Range::of(dtype, seed);
     let mut draw = |kind| {
-        if has_fractions(dtype) { float(kind, dtype, &mut rng) } else { integer(kind, dtype, &mut rng) }
+        if has_fractions(dtype) {
+            float(kind, dtype, range, &mut rng)
+        } else {
+            integer(kind, dtype, &mut rng)
+        }
     };
     let mut out: Vec<f32> = (0..n).map(|_| draw(values)).collect();
     // At least one, wherever it may be.
@@ -157,27 +164,45 @@ fn has_fractions(dtype: DType) -> bool {
     dtype.is_float() || dtype == DType::F8E4M3
 }
 
-fn float(kind: Values, dtype: DType, rng: &mut Rng) -> f32 {
-    let narrow = dtype == DType::F16;
-    let magnitude = |rng: &mut Rng, low: i32, high: i32| {
+/// Powers of two between which the magnitudes of a tensor's huge and tiny values lie.
+#[derive(Clone, Copy)]
+struct Range {
+    huge: [i32; 2],
+    tiny: [i32; 2],
+}
+
+impl Range {
+    fn of(dtype: DType, seed: u64) -> Self {
+        // Of its own, or a tensor's other kinds would be others too.
+        let is_whole = Rng::new(seed ^ 0x0072_616e_6765).next_u64() & 1 == 1;
+        let (huge, tiny, whole) = match dtype {
+            DType::F8E4M3 => ([5, 8], [-6, -4], ([5, 9], [-6, -4])),
+            DType::F16 => ([10, 13], [-14, -10], ([10, 16], [-14, -10])),
+            _ => ([40, 60], [-60, -40], ([40, 128], [-126, -40])),
+        };
+        if is_whole { Range { huge: whole.0, tiny: whole.1 } } else { Range { huge, tiny } }
+    }
+}
+
+fn float(kind: Values, dtype: DType, range: Range, rng: &mut Rng) -> f32 {
+    let magnitude = |rng: &mut Rng, [low, high]: [i32; 2]| {
         let exponent = low + rng.below((high - low) as usize) as i32;
-        rng.sign() * 2f64.powi(exponent) * (1.0 + rng.uniform())
+        let sign = rng.sign();
+        sign * (2f64.powi(exponent) * (1.0 + rng.uniform())).min(max_finite(dtype))
     };
     let value = match kind {
         Values::Normal => rng.normal(),
-        Values::Huge if dtype == DType::F8E4M3 => magnitude(rng, 5, 8),
-        Values::Tiny if dtype == DType::F8E4M3 => magnitude(rng, -6, -4),
-        Values::Huge if narrow => magnitude(rng, 10, 13),
-        Values::Huge => magnitude(rng, 40, 60),
-        Values::Tiny if narrow => magnitude(rng, -14, -10),
-        Values::Tiny => magnitude(rng, -60, -40),
+        Values::Huge => magnitude(rng, range.huge),
+        Values::Tiny => magnitude(rng, range.tiny),
         Values::Subnormal => {
             let least = ulp(dtype, 0.0);
             let count = (min_normal(dtype) / least) as usize;
             rng.sign() * least * (1 + rng.below(count - 1)) as f64
         }
         Values::Zeros => 0.0 * rng.sign(),
-        Values::Mixed => return float(Values::FINITE[rng.below(Values::FINITE.len() - 1)], dtype, rng),
+        Values::Mixed => {
+            return float(Values::FINITE[rng.below(Values::FINITE.len() - 1)], dtype, range, rng);
+        }
         Values::WithInf if rng.below(16) == 0 => rng.sign() * f64::INFINITY,
         Values::WithNan if rng.below(16) == 0 => f64::NAN,
         Values::WithInf | Values::WithNan => rng.normal(),
@@ -224,14 +249,14 @@ mod tests {
                     assert!(wide.is_nan() || round_to(dtype, wide) == wide, "{dtype} {kind:?} {value:e}");
                     let limits = match (kind, dtype) {
                         (Values::Zeros, _) => (0.0, 0.0),
-                        (Values::Huge, DType::F16) => (1024.0, 8192.0),
-                        (Values::Huge, DType::F32 | DType::BF16) => (2f64.powi(40), 2f64.powi(60)),
+                        (Values::Huge, DType::F16) => (1024.0, max_finite(dtype)),
+                        (Values::Huge, DType::F32 | DType::BF16) => (2f64.powi(40), max_finite(dtype)),
                         (Values::Tiny, DType::F16) => (min_normal(dtype), 2f64.powi(-10)),
-                        (Values::Tiny, DType::F32 | DType::BF16) => (2f64.powi(-60), 2f64.powi(-40)),
+                        (Values::Tiny, DType::F32 | DType::BF16) => (min_normal(dtype), 2f64.powi(-40)),
                         (Values::Subnormal, _) if dtype.is_float() => {
                             (ulp(dtype, 0.0), min_normal(dtype).next_down())
                         }
-                        (Values::Huge, DType::F8E4M3) => (32.0, 256.0),
+                        (Values::Huge, DType::F8E4M3) => (32.0, max_finite(dtype)),
                         (Values::Tiny, DType::F8E4M3) => (min_normal(dtype), 0.0625),
                         (Values::Huge, DType::I8) => (63.0, 127.0),
                         _ => continue,
@@ -239,6 +264,27 @@ mod tests {
                     assert!((limits.0..=limits.1).contains(&wide.abs()), "{dtype} {kind:?} {value:e}");
                 }
             }
+        }
+    }
+
+    /// Some seeds leave room for products, others go to the ends of the type.
+    #[test]
+    fn huge_and_tiny_reach_the_ends() {
+        for (dtype, room, small_room) in
+            [(DType::F32, 60, -60), (DType::BF16, 60, -60), (DType::F16, 13, -14), (DType::F8E4M3, 8, -6)]
+        {
+            let ends = |kind, least: bool| -> Vec<f64> {
+                let end = |values: Vec<f32>| {
+                    let sizes = values.iter().map(|value| f64::from(value.abs()));
+                    if least { sizes.fold(f64::INFINITY, f64::min) } else { sizes.fold(0.0, f64::max) }
+                };
+                (0..40).map(|seed| end(fill(kind, dtype, 500, seed))).collect()
+            };
+            let (most, least) = (ends(Values::Huge, false), ends(Values::Tiny, true));
+            assert!(most.iter().any(|&size| size <= 2f64.powi(room)), "{dtype}");
+            assert!(most.iter().any(|&size| size > 0.5 * max_finite(dtype)), "{dtype}");
+            assert!(least.iter().any(|&size| size >= 2f64.powi(small_room)), "{dtype}");
+            assert!(least.iter().any(|&size| size < 4.0 * min_normal(dtype)), "{dtype}");
         }
     }
 

@@ -321,6 +321,8 @@ pub(super) struct Expected {
     want: Vec<f64>,
     naive: Vec<f64>,
     terms: Vec<f64>,
+    /// The sizes of a product's terms added up, before the scale, or of what becomes of it.
+    sums: Vec<f64>,
 }
 
 impl Expected {
@@ -348,7 +350,14 @@ impl Expected {
             let up = if b_rows == n { 1.0 } else { linear(row, n + col) };
             linear(row, col) * up + residual.map_or(0.0, |residual| residual[index].abs())
         };
+        let terms: Vec<f64> = (0..m * n).map(term).collect();
+        let largest = |(index, &term): (usize, &f64)| {
+            let of_row = &sums[index / n * b_rows..][..b_rows];
+            let up = if b_rows == n { 0.0 } else { of_row[n + index % n] };
+            term.max(of_row[index % n]).max(up)
+        };
         Expected {
+            sums: terms.iter().enumerate().map(largest).collect(),
             want: reference::fused::<f64>((a, b), bias, residual, sizes, epilogue, |v| v),
             naive: reference::fused::<f32>(
                 (&cut(a), &cut(b)),
@@ -358,7 +367,7 @@ impl Expected {
                 epilogue,
                 store(out_dtype),
             ),
-            terms: (0..m * n).map(term).collect(),
+            terms,
         }
     }
 
@@ -370,7 +379,10 @@ impl Expected {
     ) -> Result<(), TestCaseError> {
         // A multiplication, an addition, six operations of an activation and two behind it.
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
-        let tolerance = Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps);
+        let tolerance = Tolerance {
+            on_the_way: Some(&self.sums),
+            ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps)
+        };
         check(what, got, &self.want, &self.naive, &tolerance)
     }
 }

@@ -283,6 +283,8 @@ mod tests {
         assert_eq!(weight(f32::NEG_INFINITY, f32::NEG_INFINITY, 1.0), WEIGHT_ONE);
         assert_eq!(weight(f32::NAN, 3.0, 1.0), 0);
         assert_eq!(weight(-f32::MAX, f32::MAX, f32::MAX), 0);
+        // Their difference is beyond f32.
+        assert_eq!(weight(-f32::MAX, f32::MAX, 1e-38), 0);
         assert_eq!(weight(-1.0, 0.0, 1.0), WEIGHT_ONE / 2);
         assert_eq!(weight(-40.0, 0.0, 1.0), 1);
         // 2^(−i/16) in steps whose sixteenth power is exactly ½: no library function is needed to check them.

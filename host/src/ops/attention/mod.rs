@@ -199,7 +199,9 @@ pub struct Offsets<'a> {
 ///
 /// **Empty rows**: a row that sees no key gives zeros, and its sink as log-sum-exp, −∞ without one.
 /// **Arithmetic**: f32 throughout; out is rounded once. On tensor cores weights are rounded to the storage type too, and sums of 16
-/// products are cut off below the 25th bit. Scores of any finite size; −∞ weighs nothing. A NaN in q, in a
+/// products are cut off below the 25th bit. Scores of any finite size, if Σ|q·k| is finite in f32; −∞ weighs nothing. Values are
+/// added up with weights of up to 2^8 and divided in the end: where 2^8 · keys · |v| is more than 3.4e38, out may be infinite or NaN.
+/// A NaN in q, in a
 /// visible key or value, or a score of +∞ gives NaN in the rows that it enters (of a value: in its column) and nowhere
 /// else.
 /// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other

@@ -83,7 +83,8 @@ impl<'a> CausalConv1dArgs<'a> {
 /// `out[t, c] = silu(Σ_j weight[c, j] · x[t − width + 1 + j, c] (+ bias[c]))`, where x before a sequence's first token is its
 /// state. The state becomes the last `width − 1` inputs, so that any cut of a sequence into runs gives the same bits.
 ///
-/// **Arithmetic**: f32, out rounded once; the state holds the inputs as they are, before weights and activation.
+/// **Arithmetic**: f32, out rounded once; the state holds the inputs as they are, before weights and activation. Where the sizes of
+/// a sum's terms add up to more than 3.4e38, out may be infinite or NaN.
 /// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences, nor on how
 /// it is cut into runs.
 /// **Aliasing**: out and state may not overlap the other tensors.

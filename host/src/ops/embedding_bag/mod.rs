@@ -75,7 +75,8 @@ impl<'a> EmbeddingBagArgs<'a> {
 /// With four neighbours and bilinear weights it interpolates a table of positions on a grid, as vision transformers do for
 /// images of any size.
 ///
-/// **Arithmetic**: f32, in the order of the bag and from out's value on where that is added to; rounded once.
+/// **Arithmetic**: f32, in the order of the bag and from out's value on where that is added to; rounded once. Where the sizes of
+/// the terms add up to more than 3.4e38, out may be infinite or NaN.
 /// **Invalid ids**: a kernel cannot report an id of `vocab` or more, and reading the table there would be unsound. The
 /// token's row becomes NaN, whatever the weight.
 /// **Aliasing**: out may not overlap the other tensors.

@@ -100,7 +100,7 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// whatever [`super::moe_permute`] found: only `rows` decides about the launch. An empty sum (k = 0) is 0.
 ///
 /// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once. On tensor cores the sums of 16 products are
-/// cut off below the 25th bit.
+/// cut off below the 25th bit. Where Σ|x·w| is more than 3.4e38, out may be infinite or NaN, by the order of the sums.
 /// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in different
 /// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: on Hopper for up
 /// to 31 rows, and for more; else for up to 16 rows per expert on average, and for more. By ordinary arithmetic also for up to 16 rows

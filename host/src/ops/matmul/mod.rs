@@ -226,7 +226,8 @@ pub enum Residual<'a> {
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is rounded
 /// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
 /// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
-/// the sums of 8 products are cut off then.
+/// the sums of 8 products are cut off then. Where Σ|a·b|, before the scale, or with bias and residual is more than 3.4e38, out may be
+/// infinite or NaN, by the order of the sums.
 /// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
 /// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few rows, and more. Few are up to 64, on
 /// Hopper up to 16; and there is a kind for up to 128 where tiles of 64 × 64 are at most three to eight multiprocessors and k is at least

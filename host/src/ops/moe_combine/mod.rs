@@ -75,7 +75,8 @@ impl<'a> MoeCombineArgs<'a> {
 /// `out[t] = Σ_j weights[t, j] · y[positions[t, j]] + sigmoid(gate[t]) · shared[t]`, without the last term or its gate where
 /// there is none. An empty sum is 0.
 ///
-/// **Arithmetic**: f32, in the order of j, the shared expert last; out is rounded once.
+/// **Arithmetic**: f32, in the order of j, the shared expert last; out is rounded once. Where the sizes of the terms add up to more
+/// than 3.4e38, out may be infinite or NaN.
 /// **Determinism**: bitwise the same from run to run; a token's result depends on its own rows alone.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.

@@ -124,7 +124,8 @@ impl<'a> MoeRouterArgs<'a> {
 /// 4. `weights = s[ids]`, without the bias; divided by their sum ([`RouterWeights`]), multiplied by `scale`, rounded to
 ///    `weight_dtype`.
 ///
-/// **Arithmetic**: f32, of exactly rounded operations in a fixed order; the relative error of a score is about 2^-21.
+/// **Arithmetic**: f32, of exactly rounded operations in a fixed order; the relative error of a score is about 2^-21. Logits of any
+/// finite size; a sum with the bias, or of a group's two, that is more than 3.4e38 is infinite, and such sums are equal.
 /// **NaN**: a NaN logit (or sum with the bias) comes after −∞, so ids are always different and in range. The softmax of a row
 /// with a NaN or +∞ is NaN, and so are all its weights; a sigmoid is NaN where its logit is.
 /// **Determinism**: the same ids and weights, bit for bit, on every backend and floor, whatever the other tokens are.

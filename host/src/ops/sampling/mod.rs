@@ -95,7 +95,8 @@ impl<'a> SamplingArgs<'a> {
 ///    `c ≤ u < c + p`, where c is the sum of p over the kept tokens of lower index. All NaN: 0.
 ///
 /// **Arithmetic**: unnormalised p are integers, `⌊2^40 · e^((logit − max) / temperature)⌋` of an f32 exponent with a relative
-/// error of about 2^-22, so tokens less probable than 2^-40 of the most probable are never chosen. Sums are exact.
+/// error of about 2^-22, so tokens less probable than 2^-40 of the most probable are never chosen. Sums are exact. A logit that is
+/// more than 3.4e38 below the largest counts as −∞, whatever the temperature.
 /// **Determinism**: the same token for the same logits, parameters, step and row index: on every backend and floor, bit
 /// for bit, whatever the other rows are. The exact definition in real numbers may give another token only where u, or
 /// `top_p`, lies within rounding distance (about 1e-6) of a boundary.
