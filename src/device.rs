@@ -13,6 +13,7 @@ use crate::IMAGES;
 ///
 /// A type of its own because the images belong to this crate and the device to `host`, which knows no images.
 #[derive(Clone, Debug)]
+#[repr(transparent)]
 pub struct Device(host::Device);
 
 impl Device {
@@ -68,6 +69,14 @@ impl Device {
 impl From<host::Device> for Device {
     fn from(device: host::Device) -> Self {
         Device(device)
+    }
+}
+
+/// The same without a copy: `build(model.device().into())` where `build` takes a `&Device`.
+impl<'a> From<&'a host::Device> for &'a Device {
+    fn from(device: &'a host::Device) -> Self {
+        // SAFETY: `Device` is `host::Device` alone, by `repr(transparent)`, and adds no rule to it.
+        unsafe { &*std::ptr::from_ref(device).cast::<Device>() }
     }
 }
 
@@ -160,6 +169,9 @@ mod tests {
         let device = Device::cpu().with_level(OptLevel::Basic);
         let again = Device::from(device.stream()?.device().clone()).with_level(OptLevel::High);
         assert_eq!((again.place(), again.level()), (device.place(), OptLevel::High));
+        // What is inside of a stream or a model is a device too.
+        let level_of = |device: &Device| device.level();
+        assert_eq!(level_of(device.stream()?.device().into()), OptLevel::Basic);
         let limits: Option<DeviceLimits> = device.limits();
         assert_eq!((limits, device.profile().tensor_cores), (None, TensorCores::None));
         let scalar: &'static RmsNormVariant =

@@ -681,6 +681,56 @@ fn samplers_draw_anew() -> Outcome {
     Ok(())
 }
 
+/// Logits are read by what a call returns; before a call there are none to draw from.
+#[test]
+fn logits_of_a_call() -> Outcome {
+    let options = SessionOptions { capacity: 8, ..SessionOptions::default() };
+    let mut session = session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, options)?;
+    let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
+    let none = "SessionSampler: session: expected a prompt or a decode step that went well, got a session without logits";
+    assert_eq!(sampler.sample(&session).unwrap_err().to_string(), none);
+    let prompt = session.prefill(0, &[1, 2, 3])?.to_host()?;
+    assert_eq!(session.logits()?.to_host()?, prompt);
+    let next = session.decode(&[4])?;
+    assert_eq!((next.shape(), next.view().shape()), (&[1, 384][..], &[1, 384][..]));
+    assert_ne!(next.to_host()?, prompt);
+    session.prefill(0, &[384]).unwrap_err();
+    assert_eq!(sampler.sample(&session)?.len(), 1);
+    Ok(())
+}
+
+/// More patches than there is memory for: the device says so, whatever the host would make of them.
+#[test]
+fn more_patches_than_memory() -> Outcome {
+    let model = Model::load(&Device::cpu(), &golden::folder("qwen3_vl"), DType::F32, &mut |_| {})?;
+    let message = |max_patches| {
+        let options = SessionOptions { capacity: 8, max_patches, ..SessionOptions::default() };
+        model.session(options).map(|_| ()).unwrap_err()
+    };
+    assert_eq!(message(1 << 31).to_string(), "Session: max_patches: expected below 2^31, got 2147483648");
+    let error = message((1 << 31) - 4);
+    assert!(
+        matches!(error, warpforge::Error::OutOfMemory { .. } | warpforge::Error::Invalid { .. }),
+        "{error}"
+    );
+    Ok(())
+}
+
+/// A type that no model is in is named.
+#[test]
+fn models_are_of_floats() -> Outcome {
+    let folder = golden::folder("qwen3");
+    let config = ModelConfig::from_dir(&folder)?;
+    for dtype in [DType::I8, DType::U32] {
+        let want = format!("Model: dtype: expected weights and activations in f32, f16 or bf16, got {dtype}");
+        let random = Model::random(&Device::cpu(), config.clone(), dtype, 1);
+        assert_eq!(random.map(|_| ()).unwrap_err().to_string(), want);
+        let loaded = Model::load(&Device::cpu(), &folder, dtype, &mut |_| {});
+        assert_eq!(loaded.map(|_| ()).unwrap_err().to_string(), want);
+    }
+    Ok(())
+}
+
 /// Mistakes of a caller: each is an error that names what was expected, and leaves the session as it was.
 #[test]
 fn bad_calls() -> Outcome {

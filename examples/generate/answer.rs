@@ -105,7 +105,7 @@ impl<'a> Writer<'a> {
         };
         let logits =
             self.session.decode_with(&[id], &mut |which, tensor| check.look(stream, which, tensor))?;
-        check.look_at_logits(stream, logits)?;
+        check.look_at_logits(stream, logits.view())?;
         self.checked()
     }
 

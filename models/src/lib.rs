@@ -37,6 +37,6 @@ pub use loader::{LoadProgress, Quantise};
 pub use model::{LoadReport, Model};
 pub use quant::{Element, GgmlType, Origin, Origins, QuantMatrix, ScaleType};
 pub use sampler::SessionSampler;
-pub use session::{Logits, Session, SessionOptions};
+pub use session::{LogitRows, Logits, Session, SessionOptions};
 pub use vision::{LayerNormWeights, PatchGrid, PatchMerger, VisionBlock, VisionTower, Visual};
 pub use weights::{Requirements, TensorData, Weights};

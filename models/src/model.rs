@@ -90,6 +90,7 @@ impl Model {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, Error> {
         let config = checkpoint.config().clone();
+        check(&config, dtype)?;
         let stream = device.stream()?;
         let build = |loader: &mut Loader<'_>| build(&config, loader);
         let parts = Loader::from_checkpoint(checkpoint, &stream, (dtype, quantise), progress, build)?;
@@ -100,7 +101,10 @@ impl Model {
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
+    ///
+    /// **Errors**: those of [`ModelConfig::check`], and [`Error::Invalid`] for a type that is no float.
     pub fn random(device: &Device, config: ModelConfig, dtype: DType, seed: u64) -> Result<Self, Error> {
+        check(&config, dtype)?;
         let stream = device.stream()?;
         let parts = Loader::random(seed, &stream, dtype, |loader| build(&config, loader))?;
         stream.synchronize()?;
@@ -108,7 +112,10 @@ impl Model {
     }
 
     /// Names and shapes of the tensors that a model of this configuration takes from a checkpoint, experts one by one.
+    ///
+    /// **Errors**: those of [`ModelConfig::check`].
     pub fn tensors(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>, Error> {
+        config.check()?;
         Loader::list(&Device::cpu().stream()?, DType::BF16, |loader| build(config, loader))
     }
 
@@ -157,6 +164,15 @@ impl Model {
     pub fn session(&self, options: SessionOptions) -> Result<Session, Error> {
         Session::new(self.clone(), options)
     }
+}
+
+/// Whether a model can be built.
+fn check(config: &ModelConfig, dtype: DType) -> Result<(), Error> {
+    if !DType::FLOATS.contains(&dtype) {
+        let expected = "weights and activations in f32, f16 or bf16";
+        return Err(Error::invalid("Model", "dtype", expected, dtype.name()));
+    }
+    config.check()
 }
 
 /// All weights of a model.

@@ -26,10 +26,19 @@ impl SessionSampler {
 
     /// The next tokens, from the logits of the session's last call; waits for them.
     ///
-    /// **Errors**: [`ModelError::NanLogits`] where a sequence has no logit that is a number.
+    /// **Errors**: [`Error::Invalid`] before the first call of the session and after one that failed; [`ModelError::NanLogits`] where a sequence has no logit that is a number.
     pub fn sample(&mut self, session: &Session) -> Result<Vec<u32>, Error> {
-        let (stream, logits) = (session.stream(), session.logits()?);
+        let (stream, logits) = (session.stream(), session.logits()?.view());
         let rows = logits.shape()[0];
+        if rows == 0 {
+            let got = "a session without logits";
+            return Err(Error::invalid(
+                "Sampler",
+                "session",
+                "a prompt or a decode step that went well",
+                got,
+            ));
+        }
         let ids = self.ids.view_mut().slice(0, 0..rows)?;
         self.plan.run(stream, SamplingArgs { logits, ids, step: self.step })?;
         self.step += 1;

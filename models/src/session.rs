@@ -1,6 +1,6 @@
 //! Running a decoder: caches, buffers, and the forward pass.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use abi::DType;
 
@@ -57,6 +57,10 @@ impl SessionOptions {
             let got = format!("{batch} · {capacity}");
             return Err(Error::invalid(OP, "capacity", "batch · capacity below 2^31", got));
         }
+        // So are patches.
+        if max_patches >= 1 << 31 {
+            return Err(Error::invalid(OP, "max_patches", "below 2^31", max_patches.to_string()));
+        }
         if max_patches > 0 && config.vision.is_none() {
             let expected = "0 for a model without a vision tower";
             return Err(Error::invalid(OP, "max_patches", expected, max_patches.to_string()));
@@ -105,6 +109,32 @@ pub struct Session {
     prefilled: Option<usize>,
 }
 
+/// Rows of logits on the device, `[rows, vocab]` f32: a view, with the stream that it can be read by.
+#[derive(Clone, Copy, Debug)]
+pub struct LogitRows<'a> {
+    view: TensorView<'a>,
+    stream: &'a Stream,
+}
+
+impl<'a> LogitRows<'a> {
+    /// The rows.
+    pub fn view(&self) -> TensorView<'a> {
+        self.view
+    }
+
+    /// Their elements, row after row; waits for them.
+    pub fn to_host(&self) -> Result<Vec<f32>, Error> {
+        self.view.to_vec(self.stream)
+    }
+}
+
+impl<'a> Deref for LogitRows<'a> {
+    type Target = TensorView<'a>;
+    fn deref(&self) -> &TensorView<'a> {
+        &self.view
+    }
+}
+
 /// The decode step is run once as it is, so that everything that is lazy has happened, and recorded the next time.
 #[derive(Debug)]
 enum DecodeGraph {
@@ -141,7 +171,7 @@ impl Session {
         let inputs = Inputs::new(&stream, chunk.max(batch + 1))?;
         let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;
         let rope = &config.rope;
-        let ropes = RopeTables::new(&stream, &rope.inv_freq(), rope.attention_factor(), capacity)?;
+        let ropes = RopeTables::new(&stream, &rope.inv_freq()?, rope.attention_factor(), capacity)?;
         let visual = match &model.config().vision {
             _ if max_patches == 0 => None,
             Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, max_patches, chunk)?),
@@ -284,7 +314,7 @@ impl Session {
     /// of the call before may be gone. Only a recurrent state cannot go back. A sequence of a model with delta nets that was left
     /// half-way is refused, by this, by [`Self::decode`] and as what [`Self::fork`] copies, until it is truncated to 0 or another
     /// is copied over it.
-    pub fn prefill(&mut self, sequence: usize, ids: &[u32]) -> Result<TensorView<'_>, Error> {
+    pub fn prefill(&mut self, sequence: usize, ids: &[u32]) -> Result<LogitRows<'_>, Error> {
         self.prefill_visual(sequence, ids, &[])
     }
 
@@ -310,7 +340,7 @@ impl Session {
         sequence: usize,
         ids: &[u32],
         visuals: &[Visual<'_>],
-    ) -> Result<TensorView<'_>, Error> {
+    ) -> Result<LogitRows<'_>, Error> {
         self.prefill_visual_with(sequence, ids, visuals, &mut |_, _| Ok(()), &mut |_, _| Ok(()))?;
         self.logits()
     }
@@ -417,12 +447,12 @@ impl Session {
     /// others go on, truncate it, to 0 or by a token at a time, give it any token, and pass over its row of logits.
     ///
     /// A placeholder of an image is text here. An error leaves the sequences as one of [`Self::prefill`] does.
-    pub fn decode(&mut self, ids: &[u32]) -> Result<TensorView<'_>, Error> {
+    pub fn decode(&mut self, ids: &[u32]) -> Result<LogitRows<'_>, Error> {
         self.decode_step(ids, None)
     }
 
     /// Like [`Self::decode`], showing inner tensors to `observe`. Such a step is never a recorded one, so it takes longer on a card.
-    pub fn decode_with(&mut self, ids: &[u32], observe: &mut Observer<'_>) -> Result<TensorView<'_>, Error> {
+    pub fn decode_with(&mut self, ids: &[u32], observe: &mut Observer<'_>) -> Result<LogitRows<'_>, Error> {
         self.decode_step(ids, Some(observe))
     }
 
@@ -430,7 +460,7 @@ impl Session {
         &mut self,
         ids: &[u32],
         observe: Option<&mut Observer<'_>>,
-    ) -> Result<TensorView<'_>, Error> {
+    ) -> Result<LogitRows<'_>, Error> {
         let _range = nvtx::range("decode");
         let SessionOptions { batch, capacity, .. } = self.options;
         if ids.len() != batch {
@@ -498,8 +528,9 @@ impl Session {
 
     /// The logits of the last call: `[1, vocab]` of a prompt's last token, `[batch, vocab]` after a decode step, no rows
     /// before either. They are overwritten by the next call.
-    pub fn logits(&self) -> Result<TensorView<'_>, Error> {
-        self.logits.view().slice(0, self.logit_rows.clone())
+    pub fn logits(&self) -> Result<LogitRows<'_>, Error> {
+        let view = self.logits.view().slice(0, self.logit_rows.clone())?;
+        Ok(LogitRows { view, stream: &self.stream })
     }
 
     /// The sequence of a row of [`Self::logits`].

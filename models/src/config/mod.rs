@@ -1,5 +1,6 @@
 //! `config.json`: which model, and the numbers that define its computation.
 
+mod check;
 mod fields;
 mod generation;
 mod glm4_moe_lite;
@@ -132,13 +133,17 @@ impl MixerConfig {
     fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
         match self {
             MixerConfig::Attention(AttentionConfig { heads_kv, head_dim, .. }) => {
-                capacity.saturating_mul(2 * heads_kv * head_dim * dtype.bytes())
+                [2, *heads_kv, *head_dim, dtype.bytes()].into_iter().fold(capacity, usize::saturating_mul)
             }
             MixerConfig::DeltaNet(net) => {
-                let state = net.heads_v * net.dim_k * net.dim_v * DType::F32.bytes();
-                state + net.channels() * (net.conv_width - 1) * dtype.bytes()
+                let product = |sizes: [usize; 4]| sizes.into_iter().fold(1, usize::saturating_mul);
+                let state = product([net.heads_v, net.dim_k, net.dim_v, DType::F32.bytes()]);
+                let taps = net.conv_width.saturating_sub(1);
+                state.saturating_add(product([net.channels(), taps, dtype.bytes(), 1]))
             }
-            MixerConfig::Latent(latent) => capacity.saturating_mul(latent.row() * dtype.bytes()),
+            MixerConfig::Latent(latent) => {
+                capacity.saturating_mul(latent.row()).saturating_mul(dtype.bytes())
+            }
         }
     }
 }
@@ -212,7 +217,8 @@ pub struct DeltaNetConfig {
 impl DeltaNetConfig {
     /// Channels of the convolution: q, k and v.
     pub(super) fn channels(&self) -> usize {
-        2 * self.heads_k * self.dim_k + self.heads_v * self.dim_v
+        let keys = self.heads_k.saturating_mul(self.dim_k).saturating_mul(2);
+        keys.saturating_add(self.heads_v.saturating_mul(self.dim_v))
     }
 
     /// Rows of all input projections: q, k, v, z, b and a.
@@ -250,12 +256,12 @@ pub struct LatentConfig {
 impl LatentConfig {
     /// Width of a head of q and k.
     pub fn head_dim(&self) -> usize {
-        self.nope + self.rope
+        self.nope.saturating_add(self.rope)
     }
 
     /// Width of a cached row.
     pub fn row(&self) -> usize {
-        self.latent + self.rope
+        self.latent.saturating_add(self.rope)
     }
 }
 
@@ -367,12 +373,13 @@ pub struct VisionConfig {
 impl VisionConfig {
     /// Numbers of a patch: its pixels' channels.
     pub fn patch_len(&self) -> usize {
-        self.channels * self.temporal_patch_size * self.patch_size * self.patch_size
+        let pixels = self.patch_size.saturating_mul(self.patch_size);
+        self.channels.saturating_mul(self.temporal_patch_size).saturating_mul(pixels)
     }
 
     /// Patches that become a token.
     pub fn patches_per_token(&self) -> usize {
-        self.merge_size * self.merge_size
+        self.merge_size.saturating_mul(self.merge_size)
     }
 }
 

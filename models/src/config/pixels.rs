@@ -29,7 +29,7 @@ impl Default for PixelConfig {
 }
 
 /// Most pixels that a file can ask for: an image is resized to at least `min_pixels`, in memory.
-const MAX_PIXELS: usize = 1 << 28;
+pub(super) const MAX_PIXELS: usize = 1 << 28;
 
 /// What the files of `dir` say, over the defaults.
 pub(super) fn read(dir: &Path, vision: &VisionConfig) -> Result<PixelConfig, ModelError> {

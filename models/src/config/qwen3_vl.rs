@@ -8,7 +8,7 @@ use super::{DecoderConfig, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_SIZE, PixelC
 use crate::ModelError;
 
 /// Longest side of the patches that become a token: that of the largest square image.
-const MAX_TOKEN_SIDE: usize = 4096;
+pub(super) const MAX_TOKEN_SIDE: usize = 4096;
 
 /// The decoder, and the tower.
 pub(super) fn read(top: &Fields) -> Result<(DecoderConfig, VisionConfig), ModelError> {

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::MAX_SIZE;
 use super::fields::Fields;
 use crate::ModelError;
+use host::Error;
 
 /// Rotary position embedding.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -73,11 +74,14 @@ pub(super) struct RopeDefaults {
 impl RopeConfig {
     /// The angle per position of each rotated pair, `f_i = theta^(-2i / rotary_dim)` for `i < rotary_dim / 2`, stretched
     /// as [`RopeKind`] says; in radians.
-    pub fn inv_freq(&self) -> Vec<f64> {
+    ///
+    /// **Errors**: [`Error::Invalid`] for numbers that no file may say.
+    pub fn inv_freq(&self) -> Result<Vec<f64>, Error> {
+        self.check()?;
         let Self { rotary_dim, .. } = *self;
         let pairs = rotary_dim / 2;
         let base = (0..pairs).map(|i| self.theta.powf(-2.0 * i as f64 / rotary_dim as f64));
-        match self.kind {
+        Ok(match self.kind {
             RopeKind::Default => base.collect(),
             RopeKind::Linear { factor } => base.map(|freq| freq / factor).collect(),
             RopeKind::Llama3 {
@@ -100,7 +104,7 @@ impl RopeConfig {
                     })
                     .collect()
             }
-        }
+        })
     }
 
     /// The factor on cos and sin; 1 except for YaRN.

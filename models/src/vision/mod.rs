@@ -82,7 +82,8 @@ impl VisualInputs {
         max_patches: usize,
         chunk: usize,
     ) -> Result<Self, Error> {
-        let inv_freq = decoder.rope.inv_freq();
+        let tower = TowerBlock::new(stream, vision, dtype, max_patches)?;
+        let inv_freq = decoder.rope.inv_freq()?;
         let scatter = |store| {
             let rows = chunk.min(max_patches / vision.patches_per_token());
             let cols = decoder.hidden_size;
@@ -91,7 +92,7 @@ impl VisualInputs {
         let places: Vec<u32> = (0..chunk as u32).collect();
         Ok(VisualInputs {
             config: vision.clone(),
-            tower: TowerBlock::new(stream, vision, dtype, max_patches)?,
+            tower,
             ropes: RopeTables::from_angles(stream, &vec![0.0; chunk * inv_freq.len()], inv_freq.len(), 1.0)?,
             attention_factor: decoder.rope.attention_factor(),
             inv_freq,

@@ -13,6 +13,7 @@ impl VisionConfig {
     ///
     /// **Errors**: [`Error::Invalid`] for an empty image, and one that is more than 200 times as long as it is wide.
     pub fn resized(&self, height: usize, width: usize) -> Result<(usize, usize), Error> {
+        self.check_pixels()?;
         let (short, long) = (height.min(width), height.max(width));
         if short == 0 || long > MAX_ASPECT_RATIO.saturating_mul(short) {
             let expected = format!("sides of a ratio of at most {MAX_ASPECT_RATIO}");
@@ -75,10 +76,8 @@ impl VisionConfig {
         frames: &[&[u8]],
     ) -> Result<(PatchGrid, Vec<f32>), Error> {
         let &VisionConfig { channels, temporal_patch_size, patch_size, merge_size, .. } = self;
+        self.check_pixels()?;
         let unit = patch_size * merge_size;
-        if unit == 0 || temporal_patch_size == 0 {
-            return Err(invalid("config", "patches of some pixels", format!("{self:?}")));
-        }
         if !height.is_multiple_of(unit) || !width.is_multiple_of(unit) {
             let expected = format!("height and width in multiples of {unit}");
             return Err(invalid("frames", expected, format!("{height} x {width}")));
@@ -94,10 +93,6 @@ impl VisionConfig {
             return Err(invalid("frames", "at least one", "none"));
         };
         let PixelConfig { mean, std, .. } = &self.pixels;
-        if [mean, std].iter().any(|numbers| numbers.len() != channels && numbers.len() != 1) {
-            let expected = format!("pixels.mean and pixels.std of {channels} channels, or one for all");
-            return Err(invalid("config", expected, format!("{} and {}", mean.len(), std.len())));
-        }
         let grid = PatchGrid {
             frames: frames.len().div_ceil(temporal_patch_size),
             rows: height / patch_size,

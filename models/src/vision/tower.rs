@@ -135,11 +135,7 @@ pub struct VisionTower {
 
 impl VisionTower {
     pub(crate) fn new(config: &VisionConfig, loader: &mut Loader<'_>) -> Result<Self, Error> {
-        let &VisionConfig { hidden_size, heads, channels, temporal_patch_size, patch_size, .. } = config;
-        if heads == 0 || config.merge_size == 0 || !hidden_size.is_multiple_of(8 * heads) {
-            let expected = "heads of a multiple of 8, and patches that become a token";
-            return Err(Error::invalid("Model", "config.vision", expected, format!("{config:?}")));
-        }
+        let &VisionConfig { hidden_size, channels, temporal_patch_size, patch_size, .. } = config;
         let name = |part: &str| format!("model.visual.{part}");
         let patch = [channels, temporal_patch_size, patch_size, patch_size];
         let patch_embed = Linear {
@@ -242,8 +238,12 @@ impl TowerBlock {
         let rope = RopeProblem { tokens: patches, heads, head_dim, rotary_dim, dtype, style };
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         let rows = |cols| empty(&[patches, cols], dtype);
-        let places: Vec<u32> = (0..patches as u32).collect();
         let pairs = head_dim / 2;
+        // The device says first whether so many patches fit: what the host makes of them is smaller.
+        let (pixels, activated) = (rows(config.patch_len())?, rows(intermediate_size)?);
+        let (residual, normed, qkv) = (rows(hidden_size)?, rows(hidden_size)?, rows(3 * hidden_size)?);
+        let (attended, projected) = (rows(hidden_size)?, rows(hidden_size)?);
+        let places: Vec<u32> = (0..patches as u32).collect();
         Ok(TowerBlock {
             config: config.clone(),
             max_patches,
@@ -264,13 +264,13 @@ impl TowerBlock {
             neighbour_weights: empty(&[patches, NEIGHBOURS], DType::F32)?,
             ropes: RopeTables::from_angles(stream, &vec![0.0; patches * pairs], pairs, 1.0)?,
             places: Tensor::from_slice(stream, &[patches], &places)?,
-            pixels: rows(config.patch_len())?,
-            residual: rows(hidden_size)?,
-            normed: rows(hidden_size)?,
-            attended: rows(hidden_size)?,
-            projected: rows(hidden_size)?,
-            qkv: rows(3 * hidden_size)?,
-            activated: rows(intermediate_size)?,
+            pixels,
+            residual,
+            normed,
+            attended,
+            projected,
+            qkv,
+            activated,
             merged: empty(&[tokens, merged], dtype)?,
             features: (0..=config.deepstack_blocks.len())
                 .map(|_| empty(&[tokens, out_hidden_size], dtype))
