@@ -146,7 +146,7 @@ mod activation {
 
 mod multiplicand {
     use cuda_std::cvt::{bf16, f16};
-    use gpu::tile::multiplicand::{Multiplicand, not_finite};
+    use gpu::matmul::multiplicand::{Multiplicand, not_finite};
 
     #[test]
     fn halves_that_are_not_finite() {

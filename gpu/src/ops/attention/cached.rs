@@ -5,7 +5,7 @@ use cuda_std::cvt::{
 };
 use cuda_std::global;
 
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 
 /// An element of k and v, beside a q of `T`s.
 ///

@@ -52,7 +52,7 @@ use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
 
 use super::work::{Splits, Work};
 use super::{Tables, offset};
-use crate::tile::multiplicand::{Multiplicand, finite_halves};
+use crate::matmul::multiplicand::{Multiplicand, finite_halves};
 use crate::tile::softmax::{base, weight};
 
 const ROWS: u32 = DECODE_LATENT_ROWS;

@@ -46,7 +46,7 @@ use super::scores::{Masks, has_cap, sink};
 use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
-use crate::tile::multiplicand::{Multiplicand, finite_halves, not_finite};
+use crate::matmul::multiplicand::{Multiplicand, finite_halves, not_finite};
 use crate::tile::softmax::{join, log_sum_exp};
 
 /// Where the piece of a row is, in bytes from its start.

@@ -6,7 +6,7 @@ use cuda_std::{global, math, shared, thread, warp};
 use super::cached::Cached;
 use super::offset;
 use super::work::Work;
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 
 /// A lane's part of a split's q, as second operands of `mma`: [step of 16 columns][eight rows].
 ///

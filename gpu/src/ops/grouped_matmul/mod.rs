@@ -3,10 +3,10 @@
 //!
 //! | kernels | for | a block makes |
 //! |---|---|---|
-//! | `Gemv` | few rows per expert | up to 8 rows of an expert by some columns: [`crate::tile::gemv`] |
-//! | `Simt` | many | 64 × 64 or 128 × 128 of an expert's product: [`crate::tile::simt`] |
-//! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `tile::stream` |
-//! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `tile::mma` |
+//! | `Gemv` | few rows per expert | up to 8 rows of an expert by some columns: [`crate::matmul::few_rows_simt`] |
+//! | `Simt` | many | 64 × 64 or 128 × 128 of an expert's product: [`crate::matmul::simt`] |
+//! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `matmul::few_rows_mma` |
+//! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `matmul::mma_sync` |
 //! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the others.
@@ -43,15 +43,14 @@ use abi::ops::matmul::MatmulDims;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread, warp};
 
-use crate::tile::operand::Operand;
+use crate::matmul::operand::Operand;
 #[cfg(not(lacks_mma_sync))]
-use crate::tile::{
+use crate::matmul::{
     epilogue::{Epilogue, PLAIN},
-    mma,
+    few_rows_mma, mma_sync,
     multiplicand::{Factor, Multiplicand},
-    stream,
 };
-use crate::tile::{gemv, simt};
+use crate::matmul::{few_rows_simt, simt};
 
 /// The rows of a block.
 struct Group {
@@ -243,7 +242,7 @@ unsafe fn few_rows<T, const ROWS: usize, const COLS: usize, const SUMS: usize, c
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
         let x_row = |sorted| x_row(x, order, dims, sorted);
         let (w_row, place) = (simt::rows_of_b(w, &own), (row, col_block));
-        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
+        few_rows_simt::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             x_row,
             w_row,
             &own,
@@ -284,7 +283,7 @@ unsafe fn streamed<
     // SAFETY: as in `tile`.
     unsafe {
         let Some(Stretch { w, own, row, col_block }) = stretch(w, offsets, dims, ROWS as u32) else { return };
-        stream::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL>(
+        few_rows_mma::multiply::<T, T, ROWS, LANES, FRAGMENTS, TILES, PIECES, UNROLL>(
             |sorted| x_row(x, order, dims, sorted),
             simt::rows_of_b(w, &own),
             (row, col_block),
@@ -322,9 +321,9 @@ unsafe fn tensor_tile<
         let col = col_block * BN;
         // Rows past the end are not read; the last stands for them.
         let x_row = |sorted: u32| x_row(x, order, dims, sorted.min(own.m - 1));
-        mma::multiply::<T, T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
-            mma::gathered::<T, COUNT_A, THREADS>(x_row, row),
-            mma::strided::<T, THREADS>(simt::rows_of_b(w, &own), (own.b_stride, 0), col),
+        mma_sync::multiply::<T, T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
+            mma_sync::gathered::<T, COUNT_A, THREADS>(x_row, row),
+            mma_sync::strided::<T, THREADS>(simt::rows_of_b(w, &own), (own.b_stride, 0), col),
             (row, col),
             Epilogue::new(null(), null(), out, &own, &PLAIN),
         );
@@ -345,7 +344,7 @@ macro_rules! body {
         unsafe { streamed::<$type, $rows, $lanes, { $rows / 8 }, { $cols * $lanes / 64 }, { $cols * $lanes / 32 }, $unroll> $args }
     };
     (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal) => {{
-        const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+        const EDGE: usize = mma_sync::warp_edge($bm, $bn, $threads);
         // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the weights in
         // pieces — GroupedMatmul::run.
         unsafe {

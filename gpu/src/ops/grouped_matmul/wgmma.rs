@@ -42,8 +42,8 @@ use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, thread, tma, warp};
 
 use super::{null, x_number};
-use crate::tile::epilogue::{Epilogue, PLAIN};
-use crate::tile::wgmma::{
+use crate::matmul::epilogue::{Epilogue, PLAIN};
+use crate::matmul::wgmma_consumers::{
     BOX_BYTES, BOX_WORDS, Place, ROW_BYTES, Ring, Rounded, multiply_stages, put_words, store_pairs,
 };
 

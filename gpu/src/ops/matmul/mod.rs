@@ -2,16 +2,16 @@
 //!
 //! | kernels | for | work split |
 //! |---|---|---|
-//! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::tile::gemv`] |
-//! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::tile::simt`] |
-//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `tile::mma` |
-//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `tile::stream` |
-//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `tile::persistent` |
-//! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `tile::split` |
+//! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::matmul::few_rows_simt`] |
+//! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::matmul::simt`] |
+//! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `matmul::mma_sync` |
+//! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `matmul::few_rows_mma` |
+//! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `matmul::wgmma` |
+//! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `matmul::split_k_wgmma` |
 //! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, behind all of the [`crate::tile::epilogue`]. Of several products of the same size each has a layer of blocks.
+//! sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products of the same size each has a layer of blocks.
 
 mod packed;
 
@@ -19,13 +19,13 @@ use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{grid, kernel, thread};
 
-use crate::tile::epilogue::{Epilogue, rows_of_b};
-use crate::tile::operand::Operand;
-use crate::tile::{early, gemv, simt};
+use crate::matmul::epilogue::{Epilogue, rows_of_b};
+use crate::matmul::operand::Operand;
+use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
-use crate::tile::{early::Weights, persistent, split};
+use crate::matmul::{early::Weights, split_k_wgmma, wgmma};
 #[cfg(not(lacks_mma_sync))]
-use crate::tile::{mma, stream};
+use crate::matmul::{few_rows_mma, mma_sync};
 
 /// Where this block's product finds its operands.
 #[derive(Clone, Copy)]
@@ -118,10 +118,10 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     // SAFETY: the caller's promise; every element of out is finished once. Where the product is gated, `select` leaves at
     // least two columns to a block.
     unsafe {
-        let place = gemv::place_of_block::<ROWS>(x.dims);
+        let place = few_rows_simt::place_of_block::<ROWS>(x.dims);
         let next_may_start = x.dims.access & NEXT_MAY_START != 0;
-        early::begin(x.b_row(), x.dims, place.1, COLS as u32, gemv::EARLY_BYTES, next_may_start);
-        gemv::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
+        early::begin(x.b_row(), x.dims, place.1, COLS as u32, few_rows_simt::EARLY_BYTES, next_may_start);
+        few_rows_simt::multiply::<T, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(x.a, x.dims),
             x.b_row(),
             x.dims,
@@ -193,11 +193,11 @@ macro_rules! mma_entries {
        Mma { bm: $bm:literal, bn: $bn:literal, threads: $threads:literal, blocks: $blocks:literal };)*) => {
         $(entry!($entry, $type, $out, $threads, $blocks, |x, end| {
             grid::begin();
-            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            const EDGE: usize = mma_sync::warp_edge($bm, $bn, $threads);
             let (tile_m, tile_n) = simt::tile_of_block::<$bm, $bn>(x.dims);
             let (row, col) = (tile_m * $bm, tile_n * $bn);
             let steps_b = (x.dims.b_stride, u32::from(end.is_gated()));
-            mma::multiply::<
+            mma_sync::multiply::<
                 $type,
                 $out,
                 $bm,
@@ -208,8 +208,8 @@ macro_rules! mma_entries {
                 { $bn * 4 / $threads },
                 $threads,
             >(
-                mma::strided::<$type, $threads>(simt::strided(x.a, x.dims), (x.dims.a_stride, 0), row),
-                mma::strided::<$type, $threads>(x.b_row(), steps_b, col),
+                mma_sync::strided::<$type, $threads>(simt::strided(x.a, x.dims), (x.dims.a_stride, 0), row),
+                mma_sync::strided::<$type, $threads>(x.b_row(), steps_b, col),
                 (row, col),
                 end,
             )
@@ -224,9 +224,9 @@ macro_rules! stream_entries {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        Stream { rows: $rows:literal, cols: $cols:literal, lanes: $lanes:literal, unroll: $unroll:literal };)*) => {
         $(entry!($entry, $type, $out, 256, 2, |x, end| {
-            let place = gemv::place_of_block::<$rows>(x.dims);
-            early::begin(x.b_row(), x.dims, place.1, $cols, stream::early_bytes(x.dims), false);
-            stream::multiply::<
+            let place = few_rows_simt::place_of_block::<$rows>(x.dims);
+            early::begin(x.b_row(), x.dims, place.1, $cols, few_rows_mma::early_bytes(x.dims), false);
+            few_rows_mma::multiply::<
                 $type,
                 $out,
                 $rows,
@@ -252,7 +252,7 @@ const fn promotes<T, O>() -> bool {
 #[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_body {
     (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
-        persistent::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
+        wgmma::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
             $maps,
             $end,
             promotes::<$type, $out>(),
@@ -260,12 +260,16 @@ macro_rules! wgmma_body {
         )
     };
     (Split, $type:ident, $out:ident, $maps:ident, $end:ident, $bn:literal, $stages:literal, $cluster:literal) => {
-        split::multiply::<$type, f32, $type, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>(
-            $maps,
-            $end,
-            promotes::<$type, $out>(),
-            $end,
-        )
+        split_k_wgmma::multiply::<
+            $type,
+            f32,
+            $type,
+            $out,
+            { $bn / 2 },
+            { $bn / 2 / $cluster },
+            $stages,
+            $cluster,
+        >($maps, $end, promotes::<$type, $out>(), $end)
     };
 }
 
@@ -294,7 +298,7 @@ macro_rules! wgmma_entries {
             up_at: *const $type,
         ) {
             let weights = Weights { b: b_at, up: up_at };
-            let maps = persistent::Maps { a, b, up, out: out_map, weights };
+            let maps = wgmma::Maps { a, b, up, out: out_map, weights };
             let end = Epilogue::new(bias, residual, out, &dims, &how);
             // SAFETY: threads, clusters and shared memory of the tile — Matmul::run.
             unsafe { wgmma_body!($tile, $type, $out, maps, end, $($value),*) }

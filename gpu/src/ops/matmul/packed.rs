@@ -21,12 +21,12 @@ use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
-use crate::tile::epilogue::Epilogue;
-use crate::tile::weight::{self, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
-use crate::tile::{gemv, simt};
+use crate::matmul::epilogue::Epilogue;
+use crate::matmul::weight::{self, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
+use crate::matmul::{few_rows_simt, simt};
 
 #[cfg(not(lacks_mma_sync))]
-use crate::tile::weight::Pair;
+use crate::matmul::weight::Pair;
 
 /// Where the sum of a row and a column of 16 lies among a warp's.
 #[inline(always)]
@@ -130,7 +130,7 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
     epilogue: Epilogue<'_, T, T>,
 ) {
     let dims = epilogue.dims;
-    let (first_row, col_block) = gemv::place_of_block::<ROWS>(dims);
+    let (first_row, col_block) = few_rows_simt::place_of_block::<ROWS>(dims);
     let own = part(dims, col_block);
     let lane = thread::lane();
     let mut rows = [core::ptr::null(); ROWS];
@@ -206,10 +206,10 @@ unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const UNROLL: u
     let dims = epilogue.dims;
     let rows = 8 * FRAGMENTS as u32;
     let (first_row, col_block) = match FRAGMENTS {
-        1 => gemv::place_of_block::<8>(dims),
-        2 => gemv::place_of_block::<16>(dims),
-        4 => gemv::place_of_block::<32>(dims),
-        _ => gemv::place_of_block::<64>(dims),
+        1 => few_rows_simt::place_of_block::<8>(dims),
+        2 => few_rows_simt::place_of_block::<16>(dims),
+        4 => few_rows_simt::place_of_block::<32>(dims),
+        _ => few_rows_simt::place_of_block::<64>(dims),
     };
     let own = part(dims, col_block);
     let lane = thread::lane();

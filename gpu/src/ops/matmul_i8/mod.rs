@@ -2,17 +2,17 @@
 //!
 //! | kernels | for | by |
 //! |---|---|---|
-//! | `Gemv`, `Simt` | few rows; whatever is not aligned | `dp4a`: [`crate::tile::gemv`] and [`crate::tile::simt`] with four int8 in the place of an f32 |
-//! | `Mma` | from 17 rows on, from sm_80 on | `mma.sync` m16n8k32: `tile::mma`, whose stages hold bytes |
-//! | `Wgmma` | from 17 rows on, sm_90a | `wgmma` k32: `tile::persistent` |
-//! | `Split` | 17 to 128 rows and few columns, sm_90a | the same, k shared by a cluster: `tile::split` |
+//! | `Gemv`, `Simt` | few rows; whatever is not aligned | `dp4a`: [`crate::matmul::few_rows_simt`] and [`crate::matmul::simt`] with four int8 in the place of an f32 |
+//! | `Mma` | from 17 rows on, from sm_80 on | `mma.sync` m16n8k32: `matmul::mma_sync`, whose stages hold bytes |
+//! | `Wgmma` | from 17 rows on, sm_90a | `wgmma` k32: `matmul::wgmma` |
+//! | `Split` | 17 to 128 rows and few columns, sm_90a | the same, k shared by a cluster: `matmul::split_k_wgmma` |
 //!
 //! Sums are exact. What follows a sum is the same in all of them, step for step, hence the same bits: `scaled`.
 //!
 //! An H200 makes 1485 Top/s at 8192³ and 1515 at 4096³ (`torch._int_mm`, without scales, 950 in an earlier run; with the first two
 //! kinds alone it was 121). 128 × 256 in clusters of two, or 128 × 128 where that leaves fewer multiprocessors idle, were the fastest of
 //! the tiles at every prompt of 2048 tokens of Qwen3-0.6B and 4B. Up to 16 rows `Gemv` is at 50 to 70 % of the memory's speed where columns
-//! are many; of 17 to 128 rows see `tile::split`.
+//! are many; of 17 to 128 rows see `matmul::split_k_wgmma`.
 
 pub mod quantize;
 
@@ -21,12 +21,12 @@ use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, grid, kernel, warp};
 
 #[cfg(not(lacks_wgmma))]
-use crate::tile::epilogue::{Epilogue, PLAIN};
+use crate::matmul::epilogue::{Epilogue, PLAIN};
 #[cfg(not(lacks_mma_sync))]
-use crate::tile::mma;
-use crate::tile::{early, gemv, simt};
+use crate::matmul::mma_sync;
+use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
-use crate::tile::{early::Weights, persistent, split, wgmma};
+use crate::matmul::{early::Weights, split_k_wgmma, wgmma, wgmma_consumers};
 
 /// An exact sum, scaled; every step is rounded, none is fused.
 #[inline(always)]
@@ -110,10 +110,17 @@ unsafe fn few_rows<
 ) {
     // SAFETY: the caller's promise; every element of out is finished once.
     unsafe {
-        let place = gemv::place_of_block::<ROWS>(dims);
+        let place = few_rows_simt::place_of_block::<ROWS>(dims);
         let next_may_start = dims.access & NEXT_MAY_START != 0;
-        early::begin(simt::rows_of_b(b, dims), dims, place.1, COLS as u32, gemv::EARLY_BYTES, next_may_start);
-        gemv::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
+        early::begin(
+            simt::rows_of_b(b, dims),
+            dims,
+            place.1,
+            COLS as u32,
+            few_rows_simt::EARLY_BYTES,
+            next_may_start,
+        );
+        few_rows_simt::multiply::<i8, ROWS, COLS, SUMS, UNROLL>(
             simt::strided(a, dims),
             simt::rows_of_b(b, dims),
             dims,
@@ -198,9 +205,9 @@ unsafe fn tensor_tile<
     let (row, col) = (tile_m * BM, tile_n * BN);
     // SAFETY: the caller's promise; every element of out belongs to one thread of one block.
     unsafe {
-        let sums = mma::sums::<i8, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
-            mma::strided::<i8, THREADS>(simt::strided(a, dims), (dims.a_stride, 0), row),
-            mma::strided::<i8, THREADS>(simt::rows_of_b(b, dims), (dims.b_stride, 0), col),
+        let sums = mma_sync::sums::<i8, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(
+            mma_sync::strided::<i8, THREADS>(simt::strided(a, dims), (dims.a_stride, 0), row),
+            mma_sync::strided::<i8, THREADS>(simt::rows_of_b(b, dims), (dims.b_stride, 0), col),
             (row, col),
             dims,
             false,
@@ -246,7 +253,7 @@ macro_rules! mma_entries {
             out: *mut $out,
             dims: MatmulDims,
         ) {
-            const EDGE: usize = mma::warp_edge($bm, $bn, $threads);
+            const EDGE: usize = mma_sync::warp_edge($bm, $bn, $threads);
             // SAFETY: blocks of the tile's threads, a block per tile, its shared memory — MatmulI8::run.
             unsafe {
                 tensor_tile::<
@@ -275,10 +282,10 @@ struct Scaled<'a, O> {
 }
 
 #[cfg(not(lacks_wgmma))]
-impl<O: Element, const SUMS: usize> wgmma::Results<i32, SUMS> for Scaled<'_, O> {
+impl<O: Element, const SUMS: usize> wgmma_consumers::Results<i32, SUMS> for Scaled<'_, O> {
     // As `scaled`, and the bias, step by step over all of them.
     #[inline(always)]
-    unsafe fn make(&self, sums: &mut [i32; SUMS], place: &wgmma::Place) {
+    unsafe fn make(&self, sums: &mut [i32; SUMS], place: &wgmma_consumers::Place) {
         let (row, _) = place.of_register();
         let row = place.row + row;
         let scale = |scales: *const f32, at: u32, len: u32| {
@@ -312,7 +319,7 @@ impl<O: Element, const SUMS: usize> wgmma::Results<i32, SUMS> for Scaled<'_, O> 
 #[inline(always)]
 unsafe fn for_columns<const SUMS: usize>(
     sums: &mut [i32; SUMS],
-    place: &wgmma::Place,
+    place: &wgmma_consumers::Place,
     of_column: impl Fn(u32) -> f32,
     combine: impl Fn(f32, f32) -> f32,
 ) {
@@ -340,12 +347,12 @@ unsafe fn for_columns<const SUMS: usize>(
 #[cfg(not(lacks_wgmma))]
 macro_rules! wgmma_body {
     (Wgmma, $out:ident, $maps:ident, $end:ident, $results:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
-        persistent::multiply::<i8, i32, $out, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
+        wgmma::multiply::<i8, i32, $out, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
             $maps, $end, false, $results,
         )
     };
     (Split, $out:ident, $maps:ident, $end:ident, $results:ident, $bn:literal, $stages:literal, $cluster:literal) => {
-        split::multiply::<i8, i32, $out, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>(
+        split_k_wgmma::multiply::<i8, i32, $out, $out, { $bn / 2 }, { $bn / 2 / $cluster }, $stages, $cluster>(
             $maps, $end, false, $results,
         )
     };
@@ -373,7 +380,7 @@ macro_rules! wgmma_entries {
             b_at: *const i8,
         ) {
             let weights = Weights { b: b_at, up: b_at };
-            let maps = persistent::Maps { a, b, up: b, out: out_map, weights };
+            let maps = wgmma::Maps { a, b, up: b, out: out_map, weights };
             let end = Epilogue::new(bias, core::ptr::null(), out, &dims, &PLAIN);
             let results = Scaled { a_scale, b_scale, end };
             // SAFETY: threads, clusters and shared memory of the tile; scales of the rows and columns — MatmulI8::run.

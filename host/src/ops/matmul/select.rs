@@ -216,7 +216,7 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
 
 /// Columns of the `Split` tile that a launch takes, and blocks that share its k, if it takes one: where tiles of 64 columns leave half of
 /// the multiprocessors idle, and k is long enough to be shared. By four where there is about a multiprocessor for each of them, else by two, which
-/// have one each and twice the stages. The times behind it are in the kernel's `gpu/src/tile/split.rs`.
+/// have one each and twice the stages. The times behind it are in the kernel's `gpu/src/matmul/split_k_wgmma.rs`.
 ///
 /// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many: 128 rows of 2560 × 9728 in
 /// 22.8 µs instead of 27.9.

@@ -8,7 +8,7 @@ use super::super::work::{Splits, Work};
 use super::super::{Tables, offset};
 use super::places::{STEP_BYTES, Turn};
 use super::{BOXES, KEYS, Q_THREADS, ROW_BYTES, ROWS, steps_of};
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 
 /// Pieces of 16 bytes of so many rows of q that a thread copies.
 const Q_LOTS: usize = 3;

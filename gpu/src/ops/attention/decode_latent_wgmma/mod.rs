@@ -60,7 +60,7 @@ use cuda_std::{mbarrier, registers, thread, tma, warp};
 
 use super::Tables;
 use super::work::Work;
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 use load::{load_keys, load_queries};
 use places::Turn;
 use scores::scores;

@@ -10,7 +10,7 @@ use super::places::{
     DECAYS, END, FIRST, LAST, LAST_SPLIT, NO_SLOT, NONE, Turn, largest, load_own, store_own, totals,
 };
 use super::{KEYS, OWN, ROW_BYTES, ROWS, SCORES, SUMS, steps_of};
-use crate::tile::multiplicand::{Multiplicand, finite_halves};
+use crate::matmul::multiplicand::{Multiplicand, finite_halves};
 use crate::tile::softmax::{base, meet, weight};
 
 /// How far, in powers of two, a score may be above what weights are relative to: those are 256 at most then, which f16 has room for.

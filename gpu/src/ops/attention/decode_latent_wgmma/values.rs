@@ -6,7 +6,7 @@ use cuda_std::{barrier, fence, global, math, mbarrier, shared, thread, warp, wgm
 
 use super::places::{DECAYS, END, FIRST, LAST, LAST_SPLIT, NO_SLOT, NONE, Turn, WEIGHT_BYTES, load_own};
 use super::{KEYS, OWN, ROW_BYTES, ROWS, SUMS, VALUES};
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 
 /// Times 64 columns of a warpgroup's results.
 const PARTS: usize = MAX_HEAD_DIM_V as usize / 128;

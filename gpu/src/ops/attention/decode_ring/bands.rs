@@ -1,6 +1,6 @@
 //! Light weights beside fp8: bfloat16 has exponents that binary16, in which values are multiplied, has not.
 
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 
 /// What weights are multiplied by where they are bfloat16 and are to be binary16: 1 becomes the largest power of two there.
 pub(super) const LIFT: f32 = (1u32 << 15) as f32;

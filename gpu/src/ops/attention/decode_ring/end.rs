@@ -8,10 +8,10 @@ use cuda_std::{global, math, shared, thread, warp};
 
 use super::bands::{LIFT, narrow, power_of_bands};
 use super::{CHUNKS, WARPS, key_of};
+use crate::matmul::multiplicand::{Factor, Multiplicand, not_finite};
 use crate::ops::attention::cached::{Cached, head_scale};
 use crate::ops::attention::work::Work;
 use crate::ops::attention::{Tables, offset};
-use crate::tile::multiplicand::{Factor, Multiplicand, not_finite};
 use crate::tile::softmax::{base, meet, weight};
 
 /// A lane's part of 16 keys' values in 16 columns, as an operand, without what is not finite of keys that a row does not see; and whether it

@@ -86,7 +86,7 @@ use super::queries::{SharedQueries, load_queries};
 use super::scores::{capped, has_cap};
 use super::work::{Splits, Work};
 use super::{Tables, Visible, offset};
-use crate::tile::multiplicand::{Factor, Multiplicand};
+use crate::matmul::multiplicand::{Factor, Multiplicand};
 use crate::tile::softmax::{base, weight};
 use bands::{BANDS, LIFT, least_of_band, narrow, power_of_bands};
 use end::End;

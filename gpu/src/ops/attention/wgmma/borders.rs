@@ -7,7 +7,7 @@ use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
 use super::super::{Pages, offset};
 use super::walk::{Border, Places, Turn, Walk};
 use super::{CLEANER_WARPS, CLEANERS, ROW_BYTES};
-use crate::tile::multiplicand::{Multiplicand, finite_halves, not_finite};
+use crate::matmul::multiplicand::{Multiplicand, finite_halves, not_finite};
 
 /// Threads of the warps that clean.
 const CLEANER_THREADS: u32 = 32 * CLEANER_WARPS;

@@ -11,7 +11,7 @@ use super::super::{Pages, Tables, offset};
 use super::borders::spoil;
 use super::walk::{Places, STEPS, TileWords, Walk};
 use super::{Maps, OWN, ROW_BYTES, first_row};
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 use crate::tile::softmax::{join, log_sum_exp};
 
 /// What a thread's two rows are multiplied by in the end, and whether a row has no weights.

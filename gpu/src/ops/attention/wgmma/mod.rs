@@ -146,7 +146,7 @@ use cuda_std::{barrier, mbarrier, registers, shared, thread, tma, warp, wgmma};
 use super::Tables;
 use super::scores::{Blocks, has_blocks, has_cap};
 use super::softmax::{Groups, Rows, cap, mask, raise, round as round_weights, scale_rows, weights};
-use crate::tile::multiplicand::Multiplicand;
+use crate::matmul::multiplicand::Multiplicand;
 use borders::clean;
 use end::{finish, results, settle};
 use loader::load;

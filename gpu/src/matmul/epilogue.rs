@@ -15,7 +15,8 @@ use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUAD
 use cuda_std::cvt::Element;
 use cuda_std::{global, thread};
 
-use super::{activation, simt};
+use super::simt;
+use crate::tile::activation;
 
 /// Where the rows of b begin, those of the gate and of up in turn if the product is gated.
 #[inline(always)]

@@ -101,7 +101,9 @@ use cuda_std::{cluster, fence, grid, mbarrier, registers, shared, thread, tma, w
 use super::early::Weights;
 use super::epilogue::Epilogue;
 use super::operand::Sum;
-use super::wgmma::{BOX_BYTES, Place, ROW_BYTES, Results, Ring, Rounded, multiply_stages, store_pairs};
+use super::wgmma_consumers::{
+    BOX_BYTES, Place, ROW_BYTES, Results, Ring, Rounded, multiply_stages, store_pairs,
+};
 
 /// Rows of tiles in a band.
 const BAND: u32 = 16;

@@ -227,7 +227,7 @@ unsafe fn add_steps<
             }
             h += 1;
         }
-        // Where out is f32, each product is added by itself: see `mma`.
+        // Where out is f32, each product is added by itself: see `mma_sync`.
         let promotes = size_of::<O>() == 4;
         let mut h = 0;
         while h < 4 * UNROLL {

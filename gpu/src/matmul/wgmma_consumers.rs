@@ -8,9 +8,9 @@ use cuda_std::cvt::Element;
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Multiply, Registers, Swizzle};
 use cuda_std::{matrix, mbarrier, wgmma};
 
-use super::activation::bent;
 use super::epilogue::Epilogue;
 use super::operand::Sum;
+use crate::tile::activation::bent;
 
 /// Bytes of a row of a stage, and of a box of out.
 pub const ROW_BYTES: u32 = WGMMA_ROW_BYTES;
