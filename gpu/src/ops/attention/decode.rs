@@ -25,8 +25,8 @@
 //! other sequences or on the room in the cache.
 
 use abi::ops::attention::{AttentionDims, MAX_PREFILL_DIM, SPLIT_KEYS, THREADS, decode_results_bytes};
-use cuda_std::cvt::Element;
-use cuda_std::{global, math, shared, thread, warp};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel, math, shared, thread, warp};
 
 use super::scores::{Masks, capped, has_cap, has_masks};
 use super::{Pages, Sequence, Tables, Visible, load_piece, offset};
@@ -541,3 +541,44 @@ unsafe fn load_weights<const ROWS: usize>(address: u32) -> [f32; ROWS] {
     }
     p
 }
+
+macro_rules! entry {
+    ($entry:ident, $type:ident, Decode, $dim:literal, $dim_v:literal, $rows:literal) => {
+        /// Entry point; see `decode` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = 3)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            bias: *const u8,
+            blocks: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                let masks = Masks { bias, blocks };
+                split::<$type, $dim, $dim_v, $rows, { per_lane($dim) }, { per_lane($dim_v) }>(
+                    q, k, v, tables, masks, partial, stats, &dims,
+                )
+            }
+        }
+    };
+    ($($of_others:tt)*) => {};
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, $tile, $($value),*);)*
+    };
+}
+abi::attention_table!(entries);

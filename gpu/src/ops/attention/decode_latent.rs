@@ -48,7 +48,8 @@
 use abi::ops::attention::{
     AttentionDims, DECODE_LATENT_KEYS, DECODE_LATENT_PARTS, DECODE_LATENT_ROWS, MAX_HEAD_DIM, MAX_HEAD_DIM_V,
 };
-use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
+use cuda_std::cvt::{bf16, f16};
+use cuda_std::{cp_async, global, grid, kernel, math, matrix, shared, thread, warp};
 
 use super::work::{Splits, Work};
 use super::{Tables, offset};
@@ -383,3 +384,35 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
         cp_async::wait_group::<0>();
     }
 }
+
+macro_rules! decode_latent_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeLatent { places: $places:literal };)*) => {$(
+        /// Entry point; see `decode_latent` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 1, waits)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            _v: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            _bias: *const u8,
+            _blocks: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            grid::begin_early(|| (), false);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                splits::<$type, $places, { $places - 2 }>(q, k, tables, partial, stats, &dims)
+            }
+        }
+    )*};
+}
+abi::attention_decode_latent_table!(decode_latent_entries);

@@ -4,9 +4,11 @@
 //! Work split: a block takes 16 keys of a sequence, which are of one page, its threads eight elements of k or v each, four times
 //! before the first is stored. Bound by memory. Keys beyond a sequence's are not read, and nothing is written for them.
 
+use core::ptr::null;
+
 use abi::ops::attention::{AttentionDims, GATHER_KEYS, GATHER_THREADS};
 use cuda_std::cvt::{E4m3, Element, bf16, f16, f16x2_from_e4m3};
-use cuda_std::{global, thread};
+use cuda_std::{global, kernel, thread};
 
 use super::{Pages, Sequence, Tables, offset};
 
@@ -172,3 +174,43 @@ unsafe fn rows<T: Element, C: Gathered<T>>(
         item += AHEAD as u32 * GATHER_THREADS;
     }
 }
+
+macro_rules! gather_entry {
+    ($entry:ident, $type:ident, $type_kv:ident) => {
+        /// Entry point; see `gather` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 256)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            k: *const $type_kv,
+            v: *const $type_kv,
+            k_scale: *const f32,
+            v_scale: *const f32,
+            kv_lens: *const u32,
+            page_table: *const u32,
+            k_out: *mut $type,
+            v_out: *mut $type,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets: null(), page_table };
+                keys::<$type, $type_kv>(k, v, k_scale, v_scale, tables, k_out, v_out, &dims)
+            }
+        }
+    };
+}
+
+macro_rules! gather_fp8_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, E4m3);)* };
+}
+abi::attention_gather_table!(gather_fp8_entries);
+
+#[cfg(not(lacks_mma_sync))]
+macro_rules! gather_pages_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, Gather {};)*) => { $(gather_entry!($entry, $type, $type);)* };
+}
+#[cfg(not(lacks_mma_sync))]
+abi::attention_gather_pages_table!(gather_pages_entries);

@@ -13,9 +13,11 @@
 //! row does not have are passed over, and within a batch what is not there is multiplied by 0. Of few rows two accesses wait for each
 //! other, the number of keys and all the rest, up to 32 joined groups or 16 others; then one more for each further 16 results of a lane.
 
+use core::ptr::null;
+
 use abi::ops::attention::{AttentionDims, GROUP_SPLITS, MERGE_COLUMNS, MERGE_PARTS, SPLIT_KEYS};
-use cuda_std::cvt::Element;
-use cuda_std::{global, math, thread, warp};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel, math, thread, warp};
 
 use super::scores::sink;
 use super::{Sequence, Tables, offset};
@@ -287,3 +289,38 @@ unsafe fn parts<T: Element, const PARTS: usize, const RESULTS: usize, const AHEA
         }
     }
 }
+
+macro_rules! entry {
+    ($entry:ident, $type:ident, Merge $(,)?) => {
+        /// Entry point; see `merge` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 32)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(
+            partial: *const f32,
+            stats: *const f32,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            sinks: *const f32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table: null() };
+                row::<$type>(partial, stats, tables, out, lse, sinks, &dims)
+            }
+        }
+    };
+    ($($of_others:tt)*) => {};
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, $tile, $($value),*);)*
+    };
+}
+abi::attention_table!(entries);

@@ -23,8 +23,8 @@
 //! result does not depend on the other rows of its block.
 
 use abi::ops::attention::{AttentionDims, PREFILL_THREAD_ROWS, THREADS};
-use cuda_std::cvt::Element;
-use cuda_std::{global, math, shared, thread, warp};
+use cuda_std::cvt::{Element, bf16, f16};
+use cuda_std::{global, kernel, math, shared, thread, warp};
 
 use super::scores::{Blocks, Masks, capped, has_blocks, has_cap, has_masks, sink};
 use super::{Pages, Sequence, Tables, Visible, load_piece, offset};
@@ -521,3 +521,43 @@ unsafe fn accumulate<const DIM: usize, const KEYS: usize, const LANES: u32, cons
         lane += 1;
     }
 }
+
+macro_rules! entry {
+    ($entry:ident, $type:ident, Prefill, $dim:literal, $keys:literal, $lanes:literal) => {
+        /// Entry point; see `prefill` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = 2)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            sinks: *const f32,
+            bias: *const u8,
+            blocks: *const u32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                let masks = Masks { bias, blocks };
+                tile::<$type, $dim, $keys, $lanes>(q, k, v, tables, out, lse, sinks, masks, &dims)
+            }
+        }
+    };
+    ($($of_others:tt)*) => {};
+}
+
+macro_rules! entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $tile:ident { $($field:ident: $value:literal),* };)*) => {
+        $(entry!($entry, $type, $tile, $($value),*);)*
+    };
+}
+abi::attention_table!(entries);

@@ -40,7 +40,8 @@
 //! that fits; at 256 columns the accumulators leave room for one part of 16 rows only, and every operand serves one `mma.sync`.
 
 use abi::ops::attention::{AttentionDims, THREADS};
-use cuda_std::{cp_async, global, math, matrix, shared, thread, warp};
+use cuda_std::cvt::{bf16, f16};
+use cuda_std::{cp_async, global, kernel, math, matrix, shared, thread, warp};
 
 use super::scores::{Masks, has_cap, sink};
 use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, weights};
@@ -565,3 +566,48 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: 
         }
     }
 }
+
+macro_rules! prefill_mma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
+       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal };)*) => {$(
+        /// Entry point; see `prefill_mma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 128, min_blocks = $blocks)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            q: *const $type,
+            k: *const $type,
+            v: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            out: *mut $type,
+            lse: *mut f32,
+            sinks: *const f32,
+            bias: *const u8,
+            blocks: *const u32,
+            dims: AttentionDims,
+        ) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                let masks = Masks { bias, blocks };
+                tile::<
+                    $type,
+                    $dim,
+                    $dim_v,
+                    $keys,
+                    $parts,
+                    { $dim / 16 },
+                    { $keys / 2 },
+                    { $dim_v / 2 },
+                    { $keys / 4 },
+                    $masked,
+                >(q, k, v, tables, out, lse, sinks, masks, &dims)
+            }
+        }
+    )*};
+}
+abi::attention_prefill_mma_table!(prefill_mma_entries);

@@ -54,9 +54,10 @@ mod scores;
 mod values;
 
 use abi::ops::attention::{AttentionDims, DECODE_LATENT_ROWS, LATENT_KEYS, LATENT_STAGES, MAX_HEAD_DIM};
+use cuda_std::cvt::{bf16, f16};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::Multiply;
-use cuda_std::{mbarrier, registers, thread, tma, warp};
+use cuda_std::{grid, kernel, mbarrier, registers, thread, tma, warp};
 
 use super::Tables;
 use super::work::Work;
@@ -140,3 +141,32 @@ pub(super) unsafe fn splits<T: Multiplicand + Multiply<[f32; SUMS]>>(
         }
     }
 }
+
+macro_rules! decode_latent_wgmma_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, DecodeLatentWgmma {};)*) => {$(
+        /// Entry point; see `decode_latent_wgmma` and `abi::ops::attention`.
+        ///
+        /// # Safety
+        /// - Arguments as `Attention::run` checks them.
+        #[kernel(max_threads = 512, min_blocks = 1, waits)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            #[grid_constant] k: TensorMap,
+            q: *const $type,
+            kv_lens: *const u32,
+            q_offsets: *const u32,
+            page_table: *const u32,
+            partial: *mut f32,
+            stats: *mut f32,
+            dims: AttentionDims,
+        ) {
+            grid::begin_early(|| (), false);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let tables = Tables { kv_lens, q_offsets, page_table };
+                splits::<$type>(k, q, tables, partial, stats, &dims)
+            }
+        }
+    )*};
+}
+abi::attention_decode_latent_wgmma_table!(decode_latent_wgmma_entries);

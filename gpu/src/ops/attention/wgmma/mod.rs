@@ -133,6 +133,7 @@
 
 mod borders;
 mod end;
+mod entries;
 mod loader;
 mod walk;
 
