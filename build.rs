@@ -88,6 +88,7 @@ mod images {
             Arch::Sm61 => cfg!(feature = "sm61"),
             Arch::Sm80 => cfg!(feature = "sm80"),
             Arch::Sm90a => cfg!(feature = "sm90a"),
+            Arch::Sm100 => cfg!(feature = "sm100"),
         }
     }
 }

@@ -5,15 +5,24 @@
 use std::collections::BTreeSet;
 
 use testkit::ptx::{Assembler, Entry, KernelResources, count_instructions, entries};
+#[cfg(not(feature = "sm100"))]
+use testkit::ptx::{assemble_for, find_ptxas};
 use testkit::sass::Together;
-use warpforge::{Arch, IMAGES, Image};
+use warpforge::{Arch, IMAGES, Image, Need};
 
 #[test]
 fn one_image_per_family_and_floor() {
-    for arch in Arch::ALL {
+    let built = [
+        (Arch::Sm61, cfg!(feature = "sm61")),
+        (Arch::Sm80, cfg!(feature = "sm80")),
+        (Arch::Sm90a, cfg!(feature = "sm90a")),
+        (Arch::Sm100, cfg!(feature = "sm100")),
+    ];
+    assert_eq!(built.map(|(arch, _)| arch), Arch::ALL);
+    for (arch, is_built) in built {
         let families: Vec<&str> =
             IMAGES.iter().filter(|image| image.arch == arch).map(|image| image.family).collect();
-        assert_eq!(families, abi::ops::FAMILIES, "{arch}");
+        assert_eq!(families, if is_built { abi::ops::FAMILIES } else { &[] }, "{arch}");
     }
 }
 
@@ -62,13 +71,18 @@ fn every_kernel_has_launch_bounds() {
     }
 }
 
-/// Every kernel for Hopper waits for the one ahead of it, or the host would not let them overlap; no other one can.
+/// Every kernel of a floor with dependent launch waits for the one ahead of it, or the host would not let them overlap; no other one can.
 #[test]
-fn hopper_kernels_wait() {
+fn kernels_that_overlap_wait() {
     for image in IMAGES {
         for entry in kernels(image) {
             let waits = count_instructions(&entry.body, "griddepcontrol.wait");
-            assert_eq!(waits, usize::from(image.arch == Arch::Sm90a), "{image:?}: {}", entry.name);
+            assert_eq!(
+                waits,
+                usize::from(image.arch.has(Need::DependentLaunch)),
+                "{image:?}: {}",
+                entry.name
+            );
         }
     }
 }
@@ -178,4 +192,42 @@ fn images_of_sm_80_assemble_without_spills() {
 #[test]
 fn images_of_sm_90a_assemble_without_spills() {
     assemble_without_spills(Arch::Sm90a);
+}
+
+#[cfg(feature = "sm100")]
+#[test]
+fn images_of_sm_100_assemble_without_spills() {
+    assemble_without_spills(Arch::Sm100);
+}
+
+/// What the images of Blackwell are like, which only the feature `sm100` builds: of two families, for cards of both of its generations.
+#[cfg(not(feature = "sm100"))]
+#[test]
+fn some_images_of_sm_100_assemble_without_spills() {
+    let Some(ptxas) = find_ptxas() else {
+        testkit::gpu::skip_optional("there is no ptxas: `cargo xtask test` gets one");
+        return;
+    };
+    let target = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("cuda_builder");
+    for family in ["glu", "matmul_i8"] {
+        let builder = cuda_builder::CudaBuilder::new("gpu").arch(Arch::Sm100.into()).features([family]);
+        let ptx = builder.target_dir(&target).build().unwrap_or_else(|error| panic!("{family}: {error}"));
+        let ptx = std::fs::read_to_string(ptx).expect("the builder's PTX");
+        let in_image: BTreeSet<String> =
+            entries(&ptx).expect("PTX").into_iter().map(|entry| entry.name).collect();
+        let in_table: BTreeSet<String> = abi::ops::entries(family)
+            .filter(|entry| Arch::Sm100.runs(floor_of(entry)))
+            .map(str::to_string)
+            .collect();
+        assert_eq!(in_image, in_table, "{family}");
+        for card in ["sm_100", "sm_120"] {
+            let kernels = assemble_for(&ptxas, &ptx, Arch::Sm100, card)
+                .unwrap_or_else(|error| panic!("{family} for {card}: {error}"));
+            assert_eq!(kernels.len(), in_image.len(), "{family} for {card}");
+            for kernel in kernels {
+                let spills = (kernel.stack_bytes, kernel.spill_stores, kernel.spill_loads);
+                assert_eq!(spills, (0, 0, 0), "{} for {card}: stack, spill stores, spill loads", kernel.name);
+            }
+        }
+    }
 }

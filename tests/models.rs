@@ -20,7 +20,10 @@ type Outcome = Result<(), Box<dyn StdError>>;
 /// The card once for every floor that it runs; says so if there is none.
 fn cards() -> Vec<Device> {
     match Device::cuda(0) {
-        Ok(card) => Arch::ALL.into_iter().filter_map(|arch| card.with_arch(arch).ok()).collect(),
+        Ok(card) => {
+            let held = |arch: &Arch| warpforge::IMAGES.iter().any(|image| image.arch == *arch);
+            Arch::ALL.into_iter().filter(held).filter_map(|arch| card.with_arch(arch).ok()).collect()
+        }
         Err(error) => {
             testkit::gpu::skip(&format!("models were not run on a card: {error}"));
             Vec::new()

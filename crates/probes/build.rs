@@ -8,10 +8,11 @@ use std::process::ExitCode;
 use cuda_builder::{BuildError, CudaBuilder, NvvmArch};
 
 /// Feature and floor of each image.
-const IMAGES: [(&str, &str, NvvmArch); 4] = [
+const IMAGES: [(&str, &str, NvvmArch); 5] = [
     ("base", "Sm61", NvvmArch::Compute61),
     ("base", "Sm80", NvvmArch::Compute80),
     ("base", "Sm90a", NvvmArch::Compute90a),
+    ("base", "Sm100", NvvmArch::Compute100),
     ("wgmma", "Sm90a", NvvmArch::Compute90a),
 ];
 

@@ -49,7 +49,8 @@ pub fn cards() -> Cards {
                 let profile = card.profile();
                 let version =
                     |pair: Option<(u32, u32)>| pair.map(|(major, minor)| format!("{major}.{minor}"));
-                cards.devices.extend(Arch::ALL.into_iter().filter_map(|arch| card.with_arch(arch).ok()));
+                let built = Arch::ALL.into_iter().filter(holds_images);
+                cards.devices.extend(built.filter_map(|arch| card.with_arch(arch).ok()));
                 json!({
                     "card": ordinal,
                     "name": profile.name,
@@ -84,4 +85,9 @@ pub fn choices(session: &Session) -> Vec<Value> {
         json!({"phase": phase, "operator": report.op, "variant": report.variant, "why": report.why})
     })
     .collect()
+}
+
+/// Whether this build has images of the floor.
+fn holds_images(arch: &Arch) -> bool {
+    IMAGES.iter().any(|image| image.arch == *arch)
 }

@@ -1,6 +1,11 @@
 //! What does not fit this machine is an error with a reason: never a panic, never an abort.
 
+use std::sync::Arc;
+
 use proptest::test_runner::TestCaseError;
+use testkit::simulator::Card;
+use warpforge::ops::attention::{Attention, AttentionProblem, Mask, Scores};
+use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{
     Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Place, Ptx, Stream, Tensor, TensorView,
@@ -213,6 +218,50 @@ fn more_memory_than_there_is() {
             error.starts_with("Tensor::empty: shape: expected a size that fits the address space"),
             "{error}"
         );
+    }
+}
+
+/// Cards of Blackwell run their own floor, whose kernels are those of Ampere: without `wgmma`, and of the card's shared memory.
+#[test]
+fn blackwell_takes_what_it_can_run() {
+    let product = MatmulProblem {
+        batch: 1,
+        m: 4096,
+        n: 4096,
+        k: 4096,
+        dtype: DType::BF16,
+        out_dtype: DType::BF16,
+        precision: Precision::Full,
+        bias: Bias::None,
+        epilogue: Epilogue::NONE,
+    };
+    for (card, tile, ring) in [
+        (Card::new(Arch::Sm100), "matmul_bf16__m128n256__sm80", "attention_bf16__decode_ring_d128_r8__sm80"),
+        (Card::rtx_5090(), "matmul_bf16__m128n128__sm80", "attention_bf16__decode_ring_d128_r8__sm80"),
+    ] {
+        let card = Device::simulated(Arc::new(card)).unwrap();
+        assert_eq!(card.limits().unwrap().floor, Arch::Sm100);
+        assert!(card.with_arch(Arch::Sm90a).is_err() && card.with_arch(Arch::Sm80).is_ok());
+        let matmul = Matmul::plan(&card, product).unwrap();
+        assert!(matmul.report().variant.contains(tile), "{:?}", matmul.report());
+        let problem = AttentionProblem {
+            batch: 1,
+            seq_q: 1,
+            seq_kv: 4096,
+            heads_q: 32,
+            heads_kv: 8,
+            head_dim: 128,
+            head_dim_v: 128,
+            dtype: DType::BF16,
+            dtype_kv: DType::BF16,
+            scale: None,
+            mask: Mask::Causal,
+            window: None,
+            scores: Scores::default(),
+            page_size: None,
+        };
+        let attention = Attention::plan(&card, problem).unwrap();
+        assert!(attention.report().variant.contains(ring), "{:?}", attention.report());
     }
 }
 

@@ -49,7 +49,7 @@ pub struct Options {
     /// Device: auto, cpu, cuda or cuda:N.
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
-    /// Floor whose images are run: sm_61, sm_80 or sm_90a; the card's newest if not given.
+    /// Floor whose images are run: sm_61, sm_80, sm_90a or sm_100; what the card takes if not given.
     #[arg(long)]
     floor: Option<Arch>,
     /// Also write the results to this file, one JSON object per line.

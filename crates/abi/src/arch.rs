@@ -82,14 +82,17 @@ pub enum Arch {
     Sm80,
     /// Hopper (compute capability 9.0) and only that. `wgmma`, TMA, clusters, up to 227 KiB of shared memory.
     Sm90a,
+    /// Blackwell, compute capability 10.0, and everything later: 12.0 is among it. What Hopper has but for `wgmma`; up to 227 KiB of shared
+    /// memory per block, on 12.x 99.
+    Sm100,
 }
 
 impl Arch {
     /// Every floor, oldest first.
-    pub const ALL: [Arch; 3] = [Arch::Sm61, Arch::Sm80, Arch::Sm90a];
+    pub const ALL: [Arch; 4] = [Arch::Sm61, Arch::Sm80, Arch::Sm90a, Arch::Sm100];
 
     /// Every floor, the one that a card takes if it can run it first.
-    pub const PREFERRED: [Arch; 3] = [Arch::Sm90a, Arch::Sm80, Arch::Sm61];
+    pub const PREFERRED: [Arch; 4] = [Arch::Sm90a, Arch::Sm100, Arch::Sm80, Arch::Sm61];
 
     /// The name as LLVM and ptxas spell it.
     pub const fn name(self) -> &'static str {
@@ -97,6 +100,7 @@ impl Arch {
             Arch::Sm61 => "sm_61",
             Arch::Sm80 => "sm_80",
             Arch::Sm90a => "sm_90a",
+            Arch::Sm100 => "sm_100",
         }
     }
 
@@ -109,6 +113,7 @@ impl Arch {
                 matches!(need, MemoryModel | PackedMath | Redux | MmaSync | CpAsync | Mbarrier)
             }
             Arch::Sm90a => true,
+            Arch::Sm100 => !matches!(need, Wgmma),
         }
     }
 
@@ -127,7 +132,7 @@ impl Arch {
 
     /// The floor that a card of this compute capability takes; none below 6.1.
     ///
-    /// sm_90a code runs on compute capability 9.0 alone, so a later card takes sm_80.
+    /// sm_90a code runs on compute capability 9.0 alone.
     pub const fn for_compute_capability(major: u32, minor: u32) -> Option<Arch> {
         let mut index = 0;
         while index < Arch::PREFERRED.len() {
@@ -145,6 +150,7 @@ impl Arch {
             Arch::Sm61 => matches!((major, minor), (7.., _) | (6, 1..)),
             Arch::Sm80 => major >= 8,
             Arch::Sm90a => major == 9 && minor == 0,
+            Arch::Sm100 => major >= 10,
         }
     }
 }
@@ -191,7 +197,7 @@ mod tests {
             assert_eq!(arch.to_string().parse(), Ok(arch));
         }
         assert_eq!("sm_90".parse::<Arch>(), Err(UnknownArch));
-        assert_eq!(UnknownArch.to_string(), "unknown floor: expected sm_61, sm_80, sm_90a");
+        assert_eq!(UnknownArch.to_string(), "unknown floor: expected sm_61, sm_80, sm_90a, sm_100");
     }
 
     #[test]
@@ -205,8 +211,9 @@ mod tests {
             ((8, 0), Some(Arch::Sm80)),
             ((8, 9), Some(Arch::Sm80)),
             ((9, 0), Some(Arch::Sm90a)),
-            ((10, 0), Some(Arch::Sm80)),
-            ((12, 0), Some(Arch::Sm80)),
+            ((10, 0), Some(Arch::Sm100)),
+            ((10, 3), Some(Arch::Sm100)),
+            ((12, 0), Some(Arch::Sm100)),
         ];
         for ((major, minor), expected) in cards {
             assert_eq!(Arch::for_compute_capability(major, minor), expected, "{major}.{minor}");
@@ -238,6 +245,9 @@ mod tests {
             (Arch::Sm80, Arch::Sm61, true),
             (Arch::Sm80, Arch::Sm90a, false),
             (Arch::Sm90a, Arch::Sm80, true),
+            (Arch::Sm100, Arch::Sm80, true),
+            (Arch::Sm100, Arch::Sm90a, false),
+            (Arch::Sm80, Arch::Sm100, false),
         ];
         for (arch, floor, runs) in pairs {
             assert_eq!(arch.runs(floor), runs, "{arch} {floor}");
@@ -262,5 +272,7 @@ mod tests {
         for (need, first) in firsts {
             assert_eq!(need.since(), first, "{need:?}");
         }
+        // Blackwell has other tensor cores than Hopper, and all else.
+        assert!(Need::ALL.into_iter().all(|need| Arch::Sm100.has(need) == (need != Need::Wgmma)));
     }
 }

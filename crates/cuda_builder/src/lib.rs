@@ -17,7 +17,7 @@
 //! the device crate `kernels` (a library without `std`, with `cuda_std`, `#![feature(abi_ptx, asm_experimental_arch)]` and a panic
 //! handler on that target), its build script, its tests in the simulator and its launch.
 //!
-//! Rust-CUDA compiles through NVVM; this one drives rustc's own `nvptx64-nvidia-cuda` target, for the three architectures of [`NvvmArch`].
+//! Rust-CUDA compiles through NVVM; this one drives rustc's own `nvptx64-nvidia-cuda` target, for the architectures of [`NvvmArch`].
 //! A few flags are not a matter of taste:
 //! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
 //!   of a divergent branch.
@@ -55,6 +55,8 @@ pub enum NvvmArch {
     Compute80,
     /// Hopper, compute capability 9.0 with its `a` features, and only that.
     Compute90a,
+    /// Blackwell, compute capability 10.0, and everything later, 12.0 among it.
+    Compute100,
 }
 
 impl From<Arch> for NvvmArch {
@@ -63,6 +65,7 @@ impl From<Arch> for NvvmArch {
             Arch::Sm61 => NvvmArch::Compute61,
             Arch::Sm80 => NvvmArch::Compute80,
             Arch::Sm90a => NvvmArch::Compute90a,
+            Arch::Sm100 => NvvmArch::Compute100,
         }
     }
 }
@@ -74,6 +77,7 @@ impl NvvmArch {
             NvvmArch::Compute61 => Arch::Sm61,
             NvvmArch::Compute80 => Arch::Sm80,
             NvvmArch::Compute90a => Arch::Sm90a,
+            NvvmArch::Compute100 => Arch::Sm100,
         }
     }
 
@@ -83,12 +87,14 @@ impl NvvmArch {
     }
 
     /// The PTX version that is asked for: the lowest that has the instructions of the floor, since a driver refuses
-    /// PTX newer than itself. 6.3 runs on drivers from branch 410 on, 7.4 from 470, 8.0 from 525.
+    /// PTX newer than itself. 6.3 runs on drivers from branch 410 on, 7.4 from 470, 8.0 from 525, 8.6
+    /// from 565 (the first that knows a card of Blackwell is 570).
     const fn ptx_feature(self) -> &'static str {
         match self {
             NvvmArch::Compute61 => "+ptx63",
             NvvmArch::Compute80 => "+ptx74",
             NvvmArch::Compute90a => "+ptx80",
+            NvvmArch::Compute100 => "+ptx86",
         }
     }
 }

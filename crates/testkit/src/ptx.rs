@@ -226,6 +226,14 @@ fn find_in_bin(folder: &Path, file: &str) -> Option<PathBuf> {
 /// What ptxas says when it refuses the text, and its advisories that an asynchronous matrix product or `setmaxnreg` loses
 /// its purpose (C7508 to C7520): the code would run, several times slower.
 pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResources>, String> {
+    assemble_for(ptxas, ptx, arch, arch.name())
+}
+
+/// The same for a card that runs the floor, by the name of its architecture.
+///
+/// # Errors
+/// As [`assemble`].
+pub fn assemble_for(ptxas: &Path, ptx: &str, arch: Arch, card: &str) -> Result<Vec<KernelResources>, String> {
     let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
     let (source, cubin) = (folder.path().join("image.ptx"), folder.path().join("image.cubin"));
     std::fs::write(&source, ptx).map_err(|error| format!("{}: {error}", source.display()))?;
@@ -240,7 +248,7 @@ pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResourc
             [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         Ok((output.status.success(), text))
     };
-    let mut result = run(arch.name())?;
+    let mut result = run(card)?;
     if arch == Arch::Sm61 && !result.0 && result.1.contains("is not defined for option 'gpu-name'") {
         result = run("sm_75")?;
     }

@@ -26,11 +26,47 @@ use crate::strategies::Rng;
 /// A simulated card, to be made a device by `Device::simulated`.
 #[derive(Debug)]
 pub struct Card {
-    floor: Arch,
+    model: Model,
     /// Fewer than it has.
     num_sms: Option<u32>,
     base_seed: u64,
     state: Mutex<State>,
+}
+
+/// What there is to know of a card.
+#[derive(Clone, Copy, Debug)]
+struct Model {
+    name: &'static str,
+    compute_capability: (u32, u32),
+    num_sms: u32,
+    l2_mib: usize,
+    /// Shared memory of a block.
+    smem_kib: u32,
+    /// Shared memory of a multiprocessor.
+    sm_smem_kib: u32,
+}
+
+impl Model {
+    const fn new(
+        name: &'static str,
+        compute_capability: (u32, u32),
+        num_sms: u32,
+        l2_mib: usize,
+        smem_kib: u32,
+        sm_smem_kib: u32,
+    ) -> Self {
+        Model { name, compute_capability, num_sms, l2_mib, smem_kib, sm_smem_kib }
+    }
+
+    /// The oldest card of a floor.
+    const fn of(floor: Arch) -> Self {
+        match floor {
+            Arch::Sm61 => Model::new("simulated GTX 1080", (6, 1), 20, 2, 48, 96),
+            Arch::Sm80 => Model::new("simulated A100", (8, 0), 108, 40, 163, 164),
+            Arch::Sm90a => Model::new("simulated H200", (9, 0), 132, 50, 227, 228),
+            Arch::Sm100 => Model::new("simulated B200", (10, 0), 148, 126, 227, 228),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -40,14 +76,26 @@ struct State {
 }
 
 impl Card {
-    /// The oldest card of a floor: a GTX 1080, an A100, or an H200.
+    /// The oldest card of a floor: a GTX 1080, an A100, an H200, or a B200.
     ///
     /// # Panics
     /// When `WARPFORGE_SIM_SEED` is set and is not a number.
     pub fn new(floor: Arch) -> Self {
+        Card::of(Model::of(floor))
+    }
+
+    /// An RTX 5090: of Blackwell as a B200, with less shared memory.
+    ///
+    /// # Panics
+    /// As [`Card::new`].
+    pub fn rtx_5090() -> Self {
+        Card::of(Model::new("simulated RTX 5090", (12, 0), 170, 96, 99, 100))
+    }
+
+    fn of(model: Model) -> Self {
         let base_seed = parse_seed(env::var("WARPFORGE_SIM_SEED").ok().as_deref())
             .unwrap_or_else(|message| panic!("{message}"));
-        Card { floor, num_sms: None, base_seed, state: Mutex::default() }
+        Card { model, num_sms: None, base_seed, state: Mutex::default() }
     }
 
     /// The same with one multiprocessor, on which a block of a kernel whose blocks stay does all of the work.
@@ -105,11 +153,7 @@ fn launch_seed(base: u64, launch: &Launch<'_>) -> u64 {
 
 impl Simulator for Card {
     fn profile(&self) -> HardwareProfile {
-        let (name, compute_capability, num_sms, l2_mib, smem_kib, sm_smem_kib) = match self.floor {
-            Arch::Sm61 => ("simulated GTX 1080", (6, 1), 20, 2, 48, 96),
-            Arch::Sm80 => ("simulated A100", (8, 0), 108, 40, 163, 164),
-            Arch::Sm90a => ("simulated H200", (9, 0), 132, 50, 227, 228),
-        };
+        let Model { name, compute_capability, num_sms, l2_mib, smem_kib, sm_smem_kib } = self.model;
         HardwareProfile {
             name: name.into(),
             place: Place::Cpu,
@@ -200,6 +244,12 @@ impl Simulator for Card {
         let threads = block.iter().map(|&size| u64::from(size)).product::<u64>();
         if let Some(max) = kernel.max_threads.filter(|&max| threads > u64::from(max)) {
             return Err(format!("blocks of {threads} threads; the kernel was compiled for at most {max}"));
+        }
+        if smem_bytes > self.model.smem_kib << 10 {
+            return Err(format!(
+                "{smem_bytes} bytes of shared memory per block; the card has {} KiB",
+                self.model.smem_kib
+            ));
         }
         let seed = launch_seed(self.base_seed, launch);
         let cluster = [cluster, 1, 1];

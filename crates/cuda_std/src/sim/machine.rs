@@ -369,7 +369,8 @@ impl Machine {
     pub(super) fn generation(&self) -> Generation {
         match self.arch {
             Arch::Sm61 | Arch::Sm80 => Generation::Ampere,
-            Arch::Sm90a => Generation::Hopper,
+            // Nobody has looked at Blackwell's sums: taken to be Hopper's.
+            Arch::Sm90a | Arch::Sm100 => Generation::Hopper,
         }
     }
 
@@ -738,7 +739,7 @@ pub(super) fn max_shared_bytes(arch: Arch) -> u32 {
     match arch {
         Arch::Sm61 => 48 << 10,
         Arch::Sm80 => 163 << 10,
-        Arch::Sm90a => 227 << 10,
+        Arch::Sm90a | Arch::Sm100 => 227 << 10,
     }
 }
 

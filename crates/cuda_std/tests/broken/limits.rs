@@ -21,6 +21,7 @@ fn shared_memory_over_the_limit() {
         (Arch::Sm61, 96 << 10, "98304 bytes of shared memory per block: sm_61 has 49152"),
         (Arch::Sm80, 164 << 10, "167936 bytes of shared memory per block: sm_80 has 166912"),
         (Arch::Sm90a, 228 << 10, "233472 bytes of shared memory per block: sm_90a has 232448"),
+        (Arch::Sm100, 228 << 10, "233472 bytes of shared memory per block: sm_100 has 232448"),
     ] {
         let launch = launch.arch(arch);
         Defective::new(SOURCE, launch.shared_bytes(bytes))

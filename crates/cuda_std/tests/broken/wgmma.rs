@@ -1,7 +1,7 @@
 //! `wgmma`: its registers, its operands in shared memory, its warpgroup.
 
 use crate::harness::{Defective, Form, floats, launch, tid};
-use cuda_std::sim::{Defect, Launch};
+use cuda_std::sim::{Arch, Defect, Launch};
 use cuda_std::wgmma::{Accumulate, Descriptor, KMajor, Swizzle};
 use cuda_std::{cp_async, fence, global, mbarrier, shared, thread, tma, wgmma};
 use half::bf16;
@@ -42,6 +42,26 @@ unsafe fn multiply(sums: &mut [f32; 4], accumulate: Accumulate) {
 #[track_caller]
 unsafe fn store(out: *mut f32, sums: [f32; 4]) {
     global::store(out.cast::<[f32; 4]>().add(tid() as usize), sums);
+}
+
+/// A kernel of Hopper on a card of Blackwell, which has TMA and clusters, but other tensor cores.
+unsafe fn product_on_a_later_card(form: Form, out: *mut f32) {
+    let mut sums = [16.0; 4];
+    if form == Form::Broken {
+        wgmma::fence(); // reported
+        multiply(&mut sums, Accumulate::Overwrite);
+    }
+    store(out, sums);
+}
+
+#[test]
+fn wgmma_is_of_hopper_alone() {
+    let text = "`wgmma.fence` needs sm_90a, and this is sm_100";
+    Defective::new(SOURCE, group("product_on_a_later_card").arch(Arch::Sm100))
+        .output("out", floats(PRODUCT.repeat(128)))
+        .caught(1, Defect::Unsupported, text, |form, [out]| unsafe {
+            product_on_a_later_card(form, out as _)
+        });
 }
 
 /// The accumulators are stored before the wait that gives them back.

@@ -1,7 +1,9 @@
 //! TMA, clusters, and mbarriers that count bytes.
 
+#[cfg(not(lacks_wgmma))]
+use cuda_std::registers;
 use cuda_std::tma::TensorMap;
-use cuda_std::{cluster, fence, grid, kernel, mbarrier, registers, shared, thread, tma};
+use cuda_std::{cluster, fence, grid, kernel, mbarrier, shared, thread, tma};
 
 use crate::{load, store};
 
@@ -227,6 +229,7 @@ pub unsafe fn probe_multicast(input: *const u32, output: *mut u32, maps: *const 
 
 /// Two warpgroups exchange registers, and the kernel says that its dependents may start. Input of a block: 256 words.
 /// Results: the words plus one.
+#[cfg(not(lacks_wgmma))]
 #[kernel(max_threads = 256, min_blocks = 1)]
 pub unsafe fn probe_registers(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     let thread = thread::thread_idx_x();

@@ -11,7 +11,7 @@ mod tensor;
 mod warp;
 mod wgmma;
 
-use abi::Arch;
+use abi::{Arch, Need};
 use cuda_std::sim::tensor_core::Generation;
 use probes::{Card, Case, simulate};
 
@@ -45,7 +45,7 @@ fn agree_in(place: Where, cases: &[Case]) {
     if place == Where::Both {
         for case in cases {
             for arch in floors(case) {
-                let generation = if arch == Arch::Sm90a { Generation::Hopper } else { Generation::Ampere };
+                let generation = if arch.has(Need::Tma) { Generation::Hopper } else { Generation::Ampere };
                 for seed in 0..2 {
                     let output = simulate(case, arch, seed).map_err(|error| error.to_string());
                     let result = output.and_then(|output| (case.check)(generation, &output));
