@@ -234,6 +234,7 @@ fn blackwell_takes_what_it_can_run() {
         precision: Precision::Full,
         bias: Bias::None,
         epilogue: Epilogue::NONE,
+        weight: None,
     };
     for (card, tile, ring) in [
         (Card::new(Arch::Sm100), "matmul_bf16__m128n256__sm80", "attention_bf16__decode_ring_d128_r8__sm80"),
