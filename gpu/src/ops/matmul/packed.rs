@@ -151,7 +151,8 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
             while step < 4 {
                 let scale = packed.scale(&raw, step as u32);
                 let values = weight::values::<C>(&words, step, packed.zero::<C>(&raw, step as u32));
-                let minimum = if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
+                let minimum =
+                    if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut i = 0;
                 while i < ROWS {
@@ -243,7 +244,9 @@ unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const UNROLL: u
             while u < UNROLL {
                 let k = (tile + u as u32) * TILE_K + lane % 4 * 4;
                 if tile + (u as u32) < end_tile {
-                    add_tile::<C, T, FRAGMENTS, WIDE>(packed, &words[u], &raw[u], &from, k, dims.k, &mut sums);
+                    add_tile::<C, T, FRAGMENTS, WIDE>(
+                        packed, &words[u], &raw[u], &from, k, dims.k, &mut sums,
+                    );
                 }
                 u += 1;
             }
@@ -345,7 +348,8 @@ unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &Matmu
             let mut step = 0;
             while step < 4 {
                 let scale = packed.scale(&raw, step as u32);
-                let minimum = if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
+                let minimum =
+                    if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
                 let values = weight::values::<C>(&words, step, packed.zero::<C>(&raw, step as u32));
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut half = 0;
@@ -397,8 +401,7 @@ macro_rules! entry {
             how: MatmulEpilogue,
             weight: WeightDims,
         ) {
-            let $packed =
-                Packed { codes, scales, zeros, minimums, supers, super_minimums, dims: weight };
+            let $packed = Packed { codes, scales, zeros, minimums, supers, super_minimums, dims: weight };
             let $end = Epilogue::new(bias, residual, out, &dims, &how);
             let $a = a;
             grid::begin();

@@ -80,7 +80,9 @@ impl Matmul {
                 self.check_weight(at, weight, layout, up.is_some())?;
                 weight.outline(dtype)?
             }
-            (MatmulB::Matrix(_), Some(_)) => return at.refuse("b", "a packed weight, as planned", "a matrix"),
+            (MatmulB::Matrix(_), Some(_)) => {
+                return at.refuse("b", "a packed weight, as planned", "a matrix");
+            }
             (MatmulB::Packed(_), None) => return at.refuse("b", "a matrix, as planned", "a packed weight"),
         };
         let b_strides: [u32; 2] = at.elements("b", args_b, dtype, &b_sizes[from..])?;
@@ -199,7 +201,11 @@ impl Matmul {
     fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout, up: bool) -> Result<(), Error> {
         let sizes = [self.problem.b_rows(), self.problem.k];
         if weight.layout() != layout {
-            return at.refuse("b", format!("a weight of {layout:?}, as planned"), format!("{:?}", weight.layout()));
+            return at.refuse(
+                "b",
+                format!("a weight of {layout:?}, as planned"),
+                format!("{:?}", weight.layout()),
+            );
         }
         if [weight.n(), weight.k()] != sizes || weight.experts() != 1 {
             let got = format!("{} of {:?}", weight.experts(), [weight.n(), weight.k()]);

@@ -30,11 +30,11 @@ pub use abi::ops::matmul::{
     MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile, PackedVariant,
     STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
-pub use packed::{PackedChoice, PackedChoices, select as select_packed};
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
 pub(crate) use check::{Shapes, check_bias, rows_aligned};
+pub use packed::{PackedChoice, PackedChoices, select as select_packed};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
@@ -385,7 +385,9 @@ impl Matmul {
             // No rows or columns: nothing is launched.
             Backend::Packed(_) if dims.m == 0 || dims.n == 0 => Ok(()),
             Backend::Packed(kernels) => {
-                let Some(weight) = weight else { return at.refuse("b", "a packed weight, as planned", "a matrix") };
+                let Some(weight) = weight else {
+                    return at.refuse("b", "a packed weight, as planned", "a matrix");
+                };
                 kernels.run(stream, (args, weight), dims, &how)
             }
             Backend::Cpu => {

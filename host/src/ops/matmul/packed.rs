@@ -146,7 +146,12 @@ struct Dense {
 /// Checks what does not depend on the device.
 pub(super) fn check_problem(problem: &MatmulProblem, layout: &Layout) -> Result<(), Error> {
     if let Some(expected) = layout.problem() {
-        return Err(Error::invalid(OP, "problem", format!("a weight with {expected}"), format!("{layout:?}")));
+        return Err(Error::invalid(
+            OP,
+            "problem",
+            format!("a weight with {expected}"),
+            format!("{layout:?}"),
+        ));
     }
     if problem.batch != 1 {
         let got = problem.batch.to_string();
@@ -159,7 +164,11 @@ pub(super) fn check_problem(problem: &MatmulProblem, layout: &Layout) -> Result<
 }
 
 impl PackedKernels {
-    pub(super) fn new(device: &Device, problem: &MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
+    pub(super) fn new(
+        device: &Device,
+        problem: &MatmulProblem,
+        choices: PackedChoices,
+    ) -> Result<Self, Error> {
         let PackedChoices { simt, mma, dense_from, split_log2 } = choices;
         let load = |choices: Vec<PackedChoice>| {
             choices
@@ -170,7 +179,8 @@ impl PackedKernels {
                 })
                 .collect::<Result<Vec<_>, Error>>()
         };
-        let layout = problem.weight.ok_or_else(|| Error::invalid(OP, "problem", "a packed weight", "none"))?;
+        let layout =
+            problem.weight.ok_or_else(|| Error::invalid(OP, "problem", "a packed weight", "none"))?;
         let dense = dense_from.map(|from| Dense::new(device, problem, &layout, from)).transpose()?;
         Ok(PackedKernels { simt: load(simt)?, mma: load(mma)?, split_log2, dense })
     }
@@ -247,7 +257,9 @@ impl Dense {
         let variant = UNPACK_VARIANTS
             .iter()
             .find(|variant| variant.dtype == problem.dtype && variant.codes == layout.codes)
-            .ok_or_else(|| Error::invalid(OP, "problem", "a layout that can be unpacked", format!("{layout:?}")))?;
+            .ok_or_else(|| {
+                Error::invalid(OP, "problem", "a layout that can be unpacked", format!("{layout:?}"))
+            })?;
         let matmul = Matmul::plan(device, MatmulProblem { n: stripe, weight: None, ..*problem })?;
         let rows = if problem.is_gated() { 2 * stripe } else { stripe };
         let workspace =
@@ -273,13 +285,15 @@ impl Dense {
             let end = cols.min(start + self.stripe);
             let rows_of_column = if gated { 2 } else { 1 };
             let rows = (end - start) * rows_of_column;
-            let of_weight = WeightDims {
-                first_block: (start * rows_of_column) as u32 / TILE_ROWS,
-                ..weight.dims()
-            };
+            let of_weight =
+                WeightDims { first_block: (start * rows_of_column) as u32 / TILE_ROWS, ..weight.dims() };
             // A matrix of `rows` rows of k.
-            let shape =
-                MatmulDims { n: rows as u32, out_stride: dims.k, access: OUT_IN_QUADS * u32::from(dims.k.is_multiple_of(4)), ..*dims };
+            let shape = MatmulDims {
+                n: rows as u32,
+                out_stride: dims.k,
+                access: OUT_IN_QUADS * u32::from(dims.k.is_multiple_of(4)),
+                ..*dims
+            };
             let [codes, scales, zeros, minimums, supers, super_minimums] = weight.params();
             let stripe = unpacked.view().slice(0, 0..rows)?;
             let params = [
