@@ -5,6 +5,7 @@ use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, Precision, reference,
 };
+use warpforge::weight::{Quantised, Scheme, Weight};
 use warpforge::{DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row, floats};
@@ -22,6 +23,61 @@ pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
         bencher.case("matmul", case.name, |bencher| time(bencher, case));
     }
+    for (name, scheme) in Scheme::NAMED {
+        for [n, k] in PACKED_SIZES {
+            for m in PACKED_ROWS {
+                let label = format!("packed {name} {m}x{n}x{k}");
+                bencher.case("matmul", &label, |bencher| time_packed(bencher, scheme, [m, n, k]));
+            }
+        }
+    }
+}
+
+/// Weights of projections: a large one, and those of Qwen3-4B.
+const PACKED_SIZES: [[usize; 2]; 4] = [[28672, 8192], [19456, 2560], [6144, 2560], [2560, 9728]];
+const PACKED_ROWS: [usize; 6] = [1, 8, 16, 32, 64, 4096];
+
+/// A product with a packed weight: the rows are made, and not stored, before they are quantised.
+fn time_packed(bencher: &mut Bencher, scheme: Scheme, [m, n, k]: [usize; 3]) -> Result<(), Failure> {
+    let dtype = DType::BF16;
+    let problem = MatmulProblem { weight: Some(scheme.layout()), ..MatmulProblem::new(m, n, k, dtype) };
+    let plan = Matmul::plan(&bencher.device, problem)?;
+    let report = plan.report();
+    let shape = json!({ "m": m, "n": n, "k": k, "weight": format!("{:?}", scheme.layout()) });
+    let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let source = |seed: u64| {
+        let rows = move |row: usize, values: &mut [f32]| {
+            let mut state = (row as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed;
+            for value in values {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
+            }
+        };
+        Quantised::new([n, k], scheme, rows)
+    };
+    let mut sets = bencher.sets(|bencher, seed| {
+        let a = bencher.random(&[m, k], dtype, seed)?;
+        let weight = Weight::pack(&bencher.stream, &source(seed)?)?;
+        Ok((a, weight, Tensor::empty(&bencher.stream, &[m, n], dtype)?, seed))
+    })?;
+    let run = |stream: &Stream, (a, weight, out, _): &mut (Tensor, Weight, Tensor, u64)| {
+        plan.run(stream, MatmulArgs::new(a.view(), &*weight, out.view_mut()))
+    };
+    let verify = |stream: &Stream, (a, _, out, seed): &(Tensor, Weight, Tensor, u64)| {
+        let a = first_row(a, stream)?;
+        let (source, mut row) = (source(*seed)?, vec![0.0; k]);
+        let mut b = Vec::new();
+        for index in 0..CHECKED {
+            source.dequantise(index, &mut row);
+            b.extend(row.iter().map(|&value| f64::from(value)));
+        }
+        let want = reference::matmul::<f64>(&a, &b, None, [1, CHECKED, k], |v| v);
+        expect_close(dtype, &first_row(out, stream)?[..want.len()], &want)
+    };
+    bencher.time(&report, &mut sets, run, verify)
 }
 
 fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
