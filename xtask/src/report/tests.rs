@@ -169,7 +169,7 @@ fn the_readme_says_where_a_peer_is_faster() {
     measured(folder.path(), &[&[run_line(0)], &cases[..]].concat(), &peers);
     let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
     let sentence =
-        "Of the 3 cases of that run that have a peer, it was faster in 2: rope c (0.50); rope a (0.90).";
+        "Of the 3 cases of that run that have a peer, the peer was faster in 2: rope c (0.50); rope a (0.90).";
     assert!(text.contains(sentence), "{text}");
 }
 
