@@ -168,8 +168,7 @@ fn the_readme_says_where_a_peer_is_faster() {
         [("a", 9.0), ("b", 12.0), ("c", 5.0)].map(|(name, us)| peer(&format!("rope {name}"), 0, "torch", us));
     measured(folder.path(), &[&[run_line(0)], &cases[..]].concat(), &peers);
     let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
-    let sentence =
-        "Of the 3 cases of that run that have a peer, the peer was faster in 2: rope c (0.50); rope a (0.90).";
+    let sentence = "Of the 3 cases of that run that have a peer, the peer was faster in 2: rope c (0.50); rope a (0.90).";
     assert!(text.contains(sentence), "{text}");
 }
 
