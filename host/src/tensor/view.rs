@@ -57,7 +57,7 @@ impl RawView {
             return Ok(());
         }
         let bytes = self.dtype.bytes();
-        if self.address == 0 || self.address % bytes as u64 != 0 {
+        if self.address == 0 || !self.address.is_multiple_of(bytes as u64) {
             let expected = format!("an address that is a multiple of {bytes}, and not null");
             return Err(Error::invalid(op, "address", expected, format!("{:#x}", self.address)));
         }

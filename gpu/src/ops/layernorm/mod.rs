@@ -135,7 +135,7 @@ unsafe fn far_row<T: Element>(
     // The next element of this thread's pieces.
     let next = |col: u32| {
         let per_piece = T::PER_16_BYTES as u32;
-        if (col + 1) % per_piece == 0 { col + 1 + (members - 1) * per_piece } else { col + 1 }
+        if (col + 1).is_multiple_of(per_piece) { col + 1 + (members - 1) * per_piece } else { col + 1 }
     };
     let (first, end) = (thread::opaque(member * T::PER_16_BYTES as u32), num_chunks * T::PER_16_BYTES as u32);
     // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by all

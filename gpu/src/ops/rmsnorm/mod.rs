@@ -107,7 +107,7 @@ unsafe fn far_row<T: Element>(
     // The next element of this thread's pieces.
     let next = |col: u32| {
         let per_piece = T::PER_16_BYTES as u32;
-        if (col + 1) % per_piece == 0 { col + 1 + (members - 1) * per_piece } else { col + 1 }
+        if (col + 1).is_multiple_of(per_piece) { col + 1 + (members - 1) * per_piece } else { col + 1 }
     };
     let (first, end) =
         (thread::opaque(member * T::PER_16_BYTES as u32), if row < dims.rows { dims.cols } else { 0 });
