@@ -92,7 +92,7 @@ fn allocations(device: &Device, sample: &Sample) -> Result<usize, Error> {
 #[test]
 fn runs_allocate_nothing() -> Result<(), Error> {
     let card = Device::simulated(Arc::new(Idle { next: AtomicU64::new(256) }))?;
-    for arch in Arch::ALL {
+    for arch in Arch::ALL.into_iter().filter(|arch| arch.runs_on(9, 0)) {
         let device = card.with_arch(arch)?;
         // Kernels of few rows, and of many: pairs for one block, and for more; token by token, and in chunks.
         for rows in [1, 4, 300, 4096] {

@@ -341,10 +341,12 @@ fn packed_stripes() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Rows of few rows' kernels are independent of each other, and of how many there are.
+/// Rows of few rows' kernels are independent of each other, and of how many there are. fp8 with small groups has none on tensor cores.
 #[test]
 fn packed_rows_are_independent() -> Result<(), TestCaseError> {
-    for (i, layout) in layouts().into_iter().filter(|layout| layout.rows == 1).step_by(11).enumerate() {
+    let mut layouts = layouts();
+    layouts.retain(|layout| layout.rows == 1 && (layout.codes != Codes::E4m3 || layout.is_wide()));
+    for (i, layout) in layouts.into_iter().step_by(11).enumerate() {
         let dtype = [DType::BF16, DType::F16][i % 2];
         let (m, n, k) = (40, 48, 512);
         let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };

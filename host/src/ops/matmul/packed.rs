@@ -58,12 +58,15 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
             .filter(|variant| few && variant.dtype == dtype && variant.codes == layout.codes)
             .filter(|variant| limits.floor.runs(variant.floor))
             .filter(|variant| match variant.tile {
-                PackedTile::Mma { wide, .. } => wide == layout.is_wide() && k.is_multiple_of(4),
+                // Those of narrow groups take wide ones too.
+                PackedTile::Mma { wide, .. } => (layout.is_wide() || !wide) && k.is_multiple_of(4),
                 PackedTile::Simt { .. } => true,
             })
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
             .collect();
-        rungs.sort_by_key(|rung| rung.max_rows);
+        let is_narrow = |rung: &PackedChoice| matches!(rung.variant.tile, PackedTile::Mma { wide: false, .. });
+        rungs.sort_by_key(|rung| (rung.max_rows, is_narrow(rung)));
+        rungs.dedup_by_key(|rung| rung.max_rows);
         if let Some(last) = rungs.last_mut() {
             last.max_rows = usize::MAX;
         }
@@ -89,7 +92,7 @@ pub(super) fn forced(
         return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
     };
     let fits = match variant.tile {
-        PackedTile::Mma { wide, .. } => wide == layout.is_wide() && problem.k.is_multiple_of(4),
+        PackedTile::Mma { wide, .. } => (layout.is_wide() || !wide) && problem.k.is_multiple_of(4),
         PackedTile::Simt { .. } => true,
     };
     let MatmulProblem { dtype, out_dtype, .. } = *problem;
