@@ -236,15 +236,12 @@ fn blackwell_takes_what_it_can_run() {
         epilogue: Epilogue::NONE,
         weight: None,
     };
-    for (card, tile, ring) in [
-        (Card::new(Arch::Sm100), "matmul_bf16__m128n256__sm80", "attention_bf16__decode_ring_d128_r8__sm80"),
-        (Card::rtx_5090(), "matmul_bf16__m128n128__sm80", "attention_bf16__decode_ring_d128_r8__sm80"),
-    ] {
+    for card in [Card::new(Arch::Sm100), Card::rtx_5090()] {
         let card = Device::simulated(Arc::new(card)).unwrap();
         assert_eq!(card.limits().unwrap().floor, Arch::Sm100);
         assert!(card.with_arch(Arch::Sm90a).is_err() && card.with_arch(Arch::Sm80).is_ok());
         let matmul = Matmul::plan(&card, product).unwrap();
-        assert!(matmul.report().variant.contains(tile), "{:?}", matmul.report());
+        assert!(matmul.report().variant.ends_with("__sm80"), "{:?}", matmul.report());
         let problem = AttentionProblem {
             batch: 1,
             seq_q: 1,
@@ -262,7 +259,8 @@ fn blackwell_takes_what_it_can_run() {
             page_size: None,
         };
         let attention = Attention::plan(&card, problem).unwrap();
-        assert!(attention.report().variant.contains(ring), "{:?}", attention.report());
+        let ring = "attention_bf16__decode_ring_d128_r8__sm80";
+        assert_eq!(attention.report().variant, ring, "{:?}", attention.report());
     }
 }
 
