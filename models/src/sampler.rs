@@ -33,7 +33,7 @@ impl SessionSampler {
         if rows == 0 {
             let got = "a session without logits";
             return Err(Error::invalid(
-                "Sampler",
+                "SessionSampler",
                 "session",
                 "a prompt or a decode step that went well",
                 got,

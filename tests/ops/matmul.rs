@@ -232,8 +232,8 @@ fn nothing_and_one() -> Result<(), TestCaseError> {
 /// Each activation, by itself and as a gate, at the end of each kernel.
 #[test]
 fn every_activation() -> Result<(), TestCaseError> {
-    let plain = abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry));
-    let missing = RefCell::new(plain.collect::<BTreeSet<&str>>());
+    let of_matrices = abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry));
+    let missing = RefCell::new(of_matrices.collect::<BTreeSet<&str>>());
     let wanted = |entry: &str| {
         missing.borrow_mut().remove(entry);
         true
