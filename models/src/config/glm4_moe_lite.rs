@@ -185,3 +185,155 @@ fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>, ModelE
     };
     types.iter().enumerate().map(is_sparse).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    /// GLM-4.7-Flash's layers: the first dense, the others with experts.
+    fn glm(num_layers: usize, latent: LatentConfig, dense_size: usize, moe: MoeConfig) -> DecoderConfig {
+        let layer = |feed_forward| LayerConfig { mixer: MixerConfig::Latent(latent), feed_forward };
+        let mlp = MlpConfig { intermediate_size: dense_size, activation: Activation::Silu };
+        let mut layers = vec![layer(FeedForwardConfig::Moe(moe)); num_layers];
+        layers[0] = layer(FeedForwardConfig::Mlp(mlp));
+        DecoderConfig {
+            vocab_size: 154880,
+            hidden_size: 2048,
+            norm: NormConfig { eps: 1e-5, weight: NormWeight::Plain },
+            layers,
+            tie_word_embeddings: false,
+            max_position_embeddings: 202752,
+            rope: RopeConfig { rotary_dim: latent.rope, ..default_rope(1e6) },
+        }
+    }
+
+    /// Experts by sigmoid scores, beside a shared one.
+    fn glm_experts(num_experts: usize, top_k: usize, intermediate_size: usize) -> MoeConfig {
+        let expert = MlpConfig { intermediate_size, activation: Activation::Silu };
+        MoeConfig {
+            num_experts,
+            top_k,
+            expert,
+            score: RouterScore::Sigmoid,
+            correction_bias: true,
+            groups: None,
+            weights: RouterWeights::Normalised,
+            scale: 1.8,
+            round_weights: false,
+            shared: Some(SharedExpertConfig { mlp: expert, name: "shared_experts", gate: false }),
+        }
+    }
+
+    const GLM_LATENT: LatentConfig = LatentConfig {
+        heads: 20,
+        q_latent: Some(768),
+        latent: 512,
+        nope: 192,
+        rope: 64,
+        value: 256,
+        bias: false,
+        eps: 1e-6,
+        scale: 1.0 / 16.0,
+        style: RopeStyle::Interleaved,
+    };
+
+    #[test]
+    fn latent_attention() {
+        let published = published("glm-4.7-flash");
+        let expected = glm(47, GLM_LATENT, 10240, glm_experts(64, 4, 1536));
+        assert_eq!((published.architecture, &published.decoder), (Architecture::Glm4MoeLite, &expected));
+        assert_eq!(published.eos_token_ids, [154820, 154827, 154829]);
+
+        let latent = LatentConfig {
+            heads: 4,
+            q_latent: Some(48),
+            latent: 32,
+            nope: 24,
+            rope: 16,
+            value: 32,
+            scale: 0.158_113_88,
+            ..GLM_LATENT
+        };
+        let small =
+            DecoderConfig { vocab_size: 384, hidden_size: 64, ..glm(3, latent, 160, glm_experts(8, 2, 48)) };
+        assert_eq!(repository("tests/golden/glm4_moe_lite").decoder, small);
+
+        let parse = |fields: &str| parse(&format!(r#"{{"model_type": "glm4_moe_lite"{fields}}}"#));
+        let read = |fields: &str| parse(fields).unwrap().decoder;
+        let defaults = DecoderConfig { rope: RopeConfig { rotary_dim: 64, ..default_rope(1e4) }, ..expected };
+        assert_eq!(read(""), defaults);
+        // What other readers of this file go by has no effect; `head_dim` is the rotated width.
+        assert_eq!(
+            read(r#", "first_k_dense_replace": 3, "scoring_func": "softmax", "head_dim": 64"#),
+            defaults
+        );
+        let mixer = |fields: &str| match read(fields).layers[0].mixer {
+            MixerConfig::Latent(latent) => latent,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(mixer(r#", "q_lora_rank": null"#), LatentConfig { q_latent: None, ..GLM_LATENT });
+        assert_eq!(
+            mixer(r#", "rope_interleave": false, "attention_bias": true"#),
+            LatentConfig { style: RopeStyle::HalfSplit, bias: true, ..GLM_LATENT }
+        );
+        let scale = |fields: &str| mixer(&format!(r#", "rope_parameters": {{{fields}}}"#)).scale * 16.0;
+        assert_eq!(scale(r#""rope_type": "default", "factor": 4.0, "mscale_all_dim": 1.0"#), 1.0);
+        assert_eq!(scale(r#""rope_type": "yarn", "factor": 4.0"#), 1.0);
+        let factor = 0.1 * 4f64.ln() + 1.0;
+        let got = scale(r#""rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0"#);
+        assert!((f64::from(got) - factor * factor).abs() < 1e-6, "{got}");
+
+        let groups = |fields: &str| match read(fields).layers[1].feed_forward {
+            FeedForwardConfig::Moe(moe) => {
+                (moe.groups, moe.shared.map(|shared| shared.mlp.intermediate_size))
+            }
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(
+            groups(r#", "n_group": 8, "topk_group": 4, "n_shared_experts": 2"#),
+            (Some(ExpertGroups { num_groups: 8, top_groups: 4 }), Some(3072))
+        );
+        assert_eq!(groups(r#", "n_shared_experts": 0"#), (None, None));
+        assert_eq!(
+            groups(r#", "n_group": 32, "topk_group": 2"#),
+            (Some(ExpertGroups { num_groups: 32, top_groups: 2 }), Some(1536))
+        );
+        let types = read(r#", "num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]"#).layers;
+        assert!(matches!(types[0].feed_forward, FeedForwardConfig::Moe(_)));
+        assert!(matches!(types[1].feed_forward, FeedForwardConfig::Mlp(_)));
+        let error = |fields: &str| parse(fields).unwrap_err().to_string();
+        for (fields, expected) in [
+            (r#""n_routed_experts": 3"#, "num_experts_per_tok must be at most n_routed_experts, got 4 and 3"),
+            (
+                r#""n_group": 3"#,
+                "n_group must divide n_routed_experts into groups of at least 2, got 3 and 64",
+            ),
+            (
+                r#""n_routed_experts": 4, "n_group": 4"#,
+                "n_group must divide n_routed_experts into groups of at least 2, got 4 and 4",
+            ),
+            (r#""n_group": 33"#, "n_group: expected an integer from 1 to 32, got 33"),
+            (r#""n_group": 8, "topk_group": 9"#, "topk_group must be at most n_group, got 9 and 8"),
+            (r#""topk_group": 2"#, "topk_group must be at most n_group, got 2 and 1"),
+            (
+                r#""n_group": 32"#,
+                "num_experts_per_tok must be at most the experts of topk_group groups, got 4 and 1 groups of 2",
+            ),
+        ] {
+            assert_eq!(error(&format!(", {fields}")), format!("config.json: {expected}"));
+        }
+        assert_eq!(
+            error(r#", "mlp_layer_types": ["dense"]"#),
+            "config.json: mlp_layer_types must have num_hidden_layers entries, got 1 and 47"
+        );
+        assert_eq!(
+            error(r#", "num_hidden_layers": 1, "mlp_layer_types": ["mixed"]"#),
+            "config.json: mlp_layer_types[0]: \"mixed\" is not supported; supported: dense, sparse"
+        );
+        assert_eq!(
+            error(r#", "partial_rotary_factor": 0.5"#),
+            "config.json: partial_rotary_factor must leave all qk_rope_head_dim dimensions rotated, got 32 of 64"
+        );
+    }
+}

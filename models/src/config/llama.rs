@@ -135,3 +135,75 @@ fn decoder(
         )?,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    /// With the defaults of transformers' classes, and what published files of each type say.
+    #[test]
+    fn llama_and_its_like() {
+        let decoder =
+            |text: &str| parse(text).map(|config| config.decoder).map_err(|error| error.to_string());
+        let of = |decoder: &DecoderConfig, layer: usize| match decoder.layers[layer].mixer {
+            MixerConfig::Attention(attention) => attention,
+            other => panic!("{other:?}"),
+        };
+        let plain = AttentionConfig { qk_norm: false, ..heads(32, 32, 128) };
+
+        let llama = decoder(r#"{"model_type": "llama"}"#).unwrap();
+        assert_eq!((llama.vocab_size, llama.hidden_size, llama.layers.len()), (32000, 4096, 32));
+        assert_eq!((llama.max_position_embeddings, llama.rope), (2048, default_rope(1e4)));
+        assert_eq!(of(&llama, 31), plain);
+        // Llama 3.2 1B: heads of 64, the rotation of version 3.
+        let text = r#"{"model_type": "llama", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": null, "attention_bias": true, "rope_theta": 500000.0, "rope_scaling": {"factor": 32.0,
+            "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3"}}"#;
+        let small = decoder(text).unwrap();
+        let biased = AttentionConfig { bias: true, output_bias: true, qk_norm: false, ..heads(32, 8, 64) };
+        assert_eq!(of(&small, 0), biased);
+        let (frequencies, base) =
+            (small.rope.inv_freq().unwrap(), |pair: i32| 500000f64.powf(-f64::from(pair) / 32.0));
+        // By turns over 8192 tokens: many are kept, few divided by 32, between 1 and 4 a mean of both.
+        assert_eq!((frequencies[0], small.rope.attention_factor()), (1.0, 1.0));
+        assert!((frequencies[31] / base(31) - 1.0 / 32.0).abs() < 1e-12);
+        let turns = 8192.0 * base(16) / std::f64::consts::TAU;
+        assert!((1.0..4.0).contains(&turns), "{turns}");
+        let kept = (turns - 1.0) / 3.0;
+        assert!((frequencies[16] / base(16) - (kept + (1.0 - kept) / 32.0)).abs() < 1e-12);
+
+        let mistral = decoder(r#"{"model_type": "mistral"}"#).unwrap();
+        assert_eq!(of(&mistral, 0), AttentionConfig { heads_kv: 8, window: Some(4096), ..plain });
+        let mistral = decoder(r#"{"model_type": "mistral", "sliding_window": null}"#).unwrap();
+        assert_eq!(of(&mistral, 0).window, None);
+        let qwen2 = decoder(r#"{"model_type": "qwen2", "use_sliding_window": true}"#).unwrap();
+        assert_eq!(of(&qwen2, 27), AttentionConfig { bias: true, ..plain });
+        assert_eq!(of(&qwen2, 28).window, Some(4096));
+
+        let message = |rest: &str| decoder(&format!(r#"{{"model_type": "llama", {rest}}}"#)).unwrap_err();
+        assert_eq!(
+            message(r#""mlp_bias": true"#),
+            "config.json: mlp_bias: true is not supported; supported: false"
+        );
+        assert_eq!(
+            message(r#""hidden_size": 100"#),
+            "config.json: hidden_size must be a multiple of num_attention_heads where there is no head_dim, got 100 and 32"
+        );
+        assert_eq!(
+            message(r#""num_key_value_heads": 5"#),
+            "config.json: num_attention_heads must be a multiple of num_key_value_heads, got 32 and 5"
+        );
+        assert_eq!(
+            message(r#""num_key_value_heads": 0"#),
+            "config.json: num_key_value_heads: expected a number of heads, or null, got 0"
+        );
+        assert_eq!(
+            message(
+                r#""rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}"#
+            ),
+            "config.json: rope_scaling.high_freq_factor: expected a number above low_freq_factor, 4, got 4"
+        );
+    }
+}

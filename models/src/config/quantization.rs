@@ -454,3 +454,23 @@ fn scheme(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Sche
         other => Err(group.unsupported("format", other.into(), FORMATS)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    /// What has a reader of its own is neither refused nor unread here; a method that it lacks is named.
+    #[test]
+    fn quantization_is_read_elsewhere() {
+        let methods = r#""quantization_config": {"quant_method": "bitsandbytes"}"#;
+        assert_eq!(qwen3(methods).unwrap(), qwen3("").unwrap());
+        let text = format!(r#"{{"text_config": {{{methods}}}}}"#);
+        let root = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            QuantConfig::read(&root, Path::new("config.json")).unwrap_err().to_string(),
+            "config.json: text_config.quantization_config.quant_method: bitsandbytes is not supported; supported: fp8, gptq, \
+             awq, mxfp4, compressed-tensors, modelopt"
+        );
+    }
+}

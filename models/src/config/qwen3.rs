@@ -145,3 +145,110 @@ pub(super) fn read_activation(fields: &Fields, default: &str) -> Result<Activati
         other => Err(fields.unsupported("hidden_act", other.into(), SUPPORTED)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    #[test]
+    fn defaults_are_the_model_types() {
+        let expected = ModelConfig {
+            architecture: Architecture::Qwen3,
+            decoder: dense(32, heads(32, 32, 128), 22016, 1e4),
+            vision: None,
+            dtype: None,
+            eos_token_ids: vec![],
+            bos_token_id: None,
+            generation: GenerationConfig::default(),
+            unread_keys: vec![],
+        };
+        assert_eq!(qwen3("").unwrap(), expected);
+        let harmless = r#""use_cache": null, "attention_dropout": 0.1, "tie_encoder_decoder": false"#;
+        assert_eq!(qwen3(harmless).unwrap(), expected);
+        let unread =
+            qwen3(r#""some_future_key": {"a": [1]}, "rope_parameters": {"future": 1, "rope_theta": 1e4}"#);
+        let unread_keys = vec!["rope_parameters.future".into(), "some_future_key".into()];
+        assert_eq!(unread.unwrap(), ModelConfig { unread_keys, ..expected });
+    }
+
+    #[test]
+    fn published_configs() {
+        let config = published("qwen3-0.6b");
+        let small = DecoderConfig {
+            hidden_size: 1024,
+            tie_word_embeddings: true,
+            max_position_embeddings: 40960,
+            ..dense(28, heads(16, 8, 128), 3072, 1e6)
+        };
+        assert_eq!(config.decoder, small);
+        assert_eq!(config.dtype, Some(DType::BF16));
+        assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![151645], Some(151643)));
+
+        let config = published("qwen3-4b-instruct-2507");
+        let large = DecoderConfig {
+            hidden_size: 2560,
+            tie_word_embeddings: true,
+            max_position_embeddings: 262144,
+            ..dense(36, heads(32, 8, 128), 9728, 5e6)
+        };
+        assert_eq!(config.decoder, large);
+        assert_eq!(config.eos_token_ids, [151645, 151643]);
+    }
+
+    #[test]
+    fn kv_heads_default_and_null_differ() {
+        let heads_kv = |fields: &str| attention(&qwen3(fields).unwrap(), 0).heads_kv;
+        assert_eq!(heads_kv(r#""num_attention_heads": 64"#), 32);
+        assert_eq!(heads_kv(r#""num_attention_heads": 6, "num_key_value_heads": null"#), 6);
+    }
+
+    #[test]
+    fn activations() {
+        let activation =
+            |name: &str| match qwen3(&format!(r#""hidden_act": "{name}""#)).unwrap().decoder.layers[0] {
+                LayerConfig { feed_forward: FeedForwardConfig::Mlp(mlp), .. } => mlp.activation,
+                other => panic!("{other:?}"),
+            };
+        assert_eq!(activation("swish"), Activation::Silu);
+        assert_eq!(activation("gelu"), Activation::GeluErf);
+        assert_eq!(activation("gelu_pytorch_tanh"), Activation::GeluTanh);
+        assert_eq!(
+            message(r#""hidden_act": "relu2""#),
+            "config.json: hidden_act: relu2 is not supported; supported: silu, swish, gelu, gelu_pytorch_tanh, gelu_new"
+        );
+    }
+
+    #[test]
+    fn sliding_windows() {
+        let windows = |fields: &str| {
+            let fields = format!(r#""num_hidden_layers": 3, {fields}"#);
+            qwen3(&fields).map(|config| (0..3).map(|i| attention(&config, i).window).collect::<Vec<_>>())
+        };
+        let on = r#""use_sliding_window": true, "sliding_window": 16"#;
+        assert_eq!(windows(r#""sliding_window": 16, "max_window_layers": 0"#).unwrap(), [None; 3]);
+        assert_eq!(windows(&format!(r#"{on}, "max_window_layers": 1"#)).unwrap(), [None, Some(16), Some(16)]);
+        assert_eq!(windows(on).unwrap(), [None; 3]);
+        assert_eq!(windows(r#""use_sliding_window": true, "max_window_layers": 2"#).unwrap()[2], Some(4096));
+        let null = r#""use_sliding_window": true, "sliding_window": null, "max_window_layers": 0"#;
+        assert_eq!(windows(null).unwrap(), [None; 3]);
+        let types = r#""layer_types": ["sliding_attention", "full_attention", "sliding_attention"]"#;
+        let overridden = windows(&format!(r#"{on}, "max_window_layers": 1, {types}"#)).unwrap();
+        assert_eq!(overridden, [Some(16), None, Some(16)]);
+        assert_eq!(
+            windows(types).unwrap_err().to_string(),
+            "config.json: layer_types with sliding_attention needs use_sliding_window and sliding_window, got \
+             sliding_attention in layer 0 and no window"
+        );
+        assert_eq!(
+            windows(r#""layer_types": ["full_attention"]"#).unwrap_err().to_string(),
+            "config.json: layer_types must have num_hidden_layers entries, got 1 and 3"
+        );
+        let unknown = r#""layer_types": ["full_attention", "linear_attention", "full_attention"]"#;
+        assert_eq!(
+            windows(unknown).unwrap_err().to_string(),
+            "config.json: layer_types[1]: \"linear_attention\" is not supported; supported: full_attention, \
+             sliding_attention"
+        );
+    }
+}

@@ -114,3 +114,58 @@ pub(super) fn sparse_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bo
     let dense = fields.nullable("mlp_only_layers", "a list of layers", indices)?.unwrap_or_default();
     Ok((0..num_layers).map(|layer| (layer + 1).is_multiple_of(step) && !dense.contains(&layer)).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    #[test]
+    fn configs_with_experts() {
+        let config = repository("tests/golden/qwen3_moe");
+        let moe = experts(8, 2, 48, RouterWeights::Normalised);
+        let expected =
+            DecoderConfig { vocab_size: 384, hidden_size: 64, ..sparse(3, heads(4, 2, 32), moe, 1e7) };
+        assert_eq!((config.architecture, config.decoder), (Architecture::Qwen3Moe, expected));
+
+        let moe = experts(128, 8, 768, RouterWeights::Normalised);
+        let expected = DecoderConfig {
+            hidden_size: 2048,
+            max_position_embeddings: 262144,
+            ..sparse(48, heads(32, 4, 128), moe, 1e7)
+        };
+        assert_eq!(published("qwen3-coder-30b-a3b-instruct").decoder, expected);
+
+        let parse = |fields: &str| parse(&format!(r#"{{"model_type": "qwen3_moe"{fields}}}"#));
+        // A head's width is the hidden size over the heads where it is not said.
+        let moe = experts(128, 8, 768, RouterWeights::Scores);
+        let expected = DecoderConfig { hidden_size: 2048, ..sparse(24, heads(32, 4, 64), moe, 1e4) };
+        assert_eq!(parse("").unwrap().decoder, expected);
+        let windows = parse(r#", "use_sliding_window": true, "max_window_layers": 3"#).unwrap();
+        assert!((0..24).all(|layer| attention(&windows, layer).window == Some(4096)));
+
+        let is_dense = |fields: &str| -> Vec<bool> {
+            let layers = parse(&format!(r#", "num_hidden_layers": 4{fields}"#)).unwrap().decoder.layers;
+            let is_mlp = |layer: &LayerConfig| match layer.feed_forward {
+                FeedForwardConfig::Mlp(mlp) => {
+                    assert_eq!(mlp.intermediate_size, 6144);
+                    true
+                }
+                FeedForwardConfig::Moe(_) => false,
+            };
+            layers.iter().map(is_mlp).collect()
+        };
+        assert_eq!(is_dense(r#", "decoder_sparse_step": 2"#), [true, false, true, false]);
+        assert_eq!(is_dense(r#", "mlp_only_layers": [0, 3]"#), [true, false, false, true]);
+        assert_eq!(is_dense(r#", "num_experts": 0"#), [true; 4]);
+        let error = |fields: &str| parse(fields).unwrap_err().to_string();
+        assert_eq!(
+            error(r#", "num_local_experts": 4"#),
+            "config.json: num_experts_per_tok must be at most num_experts, got 8 and 4"
+        );
+        assert_eq!(
+            error(r#", "mlp_only_layers": 3"#),
+            "config.json: mlp_only_layers: expected a list of layers, got 3"
+        );
+    }
+}

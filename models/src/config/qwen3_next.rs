@@ -113,3 +113,76 @@ fn full_attention_layers(fields: &Fields, num_layers: usize) -> Result<Vec<bool>
     };
     types.iter().enumerate().map(is_full).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    #[test]
+    fn configs_with_delta_nets() {
+        let delta_net = |heads_k, heads_v, dim| DeltaNetConfig {
+            heads_k,
+            heads_v,
+            dim_k: dim,
+            dim_v: dim,
+            conv_width: 4,
+        };
+        let shared = |intermediate_size| {
+            let mlp = MlpConfig { intermediate_size, activation: Activation::Silu };
+            Some(SharedExpertConfig { mlp, name: "shared_expert", gate: true })
+        };
+        // Attention in every fourth layer.
+        let mixed = |num_layers, attention, delta_net, moe| {
+            let attention = AttentionConfig { output_gate: true, ..attention };
+            let mut config = sparse(num_layers, attention, moe, 5e6);
+            for layer in (0..num_layers).filter(|layer| layer % 4 != 3) {
+                config.layers[layer].mixer = MixerConfig::DeltaNet(delta_net);
+            }
+            DecoderConfig { norm: NormConfig { weight: NormWeight::ZeroCentred, ..config.norm }, ..config }
+        };
+        let rope = |theta, rotary_dim| RopeConfig { rotary_dim, ..default_rope(theta) };
+
+        let config = repository("tests/golden/qwen3_next");
+        let moe = MoeConfig { shared: shared(48), ..experts(8, 2, 32, RouterWeights::Normalised) };
+        let expected = DecoderConfig {
+            vocab_size: 384,
+            hidden_size: 64,
+            rope: rope(1e7, 8),
+            ..mixed(4, heads(4, 2, 32), delta_net(2, 4, 16), moe)
+        };
+        assert_eq!((config.architecture, config.decoder), (Architecture::Qwen3Next, expected));
+
+        let moe = MoeConfig { shared: shared(512), ..experts(512, 10, 512, RouterWeights::Normalised) };
+        let expected = DecoderConfig {
+            hidden_size: 2048,
+            max_position_embeddings: 262144,
+            rope: rope(5e6, 64),
+            ..mixed(48, heads(16, 2, 256), delta_net(16, 32, 128), moe)
+        };
+        assert_eq!(published("qwen3-coder-next").decoder, expected);
+
+        // The defaults are those sizes too.
+        let parse = |fields: &str| parse(&format!(r#"{{"model_type": "qwen3_next"{fields}}}"#));
+        let defaults = DecoderConfig { max_position_embeddings: 32768, rope: rope(1e4, 64), ..expected };
+        assert_eq!(parse("").unwrap().decoder, defaults);
+
+        let error = |fields: &str| parse(fields).unwrap_err().to_string();
+        assert_eq!(
+            error(r#", "linear_num_key_heads": 3"#),
+            "config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, got 32 and 3"
+        );
+        assert_eq!(
+            error(r#", "linear_conv_kernel_dim": 5"#),
+            "config.json: linear_conv_kernel_dim: expected an integer from 2 to 4, got 5"
+        );
+        assert_eq!(
+            error(r#", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]"#),
+            "config.json: layer_types[0]: \"sliding_attention\" is not supported; supported: full_attention, linear_attention"
+        );
+        assert_eq!(
+            error(r#", "hidden_act": "gelu""#),
+            "config.json: hidden_act: gelu_erf is not supported; supported: silu, swish"
+        );
+    }
+}

@@ -142,3 +142,86 @@ fn read_sections(text: &Fields) -> Result<[usize; 3], ModelError> {
     let rope = rope_fields(text, &empty)?;
     Ok(rope.nullable("mrope_section", "a list of three sizes", sections)?.unwrap_or([24, 20, 20]))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    #[test]
+    fn vision_configs() {
+        let config = published("qwen3-vl-2b-instruct");
+        let decoder = DecoderConfig {
+            hidden_size: 2048,
+            tie_word_embeddings: true,
+            max_position_embeddings: 262144,
+            ..dense(28, heads(16, 8, 128), 6144, 5e6)
+        };
+        let vision = VisionConfig {
+            depth: 24,
+            hidden_size: 1024,
+            heads: 16,
+            intermediate_size: 4096,
+            activation: Activation::GeluTanh,
+            channels: 3,
+            temporal_patch_size: 2,
+            patch_size: 16,
+            merge_size: 2,
+            out_hidden_size: 2048,
+            position_grid: 48,
+            rope_theta: 1e4,
+            deepstack_blocks: vec![5, 11, 17],
+            mrope_section: [24, 20, 20],
+            image_token: 151655,
+            video_token: 151656,
+            vision_start_token: 151652,
+            vision_end_token: 151653,
+            pixels: PixelConfig::default(),
+        };
+        assert_eq!(vision.patch_len(), 1536);
+        assert_eq!((config.architecture, config.decoder), (Architecture::Qwen3Vl, decoder));
+        assert_eq!((config.vision.as_ref(), config.dtype), (Some(&vision), Some(DType::BF16)));
+        assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![151645], Some(151643)));
+
+        let golden = repository("tests/golden/qwen3_vl");
+        let small = golden.vision.unwrap();
+        assert_eq!((small.mrope_section, small.position_grid, small.depth), ([6, 5, 5], 8, 3));
+        assert_eq!((golden.decoder.rope.theta, golden.decoder.tie_word_embeddings), (5e6, false));
+        assert_eq!((golden.dtype, golden.eos_token_ids), (Some(DType::F32), vec![1]));
+
+        // With the defaults of the classes, of which the widths do not fit each other.
+        let defaults = qwen3_vl(r#""hidden_size": 3584"#, "", "").unwrap();
+        assert_eq!(defaults.decoder.rope.theta, 5e5);
+        let large = VisionConfig {
+            depth: 27,
+            hidden_size: 1152,
+            intermediate_size: 4304,
+            out_hidden_size: 3584,
+            deepstack_blocks: vec![8, 16, 24],
+            ..vision
+        };
+        assert_eq!(defaults.vision, Some(large));
+    }
+
+    #[test]
+    fn vision_configs_that_contradict_themselves() {
+        let message = |text: &str, vision: &str| qwen3_vl(text, vision, "").unwrap_err().to_string();
+        let fits = r#""hidden_size": 3584"#;
+        assert_eq!(
+            message("", ""),
+            "config.json: vision_config.out_hidden_size must be text_config.hidden_size, got 3584 and 4096"
+        );
+        assert!(message(fits, r#""num_position_embeddings": 2305"#).contains("must be a square"));
+        assert!(message(fits, r#""num_heads": 7"#).contains("eight times num_heads"));
+        assert!(message(fits, r#""deepstack_visual_indexes": [5, 27]"#).contains("below depth"));
+        assert!(message(fits, r#""deepstack_visual_indexes": [5, 5]"#).contains("must ascend"));
+        assert!(message(fits, r#""depth": 20"#).contains("below depth"));
+        assert!(
+            message(r#""hidden_size": 3584, "num_hidden_layers": 2"#, "")
+                .contains("a decoder layer for each")
+        );
+        let sections = r#""hidden_size": 3584, "rope_scaling": {"mrope_section": [24, 20, 21]}"#;
+        assert!(message(sections, "").contains("mrope_section"));
+        assert!(parse(r#"{"model_type": "qwen3_vl"}"#).unwrap_err().to_string().contains("text_config"));
+    }
+}

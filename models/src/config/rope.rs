@@ -325,3 +325,181 @@ impl YarnRope {
         if low == high { (low, high + 0.001) } else { (low, high) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::*;
+    use super::super::*;
+
+    #[test]
+    fn both_rope_spellings_agree() {
+        let old = rope(r#""rope_theta": 5e6, "rope_scaling": null"#);
+        let new = rope(r#""rope_parameters": {"rope_theta": 5000000, "rope_type": "default"}"#);
+        assert_eq!(old, default_rope(5e6));
+        assert_eq!(new, old);
+
+        let old = rope(
+            r#""rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32768}"#,
+        );
+        let new = rope(
+            r#""rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4,
+            "original_max_position_embeddings": 32768}"#,
+        );
+        assert_eq!(new, old);
+        assert!(matches!(old.kind, RopeKind::Yarn(yarn) if yarn.original_max_position_embeddings == 32768));
+
+        // rope_scaling wins over rope_parameters, and lets the top level fill in theta.
+        let both = rope(
+            r#""rope_theta": 7e6, "rope_scaling": {"rope_type": "linear", "factor": 2},
+            "rope_parameters": {"rope_theta": 9e6}"#,
+        );
+        assert_eq!(both, RopeConfig { kind: RopeKind::Linear { factor: 2.0 }, ..default_rope(7e6) });
+        assert_eq!(rope(r#""rope_theta": 3e4, "rope_parameters": {}"#), default_rope(3e4));
+    }
+
+    #[test]
+    fn rope_errors() {
+        assert_eq!(
+            message(r#""rope_scaling": {"rope_type": "dynamic", "factor": 2.0}"#),
+            "config.json: rope_scaling.rope_type: dynamic is not supported; supported: default, linear, yarn, \
+             llama3"
+        );
+        assert_eq!(
+            message(r#""rope_parameters": {"type": "yarn"}"#),
+            "config.json: rope_parameters.factor: expected a positive number, got nothing"
+        );
+        assert_eq!(
+            message(r#""rope_theta": 0"#),
+            "config.json: rope_theta: expected a number above 1, got 0"
+        );
+        let partial =
+            parse(r#"{"model_type": "qwen3_next", "head_dim": 128, "partial_rotary_factor": 0.01}"#);
+        assert_eq!(
+            partial.unwrap_err().to_string(),
+            "config.json: head_dim · partial_rotary_factor must be even and at least 2, got 128 · 0.01"
+        );
+        assert_eq!(
+            message(r#""rope_scaling": {"type": "linear", "factor": 2}, "partial_rotary_factor": 0.5"#),
+            "config.json: partial_rotary_factor: 0.5 is not supported; supported: 1"
+        );
+        assert_eq!(
+            message(r#""rope_parameters": {"full_attention": {"rope_theta": 1e4}}"#),
+            "config.json: rope_parameters.full_attention: {\"rope_theta\":10000.0} is not supported; supported: one \
+             set of parameters for all layers"
+        );
+        assert_eq!(message(r#""rope_scaling": 3"#), "config.json: rope_scaling: expected an object, got 3");
+    }
+
+    #[test]
+    fn default_and_linear_frequencies() {
+        let rope = RopeConfig { rotary_dim: 8, ..default_rope(10000.0) };
+        let freqs = rope.inv_freq().unwrap();
+        for (freq, expected) in freqs.iter().zip([1.0, 0.1, 0.01, 0.001]) {
+            assert!((freq / expected - 1.0).abs() < 1e-14, "{freq} {expected}");
+        }
+        assert_eq!((freqs.len(), rope.attention_factor()), (4, 1.0));
+        let linear = RopeConfig { kind: RopeKind::Linear { factor: 4.0 }, ..rope };
+        let quarters: Vec<f64> = freqs.iter().map(|freq| freq / 4.0).collect();
+        assert_eq!((linear.inv_freq().unwrap(), linear.attention_factor()), (quarters, 1.0));
+    }
+
+    #[test]
+    fn partial_rotation() {
+        let rotary_dim = |fields: &str| {
+            let config =
+                parse(&format!(r#"{{"model_type": "qwen3_next", "head_dim": 256, {fields}}}"#)).unwrap();
+            assert_eq!(config.unread_keys, [""; 0]);
+            config.decoder.rope.rotary_dim
+        };
+        assert_eq!(rotary_dim(r#""partial_rotary_factor": 0.75"#), 192);
+        assert_eq!(rotary_dim(r#""rope_parameters": {"partial_rotary_factor": 0.5}"#), 128);
+        // Heads of the other types are rotated as a whole.
+        let whole = qwen3(r#""partial_rotary_factor": 0.5"#).unwrap();
+        assert_eq!(
+            (whole.decoder.rope.rotary_dim, &whole.unread_keys[..]),
+            (128, &["partial_rotary_factor".into()][..])
+        );
+        assert_eq!(qwen3(r#""partial_rotary_factor": 1.0"#).unwrap().unread_keys, [""; 0]);
+    }
+
+    /// The documented long-context option of the Qwen3 models: theta 1e6, factor 4 over 32768 positions, 128 dimensions.
+    /// A pair makes 32 turns at index 23.60 and one turn at 39.65, so the ramp goes from 23 to 40.
+    #[test]
+    fn yarn_frequencies() {
+        let yarn = r#""rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768"#;
+        let rounded = rope(&format!(r#""rope_theta": 1e6, "rope_scaling": {{{yarn}}}"#));
+        let plain = default_rope(1e6).inv_freq().unwrap();
+        let freqs = rounded.inv_freq().unwrap();
+        assert_eq!(freqs[..24], plain[..24]);
+        for i in 40..64 {
+            assert_eq!(freqs[i], plain[i] / 4.0);
+        }
+        // Pair 30 is 7 of the ramp's 17 steps in: 10/17 + 7/17 / 4 = 47/68.
+        assert!((freqs[30] / plain[30] - 47.0 / 68.0).abs() < 1e-14);
+        assert!((rounded.attention_factor() - 1.138_629_436_111_989).abs() < 1e-14);
+
+        let exact = rope(&format!(r#""rope_theta": 1e6, "rope_scaling": {{{yarn}, "truncate": false}}"#));
+        let RopeKind::Yarn(parameters) = exact.kind else { panic!("{exact:?}") };
+        let (low, high) = parameters.ramp(1e6, 128);
+        assert!((low - 23.59595).abs() < 1e-4 && (high - 39.65088).abs() < 1e-4, "{low} {high}");
+        assert_eq!(exact.inv_freq().unwrap()[23], plain[23]);
+        assert!(exact.inv_freq().unwrap()[24] < plain[24]);
+    }
+
+    #[test]
+    fn yarn_attention_factor() {
+        let factor = |fields: &str| {
+            let yarn = format!(r#""rope_scaling": {{"rope_type": "yarn", "factor": 4, {fields}}}"#);
+            rope(&yarn).attention_factor()
+        };
+        let ln4 = 4f64.ln();
+        assert_eq!(factor(r#""attention_factor": 1.5, "mscale": 2, "mscale_all_dim": 1"#), 1.5);
+        let ratio = (0.2 * ln4 + 1.0) / (0.1 * ln4 + 1.0);
+        assert!((factor(r#""mscale": 2, "mscale_all_dim": 1"#) - ratio).abs() < 1e-14);
+        assert!((factor(r#""mscale": 2, "mscale_all_dim": 0"#) - (0.1 * ln4 + 1.0)).abs() < 1e-14);
+        assert!((factor(r#""attention_factor": null"#) - (0.1 * ln4 + 1.0)).abs() < 1e-14);
+        let shrink = rope(r#""rope_scaling": {"rope_type": "yarn", "factor": 0.5}"#);
+        assert_eq!(shrink.attention_factor(), 1.0);
+        let RopeKind::Yarn(yarn) = shrink.kind else { panic!("{shrink:?}") };
+        assert_eq!(yarn.original_max_position_embeddings, 32768);
+    }
+
+    /// Stretching by 1 is not stretching, whatever the other parameters, and every frequency lies between the kept and the
+    /// divided one.
+    #[test]
+    fn stretches() {
+        for theta in [1e4, 1e6, 5e6] {
+            let plain = default_rope(theta).inv_freq().unwrap();
+            for original in [512usize, 4096, 32768, 262144] {
+                for (factor, truncate) in [(1.0, true), (1.0, false), (2.0, true), (4.0, false), (40.0, true)]
+                {
+                    for kind in ["linear", "yarn"] {
+                        let stretched = rope(&format!(
+                            r#""rope_theta": {theta}, "rope_scaling": {{"rope_type": "{kind}", "factor": {factor},
+                            "original_max_position_embeddings": {original}, "truncate": {truncate}}}"#
+                        ));
+                        assert_eq!(stretched.attention_factor() == 1.0, factor == 1.0 || kind == "linear");
+                        for (freq, plain) in std::iter::zip(stretched.inv_freq().unwrap(), &plain) {
+                            let range = plain / factor * (1.0 - 1e-14)..=plain * (1.0 + 1e-14);
+                            assert!(range.contains(&freq), "{kind} {factor}: {freq} not in {range:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// With a context of a few tokens both ends of the ramp fall on 0.
+    #[test]
+    fn yarn_ramp_of_no_width_stays_finite() {
+        let yarn =
+            rope(r#""rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 6}"#);
+        let RopeKind::Yarn(parameters) = yarn.kind else { panic!("{yarn:?}") };
+        assert_eq!(parameters.ramp(yarn.theta, 128), (0.0, 0.001));
+        let halved: Vec<f64> =
+            default_rope(1e4).inv_freq().unwrap()[1..].iter().map(|freq| freq / 2.0).collect();
+        let freqs = yarn.inv_freq().unwrap();
+        assert_eq!((freqs[0], &freqs[1..]), (1.0, &halved[..]));
+    }
+}

@@ -1,0 +1,237 @@
+//! The golden checkpoints against what transformers computed.
+
+use testkit::golden;
+
+use super::*;
+
+/// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens; on a simulated card
+/// of the first sequence alone, and some of the tokens.
+fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
+    let (sequences, tokens) =
+        if matches!(device.place(), Place::Simulated(_)) { (1, 6) } else { (usize::MAX, usize::MAX) };
+    let mut session = session(device, &case.folder, DType::F32, options(case, chunk))?;
+    let (grids, patches) = case.images();
+    let visuals = visuals((&grids, patches));
+    let num_layers = session.model().config().decoder.layers.len();
+    let vision = session.model().config().vision.as_ref();
+    let deepstack = vision.map_or(0, |vision| vision.deepstack_blocks.len());
+    let visual_tokens = vision.map_or(vec![], |vision| vec![vision.image_token, vision.video_token]);
+    for (index, prompt) in case.prompts().iter().enumerate().take(sequences) {
+        session.truncate(0, 0)?;
+        let stream = session.stream().clone();
+        let mut hidden: Vec<Vec<f32>> = vec![Vec::new(); num_layers + 1];
+        let mut logits = Vec::new();
+        session.prefill_visual_with(
+            0,
+            prompt,
+            &visuals,
+            &mut |which, tensor| {
+                let layer = match which {
+                    Observed::LayerInput(layer) => layer,
+                    Observed::FinalNorm => num_layers,
+                    _ => return Ok(()),
+                };
+                hidden[layer].extend(tensor.to_vec::<f32>(&stream)?);
+                Ok(())
+            },
+            &mut |_, rows| {
+                logits.extend(rows.to_vec::<f32>(&stream)?);
+                Ok(())
+            },
+        )?;
+        // In order, so that the first message names the layer before which something went wrong.
+        for (layer, hidden) in hidden.iter().enumerate() {
+            let want = case.sequence(&format!("hidden.{layer}"), index);
+            // transformers keeps the outputs of layers before features of images are added.
+            let is_kept =
+                |row: usize| !(1..=deepstack).contains(&layer) || !visual_tokens.contains(&prompt[row]);
+            let kept = |rows: &[f32]| -> Vec<f32> {
+                let rows = rows.chunks(rows.len() / prompt.len()).enumerate();
+                rows.filter(|&(row, _)| is_kept(row)).flat_map(|(_, row)| row).copied().collect()
+            };
+            let error = relative_l2(&kept(hidden), &kept(want));
+            assert!(
+                error <= 1e-4,
+                "{}, {device:?}, sequence {index}: input of layer {layer}: {error:.2e}",
+                case.name
+            );
+        }
+        let error = relative_l2(&logits, case.sequence("logits", index));
+        assert!(error <= 1e-4, "{}, {device:?}, sequence {index}: logits: {error:.2e}", case.name);
+        if let (0, Some(mut want)) = (index, case.greedy()) {
+            want.truncate(tokens);
+            assert_eq!(go_on(&mut session, want.len())?, want, "{}, {device:?}: greedy tokens", case.name);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn golden_f32_on_the_cpu() -> Outcome {
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        for chunk in [64, 16, 5] {
+            matches_transformers(&Device::cpu(), &case, chunk)?;
+        }
+    }
+    Ok(())
+}
+
+/// Token by token through the cache: the same logits as of the whole prompt.
+#[test]
+fn golden_f32_by_decode_steps() -> Outcome {
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        // A decode step is text.
+        if name == "qwen3_vl" {
+            continue;
+        }
+        for device in cards().into_iter().chain([Device::cpu()]) {
+            let options = SessionOptions { capacity: 96, ..SessionOptions::default() };
+            let mut session = session(&device, &case.folder, DType::F32, options)?;
+            let stream = session.stream().clone();
+            for (index, prompt) in case.prompts().iter().enumerate() {
+                session.truncate(0, 0)?;
+                let mut logits = session.prefill(0, &prompt[..1])?.to_vec::<f32>(&stream)?;
+                for &id in &prompt[1..] {
+                    logits.extend(session.decode(&[id])?.to_vec::<f32>(&stream)?);
+                }
+                let error = relative_l2(&logits, case.sequence("logits", index));
+                assert!(error <= 1e-4, "{name}, {device:?}, sequence {index}: logits: {error:.2e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The kernels of a whole model one after the other, with every access watched: a test for each model, so that they run side by
+/// side.
+mod golden_f32_in_the_simulator {
+    use super::*;
+
+    macro_rules! models {
+        ($($name:ident in chunks of $chunk:literal,)*) => {$(
+            #[test]
+            fn $name() -> Outcome {
+                let device = Device::simulated(Arc::new(Card::new(Arch::Sm90a)))?;
+                matches_transformers(&device, &Case::load(stringify!($name))?, $chunk)
+            }
+        )*};
+    }
+
+    models! {
+        qwen3 in chunks of 64,
+        qwen3_sliding in chunks of 5,
+        qwen3_moe in chunks of 64,
+        qwen3_next in chunks of 29,
+        qwen3_vl in chunks of 16,
+        glm4_moe_lite in chunks of 16,
+    }
+}
+
+#[test]
+fn golden_f32_on_the_card() -> Outcome {
+    for device in cards() {
+        for name in GOLDEN {
+            let case = Case::load(name)?;
+            for chunk in [64, 5] {
+                matches_transformers(&device, &case, chunk)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// bf16 may be off by half as much again as transformers in bf16 is.
+#[test]
+fn golden_bf16() -> Outcome {
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        for name in GOLDEN {
+            let case = Case::load(name)?;
+            let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
+            let (grids, patches) = case.images();
+            let visuals = visuals((&grids, patches));
+            let stream = session.stream().clone();
+            let (mut got, mut want, mut yardstick) = (Vec::new(), Vec::new(), Vec::new());
+            for (index, prompt) in case.prompts().iter().enumerate() {
+                session.truncate(0, 0)?;
+                session.prefill_visual_with(0, prompt, &visuals, &mut |_, _| Ok(()), &mut |_, rows| {
+                    got.extend(rows.to_vec::<f32>(&stream)?);
+                    Ok(())
+                })?;
+                want.extend_from_slice(case.sequence("logits", index));
+                yardstick.extend_from_slice(case.sequence("logits_bf16_hf", index));
+            }
+            let (error, allowed) = (relative_l2(&got, &want), 1.5 * relative_l2(&yardstick, &want));
+            println!("{name} on {device:?}: error {error:.4}, allowed {allowed:.4}");
+            assert!(error <= allowed, "{name} on {device:?}: error {error:.4}, allowed {allowed:.4}");
+        }
+    }
+    Ok(())
+}
+
+/// The demo model's continuations, token by token.
+#[test]
+fn demo_model_writes_the_expected_text() -> Outcome {
+    let folder = workspace_root().join("assets/demo-model");
+    let expected: serde_json::Value = serde_json::from_slice(&std::fs::read(folder.join("expected.json"))?)?;
+    let mut devices = cards();
+    devices.push(Device::cpu());
+    for device in devices {
+        let options = SessionOptions { capacity: 256, ..SessionOptions::default() };
+        let mut session = session(&device, &folder, DType::F32, options)?;
+        for case in expected.as_array().expect("a list") {
+            let ids: Vec<u32> = serde_json::from_value(case["ids"].clone())?;
+            let want: Vec<u32> = serde_json::from_value(case["greedy"].clone())?;
+            assert_eq!(greedy(&mut session, &ids, want.len())?, want, "{device:?}: {}", case["prompt"]);
+        }
+    }
+    Ok(())
+}
+
+/// Experts as transformers stacks them in memory, gate rows above up rows, give what those of the published files do.
+#[test]
+fn experts_in_one_tensor() -> Outcome {
+    let golden = golden::folder("qwen3_moe");
+    let folder = tempfile::tempdir()?;
+    std::fs::copy(golden.join("config.json"), folder.path().join("config.json"))?;
+    let bytes = std::fs::read(golden.join("model.safetensors"))?;
+    let all = safetensors::SafeTensors::deserialize(&bytes)?;
+    let mut tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, view) in all.tensors() {
+        if !name.contains(".experts.") {
+            tensors.push((name, view.dtype(), view.shape().to_vec(), view.data().to_vec()));
+        }
+    }
+    for layer in 0..3 {
+        let prefix = format!("model.layers.{layer}.mlp.experts");
+        for (fused, parts, shape) in [
+            ("gate_up_proj", &["gate_proj", "up_proj"][..], vec![8, 96, 64]),
+            ("down_proj", &["down_proj"], vec![8, 64, 48]),
+        ] {
+            let mut data = Vec::new();
+            for expert in 0..8 {
+                for part in parts {
+                    data.extend_from_slice(all.tensor(&format!("{prefix}.{expert}.{part}.weight"))?.data());
+                }
+            }
+            tensors.push((format!("{prefix}.{fused}"), safetensors::Dtype::F32, shape, data));
+        }
+    }
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, dtype, shape, data)| {
+            Ok((name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data)?))
+        })
+        .collect::<Result<_, safetensors::SafeTensorError>>()?;
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors"))?;
+    let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
+        let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
+        let stream = session.stream().clone();
+        session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
+    };
+    assert_eq!(logits(folder.path())?, logits(&golden)?);
+    Ok(())
+}
