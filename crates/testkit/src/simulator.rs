@@ -360,7 +360,11 @@ mod tests {
             let device = Device::simulated(Arc::new(Card::new(floor))).expect("a device");
             let limits = device.limits().expect("a card");
             assert_eq!(limits.floor, floor);
-            let kib = [48, 163, 227][floor as usize];
+            let kib = match floor {
+                Arch::Sm61 => 48,
+                Arch::Sm80 => 163,
+                Arch::Sm90a | Arch::Sm100 => 227,
+            };
             assert_eq!(limits.smem_per_block_bytes, kib << 10);
         }
     }

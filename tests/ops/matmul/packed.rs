@@ -9,6 +9,7 @@ use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{
     Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    PackedChoices, select_packed,
 };
 use warpforge::weight::{GateUp, Weight, WeightSource};
 use warpforge::{DType, Device, Error, F8E4M3};
@@ -335,6 +336,13 @@ fn packed_stripes() -> Result<(), TestCaseError> {
             let case = PackedCase { case: contiguous(problem, i as u64), layout };
             for device in devices_for(work(&case)) {
                 case_of_many(&device, &case)?;
+                // The same in stripes of 16 columns, the last of 8.
+                if let Some(limits) = device.limits() {
+                    let choices = select_packed(&limits, &case.problem(), &layout);
+                    let choices = PackedChoices { stripe: 16, ..choices };
+                    let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
+                    case.run(&device, &plan, &case.sources())?;
+                }
             }
         }
     }

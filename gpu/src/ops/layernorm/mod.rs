@@ -319,8 +319,8 @@ unsafe fn row_by_element<T: Element>(tensors: Tensors<T>, dims: &LayerNormDims) 
         let mut moments = about(total, 1.0);
         let mut eps = dims.eps;
         let factor = moments.factor(dims);
-        // The same for all threads, as are the sums.
-        if factor != 1.0 {
+        // The same for all threads, as are the sums; by a vote, so that the compiler knows it of the warp.
+        if warp::any(warp::FULL_MASK, factor != 1.0) {
             let mut total = 0.0;
             let mut col = member;
             while col < dims.cols {
@@ -359,8 +359,11 @@ macro_rules! body {
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
         // SAFETY: one block per row, all its threads take part in the sums; the grid has `rows` blocks — LayerNorm::run. All
-        // have the bits of the same sums, so they want the same.
-        unsafe { rows_in_registers::<$type, $chunks>($tensors, &$dims, share, |v| block_sum(v), |v| v) }
+        // have the bits of the same sums, so they want the same; by a vote, so that the compiler knows it of the warp.
+        unsafe {
+            let any = |v| warp::any(warp::FULL_MASK, v);
+            rows_in_registers::<$type, $chunks>($tensors, &$dims, share, |v| block_sum(v), any)
+        }
     }};
     (Scalar, $type:ident, $tensors:ident, $dims:ident $(,)?) => {{
         // SAFETY: one block per row — LayerNorm::run.

@@ -276,8 +276,8 @@ unsafe fn row_by_element<T: Element>(
         };
         let mut mean = math::fma(block_sum_f32(square), dims.inv_cols, dims.eps);
         let factor = range::factor(mean);
-        // The same for all threads, as is the mean.
-        if factor != 1.0 {
+        // The same for all threads, as is the mean; by a vote, so that the compiler knows it of the warp.
+        if warp::any(warp::FULL_MASK, factor != 1.0) {
             let mut square = 0.0;
             let mut col = member;
             while col < dims.cols {
@@ -339,6 +339,8 @@ macro_rules! body {
                 share,
                 |v| block_sum_f32(v),
                 |again| {
+                    // A vote, though all say the same, so that the compiler knows it of the warp: a barrier follows.
+                    let again = warp::any(warp::FULL_MASK, again);
                     if again {
                         thread::sync_threads();
                     }

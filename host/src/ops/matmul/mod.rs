@@ -362,6 +362,16 @@ impl Matmul {
         Self::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
     }
 
+    /// Plans a product with a packed weight by choices of the caller's, as [`select_packed`] makes them.
+    pub fn plan_packed(
+        device: &Device,
+        problem: MatmulProblem,
+        choices: PackedChoices,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        Self::with_packed(device, problem, choices)
+    }
+
     fn with_packed(device: &Device, problem: MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
         let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
         Ok(Matmul { device: device.clone(), problem, backend })

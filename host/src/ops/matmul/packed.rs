@@ -43,6 +43,8 @@ pub struct PackedChoices {
     pub mma: Vec<PackedChoice>,
     /// Rows from which on stripes are unpacked for the dense product; none if there are not so many.
     pub dense_from: Option<usize>,
+    /// Columns of out of a stripe, a multiple of 16 unless it is all of them.
+    pub stripe: usize,
     /// Binary logarithm of the warps that share a column's k.
     pub split_log2: u32,
 }
@@ -64,7 +66,8 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
             })
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
             .collect();
-        let is_narrow = |rung: &PackedChoice| matches!(rung.variant.tile, PackedTile::Mma { wide: false, .. });
+        let is_narrow =
+            |rung: &PackedChoice| matches!(rung.variant.tile, PackedTile::Mma { wide: false, .. });
         rungs.sort_by_key(|rung| (rung.max_rows, is_narrow(rung)));
         rungs.dedup_by_key(|rung| rung.max_rows);
         if let Some(last) = rungs.last_mut() {
@@ -79,7 +82,13 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         (true, false) => FEW_MAX_ROWS,
     };
     let dense_from = (m > most).then_some(most + 1);
-    PackedChoices { simt, mma, dense_from, split_log2: split_log2(limits, problem.b_rows(), k) }
+    PackedChoices {
+        simt,
+        mma,
+        dense_from,
+        stripe: stripe(problem),
+        split_log2: split_log2(limits, problem.b_rows(), k),
+    }
 }
 
 /// This kernel for any number of rows, if it can do the problem.
@@ -140,7 +149,9 @@ pub(super) struct PackedKernels {
 struct Dense {
     from: usize,
     unpack: Entry,
+    /// The product of a stripe, and of the last one if that is shorter.
     matmul: Box<Matmul>,
+    last: Option<Box<Matmul>>,
     /// Columns of out of a stripe.
     stripe: usize,
     workspace: Workspace<1>,
@@ -172,7 +183,7 @@ impl PackedKernels {
         problem: &MatmulProblem,
         choices: PackedChoices,
     ) -> Result<Self, Error> {
-        let PackedChoices { simt, mma, dense_from, split_log2 } = choices;
+        let PackedChoices { simt, mma, dense_from, stripe, split_log2 } = choices;
         let load = |choices: Vec<PackedChoice>| {
             choices
                 .into_iter()
@@ -184,7 +195,8 @@ impl PackedKernels {
         };
         let layout =
             problem.weight.ok_or_else(|| Error::invalid(OP, "problem", "a packed weight", "none"))?;
-        let dense = dense_from.map(|from| Dense::new(device, problem, &layout, from)).transpose()?;
+        let dense =
+            dense_from.map(|from| Dense::new(device, problem, &layout, (from, stripe))).transpose()?;
         Ok(PackedKernels { simt: load(simt)?, mma: load(mma)?, split_log2, dense })
     }
 
@@ -255,20 +267,36 @@ impl PackedKernels {
 }
 
 impl Dense {
-    fn new(device: &Device, problem: &MatmulProblem, layout: &Layout, from: usize) -> Result<Self, Error> {
-        let stripe = stripe(problem);
+    fn new(
+        device: &Device,
+        problem: &MatmulProblem,
+        layout: &Layout,
+        (from, stripe): (usize, usize),
+    ) -> Result<Self, Error> {
+        if stripe != problem.n && !stripe.is_multiple_of(TILE_ROWS as usize) {
+            return Err(Error::invalid(
+                OP,
+                "choices",
+                "stripes of a multiple of 16 columns",
+                stripe.to_string(),
+            ));
+        }
         let variant = UNPACK_VARIANTS
             .iter()
             .find(|variant| variant.dtype == problem.dtype && variant.codes == layout.codes)
             .ok_or_else(|| {
                 Error::invalid(OP, "problem", "a layout that can be unpacked", format!("{layout:?}"))
             })?;
-        let matmul = Matmul::plan(device, MatmulProblem { n: stripe, weight: None, ..*problem })?;
+        let plan =
+            |n: usize| Matmul::plan(device, MatmulProblem { n, weight: None, ..*problem }).map(Box::new);
+        let matmul = plan(stripe)?;
+        let rest = problem.n.checked_rem(stripe).unwrap_or(0);
+        let last = if rest == 0 { None } else { Some(plan(rest)?) };
         let rows = if problem.is_gated() { 2 * stripe } else { stripe };
         let workspace =
             Workspace::new(device, |stream| Ok([Tensor::empty(stream, &[rows, problem.k], problem.dtype)?]))?;
         let unpack = device.entry(OP, variant.entry, 0)?;
-        Ok(Dense { from, unpack, matmul: Box::new(matmul), stripe, workspace })
+        Ok(Dense { from, unpack, matmul, last, stripe, workspace })
     }
 
     fn run(
@@ -312,7 +340,7 @@ impl Dense {
             ];
             let tiles = (rows as u32).div_ceil(TILE_ROWS) * of_weight.tiles;
             let blocks = tiles.div_ceil(WARPS).min(8 * num_sms).max(1);
-            // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 256 columns; the stripe is of the
+            // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 16 rows; the stripe is of the
             // workspace, which nobody else has entered.
             unsafe { self.unpack.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
             let (b, up) = if gated {
@@ -330,7 +358,8 @@ impl Dense {
             };
             let bias = bias.map(|bias| bias.slice(0, start..end)).transpose()?;
             let out = out.reborrow().slice(1, start..end)?;
-            self.matmul.run(stream, MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
+            let matmul = self.last.as_ref().filter(|_| end - start < self.stripe).unwrap_or(&self.matmul);
+            matmul.run(stream, MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
         }
         Ok(())
     }

@@ -106,7 +106,7 @@ macro_rules! matmul_packed_mma_table {
         $callback! {
             matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
             matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
-            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, unroll: 2, wide: true };
+            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, unroll: 1, wide: true };
             matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
             matmul_f16_int4__packed8n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
             matmul_f16_int4__packed16n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
@@ -127,7 +127,7 @@ macro_rules! matmul_packed_mma_table {
             matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, unroll: 2, wide: true };
             matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
             matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
-            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, unroll: 2, wide: true };
+            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, unroll: 1, wide: true };
             matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
             matmul_bf16_int4__packed8n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
             matmul_bf16_int4__packed16n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
