@@ -7,7 +7,7 @@
 //! be right for years. Loops that are unrolled make copies too, to which all come alike: so copies are not counted, but
 //! each is looked at.
 //!
-//! For every value it is asked how many threads have it in common, from what it is computed: [`Grain`]. Then for every
+//! For every value it is asked how many threads have it in common, from what it is computed: its grain. Then for every
 //! block of instructions, from the branches on which it depends whether it is executed at all. This is careful: what it
 //! accepts is right, as long as the program has no races, which the simulator finds: then a value that is loaded from
 //! one place is one value.
