@@ -381,6 +381,7 @@ impl Expected {
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
         let tolerance = Tolerance {
             on_the_way: Some(&self.sums),
+            activated: problem.epilogue.act != Act::None,
             ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps)
         };
         check(what, got, &self.want, &self.naive, &tolerance)
