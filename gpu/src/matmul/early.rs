@@ -1,22 +1,18 @@
 //! What a block does before the kernel ahead of it has ended: it brings the first bytes of its weights to L2.
 //!
-//! Nothing is read, so it is right whoever writes them. The instruction (`cp.async.bulk.prefetch.L2`) takes uniform registers, so that a warp's lanes
-//! issue theirs one after the other: the rows are spread over warps (8 × 6144 × 2560 9.05 µs instead of 9.22). A line by each thread (`prefetch.global.L2`) is up to 3 % slower.
+//! Nothing is read, so it is right whoever writes them. The instruction (`cp.async.bulk.prefetch.L2`) takes uniform
+//! registers, so that a warp's lanes issue theirs one after the other: the rows are spread over warps.
 //!
-//! How much, in bytes of each row, and what that gains (µs without it, with it):
+//! | kernels | bytes of each row |
+//! |---|---|
+//! | `Gemv` | 1024 |
+//! | `Stream` that fills the card | what its warps load first |
+//! | other `Stream`, `Split` by two | 512 |
+//! | `Wgmma`, one row of tiles | 1024 |
 //!
-//! | kernels | bytes | H200 | H100 |
-//! |---|---|---|---|
-//! | `Gemv` | 1024 | one row of 4096 × 4096 9.66, 8.83, of 19456 × 2560 24.1, 21.7 (blocks that come later gain by it too), of 2560 × 2560 6.91, 6.45; 512 come to 9.03 and 22.6, 1536 to 8.79 and 22.1 | |
-//! | `Stream` that fills the card | what its warps load first | 16 × 4096 × 4096 11.3, 10.7 | 13.3, 12.4; twice as much 12.8 |
-//! | other `Stream` | 512 | 8 × 6144 × 2560 9.05; what its warps load first 10.1, with a next kernel that starts early; a step of 8 sequences of Qwen3-0.6B 1607, with 1024 1637, with 2048 1696, without 1615 | |
-//! | `Split` by two | 512 | 64 × 4096 × 4096 11.1, 10.85 | 14.2, 13.6; 256 or 1024 come to 13.9 |
-//! | `Wgmma`, one row of tiles | 1024 | 128 × 16384 × 4096 41.1, 40.4, with SiLU 41.6, 41.0 | 50.3, 49.2, with SiLU 51.5, 50.2 |
-//!
-//! Tiles of `wgmma` do so where their blocks fill the card, each a multiprocessor: their blocks come when those ahead end. Of blocks that are there long before
-//! (tiles that share k by four, of which a multiprocessor holds two) the bytes hold up what the kernel ahead loads, and a decode step takes 1 to 4 % longer. By boxes
-//! (`cp.async.bulk.prefetch.tensor`) it gains nothing, and 128 × 16384 × 4096 takes up to 10 % longer: TMA takes one box after the other. With a next kernel that may start when
-//! one row of tiles has multiplied its last, also where they do not fill the card, 32 and 128 × 6144 × 2560 take 13.6 and 14.6 instead of 13.9 and 14.9 (H100): not there yet.
+//! Tiles of `wgmma` do so where their blocks fill the card, each a multiprocessor: their blocks come when those ahead
+//! end. The bytes of blocks that are there long before, as of tiles that share k by four, of which a multiprocessor
+//! holds two, would hold up what the kernel ahead loads. What it gains, and what was tried: `gpu/NOTES/matmul.md`.
 
 use abi::ops::matmul::{B_IN_PIECES, MatmulDims, WARPS};
 use cuda_std::{global, grid, thread};

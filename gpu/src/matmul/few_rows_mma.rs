@@ -22,22 +22,11 @@
 //!   neighbours in memory: no `ldmatrix`, no staging.
 //! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
 //!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
-//! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). Where all multiprocessors are full the next kernel may start
-//!   when all blocks have multiplied: 16 × 4096 × 4096 13.3 µs without both, 13.1 with this alone, 12.4 with both (H100).
-//!
-//! # What was tried, on an H200
-//!
-//! - Whole lines, of 8 rows: 151,936 × 2560 182 µs instead of 206 (a single row by ordinary arithmetic, whose loads are 512 bytes of a row, 173), SwiGLU
-//!   2 · 9728 × 2560 27.2 instead of 29.1, 2560 × 9728 14.4 instead of 15.6; 16 × 4096 × 4096 10.7 instead of 11.2. ncu: with half lines the memory was busy
-//!   80 % of the time, L2's tags 66 %. Half lines with `L2::256B` 194 µs of the 206; 512 bytes of a row at a time by the same lanes 198.
-//! - Three blocks to a multiprocessor by pieces of a that are loaded when b is there: 151,936 × 2560 194 µs, 2560 × 9728 17.9, 6144 × 2560 9.7 instead of 11.1,
-//!   which fewer parts do too. A step's loads while the one before is multiplied: nothing. Each warp's k from another place on: nothing.
-//! - Rows of b by `cp.async` into shared memory and `ldmatrix` from it, warps sharing k: 16 × 4096 × 4096 12.9 µs, half lines 11.8
-//!   (cuBLAS 12.8, the kernels by ordinary arithmetic 24.6); 8 × 2560 × 9728 24.5 and 16.3 (cuBLAS 18.2).
-//! - 32 columns to a warp, which reads a half as often: slower wherever that leaves multiprocessors without a block
-//!   (8 × 2560 × 9728 22.4 µs). 8 columns, of 32 rows: 9728 × 2560 35 µs instead of 25, which is a from L1.
-//! - A single row: ordinary arithmetic is faster by a tenth (4096 × 4096 9.8 µs, here 10.8).
+//! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). Where all
+//!   multiprocessors are full the next kernel may start when all blocks have multiplied.
 //! - Bounds: memory from some 20 MB on; below that a launch and two trips to memory.
+//!
+//! What was measured and tried: `gpu/NOTES/matmul.md`.
 
 use abi::ops::matmul::{MatmulDims, NEXT_MAY_START, STREAM_BK, THREADS, WARPS};
 use cuda_std::cvt::Element;

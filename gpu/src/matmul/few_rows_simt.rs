@@ -13,11 +13,8 @@
 //! - The columns of a warp share the pieces of a, which otherwise saturate L1 from 8 rows on.
 //! - The lanes' sums are added by halving: with xor 16 a lane gives half of its sums away and gets the other half's
 //!   partner, and so on: 31 shuffles for 32 sums instead of 160, and the same tree of additions for any number of sums.
-//! - A round with fewer loads costs as much as a whole one: one row of 19456 × 2560 takes 24.3 µs by two rounds of five, and 26.4 by 4, 4 and 2.
+//! - A round with fewer loads costs as much as a whole one, so rounds are alike.
 //! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early).
-//! - Tried: blocks that stay, and each load's place filled anew as soon as it has been multiplied, also from one stretch of columns to the next. 3 % less
-//!   for 19456 × 2560, 5 to 15 % more for what is small: 370 instructions a round, which is what then bounds it, and the end of a stretch is no
-//!   longer beside other blocks' loads.
 //! - The order of a sum is that of its lane's pieces, then that tree, then the parts in order: it depends on k and the
 //!   split, and not on `ROWS`, `COLS`, `UNROLL` or alignment.
 

@@ -19,19 +19,10 @@
 //! - A sum is one chain over k in steps of 32 bytes, the same in every tile and wherever a row lies.
 //! - f32 is multiplied as tf32: the instruction leaves its lower 13 bits aside, so that nothing is to be converted.
 //!
-//! # Speed
-//! An H200's tensor cores take 4067 thousand cycles for 8192³ by `mma.sync`, 1024 multiply-adds per clock and multiprocessor. What was measured
-//! there in bf16 (ncu; what is longer than the products is what they wait for):
-//!
-//! | | cycles | bytes through L2 | µs at the clocks that last |
-//! |---|---|---|---|
-//! | 128 × 128, both halves loaded behind the barrier, copies before them | 4.9 M | 17.7 GB | 3090 |
-//! | 128 × 128 as above, a half ahead | 4.34 M | 17.7 GB | 2890 |
-//! | 128 × 256 as above, a half ahead | 4.15 M | 12.3 GB | 2615 |
-//!
-//! So the tensor cores bound it, and behind them the card's power. The order of a step matters: copies started before the barrier keep it behind all of the
-//! `mma`, since ptxas puts their addresses there. A branch around the loads that the last step does not need does the same;
-//! the last step loads its own first half again instead. Two blocks of 128 × 128 to a multiprocessor stay for what has few tiles.
+//! The tensor cores bound it, and behind them the card's power (`gpu/NOTES/matmul.md`). The order of a step matters:
+//! copies started before the barrier would keep it behind all of the `mma`, since ptxas puts their addresses there. A
+//! branch around the loads that the last step does not need would do the same, so the last step loads its own first
+//! half again instead. Two blocks of 128 × 128 to a multiprocessor stay for what has few tiles.
 
 use abi::ops::matmul::{MMA_ROW_BYTES, MMA_STAGES, MatmulDims};
 use cuda_std::cvt::Element;

@@ -10,55 +10,21 @@
 //! at the end sums ──► own shared memory ── each block's columns by bulk copies ──► that block ── block 0 + block 1 + … ── epilogue ── out
 //! ```
 //!
-//! - A warp has 16 of the rows. It sends its sums by itself, and those that have no rows send none: 32 rows of 1024 × 2048 4.25 instead of 4.47 µs, of 2560 ×
-//!   4096 7.98 instead of 8.33, of 2560 × 9728 15.05 instead of 15.3; 64 rows as before. Sums sent right from registers (`st.async`, 16 bytes of a lane at
-//!   a time): 4.30, 8.27 and 15.3, but 64 × 4096 × 4096 11.55 instead of 10.95.
-//! - What is sent comes into the stage that is free first, and is not sent before that one's loader has said so, which it does some
-//!   steps before the end. The receiver waits for the bytes alone. Reading from the other blocks behind a barrier of the cluster took longer: its
-//!   release is a `MEMBAR.ALL.GPU`, and the loads come one way after the other (64 × 4096 × 4096 13.0 instead of 12.6 µs, 32 rows of 2560 × 4096 8.7
-//!   instead of 8.2, 2560 × 9728 15.7 instead of 15.2, in three runs in turn). A place of its own for what comes, and a stage fewer: 14.4.
-//! - By two the next launch may start early: 64 × 4096 × 4096 11.0 instead of 11.4 µs, and then it has brought its first bytes of b to L2 before this one has
+//! - A warp has 16 of the rows. It sends its sums by itself, and those that have no rows send none.
+//! - What is sent comes into the stage that is free first, and is not sent before the loader of that stage has said so,
+//!   which it does some steps before the end. The receiver waits for the bytes alone. Reading from the other blocks
+//!   behind a barrier of the cluster takes longer: the barrier's release is a `MEMBAR.ALL.GPU`, and the loads come one
+//!   way after the other.
+//! - By two the next launch may start early, and then it has brought its first bytes of b to L2 before this one has
 //!   ended ([`early`](super::early)). By four, beside whose blocks there is room for others, it may not:
 //!   `next_may_start` in `host/src/ops/matmul/select.rs`.
+//! - By two there are twelve stages, and so a block to a multiprocessor. By four there are six, and two blocks: with one
+//!   to a multiprocessor the card does not hold as many clusters of four at a time.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
-//! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it, and is not that of
-//!   `wgmma`. Sums of int8 are exact in any order.
+//! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it,
+//!   and is not that of `wgmma`. Sums of int8 are exact in any order.
 //!
-//! # Measured on an H200 (µs, of bf16)
-//!
-//! | rows, n × k | 64 columns by four blocks | by two | 128 columns by four | tiles that share a, or of 64 columns |
-//! |---|---|---|---|---|
-//! | 32, 2048 × 6144 | 9.7 | 10.3 | | 18.4 |
-//! | 32, 2560 × 4096 | 8.3 | 8.2 | 9.6 | 13.4 |
-//! | 32, 2560 × 9728 | 15.2 | 15.5 | 17.7 | 27.8 |
-//! | 32, 3072 × 2048 | 6.3 | 6.1 | | 8.1 |
-//! | 32, 4096 × 1024 | 7.2 | 5.0 | | 5.1 |
-//! | 32, 4096 × 2048 | 10.2 | 7.0 | | 7.5 |
-//! | 64, 4096 × 4096 | 15.6 | 11.2 | 12.6 | 14.2 |
-//! | 32, 5120 × 2048: not chosen | 11.2 | 11.2 | | 8.3 |
-//! | 128, 2048 × 2048 | 9.8 | 6.1 | | 7.2 |
-//! | 128, 2048 × 6144 | 18.9 | 12.7 | 14.3 | 18.8 |
-//!
-//! By two they have twelve stages, and so a multiprocessor each; six, and two blocks to a multiprocessor: 11.6 at 64 × 4096 × 4096. By four there is no
-//! room for that: the card holds 30 clusters of four at a time with one block to a multiprocessor (`cuOccupancyMaxActiveClusters`) and 62 with
-//! two, and what comes late has all its rounds before it (128 columns with eight stages: 17.5). By two with 128 columns and eight stages: 12.5,
-//! so half of the multiprocessors would almost do. By eight: 17.9 with 128 columns, 18.2 with 256, as the card does not hold 16 such clusters.
-//! What a brings out of L2 does not tell: by four with 128 columns 16 rows take 12.2 instead of 12.6 (53 MB in all, 34 of them from memory).
-//!
-//! Before blocks sent their sums, int8 (by four, with 64 or 128 columns / the fastest tile of 128 rows):
-//!
-//! | n × k | 32 rows | 128 rows |
-//! |---|---|---|
-//! | 1024 × 2048 | 4.5 / 5.9 | 5.4 / 6.5 |
-//! | 1024 × 3072 | 4.7 / 7.4 | 5.6 / 7.6 |
-//! | 2560 × 4096 | 6.7 / 11.7 | 9.5 / 9.7 |
-//! | 2560 × 9728 | 10.5 / 24.8 | 15.1 / 18.1 |
-//! | 6144 × 2560 | 9.4 / 10.5 | 16.4 / 8.5: not chosen |
-//! | 6144 × 1024 | 7.2 / 6.2: not chosen | |
-//!
-//! And 128 rows of bf16, which are two tiles that read the same b at about the same time (by four, 64 columns / 128 columns / the tiles that share a,
-//! or of 64 columns): 1024 × 2048 5.8 / 6.5 / 8.1, 1024 × 3072 6.9 / 7.8 / 10.8, 2560 × 4096 17.8 / 13.2 / 13.5, 2560 × 9728 33.5 / 23.7 / 28.2 (now
-//! 22.8, cuBLAS 21.4), 3072 × 2048 13.2 / 10.0 / 8.4 (not chosen).
+//! What was measured and tried: `gpu/NOTES/matmul.md`.
 
 use abi::ops::matmul::NEXT_MAY_START;
 use cuda_std::cvt::Element;

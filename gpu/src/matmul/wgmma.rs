@@ -20,77 +20,35 @@
 //!   blocks' barriers.
 //! - One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
 //! - Tiles go in bands of rows, so that the blocks at work at a time share operands in L2.
-//! - The tails of m, n and k need nothing here: TMA reads zeros outside the tensors and writes nothing there. But it is slow where a box is mostly
-//!   outside (32 × 19456 × 2560 by 128 × 192: 37 µs, 128 rows 30): of fewer rows than a tile's, boxes have those that there are.
-//! - Of up to 64 rows the second consumer has none, and takes no part: 32 × 19456 × 2560 27.3 instead of 28.3 µs, 12,288 × 2048 14.6 instead of 15.7, 151,936 ×
-//!   2560 184.6 instead of 188.3. (Tiles of 64 rows, which leave room for twice the stages, take the same.)
+//! - The tails of m, n and k need nothing here: TMA reads zeros outside the tensors and writes nothing there. But it is
+//!   slow where a box is mostly outside: of fewer rows than a tile's, boxes have those that there are.
+//! - Of up to 64 rows the second consumer has none, and takes no part.
 //! - Where the product is gated, a tile's b is `BN / 2` rows of the gate and as many of up, by a load each (in a cluster each block
 //!   loads one of them for both), and the tile of out is half as wide: element for element the registers' first half are gates
 //!   and the second the ups of the same columns.
 //! - The sums of an element run over k in one order, whatever the tile, m, or the other rows: all these kernels give the
 //!   same bits.
-//!
-//! # What was tried, on an H200 against cuBLAS in the same run
-//!
 //! - Arrivals at the other block's barriers are the form that releases no writes. The releasing form is compiled to
-//!   `MEMBAR.ALL.GPU`, which waits for all of the thread's memory traffic in every step: 504 instead of 791 TFLOP/s at 8192³.
-//! - 128 × 256 in clusters of two is the fastest tile where it fills the card (8192³: 795 TFLOP/s, 1.09 of cuBLAS; 4096³:
-//!   1.00); 128 × 192 where that leaves fewer multiprocessors idle (2048 × 19456 × 2560: 1.06, 2048 × 1536 × 2048: 0.91, and 1.00 with what is below).
-//! - For few rows, narrow tiles whose cluster of four shares a: 16, 24, 32 and 64 columns of 64 rows. Only 64 is worth having (64 ×
-//!   4096 × 4096: 13.5 µs, cuBLAS 12.4, the tile of 128 rows 22.6): the shared operand comes in at 25 bytes per clock,
-//!   whatever the width, so narrower tiles pay the same time more often (32 columns: 25.8 µs).
-//! - An activation at the end of a tile costs 128 × 16384 × 4096 1.8 µs of 37.4, SwiGLU 2048 × 2 · 9728 × 2560 12 µs of 320. A first tile of no steps below the last
-//!   row, which brings the code of a tile's end into the instructions' cache while the first loads are under way: nothing (with GELU 96.5 thousand cycles either way).
-//! - No more clusters than the card holds at a time, 30 of four where its multiprocessors would be 33: those that come late have all their rounds still
-//!   before them (32 × 19456 × 2560 by the tile that shares a: 36.1 µs with 33 clusters, 29.9 with 30). And no more than each round has work for: 64 of 66
-//!   of two at 4096³ and 8192³, 61 at 2048 × 19456 × 2560, where that was 2 to 5 % faster in each of three runs.
-//! - 128 × 192 without a cluster: for 65 to 128 rows of many columns (128 × 19456 × 2560: 29.8 µs, 128 × 128 37.7, cuBLAS 30.9).
-//! - Of one row of tiles, where weights come from memory but a comes from L2 as often: sharing a in clusters of two (128 × 16384 × 4096 by 128 × 128: 40.1 µs,
-//!   without 40.0; by 128 × 64 43.3, in clusters of four 50.4), or another first step for each tile's k (38.4 to 40.0, without 38.2). The memory is busy 75 % of the
-//!   time there, 85 % at 128 × 151,936 × 2560, and 95 % where one row's kernel reads 512 bytes of a row at a time; why is below.
-//! - Clusters of four one above the other, for 128 × 128 to 128 × 256: they read a tenth less from L2, but the card holds 30 of them, so 120
-//!   blocks; in rounds for 128 they took twice as long.
-//! - L2's hints: keeping a (`evict_last`) changes what comes from memory by 4 % (8192³: 1.25 GB instead of 1.30), letting b go first makes it 2.25 GB,
-//!   out going first nothing that lasted from run to run.
-//! - The next launch may start early (`griddepcontrol.launch_dependents`), where this one has a block on nearly every multiprocessor: 1 % of what takes 20 to
-//!   130 µs, and nothing of more. Where many are idle it took longer: `next_may_start` in `host/src/ops/matmul/select.rs`. Elsewhere it cost time:
-//!   attention of 512 tokens 1 to 3 %, and where a merge follows attention of few queries 4 %. A kernel waits for the one ahead (`griddepcontrol.wait`) behind
-//!   its barriers' setup and before its first load: 2048 × 1536 × 2048 21.4 instead of 21.8 µs, 32 × 6144 × 2560 11.5 instead of 11.8.
-//! - The first bytes of b brought to L2 before that wait ([`early`](super::early)): one row of tiles gains 2 %, more rows lose as much (2048 × 1536 × 2048).
-//! - Of one row of tiles, on an H100 (128 × 16384 × 4096, 50.2 µs): a block to each tile, three stages of the six, and so room for the next launch's block beside it:
-//!   55 µs, by a thread that loads as by consumers that do it themselves. More bytes on their way to L2 some steps ahead (`prefetch.global.L2`) cost 4 µs more. Four
-//!   or five stages instead of six, persistent: 50.4 to 50.9. A probe that loads the same boxes and multiplies nothing takes 45 µs from 3 to 7 stages on, 47.7 if
-//!   each step holds its stage as long as its products take, and 44.3 is what ordinary loads of b alone take: the rest is a launch, the roles and the end of a tile.
-//!   With six stages 24 of the multiprocessors, always the same, end a fifth earlier than the others there; with four all end together, and not earlier.
-//!   On an H200, where this takes 40.4: ordinary loads of b 31.9, boxes of b 34.2 (32.8 if their maps promote to 128 bytes in L2 and not to 256; on the H100 it is 47.6 instead
-//!   of 45.9), boxes of both 34.7, and 32.2 where each 16 KiB of b lie together in memory, which this library's weights do not.
-//! - Maps that promote to 128 bytes, on an H200: this 38.9 instead of 40.0, with GELU 41.4 and 41.2, with SiLU 39.2 and 40.9, others from 3 % less to 4 % more: nothing that is
-//!   sure.
-//! - Every other band from its last column on, whose b is what L2 has (H100, three runs in turn): 4096³ 196 µs, and 198 so; 8192³ 1.52 ms either way.
-//! - Where the time of one row of tiles goes (128 × 16384 × 4096, 38.4 µs, by `%globaltimer`): 1.1 until the roles begin, first bytes at 2.4, last ones at 32.4 to 37.2,
-//!   0.8 to the end, 0.4 to the next launch. Without a's loads 37.5: between first and last bytes b comes at 4.4 TB/s, so what is left is the 2.4 and that blocks do not
-//!   end together. Holding the fast ones back to a common pace did not make the slow ones faster. Of 102 blocks those that have a pair of
-//!   multiprocessors for themselves end at 25 µs, the others at 30: a pair takes some 120 bytes per ns from L2. Without a's loads they do too.
-//! - 128 × 160, stored from registers, for 19456 columns (122 tiles instead of 102): 32.9 µs instead of 30.9 of 128 rows, 28.9 instead of 28.7 of 32.
-//! - Each warp stores its own rows by TMA, 16 × 64 at a time, instead of a warpgroup's thread 64 × 64 behind two barriers: 193.1 thousand cycles
-//!   instead of 194.1 at 4096 × 4096 × 2560.
-//! - A tile's results leave beside the next one's first steps: what four tiles take beside their steps fell from 3000 cycles to 1700 each.
-//!   Registers decide how: 128 sums, 64 words of results and 37 others are all that ptxas gives out here without spilling. So they go out
-//!   before an epilogue begins, and rotate in their places for one piece of code to store them all.
-//! - The first loads are started before the roles part, by the thread that has set up the barriers: behind that jump lay the producer's code, which came from
-//!   memory (700 cycles), and its divisions. The cluster's barriers are relaxed ones, since a release waits for all of a thread's
-//!   memory traffic (600 cycles at the end), tiles are found without dividing, and a launch's sizes lie in one line of the constants' cache. A launch of one
-//!   tile of one step: 14.7 to 12.6 thousand cycles; 2048 × 1536 × 2048 22.4 to 21.5 µs, in three runs in turn.
-//! - Sums that stay in their registers from tile to tile instead of zeros in each: ptxas moves them, and has products wait for each other (C7515).
-//!   No values at all before the first results, instead of zeros: LLVM then keeps those of the tile before alive, and there are spills.
-//! - Bounds: of large products the card's power. Once it is warm, 8192³ takes 2181 thousand cycles and cuBLAS's 2254, both at 1.38 GHz: a joule does as much in
-//!   a cycle of either, so what is left to gain is cycles, and 2097 are the products alone. L2 gives 8.7 GB here and 7.0 to cuBLAS's tile of 320 × 128, without
-//!   an effect on the clock. (Loads that are no multicast come out of L2 once for all blocks of a GPC that ask within some hundred cycles: a
-//!   probe of 16 KiB steps read 0.3 GB of 1.07. These blocks drift apart, and share b by multicast, which is never joined.) Elsewhere what a tile takes beside its steps (`ncu`, thousands of
-//!   cycles with the launch, of several runs, before these changes / now / cuBLAS / steps alone): 4096 × 4096 × 2560 191 to 194 / 186 to 187 / 185 / 164. Of the
-//!   23 of it 12 are a launch and its first loads and last stores, 5 the tiles' ends, and 6 are the steps: 1060 cycles instead of 1024 each. Shared memory
-//!   gives 80 bytes a cycle to the products and takes 47 from the loads, of 128. A second
-//!   tile in flight (ping-pong) and a split of k for what does not fill the card are not there yet.
+//!   `MEMBAR.ALL.GPU`, which would wait for all of the thread's memory traffic in every step. The cluster's barriers at
+//!   the beginning and the end are relaxed ones for the same reason.
+//! - No more clusters than the card holds at a time: one that comes late would have all its rounds still before it. And
+//!   no more than each round has work for.
+//! - A shared operand comes in at 25 bytes per clock, whatever the tile's width, so no tile that shares a is narrower
+//!   than 64 columns.
+//! - A kernel waits for the one ahead (`griddepcontrol.wait`) behind its barriers' setup and before its first load. The
+//!   first bytes of b come to L2 before that wait where there is one row of tiles ([`early`](super::early)).
+//! - A tile's results leave beside the next one's first steps. Registers decide how: 128 sums, 64 words of results and
+//!   37 others are all that ptxas gives out here without spilling. So they go out before an epilogue begins, and rotate
+//!   in their places for one piece of code to store them all.
+//! - The first loads are started before the roles part, by the thread that has set up the barriers: the producer's code
+//!   behind that jump comes from memory. Tiles are found without dividing, and a launch's sizes lie in one line of the
+//!   constants' cache.
+//! - Sums begin as zeros in each tile. Sums that stay in their registers from tile to tile are moved by ptxas, which then
+//!   has products wait for each other (C7515). With no values at all before the first results LLVM would keep those of
+//!   the tile before alive, and spill.
+//! - Bounds: of large products the card's power, else what a tile takes beside its steps.
+//!
+//! What was measured and tried: `gpu/NOTES/matmul.md`.
 
 use abi::ops::matmul::{NEXT_MAY_START, OUT_BY_TMA, WGMMA_OUT_ROWS};
 use cuda_std::cvt::Element;

@@ -244,12 +244,11 @@ fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activatio
     }
 }
 
-/// An activation by its curve, of the sums of the first columns: each group's polynomials beside the powers and reciprocals of the one before.
+/// An activation by its curve, of the sums of the first columns: each group's polynomials beside the powers and
+/// reciprocals of the one before.
 ///
-/// ptxas moves nothing across the branch that each group has. All at once it puts the polynomials first, and the units for the one idle while those
-/// for the other work: 4096 × 4096 × 1024 with GELU 112.5 thousand cycles, so 107.6, without GELU 84. (SiLU, which has no polynomial, takes longer in groups:
-/// 2048 × 2 · 9728 × 2560 464 thousand instead of 458.) Groups of 16: `ptxas`
-/// takes them, but an H100's driver refused the image; why is not known.
+/// ptxas moves nothing across the branch that each group has. Of all sums at once it puts the polynomials first, and
+/// each of the two units is idle while those for the other work. A driver has refused groups of 16.
 #[inline(always)]
 fn activate_by_groups<const SUMS: usize>(sums: &mut [f32; SUMS], cols: u32, exponent: impl Fn(f32) -> f32) {
     // No more than half of them, of which the gate's are.

@@ -25,25 +25,9 @@
 //!   score. (A soft cap would make it finite, so such problems are left to `decode`.)
 //! - Every thread copies pieces of one row of a step, so a table of pages is read once per thread and step.
 //!
-//! Per step of 32 keys and 32 rows: 36 KiB from memory, written and read once as k, 32 KiB read as v, 36 KiB of scores and
-//! weights there and back: some 1200 cycles of shared memory, and about as many of the tensor cores, beside
-//! 2000 that the bytes take on an H200.
-//!
-//! # Measured on an H200, 20 heads, 4096 keys, bf16, with the merge
-//!
-//! | sequences | µs | GB/s | by `decode` |
-//! |---|---|---|---|
-//! | 1 | 20.7 | 230 | 54.8 |
-//! | 8 | 21.6 | 1762 | 136 |
-//! | 32 | 64.0 | 2380 | 469 |
-//! | 128 | 241 | 2525 | 1800 |
-//!
-//! Hopper has `decode_latent_wgmma` since.
-//!
-//! A copy makes 4240 GB/s. One or eight sequences are one or two splits for a block: what they wait for is the steps of a split in a row,
-//! and the merge. Nsight Compute of the 128, without the merge: 213 µs, DRAM at 67 %, L2 at 75 %, two warps on a scheduler, which
-//! issue in 33 % of the cycles. So the merge takes some 28 µs, for which splits are to be longer; and a step some 3000 cycles instead of
-//! the 2000 of its bytes, between whose three barriers little runs beside one another.
+//! A step of 32 keys and 32 rows is 36 KiB from memory, written to shared memory and read once as k, 32 KiB read as v,
+//! and 36 KiB of scores and weights there and back: less for shared memory, and for the tensor cores, than the bytes
+//! take on Hopper, which has `decode_latent_wgmma`. What was measured: `gpu/NOTES/attention.md`.
 
 use abi::ops::attention::{
     AttentionDims, DECODE_LATENT_KEYS, DECODE_LATENT_PARTS, DECODE_LATENT_ROWS, MAX_HEAD_DIM, MAX_HEAD_DIM_V,

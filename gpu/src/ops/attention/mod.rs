@@ -17,7 +17,8 @@
 //! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone. For kernels that
 //! do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the keys into one piece of q's type before.
 //!
-//! The kernels of decode never let the next one start, as others of few blocks do: that is the merge, and takes longer so (`decode_ring`).
+//! The kernels of decode never let the next one start, as others of few blocks do: the next one is the merge, which
+//! would take longer (`gpu/NOTES/attention.md`).
 //!
 //! A masked weight is not multiplied by its value but left out: 0 · NaN would let a key that a row may not see leak
 //! into it. Tensor cores leave nothing out: there the value is.

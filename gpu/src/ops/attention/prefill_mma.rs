@@ -21,23 +21,11 @@
 //!   come while the products are made. Scores are multiplied by the scale before; every step may have keys that some row does not see.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
 //!   sequence alone.
-//! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them (it spilled 24 to 100
-//!   bytes with pages looked up for 16 rows at a time, in a loop or not, with and without shared memory for what it needs).
+//! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them. At 255
+//!   registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one part of 16
+//!   rows only, and every operand serves one `mma.sync`.
 //!
-//! # Measured on an H200 (µs, this / FlashAttention-2 by PyTorch)
-//!
-//! | sequences, heads, tokens, head dim | all keys | causal |
-//! |---|---|---|
-//! | 16, 32, 512, 64 | 149 / 142 | |
-//! | 4, 32, 4096, 128 | 3185 / 3190 | 1716 / 1760 |
-//! | 1, 32 on 8, 16384, 128 | | 6169 / 6480 |
-//! | 2, 32, 4096, 64 | | 546 / 542 |
-//! | 2, 16, 8192, 256 | | 4201 / 3650 |
-//! | 16, 16, 1024, 128 | | 291 / 327 |
-//! | 1, 32 on 8, 2048, 128 | | 119 / 164 |
-//!
-//! `mma.sync` makes about 60 % there of what `wgmma` does, which takes over on Hopper. At 255 registers two blocks of four warps are all
-//! that fits; at 256 columns the accumulators leave room for one part of 16 rows only, and every operand serves one `mma.sync`.
+//! What was measured: `gpu/NOTES/attention.md`.
 
 use abi::ops::attention::{AttentionDims, THREADS};
 use cuda_std::cvt::{bf16, f16};

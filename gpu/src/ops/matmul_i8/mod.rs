@@ -9,10 +9,7 @@
 //!
 //! Sums are exact. What follows a sum is the same in all of them, step for step, hence the same bits: `scaled`.
 //!
-//! An H200 makes 1485 Top/s at 8192³ and 1515 at 4096³ (`torch._int_mm`, without scales, 950 in an earlier run; with the first two
-//! kinds alone it was 121). 128 × 256 in clusters of two, or 128 × 128 where that leaves fewer multiprocessors idle, were the fastest of
-//! the tiles at every prompt of 2048 tokens of Qwen3-0.6B and 4B. Up to 16 rows `Gemv` is at 50 to 70 % of the memory's speed where columns
-//! are many; of 17 to 128 rows see `matmul::split_k_wgmma`.
+//! What was measured: `gpu/NOTES/matmul_i8.md`; of 17 to 128 rows see `matmul::split_k_wgmma`.
 
 pub mod quantize;
 

@@ -28,23 +28,9 @@
 //!
 //! q and q_out may be the same memory: a head is read before it is written, by the same lanes.
 //!
-//! # Measured on an H200: 16,384 tokens, of a copy's 4.23 TB/s
-//!
-//! | | Qwen3-0.6B | Qwen3-4B | Qwen3-Coder-30B | Qwen3-Coder-Next |
-//! |---|---|---|---|---|
-//! | groups side by side in a warp, four heads after four | 87 % | 88 % | 82 % | 69 % |
-//! | a warp's lanes of one group | 88 % | 88 % | 83 % | 76 % |
-//! | each head's place filled anew at once | 95 % | 96 % | 92 % | 87 % |
-//! | a block's warps of one group | 95 % | 96 % | 94 % | 89 % |
-//! | no load waits for a slot | 95 % | 96 % | 94 % | 90.7 % |
-//!
-//! The last two have 64 registers instead of 78, so four blocks on a multiprocessor instead of three. Groups of four heads: 88, 89, 85 and 81 %; of
-//! sixteen: 89, 94, 91 and 79 %. What the last model lacks is in its groups of k and v, which have two heads: they are half of the warps, and all of
-//! their time is latency. A slot that is the same for the warp, as with 32 lanes to a head, is in one of its registers, for which a warp waits as soon as the load is
-//! under way: the heads came behind it. Now the first loads of everything are on their way before (one token of the last model 1.70 → 1.57 µs, 32
-//! 2.40 → 2.31). Of 2048 tokens it takes 2 to 4 % more (Qwen3-4B 17.1 → 17.7 µs); why is not known. Heads of k and of v in one group would have four loads on their way there, but takes 68 registers with 16 lanes
-//! to a head and 90 with 32 (63 if told to), as places are worked out for each head: not measured. With a head to a group, for few tokens, a block's warps have the groups of the same ones: one group takes 0.05 to 0.1 µs more
-//! of 1.6 to 2.9. One token takes 1.63 µs where groups side by side took 1.52: the lanes of a second token have nothing to do.
+//! The first loads of everything are on their way before a slot is waited for: a slot that is the same for the warp, as
+//! with 32 lanes to a head, is in one of its registers, for which a warp waits as soon as the load is under way. With
+//! 64 registers four blocks are on a multiprocessor. What was measured and tried: `gpu/NOTES/qk_norm_rope.md`.
 
 use abi::ops::qk_norm_rope::QkNormRopeDims;
 use abi::range;

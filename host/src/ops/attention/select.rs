@@ -204,17 +204,16 @@ pub(super) fn choose(
     Ok((variant.ok_or_else(|| unsupported_dtype(problem))?, reason))
 }
 
-/// What the keys and values of the heads that are worked on at a time may take of L2. An H200's has 50 MiB, of which what both halves
-/// read is in each: of 4, 32, 4096, 128 under a causal mask 403 MB came from memory with 16 MiB, as much as there is, 479 with 32
-/// and 4445 with all heads at a time.
+/// What the keys and values of the heads that are worked on at a time may take of L2. An H200's has 50 MiB, of which
+/// what both halves read is in each (`gpu/NOTES/attention.md`).
 const SECTION_BYTES: usize = 16 << 20;
-/// What all keys and values may take for one section of all heads: 20 heads of 256 columns and 2048 tokens take 84 µs so, 96 in two.
+/// What all keys and values may take for one section of all heads.
 const WHOLE_BYTES: usize = 48 << 20;
 
-/// Query heads of a section. Where all tiles have as much to do, those of a single key head: blocks that read the same keys at about the
-/// same time share them on the way from L2 (of 4, 32, 4096, 128 5.1 GB instead of 8.9 with 24 MiB of heads side by side). Under a causal
-/// mask tiles go from long ones to short ones in each section, and there must be enough short ones in the end: sections are as large as
-/// L2 allows and as alike as can be, and where there is little to do all is one.
+/// Query heads of a section. Where all tiles have as much to do, those of a single key head: blocks that read the same
+/// keys at about the same time share them on the way from L2. Under a causal mask tiles go from long ones to short ones
+/// in each section, and there must be enough short ones in the end: sections are as large as L2 allows and as alike as
+/// can be, and where there is little to do all is one.
 pub(super) fn section(problem: &AttentionProblem, seq_kv: usize, key_heads: usize) -> u32 {
     let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, mask, .. } = *problem;
     let bytes = seq_kv * (head_dim + head_dim_v) * dtype.bytes();

@@ -34,9 +34,8 @@ const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256,
 /// it pays when most experts fill more than half of it.
 const TENSOR_RUNGS: [(usize, u32); 4] = [(1, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
 
-/// On Hopper, most rows, of all experts together, for the kernels of few. Its own kernel for many needs weights for its multiprocessors
-/// rather than rows: with those of 8 tokens it is 1 to 14 % faster than the best of the others, at 87 to 96 % of the rate of a copy, with
-/// those of one 20 to 75 % slower (measured on an H200 at the models' shapes).
+/// On Hopper, most rows, of all experts together, for the kernels of few. Its own kernel for many needs weights for its
+/// multiprocessors rather than rows (`gpu/NOTES/grouped_matmul.md`).
 const HOPPER_FEW_ROWS: usize = 31;
 
 impl GroupedMatmulChoice {

@@ -17,9 +17,8 @@ pub(crate) const GEMV_MAX_ROWS: usize = 16;
 /// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy, where up to four columns share a warp.
 const GEMV_WARPS_PER_SM: usize = 64;
 
-/// Warps that a multiprocessor holds of one row's kernel. All that there are should be at work at once: with twice as many, each with half of a
-/// column's k, an H200 takes 11.2 µs for 6144 × 2560 and not 9.9, 15.0 for 2560 × 9728 and not 13.4, and with eight times as many 14.8 for
-/// 2048 × 10,240 and not 11.2.
+/// Warps that a multiprocessor holds of one row's kernel. All that there are should be at work at once, since more of
+/// them have less of a column's k each. (The times behind this file's numbers: `gpu/NOTES/matmul.md`.)
 const ONE_ROW_WARPS_PER_SM: usize = 32;
 
 /// Most of `split_log2` where the product is gated: two columns to a block of the narrowest tile.
@@ -205,21 +204,20 @@ pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
 /// Most rows of the `Stream` tiles where `Mma` does the rest.
 pub(super) const STREAM_MAX_ROWS: u32 = 64;
 
-/// Most rows of the `Stream` tiles where `Wgmma` does the rest. At 32 rows an H200 takes as long by either for up to 20,480 columns; of a vocabulary's
-/// 151,936 columns and k of 2560 it makes 236 µs by `Stream` and 203 by `Wgmma`, of 1024 96 and 85.
+/// Most rows of the `Stream` tiles where `Wgmma` does the rest. Of a few rows more both take as long until columns are
+/// many.
 pub(super) const STREAM_MAX_ROWS_ON_HOPPER: u32 = 16;
 
-/// Fewest rows for the tensor cores. A single one is faster by ordinary arithmetic, by a tenth; few of f32 have no kernels there.
+/// Fewest rows for the tensor cores. A single one is for ordinary arithmetic; few of f32 have no kernels there.
 pub(super) fn tensor_min_rows(dtype: DType) -> usize {
     if dtype == DType::F32 { GEMV_MAX_ROWS + 1 } else { 2 }
 }
 
-/// Columns of the `Split` tile that a launch takes, and blocks that share its k, if it takes one: where tiles of 64 columns leave half of
-/// the multiprocessors idle, and k is long enough to be shared. By four where there is about a multiprocessor for each of them, else by two, which
-/// have one each and twice the stages. The times behind it are in the kernel's `gpu/src/matmul/split_k_wgmma.rs`.
+/// Columns of the `Split` tile that a launch takes, and blocks that share its k, if it takes one: where tiles of 64
+/// columns leave half of the multiprocessors idle, and k is long enough to be shared. By four where there is about a
+/// multiprocessor for each of them, else by two, which have one each and twice the stages.
 ///
-/// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many: 128 rows of 2560 × 9728 in
-/// 22.8 µs instead of 27.9.
+/// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many.
 ///
 /// Tiles whose k is shared by as many blocks have the same order of a sum.
 pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
@@ -238,14 +236,11 @@ pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u3
     }
 }
 
-/// [`NEXT_MAY_START`] where the next launch may start as blocks of this one end, else nothing: where all multiprocessors but a few are full of these.
+/// [`NEXT_MAY_START`] where the next launch may start as blocks of this one end, else nothing: where all
+/// multiprocessors but a few are full of these.
 ///
-/// Beside others, on multiprocessors that are not, its blocks go where there is room first, and no longer evenly: two multiprocessors share a way to L2,
-/// and 102 tiles of 192 columns, 128 rows × 19456 × 2560, take 32.7 µs behind each other so and 31.4 otherwise; tiles that share k by four,
-/// of which two have room, 9.8 instead of 8.4 (32 × 2560 × 4096); one row of 2560 × 9728, 320 blocks of `Gemv`, 21.3 instead of 18.8 (H100). Where it may,
-/// 64 × 4096 × 4096 takes 11.0 instead of 11.4, 128 × 16384 × 4096 40.2 instead of 41.0, one row of 6144 × 2560 9.13 instead of 9.26. `Stream` lets it start when all
-/// blocks have multiplied: 16 × 4096 × 4096 10.7 instead of 11.3, and 8 × 6144 × 2560, 192 blocks, 10.1 instead of 9.05 (not chosen); from its beginning on
-/// 16 rows take 11.4. When tiles that share k by four have multiplied, 32 × 2560 × 4096 takes 10.8 instead of 9.95, and 128 rows 15.9 instead of 13.1 (H100).
+/// Beside others, on multiprocessors that are not, its blocks go where there is room first, and no longer evenly: two
+/// multiprocessors share a way to L2. `Stream` lets it start when all blocks have multiplied.
 pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sms: u32) -> u32 {
     // Of a multiprocessor of Hopper: the tiles for Ampere launch nothing early.
     const HALF_OF_SMEM: u32 = 114 << 10;
@@ -261,8 +256,8 @@ pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sm
 /// Groups of 16 columns in flight on a multiprocessor that keep the memory busy.
 const STREAM_GROUPS_PER_SM: usize = 32;
 
-/// Binary logarithm of the warps that share a column's k in the `Stream` tiles: enough of them for the memory, but three turns
-/// for each, or two where multiprocessors would have no block. (8 × 6144 × 2560 with two or three turns 11.1 µs on an H200, with five 9.4.)
+/// Binary logarithm of the warps that share a column's k in the `Stream` tiles: enough of them for the memory, but
+/// three turns for each, or two where multiprocessors would have no block.
 ///
 /// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number of rows.
 pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
@@ -275,15 +270,13 @@ pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
     (0..WARPS.ilog2()).find(|&split| !may_double(split)).unwrap_or(WARPS.ilog2())
 }
 
-/// About how many clocks a launch of a tile of the tensor cores takes, and its size, as of tiles that take as long the smallest is the best: to compare tiles
-/// of a kind, not to foretell times. k is that of operands of 16 bits.
+/// About how many clocks a launch of a tile of the tensor cores takes, and its size, as of tiles that take as long the
+/// smallest is the best: to compare tiles of a kind, not to foretell times. k is that of operands of 16 bits.
 ///
-/// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half a
-/// clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per clock, and a
-/// hundred and ten more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a at 25. The constants are those that order the tiles as an H200 does,
-/// also where the memory is what bounds them: 32 rows of 151,936 × 2560 take 190 µs by the tiles of 192 and of 128 columns and 198 by the one of 64 that
-/// shares a, 12,288 × 2048 15.7 by 128 columns and 17.2 by the one that shares a. That one takes 5120 × 2048 in 8.2 µs and 6144 × 2560 in 11.4, the one that does
-/// not 9.0 and 11.1.
+/// `Wgmma`: a multiprocessor makes its share of the tiles one after another. A step of 64 k takes the tensor cores half
+/// a clock per column for each 64 rows and 16 k, or what it takes to read both from shared memory at 128 bytes per
+/// clock, and a hundred and ten more to hand the stage over; the loads of a step come at 56 bytes per clock, a shared a
+/// at 25. The constants are those that order the tiles as an H200 does, also where the memory is what bounds them.
 ///
 /// `Mma`: a multiprocessor's tensor cores make 1024 multiply-adds per clock, the blocks that it holds share them, and a
 /// step of a warp that has little to multiply waits for shared memory instead.

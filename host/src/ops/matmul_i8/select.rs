@@ -78,9 +78,9 @@ pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> (u6
     tensor_clocks(tile, 1, m, n, k / 2, num_sms)
 }
 
-/// Whether a launch takes this tile because it is one whose blocks share k: the card holds a cluster for each tile at once, and k is long enough to be
-/// shared. An H200 makes 32 rows of 2560 × 9728 in 10.5 µs instead of 24.8, of 6144 × 2560 in 9.4 instead of 10.5, 128 rows of 1024 × 3072 in
-/// 5.6 instead of 7.6; but 32 rows of 6144 × 1024 in 7.2 instead of 6.2. Where both fit, that of 64 columns is faster than that of 128.
+/// Whether a launch takes this tile because it is one whose blocks share k: the card holds a cluster for each tile at
+/// once, and k is long enough to be shared. Where both widths fit, 64 columns are better than 128
+/// (`gpu/NOTES/matmul_i8.md`).
 pub(super) fn shares_k(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> bool {
     let is_held = || 8 * tile.blocks(m, n, 0) <= 3 * u64::from(num_sms);
     matches!(tile, MatmulTile::Split { .. }) && k >= 2048 && m <= 128 && is_held()

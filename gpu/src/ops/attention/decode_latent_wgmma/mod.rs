@@ -26,27 +26,9 @@
 //!   steps move none, so a word of each warp is all that the four have to tell each other, and older sums stay as they are.
 //! - Results are stored by way of the keys' place: whole rows at a time, where the registers' own order would be 32 bytes of each of four rows.
 //!
-//! # Measured, 20 heads, 4096 keys, bf16, with the merge, beside `decode_latent` on the same card in the same run (µs)
+//! - Scores have three sums, since a product waits for the one before in its sum; four would spill.
 //!
-//! | sequences | H200 | GB/s | `decode_latent` | H100 | GB/s | `decode_latent` |
-//! |---|---|---|---|---|---|---|
-//! | 1 | 13.2 | 360 | 18.0 | 13.3 | 360 | 17.3 |
-//! | 8 | 19.9 | 1915 | 19.6 | 23.6 | 1615 | 22.7 |
-//! | 32 | 49.3 | 3094 | 61.8 | 62.3 | 2445 | 75.9 |
-//! | 128 | 170 | 3583 | 227 | 227 | 2680 | 280 |
-//!
-//! A copy makes 4183 GB/s on the one and 2670 on the other. What was worth how much on the H100 (1 / 8 / 128 sequences): q loaded four pieces of a thread at a time, each behind the loads of
-//! keys, 14.3 / 26.3 / 225, by `cp.async` all at once 13.2 / 24.0 / 223; its rows' places found by a lane each 13.2 / 23.5. Bases that stay: 14.9 to 14.4 µs
-//! of one sequence, nothing of many.
-//!
-//! Where the time of one sequence goes, four steps for each of 16 blocks (`ncu`, samples of each role): 3 µs until q and keys have come, of which most is finding
-//! out which, then for each step 0.7 of products (36 of 64 × 32 × 16, bound by what comes between them: with two sums instead of three, as a product waits for
-//! the one before in its sum, 1.0) and 0.5 of weights; 2 to 3 behind the last weights, and 3 of the merge. Of 128 sequences the warpgroup of scores waits for keys
-//! half of its time. Eight sequences are a split for each of 128 blocks; why they take longer than by `decode_latent`, which has four steps of half as many keys
-//! in shared memory, is not measured yet.
-//!
-//! Tried and left: four sums of scores, which spill (16.2 / 28.7 / 254); dividing by 1 left out where blocks find their splits: a branch that costs
-//! `decode_ring` 2 %.
+//! What was measured and tried: `gpu/NOTES/attention.md`.
 
 mod load;
 mod places;

@@ -37,40 +37,12 @@
 //!   bands of their own, further up, with the sums as far up meanwhile: a row without such weights keeps its bits, and a column whose heavy
 //!   keys have a value of 0 is made of the light ones.
 //!
-//! # Measured on an H200, head dim 128, with the merge
+//! - The splits' results are written and read again, so a group's four are joined here where they can be. A group is
+//!   joined by the same operations whoever joins it, so a row's bits do not tell.
+//! - The values' four chunks are a loop: as one stretch of instructions the kernel waits for the instructions' cache.
+//! - The merge is not launched while this runs: what it gains with the longest caches it loses with others.
 //!
-//! | sequences, heads, keys | bf16 µs | GB/s | fp8 µs | cuDNN, bf16 | FlashAttention-2, bf16 |
-//! |---|---|---|---|---|---|
-//! | 64, 32 on 8, 4096 | 250 | 4292 | 137 | 240 | 393 |
-//! | 256, 32 on 8, 2048 | 498 | 4319 | 271 | 479 | 807 |
-//! | 1, 32 on 8, 32768 | 36.9 | 3635 | 27.4 | 37.6 | 46.9 |
-//! | 8, 32 on 4, 8192 | 37.6 | 3572 | | 38.0 | 44.9 |
-//!
-//! A copy makes 4230 GB/s there. What was worth how much at 64 × 4096: the ring, 128 KiB on their way on a multiprocessor also from one
-//! split to the next, 314 → 268 µs (without it 12 to 16 loads of 16 bytes per lane were kept in registers, and each block began with nothing
-//! on its way); half the instructions nothing, as schedulers issued in a fifth of the cycles; for fp8 (3150 → 1710) 200 → 152 µs, where they
-//! issued in two fifths.
-//!
-//! cuDNN, which writes no partial results and has no merge, is above a copy's rate. (A block that did all of a head's keys would be that too, and as well
-//! shared out here; but how long sequences are is known on the card alone, and one that is longer than others would be one block's for each head.) The splits' results were 16.8 MB that are written and
-//! read again: hence the groups, which all four cases have in bf16, with a quarter of that: 266 → 254 µs, and 42.0 → 39.6 at 8 × 8192. A group
-//! is joined by the same operations whoever joins it, so a row's bits do not tell.
-//!
-//! Keys as the rows of the product: queries were, 16 of them, of which these cases have 4 or 8. bf16 at 128 has 165 registers instead of 230
-//! and gains 2 % where there is little to do; fp8 has 125 instead of 168, so four blocks on a multiprocessor instead of three: 156 → 144 µs,
-//! and 34.7 → 31.6 at 1 × 32768, with the merge (`merge`).
-//!
-//! The values' four chunks in a loop instead of one after the other, 430 instructions each of which 115 are run: warps of fp8 waited for instructions an
-//! eighth of their time, at 1 × 32768 with a cold cache almost half (`ncu`, source counters). fp8 144 → 138, 283 → 271 and 31.6 → 27.6, bf16 255 → 250
-//! and 508 → 497. What is left of that is at the end of a split. At 1 × 32768 fp8 has two splits for each block: before the loop a warp had 3600
-//! instructions, 9.5 cycles each with a warm cache, of which 2.9 were waits for memory and 1.9 fixed latencies.
-//!
-//! Tried and left: the merge launched while this runs (`griddepcontrol.launch_dependents` behind the first copies): one sequence of 32768 keys 0.7 %
-//! faster, of 4096 4 % slower (9.60 to 10.05 µs), latent decode of 8 sequences 4 % slower.
-//!
-//! fp8 of one sequence cannot be 1.8 times as fast as bf16: of bf16's 36.9 µs 31 are its 134 MB at the rate of a read, and 6 a launch, the first loads, the
-//! last split and the merge. fp8 has 15.6 µs of bytes, and would have to do all of that in 5. It takes 11.6 beside them: its splits have the instructions of
-//! twice as many bytes (issue slots are 37 % busy), and four times as many results to merge, as no block does four splits.
+//! What was measured and tried: `gpu/NOTES/attention.md`.
 
 mod bands;
 mod end;

@@ -41,94 +41,19 @@
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
 //!   sequence alone.
 //!
-//! # Measured on an H200, beside cuDNN in the same run (µs, this / cuDNN)
+//! - A tile's end stands beside the next tile's first scores, whose sums must be rounded before those scores start:
+//!   ptxas waits for all products (C7517) where one's result is read behind the start of others, even if it was waited
+//!   for in the round before. A tile with marked values ends at once.
+//! - A plain step's time is in what a warp does one after the other, not in a unit, so branches and instructions count:
+//!   it has one branch for caps and borders, and one more around the rescaling of older results. That stands behind the
+//!   wait for their product: the wait is the whole warpgroup's, and whether a maximum has grown is each warp's own.
+//! - q's descriptors are known to be the warp's, so none of them is moved (`R2UR`) between products of a group. What a
+//!   warp sees of the first border is not found while the first scores are under way, since ptxas would move it there.
+//! - The next k is asked for before the values. At 64 columns, whose steps are half as long, loads were late with two
+//!   steps in shared memory, hence four.
+//! - Bounds: of large prompts the card's power.
 //!
-//! | sequences, heads, tokens, head dim | all keys | causal |
-//! |---|---|---|
-//! | 16, 32, 512, 64 | 84 / 90 | |
-//! | 4, 32, 4096, 128 | 1540 ± 237 / 1605 | 841 / 921 |
-//! | 1, 32 on 8, 16384, 128 | | 3439 ± 494 / 3830 |
-//! | 2, 32, 4096, 64 | | 285 / 332 |
-//! | 2, 16, 8192, 256 | | 1418 / 1620 |
-//! | 16, 16, 1024, 128 | | 149 / 156 |
-//! | 1, 32 on 8, 2048, 128 | | 63 / 84 |
-//!
-//! A tenth of the blocks of 128 of 1, 32 on 8, 16384, 128 takes 690 µs, at 638 TFLOP/s. With a soft cap 1, 32 on 16, 4096, 128 takes
-//! 413 µs.
-//!
-//! These are of a card that had rested. Warm, which is how benches time since, all keys of 4, 32, 4096, 128 take 1760 to 1790 µs, and cuDNN 1820 to 1850 in
-//! the same runs; causal 973 to 990 and 1053 to 1059. A bare product of as many operations, 8192³, makes 694 TFLOP/s there, this 618 to 625.
-//!
-//! Large ones are at the card's power (700 W, clocks from 1980 down to 1400 MHz): all keys of 4, 32, 4096, 128 are 1.12 to 1.27 J, and
-//! times move by a tenth from run to run, as cuDNN's do (1.25 to 1.45 J; 1605 µs in its first 50 ms, 1850 after that). What counters say is steadier
-//! (`ncu`, see CONTRIBUTING; this / cuDNN):
-//!
-//! | | thousands of cycles | MB from memory | MB from L2 to multiprocessors |
-//! |---|---|---|---|
-//! | 16, 32, 512, 64 | 157 / 161 | 101 / 101 | 261 / 256 |
-//! | 4, 32, 4096, 128 | 2711 / 2758 | 403 / 403 | 6672 / 6103 |
-//! | 4, 32, 4096, 128, causal | 1505 / 1593 | 403 / 403 | 4746 / 4570 |
-//! | 1, 32 on 8, 16384, 128, causal | 5310 / 5803 | 204 / 202 | 16330 / 17406 |
-//! | 2, 32, 4096, 64, causal | 520 / 593 | 101 / 101 | 888 / 1070 |
-//! | 2, 16, 8192, 256, causal | 2359 / 2794 | 408 / 403 | 9020 / 8563 |
-//! | 16, 16, 1024, 128, causal | 272 / 270 | 201 / 201 | 785 / 681 |
-//!
-//! With tiles of 24 MiB of heads side by side all keys of 4, 32, 4096, 128 were 843 MB and 8937 MB, and 1.15 to 1.39 J: see `section` in the host's
-//! `select.rs`. Its tiles ask for 8724 MB: blocks that want the same keys at about the same time get them together.
-//! They drift apart more since a tile's end is beside the next one's first scores: it was 5821 MB without, in the same run.
-//!
-//! Where the time of 16, 16, 1024, 128 goes (`%clock`, see CONTRIBUTING, medians in cycles, before the order of loads
-//! that is above): a step 2900 to 3000, of which products of both consumers are 2048: 410 until the turn and v are there, 480 for the scores,
-//! 1820 for the softmax and the wait for the next k, which stood behind the values in the loader. It now stands before them: 1.5 to 4 % where
-//! steps are many, and 15 % with block masks. Beside the steps a tile has 460 until its first k, 660 for its first scores, 2350 for mask and softmax
-//! of the border, 720 for its last values, 1480 to its end, 170 to the next one. The two consumers of a tile come to its end together, so
-//! little of that is hidden; what cuDNN is ahead by at 512 and 1024 tokens is there. That was before borders were done 16 keys at a time:
-//! mask, softmax and rounding of one were 639 instructions of a warp at 128 columns, 64 of them exponentials; they are 337 and 23 for each 16
-//! keys that some row of the warp sees, 8 of them exponentials, where a causal mask begins at a multiple of 16. Then, too, all of a
-//! tile's end stood behind its last product: up to the last store into the boxes 281 instructions, and 153 now that sums, factors, the
-//! log-sum-exp and the wait for the boxes are beside it. Both and sums that are rescaled only where a maximum has grown (`softmax`; 64 of a
-//! plain step's 507 instructions) took it from 171 to 163 µs, from 0.91 of cuDNN to 0.96, each in one run.
-//!
-//! Of 2811 cycles of a plain step of 4, 32, 4096, 128 a consumer's warp then stood 1110 in latencies that are fixed, 300 before its turn, 210
-//! for registers' ports, 180 while the other consumer's warp issued and 170 for shuffles and exponentials (`ncu`'s stall reasons); it issued 498.
-//! Between the last comparison of scores and the first exponential some 170 cycles were shuffles and what hangs on them. Without those where
-//! no row's maximum grows by enough it is 2827 to 2746 thousand cycles in all, and 5520 to 5375 of 16384, 566 to 548 of 2, 32, 4096, 64.
-//! Exponentials are eight cycles of a warp each, 512 in a step.
-//!
-//! The next tile's first scores beside the end of the tile before: sums must be rounded before those scores start. ptxas
-//! waits for all products (C7517) where one's result is read behind the start of others, even if it was waited for in the round before. A
-//! tile with marked values ends at once, and q's descriptors are known to be the warp's: a plain step of 128 columns has 420 instructions instead of
-//! 431, none of them `R2UR` between products of a group. In three runs each, in turn with the kernel as it was, 16, 16, 1024, 128 took
-//! 147 to 151 µs instead of 161 to 165 and 1, 32 on 8, 2048, 128 63 as before. In thousands of cycles of single launches (`ncu`): 2711 instead
-//! of 2731 for all keys of 4, 32, 4096, 128, 5310 instead of 5372 for 16384 tokens, 272 instead of 273 for 1024, 125 instead of 121 for 2048:
-//! what is gained beyond cycles is clocks, since a joule does 873 to 922 Gop of 4, 32, 4096, 128 causal instead of 853 to 874.
-//!
-//! A plain step's time is in what a warp does one after the other, not in a unit: of 16, 32, 512, 64 products and exponentials take 37 % of the
-//! cycles each, warps issue in 42 %. So branches and instructions count: a plain step has one branch for caps and borders, and one more
-//! around the rescaling of older results, which stands behind the wait for their product: the wait is the whole warpgroup's, and whether a maximum
-//! has grown is each warp's own. The times here are of kernels that waited inside of that branch, ahead of the exponentials, which PTX does not
-//! define; their plain step had two instructions less. With q's descriptors by a shuffle at 64 columns too, thousands of cycles:
-//! 546 to 533 (2, 32, 4096, 64), 124 to 121 (1, 32 on 8, 2048, 128), 1475 to 1469 (4, 32, 4096, 128 causal), 270 to 269 (16, 16, 1024, 128), and
-//! 2360 to 2376 at 256 columns.
-//!
-//! At 64 columns loads were late: a step is half as long as one of 128 columns, and a tile of 512 keys has four. With four steps in shared memory
-//! instead of two 16, 32, 512, 64 takes 160 thousand cycles instead of 170 and 2, 32, 4096, 64 523 instead of 531, with two tiles' q 157 and
-//! 520 (92 to 85 to 84 µs, 291 to 286 to 285). Instead of three consumers four, with 64 keys a step and as many bytes of them: 158 and 544. At
-//! 128 columns a third step of keys, for which the results must take q's place: 2752 instead of 2700 with all keys of 4, 32, 4096, 128, and 277
-//! instead of 268 for 1024 tokens.
-//!
-//! Tried and left: a quarter of the exponentials by a polynomial on the multiply-add units (12 instructions each; 10 to 13 % slower);
-//! a quarter or half of the scores ahead, so that the others are compared beside the first exponentials (a second vote of the warp: 2 to 3 % slower);
-//! steps under a cap done as borders are (1456 and 2355 thousand cycles at 128 causal
-//! and 256, but a prompt with a cap 455 µs instead of 411).
-//!
-//! Also: one place for q instead of two: 151 to 154 µs; the next scores started behind the last values, and the tile's end beside
-//! them: 154 to 165, and 65 to 66 of 2048 tokens. The same for 64 columns: 16, 32, 512, 64 in 97 instead of 92. Also left:
-//! what a warp sees of the first border, found while the first scores are under way. ptxas moves it to uniform
-//! registers there, four `R2UR` between products, and a plain step of the loop had 2 to 7 instructions more. Without turns 2, 32, 4096, 64 takes 573
-//! thousand cycles instead of 547. A tile's first k ahead of its q: nothing; q brought to L2 ahead: slower by 1 %. 176 keys a step, as
-//! FlashAttention-3 has them: 2966 thousand cycles instead of 2827. Of 64 columns two consumers instead of three, whose tiles of 128 rows
-//! go into 512: 108 instead of 92 µs; two blocks a multiprocessor with 64 keys a step: 104 registers, with which ptxas has one product wait for the
+//! What was measured and tried: `gpu/NOTES/attention.md`.
 //! other.
 
 mod borders;
