@@ -1,5 +1,6 @@
-//! A decoder layer in the hands of an inference engine: plans and memory once, keys and values in pages, and a decode step that is
-//! recorded where there is CUDA and replayed for every token, with nothing but its tables written in between.
+//! A decoder layer in the hands of an inference engine: plans and memory once, keys and values in pages, and a decode
+//! step that is recorded where there is CUDA and replayed for every token, with nothing but its tables written in
+//! between.
 //!
 //! ```text
 //! x ─ norm ─ q k v in one product ─ norm, rotation, append to the pages ─ attention ─ product, + x
@@ -204,7 +205,8 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
             (Some(_), _) => {}
         }
         if let Some(graph) = &graph {
-            // SAFETY: plans and tensors live to the end of the function, which waits for the stream, and nobody else uses them.
+            // SAFETY: plans and tensors live to the end of the function, which waits for the stream, and nobody else
+            // uses them.
             unsafe { graph.launch(&stream)? };
         }
     }

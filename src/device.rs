@@ -27,18 +27,21 @@ impl Device {
         Device(host::Device::cpu())
     }
 
-    /// The CUDA device of this ordinal, running the floor of this build that card and driver can run, the newest of them.
+    /// The CUDA device of this ordinal, running the floor of this build that card and driver can run, the newest of
+    /// them.
     ///
     /// **Errors**: those of [`host::Device::cuda`].
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {
-        // SAFETY: built by `build.rs` from this library's `gpu`, and `tests/images.rs` compares its entry points with the tables.
+        // SAFETY: built by `build.rs` from this library's `gpu`, and `tests/images.rs` compares its entry points with
+        // the tables.
         unsafe { host::Device::cuda(ordinal, IMAGES) }.map(Device)
     }
 
     /// The CUDA device of this ordinal, with other images of the operators than this build's.
     ///
     /// # Safety
-    /// As for [`host::Device::cuda`]: the images' kernels take the parameters that this library gives them, and do what its kernels do.
+    /// As for [`host::Device::cuda`]: the images' kernels take the parameters that this library gives them, and do what
+    /// its kernels do.
     pub unsafe fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         // SAFETY: the caller's promise.
         unsafe { host::Device::cuda(ordinal, images) }.map(Device)

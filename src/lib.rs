@@ -1,14 +1,16 @@
 //! GPU kernels for large language models, written in Rust: see the README.
 //!
-//! This crate is the front door. It builds the device code into PTX images (`build.rs`, feature `cuda`), embeds them, and
-//! re-exports the host side: [`Device`] to run on, [`Tensor`]s, the operators in [`ops`], whole models in [`models`].
+//! This crate is the front door. It builds the device code into PTX images (`build.rs`, feature `cuda`), embeds them,
+//! and re-exports the host side: [`Device`] to run on, [`Tensor`]s, the operators in [`ops`], whole models in
+//! [`models`].
 //!
 //! # Threads and streams
 //!
-//! Devices, streams, tensors, plans, graphs and models may be shared between threads. Work in one [`Stream`] runs in order; another stream
-//! waits for it where it is told to ([`Stream::wait_for`]). A tensor belongs to the stream that it was made in: when it is dropped, its memory is
-//! reused in that stream's order, so work of other streams with it must be done by then, or be waited for by that stream. A plan that has memory of its own
-//! (**Streams** in its documentation) orders its runs by itself.
+//! Devices, streams, tensors, plans, graphs and models may be shared between threads. Work in one [`Stream`] runs in
+//! order; another stream waits for it where it is told to ([`Stream::wait_for`]). A tensor belongs to the stream that
+//! it was made in: when it is dropped, its memory is reused in that stream's order, so work of other streams with it
+//! must be done by then, or be waited for by that stream. A plan that has memory of its own (**Streams** in its
+//! documentation) orders its runs by itself.
 
 mod device;
 mod images;

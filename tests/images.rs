@@ -71,7 +71,8 @@ fn every_kernel_has_launch_bounds() {
     }
 }
 
-/// Every kernel of a floor with dependent launch waits for the one ahead of it, or the host would not let them overlap; no other one can.
+/// Every kernel of a floor with dependent launch waits for the one ahead of it, or the host would not let them overlap;
+/// no other one can.
 #[test]
 fn kernels_that_overlap_wait() {
     for image in IMAGES {
@@ -200,7 +201,8 @@ fn images_of_sm_100_assemble_without_spills() {
     assemble_without_spills(Arch::Sm100);
 }
 
-/// What the images of Blackwell are like, which only the feature `sm100` builds: of two families, for cards of both of its generations.
+/// What the images of Blackwell are like, which only the feature `sm100` builds: of two families, for cards of both of
+/// its generations.
 #[cfg(not(feature = "sm100"))]
 #[test]
 fn some_images_of_sm_100_assemble_without_spills() {

@@ -176,7 +176,8 @@ fn problems_and_arguments_can_grow() {
     assert!(found >= 2 * abi::ops::FAMILIES.len(), "{found}");
 }
 
-/// Device code asks for what a floor lacks by a `cfg`; a name that is not in the list would be a warning, or no kernel on any floor.
+/// Device code asks for what a floor lacks by a `cfg`; a name that is not in the list would be a warning, or no kernel
+/// on any floor.
 #[test]
 fn needs_are_known_to_cargo() {
     let manifest = fs::read_to_string(workspace_root().join("Cargo.toml")).expect("the workspace's manifest");
@@ -233,7 +234,8 @@ fn reached<'a>(arrows: &'a BTreeMap<String, BTreeSet<String>>, from: &'a str) ->
     found
 }
 
-/// In `host` a file looks down only, but for devices and streams: a device makes streams, and a stream knows its device.
+/// In `host` a file looks down only, but for devices and streams: a device makes streams, and a stream knows its
+/// device.
 #[test]
 fn the_host_core_has_one_circle() {
     let root = workspace_root().join("host/src");

@@ -1,9 +1,9 @@
 //! Whole models of published size with random weights: prefill, and a decode step at several batch sizes.
 //!
-//! Timed by the clock around a call and its synchronisation, so what the host does counts too: for decode also the choice
-//! of the next tokens and their way to the host. Sequences that are decoded together hold different texts. The bytes are those
-//! of the weights, and for decode of the cache: what a step must read at least, of experts as many as its tokens are expected
-//! to go to.
+//! Timed by the clock around a call and its synchronisation, so what the host does counts too: for decode also the
+//! choice of the next tokens and their way to the host. Sequences that are decoded together hold different texts. The
+//! bytes are those of the weights, and for decode of the cache: what a step must read at least, of experts as many as
+//! its tokens are expected to go to.
 
 use std::path::Path;
 use std::time::Instant;
@@ -37,8 +37,8 @@ macro_rules! published {
     };
 }
 
-/// The text decoders; 48 layers of Qwen3-Coder-Next are 148 GiB, which no card of today's holds: the first nine of its twelve
-/// groups of four layers are 112 GiB.
+/// The text decoders; 48 layers of Qwen3-Coder-Next are 148 GiB, which no card of today's holds: the first nine of its
+/// twelve groups of four layers are 112 GiB.
 const MODELS: &[Published] = &[
     published!("qwen3-0.6b", "qwen3-0.6b", None, &[1, 8, 32]),
     published!("qwen3-4b", "qwen3-4b-instruct-2507", None, &[1, 8, 32]),
@@ -128,7 +128,8 @@ fn read(session: &mut Session, sequence: usize, prompt: &[u32]) -> Result<(), Er
     session.stream().synchronize()
 }
 
-/// All sequences back at their prompts' ends. A recurrent state goes on while there is room, and then reads its prompt again.
+/// All sequences back at their prompts' ends. A recurrent state goes on while there is room, and then reads its prompt
+/// again.
 fn rewind(session: &mut Session, texts: &[Vec<u32>]) -> Result<(), Error> {
     let is_full = session.len(0) + STEPS > session.options().capacity;
     for (sequence, text) in texts.iter().enumerate() {
@@ -240,8 +241,8 @@ impl Cost {
         (bytes, 2 * (matrices * PROMPT + self.head) + pairs * self.attention)
     }
 
-    /// The same for a step of `batch` sequences. Of the experts it reads those that some token goes to, if any is as likely as
-    /// another: all but `(1 - share)^batch` of them.
+    /// The same for a step of `batch` sequences. Of the experts it reads those that some token goes to, if any is as
+    /// likely as another: all but `(1 - share)^batch` of them.
     fn decode(&self, batch: usize) -> (usize, usize) {
         let read = |tokens: usize| {
             let unread = (1.0 - self.expert_share).powf(tokens as f64);

@@ -34,8 +34,8 @@ impl Demo {
         Ok(Demo { folder, cases })
     }
 
-    /// Continues the demo's prompts greedily, in f32, where models write the expected text exactly. Returns the session, and how
-    /// many tokens were compared.
+    /// Continues the demo's prompts greedily, in f32, where models write the expected text exactly. Returns the
+    /// session, and how many tokens were compared.
     pub fn test(&self, device: &Device) -> Result<(Session, usize), Failure> {
         let model = Model::load(device, self.folder.path(), DType::F32, &mut |_| {})?;
         let mut session = model.session(SessionOptions { capacity: 256, ..SessionOptions::default() })?;

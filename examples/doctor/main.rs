@@ -1,7 +1,7 @@
 //! What is on this machine and does it work: `cargo run --example doctor`.
 //!
-//! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the program
-//! holds, on every device and floor, and compares its text with what it should write.
+//! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the
+//! program holds, on every device and floor, and compares its text with what it should write.
 
 mod demo;
 mod facts;
@@ -17,7 +17,8 @@ use output::{Failure, printable};
 use serde_json::json;
 use table::table;
 
-/// Shows what warpforge finds on this machine, and tests it with a small model that the program holds. The status is 1 if a test fails.
+/// Shows what warpforge finds on this machine, and tests it with a small model that the program holds. The status is 1
+/// if a test fails.
 #[derive(Parser)]
 #[command(name = "doctor", version)]
 struct Options {

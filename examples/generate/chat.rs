@@ -9,8 +9,8 @@ use crate::answer::{Writer, print_speed};
 use crate::output::{self, Failure};
 use crate::prompt::Conversation;
 
-/// Questions from `input`, a line each, and answers to standard output, until there are no more. What earlier turns left in the
-/// cache is used as far as the new text begins with it.
+/// Questions from `input`, a line each, and answers to standard output, until there are no more. What earlier turns
+/// left in the cache is used as far as the new text begins with it.
 pub fn talk(
     writer: &mut Writer<'_>,
     codec: &Codec,

@@ -22,7 +22,8 @@ pub struct Rgb {
     pub bytes: Vec<u8>,
 }
 
-/// Reads a PNG or JPEG file and turns it upright. What is transparent in it is laid on white; of 16 bits the upper 8 are taken.
+/// Reads a PNG or JPEG file and turns it upright. What is transparent in it is laid on white; of 16 bits the upper 8
+/// are taken.
 ///
 /// What its header says is checked before anything is decoded: the size, the ratio of the sides, and the memory.
 pub fn read(config: &VisionConfig, path: &Path) -> Result<Rgb, Failure> {
@@ -150,8 +151,8 @@ mod tests {
         })
     }
 
-    /// Colours of two pixels, by kind; what Pillow 13.0.0 has for them after `paste` on white with their alpha as the mask, or,
-    /// of what is opaque, after `convert("RGB")`.
+    /// Colours of two pixels, by kind; what Pillow 13.0.0 has for them after `paste` on white with their alpha as the
+    /// mask, or, of what is opaque, after `convert("RGB")`.
     #[test]
     fn transparency_is_white() -> Result<(), Failure> {
         let config = config()?;

@@ -8,8 +8,8 @@ use safetensors::tensor::{Dtype, TensorView};
 
 use crate::output::Failure;
 
-/// A file beside the one that is asked for, which takes its place at the end. It is made at once, so that a folder that cannot be
-/// written to is known before a model is loaded.
+/// A file beside the one that is asked for, which takes its place at the end. It is made at once, so that a folder that
+/// cannot be written to is known before a model is loaded.
 #[derive(Debug)]
 pub struct LogitsFile {
     path: PathBuf,

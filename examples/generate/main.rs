@@ -1,7 +1,7 @@
 //! Writes text with a model: `cargo run --release --example generate`.
 //!
-//! `options` is the command line; `prompt` and `pictures` (with `decode`) make what the model gets; `answer` runs it, `chat` again
-//! and again. Whatever can be refused is refused before the weights are loaded.
+//! `options` is the command line; `prompt` and `pictures` (with `decode`) make what the model gets; `answer` runs it,
+//! `chat` again and again. Whatever can be refused is refused before the weights are loaded.
 
 mod answer;
 mod chat;

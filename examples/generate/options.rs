@@ -31,8 +31,8 @@ pub struct Options {
     /// A variable of the chat template, as JSON: enable_thinking=false; may be given several times.
     #[arg(long, requires = "chat", value_name = "NAME=JSON")]
     pub template_variable: Vec<String>,
-    /// A PNG or JPEG file for a model that sees; may be given several times. Images come before the text, or in the places of
-    /// single image tokens in it.
+    /// A PNG or JPEG file for a model that sees; may be given several times. Images come before the text, or in the
+    /// places of single image tokens in it.
     #[arg(long)]
     pub image: Vec<PathBuf>,
     /// Images that are cut into patches already: a safetensors file with `pixel_values` f32, [patches, numbers], and
@@ -42,8 +42,8 @@ pub struct Options {
     /// Most tokens to write. Default: 96, with --chat 1024.
     #[arg(long)]
     pub max_new_tokens: Option<usize>,
-    /// Tokens that there is room for. Default: those of the prompt and of --max-new-tokens; for a conversation 8192, or what the
-    /// model was made for.
+    /// Tokens that there is room for. Default: those of the prompt and of --max-new-tokens; for a conversation 8192, or
+    /// what the model was made for.
     #[arg(long)]
     pub context: Option<usize>,
     /// auto, cpu, cuda or cuda:N.

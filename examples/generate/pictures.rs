@@ -89,8 +89,8 @@ impl Pictures {
         self.pictures.iter().map(|(grid, _)| grid.patches()).sum()
     }
 
-    /// The prompt with a placeholder for each token of the images: as it is if it has them all, with each single placeholder
-    /// repeated if it has one for each image, and behind the images if it has none.
+    /// The prompt with a placeholder for each token of the images: as it is if it has them all, with each single
+    /// placeholder repeated if it has one for each image, and behind the images if it has none.
     pub fn insert(&self, config: &VisionConfig, prompt: &[u32]) -> Result<Vec<u32>, Failure> {
         let tokens: Vec<usize> =
             self.pictures.iter().map(|(grid, _)| grid.patches() / config.patches_per_token()).collect();
@@ -117,8 +117,8 @@ impl Pictures {
     }
 }
 
-/// The tensors of a safetensors file. Its parser adds the lengths of header and tensors up, a sum that may wrap around to the
-/// file's own: they are compared before.
+/// The tensors of a safetensors file. Its parser adds the lengths of header and tensors up, a sum that may wrap around
+/// to the file's own: they are compared before.
 fn parse(file: &[u8]) -> Result<SafeTensors<'_>, Failure> {
     let (length, rest) = file.split_first_chunk().ok_or("truncated: no header")?;
     let header = usize::try_from(u64::from_le_bytes(*length)).ok();

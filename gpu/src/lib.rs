@@ -1,7 +1,8 @@
 //! warpforge's device code: every kernel, in Rust.
 //!
 //! One module per operator under [`ops`], each behind the feature of its name, since each becomes an image of its own;
-//! matrix products are under [`matmul`], the other parts that they share under [`tile`]. The same source compiles for the host.
+//! matrix products are under [`matmul`], the other parts that they share under [`tile`]. The same source compiles for
+//! the host.
 #![no_std]
 // `asm_experimental_arch` is for the launch bounds that `#[kernel]` leaves in the PTX.
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]

@@ -1,5 +1,5 @@
-//! What of the tiles can be tested by itself, on the host. Here and not beside it: the library's own test would be all kernels compiled
-//! once more, which takes minutes.
+//! What of the tiles can be tested by itself, on the host. Here and not beside it: the library's own test would be all
+//! kernels compiled once more, which takes minutes.
 
 mod activation {
     use abi::ops::matmul::Curve;

@@ -18,7 +18,8 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// Waits for all work of the device, then gives blocks back: address and size each. An error has done nothing.
     ///
     /// # Safety
-    /// Each block came from `allocate` with the same size, is given back once unless it was kept, and nobody uses it any more.
+    /// Each block came from `allocate` with the same size, is given back once unless it was kept, and nobody uses it
+    /// any more.
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error>;
 
     /// Takes over the free blocks of a pool that ends while a graph is being recorded.
@@ -27,11 +28,12 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// As for [`Backing::release`].
     unsafe fn take_over(&self, _blocks: &[(u64, usize)]) {}
 
-    /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has no
-    /// user any more.
+    /// Says that a block of this size has a new user, who has asked for its first `usable` bytes only; none if it has
+    /// no user any more.
     fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
 
-    /// Free and total bytes, both 0 where they are not known, and the device's name; asked where `allocate` has just given nothing.
+    /// Free and total bytes, both 0 where they are not known, and the device's name; asked where `allocate` has just
+    /// given nothing.
     fn report(&self) -> (usize, usize, String);
 }
 
@@ -53,8 +55,8 @@ impl HostMemory {
     /// Cache lines and vector registers divide it; the same as the pool promises on a card.
     const ALIGN: usize = 256;
 
-    /// What is asked of the system for a block: at its alignment, since only there it hands out fresh zeroed pages without
-    /// touching them, and with room to align the block and to remember where the allocation starts.
+    /// What is asked of the system for a block: at its alignment, since only there it hands out fresh zeroed pages
+    /// without touching them, and with room to align the block and to remember where the allocation starts.
     fn layout(bytes: usize) -> Option<Layout> {
         Layout::from_size_align(bytes.checked_add(Self::ALIGN + size_of::<usize>())?, align_of::<usize>())
             .ok()
@@ -80,8 +82,8 @@ impl Backing for HostMemory {
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
         for &(address, bytes) in blocks {
             if let Some(layout) = Self::layout(bytes) {
-                // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the caller
-                // gives it back once.
+                // SAFETY: `allocate` wrote the start in front of the block, and allocated it with this layout; the
+                // caller gives it back once.
                 unsafe { std::alloc::dealloc((address as *const usize).sub(1).read() as *mut u8, layout) };
             }
         }

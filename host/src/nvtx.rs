@@ -1,8 +1,8 @@
 //! Ranges on the timeline of a profiler that reads NVTX (Nsight Systems, Nsight Compute): feature `nvtx`, without which
 //! they are nothing.
 //!
-//! A range spans what the host does: the checks and the launch. The profiler finds the kernels that were launched in it.
-//! Work replayed from a graph has none, since the host does not come by.
+//! A range spans what the host does: the checks and the launch. The profiler finds the kernels that were launched in
+//! it. Work replayed from a graph has none, since the host does not come by.
 
 use std::marker::PhantomData;
 

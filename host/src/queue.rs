@@ -61,8 +61,8 @@ impl Queue {
         }
     }
 
-    /// The same as [`Queue::wait_for`] for memory that both use, where the caller has not asked for a wait: by one for a queue that is
-    /// recorded this one's work would be recorded as well.
+    /// The same as [`Queue::wait_for`] for memory that both use, where the caller has not asked for a wait: by one for
+    /// a queue that is recorded this one's work would be recorded as well.
     pub(crate) fn follow(&self, other: &Queue) -> Result<(), Error> {
         if self != other && other.is_recorded()? && !self.is_recorded()? {
             let expected = "one that does not use what is being recorded in another";
@@ -78,7 +78,8 @@ impl Queue {
         }
         match self {
             Queue::Cpu => {
-                // SAFETY: a contiguous view of `data.len()` bytes there, nobody else's, checked in TensorViewMut::upload.
+                // SAFETY: a contiguous view of `data.len()` bytes there, nobody else's, checked in
+                // TensorViewMut::upload.
                 unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), address as *mut u8, data.len()) };
                 Ok(())
             }
@@ -114,7 +115,8 @@ impl Queue {
         match self {
             _ if bytes == 0 => Ok(()),
             Queue::Cpu => {
-                // SAFETY: contiguous views of `bytes` bytes, checked in Stream::copy; those made by from_raw may overlap.
+                // SAFETY: contiguous views of `bytes` bytes, checked in Stream::copy; those made by from_raw may
+                // overlap.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
                 Ok(())
             }

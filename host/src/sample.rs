@@ -1,5 +1,5 @@
-//! An operator's tensors, described once: for the tests that try each of them wrong, alone in its row, and those that count
-//! what a run allocates.
+//! An operator's tensors, described once: for the tests that try each of them wrong, alone in its row, and those that
+//! count what a run allocates.
 
 use std::fmt;
 

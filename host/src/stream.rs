@@ -59,12 +59,12 @@ impl Stream {
         }
     }
 
-    /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller. If that is being recorded, this
-    /// stream's is from here on too, until `other` has waited for it. If this one is being recorded, and `other` is not, the caller waits
-    /// until that work is done.
+    /// Makes later work of this stream wait for the work that `other` has now, without blocking the caller. If that is
+    /// being recorded, this stream's is from here on too, until `other` has waited for it. If this one is being
+    /// recorded, and `other` is not, the caller waits until that work is done.
     ///
-    /// **Errors**: [`Error::Invalid`] for a stream of another kind of device: neither the CPU nor a simulated card can wait for a CUDA card
-    /// without blocking the caller ([`Stream::synchronize`]); [`Error::Driver`].
+    /// **Errors**: [`Error::Invalid`] for a stream of another kind of device: neither the CPU nor a simulated card can
+    /// wait for a CUDA card without blocking the caller ([`Stream::synchronize`]); [`Error::Driver`].
     pub fn wait_for(&self, other: &Stream) -> Result<(), Error> {
         let (own, others) = (self.queue.place(), other.queue.place());
         if discriminant(&own) != discriminant(&others) {
@@ -84,7 +84,8 @@ impl Stream {
 
     /// Records the work that `enqueue` puts into this stream, instead of running it, to be launched as a whole.
     ///
-    /// The operators' `run` can be recorded; allocations cannot, nor can copies from and to the host, which are errors there. CUDA only.
+    /// The operators' `run` can be recorded; allocations cannot, nor can copies from and to the host, which are errors
+    /// there. CUDA only.
     pub fn capture(&self, enqueue: impl FnOnce(&Stream) -> Result<(), Error>) -> Result<Graph, Error> {
         let Queue::Cuda(stream) = &self.queue else {
             let (device, reason) = (self.device.describe(), "only CUDA streams can be recorded".into());
@@ -136,9 +137,10 @@ impl Graph {
     /// Enqueues the recorded work in `stream`.
     ///
     /// # Safety
-    /// - The tensors that the work was recorded with are still there, and so are the plans, some of which hold memory for their runs: it
-    ///   reads and writes them by address.
-    /// - Nothing else uses them meanwhile: what the stream waits for is done before, and who uses them in another stream waits for this one.
+    /// - The tensors that the work was recorded with are still there, and so are the plans, some of which hold memory
+    ///   for their runs: it reads and writes them by address.
+    /// - Nothing else uses them meanwhile: what the stream waits for is done before, and who uses them in another
+    ///   stream waits for this one.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<(), Error> {
         match &stream.queue {
             // SAFETY: the caller's promise.

@@ -1,5 +1,5 @@
-//! A checkpoint: a model's configuration and its tensors under their published names, whatever files they are in and however they
-//! are stored there.
+//! A checkpoint: a model's configuration and its tensors under their published names, whatever files they are in and
+//! however they are stored there.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,8 +14,8 @@ use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
 use super::{ModelConfig, ModelError, TensorProblem, Weights};
 
-/// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or written to
-/// while this value lives.
+/// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
+/// written to while this value lives.
 #[derive(Debug)]
 pub struct Checkpoint {
     path: PathBuf,
@@ -28,7 +28,8 @@ enum Source {
     Safetensors {
         weights: Weights,
         quantised: Option<QuantConfig>,
-        /// Whether names lack what they begin with in a published model with a head: an embeddings model is saved without.
+        /// Whether names lack what they begin with in a published model with a head: an embeddings model is saved
+        /// without.
         is_bare: bool,
     },
     Gguf {
@@ -71,8 +72,8 @@ impl Checkpoint {
     /// Opens a folder with `config.json` and safetensors, or a GGUF file.
     ///
     /// # Errors
-    /// Those of [`ModelConfig::from_dir`], [`Weights::open`] and [`Gguf::open`]; [`ModelError::Unsupported`] for weights that are
-    /// quantised in a way that is not read.
+    /// Those of [`ModelConfig::from_dir`], [`Weights::open`] and [`Gguf::open`]; [`ModelError::Unsupported`] for
+    /// weights that are quantised in a way that is not read.
     pub fn open(path: &Path) -> Result<Checkpoint, ModelError> {
         Checkpoint::open_with_tower(path, None)
     }

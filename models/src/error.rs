@@ -8,10 +8,10 @@ use host::Error;
 
 /// A model's files cannot be used, or what it computes with them.
 ///
-/// The paths are as the caller gave them, joined with the file's name. What messages quote from files is cut to a bounded length, and
-/// characters that would control a terminal are written as their numbers. [`ModelError::Unsupported`] and
-/// [`ModelError::UnknownModelType`] mean a sound file that this library cannot run, [`ModelError::NanLogits`] is a sampler's; the
-/// others mean a missing or broken file.
+/// The paths are as the caller gave them, joined with the file's name. What messages quote from files is cut to a
+/// bounded length, and characters that would control a terminal are written as their numbers.
+/// [`ModelError::Unsupported`] and [`ModelError::UnknownModelType`] mean a sound file that this library cannot run,
+/// [`ModelError::NanLogits`] is a sampler's; the others mean a missing or broken file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {

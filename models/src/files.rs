@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::ModelError;
 
-/// Opens a regular file. A pipe or a device, which would be waited for or read without an end, is refused before it is opened.
+/// Opens a regular file. A pipe or a device, which would be waited for or read without an end, is refused before it is
+/// opened.
 pub(super) fn open_file(path: &Path) -> Result<File, ModelError> {
     let failed = |source| ModelError::io(path, source);
     let check = |metadata: fs::Metadata| {

@@ -37,8 +37,8 @@ pub(super) struct Loader<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
-    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised: experts, tables, and
-    /// columns in an order of their own (GPTQ's `desc_act`).
+    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised:
+    /// experts, tables, and columns in an order of their own (GPTQ's `desc_act`).
     #[default]
     AsStored,
     /// All are dequantised.
@@ -111,8 +111,8 @@ impl<'a> Loader<'a> {
         Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise: Quantise::Dense }
     }
 
-    /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another type than
-    /// `dtype`. For tests and measurements.
+    /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another
+    /// type than `dtype`. For tests and measurements.
     pub(super) fn random<T>(
         seed: u64,
         stream: &'a Stream,
@@ -297,8 +297,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Matrices above each other (`row` is the shape of a row), with the rows of all of them then in another order: ranges of
-    /// rows, each row in one.
+    /// Matrices above each other (`row` is the shape of a row), with the rows of all of them then in another order:
+    /// ranges of rows, each row in one.
     pub(super) fn reordered(
         &mut self,
         parts: &[(String, usize)],

@@ -57,8 +57,8 @@ impl fmt::Display for LoadReport {
 }
 
 impl Model {
-    /// Loads a folder with `config.json` and safetensors, or a GGUF file, with the weights converted to `dtype`; those of
-    /// projections that are quantised stay so ([`Quantise::AsStored`]).
+    /// Loads a folder with `config.json` and safetensors, or a GGUF file, with the weights converted to `dtype`; those
+    /// of projections that are quantised stay so ([`Quantise::AsStored`]).
     ///
     /// `progress` is called as tensors arrive on the device. **Errors**: [`crate::ModelError`] for what is wrong
     /// with the files, all missing tensors at once; [`Error::OutOfMemory`].

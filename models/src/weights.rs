@@ -50,8 +50,8 @@ const READABLE: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DT
 /// The tensors of one checkpoint.
 ///
 /// The files are memory-mapped, so opening reads only their headers and the system may drop pages again after use. They
-/// must not be truncated or written to while this value lives: an access behind a new end of file kills the process, and
-/// changed bytes change the tensors.
+/// must not be truncated or written to while this value lives: an access behind a new end of file kills the process,
+/// and changed bytes change the tensors.
 #[derive(Debug)]
 pub struct Weights {
     dir: PathBuf,
@@ -94,15 +94,16 @@ pub struct Requirements<'a> {
 }
 
 impl Weights {
-    /// Opens the checkpoint in `dir`: `model.safetensors`, or else the shards that `model.safetensors.index.json` names.
+    /// Opens the checkpoint in `dir`: `model.safetensors`, or else the shards that `model.safetensors.index.json`
+    /// names.
     ///
     /// Headers, offsets and file lengths are validated here; tensor values are not looked at. In a sharded checkpoint
     /// only the tensors that the index lists exist.
     ///
     /// # Errors
     /// [`ModelError::Missing`], [`ModelError::NoWeights`] and [`ModelError::Unreadable`] for absent files;
-    /// [`ModelError::Safetensors`] for truncated or malformed ones; [`ModelError::Json`] and [`ModelError::Field`] for a
-    /// bad index; [`ModelError::MissingShard`] and [`ModelError::NotInShard`] where the index and the files disagree.
+    /// [`ModelError::Safetensors`] for truncated or malformed ones; [`ModelError::Json`] and [`ModelError::Field`] for
+    /// a bad index; [`ModelError::MissingShard`] and [`ModelError::NotInShard`] where the index and the files disagree.
     pub fn open(dir: &Path) -> Result<Weights, ModelError> {
         let exists = |path: &Path| path.try_exists().map_err(|source| ModelError::io(path, source));
         if !exists(dir)? {
@@ -248,7 +249,8 @@ impl Requirements<'_> {
     /// Ends the list.
     ///
     /// # Errors
-    /// [`ModelError::Tensors`] with every required tensor that is missing or does not fit, of very many with the first ones.
+    /// [`ModelError::Tensors`] with every required tensor that is missing or does not fit, of very many with the first
+    /// ones.
     pub fn finish(self) -> Result<(), ModelError> {
         if self.count == 0 { Ok(()) } else { Err(self.weights.unusable(self.count, self.problems)) }
     }
@@ -314,8 +316,8 @@ fn map(path: &Path, file: usize) -> Result<(Mmap, BTreeMap<String, Entry>), Mode
 
 /// The entries of a safetensors file, every byte range within `bytes`.
 ///
-/// The `safetensors` crate checks that the ranges follow each other without gaps and fit shapes and types. The length of
-/// the file is compared here, with checked additions: a crafted header can make the crate's own sum wrap around.
+/// The `safetensors` crate checks that the ranges follow each other without gaps and fit shapes and types. The length
+/// of the file is compared here, with checked additions: a crafted header can make the crate's own sum wrap around.
 fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, String> {
     let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX_BYTES>() else {
         return Err(format!("{} bytes are too few for the header's length", bytes.len()));

@@ -4,8 +4,8 @@ use testkit::golden;
 
 use super::*;
 
-/// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens; on a simulated card
-/// of the first sequence alone, and some of the tokens.
+/// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens; on a
+/// simulated card of the first sequence alone, and some of the tokens.
 fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
     let (sequences, tokens) =
         if matches!(device.place(), Place::Simulated(_)) { (1, 6) } else { (usize::MAX, usize::MAX) };
@@ -104,8 +104,8 @@ fn golden_f32_by_decode_steps() -> Outcome {
     Ok(())
 }
 
-/// The kernels of a whole model one after the other, with every access watched: a test for each model, so that they run side by
-/// side.
+/// The kernels of a whole model one after the other, with every access watched: a test for each model, so that they run
+/// side by side.
 mod golden_f32_in_the_simulator {
     use super::*;
 

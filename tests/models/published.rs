@@ -22,8 +22,8 @@ fn qwen3_0_6b_of_full_size() -> Outcome {
     Ok(())
 }
 
-/// The published configurations: name, file, and what the checkpoint has: parameters and tensors, those aside that are of no use to
-/// inference (GLM's block for drafting, a copy of the tied head).
+/// The published configurations: name, file, and what the checkpoint has: parameters and tensors, those aside that are
+/// of no use to inference (GLM's block for drafting, a copy of the tied head).
 const PUBLISHED: [(&str, &str, &str, usize, usize); 6] = [
     ("Qwen3-0.6B", "qwen3-0.6b", "qwen3", 596_049_920, 310),
     ("Qwen3-4B-Instruct-2507", "qwen3-4b-instruct-2507", "qwen3", 4_022_468_096, 398),
@@ -38,7 +38,8 @@ fn published(file: &str) -> Result<ModelConfig, Box<dyn StdError>> {
     Ok(ModelConfig::from_json(&std::fs::read_to_string(&path)?, &path)?)
 }
 
-/// No layer, expert or head is dropped: the tensors that are asked for are as many, and as large, as those that were published.
+/// No layer, expert or head is dropped: the tensors that are asked for are as many, and as large, as those that were
+/// published.
 #[test]
 fn published_models_are_whole() -> Outcome {
     for (name, file, _, parameters, tensors) in PUBLISHED {
@@ -124,8 +125,8 @@ fn the_readme_says_which_models_run_where() -> Outcome {
     Ok(())
 }
 
-/// Layers of full size with random weights on the CPU, one of each kind that a model has, and the whole vision tower: a prompt and
-/// decode steps.
+/// Layers of full size with random weights on the CPU, one of each kind that a model has, and the whole vision tower: a
+/// prompt and decode steps.
 #[test]
 fn layers_of_full_size() -> Outcome {
     for (name, file, ..) in PUBLISHED {

@@ -103,8 +103,8 @@ fn stop() -> Result<(), warpforge::Error> {
     Err(warpforge::Error::Invalid { op: "test", argument: "callback", expected, got })
 }
 
-/// A prompt that a callback ends half-way is not in the sequence, of any model: written again it gives what it gives at once, or,
-/// where a state cannot go back, is refused until the sequence is begun anew.
+/// A prompt that a callback ends half-way is not in the sequence, of any model: written again it gives what it gives at
+/// once, or, where a state cannot go back, is refused until the sequence is begun anew.
 #[test]
 fn failed_prompts_leave_nothing() -> Outcome {
     let mut devices = cards();
@@ -271,7 +271,8 @@ fn bad_calls() -> Outcome {
     Ok(())
 }
 
-/// A NaN in a weight, and an f16 that overflows: the sampler says that there are no numbers, and an observer where the first was lost.
+/// A NaN in a weight, and an f16 that overflows: the sampler says that there are no numbers, and an observer where the
+/// first was lost.
 #[test]
 fn logits_that_are_not_numbers() -> Outcome {
     let (folder, source) = (tempfile::tempdir()?, golden::folder("qwen3"));

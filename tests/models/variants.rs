@@ -1,4 +1,5 @@
-//! One-key changes of the golden checkpoints: what transformers computes, or a stated decision. See `variants/make.py` there.
+//! One-key changes of the golden checkpoints: what transformers computes, or a stated decision. See `variants/make.py`
+//! there.
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;

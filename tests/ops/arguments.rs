@@ -1,6 +1,6 @@
-//! Arguments that do not fit: every operator refuses each of its tensors where the type, a size or a stride is wrong, and says which
-//! tensor that is; and it takes whatever stride a row has that is alone. The operators' own tests have what else can be wrong, and the
-//! words of the messages.
+//! Arguments that do not fit: every operator refuses each of its tensors where the type, a size or a stride is wrong,
+//! and says which tensor that is; and it takes whatever stride a row has that is alone. The operators' own tests have
+//! what else can be wrong, and the words of the messages.
 
 use warpforge::ops;
 use warpforge::{DType, Error, Sample, SampleTensor, Stream, Tensor, TensorViewMut};
@@ -108,7 +108,8 @@ fn a_row_alone_has_any_stride() -> Result<(), Error> {
                     let strides: Vec<usize> = std::iter::zip(&shape, view.strides())
                         .map(|(&size, &stride)| if size == 1 { (1 << 33) + 1 } else { stride })
                         .collect();
-                    // SAFETY: the elements of the view, which is not used any more: no axis with another stride has a second one.
+                    // SAFETY: the elements of the view, which is not used any more: no axis with another stride has a
+                    // second one.
                     views.push(unsafe {
                         TensorViewMut::from_raw(device, view.address(), &shape, &strides, view.dtype())?
                     });

@@ -186,7 +186,8 @@ proptest! {
 
 type TestResult = Result<(), TestCaseError>;
 
-/// Rows that see no key, with and without sinks: more queries than keys under a causal mask, no keys at all, lengths of 0.
+/// Rows that see no key, with and without sinks: more queries than keys under a causal mask, no keys at all, lengths
+/// of 0.
 #[test]
 fn rows_without_keys() -> TestResult {
     let kinds = [(DType::F32, None), (DType::F16, Some(0.5)), (DType::BF16, None), (DType::BF16, Some(-1.0))];
@@ -291,8 +292,8 @@ fn huge_scores() -> TestResult {
     Ok(())
 }
 
-/// Runs a case with a NaN in q (0), k (1) or v (2) at the query or key of that number, in the last head: it stays in the rows
-/// (of v: and the column) that it enters, and all other bits are as without it.
+/// Runs a case with a NaN in q (0), k (1) or v (2) at the query or key of that number, in the last head: it stays in
+/// the rows (of v: and the column) that it enters, and all other bits are as without it.
 fn nan_stays(device: &Device, case: &Case, places: &[(usize, usize)]) -> TestResult {
     let (len, (heads_q, heads_kv), head_dim) = (case.lens[0], case.heads, case.head_dim);
     let width = case.head_dim_v;
@@ -341,8 +342,8 @@ fn nan_stays_where_it_is() -> TestResult {
     Ok(())
 }
 
-/// Tiles of queries and steps of keys on tensor cores, at both of whose ends a mask cuts: results, and NaNs that some rows of a
-/// tile see and others do not.
+/// Tiles of queries and steps of keys on tensor cores, at both of whose ends a mask cuts: results, and NaNs that some
+/// rows of a tile see and others do not.
 #[test]
 fn borders_on_tensor_cores() -> TestResult {
     for device in &[Arch::Sm80, Arch::Sm90a].into_iter().flat_map(cards_of).collect::<Vec<_>>() {
@@ -369,8 +370,9 @@ fn borders_on_tensor_cores() -> TestResult {
     Ok(())
 }
 
-/// Tiles one after the other in one block, on Hopper's tensor cores, have the bits that they have in blocks of their own: long ones
-/// and short ones, those without keys at either end and between, values that are not finite, and steps that are left out.
+/// Tiles one after the other in one block, on Hopper's tensor cores, have the bits that they have in blocks of their
+/// own: long ones and short ones, those without keys at either end and between, values that are not finite, and steps
+/// that are left out.
 #[test]
 fn tiles_of_one_block() -> TestResult {
     let own = &cards_of(Arch::Sm90a)[0];
@@ -401,8 +403,8 @@ fn tiles_of_one_block() -> TestResult {
     Ok(())
 }
 
-/// Block masks over many words, of which few blocks are seen, on every device; and those whose blocks are smaller and larger than the
-/// steps of Hopper's tensor cores, some rows of which see a block.
+/// Block masks over many words, of which few blocks are seen, on every device; and those whose blocks are smaller and
+/// larger than the steps of Hopper's tensor cores, some rows of which see a block.
 #[test]
 fn blocks() -> TestResult {
     let few = 1 << 48;
@@ -429,7 +431,8 @@ fn blocks() -> TestResult {
     Ok(())
 }
 
-/// Additive and boolean masks on tensor cores, with scales and lengths of all kinds; NaNs in keys that some rows of a tile see.
+/// Additive and boolean masks on tensor cores, with scales and lengths of all kinds; NaNs in keys that some rows of a
+/// tile see.
 #[test]
 fn biases_on_tensor_cores() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
@@ -487,8 +490,8 @@ fn borders_of_few_queries_on_tensor_cores() -> TestResult {
     Ok(())
 }
 
-/// Rows of q beside fp8 keys whose elements binary16 has at one scale, and rows for which it has no scale, as they come and by turns: a
-/// row does not depend on what the others are like. The first column, the largest, meets zeros only.
+/// Rows of q beside fp8 keys whose elements binary16 has at one scale, and rows for which it has no scale, as they come
+/// and by turns: a row does not depend on what the others are like. The first column, the largest, meets zeros only.
 #[test]
 fn queries_of_many_sizes() -> TestResult {
     for device in &cards_of(Arch::Sm80) {
@@ -535,8 +538,9 @@ fn queries_of_many_sizes() -> TestResult {
     Ok(())
 }
 
-/// Weights beside fp8 keys from 1 down to 2^-121, and columns in which all values but those of one weight are 0: it has all bits that the
-/// type of q has, though it is multiplied in binary16. Bits do not depend on another row's weights, nor on what is not finite elsewhere.
+/// Weights beside fp8 keys from 1 down to 2^-121, and columns in which all values but those of one weight are 0: it has
+/// all bits that the type of q has, though it is multiplied in binary16. Bits do not depend on another row's weights,
+/// nor on what is not finite elsewhere.
 #[test]
 fn weights_of_many_sizes() -> TestResult {
     let len = 300;
@@ -587,8 +591,9 @@ fn weights_of_many_sizes() -> TestResult {
     Ok(())
 }
 
-/// Many splits of few rows, of which a lane of the merge does one part, have the bits that lanes make which do all: on a card of one
-/// multiprocessor there are enough rows for that. More splits than are asked for at a time, of their numbers too where that is no work.
+/// Many splits of few rows, of which a lane of the merge does one part, have the bits that lanes make which do all: on
+/// a card of one multiprocessor there are enough rows for that. More splits than are asked for at a time, of their
+/// numbers too where that is no work.
 #[test]
 fn merges_of_many_splits() -> TestResult {
     let case = |len, heads| Case { sinks: Some(0.5), ..plain(DType::BF16, 1, len, heads, 8) };
@@ -608,8 +613,9 @@ fn merges_of_many_splits() -> TestResult {
     Ok(())
 }
 
-/// The splits of a group joined by the block that does them all, as on a card of one multiprocessor, have the bits that they have
-/// joined by the merge: whole groups, some of a group's splits only, at either end, and a value that is not finite.
+/// The splits of a group joined by the block that does them all, as on a card of one multiprocessor, have the bits that
+/// they have joined by the merge: whole groups, some of a group's splits only, at either end, and a value that is not
+/// finite.
 #[test]
 fn joined_splits() -> TestResult {
     let own = &cards_of(Arch::Sm90a)[0];
@@ -792,8 +798,8 @@ fn joint_projection() -> TestResult {
     Ok(())
 }
 
-/// Runs of one plan in turns in two streams, whose workspace is the same; of a kernel that another plan, with fewer rows, launches with less
-/// shared memory.
+/// Runs of one plan in turns in two streams, whose workspace is the same; of a kernel that another plan, with fewer
+/// rows, launches with less shared memory.
 #[test]
 fn two_streams() -> TestResult {
     let case = plain(DType::BF16, 1, 2000, (8, 2), 64);

@@ -315,7 +315,8 @@ fn what_belongs_to_nobody_is_left() -> Result<(), TestCaseError> {
         let mut out = Rows::input(&stream, DType::F32, &before, channels, Layout::default())?;
         let weight = Tensor::from_slice(&stream, &[channels, width], &vec![1.0f32; channels * width])?;
         let mut state = Tensor::zeros(&stream, &[1, channels, width - 1], DType::F32)?;
-        // Tokens 1 and 2 are sequence 0's, 3 to 5 sequence 1's, which has no slot; the last offset is beyond the tokens.
+        // Tokens 1 and 2 are sequence 0's, 3 to 5 sequence 1's, which has no slot; the last offset is beyond the
+        // tokens.
         let offsets = Tensor::from_slice(&stream, &[3], &[1u32, 3, 6])?;
         let slots = Tensor::from_slice(&stream, &[2], &[0u32, 1])?;
         let args = CausalConv1dArgs {

@@ -133,7 +133,8 @@ proptest! {
     }
 }
 
-/// Every bit pattern of bf16 survives, also NaN payloads; an id beyond the table gives all ones and spoils no other row.
+/// Every bit pattern of bf16 survives, also NaN payloads; an id beyond the table gives all ones and spoils no other
+/// row.
 #[test]
 fn bits_are_kept() -> Result<(), Error> {
     for device in &devices_for(5 << 16) {

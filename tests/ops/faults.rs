@@ -224,7 +224,8 @@ fn more_memory_than_there_is() {
     }
 }
 
-/// Cards of Blackwell run their own floor, whose kernels are those of Ampere: without `wgmma`, and of the card's shared memory.
+/// Cards of Blackwell run their own floor, whose kernels are those of Ampere: without `wgmma`, and of the card's shared
+/// memory.
 #[test]
 fn blackwell_takes_what_it_can_run() {
     let product = MatmulProblem {

@@ -100,8 +100,8 @@ fn case() -> impl Strategy<Value = Case> {
         1 => Just(Keys::Same),
         1 => Just(Keys::Long),
     ];
-    // Not mixed: a decay over a chunk reaches down to 2^-149 only, so a huge value leaves nothing there of which, token by
-    // token, something would be left beside tiny ones. Nor subnormal, beside a state that decays to their size.
+    // Not mixed: a decay over a chunk reaches down to 2^-149 only, so a huge value leaves nothing there of which, token
+    // by token, something would be left beside tiny ones. Nor subnormal, beside a state that decays to their size.
     let values = prop_oneof![
         3 => Just(Values::Normal),
         1 => proptest::sample::select(&[Values::Huge, Values::Tiny, Values::Zeros][..]),
@@ -395,9 +395,9 @@ fn expected(case: &Case, data: &Data, form: Form) -> Expected {
     all
 }
 
-/// Elements of a head that are compared with each other. All elements of a head share the errors of its gates and norms, so
-/// however many there are, they say as little of how large an error can be as a few do: fewer than `compare::SAMPLE`, so
-/// that the error to be expected of the roundings counts too.
+/// Elements of a head that are compared with each other. All elements of a head share the errors of its gates and
+/// norms, so however many there are, they say as little of how large an error can be as a few do: fewer than
+/// `compare::SAMPLE`, so that the error to be expected of the roundings counts too.
 const ALIKE: usize = 32;
 
 impl Expected {
@@ -657,7 +657,8 @@ fn the_two_formulas_agree() {
     }
 }
 
-/// e^a_log · softplus(a + dt_bias) where one factor is beyond f32 and the other below it: no NaN, and the decay that it is.
+/// e^a_log · softplus(a + dt_bias) where one factor is beyond f32 and the other below it: no NaN, and the decay that it
+/// is.
 #[test]
 fn rates_and_gates_beyond_f32() -> Result<(), TestCaseError> {
     let (dim, max) = (8, f64::from(f32::MAX));

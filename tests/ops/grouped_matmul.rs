@@ -402,8 +402,8 @@ fn strides_between_weights() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Tiles one after the other in one block have the bits that they have in blocks of their own: of experts near and far, of some
-/// rows or all, with fewer steps than there are stages and with more.
+/// Tiles one after the other in one block have the bits that they have in blocks of their own: of experts near and far,
+/// of some rows or all, with fewer steps than there are stages and with more.
 #[test]
 fn tiles_of_one_block() -> Result<(), TestCaseError> {
     let (own, one_sm) = (&cards_of(Arch::Sm90a)[0], &one_sm());

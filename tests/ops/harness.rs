@@ -19,8 +19,8 @@ use warpforge::{Arch, DType, Device, Error, IMAGES, Place, Stream, Tensor, Tenso
 
 /// The most work that is simulated: about half a second. Larger cases run on the CPU and on real cards only.
 ///
-/// The unit is an access to memory, some 0.1 µs. Tests estimate their work from the problem alone: what the kernels of the
-/// operator access, and 3 more for each time that a thread waits for others.
+/// The unit is an access to memory, some 0.1 µs. Tests estimate their work from the problem alone: what the kernels of
+/// the operator access, and 3 more for each time that a thread waits for others.
 const MAX_SIMULATED_WORK: usize = 1 << 22;
 
 /// One case of a property in so many is simulated too.
@@ -92,7 +92,8 @@ fn floor(device: &Device) -> Option<Arch> {
 }
 
 thread_local! {
-    /// The simulated cards. Each test has its own, as it has a thread: they run side by side, and memory ends with the test.
+    /// The simulated cards. Each test has its own, as it has a thread: they run side by side, and memory ends with the
+    /// test.
     static SIMULATED: Vec<(Device, Arc<Card>)> = Arch::ALL
         .into_iter()
         .map(|floor| {
@@ -124,8 +125,8 @@ fn card_of(place: Place) -> Option<Arc<Card>> {
         .with(|cards| cards.iter().find(|(device, _)| device.place() == place).map(|(_, card)| card.clone()))
 }
 
-/// All devices: the CPU, a simulated card of each floor, and the real card once for every floor that it runs. Says so once
-/// if there is no card (`REQUIRE_GPU=1`: every test fails).
+/// All devices: the CPU, a simulated card of each floor, and the real card once for every floor that it runs. Says so
+/// once if there is no card (`REQUIRE_GPU=1`: every test fails).
 pub fn devices() -> Vec<Device> {
     static REAL: OnceLock<Vec<Device>> = OnceLock::new();
     let real = REAL.get_or_init(|| match Device::cuda(0) {
@@ -147,8 +148,8 @@ pub fn devices() -> Vec<Device> {
 /// The floors that have kernels of their own; Blackwell's are Ampere's.
 const OWN_KERNELS: [Arch; 3] = [Arch::Sm61, Arch::Sm80, Arch::Sm90a];
 
-/// Runs in the simulator each kernel of a family: draws cases until `run` has launched them all. It is told which kernels
-/// are wanted still.
+/// Runs in the simulator each kernel of a family: draws cases until `run` has launched them all. It is told which
+/// kernels are wanted still.
 pub fn every_kernel<S: Strategy>(
     family: &str,
     cases: S,
@@ -246,8 +247,8 @@ pub struct Layout {
     pub offset: usize,
 }
 
-/// Layouts of several tensors: all alike, one apart, or each its own. What is asked of one tensor must not be looked up at another; but
-/// by pieces of 16 bytes most kernels go only where all tensors are made for it.
+/// Layouts of several tensors: all alike, one apart, or each its own. What is asked of one tensor must not be looked up
+/// at another; but by pieces of 16 bytes most kernels go only where all tensors are made for it.
 pub fn layouts<const N: usize, S: Strategy<Value = Layout>>(
     layout: impl Fn() -> S,
 ) -> impl Strategy<Value = [Layout; N]> {
@@ -260,8 +261,8 @@ pub fn layouts<const N: usize, S: Strategy<Value = Layout>>(
     prop_oneof![2 => layout().prop_map(|all| [all; N]), 1 => one_apart, 1 => each_its_own]
 }
 
-/// Each of several layouts in turn apart from the others: by its stride, and by an address and a stride that are not for pieces of 16
-/// bytes.
+/// Each of several layouts in turn apart from the others: by its stride, and by an address and a stride that are not
+/// for pieces of 16 bytes.
 pub fn one_apart<const N: usize>() -> impl Iterator<Item = [Layout; N]> {
     let layouts = [(8, 0), (1, 0), (0, 1)].map(|(padding, offset)| Layout { padding, offset });
     (0..N).flat_map(move |at| {
@@ -394,7 +395,8 @@ pub fn swapped(values: &[f64], [outer, inner, cols]: [usize; 3]) -> Vec<f64> {
     (0..inner).flat_map(|i| (0..outer).map(move |o| (i, o))).flat_map(row).copied().collect()
 }
 
-/// Rows as `[tokens, heads, dim]`: a row of memory for each token, or for each token of a head after the other (see [`swapped`]).
+/// Rows as `[tokens, heads, dim]`: a row of memory for each token, or for each token of a head after the other (see
+/// [`swapped`]).
 pub fn heads_of(
     rows: TensorView<'_>,
     [tokens, heads, dim]: [usize; 3],

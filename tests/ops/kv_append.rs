@@ -145,7 +145,8 @@ proptest! {
     }
 }
 
-/// One tensor's own stride; and one that cannot be copied in pieces of 16 bytes is enough for the kernel that copies none.
+/// One tensor's own stride; and one that cannot be copied in pieces of 16 bytes is enough for the kernel that copies
+/// none.
 #[test]
 fn one_tensor_apart() -> Result<(), TestCaseError> {
     for [k, v, to] in one_apart() {

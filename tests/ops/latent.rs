@@ -1,8 +1,8 @@
 //! Latent attention, which is several operators: its naive form and its absorbed form are the same function.
 //!
-//! A token's cache row is `c | k_rope`. Naive: `k = W_UK·c | k_rope` and `v = W_UV·c` for every head, then attention. Absorbed:
-//! `W_UK` goes to the query and `W_UV` to the result, so that attention is against the cache rows themselves, of which the
-//! first columns are the values.
+//! A token's cache row is `c | k_rope`. Naive: `k = W_UK·c | k_rope` and `v = W_UV·c` for every head, then attention.
+//! Absorbed: `W_UK` goes to the query and `W_UV` to the result, so that attention is against the cache rows themselves,
+//! of which the first columns are the values.
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -259,8 +259,8 @@ fn relative_l2(got: &[f64], want: &[f64]) -> f64 {
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(64))]
 
-    /// Both forms err at most twice as much as the naive form done naively in the storage type, over as many draws of the data as make
-    /// up [`SAMPLE`] results: the errors of few may be next to nothing by chance.
+    /// Both forms err at most twice as much as the naive form done naively in the storage type, over as many draws of
+    /// the data as make up [`SAMPLE`] results: the errors of few may be next to nothing by chance.
     #[test]
     fn both_forms_are_latent_attention((case, on) in on_executors(case, |case| case.draws() * case.work())) {
         let cases: Vec<Case> =

@@ -24,8 +24,9 @@ struct Case {
     out: Layout,
     residual: NormResidual,
     eps: f32,
-    /// Added to every element of normal x: rows far from zero, whose variance cancels if it is computed carelessly. Elements
-    /// that are nearly equal are a test of their own: where the plain formula happens to be exact it is no yardstick.
+    /// Added to every element of normal x: rows far from zero, whose variance cancels if it is computed carelessly.
+    /// Elements that are nearly equal are a test of their own: where the plain formula happens to be exact it is no
+    /// yardstick.
     offset: f64,
     kind: Values,
     seed: u64,
@@ -69,8 +70,9 @@ fn work(rows: usize, cols: usize) -> usize {
     rows * (256 * 180 + 8 * cols)
 }
 
-/// All elements of a row share the errors of its mean and its variance, so a case has as many independent errors as rows; the largest of a
-/// few may be next to nothing by luck. The naive result is therefore computed in as many orders of the columns as make up this many rows.
+/// All elements of a row share the errors of its mean and its variance, so a case has as many independent errors as
+/// rows; the largest of a few may be next to nothing by luck. The naive result is therefore computed in as many orders
+/// of the columns as make up this many rows.
 const ROWS: usize = 512;
 
 /// The naive result with the sums of a row in several orders, one after another.
@@ -242,7 +244,8 @@ fn one_tensor_apart() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Equal elements give the bias, although the root is of eps alone, and magnifies the rounding of the mean a thousandfold.
+/// Equal elements give the bias, although the root is of eps alone, and magnifies the rounding of the mean a
+/// thousandfold.
 #[test]
 fn equal_elements() -> Result<(), Error> {
     for (dtype, value, cols) in [

@@ -1,5 +1,5 @@
-//! Properties of every operator against its f64 reference, on the CPU backend and on every kernel that the card can run;
-//! and what happens where a device does not fit.
+//! Properties of every operator against its f64 reference, on the CPU backend and on every kernel that the card can
+//! run; and what happens where a device does not fit.
 
 mod arguments;
 mod faults;

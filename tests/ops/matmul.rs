@@ -77,8 +77,8 @@ proptest! {
         }
     }
 
-    /// A row gives the same bits alone and among others, wherever it lies in memory, among the products of few rows; for the
-    /// types of the tensor cores wherever that is at multiples of 16 bytes.
+    /// A row gives the same bits alone and among others, wherever it lies in memory, among the products of few rows;
+    /// for the types of the tensor cores wherever that is at multiples of 16 bytes.
     #[test]
     fn few_rows_are_independent(((case, moved), on) in on_executors(few_rows, |(case, _)| 2 * case.work())) {
         let problem = case.problem;
@@ -162,13 +162,15 @@ proptest! {
     }
 }
 
-/// Tiles one after the other in one block, or in one cluster, have the bits that they have in blocks of their own, also with an
-/// epilogue. And where a card is full, of one multiprocessor's always, kernels of few rows bring weights to L2 before they begin.
+/// Tiles one after the other in one block, or in one cluster, have the bits that they have in blocks of their own, also
+/// with an epilogue. And where a card is full, of one multiprocessor's always, kernels of few rows bring weights to L2
+/// before they begin.
 #[test]
 fn tiles_of_one_block() -> Result<(), TestCaseError> {
     let (own, one_sm) = (&cards_of(Arch::Sm90a)[0], &one_sm());
     let gated = Epilogue { act: Act::Gated(Activation::Silu), residual: true, ..Epilogue::NONE };
-    // Two tiles of the largest kind by two, more of the others; then few rows, and columns that do not fill a tile. Two steps of k.
+    // Two tiles of the largest kind by two, more of the others; then few rows, and columns that do not fill a tile. Two
+    // steps of k.
     for (dtype, epilogue, [m, n]) in [
         (DType::BF16, Epilogue::NONE, [130, 264]),
         (DType::F16, gated, [130, 136]),
@@ -291,7 +293,8 @@ fn special_values() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns. One row of 2560 or 10,240 is done by fives.
+/// A long k, of whole pieces and not, shared by several warps: Qwen3's down projection with few columns. One row of
+/// 2560 or 10,240 is done by fives.
 #[test]
 fn long_k() -> Result<(), TestCaseError> {
     for (m, k) in

@@ -337,8 +337,8 @@ fn tiles_of_one_block() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Blocks that share k: some without a step, and more steps than a ring has stages; rows below and beyond a tile's, columns that fill no
-/// block's part.
+/// Blocks that share k: some without a step, and more steps than a ring has stages; rows below and beyond a tile's,
+/// columns that fill no block's part.
 #[test]
 fn parts_of_k() -> Result<(), TestCaseError> {
     for ([m, n, k], out_dtype) in [

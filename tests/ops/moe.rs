@@ -246,8 +246,8 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(64))]
 
-    /// Over as many draws of the inputs as make up [`SAMPLE`] results: all of a token share the errors of its inner values, so the
-    /// largest error of a few tokens may be small by chance.
+    /// Over as many draws of the inputs as make up [`SAMPLE`] results: all of a token share the errors of its inner
+    /// values, so the largest error of a few tokens may be small by chance.
     #[test]
     fn operators_together_are_the_formula(
         (case, on) in on_executors(|| case(0usize..24), |case| case.draws() * Case::work(case)),
@@ -274,8 +274,8 @@ proptest! {
         }
     }
 
-    /// Tokens in another order give the same rows in that order, and a token alone its own, bit for bit. Up to 8 tokens,
-    /// so that the kernels are of one kind and no expert has more than 8 rows.
+    /// Tokens in another order give the same rows in that order, and a token alone its own, bit for bit. Up to 8
+    /// tokens, so that the kernels are of one kind and no expert has more than 8 rows.
     #[test]
     fn tokens_do_not_matter_to_one_another(
         (case, on) in on_executors(|| case(1usize..9), |case| 3 * Case::work(case)),

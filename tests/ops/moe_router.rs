@@ -1,4 +1,5 @@
-//! The router against its reference: the same experts, unless a choice lies within rounding distance, and their weights.
+//! The router against its reference: the same experts, unless a choice lies within rounding distance, and their
+//! weights.
 
 use abi::ops::moe_router::{MoeRouterVariant, VARIANTS};
 use proptest::prelude::*;

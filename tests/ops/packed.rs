@@ -260,8 +260,8 @@ fn run_alone(
 proptest! {
     #![proptest_config(testkit::gpu::proptest_config(64))]
 
-    /// Queries packed, keys packed, with room or in pages: each sequence's rows have the bits that it has alone by the same kernel, and
-    /// rows outside of all sequences, or beyond the planned queries of one, are left as they were.
+    /// Queries packed, keys packed, with room or in pages: each sequence's rows have the bits that it has alone by the
+    /// same kernel, and rows outside of all sequences, or beyond the planned queries of one, are left as they were.
     #[test]
     fn bits_of_single_sequences((case, on) in on_executors(case, Case::work)) {
         let Case { heads: (heads_q, heads_kv), head_dims: (head_dim, head_dim_v), ref lens, gaps, .. } = case;

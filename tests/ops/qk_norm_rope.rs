@@ -494,7 +494,8 @@ proptest! {
     }
 }
 
-/// q, k, v and q_out with strides of their own, and every second of some positions: the bits are those of contiguous tensors.
+/// q, k, v and q_out with strides of their own, and every second of some positions: the bits are those of contiguous
+/// tensors.
 #[test]
 fn strides_of_their_own() -> Result<(), TestCaseError> {
     let (tokens, heads_q, heads_kv, head_dim, num_slots) = (5, 3, 2, 64, 9);

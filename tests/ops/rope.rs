@@ -234,7 +234,8 @@ proptest! {
     }
 }
 
-/// x head by head in memory, out token by token, and every second of some positions: the bits are those of contiguous tensors.
+/// x head by head in memory, out token by token, and every second of some positions: the bits are those of contiguous
+/// tensors.
 #[test]
 fn strides_of_their_own() -> Result<(), TestCaseError> {
     let (tokens, heads) = (7, 5);
@@ -276,7 +277,8 @@ fn strides_of_their_own() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Latent attention: the last columns of every query head, and of the keys' joint projection, in place or to other rows.
+/// Latent attention: the last columns of every query head, and of the keys' joint projection, in place or to other
+/// rows.
 #[test]
 fn parts_of_heads() -> Result<(), TestCaseError> {
     let (tokens, style) = (5, RopeStyle::Interleaved);
@@ -363,7 +365,8 @@ fn tables() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// The last position of a long context, 262143 radians at the highest frequency, against a reduction by 2π in two parts.
+/// The last position of a long context, 262143 radians at the highest frequency, against a reduction by 2π in two
+/// parts.
 #[test]
 fn long_context() -> Result<(), Error> {
     let stream = Device::cpu().stream()?;

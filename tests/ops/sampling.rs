@@ -393,8 +393,8 @@ fn all_but_one() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// χ² of 4096 draws against the probabilities, over steps and over rows. 15 degrees of freedom exceed 50 once in 10^5; the
-/// seed is fixed.
+/// χ² of 4096 draws against the probabilities, over steps and over rows. 15 degrees of freedom exceed 50 once in 10^5;
+/// the seed is fixed.
 #[test]
 fn draws_follow_the_probabilities() -> Result<(), TestCaseError> {
     let row: Vec<f64> = (0..16).map(|i| f64::from(i * 7 % 16) / 8.0).collect();
@@ -440,7 +440,8 @@ fn draws_are_reproducible() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// The tokens of fixed logits, as they were on the day this was written: neither a backend nor a release may change them.
+/// The tokens of fixed logits, as they were on the day this was written: neither a backend nor a release may change
+/// them.
 #[test]
 fn tokens_do_not_change() -> Result<(), TestCaseError> {
     let logits: Vec<f64> = (0..1000).map(|i| f64::from(i * 37 % 101) / 16.0).collect();

@@ -18,8 +18,8 @@ pub struct Codec {
 impl Codec {
     /// Of `tokenizer.json` and `tokenizer_config.json` in `dir`; the latter may be absent.
     ///
-    /// Texts begin with the token that `tokenizer_config.json` calls `bos_token`, or else with `bos`, if its `add_bos_token` says
-    /// so or if the tokenizer does that by itself: once in either case.
+    /// Texts begin with the token that `tokenizer_config.json` calls `bos_token`, or else with `bos`, if its
+    /// `add_bos_token` says so or if the tokenizer does that by itself: once in either case.
     pub fn from_dir(dir: &Path, bos: Option<u32>) -> Result<Self, TextError> {
         let path = dir.join("tokenizer.json");
         let tokenizer = Tokenizer::from_bytes(files::read(&path)?)
@@ -30,8 +30,8 @@ impl Codec {
         Codec::new(tokenizer, first)
     }
 
-    /// Of a tokenizer, for texts that begin with the token `first` if there is one. What the tokenizer's file says of cutting and
-    /// filling up texts is for training, and switched off.
+    /// Of a tokenizer, for texts that begin with the token `first` if there is one. What the tokenizer's file says of
+    /// cutting and filling up texts is for training, and switched off.
     pub fn new(mut tokenizer: Tokenizer, first: Option<u32>) -> Result<Self, TextError> {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(refused)?;

@@ -71,8 +71,8 @@ impl<'de> Visitor<'de> for OrderedVisitor {
     }
 }
 
-/// The filter `tojson` of Hugging Face's templates, which is Python's `json.dumps` and not Jinja's filter of that name: nothing
-/// is escaped for HTML.
+/// The filter `tojson` of Hugging Face's templates, which is Python's `json.dumps` and not Jinja's filter of that name:
+/// nothing is escaped for HTML.
 pub(crate) fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent = match options.get::<Option<Value>>("indent")? {
         None => None,
@@ -109,7 +109,8 @@ fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
 }
 
-/// The shortest text of a number that gives it back, with an exponent where Python has one: from 1e16 on, and below 1e-4.
+/// The shortest text of a number that gives it back, with an exponent where Python has one: from 1e16 on, and below
+/// 1e-4.
 fn float(number: f64) -> String {
     if number.is_nan() {
         return "NaN".into();

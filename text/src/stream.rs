@@ -2,8 +2,8 @@
 
 use crate::{Codec, TextError};
 
-/// Text as soon as it is whole characters: a token may end in the middle of one. (The tokenizer's own `DecodeStream` keeps what
-/// is left at the end to itself.)
+/// Text as soon as it is whole characters: a token may end in the middle of one. (The tokenizer's own `DecodeStream`
+/// keeps what is left at the end to itself.)
 #[derive(Debug)]
 pub struct StreamedText<'a> {
     codec: Option<&'a Codec>,
@@ -51,7 +51,8 @@ impl<'a> StreamedText<'a> {
 mod tests {
     use super::*;
 
-    /// The pieces make up the text, none ends in the middle of a character, and few ids are kept; what is cut at the end is there.
+    /// The pieces make up the text, none ends in the middle of a character, and few ids are kept; what is cut at the
+    /// end is there.
     #[test]
     fn streamed_text() -> Result<(), TextError> {
         let codec = Codec::from_dir(&crate::codec::tests::demo(), None)?;

@@ -18,11 +18,12 @@ const FUEL: u64 = 20_000_000;
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// A model's chat template, in the language of Hugging Face's: Jinja with blocks that take their line, Python's methods of texts
-/// and dictionaries, `tojson` as Python's `json.dumps`, `raise_exception`, `strftime_now`, `break` and `continue`, and
-/// `generation` blocks, which only training looks at.
+/// A model's chat template, in the language of Hugging Face's: Jinja with blocks that take their line, Python's methods
+/// of texts and dictionaries, `tojson` as Python's `json.dumps`, `raise_exception`, `strftime_now`, `break` and
+/// `continue`, and `generation` blocks, which only training looks at.
 ///
-/// A template is a program of the model's file. It reads nothing but the conversation and the time, and its work is bounded.
+/// A template is a program of the model's file. It reads nothing but the conversation and the time, and its work is
+/// bounded.
 #[derive(Debug)]
 pub struct ChatTemplate {
     engine: Environment<'static>,
@@ -30,7 +31,8 @@ pub struct ChatTemplate {
     tokens: BTreeMap<String, Value>,
 }
 
-/// One message of a conversation: an object as a chat API has it, with `role`, `content` and what else a template looks at.
+/// One message of a conversation: an object as a chat API has it, with `role`, `content` and what else a template looks
+/// at.
 #[derive(Clone, Debug)]
 pub struct Message(Value);
 

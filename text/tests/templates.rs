@@ -52,7 +52,8 @@ fn render(source: &str) -> Result<String, text::TextError> {
     ChatTemplate::new(source, &[])?.render(&[Message::text("user", "hello")], &ChatOptions::default())
 }
 
-/// A template is a file from elsewhere: it can neither run for ever nor take all memory, and it ends with its own words.
+/// A template is a file from elsewhere: it can neither run for ever nor take all memory, and it ends with its own
+/// words.
 #[test]
 fn templates_are_bounded() -> Outcome {
     let message = |source: &str| render(source).err().map(|error| error.to_string()).unwrap_or_default();

@@ -11,13 +11,15 @@ use crate::process::{cargo, output, run as run_command};
 const RUN: &str = include_str!("bundle_run.sh");
 /// The kinds of targets that are bundled, in cargo's words. Each gets a folder of its name.
 const KINDS: [&str; 3] = ["test", "bench", "example"];
-/// Tests that have nothing to do with a card: of the tree and the PTX, and of `cuda_loader` on machines without a driver.
+/// Tests that have nothing to do with a card: of the tree and the PTX, and of `cuda_loader` on machines without a
+/// driver.
 const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
-/// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the
-/// example `own_operator`, in release, and packs them into `folder`. Each program holds the same device images, which xz stores once.
+/// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the example
+/// `own_operator`, in release, and packs them into `folder`. Each program holds the same device images, which xz stores
+/// once.
 pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     crate::setup::device_toolchain()?;
     let folder = root.join(folder);
@@ -107,8 +109,8 @@ struct Program {
 }
 
 impl Program {
-    /// Reads one line of cargo's JSON messages; `None` for every line that is not about a program, and for the tests of an example, which
-    /// have its name.
+    /// Reads one line of cargo's JSON messages; `None` for every line that is not about a program, and for the tests of
+    /// an example, which have its name.
     fn parse(line: &str) -> Option<Self> {
         if !line.starts_with(r#"{"reason":"compiler-artifact""#) {
             return None;

@@ -1,5 +1,5 @@
-//! `cargo xtask fmt`: `cargo fmt`, and the operators' sources, whose modules are made by a macro (`abi::for_each_operator!`), where
-//! `cargo fmt` does not find them.
+//! `cargo xtask fmt`: `cargo fmt`, and the operators' sources, whose modules are made by a macro
+//! (`abi::for_each_operator!`), where `cargo fmt` does not find them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

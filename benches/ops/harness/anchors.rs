@@ -1,5 +1,5 @@
-//! Known figures to beat whose operators are still to come: listed, so that the peers are timed at them. A row moves to the
-//! operator's `cases.rs` when there is one.
+//! Known figures to beat whose operators are still to come: listed, so that the peers are timed at them. A row moves to
+//! the operator's `cases.rs` when there is one.
 
 use serde_json::json;
 

@@ -1,7 +1,7 @@
 //! Energy, from the card's own counter: NVML's total since the driver was loaded, in millijoules, of the whole board.
 //!
-//! The counter moves in steps of some tens of milliseconds. So power is taken between the first and the last step that are
-//! seen while the card is busy with one thing alone, and a run's energy is that power times its time.
+//! The counter moves in steps of some tens of milliseconds. So power is taken between the first and the last step that
+//! are seen while the card is busy with one thing alone, and a run's energy is that power times its time.
 
 use std::ffi::OsStr;
 use std::time::{Duration, Instant};

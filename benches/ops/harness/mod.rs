@@ -1,12 +1,13 @@
 //! How an operator is timed.
 //!
-//! CUDA events around a recorded graph of runs, so that launch gaps stay out; each run of the graph takes other buffers,
-//! over more than three times the L2 cache, so that nothing is read from it; random data, never zeros. The graph runs for a third of a second before
-//! that, so that what takes the card to its power is timed at the clocks that last. The median over
-//! the graph's launches counts, and the spread is the distance between the quartiles. A wrong result is not timed.
+//! CUDA events around a recorded graph of runs, so that launch gaps stay out; each run of the graph takes other
+//! buffers, over more than three times the L2 cache, so that nothing is read from it; random data, never zeros. The
+//! graph runs for a third of a second before that, so that what takes the card to its power is timed at the clocks that
+//! last. The median over the graph's launches counts, and the spread is the distance between the quartiles. A wrong
+//! result is not timed.
 //!
-//! What is measured is set against what the same card did in the same run: see [`roofline`]. Results go to standard output
-//! as a table and, with `--json`, to a file of one JSON object per line, told apart by `kind`:
+//! What is measured is set against what the same card did in the same run: see [`roofline`]. Results go to standard
+//! output as a table and, with `--json`, to a file of one JSON object per line, told apart by `kind`:
 //!
 //! | kind | what |
 //! |---|---|

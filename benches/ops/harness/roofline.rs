@@ -1,8 +1,8 @@
 //! What the card reaches, measured in this run: the least time that a case's bytes and operations take at those rates.
 //!
 //! - **Memory**: the bytes that a device-to-device copy reads and writes. Reading alone can be a little faster.
-//! - **Matrix rates**: the best 8192³ product of each type, of this library's or of the peers' where their rates are given.
-//!   Other arithmetic (norms, activations) is far below what would count.
+//! - **Matrix rates**: the best 8192³ product of each type, of this library's or of the peers' where their rates are
+//!   given. Other arithmetic (norms, activations) is far below what would count.
 
 use std::fmt;
 use std::path::Path;

@@ -30,8 +30,9 @@ impl Timing {
     }
 }
 
-/// Time that a graph runs before it is measured: a card that is at its power has found its clocks by then. A rested one is up to an eighth faster for
-/// its first 50 ms, and where in that a measurement fell was most of what differed from run to run.
+/// Time that a graph runs before it is measured: a card that is at its power has found its clocks by then. A rested one
+/// is up to an eighth faster for its first 50 ms, and where in that a measurement fell was most of what differed from
+/// run to run.
 pub const WARM_SECONDS: f64 = 0.3;
 /// Time that the measured launches of a graph take together, unless that is less than [`LAUNCHES`] allow.
 const SECONDS: f64 = 0.1;
@@ -88,7 +89,8 @@ pub fn time<S>(
     Ok((timing, watts.map(|watts| watts * timing.median_us * 1e-6)))
 }
 
-/// Median of the microseconds between two events around a single run that the card waits for: with the time that the call takes on the host.
+/// Median of the microseconds between two events around a single run that the card waits for: with the time that the
+/// call takes on the host.
 fn time_calls<S>(
     stream: &Stream,
     sets: &mut [S],

@@ -72,8 +72,8 @@ impl Need {
 
 /// An architecture floor: what a kernel needs at least, and what its PTX is built for.
 ///
-/// Floors are not in an order: one may have what another lacks, both ways. [`Arch::runs`] says whose kernels a floor's image holds, and
-/// [`Arch::PREFERRED`] which of the images that a card can run it takes.
+/// Floors are not in an order: one may have what another lacks, both ways. [`Arch::runs`] says whose kernels a floor's
+/// image holds, and [`Arch::PREFERRED`] which of the images that a card can run it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// Pascal and everything later. SIMT kernels, f32 arithmetic, `dp4a`, 48 KiB of shared memory per block.
@@ -82,8 +82,8 @@ pub enum Arch {
     Sm80,
     /// Hopper (compute capability 9.0) and only that. `wgmma`, TMA, clusters, up to 227 KiB of shared memory.
     Sm90a,
-    /// Blackwell, compute capability 10.0, and everything later: 12.0 is among it. What Hopper has but for `wgmma`; up to 227 KiB of shared
-    /// memory per block, on 12.x 99.
+    /// Blackwell, compute capability 10.0, and everything later: 12.0 is among it. What Hopper has but for `wgmma`; up
+    /// to 227 KiB of shared memory per block, on 12.x 99.
     Sm100,
 }
 

@@ -1,5 +1,5 @@
-//! Functions of exactly rounded f32 operations only: the same bits on every device and on the CPU, so that what is decided
-//! by them (which experts a token goes to) is decided alike everywhere.
+//! Functions of exactly rounded f32 operations only: the same bits on every device and on the CPU, so that what is
+//! decided by them (which experts a token goes to) is decided alike everywhere.
 
 /// ln(2) = LN_2_HIGH + LN_2_LOW; a product of the first with an integer below 2^15 is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;

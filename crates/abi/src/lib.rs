@@ -1,8 +1,8 @@
 //! The contract between host and device: both sides compile this crate, so neither can disagree with the other.
 //!
 //! It holds the architecture floors, the element types, and for each operator its parameter struct (`#[repr(C)]`,
-//! passed to the kernel by value) and the table of its kernel entry points. No dependencies but, under the feature `serde`,
-//! that crate; no unsafe code, no allocation.
+//! passed to the kernel by value) and the table of its kernel entry points. No dependencies but, under the feature
+//! `serde`, that crate; no unsafe code, no allocation.
 #![no_std]
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,12 @@
-//! Norms of rows whose squares do not fit f32, though the row and what becomes of it do: the row is multiplied by an exact
-//! power of two, and its squares are added up once more. Ordinary rows are not, so they keep their bits.
+//! Norms of rows whose squares do not fit f32, though the row and what becomes of it do: the row is multiplied by an
+//! exact power of two, and its squares are added up once more. Ordinary rows are not, so they keep their bits.
 
-/// What a row of values below 2^-60 is multiplied by: 2^100. The square of the smallest subnormal is then a normal number.
+/// What a row of values below 2^-60 is multiplied by: 2^100. The square of the smallest subnormal is then a normal
+/// number.
 pub const TINY: f32 = f32::from_bits((127 + 100) << 23);
 
-/// What a row with values beyond 2^44 is multiplied by: 2^-80. A sum of 2^32 squares of the largest number is then finite.
+/// What a row with values beyond 2^44 is multiplied by: 2^-80. A sum of 2^32 squares of the largest number is then
+/// finite.
 pub const HUGE: f32 = f32::from_bits((127 - 80) << 23);
 
 /// Whether a mean of squares, with epsilon, has all its digits: it is finite, and not below the smallest normal number.
@@ -13,8 +15,8 @@ pub fn is_normal(mean: f32) -> bool {
     (f32::MIN_POSITIVE..f32::INFINITY).contains(&mean)
 }
 
-/// What a row is multiplied by, given the mean of its squares, with epsilon: 1 if that has all its digits. A mean that is
-/// infinite or not a number since the row has such an element is so again.
+/// What a row is multiplied by, given the mean of its squares, with epsilon: 1 if that has all its digits. A mean that
+/// is infinite or not a number since the row has such an element is so again.
 #[inline(always)]
 pub fn factor(mean: f32) -> f32 {
     if is_normal(mean) {
@@ -26,8 +28,8 @@ pub fn factor(mean: f32) -> f32 {
     }
 }
 
-/// The same for a row whose mean is subtracted first, given the sum of the squares of the differences, and their mean with
-/// epsilon. Numbers from 1 on differ by no less than 2^-24, if they do, so only smaller ones need [`TINY`].
+/// The same for a row whose mean is subtracted first, given the sum of the squares of the differences, and their mean
+/// with epsilon. Numbers from 1 on differ by no less than 2^-24, if they do, so only smaller ones need [`TINY`].
 #[inline(always)]
 pub fn factor_of_differences(square: f32, mean: f32, variance: f32) -> f32 {
     let fits = square < f32::INFINITY;

@@ -1,7 +1,7 @@
 /// How the pieces of rows are dealt to blocks, for operators that treat every piece alike.
 ///
-/// A block covers a tile of `2^cols_log2` pieces of each of `2^(block_log2 − cols_log2)` rows; the tiles of a row follow
-/// one another. Both sides use it: the host to size the grid, the kernel to find its piece.
+/// A block covers a tile of `2^cols_log2` pieces of each of `2^(block_log2 − cols_log2)` rows; the tiles of a row
+/// follow one another. Both sides use it: the host to size the grid, the kernel to find its piece.
 ///
 /// ```text
 /// pieces    0 … C-1   C … 2C-1  …

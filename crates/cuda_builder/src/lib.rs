@@ -13,12 +13,13 @@
 //! }
 //! ```
 //!
-//! The program has it by `include_str!(concat!(env!("OUT_DIR"), "/kernels.ptx"))`. `examples/own_operator` of this repository is all of it:
-//! the device crate `kernels` (a library without `std`, with `cuda_std`, `#![feature(abi_ptx, asm_experimental_arch)]` and a panic
-//! handler on that target), its build script, its tests in the simulator and its launch.
+//! The program has it by `include_str!(concat!(env!("OUT_DIR"), "/kernels.ptx"))`. `examples/own_operator` of this
+//! repository is all of it: the device crate `kernels` (a library without `std`, with `cuda_std`, `#![feature(abi_ptx,
+//! asm_experimental_arch)]` and a panic handler on that target), its build script, its tests in the simulator and its
+//! launch.
 //!
-//! Rust-CUDA compiles through NVVM; this one drives rustc's own `nvptx64-nvidia-cuda` target, for the architectures of [`NvvmArch`].
-//! A few flags are not a matter of taste:
+//! Rust-CUDA compiles through NVVM; this one drives rustc's own `nvptx64-nvidia-cuda` target, for the architectures of
+//! [`NvvmArch`]. A few flags are not a matter of taste:
 //! - `-Zmir-enable-passes=-JumpThreading`: up to rustc 1.96 that pass clones calls, barriers among them, into the arms
 //!   of a divergent branch.
 //! - `-unroll-threshold`: arrays of accumulators stay in registers only if the loops over them unroll completely.
@@ -26,9 +27,9 @@
 //! - `staticlib`, not `cdylib`: rustc writes it without a linker (rustup ships no bitcode linker with a stable
 //!   toolchain), and with `-Zno-link` in place of one cargo misses the library and compiles every image every time.
 //!
-//! Device code is compiled with a `cfg` for each thing that the architecture lacks ([`Need::lacking`]): `#[cfg(not(lacks_tma))]` is what only
-//! exists where TMA does, and on the host, whose simulator has everything. A device crate names those that it uses under
-//! `unexpected_cfgs` of its `[lints.rust]`.
+//! Device code is compiled with a `cfg` for each thing that the architecture lacks ([`Need::lacking`]):
+//! `#[cfg(not(lacks_tma))]` is what only exists where TMA does, and on the host, whose simulator has everything. A
+//! device crate names those that it uses under `unexpected_cfgs` of its `[lints.rust]`.
 //!
 //! The crate is built with `cargo rustc` in a target directory per architecture, so `core` is compiled once per
 //! architecture, not once per image, and an image whose sources did not change is not compiled again.
@@ -228,7 +229,8 @@ impl CudaBuilder {
             // The nvptx64 target, `-Z` flags and device intrinsics are unstable; the compiler is a stable one.
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", self.rustflags())
-            // The user's cargo configuration has settings of these kinds for other builds. A wrapper of no name is none.
+            // The user's cargo configuration has settings of these kinds for other builds. A wrapper of no name is
+            // none.
             .env("CARGO_BUILD_BUILD_DIR", &target_dir)
             .env("RUSTC_WRAPPER", "")
             .env("RUSTC_WORKSPACE_WRAPPER", "")
@@ -271,9 +273,9 @@ impl CudaBuilder {
         Ok(path)
     }
 
-    /// A name for a build's files in a target directory that other builds use too: features of two crates may have the same name, and
-    /// one crate may be built by two compilers or with two thresholds; cargo, which does not know of these files, would call one's image fresh
-    /// when the other has replaced it.
+    /// A name for a build's files in a target directory that other builds use too: features of two crates may have the
+    /// same name, and one crate may be built by two compilers or with two thresholds; cargo, which does not know of
+    /// these files, would call one's image fresh when the other has replaced it.
     fn id(&self, crate_path: &Path, toolchain: &DeviceToolchain) -> String {
         let mut hasher = DefaultHasher::new();
         (crate_path, &toolchain.rustc, &toolchain.version, self.unroll_threshold).hash(&mut hasher);

@@ -56,8 +56,9 @@ pub(crate) fn finish(ptx: &str) -> Result<String, String> {
 /// What begins a kernel in finished PTX.
 const ENTRY: &str = ".visible .entry ";
 
-/// Finished PTX in parts: what stands before its kernels, and each kernel's name and text. The first part and one of the others are a
-/// module, as long as the kernel calls nothing and nothing is defined between kernels. A driver that gets it assembles no other kernel.
+/// Finished PTX in parts: what stands before its kernels, and each kernel's name and text. The first part and one of
+/// the others are a module, as long as the kernel calls nothing and nothing is defined between kernels. A driver that
+/// gets it assembles no other kernel.
 pub fn split_kernels(ptx: &str) -> (&str, Vec<(&str, &str)>) {
     let is_line = |at: &usize| *at == 0 || ptx.as_bytes()[at - 1] == b'\n';
     let starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).filter(is_line).collect();

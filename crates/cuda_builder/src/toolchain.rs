@@ -27,8 +27,8 @@ pub struct DeviceToolchain {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolchainError {
-    /// The folder in [`DeviceToolchain::VARIABLE`] is not usable. Nothing else was tried: a choice that was made by hand
-    /// is not replaced silently.
+    /// The folder in [`DeviceToolchain::VARIABLE`] is not usable. Nothing else was tried: a choice that was made by
+    /// hand is not replaced silently.
     #[error("{}={}: {rejection}", DeviceToolchain::VARIABLE, folder.display())]
     Named {
         /// What the variable holds.

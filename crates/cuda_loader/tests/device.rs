@@ -1,4 +1,5 @@
-//! The driver calls against a real device. Without one the tests say why they skip; `REQUIRE_GPU=1` makes that a failure.
+//! The driver calls against a real device. Without one the tests say why they skip; `REQUIRE_GPU=1` makes that a
+//! failure.
 
 use std::ffi::{CStr, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -61,8 +62,8 @@ const RANKS: &CStr = c"
 }
 ";
 
-/// The primary context of device 0, current on this thread, for one test at a time: memory that one frees, or a module that it unloads, is
-/// no business of what another records.
+/// The primary context of device 0, current on this thread, for one test at a time: memory that one frees, or a module
+/// that it unloads, is no business of what another records.
 struct Gpu {
     device: Device,
     _context: Context,

@@ -1,8 +1,8 @@
 //! The sixteen named barriers of a block, for part of its warps. Barrier 0 is the one of
 //! [`sync_threads`](crate::thread::sync_threads).
 //!
-//! A barrier opens when `threads` threads have come, waiting ([`sync`]) or not ([`arrive`]): a warp counts with all its 32
-//! lanes. Writes of all that came are visible to those who waited. `arrive` by one group and `sync` by another hand
+//! A barrier opens when `threads` threads have come, waiting ([`sync`]) or not ([`arrive`]): a warp counts with all its
+//! 32 lanes. Writes of all that came are visible to those who waited. `arrive` by one group and `sync` by another hand
 //! something over without making the first wait.
 
 #[cfg(target_arch = "nvptx64")]

@@ -1,7 +1,7 @@
 //! Clusters of blocks that reach each other's shared memory (Hopper). Floor sm_90a.
 //!
-//! [`map_shared`] turns an address of the block's own shared memory into that of the same place in another block. A block
-//! must not end while others may still access its memory: end with a cluster barrier.
+//! [`map_shared`] turns an address of the block's own shared memory into that of the same place in another block. A
+//! block must not end while others may still access its memory: end with a cluster barrier.
 
 #[cfg(target_arch = "nvptx64")]
 #[allow(improper_ctypes)]
@@ -51,8 +51,8 @@ special_register!(
     /// `%nclusterid.x`: clusters in the grid.
     grid_dim_x, llvm_nclusterid_x, GridDimX);
 
-/// `mapa.shared::cluster.u32 d, address, rank;` The address, for the functions of this module and whatever takes a cluster
-/// address, of the same place in the shared memory of block `rank`.
+/// `mapa.shared::cluster.u32 d, address, rank;` The address, for the functions of this module and whatever takes a
+/// cluster address, of the same place in the shared memory of block `rank`.
 ///
 /// # Safety
 /// - `rank` is below [`num_blocks`]; *in-bounds(dynamic shared memory)*.
@@ -72,8 +72,8 @@ pub unsafe fn map_shared(address: u32, rank: u32) -> u32 {
     })
 }
 
-/// `barrier.cluster.arrive.aligned;` Comes to the cluster's barrier without waiting; releases the thread's writes to those
-/// who wait.
+/// `barrier.cluster.arrive.aligned;` Comes to the cluster's barrier without waiting; releases the thread's writes to
+/// those who wait.
 ///
 /// # Safety
 /// - *converged*: all lanes of the warp execute it, and all threads of the cluster that have not ended will.
@@ -89,8 +89,9 @@ pub unsafe fn arrive() {
     })
 }
 
-/// `barrier.cluster.arrive.relaxed.aligned;` [`arrive`] that orders no memory accesses: for a cluster that only has to be
-/// still there, and for mbarriers, of which [`fence_mbarrier_init`](crate::mbarrier::fence_mbarrier_init) tells the others.
+/// `barrier.cluster.arrive.relaxed.aligned;` [`arrive`] that orders no memory accesses: for a cluster that only has to
+/// be still there, and for mbarriers, of which [`fence_mbarrier_init`](crate::mbarrier::fence_mbarrier_init) tells the
+/// others.
 ///
 /// # Safety
 /// As for [`arrive`].

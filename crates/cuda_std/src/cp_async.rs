@@ -1,9 +1,9 @@
 //! `cp.async`: each thread copies 4, 8 or 16 bytes from global to shared memory without waiting. Floor sm_80.
 //!
 //! Copies belong to the group that the thread commits next; groups complete in order. A wait covers the copies of the
-//! calling thread alone: what other threads copied is visible after a wait of theirs and a barrier. `ca` keeps the data in
-//! L1, `cg` only in L2. The `fill` forms read the first `source_bytes` of the source and write zeros for the rest, so that
-//! a tail needs no branch.
+//! calling thread alone: what other threads copied is visible after a wait of theirs and a barrier. `ca` keeps the data
+//! in L1, `cg` only in L2. The `fill` forms read the first `source_bytes` of the source and write zeros for the rest,
+//! so that a tail needs no branch.
 
 macro_rules! copy {
     ($name:ident, $fill:ident, $bytes:literal, $ptx:literal) => {
@@ -12,7 +12,8 @@ macro_rules! copy {
         /// # Safety
         #[doc = concat!("- *aligned(", $bytes, ")* both; *in-bounds(dynamic shared memory)* and *in-bounds(the buffer of `global`)*.")]
         /// - *initialised(by an earlier kernel or copy)*: `global`.
-        /// - *exclusive*: nobody touches the shared bytes before this thread has waited, and others after a barrier too.
+        /// - *exclusive*: nobody touches the shared bytes before this thread has waited, and others after a barrier
+        ///   too.
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $name<T>(shared: u32, global: *const T) {
@@ -33,7 +34,8 @@ macro_rules! copy {
         #[doc = concat!("- *aligned(", $bytes, ")* both; *in-bounds(dynamic shared memory)*; of `global` only `source_bytes` bytes are read.")]
         #[doc = concat!("- `source_bytes` is at most ", $bytes, ".")]
         /// - *initialised(by an earlier kernel or copy)*: the bytes that are read.
-        /// - *exclusive*: nobody touches the shared bytes before this thread has waited, and others after a barrier too.
+        /// - *exclusive*: nobody touches the shared bytes before this thread has waited, and others after a barrier
+        ///   too.
         #[inline(always)]
         #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
         pub unsafe fn $fill<T>(shared: u32, global: *const T, source_bytes: u32) {
@@ -102,7 +104,8 @@ pub fn wait_all() {
     })
 }
 
-/// `cp.async.mbarrier.arrive.noinc.shared.b64 [barrier];` Arrives at the barrier once the thread's copies so far are done.
+/// `cp.async.mbarrier.arrive.noinc.shared.b64 [barrier];` Arrives at the barrier once the thread's copies so far are
+/// done.
 ///
 /// The barrier's count includes this arrival (`noinc`).
 ///

@@ -295,8 +295,8 @@ pub fn f16x2s_from_e4m3(word: u32) -> [u32; 2] {
     }
 }
 
-/// a·b + c in f32, rounded to odd: an inexact result's last bit is 1, so that rounding it once more is as rounding once. The
-/// product is exact in f64.
+/// a·b + c in f32, rounded to odd: an inexact result's last bit is 1, so that rounding it once more is as rounding
+/// once. The product is exact in f64.
 #[cfg(not(target_arch = "nvptx64"))]
 fn fma_to_odd(a: f64, b: f64, c: f64) -> f32 {
     let (product, sum) = (a * b, a * b + c);
@@ -417,9 +417,9 @@ fn e4m3x2_to_f16x2(pair: u16) -> u32 {
     }
 }
 
-/// e4m3 in the upper bytes of both halves of a word, shifted to the place of the same bits in a wider format: values that are too small
-/// by a power of two, the scale. Times the limit NaN, which is 480 by its bits, is infinity and 448 is not: times 0 that becomes NaN,
-/// the others nothing.
+/// e4m3 in the upper bytes of both halves of a word, shifted to the place of the same bits in a wider format: values
+/// that are too small by a power of two, the scale. Times the limit NaN, which is 480 by its bits, is infinity and 448
+/// is not: times 0 that becomes NaN, the others nothing.
 #[cfg(all(lacks_fp8, not(lacks_packed_math)))]
 macro_rules! from_high_e4m3 {
     ($name:ident, $format:literal, $shift:literal, $mask:literal, $scale:literal, $limit:literal) => {

@@ -1,7 +1,7 @@
 //! Fences: between threads (`acq_rel`) and between the ways of accessing memory (`proxy`).
 //!
-//! TMA and `wgmma` access memory through the *async proxy*. What a thread wrote with ordinary stores is visible there only
-//! after that thread's proxy fence; what TMA wrote is visible to those who waited for its mbarrier.
+//! TMA and `wgmma` access memory through the *async proxy*. What a thread wrote with ordinary stores is visible there
+//! only after that thread's proxy fence; what TMA wrote is visible to those who waited for its mbarrier.
 
 macro_rules! fence {
     ($(#[$doc:meta])* $name:ident, $ptx:literal, $lacking:ident, $op:ident) => {
@@ -28,7 +28,8 @@ fence!(
     /// The same for the threads of its cluster. Floor sm_90a.
     acq_rel_cluster, "fence.acq_rel.cluster", lacks_clusters, AcqRelCluster);
 fence!(
-    /// The same for all threads of the device. Floor sm_80 (sm_70); [`fence_device`](crate::atomic::fence_device) on every floor.
+    /// The same for all threads of the device. Floor sm_80 (sm_70); [`fence_device`](crate::atomic::fence_device) on
+    /// every floor.
     acq_rel_device, "fence.acq_rel.gpu", lacks_memory_model, AcqRelDevice);
 fence!(
     /// Between ordinary and asynchronous accesses of shared and global memory. Floor sm_90a.

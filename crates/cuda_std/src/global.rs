@@ -38,10 +38,11 @@ pub unsafe fn store<T: Copy>(pointer: *mut T, value: T) {
     })
 }
 
-/// Brings contiguous bytes to L2 where the floor has a form for it (TMA): `cp.async.bulk.prefetch.L2.global [pointer], bytes;`
+/// Brings contiguous bytes to L2 where the floor has a form for it (TMA): `cp.async.bulk.prefetch.L2.global [pointer],
+/// bytes;`
 ///
-/// Nobody sees that it has: what is written to them meanwhile, by a kernel ahead too, is seen as ever, since all of the card's writes come
-/// together in L2.
+/// Nobody sees that it has: what is written to them meanwhile, by a kernel ahead too, is seen as ever, since all of the
+/// card's writes come together in L2.
 ///
 /// # Safety
 /// - *aligned(16)*, `bytes` a multiple of 16; *in-bounds(the buffer of `pointer`)*.

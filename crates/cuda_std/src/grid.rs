@@ -1,5 +1,6 @@
-//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but for how a kernel of all floors begins
-//! and ends: that is nothing below it, nor in the simulator, where kernels run one after another.
+//! Programmatic dependent launch: a kernel starts while the one before it in the stream still runs. Floor sm_90a, but
+//! for how a kernel of all floors begins and ends: that is nothing below it, nor in the simulator, where kernels run
+//! one after another.
 
 #[cfg(all(target_arch = "nvptx64", not(lacks_dependent_launch)))]
 #[allow(improper_ctypes)]
@@ -42,9 +43,8 @@ pub fn launch_dependents() {
 #[cfg(all(target_arch = "nvptx64", not(lacks_dependent_launch)))]
 const FEW_BLOCKS: u32 = 64;
 
-/// What a kernel begins with: [`wait`]. Of few blocks, [`launch_dependents`] then, so that the next kernel is there, and has done what it can do
-/// early, when this one ends. With that and an early start behind one row's products a decode step of Qwen3-0.6B takes 1.03 instead of 1.14 ms on an H200, and
-/// one of Qwen3-4B 2.79 instead of 2.91.
+/// What a kernel begins with: [`wait`]. Of few blocks, [`launch_dependents`] then, so that the next kernel is there,
+/// and has done what it can do early, when this one ends (`gpu/NOTES/launches.md`).
 ///
 /// Of more, the next one's blocks would go where there is room first, and no longer evenly.
 #[inline(always)]
@@ -58,7 +58,8 @@ pub fn begin() {
     } else {})
 }
 
-/// The same of a kernel that has something to do while the ones ahead still run, and knows whether the next one may start.
+/// The same of a kernel that has something to do while the ones ahead still run, and knows whether the next one may
+/// start.
 ///
 /// `early` may not read what kernels ahead write, nor write what they read.
 #[inline(always)]
@@ -80,8 +81,9 @@ pub fn begin_early(early: impl FnOnce(), next_may_start: bool) {
     })
 }
 
-/// What a kernel of all floors says when it has little left to do: [`launch_dependents`]. The next one's blocks then come as this one's end, where the
-/// multiprocessors are full of these; where there is room beside them they come at once.
+/// What a kernel of all floors says when it has little left to do: [`launch_dependents`]. The next one's blocks then
+/// come as this one's end, where the multiprocessors are full of these; where there is room beside them they come at
+/// once.
 #[inline(always)]
 pub fn near_end() {
     device!({

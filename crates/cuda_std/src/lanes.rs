@@ -1,5 +1,5 @@
-//! What the lanes of a warp find out together beyond [`warp`](crate::warp): who is active, who holds the same value, sums
-//! and extrema of integers in one instruction, shuffles among part of a warp.
+//! What the lanes of a warp find out together beyond [`warp`](crate::warp): who is active, who holds the same value,
+//! sums and extrema of integers in one instruction, shuffles among part of a warp.
 
 #[cfg(target_arch = "nvptx64")]
 #[allow(improper_ctypes)]
@@ -88,8 +88,8 @@ macro_rules! shuffle_within {
 }
 
 shuffle_within!(
-    /// `shfl.sync.bfly.b32`: the value of lane `lane ^ lane_mask`, or the lane's own if that is in a later group; lanes of
-    /// earlier groups are read.
+    /// `shfl.sync.bfly.b32`: the value of lane `lane ^ lane_mask`, or the lane's own if that is in a later group; lanes
+    /// of earlier groups are read.
     shuffle_xor_within, shfl_bfly, lane_mask, 31, Xor);
 shuffle_within!(
     /// `shfl.sync.idx.b32`: the value of lane `source % WIDTH` of the group.

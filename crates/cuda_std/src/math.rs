@@ -1,8 +1,8 @@
 //! Fused and approximate f32 arithmetic, and integer dot products.
 //!
 //! rustc contracts nothing and rounds `/` and `sqrt` exactly (slow): what a kernel wants faster, it asks for here. The
-//! host side computes the exactly rounded result, which lies within the stated error, and flushes subnormals to zeros of
-//! their sign where the instruction does (`.ftz`).
+//! host side computes the exactly rounded result, which lies within the stated error, and flushes subnormals to zeros
+//! of their sign where the instruction does (`.ftz`).
 
 #[cfg(not(target_arch = "nvptx64"))]
 fn flush(x: f32) -> f32 {
@@ -124,8 +124,8 @@ pub fn exp(x: f32) -> f32 {
     ex2(x * LOG2_E)
 }
 
-/// x·sigmoid(x), finite for every finite x, and 0 for -inf. The relative error is 4 ulp, for negative x with |x|·2^-23.6
-/// more; below -87 the result is 0 or within 2^-119 of it, its limit.
+/// x·sigmoid(x), finite for every finite x, and 0 for -inf. The relative error is 4 ulp, for negative x with
+/// |x|·2^-23.6 more; below -87 the result is 0 or within 2^-119 of it, its limit.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     // sigmoid is flushed to 0 below -87.3 while x stays finite: the product is then 0.

@@ -2,9 +2,9 @@
 //! [`mma`](crate::mma) and [`wgmma`](crate::wgmma).
 //!
 //! A matrix has eight rows of 16 bytes, anywhere in shared memory. Lane l gives the address of row `l % 8` of matrix
-//! `l / 8`; addresses of lanes beyond the matrices asked for are not used. Register m of lane l holds columns `2·(l % 4)`
-//! and the next of row `l / 4` of matrix m, or with `trans` of its transpose. Rows of 8-bit elements work as pairs, but not
-//! transposed.
+//! `l / 8`; addresses of lanes beyond the matrices asked for are not used. Register m of lane l holds columns
+//! `2·(l % 4)` and the next of row `l / 4` of matrix m, or with `trans` of its transpose. Rows of 8-bit elements work
+//! as pairs, but not transposed.
 
 macro_rules! ldmatrix {
     ($(#[$doc:meta])* $name:ident, $registers:literal, $transpose:ident, $ptx:literal, $($d:ident)+) => {

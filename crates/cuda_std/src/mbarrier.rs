@@ -1,16 +1,18 @@
 //! Barriers in shared memory that count arrivals and bytes of asynchronous copies.
 //!
-//! An mbarrier is 8 bytes of shared memory, 8-byte aligned. A *phase* completes when the expected arrivals have come and
-//! the bytes that were announced ([`arrive_expect_tx`]) have been copied; then the next phase begins with the same count.
-//! Waiting names the phase by its parity: the first has parity 0, and a fresh barrier counts as having completed a phase of
-//! parity 1. A pipeline of s stages therefore waits in round i for `full[i % s]` with parity `(i / s) & 1`, and for
-//! `empty[i % s]` with the opposite.
+//! An mbarrier is 8 bytes of shared memory, 8-byte aligned. A *phase* completes when the expected arrivals have come
+//! and the bytes that were announced ([`arrive_expect_tx`]) have been copied; then the next phase begins with the same
+//! count. Waiting names the phase by its parity: the first has parity 0, and a fresh barrier counts as having completed
+//! a phase of parity 1. A pipeline of s stages therefore waits in round i for `full[i % s]` with parity `(i / s) & 1`,
+//! and for `empty[i % s]` with the opposite.
 //!
-//! A waiter may not fall two phases behind: it could not tell them apart. Waits see the writes of those who arrived before.
+//! A waiter may not fall two phases behind: it could not tell them apart. Waits see the writes of those who arrived
+//! before.
 
 /// `mbarrier.init.shared.b64 [barrier], count;` Floor sm_80.
 ///
-/// Others may use it after a block barrier; TMA and other blocks of a cluster after [`fence_mbarrier_init`] and a barrier.
+/// Others may use it after a block barrier; TMA and other blocks of a cluster after [`fence_mbarrier_init`] and a
+/// barrier.
 ///
 /// # Safety
 /// - *aligned(8)*, *in-bounds(dynamic shared memory)*, *exclusive*.
@@ -94,8 +96,8 @@ macro_rules! bytes {
 
 bytes! {
 
-/// `mbarrier.arrive.expect_tx.shared.b64 state, [barrier], bytes;` Announces bytes of asynchronous copies to the current
-/// phase, then arrives. Floor sm_90a.
+/// `mbarrier.arrive.expect_tx.shared.b64 state, [barrier], bytes;` Announces bytes of asynchronous copies to the
+/// current phase, then arrives. Floor sm_90a.
 ///
 /// # Safety
 /// - *initialised(by [`init`] and a barrier)*.
@@ -133,12 +135,12 @@ pub unsafe fn expect_tx(barrier: u32, bytes: u32) {
     })
 }
 
-/// `mbarrier.arrive.shared::cluster.b64 _, [barrier];` One arrival at the barrier of any block of the cluster; its address
-/// is from [`cluster::map_shared`](crate::cluster::map_shared). Floor sm_90a.
+/// `mbarrier.arrive.shared::cluster.b64 _, [barrier];` One arrival at the barrier of any block of the cluster; its
+/// address is from [`cluster::map_shared`](crate::cluster::map_shared). Floor sm_90a.
 ///
-/// It says that this thread has come this far: what it has read may be overwritten. What it wrote is not released to the
-/// other block; that takes [`arrive_remote_release`], which waits until all of the thread's writes are visible everywhere
-/// (`MEMBAR.ALL.GPU`, about a microsecond).
+/// It says that this thread has come this far: what it has read may be overwritten. What it wrote is not released to
+/// the other block; that takes [`arrive_remote_release`], which waits until all of the thread's writes are visible
+/// everywhere (`MEMBAR.ALL.GPU`, about a microsecond).
 ///
 /// # Safety
 /// - *initialised(by that block's [`init`], [`fence_mbarrier_init`] and a cluster barrier)*; that block has not ended.
@@ -156,8 +158,8 @@ pub unsafe fn arrive_remote(barrier: u32) {
     })
 }
 
-/// `mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];` [`arrive_remote`] that also releases the thread's
-/// writes to those who wait with [`wait_parity_cluster`]. Floor sm_90a.
+/// `mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];` [`arrive_remote`] that also releases the
+/// thread's writes to those who wait with [`wait_parity_cluster`]. Floor sm_90a.
 ///
 /// # Safety
 /// As for [`arrive_remote`].
@@ -175,8 +177,8 @@ pub unsafe fn arrive_remote_release(barrier: u32) {
     })
 }
 
-/// `mbarrier.try_wait.parity.shared.b64 p, [barrier], parity;` Whether the phase of that parity has completed; waits for
-/// it up to a time that the hardware chooses. Floor sm_90a.
+/// `mbarrier.try_wait.parity.shared.b64 p, [barrier], parity;` Whether the phase of that parity has completed; waits
+/// for it up to a time that the hardware chooses. Floor sm_90a.
 ///
 /// # Safety
 /// - *initialised(by [`init`] and a barrier)*; the phase asked for is the current or the one before.
@@ -244,8 +246,8 @@ pub unsafe fn wait_parity_cluster(barrier: u32, parity: u32) {
     while !unsafe { try_wait_parity_cluster(barrier, parity) } {}
 }
 
-/// `fence.mbarrier_init.release.cluster;` Makes the thread's [`init`]s visible to the other blocks of the cluster and to
-/// TMA; a barrier still has to follow. Floor sm_90a.
+/// `fence.mbarrier_init.release.cluster;` Makes the thread's [`init`]s visible to the other blocks of the cluster and
+/// to TMA; a barrier still has to follow. Floor sm_90a.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn fence_mbarrier_init() {

@@ -1,8 +1,8 @@
 //! Moving registers between the warpgroups of a block (Hopper). Floor sm_90a.
 //!
-//! A block starts with the same number of registers for every thread. Producers give most of theirs back, consumers take
-//! them: `dec` first, then `inc`, each right where the roles part. The kernel must state `max_threads`, without which
-//! ptxas ignores both. `N` is a multiple of 8 from 24 to 256.
+//! A block starts with the same number of registers for every thread. Producers give most of theirs back, consumers
+//! take them: `dec` first, then `inc`, each right where the roles part. The kernel must state `max_threads`, without
+//! which ptxas ignores both. `N` is a multiple of 8 from 24 to 256.
 
 #[cfg(target_arch = "nvptx64")]
 #[allow(improper_ctypes)]

@@ -1,15 +1,16 @@
-//! The tensor memory accelerator (Hopper): one thread has whole tiles copied between global and shared memory. Floor sm_90a.
+//! The tensor memory accelerator (Hopper): one thread has whole tiles copied between global and shared memory. Floor
+//! sm_90a.
 //!
-//! A [`TensorMap`], which the host encodes, says where a tensor lies and how large the box is that one instruction copies.
-//! Coordinates are in elements, the innermost dimension first, and may be negative or beyond the tensor: such elements are
-//! read as the map's fill value and not written. No manual says the following, but an H200 does it: a box that does not begin
-//! at a multiple of 16 bytes of a row, and a store at a negative coordinate, stop with an illegal instruction; and a store
-//! writes whole 16 bytes, also beyond the end of a row whose length is no multiple of them.
+//! A [`TensorMap`], which the host encodes, says where a tensor lies and how large the box is that one instruction
+//! copies. Coordinates are in elements, the innermost dimension first, and may be negative or beyond the tensor: such
+//! elements are read as the map's fill value and not written. No manual says the following, but an H200 does it: a box
+//! that does not begin at a multiple of 16 bytes of a row, and a store at a negative coordinate, stop with an illegal
+//! instruction; and a store writes whole 16 bytes, also beyond the end of a row whose length is no multiple of them.
 //!
-//! Loads announce their bytes to an mbarrier ([`mbarrier::arrive_expect_tx`](crate::mbarrier::arrive_expect_tx) expects the
-//! whole box, filled elements included). Stores belong to the group that the thread commits next. Shared memory that
-//! threads wrote needs [`fence::proxy_async_shared`](crate::fence::proxy_async_shared) by each writer and a barrier before
-//! a store reads it. One thread issues: `if elect(..)` or a fixed one.
+//! Loads announce their bytes to an mbarrier ([`mbarrier::arrive_expect_tx`](crate::mbarrier::arrive_expect_tx) expects
+//! the whole box, filled elements included). Stores belong to the group that the thread commits next. Shared memory
+//! that threads wrote needs [`fence::proxy_async_shared`](crate::fence::proxy_async_shared) by each writer and a
+//! barrier before a store reads it. One thread issues: `if elect(..)` or a fixed one.
 
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::sim;
@@ -17,8 +18,8 @@ use crate::sim;
 /// An encoded tensor map (`CUtensorMap`): 128 opaque bytes.
 ///
 /// The instructions read it at the address they are given, which has to be a multiple of 64 in constant, parameter or
-/// global memory. rustc cannot pass types aligned to more than 16 bytes by value to a kernel, hence the device's alignment;
-/// `#[kernel]` takes care of parameters marked `#[grid_constant]`.
+/// global memory. rustc cannot pass types aligned to more than 16 bytes by value to a kernel, hence the device's
+/// alignment; `#[kernel]` takes care of parameters marked `#[grid_constant]`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[cfg_attr(target_arch = "nvptx64", repr(C, align(16)))]
 #[cfg_attr(not(target_arch = "nvptx64"), repr(C, align(64)))]
@@ -143,7 +144,8 @@ dimensions!(5 [c0 c1 c2 c3 c4]);
 ///
 /// # Safety
 /// - `map` is an encoded map of that many dimensions, *aligned(64)*, not in local memory.
-/// - *aligned(128)* `shared`, and to the swizzle's pattern (256, 512 or 1024 bytes); *in-bounds(dynamic shared memory)*: the box.
+/// - *aligned(128)* `shared`, and to the swizzle's pattern (256, 512 or 1024 bytes); *in-bounds(dynamic shared
+///   memory)*: the box.
 /// - *exclusive*: nobody touches the box before waiting for `barrier`, which is initialised and expects the bytes.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
@@ -178,8 +180,8 @@ pub unsafe fn load_hint<C: Coordinates>(
     })
 }
 
-/// [`load`] with `.multicast::cluster`: the box goes to the same offset in every block whose bit is set in `blocks`, and its
-/// bytes complete at the same offset's barrier in each.
+/// [`load`] with `.multicast::cluster`: the box goes to the same offset in every block whose bit is set in `blocks`,
+/// and its bytes complete at the same offset's barrier in each.
 ///
 /// # Safety
 /// As for [`load`], in every block of `blocks`, which are blocks of this cluster that have not ended.
@@ -229,9 +231,11 @@ pub unsafe fn load_multicast_hint<C: Coordinates>(
 ///
 /// # Safety
 /// - `map` is an encoded map of that many dimensions, *aligned(64)*, not in local memory.
-/// - *aligned(128)* `shared`, and to the swizzle's pattern (256, 512 or 1024 bytes); *in-bounds(dynamic shared memory)*: the box.
+/// - *aligned(128)* `shared`, and to the swizzle's pattern (256, 512 or 1024 bytes); *in-bounds(dynamic shared
+///   memory)*: the box.
 /// - *initialised(by writes, `fence::proxy_async_shared` of each writer, and a barrier)*.
-/// - *exclusive*: nobody writes the box before [`wait_group_read`], nor touches the tensor's elements before [`wait_group`].
+/// - *exclusive*: nobody writes the box before [`wait_group_read`], nor touches the tensor's elements before
+///   [`wait_group`].
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn store<C: Coordinates>(map: *const TensorMap, coordinates: C, shared: u32) {
@@ -266,8 +270,8 @@ pub unsafe fn store_hint<C: Coordinates>(
 
 /// `cp.reduce.async.bulk.tensor.Nd.global.shared::cta.add.bulk_group [map, {c..}], [shared];`
 ///
-/// As [`store`], but adds to what is there, in the map's element type and atomically for each element. The order in which
-/// several boxes are added is not defined.
+/// As [`store`], but adds to what is there, in the map's element type and atomically for each element. The order in
+/// which several boxes are added is not defined.
 ///
 /// # Safety
 /// As for [`store`]; other threads may add to the same elements meanwhile.
@@ -317,9 +321,11 @@ pub unsafe fn prefetch_map(map: *const TensorMap) {
 /// Copies contiguous bytes; they complete at `barrier`.
 ///
 /// # Safety
-/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* and *in-bounds(the buffer of `global`)*.
+/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* and *in-bounds(the buffer of
+///   `global`)*.
 /// - *initialised(by an earlier kernel or copy)*: the source.
-/// - *exclusive*: nobody touches the destination before waiting for `barrier`, which is initialised and expects the bytes.
+/// - *exclusive*: nobody touches the destination before waiting for `barrier`, which is initialised and expects the
+///   bytes.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn load_bulk<T>(shared: u32, global: *const T, bytes: u32, barrier: u32) {
@@ -338,9 +344,11 @@ pub unsafe fn load_bulk<T>(shared: u32, global: *const T, bytes: u32, barrier: u
 /// `cp.async.bulk.global.shared::cta.bulk_group [global], [shared], bytes;` Copies contiguous bytes.
 ///
 /// # Safety
-/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* and *in-bounds(the buffer of `global`)*.
+/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* and *in-bounds(the buffer of
+///   `global`)*.
 /// - *initialised(by writes, `fence::proxy_async_shared` of each writer, and a barrier)*: the source.
-/// - *exclusive*: nobody writes the source before [`wait_group_read`], nor touches the destination before [`wait_group`].
+/// - *exclusive*: nobody writes the source before [`wait_group_read`], nor touches the destination before
+///   [`wait_group`].
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn store_bulk<T>(global: *mut T, shared: u32, bytes: u32) {
@@ -355,8 +363,8 @@ pub unsafe fn store_bulk<T>(global: *mut T, shared: u32, bytes: u32) {
     })
 }
 
-/// `cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [global], [shared], bytes;` Adds contiguous f32, atomically
-/// for each; the order in which several copies are added is not defined.
+/// `cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [global], [shared], bytes;` Adds contiguous f32,
+/// atomically for each; the order in which several copies are added is not defined.
 ///
 /// # Safety
 /// As for [`store_bulk`]; other threads may add to the same elements meanwhile.
@@ -380,9 +388,11 @@ pub unsafe fn reduce_add_bulk_f32(global: *mut f32, shared: u32, bytes: u32) {
 /// addresses are from [`cluster::map_shared`](crate::cluster::map_shared).
 ///
 /// # Safety
-/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* of either block; the other has not ended.
+/// - *aligned(16)* both, `bytes` a multiple of 16; *in-bounds(dynamic shared memory)* of either block; the other has
+///   not ended.
 /// - *initialised(by writes, `fence::proxy_async_shared` of each writer, and a barrier)*: the source.
-/// - *exclusive*: nobody touches the destination before waiting for `barrier`, which is initialised and expects the bytes.
+/// - *exclusive*: nobody touches the destination before waiting for `barrier`, which is initialised and expects the
+///   bytes.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub unsafe fn copy_bulk_to_block(remote: u32, shared: u32, bytes: u32, barrier: u32) {
@@ -410,8 +420,8 @@ pub fn commit_group() {
     })
 }
 
-/// `cp.async.bulk.wait_group N;` Waits until at most the `N` newest of the thread's groups are under way; what the others
-/// wrote is visible to this thread.
+/// `cp.async.bulk.wait_group N;` Waits until at most the `N` newest of the thread's groups are under way; what the
+/// others wrote is visible to this thread.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn wait_group<const N: u32>() {
@@ -423,8 +433,8 @@ pub fn wait_group<const N: u32>() {
     })
 }
 
-/// `cp.async.bulk.wait_group.read N;` Waits until all but the `N` newest of the thread's groups have read their sources,
-/// which may then be written again.
+/// `cp.async.bulk.wait_group.read N;` Waits until all but the `N` newest of the thread's groups have read their
+/// sources, which may then be written again.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
 pub fn wait_group_read<const N: u32>() {

@@ -1,8 +1,9 @@
-//! `wgmma`: the 128 threads of a warpgroup multiply matrices on the tensor cores, asynchronously (Hopper). Floor sm_90a.
+//! `wgmma`: the 128 threads of a warpgroup multiply matrices on the tensor cores, asynchronously (Hopper). Floor
+//! sm_90a.
 //!
-//! An instruction computes `d = a·b` or `d += a·b` with d 64 × N in registers, b K × N in shared memory, and a 64 × K in
-//! shared memory ([`ss`]) or in registers ([`rs`]). K is 32 bytes of elements. N follows from d: `[f32; N / 2]`, N a multiple
-//! of 8 up to 256 (for `i8` 8, 16, 24, 32 and then multiples of 16).
+//! An instruction computes `d = a·b` or `d += a·b` with d 64 × N in registers, b K × N in shared memory, and a 64 × K
+//! in shared memory ([`ss`]) or in registers ([`rs`]). K is 32 bytes of elements. N follows from d: `[f32; N / 2]`, N a
+//! multiple of 8 up to 256 (for `i8` 8, 16, 24, 32 and then multiples of 16).
 //!
 //! | elements | d | K | operands in shared memory |
 //! |---|---|---|---|
@@ -11,8 +12,8 @@
 //! | [`E4m3`] | f32, summed with fewer bits | 32 | [`KMajor`] |
 //! | i8 | i32, wrapping | 32 | [`KMajor`] |
 //!
-//! With `g = lane / 4`, `t = lane % 4` and warp w of the four, register i of d is row `16·w + g + 8·(i / 2 % 2)`, column
-//! `8·(i / 4) + 2·t + i % 2`. Registers of a are those of [`mma`](crate::mma), rows `16·w` further down.
+//! With `g = lane / 4`, `t = lane % 4` and warp w of the four, register i of d is row `16·w + g + 8·(i / 2 % 2)`,
+//! column `8·(i / 4) + 2·t + i % 2`. Registers of a are those of [`mma`](crate::mma), rows `16·w` further down.
 //!
 //! # Order
 //!
@@ -21,16 +22,17 @@
 //! ```
 //!
 //! Between [`fence`] and [`commit_group`] stand instructions alone: what computes a register of d or a comes before the
-//! fence. From the first instruction on, d and the registers of a belong to the hardware: only the [`wait_group`] that is
-//! given them gives them back, and that is why it takes them: the compiler knows nothing of what is under way, and would
-//! move reads above a wait that does not name them.
+//! fence. From the first instruction on, d and the registers of a belong to the hardware: only the [`wait_group`] that
+//! is given them gives them back, and that is why it takes them: the compiler knows nothing of what is under way, and
+//! would move reads above a wait that does not name them.
 //!
 //! Each function is one instruction, not a chain with its fence and commit: ptxas joins them. For a main loop of four
-//! `m64n256k16` with one group in flight over the back edge (154 registers), and for a loop of attention with two sets of
-//! accumulators and a from registers (189), it gives chains of `HGMMA` on the same registers without moves, serialisation
-//! or local memory (ptxas 13.0, `-unroll-threshold=20000`). That needs what any use of arrays in registers needs: constant
-//! indices after unrolling, no calls, no branch around part of a chain. A sum starts with [`Accumulate::Overwrite`]: zeros
-//! would be put into the registers after the fence, and ptxas then adds a fence of its own (C7519).
+//! `m64n256k16` with one group in flight over the back edge (154 registers), and for a loop of attention with two sets
+//! of accumulators and a from registers (189), it gives chains of `HGMMA` on the same registers without moves,
+//! serialisation or local memory (ptxas 13.0, `-unroll-threshold=20000`). That needs what any use of arrays in
+//! registers needs: constant indices after unrolling, no calls, no branch around part of a chain. A sum starts with
+//! [`Accumulate::Overwrite`]: zeros would be put into the registers after the fence, and ptxas then adds a fence of its
+//! own (C7519).
 
 use core::marker::PhantomData;
 
@@ -56,8 +58,8 @@ impl Major for MnMajor {}
 
 /// The pattern in which 16-byte pieces of a tile in shared memory are permuted.
 ///
-/// Bits 4.. of the address are exclusive-ored with bits 7..: one, two or three of them. A TMA load with the same pattern
-/// writes what an instruction with it reads.
+/// Bits 4.. of the address are exclusive-ored with bits 7..: one, two or three of them. A TMA load with the same
+/// pattern writes what an instruction with it reads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Swizzle {
     /// None.
@@ -109,8 +111,8 @@ impl<M: Major> Descriptor<M> {
         Descriptor { low, high, major: PhantomData }
     }
 
-    /// The operand `bytes` (a multiple of 16) further on, before the swizzle: the next k of a [`KMajor`] operand is 32 bytes
-    /// on within the swizzle's width.
+    /// The operand `bytes` (a multiple of 16) further on, before the swizzle: the next k of a [`KMajor`] operand is 32
+    /// bytes on within the swizzle's width.
     #[inline(always)]
     pub const fn advance(self, bytes: u32) -> Self {
         // No carry out of the address: shared memory ends below 256 KiB.
@@ -137,8 +139,8 @@ pub enum Accumulate {
 /// Element types that an instruction accumulates in `D`, for each `D` that has one.
 pub trait Multiply<D>: sealed::Multiply<D> {}
 
-/// Arrays of registers that [`wait_group`] gives back: `[f32; R]`, `[u32; R]`, `[i32; R]` with R a multiple of 4 up to 128,
-/// and `(&mut _, &mut _)` of such.
+/// Arrays of registers that [`wait_group`] gives back: `[f32; R]`, `[u32; R]`, `[i32; R]` with R a multiple of 4 up to
+/// 128, and `(&mut _, &mut _)` of such.
 pub trait Registers: sealed::Registers {}
 
 mod sealed {
@@ -225,8 +227,8 @@ pub unsafe fn commit_group() {
     })
 }
 
-/// `wgmma.wait_group.sync.aligned N;` Waits until at most the `N` newest groups are under way, and gives back `registers`:
-/// all accumulators and registers of a whose groups are done and that are read or written next.
+/// `wgmma.wait_group.sync.aligned N;` Waits until at most the `N` newest groups are under way, and gives back
+/// `registers`: all accumulators and registers of a whose groups are done and that are read or written next.
 ///
 /// # Safety
 /// - *converged*: all 128 threads of the warpgroup execute it.
@@ -246,7 +248,8 @@ pub unsafe fn wait_group<const N: u32>(registers: &mut impl Registers) {
 /// Both operands in shared memory.
 ///
 /// ```text
-/// wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 {d..}, a, b, accumulate, 1, 1, transpose a, transpose b;    also f16
+/// wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 {d..}, a, b, accumulate, 1, 1, transpose a, transpose b;
+/// wgmma.mma_async.sync.aligned.m64nNk16.f32.f16.f16   {d..}, a, b, accumulate, 1, 1, transpose a, transpose b;
 /// wgmma.mma_async.sync.aligned.m64nNk8.f32.tf32.tf32  {d..}, a, b, accumulate, 1, 1;
 /// wgmma.mma_async.sync.aligned.m64nNk32.f32.e4m3.e4m3 {d..}, a, b, accumulate, 1, 1;
 /// wgmma.mma_async.sync.aligned.m64nNk32.s32.s8.s8     {d..}, a, b, accumulate;
@@ -256,7 +259,8 @@ pub unsafe fn wait_group<const N: u32>(registers: &mut impl Registers) {
 /// - *converged* and *uniform*: all 128 threads of the warpgroup execute it with the same descriptors.
 /// - *in-bounds(dynamic shared memory)*: all that the descriptors name.
 /// - *initialised*: by TMA, or by writes, `fence::proxy_async_shared` of each writer, and a barrier.
-/// - *exclusive*: until the wait nobody writes the operands, and d is touched by such instructions of the same shape alone.
+/// - *exclusive*: until the wait nobody writes the operands, and d is touched by such instructions of the same shape
+///   alone.
 /// - [`fence`] comes after whatever wrote d before.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
@@ -325,8 +329,8 @@ macro_rules! next_operand {
     };
 }
 
-/// One element type with one N: `$r` accumulators, indices `$first $i..`. `$ss` and `$rs` are what follows the predicate,
-/// with the operands that they name.
+/// One element type with one N: `$r` accumulators, indices `$first $i..`. `$ss` and `$rs` are what follows the
+/// predicate, with the operands that they name.
 macro_rules! multiply {
     ($type:ty, $accumulator:ty, $kind:ident, $n:literal, $r:literal, [$first:literal $($i:literal)*], $shape:literal,
         $majors:expr, $ss:literal [$($ss_operand:tt)*], $rs:literal [$($rs_operand:tt)*]) => {

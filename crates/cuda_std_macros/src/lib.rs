@@ -77,11 +77,11 @@ impl Parse for Pair {
 /// A parameter marked `#[grid_constant]` is passed by value, and the body sees its address in parameter memory: a
 /// `*const` of its type, for tensor maps. rustc would copy it to local memory for that.
 ///
-/// On Hopper a kernel first waits for the one ahead of it in its stream (`cuda_std::grid::begin`), so that it may be launched while
-/// that still runs. With `#[kernel(waits)]` its body does so, before it touches global memory.
+/// On Hopper a kernel first waits for the one ahead of it in its stream (`cuda_std::grid::begin`), so that it may be
+/// launched while that still runs. With `#[kernel(waits)]` its body does so, before it touches global memory.
 ///
-/// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with the
-/// addresses of its parameters.
+/// On the host the kernel can also be found by its name (`cuda_std::sim::kernel`) and called as the driver would: with
+/// the addresses of its parameters.
 #[proc_macro_attribute]
 pub fn kernel(bounds: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     expand(bounds.into(), item.into()).unwrap_or_else(|error| error.to_compile_error()).into()

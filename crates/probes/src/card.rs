@@ -94,8 +94,8 @@ impl Card {
         let stream = driver::stream_create()?;
         let cluster = (case.cluster > 1).then_some([case.cluster, 1, 1]);
         let attributes = LaunchAttributes { cluster, ..LaunchAttributes::default() };
-        // SAFETY: function and stream are live; the parameters are those of every probe, and the buffers what the kernel asks
-        // for — the tests.
+        // SAFETY: function and stream are live; the parameters are those of every probe, and the buffers what the
+        // kernel asks for — the tests.
         unsafe {
             driver::launch_kernel_ex(
                 function,

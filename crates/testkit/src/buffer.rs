@@ -1,8 +1,8 @@
 //! Host images of device buffers, with guard bands around them and poison inside.
 //!
-//! A test copies [`Guarded::as_padded`] to the device, gives the kernel the elements of [`Guarded::payload_range`], copies
-//! the whole back, puts it into [`Guarded::from_padded`] and calls [`Guarded::check_guards`]: a write outside the payload
-//! is reported with its place. A read outside shows in floating-point results, since the guards are NaN.
+//! A test copies [`Guarded::as_padded`] to the device, gives the kernel the elements of [`Guarded::payload_range`],
+//! copies the whole back, puts it into [`Guarded::from_padded`] and calls [`Guarded::check_guards`]: a write outside
+//! the payload is reported with its place. A read outside shows in floating-point results, since the guards are NaN.
 
 use crate::element::{Element, show};
 use std::ops::Range;

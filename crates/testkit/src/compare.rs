@@ -18,8 +18,9 @@
 //! Where fewer than [`SAMPLE`] elements are of like magnitude, their largest error may be small by luck still, so the
 //! maximum then includes `2⁻²⁴ · √roundings`, the error to be expected of that many f32 roundings with random signs
 //! (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019). In f16 and bf16 it is far below
-//! an ulp. Where the terms of a sum are rounded to the storage type themselves, as attention's weights are for tensor cores,
-//! the naive formula does not do so; the maximum then includes half of the most that comes of it, `½ · 2⁻ᵖ` with p bits of precision.
+//! an ulp. Where the terms of a sum are rounded to the storage type themselves, as attention's weights are for tensor
+//! cores, the naive formula does not do so; the maximum then includes half of the most that comes of it, `½ · 2⁻ᵖ` with
+//! p bits of precision.
 //!
 //! From [`RMS_FROM`] elements on, the root mean square over all elements is bounded too, which catches a result that is
 //! a little wrong everywhere:
@@ -34,10 +35,9 @@
 //! - Where the reference is NaN or infinite the result must be NaN or that infinity.
 //! - Where the reference is finite, an infinity of its sign passes if `|reference| + bound` rounds to infinity in the
 //!   storage type, and a NaN or infinity passes if the naive result overflowed to just that on the way.
-//! - Where the sizes of a sum's terms add up to more than f32 holds ([`Tolerance::on_the_way`]), the order of the terms decides
-//!   whether partial sums overflow, and to what: any infinity and NaN passes, and behind an activation a zero
-//!   ([`Tolerance::activated`]), which it makes of one.
-//!   Another finite result is held to the bound as ever.
+//! - Where the sizes of a sum's terms add up to more than f32 holds ([`Tolerance::on_the_way`]), the order of the terms
+//!   decides whether partial sums overflow, and to what: any infinity and NaN passes, and behind an activation a zero
+//!   ([`Tolerance::activated`]), which it makes of one. Another finite result is held to the bound as ever.
 //! - In f32 and bf16 a zero passes for a subnormal (`|reference| − bound` below the smallest normal number), since
 //!   kernels may be built to flush. f16 subnormals are normal numbers in f32 arithmetic and are never flushed.
 
@@ -47,8 +47,8 @@ use abi::DType;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Number of elements of like magnitude from which their largest naive error is taken as it is. The same result for the same
-/// reference again is no second one.
+/// Number of elements of like magnitude from which their largest naive error is taken as it is. The same result for the
+/// same reference again is no second one.
 pub const SAMPLE: usize = 64;
 
 /// Number of elements from which the root mean square is checked: below, one element decides it.
@@ -57,8 +57,8 @@ pub const RMS_FROM: usize = 256;
 /// The magnitude relative to which the error of an element is measured.
 #[derive(Clone, Copy, Debug)]
 pub enum Scale<'a> {
-    /// The reference value itself: operators without cancellation, mostly elementwise ones. Not for sums, whose error does
-    /// not shrink with the result.
+    /// The reference value itself: operators without cancellation, mostly elementwise ones. Not for sums, whose error
+    /// does not shrink with the result.
     Element,
     /// The larger of the reference value and the root mean square of its row of this length: sums over inputs of about
     /// equal size, where a small result is the difference of large terms. A row of a few elements may be small as a
@@ -80,10 +80,11 @@ pub struct Tolerance<'a> {
     pub roundings: usize,
     /// The type, if it is not f32, that a factor of a sum's terms is rounded to on the way.
     pub terms: Option<DType>,
-    /// If the formula has sums in f32: for each element the largest that the sizes of one's terms add up to. By default those of
-    /// [`Scale::Given`].
+    /// If the formula has sums in f32: for each element the largest that the sizes of one's terms add up to. By default
+    /// those of [`Scale::Given`].
     pub on_the_way: Option<&'a [f64]>,
-    /// Whether an activation comes behind the sums: it makes a zero of an infinity, which passes where a sum may overflow.
+    /// Whether an activation comes behind the sums: it makes a zero of an infinity, which passes where a sum may
+    /// overflow.
     pub activated: bool,
     /// Multiple of the naive error. Other than 2 is an exception to be explained where it stands.
     pub factor: f64,
@@ -419,9 +420,9 @@ fn may_flush(dtype: DType) -> bool {
 
 /// ‖got − want‖₂ / ‖want‖₂.
 ///
-/// Equal infinities count as equal and are left out of the norm. The result is infinite, so that no limit accepts it, for
-/// arrays of different lengths, for a NaN anywhere, for an infinity on one side only, and where `want` is all zero and
-/// `got` is not.
+/// Equal infinities count as equal and are left out of the norm. The result is infinite, so that no limit accepts it,
+/// for arrays of different lengths, for a NaN anywhere, for an infinity on one side only, and where `want` is all zero
+/// and `got` is not.
 pub fn relative_l2<T: Copy + Into<f64>, U: Copy + Into<f64>>(got: &[T], want: &[U]) -> f64 {
     if got.len() != want.len() {
         return f64::INFINITY;
@@ -668,7 +669,8 @@ mod tests {
         assert!(check_within_naive(&got, &reference, &reference, &tolerance).is_err());
     }
 
-    /// Terms that were rounded to bf16 may be half a bf16 ulp off; where there are enough elements the naive error says how much.
+    /// Terms that were rounded to bf16 may be half a bf16 ulp off; where there are enough elements the naive error says
+    /// how much.
     #[test]
     fn rounded_terms_count_among_few() {
         let tolerance = Tolerance::new(DType::BF16, Scale::Given(&[1.0; 64]), 100);

@@ -1,7 +1,7 @@
 //! How tests behave on machines with and without a GPU, and where they find the checkout.
 //!
-//! Everything here is looked up when the test runs, not when it is built: on GPU hosts the binaries run beside a copy of
-//! the checkout, without cargo.
+//! Everything here is looked up when the test runs, not when it is built: on GPU hosts the binaries run beside a copy
+//! of the checkout, without cargo.
 
 use proptest::test_runner::{Config, FailurePersistence, FileFailurePersistence, PersistedSeed};
 use std::any::Any;

@@ -223,8 +223,8 @@ fn find_in_bin(folder: &Path, file: &str) -> Option<PathBuf> {
 /// An assembler that no longer knows sm_61 (CUDA 13) assembles that text for sm_75, to which it is forward compatible.
 ///
 /// # Errors
-/// What ptxas says when it refuses the text, and its advisories that an asynchronous matrix product or `setmaxnreg` loses
-/// its purpose (C7508 to C7520): the code would run, several times slower.
+/// What ptxas says when it refuses the text, and its advisories that an asynchronous matrix product or `setmaxnreg`
+/// loses its purpose (C7508 to C7520): the code would run, several times slower.
 pub fn assemble(ptxas: &Path, ptx: &str, arch: Arch) -> Result<Vec<KernelResources>, String> {
     assemble_for(ptxas, ptx, arch, arch.name())
 }
@@ -272,8 +272,8 @@ pub fn assemble_for(ptxas: &Path, ptx: &str, arch: Arch, card: &str) -> Result<V
     }
 }
 
-/// An assembler whose results are kept below `target/ptxas`, by the text's contents, the floor and the assembler's version: a kernel that has not
-/// changed costs a hash.
+/// An assembler whose results are kept below `target/ptxas`, by the text's contents, the floor and the assembler's
+/// version: a kernel that has not changed costs a hash.
 pub struct Assembler {
     ptxas: PathBuf,
     version: String,
@@ -592,7 +592,8 @@ ptxas info    : Function properties for harmless
         assert!(error.starts_with("cannot run /no/such/ptxas: "), "{error}");
     }
 
-    /// A kernel is assembled once: then even a broken assembler of that version is not asked. Another text, floor or version is another kernel.
+    /// A kernel is assembled once: then even a broken assembler of that version is not asked. Another text, floor or
+    /// version is another kernel.
     #[test]
     fn results_are_kept() {
         let Some(ptxas) = find_ptxas() else { return skip_optional("no ptxas: set WARPFORGE_PTXAS") };

@@ -1,7 +1,7 @@
 //! Rounding f64 values to a storage type, its ulps, and its bytes.
 //!
-//! The reference works in f64; what a kernel reads and writes is f32, f16, bf16 or an integer. Every value of those types
-//! is exact in f64, so tests keep all values as f64 and round with [`round_to`] where a kernel would store.
+//! The reference works in f64; what a kernel reads and writes is f32, f16, bf16 or an integer. Every value of those
+//! types is exact in f64, so tests keep all values as f64 and round with [`round_to`] where a kernel would store.
 
 use abi::DType;
 use half::{bf16, f16};
@@ -61,8 +61,9 @@ fn integer_range(dtype: DType) -> (f64, f64) {
 
 /// The value of `dtype` nearest to `value`, ties to even.
 ///
-/// Floats: subnormals are kept, what rounds past the largest finite number becomes an infinity, or that number where there
-/// is none (fp8), NaN stays NaN. Integers: saturates, and NaN becomes 0, as the device's saturating conversions do.
+/// Floats: subnormals are kept, what rounds past the largest finite number becomes an infinity, or that number where
+/// there is none (fp8), NaN stays NaN. Integers: saturates, and NaN becomes 0, as the device's saturating conversions
+/// do.
 pub fn round_to(dtype: DType, value: f64) -> f64 {
     let Some(format) = Format::of(dtype) else {
         let (low, high) = integer_range(dtype);

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// The lower 12 bits of an instruction's 16 bytes: a move to a uniform register; `wgmma` of floats (HGMMA) with a in shared memory, and in
-/// registers; of int8 (IGMMA), likewise.
+/// The lower 12 bits of an instruction's 16 bytes: a move to a uniform register; `wgmma` of floats (HGMMA) with a in
+/// shared memory, and in registers; of int8 (IGMMA), likewise.
 const R2UR: u64 = 0x2ca;
 const WGMMA: [u64; 4] = [0x9f0, 0xdf0, 0x9f1, 0xdf1];
 /// `wgmma.fence` and `wgmma.wait_group`, which stand between groups of products.
@@ -39,8 +39,8 @@ pub fn together(cubin: &[u8]) -> Option<BTreeMap<String, Together>> {
     Some(kernels.map(|(name, code)| (name.to_owned(), count(code))).collect())
 }
 
-/// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next of its group in the code.
-/// None if this is no object file of ptxas.
+/// For each kernel with `wgmma`, by name, the most moves to uniform registers between one product and the next of its
+/// group in the code. None if this is no object file of ptxas.
 pub fn moves_between_products(cubin: &[u8]) -> Option<BTreeMap<String, usize>> {
     let sections = sections(cubin)?;
     let kernels = sections.into_iter().filter_map(|(name, code)| Some((name.strip_prefix(".text.")?, code)));

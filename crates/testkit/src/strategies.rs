@@ -42,11 +42,11 @@ pub fn stride_padding() -> impl Strategy<Value = usize> {
 pub enum Values {
     /// Standard normal.
     Normal,
-    /// Large magnitudes: from 2^40, in f16 from 2^10. Half of the seeds end where products still have room in f32, at 2^60,
-    /// in f16 at 2^13; the others at the largest number of the type.
+    /// Large magnitudes: from 2^40, in f16 from 2^10. Half of the seeds end where products still have room in f32, at
+    /// 2^60, in f16 at 2^13; the others at the largest number of the type.
     Huge,
-    /// Small normal numbers: up to 2^−40, in f16 from 2^−14 to 2^−10. Half of the seeds begin where products are still normal
-    /// numbers of f32, at 2^−60; the others at the smallest normal number of the type.
+    /// Small normal numbers: up to 2^−40, in f16 from 2^−14 to 2^−10. Half of the seeds begin where products are still
+    /// normal numbers of f32, at 2^−60; the others at the smallest normal number of the type.
     Tiny,
     /// Subnormal numbers of the type.
     Subnormal,
@@ -88,8 +88,8 @@ pub fn any_values() -> impl Strategy<Value = Values> {
     prop_oneof![1 => Just(Values::Normal), 1 => select(&Values::ALL)]
 }
 
-/// A small deterministic generator (splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
-/// 2014). The same seed gives the same numbers on every machine.
+/// A small deterministic generator (splitmix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Generators", 2014). The same seed gives the same numbers on every machine.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
@@ -135,8 +135,8 @@ impl Rng {
 /// `n` values of a kind, each exactly representable in `dtype`; the same for the same seed.
 ///
 /// Integer types have their own reading, within what f32 holds exactly (±2^24): normal values are uniform in ±127, huge
-/// ones in the upper half of the range, tiny ones −1, 0 or 1; zeros are 0, mixed is any of these, and the other kinds are as
-/// normal. Unsigned types take absolute values.
+/// ones in the upper half of the range, tiny ones −1, 0 or 1; zeros are 0, mixed is any of these, and the other kinds
+/// are as normal. Unsigned types take absolute values.
 pub fn fill(values: Values, dtype: DType, n: usize, seed: u64) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     let range = Range::of(dtype, seed);

@@ -129,8 +129,8 @@ impl Softmax {
         Ok(self.dtype.encode(x))
     }
 
-    /// The largest error of `out` in multiples of what it may be, against f64: at most 1 if the kernel is right. `x` holds
-    /// the values that were stored.
+    /// The largest error of `out` in multiples of what it may be, against f64: at most 1 if the kernel is right. `x`
+    /// holds the values that were stored.
     ///
     /// A probability p = exp(d) / sum may be off by the rounding of d and by `exp` (2 ulp + |d|·2^-23), by the sum's
     /// additions one after another in a thread and over the threads, by three more roundings, and by that to its type.

@@ -19,7 +19,8 @@ use cuda_std::{global, grid, thread};
 
 use super::operand::Operand;
 
-/// Brings the first `bytes` of `rows` rows to L2: a lane a row, rows spread over `warps` warps, of which the caller's is the `warp`th.
+/// Brings the first `bytes` of `rows` rows to L2: a lane a row, rows spread over `warps` warps, of which the caller's
+/// is the `warp`th.
 ///
 /// # Safety
 /// - Rows *in-bounds* for `bytes`, a multiple of 16, and *aligned(16)*; no more than 32 for each warp.
@@ -34,8 +35,8 @@ unsafe fn rows_to_l2<T>(row: impl Fn(u32) -> *const T, rows: u32, bytes: u32, wa
     }
 }
 
-/// How a block of `Gemv` or `Stream` begins, whose warps make `cols` columns each: `bytes` of its rows of b, then it waits, and lets the next kernel start if that
-/// may so early.
+/// How a block of `Gemv` or `Stream` begins, whose warps make `cols` columns each: `bytes` of its rows of b, then it
+/// waits, and lets the next kernel start if that may so early.
 ///
 /// # Safety
 /// - Rows of b *in-bounds* for `dims`, and aligned as `dims.access` says; n not 0.
@@ -70,11 +71,13 @@ pub struct Weights<T> {
 }
 
 impl<T> Weights<T> {
-    /// Brings the first `bytes` of a tile's weights to L2, from element `k` of each row on: of `rows` rows of b from `row` on, or of half as many of the gate and
-    /// of up. By the `warps` warps behind the first warpgroup, which has loads to start.
+    /// Brings the first `bytes` of a tile's weights to L2, from element `k` of each row on: of `rows` rows of b from
+    /// `row` on, or of half as many of the gate and of up. By the `warps` warps behind the first warpgroup, which has
+    /// loads to start.
     ///
     /// # Safety
-    /// - The weights *in-bounds* for `dims`, rows *aligned(16)* and whole pieces of 16 bytes, also before `k`, which is inside a row.
+    /// - The weights *in-bounds* for `dims`, rows *aligned(16)* and whole pieces of 16 bytes, also before `k`, which is
+    ///   inside a row.
     #[inline(always)]
     pub unsafe fn to_l2(
         &self,

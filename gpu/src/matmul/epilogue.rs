@@ -1,15 +1,15 @@
 //! What becomes of a sum on its way to out: `act(scale · sum + bias) + residual`, rounded once.
 //!
-//! The options come with the launch, since looking at them at the end of a tile costs nothing. Where the product is *gated*, b has
-//! two rows for each column of out, one of the gate and one of up, which a thread holds both:
+//! The options come with the launch, since looking at them at the end of a tile costs nothing. Where the product is
+//! *gated*, b has two rows for each column of out, one of the gate and one of up, which a thread holds both:
 //!
 //! | kernels | rows of b as the tile sees them |
 //! |---|---|
-//! | `Gemv`, `Simt`, `Mma`, `Stream` | gate 0, up 0, gate 1, up 1, …: [`rows_of_b`]; a thread has neighbouring columns |
+//! | `Gemv`, `Simt`, `Mma`, `Stream` | gate 0, up 0, gate 1, …: [`rows_of_b`]; a thread has neighbouring columns |
 //! | `Wgmma` | the tile's gates, then its ups: two loads; a thread has the same columns of either half |
 //!
-//! Nothing else of the main loops knows of it, and they read and multiply what they would without: the rows of b in memory
-//! stay as they are.
+//! Nothing else of the main loops knows of it, and they read and multiply what they would without: the rows of b in
+//! memory stay as they are.
 
 use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU};
 use cuda_std::cvt::Element;
@@ -244,8 +244,8 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         values
     }
 
-    /// What `N` neighbouring columns of b from an even one on come to, before the residual; if the product is gated, it is in
-    /// the first half.
+    /// What `N` neighbouring columns of b from an even one on come to, before the residual; if the product is gated, it
+    /// is in the first half.
     #[inline(always)]
     fn values<const N: usize>(&self, mut values: [f32; N], bias: &[f32; N]) -> [f32; N] {
         let mut i = 0;
@@ -273,7 +273,8 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         values
     }
 
-    /// Finishes an element, given its sum and that of the next column; if the product is gated, the element that the two make.
+    /// Finishes an element, given its sum and that of the next column; if the product is gated, the element that the
+    /// two make.
     ///
     /// # Safety
     /// - The row and column exist; tensors *in-bounds* for `dims`; *exclusive*: the element is this thread's.
@@ -296,8 +297,8 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
     /// Finishes four neighbouring columns of b, of this bias, as far as they exist.
     ///
     /// # Safety
-    /// - The row and the first column exist, a multiple of 4; tensors *in-bounds* for `dims` and aligned as `access` says;
-    ///   *exclusive*: the elements are this thread's.
+    /// - The row and the first column exist, a multiple of 4; tensors *in-bounds* for `dims` and aligned as `access`
+    ///   says; *exclusive*: the elements are this thread's.
     #[inline(always)]
     pub unsafe fn quad(&self, row: u32, col: u32, sums: [f32; 4], bias: &[f32; 4]) {
         // SAFETY: the caller's promise.
@@ -379,7 +380,8 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
     /// Rounds and stores a column of out, and the next one if it exists.
     ///
     /// # Safety
-    /// - `row` is where a row of out begins; the column exists and is even; *exclusive*: the elements are this thread's.
+    /// - `row` is where a row of out begins; the column exists and is even; *exclusive*: the elements are this
+    ///   thread's.
     #[inline(always)]
     pub unsafe fn store_pair(&self, row: *mut O, col: u32, values: [f32; 2]) {
         let packed = O::pack(&[values[0], values[1], 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);

@@ -1,27 +1,32 @@
-//! Matrix products of few rows on tensor cores: b streams from memory through registers, without shared memory or barriers.
+//! Matrix products of few rows on tensor cores: b streams from memory through registers, without shared memory or
+//! barriers.
 //!
 //! ```text
 //! out [ROWS, n] = a · bᵀ: a warp makes 16 columns for all rows; rows of b are the rows of `mma`, rows of a its columns
 //!
-//! row of b   | 128 of k: part 0 | 128 of k: part 1 | … | part 0 | …        2 to 8 warps of a block share k where columns are few
-//! 64 of k    a line of 128 bytes of each row of b: 8 lanes take 16 bytes each, so a load takes four rows. Lanes 4 r' to 4 r' + 3 are
-//!            a row of `mma`, so a row of b is two of them, r' even and odd, and each has half of the line:
+//! row of b   | 128 of k: part 0 | 128 of k: part 1 | … | part 0 | …
+//!            2 to 8 warps of a block share k where columns are few
+//! 64 of k    a line of 128 bytes of each row of b: 8 lanes take 16 bytes each, so a load takes four rows. Lanes 4 r'
+//!            to 4 r' + 3 are a row of `mma`, so a row of b is two of them, r' even and odd, and each has half of it:
 //!
-//!            mma's rows   0            1             2            3             …      `mma` with a's first halves counts for the even ones,
-//!            b's row      0, first ½   0, second ½   1, first ½   1, second ½   …      that with its second halves for the odd ones
+//!            mma's rows   0            1             2            3             …
+//!            b's row      0, first ½   0, second ½   1, first ½   1, second ½   …
+//!            `mma` with a's first halves counts for the even ones, that with its second halves for the odd ones
 //!
-//!            of a lane's 8 elements words 0 and 1 are the operands of one `mma` m16n8k16 and words 2 and 3 those of the next; the
-//!            same of a, so that both agree on which k is which
+//!            of a lane's 8 elements words 0 and 1 are the operands of one `mma` m16n8k16 and words 2 and 3 those of
+//!            the next; the same of a, so that both agree on which k is which
 //! at the end the halves by a shuffle, the parts' sums through shared memory, in their order
 //! ```
 //!
-//! - What few rows need is bytes of b on their way, 64 KiB to a multiprocessor, and whole lines: with four lanes to a row (`LANES`), as the
-//!   kernels of 32 rows and some with an out of f32 have it, which have no registers for twice as many sums, L2 is asked twice as often. Half of
-//!   what the tensor cores multiply is thrown away; they have nothing else to do. a is small and comes out of L1 and L2.
-//! - A fragment of an `mma` is eight rows by 16 of k in any order of k that both operands share, so a lane's operands are
-//!   neighbours in memory: no `ldmatrix`, no staging.
-//! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row alone,
-//!   and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves in both.
+//! - What few rows need is bytes of b on their way, 64 KiB to a multiprocessor, and whole lines: with four lanes to a
+//!   row (`LANES`), as the kernels of 32 rows and some with an out of f32 have it, which have no registers for twice as
+//!   many sums, L2 is asked twice as often. Half of what the tensor cores multiply is thrown away; they have nothing
+//!   else to do. a is small and comes out of L1 and L2.
+//! - A fragment of an `mma` is eight rows by 16 of k in any order of k that both operands share, so a lane's operands
+//!   are neighbours in memory: no `ldmatrix`, no staging.
+//! - How k is shared depends on n, k and the card alone, and all orders are fixed: a row's result depends on that row
+//!   alone, and is the same for every `ROWS` and `LANES`: first and second halves of lines are summed up by themselves
+//!   in both.
 //! - The first bytes of b are on their way before the kernel ahead has ended: [`early`](super::early). Where all
 //!   multiprocessors are full the next kernel may start when all blocks have multiplied.
 //! - Bounds: memory from some 20 MB on; below that a launch and two trips to memory.
@@ -52,8 +57,8 @@ fn sum_address(row: u32, col: u32, cols: u32) -> u32 {
     (row * cols + (col ^ (row / 2 % 4 * 8 % cols))) * 4
 }
 
-/// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows from `first_row` on. `a_row` and `b_row` say where a row
-/// begins.
+/// Some columns of the product for up to `ROWS = 8 · FRAGMENTS` rows from `first_row` on. `a_row` and `b_row` say where
+/// a row begins.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block; shared memory as `MatmulTile::smem_bytes` says.
@@ -164,7 +169,8 @@ pub unsafe fn multiply<
     }
 }
 
-/// Adds the products of `UNROLL` steps from the lane's element `from` on. `GUARDED`: pieces from `k` on are zero and not read.
+/// Adds the products of `UNROLL` steps from the lane's element `from` on. `GUARDED`: pieces from `k` on are zero and
+/// not read.
 ///
 /// # Safety
 /// - *converged*: all 32 lanes; the pieces *in-bounds* and *aligned(16)*.

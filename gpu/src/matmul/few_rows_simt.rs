@@ -1,15 +1,15 @@
 //! Matrix products of few rows, bound by reading b.
 //!
-//! A warp makes `ROWS` rows of `COLS` columns of `a · bᵀ`; where there are few columns, 2, 4 or 8 warps of a block share
-//! the k of theirs. Lane l of part p takes the pieces `32 p + l`, and so on in steps of 32 times the parts:
+//! A warp makes `ROWS` rows of `COLS` columns of `a · bᵀ`; where there are few columns, 2, 4 or 8 warps of a block
+//! share the k of theirs. Lane l of part p takes the pieces `32 p + l`, and so on in steps of 32 times the parts:
 //!
 //! ```text
 //! row of b | piece 0 | … | piece 31 | piece 32 | … | piece 63 | piece 64 | …     2 parts
 //! lane          0    part 0    31         0   part 1    31         0  part 0
 //! ```
 //!
-//! - `COLS · UNROLL` = 4 loads of b are issued before the first is used, or for one row 5 where that divides its pieces and 4 does not; b streams, a
-//!   comes from L1.
+//! - `COLS · UNROLL` = 4 loads of b are issued before the first is used, or for one row 5 where that divides its pieces
+//!   and 4 does not; b streams, a comes from L1.
 //! - The columns of a warp share the pieces of a, which otherwise saturate L1 from 8 rows on.
 //! - The lanes' sums are added by halving: with xor 16 a lane gives half of its sums away and gets the other half's
 //!   partner, and so on: 31 shuffles for 32 sums instead of 160, and the same tree of additions for any number of sums.
@@ -185,16 +185,17 @@ unsafe fn sum_over_lanes<S: Sum, const SUMS: usize>(mut sums: [S; SUMS]) -> S {
     sums[0]
 }
 
-/// First row and stretch of columns of this block. Blocks of the same columns are neighbours, so that b is read from memory
-/// once.
+/// First row and stretch of columns of this block. Blocks of the same columns are neighbours, so that b is read from
+/// memory once.
 #[inline(always)]
 pub fn place_of_block<const ROWS: usize>(dims: &MatmulDims) -> (u32, u32) {
     let row_blocks = dims.m.div_ceil(ROWS as u32).max(1);
     (thread::block_idx_x() % row_blocks * ROWS as u32, thread::block_idx_x() / row_blocks)
 }
 
-/// Calls `finish(row, col, [sum, next])` for every element of `a · bᵀ` that is this block's: of the rows from `first_row` and the
-/// stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` and `b_row` say where a row begins.
+/// Calls `finish(row, col, [sum, next])` for every element of `a · bᵀ` that is this block's: of the rows from
+/// `first_row` and the stretch `col_block` of columns. `SUMS` is `ROWS · COLS`. `a_row` and `b_row` say where a row
+/// begins.
 ///
 /// `by_fives`: the kernel has registers for rounds of five loads, where it has one row.
 ///
@@ -274,7 +275,8 @@ pub unsafe fn multiply<
             );
             piece += UNROLL as u32 * stride;
         }
-        // The last piece, if it is not whole; all of them, if they are not aligned: element by element, in the same order.
+        // The last piece, if it is not whole; all of them, if they are not aligned: element by element, in the same
+        // order.
         piece = num_whole + (first.wrapping_sub(num_whole) & (stride - 1));
         while piece < dims.k.div_ceil(T::PER_PIECE) {
             let mut element = piece * T::PER_PIECE;

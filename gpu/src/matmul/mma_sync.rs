@@ -1,4 +1,5 @@
-//! Matrix products on the tensor cores of Ampere and later: `cp.async` fills a ring of stages, warps multiply by `mma.sync`.
+//! Matrix products on the tensor cores of Ampere and later: `cp.async` fills a ring of stages, warps multiply by
+//! `mma.sync`.
 //!
 //! ```text
 //! block: BM × BN, a warp per 64 × 64 or 32 × 32 of it; a step is rows of 64 bytes: 32 of k, of f32 16, of int8 64
@@ -10,11 +11,11 @@
 //! at the end epilogue, rounding, 16-byte stores straight from registers
 //! ```
 //!
-//! - Rows of 64 bytes lie without gaps; a piece of 16 bytes is moved by an exclusive or with bits of its row, so that the
-//!   eight rows that `ldmatrix` reads at a time come from different banks: rows r … r + 7 of a by `r / 2 % 4`.
+//! - Rows of 64 bytes lie without gaps; a piece of 16 bytes is moved by an exclusive or with bits of its row, so that
+//!   the eight rows that `ldmatrix` reads at a time come from different banks: rows r … r + 7 of a by `r / 2 % 4`.
 //! - The columns of an `mma` are dealt out so that a thread ends up with neighbouring ones. With `W` columns to a warp,
-//!   column i of the j-th `mma` is column `i / 2 · W / 4 + 2 j + i % 2`: a thread's sums of a row are `W / 4` in a row, which
-//!   it stores by 16 bytes and without shared memory. Rows of b are therefore moved by `r / (W / 4) % 4`.
+//!   column i of the j-th `mma` is column `i / 2 · W / 4 + 2 j + i % 2`: a thread's sums of a row are `W / 4` in a row,
+//!   which it stores by 16 bytes and without shared memory. Rows of b are therefore moved by `r / (W / 4) % 4`.
 //! - The tails of m, n and k are filled with zeros by `cp.async`.
 //! - A sum is one chain over k in steps of 32 bytes, the same in every tile and wherever a row lies.
 //! - f32 is multiplied as tf32: the instruction leaves its lower 13 bits aside, so that nothing is to be converted.
@@ -43,8 +44,8 @@ pub const fn warp_edge(bm: u32, bn: u32, threads: u32) -> usize {
     (bm * bn / (threads / 32)).isqrt() as usize
 }
 
-/// Where the pieces begin that a thread copies of an operand whose rows lie one after another: of every `THREADS / 4`-th row from
-/// its own on, the piece of one column of pieces.
+/// Where the pieces begin that a thread copies of an operand whose rows lie one after another: of every
+/// `THREADS / 4`-th row from its own on, the piece of one column of pieces.
 ///
 /// `halved` is 1 where two rows of the tile are one of the gate and one of up: a row of each operand for every two.
 #[inline(always)]
@@ -163,7 +164,8 @@ impl<S: Sum, const FM: usize, const FN: usize> Sums<S, FM, FN> {
         values
     }
 
-    /// Hands every eight columns of a row to `each`, as far as the first of them is one of `dims`; with what `of_columns` says of them.
+    /// Hands every eight columns of a row to `each`, as far as the first of them is one of `dims`; with what
+    /// `of_columns` says of them.
     #[inline(always)]
     pub fn for_octets<C>(
         &self,
@@ -187,8 +189,9 @@ impl<S: Sum, const FM: usize, const FN: usize> Sums<S, FM, FN> {
     }
 }
 
-/// The sums of the tile from `row` and `col` on: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies `COUNT_A` pieces of a and
-/// `COUNT_B` of b per step, which `a` and `b` say where they begin. `promotes`: each step's sum is added by itself.
+/// The sums of the tile from `row` and `col` on: a warp makes `16 · FM` rows and `8 · FN` columns, a thread copies
+/// `COUNT_A` pieces of a and `COUNT_B` of b per step, which `a` and `b` say where they begin. `promotes`: each step's
+/// sum is added by itself.
 ///
 /// # Safety
 /// - *converged*: all `THREADS` threads of the block, a warp for each part of the tile; shared memory as
@@ -231,8 +234,8 @@ pub unsafe fn sums<
 
     let (share_a, share_b) = (Share::new(a, dims.m, row), Share::new(b, dims.n, col));
     let mut sums = [[[T::Sum::ZERO; 4]; FN]; FM];
-    // SAFETY: a stage is filled by copies that all threads have waited for before the barrier, and filled anew after the
-    // barrier that follows its last reading.
+    // SAFETY: a stage is filled by copies that all threads have waited for before the barrier, and filled anew after
+    // the barrier that follows its last reading.
     unsafe {
         let start = |step: u32| {
             if step < steps {
@@ -321,9 +324,9 @@ pub unsafe fn multiply<
     end: Epilogue<'_, T, O>,
 ) {
     let (dims, base) = (end.dims, shared::base());
-    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of the
-    // whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do operands that
-    // are cut off themselves.
+    // The tensor cores cut sums off instead of rounding them, which over a long k adds up to more than a rounding of
+    // the whole: where out is f32, each step's sum is added by itself. An out of 16 bits does not show it, nor do
+    // operands that are cut off themselves.
     let promotes = size_of::<O>() == 4 && size_of::<T>() == 2;
     // SAFETY: the caller's promise.
     let sums = unsafe { sums::<T, BM, BN, FM, FN, COUNT_A, COUNT_B, THREADS>(a, b, at, dims, promotes) };
@@ -348,8 +351,8 @@ pub unsafe fn multiply<
         let col = sums.col(j);
         // A loop, not eight copies of it: a long epilogue takes its sums from shared memory.
         let place = |i: u32, half: u32| base + ((2 * i + half) * THREADS + thread::thread_idx_x()) * 16;
-        // SAFETY: what is stored are rows and columns that exist, and this thread's alone; so are its places in the stages, as
-        // many as 32 bytes of 2 · FM are: half of the tile's sums at most.
+        // SAFETY: what is stored are rows and columns that exist, and this thread's alone; so are its places in the
+        // stages, as many as 32 bytes of 2 · FM are: half of the tile's sums at most.
         unsafe {
             let bias = end.bias::<8>(col);
             let mut i = 0;

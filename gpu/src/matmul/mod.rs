@@ -9,9 +9,9 @@
 //! | `wgmma` | by `wgmma`, which TMA feeds; blocks stay and walk over tiles | sm_90a |
 //! | `split_k_wgmma` | of few rows and columns by `wgmma`: the blocks of a cluster share k | sm_90a |
 //!
-//! What they have in common: types that are multiplied ([`operand`], by tensor cores `multiplicand`, packed ones [`weight`]), what becomes of a sum
-//! ([`epilogue`]), weights that are brought to L2 before the kernel ahead has ended ([`early`]), and the consumers' side of both
-//! products by `wgmma` (`wgmma_consumers`).
+//! What they have in common: types that are multiplied ([`operand`], by tensor cores `multiplicand`, packed ones
+//! [`weight`]), what becomes of a sum ([`epilogue`]), weights that are brought to L2 before the kernel ahead has ended
+//! ([`early`]), and the consumers' side of both products by `wgmma` (`wgmma_consumers`).
 
 pub mod early;
 pub mod epilogue;

@@ -10,8 +10,8 @@ pub trait Factor: Copy {
     /// What it is summed in.
     type Sum: Sum;
 
-    /// `c + a · b` for 16 × 8 and 32 bytes of k. In shared memory the pieces of a and b lie alike for all types, so that
-    /// `ldmatrix` brings the registers of each.
+    /// `c + a · b` for 16 × 8 and 32 bytes of k. In shared memory the pieces of a and b lie alike for all types, so
+    /// that `ldmatrix` brings the registers of each.
     ///
     /// # Safety
     /// - *converged*: all 32 lanes execute it.

@@ -166,8 +166,8 @@ impl Operand for i8 {
     }
 }
 
-/// A piece of a row of which `len` elements are left: whole in one load where `in_pieces` allows, else its elements, and
-/// zeros past the end.
+/// A piece of a row of which `len` elements are left: whole in one load where `in_pieces` allows, else its elements,
+/// and zeros past the end.
 ///
 /// # Safety
 /// - `len` elements, up to a piece, *in-bounds(the buffer of `from`)*; *aligned(16)* if `in_pieces`.

@@ -1,7 +1,7 @@
 //! A tile of a matrix product by ordinary arithmetic: the main loop and the way out.
 //!
-//! A block of 256 threads makes `EDGE` × `EDGE` elements of `a · bᵀ`; thread (ty, tx) of 16 × 16 makes the 4 × 4 at
-//! (4 ty, 4 tx) of every 64 × 64. A step takes as much of k as gives each thread one piece of 16 bytes of either operand:
+//! A block of 256 threads makes `EDGE` × `EDGE` elements of `a · bᵀ`; thread (ty, tx) of 16 × 16 makes the 4 × 4 at (4
+//! ty, 4 tx) of every 64 × 64. A step takes as much of k as gives each thread one piece of 16 bytes of either operand:
 //!
 //! ```text
 //! a, global                    a, shared, as words, k outermost: row r at chunk r/4 ^ swizzle(piece)
@@ -18,9 +18,9 @@
 //!
 //! - Two buffers and one barrier per step: who writes a buffer has passed the barrier that follows its last reading.
 //! - The next pieces are on their way while this step is computed.
-//! - Swizzle: the lanes that store write neighbouring rows of 2 or 4 pieces, which lie whole rows of shared memory apart
-//!   and so in the same banks. Moving each piece's chunks by a part of 8 spreads a warp's 32 words over 32 banks, without
-//!   the padding that would keep a second block out of 64 KiB.
+//! - Swizzle: the lanes that store write neighbouring rows of 2 or 4 pieces, which lie whole rows of shared memory
+//!   apart and so in the same banks. Moving each piece's chunks by a part of 8 spreads a warp's 32 words over 32 banks,
+//!   without the padding that would keep a second block out of 64 KiB.
 //! - A sum is one chain of multiply-adds in the order of k: the same for both tile sizes and wherever a row lies.
 
 use abi::ops::matmul::{A_IN_PIECES, B_IN_PIECES, MatmulDims, OUT_IN_PIECES, OUT_IN_QUADS, THREADS};
@@ -81,8 +81,8 @@ unsafe fn store_piece<T: Operand, const EDGE: u32>(at: u32, piece: [u32; 4]) {
     }
 }
 
-/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`. `a_row` and `b_row` say where a
-/// row begins; they are asked for rows past the end too, which are not read.
+/// This thread's part of the tile (`tile_m`, `tile_n`) of `a · bᵀ`. `PER` is `EDGE / 16`. `a_row` and `b_row` say where
+/// a row begins; they are asked for rows past the end too, which are not read.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.
@@ -163,8 +163,8 @@ pub unsafe fn multiply<T: Operand, const EDGE: u32, const PER: usize>(
     sums
 }
 
-/// Calls `quad(row, col, sums, of_columns)` for every four neighbouring columns of this thread that begin inside the matrix, with
-/// what `columns(col)` is for these columns of all rows.
+/// Calls `quad(row, col, sums, of_columns)` for every four neighbouring columns of this thread that begin inside the
+/// matrix, with what `columns(col)` is for these columns of all rows.
 #[inline(always)]
 pub fn for_quads<S: Sum, C, const EDGE: u32, const PER: usize>(
     sums: &[[S; PER]; PER],
@@ -195,7 +195,8 @@ pub fn for_quads<S: Sum, C, const EDGE: u32, const PER: usize>(
 /// The same by a loop: the sums go through shared memory, so that there are few copies of a long `quad`.
 ///
 /// # Safety
-/// - *converged*: all 256 threads of the block; its first 16 KiB of dynamic shared memory are used for nothing else any more.
+/// - *converged*: all 256 threads of the block; its first 16 KiB of dynamic shared memory are used for nothing else any
+///   more.
 #[inline(always)]
 pub unsafe fn loop_over_quads<C, const EDGE: u32, const PER: usize>(
     sums: &[[f32; PER]; PER],

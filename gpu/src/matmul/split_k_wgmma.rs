@@ -1,13 +1,14 @@
 //! Matrix products of few rows and columns on Hopper: the blocks of a cluster share k.
 //!
-//! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile of 64 rows and 64
-//! or 128 columns is a cluster's, of two or four blocks, each of which multiplies a part of k as `wgmma` does, and then makes a part of the
-//! tile's columns from the sums of all:
+//! Where there are fewer tiles than multiprocessors, the weights would come in through some of these alone. So a tile
+//! of 64 rows and 64 or 128 columns is a cluster's, of two or four blocks, each of which multiplies a part of k as
+//! `wgmma` does, and then makes a part of the tile's columns from the sums of all:
 //!
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a 64 × 128 B, b n × 128 B ──► full[s]
 //! consumer   wait full[s] ── 4 × wgmma m64nN ──► empty[s-1]
-//! at the end sums ──► own shared memory ── each block's columns by bulk copies ──► that block ── block 0 + block 1 + … ── epilogue ── out
+//! at the end sums ──► own shared memory ── each block's columns by bulk copies ──► that block
+//!            block 0 + block 1 + … ── epilogue ── out
 //! ```
 //!
 //! - A warp has 16 of the rows. It sends its sums by itself, and those that have no rows send none.
@@ -18,8 +19,8 @@
 //! - By two the next launch may start early, and then it has brought its first bytes of b to L2 before this one has
 //!   ended ([`early`](super::early)). By four, beside whose blocks there is room for others, it may not:
 //!   `next_may_start` in `host/src/ops/matmul/select.rs`.
-//! - By two there are twelve stages, and so a block to a multiprocessor. By four there are six, and two blocks: with one
-//!   to a multiprocessor the card does not hold as many clusters of four at a time.
+//! - By two there are twelve stages, and so a block to a multiprocessor. By four there are six, and two blocks: with
+//!   one to a multiprocessor the card does not hold as many clusters of four at a time.
 //! - a is loaded in boxes of the rows that there are: TMA is slow where a box is mostly outside of its tensor.
 //! - The order of a sum is that of k within a part, then of the parts: it depends on k and how many blocks share it,
 //!   and is not that of `wgmma`. Sums of int8 are exact in any order.
@@ -45,11 +46,14 @@ const EARLY_BYTES: u32 = 512;
 /// Four sums of each lane of a warp.
 const QUAD_BYTES: u32 = 32 * 16;
 
-/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's sum is added by itself.
+/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's
+/// sum is added by itself.
 ///
 /// # Safety
-/// - Blocks of 256 threads in clusters of `CLUSTER`, a cluster for each tile; shared memory as `MatmulTile::smem_bytes` says.
-/// - A thread has `SUMS` of the tile's sums, and finishes `OWN` of them: those of a block's columns, or half of the gate and half of up.
+/// - Blocks of 256 threads in clusters of `CLUSTER`, a cluster for each tile; shared memory as `MatmulTile::smem_bytes`
+///   says.
+/// - A thread has `SUMS` of the tile's sums, and finishes `OWN` of them: those of a block's columns, or half of the
+///   gate and half of up.
 /// - The maps are those of `Matmul::run` or `MatmulI8::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
@@ -89,8 +93,9 @@ pub unsafe fn multiply<
     let steps = dims.k.div_ceil(bk);
     let bounds = |rank: u32| (steps * rank / CLUSTER, steps * (rank + 1) / CLUSTER);
     let (first, last) = bounds(rank);
-    // Warps that have rows. Of one's rows and a block's columns: sums of one block for another. They come into the stage that is the first to be
-    // free for good, in which the next step would be, from the next block's to that of the one before.
+    // Warps that have rows. Of one's rows and a block's columns: sums of one block for another. They come into the
+    // stage that is the first to be free for good, in which the next step would be, from the next block's to that of
+    // the one before.
     let (warps, quads) = ((dims.m - row).div_ceil(16).min(WARPS), OWN as u32 / 4);
     let part_bytes = quads * QUAD_BYTES;
     const {
@@ -118,8 +123,8 @@ pub unsafe fn multiply<
     };
     let mut ring = Ring::<STAGES>::START;
     let mut step = first;
-    // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no load
-    // fills are nobody else's. What is brought to L2 begins at a step of this block's, inside a row.
+    // SAFETY: one thread initialises the barriers, which lie behind the stages, before anyone uses them; rows that no
+    // load fills are nobody else's. What is brought to L2 begins at a step of this block's, inside a row.
     unsafe {
         if thread == 0 {
             let mut stage = 0;
@@ -165,8 +170,8 @@ pub unsafe fn multiply<
         }
     }
     let member = thread % 128;
-    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free when
-    // the consumer is done: all that was loaded was waited for and multiplied.
+    // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it. The stages are free
+    // when the consumer is done: all that was loaded was waited for and multiplied.
     unsafe {
         if thread < 128 {
             if thread == 0 {

@@ -1,33 +1,33 @@
 //! Matrix products on Hopper: TMA feeds a ring of stages, warpgroups multiply from it, TMA takes the result away.
 //!
-//! A block stays on its multiprocessor and walks over tiles of `BM` × `BN`. One thread of its first warpgroup loads; the
-//! others, one or two, multiply 64 rows each, with all sums in registers.
+//! A block stays on its multiprocessor and walks over tiles of `BM` × `BN`. One thread of its first warpgroup loads;
+//! the others, one or two, multiply 64 rows each, with all sums in registers.
 //!
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load a BM × 128 B, b BN × 128 B ──► full[s]     runs up to STAGES ahead,
 //! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]  also into the next tile
-//! at the end of a tile: epilogue, rounding, 64 registers instead of 128; they leave while the next tile is multiplied, behind each of its first
-//! steps 64 columns: stmatrix to a box of shared memory, TMA store
+//! at the end of a tile: epilogue, rounding, 64 registers instead of 128; they leave while the next tile is multiplied,
+//! behind each of its first steps 64 columns: stmatrix to a box of shared memory, TMA store
 //!
 //! shared memory   | stage 0: a BM · 128, b BN · 128 | stage 1 | … | 2 boxes of 8 KiB per consumer | barriers |
 //! ```
 //!
-//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements, 32 of f32 (which `wgmma` takes as tf32) or 128 of int8: loads, `wgmma` and
-//!   `stmatrix` have no bank conflicts.
-//! - The blocks of a cluster share an operand: each loads its part of it for all. With many rows two blocks take tiles one
-//!   above the other and share b. With few (`SHARES_A`) four take tiles side by side and share a, which would else come out
-//!   of L2 more often than the weights. A stage is free when the consumers of all blocks have read it, so they arrive at all
-//!   blocks' barriers.
+//! - All tiles are in TMA's 128-byte swizzle, rows of 64 elements, 32 of f32 (which `wgmma` takes as tf32) or 128 of
+//!   int8: loads, `wgmma` and `stmatrix` have no bank conflicts.
+//! - The blocks of a cluster share an operand: each loads its part of it for all. With many rows two blocks take tiles
+//!   one above the other and share b. With few (`SHARES_A`) four take tiles side by side and share a, which would else
+//!   come out of L2 more often than the weights. A stage is free when the consumers of all blocks have read it, so they
+//!   arrive at all blocks' barriers.
 //! - One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
 //! - Tiles go in bands of rows, so that the blocks at work at a time share operands in L2.
 //! - The tails of m, n and k need nothing here: TMA reads zeros outside the tensors and writes nothing there. But it is
 //!   slow where a box is mostly outside: of fewer rows than a tile's, boxes have those that there are.
 //! - Of up to 64 rows the second consumer has none, and takes no part.
-//! - Where the product is gated, a tile's b is `BN / 2` rows of the gate and as many of up, by a load each (in a cluster each block
-//!   loads one of them for both), and the tile of out is half as wide: element for element the registers' first half are gates
-//!   and the second the ups of the same columns.
-//! - The sums of an element run over k in one order, whatever the tile, m, or the other rows: all these kernels give the
-//!   same bits.
+//! - Where the product is gated, a tile's b is `BN / 2` rows of the gate and as many of up, by a load each (in a
+//!   cluster each block loads one of them for both), and the tile of out is half as wide: element for element the
+//!   registers' first half are gates and the second the ups of the same columns.
+//! - The sums of an element run over k in one order, whatever the tile, m, or the other rows: all these kernels give
+//!   the same bits.
 //! - Arrivals at the other block's barriers are the form that releases no writes. The releasing form is compiled to
 //!   `MEMBAR.ALL.GPU`, which would wait for all of the thread's memory traffic in every step. The cluster's barriers at
 //!   the beginning and the end are relaxed ones for the same reason.
@@ -43,9 +43,9 @@
 //! - The first loads are started before the roles part, by the thread that has set up the barriers: the producer's code
 //!   behind that jump comes from memory. Tiles are found without dividing, and a launch's sizes lie in one line of the
 //!   constants' cache.
-//! - Sums begin as zeros in each tile. Sums that stay in their registers from tile to tile are moved by ptxas, which then
-//!   has products wait for each other (C7515). With no values at all before the first results LLVM would keep those of
-//!   the tile before alive, and spill.
+//! - Sums begin as zeros in each tile. Sums that stay in their registers from tile to tile are moved by ptxas, which
+//!   then has products wait for each other (C7515). With no values at all before the first results LLVM would keep
+//!   those of the tile before alive, and spill.
 //! - Bounds: of large products the card's power, else what a tile takes beside its steps.
 //!
 //! What was measured and tried: `gpu/NOTES/matmul.md`.
@@ -119,7 +119,8 @@ impl Walk {
     }
 }
 
-/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's sum is added by itself.
+/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's
+/// sum is added by itself.
 ///
 /// # Safety
 /// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
@@ -160,8 +161,8 @@ pub unsafe fn multiply<
     let box_rows = if SHARES_A { BM } else { dims.m.next_multiple_of(8).min(BM) };
     // Consumers that have rows.
     let at_work = dims.m.div_ceil(64).min(consumers);
-    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them; rows of a that no load fills are
-    // nobody else's.
+    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them; rows of a that no
+    // load fills are nobody else's.
     unsafe {
         if thread == 0 {
             let mut stage = 0;
@@ -269,7 +270,8 @@ pub unsafe fn multiply<
             step = thread::opaque(step + 1);
         }
     }
-    // The next launch has no room beside a block of this, waits for this one's end by itself, and has begun when that comes.
+    // The next launch has no room beside a block of this, waits for this one's end by itself, and has begun when that
+    // comes.
     if dims.access & NEXT_MAY_START != 0 {
         grid::launch_dependents();
     }
@@ -369,8 +371,8 @@ pub unsafe fn multiply<
     }
 }
 
-/// The tile before, on its way out while the next one is multiplied: box by box through two boxes of shared memory in turn. Each warp stores its own
-/// rows, so none waits for another.
+/// The tile before, on its way out while the next one is multiplied: box by box through two boxes of shared memory in
+/// turn. Each warp stores its own rows, so none waits for another.
 struct Outgoing<const SUMS: usize> {
     rounded: Rounded<SUMS>,
     /// Boxes still to be stored.
@@ -391,8 +393,8 @@ impl<const SUMS: usize> Outgoing<SUMS> {
     unsafe fn take<S: Sum, O: Element>(&mut self, sums: &[S; SUMS], place: &Place, n: u32) {
         self.rounded.round::<S, O>(sums);
         let boxes = n.saturating_sub(place.col).min(2 * place.len as u32).div_ceil(64);
-        // By one lane's word, so that ptxas knows that a warp stays together. LLVM knows nothing of it, and makes no copies of the store.
-        // SAFETY: the caller's promise.
+        // By one lane's word, so that ptxas knows that a warp stays together. LLVM knows nothing of it, and makes no
+        // copies of the store. SAFETY: the caller's promise.
         self.left = unsafe { warp::shuffle_idx(warp::FULL_MASK, boxes, 0) };
         (self.row, self.col) = (place.row, place.col);
     }
@@ -407,7 +409,8 @@ impl<const SUMS: usize> Outgoing<SUMS> {
         unsafe {
             if self.left > 0 {
                 let at = boxes + self.turn * BOX_BYTES;
-                // One lane has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for it.
+                // One lane has stores, but behind a branch of that one alone LLVM may make a copy of the barrier for
+                // it.
                 tma::wait_group_read::<1>();
                 warp::sync_warp(warp::FULL_MASK);
                 self.rounded.put_box(at, member);

@@ -1,7 +1,8 @@
 //! The consumers' side of products by `wgmma`: the ring of stages, the main loop, and the way out from registers.
 //!
-//! Stages have rows of 128 bytes of both operands in the 128-byte swizzle. A consumer is a warpgroup that makes 64 rows, with
-//! all sums in registers. One group of `wgmma` stays in flight over the back edge; a stage is given back one step late.
+//! Stages have rows of 128 bytes of both operands in the 128-byte swizzle. A consumer is a warpgroup that makes 64
+//! rows, with all sums in registers. One group of `wgmma` stays in flight over the back edge; a stage is given back one
+//! step late.
 
 use abi::ops::matmul::WGMMA_ROW_BYTES;
 use cuda_std::cvt::Element;
@@ -42,8 +43,8 @@ impl<const STAGES: u32> Ring<STAGES> {
 }
 
 /// A consumer's sums over `steps` stages. `operands` says where its rows of a and those of b lie in a stage, `full` and
-/// `release` are how a stage is waited for and given back, `meanwhile` what is done while a step is under way. `promotes`: each step's sum is
-/// added by itself.
+/// `release` are how a stage is waited for and given back, `meanwhile` what is done while a step is under way.
+/// `promotes`: each step's sum is added by itself.
 ///
 /// # Safety
 /// - *converged*: all 128 threads of the warpgroup, also behind `meanwhile`.

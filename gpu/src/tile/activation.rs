@@ -1,8 +1,8 @@
 //! Activation functions, in f32, for elementwise kernels and matmul epilogues.
 //!
-//! Each is x times something between 0 and 1 that is computed without cancellation, so small results keep their relative
-//! accuracy. All give x for +inf, −0 (the limit) for −inf, and NaN for NaN. Errors below are relative, for results that
-//! are normal numbers.
+//! Each is x times something between 0 and 1 that is computed without cancellation, so small results keep their
+//! relative accuracy. All give x for +inf, −0 (the limit) for −inf, and NaN for NaN. Errors below are relative, for
+//! results that are normal numbers.
 
 use abi::ops::matmul::{CURVE_END, Curve};
 use cuda_std::math;
@@ -12,8 +12,8 @@ const LOG2_E_LOW: f32 = 1.925_963e-8;
 
 /// e^−x for x ≥ 0 as a product of two: error 2^−22, whatever the size of x. A NaN gives 0.
 ///
-/// The second factor is 1, or 2^−64 where e^−x may be subnormal: multiplied last, it leaves a subnormal result its bits.
-/// The product with log2(e) is kept in two parts: rounded to one, its error would grow with x.
+/// The second factor is 1, or 2^−64 where e^−x may be subnormal: multiplied last, it leaves a subnormal result its
+/// bits. The product with log2(e) is kept in two parts: rounded to one, its error would grow with x.
 #[inline(always)]
 fn exp_neg(x: f32) -> (f32, f32) {
     // e^−150 is 0 already; an infinity would make a NaN below.
@@ -65,8 +65,9 @@ pub fn exp(x: f32) -> f32 {
 /// The same with another 2^x, which is asked for whole x only.
 #[inline(always)]
 pub fn exp_by(x: f32, ex2: impl Fn(f32) -> f32) -> f32 {
-    // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product with
-    // `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Beyond −104 and 88 there is nothing to round.
+    // x = whole · ln(2) + rest with |rest| ≤ ln(2)/2; ln(2) in two parts, the first with so few bits that its product
+    // with `whole` is exact. Adding and taking away 1.5 · 2^23 rounds to an integer. Beyond −104 and 88 there is
+    // nothing to round.
     const ROUND: f32 = 12_582_912.0;
     const LN_2_HIGH: f32 = 0.693_145_75;
     const LN_2_LOW: f32 = 1.428_606_8e-6;
@@ -177,8 +178,8 @@ pub fn gelu_erf(x: f32) -> f32 {
     limit(x, x * if size < 1.25 { near } else { far } * last)
 }
 
-/// The activation that a curve describes, where a thread has many of them to compute: 14 instructions. The error is 2^-22 of x,
-/// as that of a sum which x is, and not of the result; results below 2^-126 may be 0.
+/// The activation that a curve describes, where a thread has many of them to compute: 14 instructions. The error is
+/// 2^-22 of x, as that of a sum which x is, and not of the result; results below 2^-126 may be 0.
 #[inline(always)]
 pub fn curve(x: f32, curve: &Curve) -> f32 {
     bent(x, exponent(x, curve))

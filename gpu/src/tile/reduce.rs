@@ -8,7 +8,8 @@ use cuda_std::{shared, thread, warp};
 ///
 /// # Safety
 /// - *converged*: all threads of the block, a multiple of 32 and at most 1024, execute it.
-/// - *exclusive*: nothing else lives in those 128 bytes, and one call per kernel: a second would need a barrier between.
+/// - *exclusive*: nothing else lives in those 128 bytes, and one call per kernel: a second would need a barrier
+///   between.
 #[inline(always)]
 pub unsafe fn block_sum_f32(value: f32) -> f32 {
     // SAFETY: all threads take part — the caller. Slot `warp_idx` < 32 is this warp's own; the reads come after the

@@ -1,9 +1,9 @@
 //! Sequences packed one after the other, cut into pieces of a fixed length: which piece is a block's.
 //!
 //! Sequence s has the tokens `offsets[s]..offsets[s + 1]`, and its pieces are at the *places* from
-//! `offsets[s] / size + s` on. That leaves at least as many as the sequence has pieces, so a place's sequence is found by
-//! bisection of the offsets alone, and the grid needs nothing but the number of tokens: `tokens / size + sequences` places,
-//! some of them empty.
+//! `offsets[s] / size + s` on. That leaves at least as many as the sequence has pieces, so a place's sequence is found
+//! by bisection of the offsets alone, and the grid needs nothing but the number of tokens: `tokens / size + sequences`
+//! places, some of them empty.
 
 use cuda_std::global;
 

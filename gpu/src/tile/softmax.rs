@@ -1,7 +1,7 @@
 //! The exponential of a softmax, as exact as the storage type deserves.
 //!
-//! For the 16-bit types scores come multiplied by log2(e) and the exponential is the hardware's 2^x. That is not enough for
-//! f32: the rounded factor shifts all weights the same way, and the approximation alone is several times an f32
+//! For the 16-bit types scores come multiplied by log2(e) and the exponential is the hardware's 2^x. That is not enough
+//! for f32: the rounded factor shifts all weights the same way, and the approximation alone is several times an f32
 //! softmax's rounding error. There scores are natural and e^x is computed to the last bit or so.
 
 use cuda_std::cvt::Element;
@@ -14,8 +14,8 @@ const fn is_f32<T: Element>() -> bool {
     T::PER_16_BYTES == 4
 }
 
-/// The weight of a score that is `x` ≤ 0 (or NaN) away from the largest: e^x for f32, within 1.5 ulp; 2^x otherwise, within
-/// 2 ulp of f32.
+/// The weight of a score that is `x` ≤ 0 (or NaN) away from the largest: e^x for f32, within 1.5 ulp; 2^x otherwise,
+/// within 2 ulp of f32.
 #[inline(always)]
 pub fn weight<T: Element>(x: f32) -> f32 {
     if !is_f32::<T>() {
@@ -36,8 +36,8 @@ pub fn in_unit<T: Element>(natural: f32) -> f32 {
     if is_f32::<T>() { natural } else { natural * math::LOG2_E }
 }
 
-/// One more score, which has no value, among those of which m is the largest and `sum` the sum of the weights; returns what the
-/// weights so far are to be multiplied by: 1 if it is −∞.
+/// One more score, which has no value, among those of which m is the largest and `sum` the sum of the weights; returns
+/// what the weights so far are to be multiplied by: 1 if it is −∞.
 #[inline(always)]
 pub fn join<T: Element>(m: &mut f32, sum: &mut f32, score: f32) -> f32 {
     let largest = math::max(*m, score);
@@ -48,7 +48,8 @@ pub fn join<T: Element>(m: &mut f32, sum: &mut f32, score: f32) -> f32 {
     decay
 }
 
-/// Two parts of a sum, of which `m` and `other` are the largest scores: what each is multiplied by; `m` becomes the larger.
+/// Two parts of a sum, of which `m` and `other` are the largest scores: what each is multiplied by; `m` becomes the
+/// larger.
 #[inline(always)]
 pub fn meet<T: Element>(m: &mut f32, other: f32) -> [f32; 2] {
     let largest = math::max(*m, other);

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-/// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone waits for
-/// the whole context meanwhile; and all devices of an ordinal share its primary context.
+/// Read-locked while a graph is recorded. The driver ends every recording of a context, with an error, when someone
+/// waits for the whole context meanwhile; and all devices of an ordinal share its primary context.
 static RECORDING: RwLock<()> = RwLock::new(());
 
 /// What keeps recordings from beginning.

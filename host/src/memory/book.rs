@@ -1,12 +1,14 @@
-//! The pool's book: which parts of the device's memory are free, and in whose order they were used last. No call goes to the device here.
+//! The pool's book: which parts of the device's memory are free, and in whose order they were used last. No call goes
+//! to the device here.
 //!
-//! What the device gave in one call is a *segment*; a segment is cut into *pieces*, which lie side by side, each either live or free.
-//! A segment of fewer bytes than the book divides is one piece for ever, and is given out for its own size only: small blocks are kept by
-//! size class. Larger segments are divided: a request takes the smallest free piece that holds it (*best fit*), what is left of the piece
-//! stays free, and free neighbours become one piece again.
+//! What the device gave in one call is a *segment*; a segment is cut into *pieces*, which lie side by side, each either
+//! live or free. A segment of fewer bytes than the book divides is one piece for ever, and is given out for its own
+//! size only: small blocks are kept by size class. Larger segments are divided: a request takes the smallest free piece
+//! that holds it (*best fit*), what is left of the piece stays free, and free neighbours become one piece again.
 //!
-//! A free piece belongs to the queue that used it last, whose later work needs no wait, or to nobody, where all work with it is known to be
-//! done. Only pieces of one owner become one piece, but for those of nobody, which join a neighbour of the queue that frees or asks.
+//! A free piece belongs to the queue that used it last, whose later work needs no wait, or to nobody, where all work
+//! with it is known to be done. Only pieces of one owner become one piece, but for those of nobody, which join a
+//! neighbour of the queue that frees or asks.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -160,8 +162,8 @@ impl Book {
         Some(self.claim(found.2, bytes))
     }
 
-    /// A free piece of `bytes` bytes that another queue used last, which `queue` has to follow; live from here on. `is_barred` names
-    /// queues that nobody may follow.
+    /// A free piece of `bytes` bytes that another queue used last, which `queue` has to follow; live from here on.
+    /// `is_barred` names queues that nobody may follow.
     pub(super) fn take_of_others(
         &mut self,
         bytes: usize,
@@ -224,8 +226,8 @@ impl Book {
         }
     }
 
-    /// Lists a piece as free, as one piece with its free neighbours: those of its owner, and where `queue` owns one of them and nobody
-    /// the other.
+    /// Lists a piece as free, as one piece with its free neighbours: those of its owner, and where `queue` owns one of
+    /// them and nobody the other.
     fn join(&mut self, id: PieceId, free: Free, queue: &Queue) {
         let Free { mut owner, freed_at } = free;
         let mut id = id;
@@ -256,8 +258,9 @@ impl Book {
         self.list(id, Free { owner, freed_at });
     }
 
-    /// Takes the pieces of queues whose work is done from them, so that they become one piece with their neighbours and anybody's; and
-    /// `queue`'s with those of nobody. Segments that are not divided stay as they are, since a queue can follow their owner.
+    /// Takes the pieces of queues whose work is done from them, so that they become one piece with their neighbours and
+    /// anybody's; and `queue`'s with those of nobody. Segments that are not divided stay as they are, since a queue can
+    /// follow their owner.
     pub(super) fn gather(
         &mut self,
         queue: &Queue,
@@ -288,8 +291,8 @@ impl Book {
         Ok(())
     }
 
-    /// Takes the segment without live pieces that has been so for longest from the lists: nothing of it is taken until it is back or
-    /// removed.
+    /// Takes the segment without live pieces that has been so for longest from the lists: nothing of it is taken until
+    /// it is back or removed.
     pub(super) fn withdraw_oldest(&mut self) -> Option<SegmentId> {
         let id = self.oldest?;
         self.leave_order(id);
@@ -450,8 +453,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
 
-        /// Against a model that knows each byte: nobody gets what another holds, or may still be working with unless it follows
-        /// that; and at the end everything can go back, in the pieces that it came in.
+        /// Against a model that knows each byte: nobody gets what another holds, or may still be working with unless it
+        /// follows that; and at the end everything can go back, in the pieces that it came in.
         #[test]
         fn no_byte_is_given_twice(steps in prop::collection::vec(step(), 1..200)) {
             let queues: Vec<Queue> = (0..NUM_QUEUES as u32)

@@ -1,18 +1,19 @@
 //! The memory pool: where every tensor's memory comes from.
 //!
-//! Memory that is given back is kept for reuse: blocks below 1 MiB by size class, each as the device gave it; larger ones are cut from what
-//! the device gave, the smallest free piece that holds them first, and become one piece with their free neighbours again (`book`). Sizes
-//! that alternate therefore share memory.
+//! Memory that is given back is kept for reuse: blocks below 1 MiB by size class, each as the device gave it; larger
+//! ones are cut from what the device gave, the smallest free piece that holds them first, and become one piece with
+//! their free neighbours again (`book`). Sizes that alternate therefore share memory.
 //!
-//! Reuse is *stream-ordered*: a block that was used on a stream goes to the next user of that stream at once, without waiting, since the
-//! stream itself runs the two in order. Another stream takes it at once where the old one's work is done, and else waits for an event of
-//! the old one, on the device.
+//! Reuse is *stream-ordered*: a block that was used on a stream goes to the next user of that stream at once, without
+//! waiting, since the stream itself runs the two in order. Another stream takes it at once where the old one's work is
+//! done, and else waits for an event of the old one, on the device.
 //!
-//! Before the pool would hold more than was in use at its peak (rounded up to size classes), what lay unused longest goes back to the
-//! device, which waits for the device's work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave
-//! in one call can go back, and only when nothing of it is in use, so the pool can hold more than its peak by the free parts between blocks
-//! in use. A workload that repeats its sizes comes to all of this at its start only. While the device is waited for, others reuse what is
-//! free: no lock is held but that of those who also need more from the device.
+//! Before the pool would hold more than was in use at its peak (rounded up to size classes), what lay unused longest
+//! goes back to the device, which waits for the device's work; so it does when the device has no more to give, and on
+//! [`Pool::trim`]. Only what the device gave in one call can go back, and only when nothing of it is in use, so the
+//! pool can hold more than its peak by the free parts between blocks in use. A workload that repeats its sizes comes to
+//! all of this at its start only. While the device is waited for, others reuse what is free: no lock is held but that
+//! of those who also need more from the device.
 
 mod book;
 #[cfg(test)]
@@ -234,15 +235,15 @@ impl Pool {
         Ok(limit)
     }
 
-    /// Gives everything that is free back to the device, after waiting for its work. Returns how many bytes that were: none while
-    /// a graph is being recorded.
+    /// Gives everything that is free back to the device, after waiting for its work. Returns how many bytes that were:
+    /// none while a graph is being recorded.
     pub fn trim(&self) -> Result<usize, Error> {
         let _growth = self.lock_growth();
         self.give_back(|_| true)
     }
 
-    /// Gives back what the device gave in one call and is free, oldest first, as long as `wants_more` says so of the bytes so far; what
-    /// cannot go back stays free. Returns how many bytes went. The caller holds `growth`.
+    /// Gives back what the device gave in one call and is free, oldest first, as long as `wants_more` says so of the
+    /// bytes so far; what cannot go back stays free. Returns how many bytes went. The caller holds `growth`.
     fn give_back(&self, wants_more: impl Fn(usize) -> bool) -> Result<usize, Error> {
         let (mut ids, mut places, mut bytes) = (Vec::<SegmentId>::new(), Vec::new(), 0);
         let mut state = self.lock();

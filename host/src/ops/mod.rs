@@ -3,8 +3,8 @@
 //! `supports` says whether a device can do it; `plan` checks the problem, chooses a kernel and loads it; `run` checks
 //! the tensors and enqueues the work, without allocating. A problem's sizes are upper bounds: `run` takes tensors up to
 //! them. Beside each `mod.rs`: `select.rs`, the choice (pure, testable without a device); `cpu.rs`, the CPU backend;
-//! `reference.rs`, the formula as plain loops, which is the specification; `cases.rs`, the shapes of tests and benches, and a sample of the
-//! tensors of a run.
+//! `reference.rs`, the formula as plain loops, which is the specification; `cases.rs`, the shapes of tests and benches,
+//! and a sample of the tensors of a run.
 //!
 //! # Problems and arguments grow
 //! A problem or the arguments of a run may get a field; what it does is then nothing until it is set. Write
@@ -23,8 +23,8 @@
 //! assert_eq!((problem.seq_q, problem.heads_kv, problem.head_dim_v), (512, 8, 128));
 //! ```
 
-/// A list of cases: those spelled out in `one`, then each layer of `phases` in all six phases, of `decode` in the four of
-/// decoding, of `prefill` in the two of prompts. The constructor gets the case's name, the phase, and the arguments.
+/// A list of cases: those spelled out in `one`, then each layer of `phases` in all six phases, of `decode` in the four
+/// of decoding, of `prefill` in the two of prompts. The constructor gets the case's name, the phase, and the arguments.
 macro_rules! cases {
     (
         $case:path;
@@ -79,7 +79,8 @@ macro_rules! operators {
     ($($op:ident $name:literal $tables:tt;)*) => {
         $(pub mod $op;)*
 
-        /// Runs of every operator, each over so many rows (or tokens, or queries) of a type: for what tries every operator alike.
+        /// Runs of every operator, each over so many rows (or tokens, or queries) of a type: for what tries every
+        /// operator alike.
         ///
         /// **Errors**: those of the operators' plans.
         pub fn samples(device: &Device, rows: usize, dtype: DType) -> Result<Vec<(&'static str, Vec<Sample>)>, Error> {

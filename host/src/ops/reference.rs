@@ -38,8 +38,8 @@ impl Real for f32 {
     }
 }
 
-/// What a row is multiplied by whose squares have this mean, with epsilon: `abi::range::factor` in any arithmetic, so that
-/// the error of the naive computation is that of its roundings. In f64 no row of what tensors hold needs one.
+/// What a row is multiplied by whose squares have this mean, with epsilon: `abi::range::factor` in any arithmetic, so
+/// that the error of the naive computation is that of its roundings. In f64 no row of what tensors hold needs one.
 pub fn factor<A: Real>(mean: A) -> A {
     if mean >= A::min_positive_value() && mean.is_finite() {
         A::one()

@@ -30,8 +30,8 @@ impl<const N: usize> Workspace<N> {
         Ok(Workspace { tensors, last: Mutex::new(None) })
     }
 
-    /// Makes `stream` wait for the last run if that was in another stream. Nobody else enqueues a run until the guard is
-    /// dropped. **Errors**: [`Error::Invalid`] if that other stream is being recorded, and this one not.
+    /// Makes `stream` wait for the last run if that was in another stream. Nobody else enqueues a run until the guard
+    /// is dropped. **Errors**: [`Error::Invalid`] if that other stream is being recorded, and this one not.
     pub(crate) fn enter(&self, stream: &Stream) -> Result<MutexGuard<'_, Option<Stream>>, Error> {
         // The stream is replaced as a whole: a panic elsewhere leaves it consistent.
         let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -20,11 +20,11 @@ pub struct Scheme {
     pub rows: u32,
     /// How scales are stored. A value is quantised by its scale as it is stored.
     pub scale: ScaleType,
-    /// Integers: whether groups have zero points, so that the range is from the smallest to the largest value (and 0), and not the
-    /// same to both sides.
+    /// Integers: whether groups have zero points, so that the range is from the smallest to the largest value (and 0),
+    /// and not the same to both sides.
     pub asymmetric: bool,
-    /// The share of a group's magnitudes that its range covers: 1 for all of them; with less, the largest are cut off. Not for
-    /// asymmetric schemes.
+    /// The share of a group's magnitudes that its range covers: 1 for all of them; with less, the largest are cut off.
+    /// Not for asymmetric schemes.
     pub percentile: f32,
 }
 
@@ -101,8 +101,8 @@ pub struct Quantised<R> {
 impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
     /// A matrix `[n, k]` whose rows `rows` writes. Reads all of them once, for the scales.
     ///
-    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, or a value that is not
-    /// finite.
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, or a
+    /// value that is not finite.
     pub fn new(size: [usize; 2], scheme: Scheme, rows: R) -> Result<Self, Error> {
         let layout = scheme.layout();
         if let Some(problem) = layout.problem() {
@@ -206,8 +206,8 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
             }
     }
 
-    /// Writes a row as it is after quantisation: what fake quantisation computes with, whose gradient is taken as that of the row itself
-    /// (straight through).
+    /// Writes a row as it is after quantisation: what fake quantisation computes with, whose gradient is taken as that
+    /// of the row itself (straight through).
     pub fn dequantise(&self, row: usize, values: &mut [f32]) {
         let mut codes = vec![0; self.size[1]];
         self.codes(row, &mut codes);
@@ -217,7 +217,8 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
         }
     }
 
-    /// The error of all values relative to them: the root of the sum of its squares over that of theirs; 0 for no values.
+    /// The error of all values relative to them: the root of the sum of its squares over that of theirs; 0 for no
+    /// values.
     pub fn relative_error(&self) -> f64 {
         let [n, k] = self.size;
         let sums = (0..n).into_par_iter().map(|row| {

@@ -1,5 +1,5 @@
-//! The bounds of a configuration that did not come through [`ModelConfig::from_json`]: its fields are public. What a file may say
-//! is refused earlier, by the names of the file's keys.
+//! The bounds of a configuration that did not come through [`ModelConfig::from_json`]: its fields are public. What a
+//! file may say is refused earlier, by the names of the file's keys.
 
 use abi::ops::attention::MAX_HEAD_DIM as MAX_KEY_DIM;
 use abi::ops::causal_conv1d::MAX_WIDTH;
@@ -320,7 +320,8 @@ mod tests {
         all
     }
 
-    /// Whatever stands in a public field: an error that names it, or a model; nothing wraps, and nothing is allocated by it.
+    /// Whatever stands in a public field: an error that names it, or a model; nothing wraps, and nothing is allocated
+    /// by it.
     #[test]
     fn any_size_is_an_error_or_sound() {
         for config in configs() {

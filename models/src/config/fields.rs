@@ -22,8 +22,8 @@ pub(in super::super) fn read_json(path: &Path, most: u64) -> Result<Value, Model
     parse_json(&text, path)
 }
 
-/// Parses JSON, and what Python writes beside it: `NaN`, `Infinity` and `-Infinity` become strings of these names, so that they do
-/// no harm where nobody reads them and are named where somebody does.
+/// Parses JSON, and what Python writes beside it: `NaN`, `Infinity` and `-Infinity` become strings of these names, so
+/// that they do no harm where nobody reads them and are named where somebody does.
 pub(super) fn parse_json(text: &str, path: &Path) -> Result<Value, ModelError> {
     serde_json::from_str(text)
         .or_else(|error| match without_infinities(text) {
@@ -67,12 +67,13 @@ fn without_infinities(text: &str) -> Option<String> {
     found.then_some(out)
 }
 
-/// Which fields of a file were read, with dots between the levels; an object whose own fields are read has a dot at its end.
+/// Which fields of a file were read, with dots between the levels; an object whose own fields are read has a dot at its
+/// end.
 #[derive(Default)]
 pub(super) struct Seen(RefCell<BTreeSet<String>>);
 
-/// Keys without effect on what a model computes, at any level: how it was trained, initialised and classified with, what a program
-/// that runs it may show, and what is said a second time elsewhere.
+/// Keys without effect on what a model computes, at any level: how it was trained, initialised and classified with,
+/// what a program that runs it may show, and what is said a second time elsewhere.
 const HARMLESS: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -109,7 +110,8 @@ const HARMLESS: &[&str] = &[
 ];
 
 impl Seen {
-    /// The fields of `map` that were not read, that may be of effect, and that ask for something: neither null nor false.
+    /// The fields of `map` that were not read, that may be of effect, and that ask for something: neither null nor
+    /// false.
     pub(super) fn unread(&self, map: &Map<String, Value>) -> Vec<String> {
         let mut unread = Vec::new();
         self.collect(map, "", &mut unread);

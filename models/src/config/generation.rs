@@ -6,8 +6,8 @@ use super::fields::Fields;
 use crate::ModelError;
 use host::ops::sampling::Sampling;
 
-/// How next tokens are to be chosen. Absent fields have transformers' defaults: the most likely token; where `do_sample` is set,
-/// a temperature of 1 and the 50 most likely.
+/// How next tokens are to be chosen. Absent fields have transformers' defaults: the most likely token; where
+/// `do_sample` is set, a temperature of 1 and the 50 most likely.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GenerationConfig {
     /// Whether tokens are drawn; the most likely one is taken if not.

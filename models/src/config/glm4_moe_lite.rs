@@ -1,8 +1,8 @@
 //! `model_type: "glm4_moe_lite"`: latent attention; experts in all layers but the first (GLM-4.7-Flash).
 //!
-//! The files' `first_k_dense_replace`, `topk_method` and `scoring_func` are not obeyed, as by transformers: what they would say
-//! follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published checkpoint's
-//! prediction of the token after the next, which is not built.
+//! The files' `first_k_dense_replace`, `topk_method` and `scoring_func` are not obeyed, as by transformers: what they
+//! would say follows from the model type, or from other keys. Layers beyond `num_hidden_layers` are the published
+//! checkpoint's prediction of the token after the next, which is not built.
 
 use abi::ops::attention::MAX_HEAD_DIM as MAX_KEY_DIM;
 use abi::ops::glu::Activation;
@@ -21,8 +21,8 @@ use crate::ModelError;
 use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};
 use host::ops::rmsnorm::NormWeight;
 
-/// Of the norms of the latent rows, whatever `rms_norm_eps` says: transformers leaves them at its class's default. vLLM, SGLang
-/// and llama.cpp use `rms_norm_eps`.
+/// Of the norms of the latent rows, whatever `rms_norm_eps` says: transformers leaves them at its class's default.
+/// vLLM, SGLang and llama.cpp use `rms_norm_eps`.
 const LATENT_EPS: f32 = 1e-6;
 
 /// With the defaults of the type's configuration class.

@@ -24,7 +24,8 @@ pub(super) fn read_num_layers(fields: &Fields) -> Result<usize, ModelError> {
     Ok(fields.integer("num_hidden_layers", 1..=MAX_LAYERS)?.unwrap_or(32))
 }
 
-/// With a layer for each of the windows, a head of its own, and with these defaults of the rotary base and the longest sequence.
+/// With a layer for each of the windows, a head of its own, and with these defaults of the rotary base and the longest
+/// sequence.
 pub(super) fn read_dense(
     fields: &Fields,
     windows: Vec<Option<usize>>,
@@ -63,8 +64,8 @@ pub(super) fn read_dense(
     })
 }
 
-/// Heads and biases, without a window or a gate, with the defaults of query heads, of key and value heads, and of a head's
-/// width.
+/// Heads and biases, without a window or a gate, with the defaults of query heads, of key and value heads, and of a
+/// head's width.
 pub(super) fn read_attention(
     fields: &Fields,
     heads_q: usize,

@@ -1,4 +1,5 @@
-//! `model_type: "qwen3_next"`: gated delta nets with gated attention between them, and a mixture of experts in each layer.
+//! `model_type: "qwen3_next"`: gated delta nets with gated attention between them, and a mixture of experts in each
+//! layer.
 
 use abi::ops::causal_conv1d::MAX_WIDTH;
 use abi::ops::gated_delta::MAX_DIM_K;

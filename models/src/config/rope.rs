@@ -72,8 +72,8 @@ pub(super) struct RopeDefaults {
 }
 
 impl RopeConfig {
-    /// The angle per position of each rotated pair, `f_i = theta^(-2i / rotary_dim)` for `i < rotary_dim / 2`, stretched
-    /// as [`RopeKind`] says; in radians.
+    /// The angle per position of each rotated pair, `f_i = theta^(-2i / rotary_dim)` for `i < rotary_dim / 2`,
+    /// stretched as [`RopeKind`] says; in radians.
     ///
     /// **Errors**: [`Error::Invalid`] for numbers that no file may say.
     pub fn inv_freq(&self) -> Result<Vec<f64>, Error> {
@@ -116,11 +116,11 @@ impl RopeConfig {
     }
 
     /// Reads either spelling: keys at the top level with the object `rope_scaling`, or the object `rope_parameters`. A
-    /// `rope_scaling` that is not empty comes first, and keys that the object lacks are taken from the top level, then from
-    /// `defaults`.
+    /// `rope_scaling` that is not empty comes first, and keys that the object lacks are taken from the top level, then
+    /// from `defaults`.
     ///
-    /// `partial_rotary_factor` is not read for a type that rotates whole heads, as by transformers; stretched as well it would be an
-    /// error there, and is one here.
+    /// `partial_rotary_factor` is not read for a type that rotates whole heads, as by transformers; stretched as well
+    /// it would be an error there, and is one here.
     pub(super) fn read(top: &Fields, defaults: RopeDefaults) -> Result<RopeConfig, ModelError> {
         let (path, empty) = (top.path, Map::new());
         let rope = rope_fields(top, &empty)?;
@@ -179,8 +179,8 @@ pub(super) fn rope_fields<'a>(
     Ok(top.object("rope_parameters")?.unwrap_or_else(|| top.none(empty)))
 }
 
-/// What latent attention multiplies its scores by besides the width's root: 1, or the square of `mscale_all_dim`'s magnitude
-/// where frequencies are stretched.
+/// What latent attention multiplies its scores by besides the width's root: 1, or the square of `mscale_all_dim`'s
+/// magnitude where frequencies are stretched.
 pub(super) fn score_factor(top: &Fields) -> Result<f64, ModelError> {
     let empty = Map::new();
     let rope = rope_fields(top, &empty)?;
@@ -423,8 +423,8 @@ mod tests {
         assert_eq!(qwen3(r#""partial_rotary_factor": 1.0"#).unwrap().unread_keys, [""; 0]);
     }
 
-    /// The documented long-context option of the Qwen3 models: theta 1e6, factor 4 over 32768 positions, 128 dimensions.
-    /// A pair makes 32 turns at index 23.60 and one turn at 39.65, so the ramp goes from 23 to 40.
+    /// The documented long-context option of the Qwen3 models: theta 1e6, factor 4 over 32768 positions, 128
+    /// dimensions. A pair makes 32 turns at index 23.60 and one turn at 39.65, so the ramp goes from 23 to 40.
     #[test]
     fn yarn_frequencies() {
         let yarn = r#""rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768"#;
@@ -465,8 +465,8 @@ mod tests {
         assert_eq!(yarn.original_max_position_embeddings, 32768);
     }
 
-    /// Stretching by 1 is not stretching, whatever the other parameters, and every frequency lies between the kept and the
-    /// divided one.
+    /// Stretching by 1 is not stretching, whatever the other parameters, and every frequency lies between the kept and
+    /// the divided one.
     #[test]
     fn stretches() {
         for theta in [1e4, 1e6, 5e6] {

@@ -150,8 +150,8 @@ fn scaling(keys: &Keys<'_>) -> Result<Option<Value>, ModelError> {
     }
 }
 
-/// The stretching of Llama 3, of which a file has the divisor of each frequency instead of the numbers that it was made from:
-/// those of the published models are tried.
+/// The stretching of Llama 3, of which a file has the divisor of each frequency instead of the numbers that it was made
+/// from: those of the published models are tried.
 fn divisors(keys: &Keys<'_>) -> Result<Value, ModelError> {
     let file = keys.file;
     let name = "rope_freqs.weight";

@@ -32,8 +32,8 @@ const MAX_DIMS: usize = 4;
 const MAX_SPLITS: u64 = 1 << 10;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
-/// A GGUF checkpoint: one file, or the files that one was split into. The files must not be truncated or written to while this
-/// value lives.
+/// A GGUF checkpoint: one file, or the files that one was split into. The files must not be truncated or written to
+/// while this value lives.
 #[derive(Debug)]
 pub struct Gguf {
     path: PathBuf,
@@ -257,7 +257,8 @@ impl Gguf {
     /// Opens a file, and with it those that it was split into.
     ///
     /// # Errors
-    /// [`ModelError::Missing`] and [`ModelError::Unreadable`] for absent files, [`ModelError::Gguf`] for what breaks the format.
+    /// [`ModelError::Missing`] and [`ModelError::Unreadable`] for absent files, [`ModelError::Gguf`] for what breaks
+    /// the format.
     pub fn open(path: &Path) -> Result<Gguf, ModelError> {
         let mut gguf = Gguf {
             path: path.into(),
@@ -296,8 +297,8 @@ impl Gguf {
     /// Maps a file and takes its tensors; gives its metadata.
     fn add(&mut self, path: &Path) -> Result<BTreeMap<String, Stored>, ModelError> {
         let handle = open_file(path)?;
-        // SAFETY: the file is not truncated or written to while it is mapped — required of the caller by the documentation of
-        // `Gguf`; a file system cannot promise it.
+        // SAFETY: the file is not truncated or written to while it is mapped — required of the caller by the
+        // documentation of `Gguf`; a file system cannot promise it.
         let bytes = unsafe { Mmap::map(&handle) }.map_err(|source| ModelError::io(path, source))?;
         let part = self.parts.len();
         let (metadata, tensors) = read(&bytes, part).map_err(|Fault { at, expected, got }| {

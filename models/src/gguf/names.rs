@@ -295,8 +295,8 @@ impl<'a> Named<'a> {
         Ok(Some(Stored { shape: vec![heads * (nope + value), latent], data: Data::Values(both) }))
     }
 
-    /// The projections of a delta net by key head: q, k, v and z of the first, of the second, …; the file has all q, all k, all v,
-    /// and all z in a tensor of its own.
+    /// The projections of a delta net by key head: q, k, v and z of the first, of the second, …; the file has all q,
+    /// all k, all v, and all z in a tensor of its own.
     fn by_key_head(
         &self,
         config: &DeltaNetConfig,

@@ -13,7 +13,8 @@ pub struct GgufVocabulary<'a> {
     pub pre: Option<&'a str>,
     /// The tokens, by id.
     pub tokens: Vec<&'a str>,
-    /// What each is: 1 for a usual one, 3 for one that controls, 4 for one that a user added, 5 for one without use, 6 for a byte.
+    /// What each is: 1 for a usual one, 3 for one that controls, 4 for one that a user added, 5 for one without use, 6
+    /// for a byte.
     pub types: Vec<i64>,
     /// Pairs that are merged, the most wanted first, with a space between both parts.
     pub merges: Vec<&'a str>,

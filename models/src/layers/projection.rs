@@ -21,8 +21,8 @@ pub struct Projection {
 pub enum ProjectionWeight {
     /// `[out, in]`.
     Plain(Tensor),
-    /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up, one with the rows of
-    /// both in turn.
+    /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up,
+    /// one with the rows of both in turn.
     Packed(Vec<Weight>),
 }
 

@@ -1,7 +1,7 @@
 //! How codes lie in a file.
 
-/// Codes of a matrix `[n, k]` in a tensor of their own. 32-bit words are little-endian, and hold their fields lowest first
-/// unless said otherwise.
+/// Codes of a matrix `[n, k]` in a tensor of their own. 32-bit words are little-endian, and hold their fields lowest
+/// first unless said otherwise.
 #[derive(Clone, Debug)]
 pub(crate) enum Codes<'a> {
     /// A byte for each, row after row, in which the bits of `flip` are inverted.

@@ -1,4 +1,5 @@
-//! From a checkpoint's tensors to [`QuantMatrix`]: a function for each way to store a matrix, which checks types and shapes.
+//! From a checkpoint's tensors to [`QuantMatrix`]: a function for each way to store a matrix, which checks types and
+//! shapes.
 
 use safetensors::Dtype;
 
@@ -87,7 +88,8 @@ impl<'a> Module<'a, '_> {
         })
     }
 
-    /// GPTQ: integers packed along k; `group` of `None` is one group. Version 1 stores zero points less 1, by one subtraction from each word.
+    /// GPTQ: integers packed along k; `group` of `None` is one group. Version 1 stores zero points less 1, by one
+    /// subtraction from each word.
     pub(crate) fn gptq(
         &self,
         bits: u32,
@@ -174,8 +176,8 @@ impl<'a> Module<'a, '_> {
         )))
     }
 
-    /// A byte for each element, fp8 or signed integers, with scales named `scale`: one, one for each row, or one for each block of
-    /// `block`, of which the last of a row or column may be cut.
+    /// A byte for each element, fp8 or signed integers, with scales named `scale`: one, one for each row, or one for
+    /// each block of `block`, of which the last of a row or column may be cut.
     pub(crate) fn bytes(
         &self,
         scale: &str,
@@ -228,7 +230,8 @@ impl<'a> Module<'a, '_> {
         )))
     }
 
-    /// compressed-tensors' packed integers of 4 or 8 bits, stored with their sign bits inverted; `group` of `None` is one group.
+    /// compressed-tensors' packed integers of 4 or 8 bits, stored with their sign bits inverted; `group` of `None` is
+    /// one group.
     pub(crate) fn packed(
         &self,
         bits: u32,

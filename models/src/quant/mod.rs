@@ -1,7 +1,7 @@
 //! Quantised matrices as checkpoints hold them: one description of every format, read from the memory map row by row.
 //!
-//! [`QuantMatrix`] is what packers into device layouts take, and [`QuantMatrix::dequantise_row`] is the specification of what
-//! a format's values are.
+//! [`QuantMatrix`] is what packers into device layouts take, and [`QuantMatrix::dequantise_row`] is the specification
+//! of what a format's values are.
 
 mod codes;
 mod formats;
@@ -25,8 +25,8 @@ use host::F8E4M3;
 /// What a code stands for before it is scaled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    /// The code itself, without sign, less the group's zero point or beside its minimum. Signed integers have their sign bit
-    /// inverted and a zero point of `2^(bits - 1)`.
+    /// The code itself, without sign, less the group's zero point or beside its minimum. Signed integers have their
+    /// sign bit inverted and a zero point of `2^(bits - 1)`.
     Int {
         /// 2 to 8.
         bits: u32,
@@ -78,8 +78,8 @@ pub enum Origins {
     Minimums,
 }
 
-/// A quantised matrix `[n, k]` as it lies in a file: codes, and for each group of a row a scale and perhaps a zero point or a
-/// minimum. Cheap to clone; the bytes stay where they are.
+/// A quantised matrix `[n, k]` as it lies in a file: codes, and for each group of a row a scale and perhaps a zero
+/// point or a minimum. Cheap to clone; the bytes stay where they are.
 #[derive(Clone, Debug)]
 pub struct QuantMatrix<'a> {
     n: usize,
@@ -190,8 +190,8 @@ impl<'a> QuantMatrix<'a> {
         }
     }
 
-    /// What each scale is multiplied by, where the format has such a number for the whole matrix: as the file states it, or one
-    /// over what it states.
+    /// What each scale is multiplied by, where the format has such a number for the whole matrix: as the file states
+    /// it, or one over what it states.
     pub fn global_scale(&self) -> Option<f32> {
         match &self.layout {
             Layout::Parts { scales, .. } => match scales.factor {
@@ -268,8 +268,8 @@ impl<'a> QuantMatrix<'a> {
         }
     }
 
-    /// The values of a row, `k` of them. All steps are f32's: of a float `value · scale`, of an integer `(code - zero) · scale`,
-    /// where the difference is exact, or `code · scale + minimum` with the product rounded.
+    /// The values of a row, `k` of them. All steps are f32's: of a float `value · scale`, of an integer
+    /// `(code - zero) · scale`, where the difference is exact, or `code · scale + minimum` with the product rounded.
     pub fn dequantise_row(&self, row: usize, out: &mut [f32]) {
         let mut codes = vec![0; self.k];
         self.row_codes(row, &mut codes);

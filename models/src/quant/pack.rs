@@ -15,8 +15,8 @@ pub(crate) struct Packable<'a> {
 }
 
 impl<'a> Packable<'a> {
-    /// None for what the kernels have no layout for: columns in another order than their groups, groups that are no power of two, or scales
-    /// that cannot be kept as they are.
+    /// None for what the kernels have no layout for: columns in another order than their groups, groups that are no
+    /// power of two, or scales that cannot be kept as they are.
     pub(crate) fn new(matrix: QuantMatrix<'a>) -> Option<Self> {
         if matrix.group_of().is_some() {
             return None;

@@ -1,8 +1,8 @@
 //! Images and videos: from pixels to rows of a prompt.
 //!
-//! [`VisionConfig::resize`] and [`VisionConfig::patches`] cut images into patches. The tower turns patches into features,
-//! four of them into one, and the features take the place of a prompt's placeholder tokens; further ones are added after
-//! the first layers of the decoder. [`super::Session::prefill_visual`] does all of it.
+//! [`VisionConfig::resize`] and [`VisionConfig::patches`] cut images into patches. The tower turns patches into
+//! features, four of them into one, and the features take the place of a prompt's placeholder tokens; further ones are
+//! added after the first layers of the decoder. [`super::Session::prefill_visual`] does all of it.
 //!
 //! Source: Bai et al., *Qwen3-VL Technical Report* (2025), and its model class in Hugging Face transformers.
 
@@ -110,7 +110,8 @@ impl VisualInputs {
         reports
     }
 
-    /// Checks a prompt, and says where its tokens are. It begins after `len` tokens, the next of which would be at `len − shift`.
+    /// Checks a prompt, and says where its tokens are. It begins after `len` tokens, the next of which would be at
+    /// `len − shift`.
     pub(super) fn place(
         &self,
         ids: &[u32],

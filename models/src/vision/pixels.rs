@@ -40,8 +40,8 @@ impl VisionConfig {
         })
     }
 
-    /// Resizes an image of interleaved bytes to the size that [`Self::resized`] gives, by a bicubic filter that is widened where it
-    /// shrinks the image: with the bits of Pillow's (10 to 12). Returns height, width and bytes.
+    /// Resizes an image of interleaved bytes to the size that [`Self::resized`] gives, by a bicubic filter that is
+    /// widened where it shrinks the image: with the bits of Pillow's (10 to 12). Returns height, width and bytes.
     ///
     /// **Errors**: those of [`Self::resized`], and [`Error::Invalid`] for a length that is not the size's.
     pub fn resize(
@@ -60,13 +60,12 @@ impl VisionConfig {
         Ok((new_height, new_width, resized))
     }
 
-    /// Cuts frames of one size into patches: the frame of an image, or those of a video, of which the last is repeated until
-    /// they are a multiple of [`VisionConfig::temporal_patch_size`].
+    /// Cuts frames of one size into patches: the frame of an image, or those of a video, of which the last is repeated
+    /// until they are a multiple of [`VisionConfig::temporal_patch_size`].
     ///
-    /// A frame is `[height, width, channels]`, of a size that [`Self::resized`] gives; values become `(x/255 − mean) / std`
-    /// of [`VisionConfig::pixels`].
-    /// Patches are ordered by frame, then so that those that become a token follow each other; the numbers of a patch by
-    /// channel, frame, row and column.
+    /// A frame is `[height, width, channels]`, of a size that [`Self::resized`] gives; values become
+    /// `(x/255 − mean) / std` of [`VisionConfig::pixels`]. Patches are ordered by frame, then so that those that become
+    /// a token follow each other; the numbers of a patch by channel, frame, row and column.
     ///
     /// **Errors**: [`Error::Invalid`] for no frames, and sizes that do not fit.
     pub fn patches(

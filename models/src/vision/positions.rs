@@ -1,4 +1,5 @@
-//! Where patches and tokens are: the tower's positions on the grid of an image, and the decoder's in time, row and column.
+//! Where patches and tokens are: the tower's positions on the grid of an image, and the decoder's in time, row and
+//! column.
 
 use std::ops::Range;
 
@@ -7,7 +8,8 @@ use crate::config::VisionConfig;
 use host::Error;
 
 impl PatchGrid {
-    /// Row and column of each patch of a frame: the patches that become one token follow each other, `merge` rows of `merge`.
+    /// Row and column of each patch of a frame: the patches that become one token follow each other, `merge` rows of
+    /// `merge`.
     pub(super) fn places(&self, merge: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
         let Self { rows, cols, .. } = *self;
         (0..rows / merge).flat_map(move |block_row| {
@@ -18,8 +20,8 @@ impl PatchGrid {
         })
     }
 
-    /// Rows of a table of `side · side` learned positions, and their weights, for a patch: between its four neighbours, with
-    /// the corners of the grid on those of the table.
+    /// Rows of a table of `side · side` learned positions, and their weights, for a patch: between its four neighbours,
+    /// with the corners of the grid on those of the table.
     pub(super) fn neighbours(&self, side: usize, (row, col): (usize, usize)) -> [(u32, f32); 4] {
         let along = |place: usize, len: usize| {
             let at = (place * (side - 1)) as f64 / (len - 1).max(1) as f64;
@@ -51,8 +53,8 @@ pub(crate) struct PromptPositions {
 impl PromptPositions {
     /// Of a prompt after `len` tokens, whose first is at position `len − shift`.
     ///
-    /// A token of text is at the next position on all axes. Those of an image or a frame are all at that time, and their rows
-    /// and columns count from it; what follows is beyond the largest of them.
+    /// A token of text is at the next position on all axes. Those of an image or a frame are all at that time, and
+    /// their rows and columns count from it; what follows is beyond the largest of them.
     pub(super) fn new(
         config: &VisionConfig,
         ids: &[u32],
@@ -110,8 +112,8 @@ impl PromptPositions {
         before(tokens.start)..before(tokens.end)
     }
 
-    /// The angles of these tokens, `[tokens, frequencies]`: the frequencies are dealt to time, row and column in turn until
-    /// rows and columns have their number; time has the others.
+    /// The angles of these tokens, `[tokens, frequencies]`: the frequencies are dealt to time, row and column in turn
+    /// until rows and columns have their number; time has the others.
     pub(super) fn angles(
         &self,
         tokens: Range<usize>,

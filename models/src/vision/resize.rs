@@ -1,11 +1,11 @@
 //! Resizing pixels, with the bits of the library that models were trained with.
 
-/// Resizes rows of `channels` interleaved bytes from `(height, width)` to another height and width, by a cubic filter (a = −½) that is
-/// widened where it shrinks the image, first along rows and then along columns.
+/// Resizes rows of `channels` interleaved bytes from `(height, width)` to another height and width, by a cubic filter
+/// (a = −½) that is widened where it shrinks the image, first along rows and then along columns.
 ///
-/// **Arithmetic**: weights are normalised in f64 and rounded to 22 bits behind the point; sums are exact, rounded half up, and
-/// clamped to 0 to 255 after *each* of the two passes. So the result is that of `resize` with `BICUBIC` in Pillow 10 to 12, bit for
-/// bit; Pillow 13 goes along columns first where that is less work.
+/// **Arithmetic**: weights are normalised in f64 and rounded to 22 bits behind the point; sums are exact, rounded half
+/// up, and clamped to 0 to 255 after *each* of the two passes. So the result is that of `resize` with `BICUBIC` in
+/// Pillow 10 to 12, bit for bit; Pillow 13 goes along columns first where that is less work.
 pub(super) fn resize(
     pixels: &[u8],
     (height, width): (usize, usize),

@@ -185,8 +185,8 @@ pub(super) struct TowerBlock {
     places: Tensor,
     /// `[patches, patch_len]`
     pixels: Tensor,
-    /// The residual stream, without the last sublayer's output, which is in `projected`; `[patches, hidden]` as those up to
-    /// `projected`.
+    /// The residual stream, without the last sublayer's output, which is in `projected`; `[patches, hidden]` as those
+    /// up to `projected`.
     residual: Tensor,
     normed: Tensor,
     attended: Tensor,
@@ -538,8 +538,8 @@ fn merge(
 
 /// Attention within frames of any size and number, `patches` altogether.
 ///
-/// The kernel is the one for the largest frame, for small ones too: those for few queries have a workspace for the most frames
-/// of the largest size.
+/// The kernel is the one for the largest frame, for small ones too: those for few queries have a workspace for the most
+/// frames of the largest size.
 fn plan_attention(
     stream: &Stream,
     config: &VisionConfig,

@@ -1,5 +1,5 @@
-//! GGUF files of each architecture: the golden checkpoints of transformers, changed as llama.cpp's converter changes them, give the
-//! logits of transformers again.
+//! GGUF files of each architecture: the golden checkpoints of transformers, changed as llama.cpp's converter changes
+//! them, give the logits of transformers again.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Each way to store a matrix, on small tensors whose values are worked out here; what is wrong with tensors and configurations.
+//! Each way to store a matrix, on small tensors whose values are worked out here; what is wrong with tensors and
+//! configurations.
 
 use models::{Checkpoint, DecoderConfig, Element, Origin, Origins, QuantMatrix, ScaleType};
 use safetensors::Dtype;

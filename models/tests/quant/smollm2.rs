@@ -1,5 +1,5 @@
-//! Tokenizers of GGUF files against llama.cpp, and a published model, SmolLM2-135M-Instruct, against transformers. That file is of 98 MB
-//! and not in the repository: `cargo xtask smollm2` fetches it.
+//! Tokenizers of GGUF files against llama.cpp, and a published model, SmolLM2-135M-Instruct, against transformers. That
+//! file is of 98 MB and not in the repository: `cargo xtask smollm2` fetches it.
 
 use host::{DType, Device};
 use models::{Checkpoint, Gguf, Logits, Model, SessionOptions};

@@ -146,7 +146,8 @@ impl Case {
         [0, 1, 2].map(|axis| if self.seed >> (bit + axis as u32) & 1 == 0 { sizes[axis] } else { 1 })
     }
 
-    /// The bias, and its shape. A third of the keys is hidden from single queries, every seventh from all; every fifth query sees none.
+    /// The bias, and its shape. A third of the keys is hidden from single queries, every seventh from all; every fifth
+    /// query sees none.
     fn bias(&self) -> ([usize; 4], Vec<f64>) {
         let [batch, heads, queries] = self.broadcast([self.lens.len(), self.heads.0, self.seq_q], 40);
         let mut rng = Rng::new(self.seed ^ 3);
@@ -399,7 +400,8 @@ pub(super) fn decode_case() -> impl Strategy<Value = Case> {
     case(1usize..6, dims(&[64, 256], 1100))
 }
 
-/// Latent attention in its absorbed form: rows of 576, of which the first 512 are the values, for up to two tiles of rows.
+/// Latent attention in its absorbed form: rows of 576, of which the first 512 are the values, for up to two tiles of
+/// rows.
 pub(super) fn latent_case() -> impl Strategy<Value = Case> {
     let heads = select(&[(1, 1), (5, 1), (6, 2), (20, 1), (40, 1)][..]);
     let pages = prop_oneof![1 => Just(None), 1 => select(&PAGE_SIZES[..]).prop_map(Some)];
@@ -578,15 +580,15 @@ pub(super) struct Expected {
     pub(super) reference: Results,
     /// In several orders of the sums over the head, see [`ROWS`].
     pub(super) naive: Vec<Results>,
-    /// Exact, of keys and values rounded as where fp8 is gathered: of a product that f32 makes a tie of, the naive result may have the other
-    /// neighbour, and by luck a much smaller error.
+    /// Exact, of keys and values rounded as where fp8 is gathered: of a product that f32 makes a tie of, the naive
+    /// result may have the other neighbour, and by luck a much smaller error.
     pub(super) gathered: Results,
     pub(super) magnitudes: Results,
 }
 
-/// All columns of a row share the errors of its scores, so a case has as many independent errors as rows; the largest of a
-/// few may be next to nothing by luck. The naive result is therefore computed in as many orders as make up this many rows,
-/// at most 256.
+/// All columns of a row share the errors of its scores, so a case has as many independent errors as rows; the largest
+/// of a few may be next to nothing by luck. The naive result is therefore computed in as many orders as make up this
+/// many rows, at most 256.
 const ROWS: usize = 512;
 
 pub(super) fn expect(case: &Case, [q, k, v]: &[Vec<f64>; 3]) -> Expected {

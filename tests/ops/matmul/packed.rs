@@ -349,7 +349,8 @@ fn packed_stripes() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Rows of few rows' kernels are independent of each other, and of how many there are. fp8 with small groups has none on tensor cores.
+/// Rows of few rows' kernels are independent of each other, and of how many there are. fp8 with small groups has none
+/// on tensor cores.
 #[test]
 fn packed_rows_are_independent() -> Result<(), TestCaseError> {
     let mut layouts = layouts();

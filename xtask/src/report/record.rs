@@ -1,7 +1,7 @@
 //! The files of a measurement, and the record that they are joined to.
 //!
-//! `ours.jsonl` comes from `cargo bench --bench ops -- --json`, `peers.jsonl` from `benches/peers/peers.py --json`: one JSON
-//! object per line, told apart by `kind`. Both name a case alike, which is what they are joined by.
+//! `ours.jsonl` comes from `cargo bench --bench ops -- --json`, `peers.jsonl` from `benches/peers/peers.py --json`: one
+//! JSON object per line, told apart by `kind`. Both name a case alike, which is what they are joined by.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -4,8 +4,8 @@ use crate::{Arch, DType};
 
 /// Sizes and strides of one launch; strides in elements.
 ///
-/// A new field goes behind the others: in between it moved what kernels read two fields at a time, and the loader of Hopper's prompts of
-/// 64 columns, which has 32 registers, spilled.
+/// A new field goes behind the others: in between it moved what kernels read two fields at a time, and the loader of
+/// Hopper's prompts of 64 columns, which has 32 registers, spilled.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDims {
@@ -37,13 +37,13 @@ pub struct AttentionDims {
     pub window: u32,
     /// 1 if all rows of q, k, v and out can be accessed in pieces of 16 bytes, else 0.
     pub vector: u32,
-    /// Tiles of query rows: of one head (prefill), if queries are packed places of them for all sequences, see `sequences` of the
-    /// kernels' tiles; or of the heads that share a key head (decode).
+    /// Tiles of query rows: of one head (prefill), if queries are packed places of them for all sequences, see
+    /// `sequences` of the kernels' tiles; or of the heads that share a key head (decode).
     pub tiles: u32,
     /// Splits of [`SPLIT_KEYS`] keys that `seq_kv` has; a multiple of those of a result.
     pub splits: u32,
-    /// Query heads, counted through all sequences, whose tiles the `Wgmma` kernels finish before they take up the next: a
-    /// multiple of `group`, whose keys and values fit into L2.
+    /// Query heads, counted through all sequences, whose tiles the `Wgmma` kernels finish before they take up the next:
+    /// a multiple of `group`, whose keys and values fit into L2.
     pub section: u32,
     /// From one sequence to the next, in q.
     pub q_batch_stride: u32,
@@ -73,8 +73,8 @@ pub struct AttentionDims {
     pub lse_batch_stride: u32,
     /// The same for the log-sum-exp, whose queries are next to each other.
     pub lse_head_stride: u32,
-    /// What products of q and k are multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their kernels' exponentials
-    /// are powers of two.
+    /// What products of q and k are multiplied by: the softmax scale, for the 16-bit types times log2(e), so that their
+    /// kernels' exponentials are powers of two.
     pub scale: f32,
     /// What changes scores besides.
     pub scores: ScoreDims,
@@ -86,11 +86,14 @@ pub struct AttentionDims {
     pub table_stride: u32,
     /// Keys of a box of the `Wgmma` kernels' maps: a divisor of the keys of a page and of those of a step.
     pub box_keys: u32,
-    /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of a group.
+    /// log2 of the splits of a result that a decode kernel leaves for the merge: of one, or of all [`GROUP_SPLITS`] of
+    /// a group.
     pub result_shift: u32,
-    /// Parts of a sum that a lane of the merge does: all [`MERGE_PARTS`], or one, whose lanes have as much less columns.
+    /// Parts of a sum that a lane of the merge does: all [`MERGE_PARTS`], or one, whose lanes have as much less
+    /// columns.
     pub merge_parts: u32,
-    /// Blocks of a `Wgmma` launch: a parameter is read where it is needed, `%nctaid` keeps a register, which their loader does not have.
+    /// Blocks of a `Wgmma` launch: a parameter is read where it is needed, `%nctaid` keeps a register, which their
+    /// loader does not have.
     pub grid: u32,
 }
 
@@ -98,8 +101,9 @@ pub struct AttentionDims {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ScoreDims {
-    /// Scores become `cap_out · tanh(cap_in · s)`, of a score s as the kernel has it: for the `Wgmma` and `PrefillMma` kernels the product, which they
-    /// multiply by the scale later, for the others that times the scale. 0 if they do not.
+    /// Scores become `cap_out · tanh(cap_in · s)`, of a score s as the kernel has it: for the `Wgmma` and `PrefillMma`
+    /// kernels the product, which they multiply by the scale later, for the others that times the scale. 0 if they do
+    /// not.
     pub cap_in: f32,
     /// See `cap_in`.
     pub cap_out: f32,
@@ -135,7 +139,8 @@ impl crate::Params for AttentionDims {}
 
 /// Keys of one split of the decode kernels. Fixed, so that the order of a row's sums depends on its own length only.
 pub const SPLIT_KEYS: u32 = 256;
-/// Splits of a group, whose results are joined one after another: by the decode kernel, if a block does them all, or by the merge.
+/// Splits of a group, whose results are joined one after another: by the decode kernel, if a block does them all, or by
+/// the merge.
 pub const GROUP_SPLITS: u32 = 4;
 /// Threads of a block of the prefill and decode kernels.
 pub const THREADS: u32 = 128;
@@ -206,8 +211,8 @@ pub enum AttentionTile {
         /// Blocks that a multiprocessor is to hold, if it has the shared memory.
         blocks: u32,
     },
-    /// The same for heads of 576 and 512 whose values are the first columns of the keys' rows: one step of keys in shared
-    /// memory is both.
+    /// The same for heads of 576 and 512 whose values are the first columns of the keys' rows: one step of keys in
+    /// shared memory is both.
     DecodeLatent {
         /// Steps of [`DECODE_LATENT_KEYS`] keys in shared memory.
         places: u32,
@@ -216,7 +221,8 @@ pub enum AttentionTile {
     DecodeLatentWgmma {},
     /// A warp merges the splits of some columns of one row, see [`MERGE_COLUMNS`].
     Merge {},
-    /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take them from.
+    /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take
+    /// them from.
     Gather {},
     /// Hopper: persistent blocks of a warpgroup that loads and `consumers` that do 64 queries of one head each.
     Wgmma {
@@ -240,8 +246,8 @@ pub const DECODE_RING_COLUMNS: u32 = 128;
 /// Floats between the rows of those.
 pub const DECODE_RING_PADDING: u32 = 4;
 
-/// Shared memory of a `DecodeRing` tile for q, which all warps have there beside fp8 keys: operands, a factor per row, a mark per
-/// warp. Wider heads have no room for it.
+/// Shared memory of a `DecodeRing` tile for q, which all warps have there beside fp8 keys: operands, a factor per row,
+/// a mark per warp. Wider heads have no room for it.
 pub const fn decode_ring_q_bytes(dim: u32, rows: u32, kv_bytes: u32) -> u32 {
     if kv_bytes == 1 && dim <= 128 { rows * (dim * 2 + 4) + THREADS / 32 * 4 } else { 0 }
 }
@@ -251,8 +257,8 @@ pub const fn decode_ring_joins(dim: u32) -> bool {
     dim <= 128
 }
 
-/// Shared memory of a `DecodeRing` tile besides, where it joins the splits of a group: their largest scores, twice, and sums, then
-/// their results, of so many rows.
+/// Shared memory of a `DecodeRing` tile besides, where it joins the splits of a group: their largest scores, twice, and
+/// sums, then their results, of so many rows.
 pub const fn decode_ring_group_bytes(dim: u32, rows: u32) -> u32 {
     DECODE_RING_GROUP_NUMBERS_BYTES + rows * dim * 4
 }
@@ -275,16 +281,19 @@ pub const LATENT_KEYS: u32 = 64;
 pub const LATENT_STAGES: u32 = 2;
 /// What its warps tell each other of a step: a word, and four numbers of each row.
 pub const LATENT_NOTE_BYTES: u32 = 16 + 4 * DECODE_LATENT_ROWS * 4;
-/// Its shared memory behind all that: the rows' largest scores of four warps, twice, their sums, what those are relative to, four words, twice, then barriers.
+/// Its shared memory behind all that: the rows' largest scores of four warps, twice, their sums, what those are
+/// relative to, four words, twice, then barriers.
 pub const LATENT_NUMBERS_BYTES: u32 =
     (3 * 4 + 1) * DECODE_LATENT_ROWS * 4 + 2 * 4 * 4 + 5 * LATENT_STAGES * 8;
 
 /// The most steps of keys, and of values, in shared memory of a `Wgmma` tile.
 pub const WGMMA_MAX_STAGES: u32 = 4;
-/// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells, then the barriers of a second place of q.
+/// Shared memory of a `Wgmma` tile behind its tensors: barriers, marks and what the loader tells, then the barriers of
+/// a second place of q.
 pub const WGMMA_BARRIER_BYTES: u32 = 496;
 
-/// Whether the `Wgmma` kernels of so many consumers, and such values, know block masks: others have no registers for it.
+/// Whether the `Wgmma` kernels of so many consumers, and such values, know block masks: others have no registers for
+/// it.
 pub const fn wgmma_knows_blocks(consumers: u32, dim_v: u32) -> bool {
     consumers == 2 && dim_v <= 128
 }
@@ -366,11 +375,12 @@ impl AttentionTile {
 
     /// Shared memory of a block in bytes.
     ///
-    /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark per warp.
-    /// Decode: the weights of the split, which the four warps' partial results take the place of, then two f32 per warp and row.
-    /// DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be. DecodeLatent: the ring, the parts of a step's
-    /// scores, the weights, an f32 per row. DecodeLatentWgmma: steps of keys, tiles of q, steps' weights and notes, then numbers and barriers. Wgmma: the
-    /// places of q, the result unless it takes q's place, the stages of k and v.
+    /// Prefill: the tile of q, then one of k or v, as f32. PrefillMma: the tile of q, two steps of k, one of v, a mark
+    /// per warp. Decode: the weights of the split, which the four warps' partial results take the place of, then two
+    /// f32 per warp and row. DecodeRing: the ring, the warps' results, then the same and a mark per warp, q if need be.
+    /// DecodeLatent: the ring, the parts of a step's scores, the weights, an f32 per row. DecodeLatentWgmma: steps of
+    /// keys, tiles of q, steps' weights and notes, then numbers and barriers. Wgmma: the places of q, the result unless
+    /// it takes q's place, the stages of k and v.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             AttentionTile::Prefill { dim, keys, .. } => (self.rows() + keys) * dim * 4,

@@ -1,7 +1,7 @@
 //! Embedding: parameters and entry points.
 //!
-//! Rows are copied bit by bit, so the kernels know no element types, only the size of a *unit*: 16 bytes, or one element
-//! where rows are not aligned to that.
+//! Rows are copied bit by bit, so the kernels know no element types, only the size of a *unit*: 16 bytes, or one
+//! element where rows are not aligned to that.
 
 /// Sizes and strides of one launch, in units.
 #[repr(C)]

@@ -69,12 +69,12 @@ pub const SLICE: u32 = 32;
 
 /// Tokens of a chunk.
 ///
-/// Sequence s with tokens `offsets[s]..offsets[s + 1]` has its chunks at the places from `offsets[s] / CHUNK + s` on. That
-/// leaves at least as many as it has chunks, so that a kernel finds a place's sequence from the offsets alone.
+/// Sequence s with tokens `offsets[s]..offsets[s + 1]` has its chunks at the places from `offsets[s] / CHUNK + s` on.
+/// That leaves at least as many as it has chunks, so that a kernel finds a place's sequence from the offsets alone.
 pub const CHUNK: u32 = 64;
 
-/// What the `Chunk` kernels leave in the workspace for each place and value head, in f32: two matrices of [`CHUNK`] rows and
-/// columns and four columns; see `gpu/src/ops/gated_delta/chunk.rs`.
+/// What the `Chunk` kernels leave in the workspace for each place and value head, in f32: two matrices of [`CHUNK`]
+/// rows and columns and four columns; see `gpu/src/ops/gated_delta/chunk.rs`.
 pub const PLACE_ELEMENTS: u32 = 2 * CHUNK * CHUNK + 4 * CHUNK;
 
 /// What a kernel does.
@@ -99,8 +99,8 @@ impl GatedDeltaTile {
 
     /// Shared memory of a block in bytes, for a `dim_k` of up to [`MAX_DIM_K`].
     ///
-    /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state, the
-    /// chunk's values, a tile of 64 by 64.
+    /// Chunk: the matrix A, the inverse or before that slices of q and k, five columns. Scan: the slice of the state,
+    /// the chunk's values, a tile of 64 by 64.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             GatedDeltaTile::Recurrent => 0,

@@ -28,8 +28,8 @@ impl crate::Params for LayerNormDims {}
 /// How a row is spread over threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerNormTile {
-    /// A warp holds a row, `chunks` pieces of 16 bytes per lane; a block of [`WARP_TILE_THREADS`] threads holds a row for
-    /// each of its warps.
+    /// A warp holds a row, `chunks` pieces of 16 bytes per lane; a block of [`WARP_TILE_THREADS`] threads holds a row
+    /// for each of its warps.
     Warp {
         /// Pieces of 16 bytes per lane.
         chunks: u32,

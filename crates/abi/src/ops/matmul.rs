@@ -82,11 +82,12 @@ impl crate::Params for MatmulEpilogue {}
 
 /// In [`MatmulEpilogue::options`]: the curve is the activation of the sums, or of the gate.
 pub const ACTIVATED: u32 = 1;
-/// In [`MatmulEpilogue::options`]: even columns of b are those of the gate, odd ones those of up, of half as many columns of out.
+/// In [`MatmulEpilogue::options`]: even columns of b are those of the gate, odd ones those of up, of half as many
+/// columns of out.
 pub const GATED: u32 = 2;
 
-/// Coefficients of P in `x / (1 + 2^(x · P(min(x², `[`CURVE_END`]`))))`, one form for all activations: a kernel has a hundred
-/// sums in a thread's registers, and so as many copies of the formula.
+/// Coefficients of P in `x / (1 + 2^(x · P(min(x², `[`CURVE_END`]`))))`, one form for all activations: a kernel has a
+/// hundred sums in a thread's registers, and so as many copies of the formula.
 pub type Curve = [f32; 8];
 /// From here on P stays the same: the function is within 2^-24 of 0 or x, relative to x.
 pub const CURVE_END: f32 = 28.09;
@@ -94,7 +95,8 @@ pub const CURVE_END: f32 = 28.09;
 pub const SILU: Curve = [-core::f32::consts::LOG2_E, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
 /// GELU by tanh: −log2(e) · 2 √(2/π) · (1 + 0.044715 x²).
 pub const GELU_TANH: Curve = [-2.302_208_2, -0.102_943_24, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-/// GELU: Φ(x) = 1 / (1 + 2^(x · P(x²))) for P(x²) = log2(Φ(−x) / Φ(x)) / x, the polynomial whose largest error is the smallest for
+/// GELU: Φ(x) = 1 / (1 + 2^(x · P(x²))) for P(x²) = log2(Φ(−x) / Φ(x)) / x, the polynomial whose largest error is the
+/// smallest for
 /// |x| ≤ 5.3: Φ errs by 2^-24.2, and relatively by 2^-12.5 from −4.5 on.
 pub const GELU_ERF: Curve = [
     -2.302_209_6,
@@ -130,8 +132,8 @@ pub enum MatmulTile {
         /// Pieces of each row of b that a lane has in flight.
         unroll: u32,
     },
-    /// Ampere: a block of `threads` threads makes a tile of `bm` rows and `bn` columns, [`MMA_ROW_BYTES`] of k at a time; each
-    /// of its warps makes an equal square part.
+    /// Ampere: a block of `threads` threads makes a tile of `bm` rows and `bn` columns, [`MMA_ROW_BYTES`] of k at a
+    /// time; each of its warps makes an equal square part.
     Mma {
         /// Rows of the tile.
         bm: u32,
@@ -142,7 +144,8 @@ pub enum MatmulTile {
         /// Blocks that a multiprocessor is to hold, which bounds the registers.
         blocks: u32,
     },
-    /// Ampere and later, for few rows: a warp, or several that share k, makes `rows` rows of `cols` columns on tensor cores.
+    /// Ampere and later, for few rows: a warp, or several that share k, makes `rows` rows of `cols` columns on tensor
+    /// cores.
     Stream {
         /// Rows of a that are held against each piece of b.
         rows: u32,
@@ -153,8 +156,8 @@ pub enum MatmulTile {
         /// Steps of 64 of k that a warp has in flight.
         unroll: u32,
     },
-    /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn` columns,
-    /// [`WGMMA_ROW_BYTES`] of k at a time.
+    /// Hopper: persistent blocks of a warpgroup that loads and one for each 64 rows make tiles of `bm` rows and `bn`
+    /// columns, [`WGMMA_ROW_BYTES`] of k at a time.
     Wgmma {
         /// Rows of the tile: 64 or 128.
         bm: u32,
@@ -232,7 +235,8 @@ impl MatmulTile {
         }
     }
 
-    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv` and `Stream` tiles only.
+    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv` and `Stream` tiles
+    /// only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),

@@ -1,7 +1,7 @@
 //! Router of a mixture of experts: parameters, entry points, and the arithmetic that host and device share.
 //!
-//! Scores are computed from exactly rounded operations alone, in a fixed order ([`crate::exact`]), so that every backend
-//! sends a token to the same experts.
+//! Scores are computed from exactly rounded operations alone, in a fixed order ([`crate::exact`]), so that every
+//! backend sends a token to the same experts.
 
 use crate::DType;
 use crate::exact::{exp_neg, sigmoid};

@@ -12,7 +12,8 @@ pub struct QkNormRopeDims {
     pub heads_q: u32,
     /// Key heads of a token, and value heads.
     pub heads_kv: u32,
-    /// Groups that the query heads are dealt to, up to [`MAX_HEADS_PER_GROUP`] each: group g has heads g, g + q_groups, g + 2·q_groups, ….
+    /// Groups that the query heads are dealt to, up to [`MAX_HEADS_PER_GROUP`] each: group g has heads g, g + q_groups,
+    /// g + 2·q_groups, ….
     pub q_groups: u32,
     /// The same for the key heads, and for the value heads.
     pub kv_groups: u32,

@@ -45,7 +45,8 @@ fn only_what_changed_is_compiled_again() {
     assert!(text[0].contains(".maxntid 32, 1, 1") && new.contains(".maxntid 96, 1, 1"), "{new}");
 }
 
-/// Two crates with a feature of the same name in one target directory: each gets its own PTX, also when nothing changed.
+/// Two crates with a feature of the same name in one target directory: each gets its own PTX, also when nothing
+/// changed.
 #[test]
 fn crates_do_not_take_each_others_images() {
     let Some(one) = Fixture::new("crate_one") else { return };

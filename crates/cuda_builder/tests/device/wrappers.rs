@@ -1,5 +1,5 @@
-//! What the wrappers of `cuda_std` become: the instruction that their documentation names, once, and nothing that calls,
-//! panics or lies in local memory.
+//! What the wrappers of `cuda_std` become: the instruction that their documentation names, once, and nothing that
+//! calls, panics or lies in local memory.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;

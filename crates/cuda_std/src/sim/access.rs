@@ -460,8 +460,8 @@ pub(crate) fn fence(form: Fence) {
     });
 }
 
-/// `griddepcontrol`: kernels run one after another here, so there is nothing to wait for. But a thread must not have touched what earlier ones
-/// may still write or read.
+/// `griddepcontrol`: kernels run one after another here, so there is nothing to wait for. But a thread must not have
+/// touched what earlier ones may still write or read.
 #[track_caller]
 pub(crate) fn grid_wait() {
     const INSTRUCTION: &str = "griddepcontrol.wait";

@@ -58,7 +58,8 @@ pub fn b(k: usize, column: usize, bits: u32) -> Place {
     }
 }
 
-/// An element of c or d; rows from 16 and columns from 8 on are those of `wgmma`. Two elements of 16 bits share a register.
+/// An element of c or d; rows from 16 and columns from 8 on are those of `wgmma`. Two elements of 16 bits share a
+/// register.
 pub fn d(row: usize, column: usize, bits: u32) -> Place {
     let each = 32 / bits as usize;
     let (warp, row) = (row / 16, row % 16);

@@ -139,7 +139,8 @@ pub(super) struct Thread {
     pub(super) received: [u32; 8],
     pub(super) copies: Copies,
     pub(super) stores: Stores,
-    /// Phases of its cluster's barrier that it has passed: behind the first one all of the cluster's blocks have started.
+    /// Phases of its cluster's barrier that it has passed: behind the first one all of the cluster's blocks have
+    /// started.
     pub(super) met_clusters: u32,
     /// Results of `wgmma` that its registers do not have yet.
     pub(super) held: Vec<Held>,

@@ -35,8 +35,8 @@ pub(super) struct Mbarrier {
     initialiser: Stamp,
     line: u16,
     fenced: bool,
-    /// Whether `fence.mbarrier_init` has released its initialisation, and from which phase of the cluster's barrier on all threads have
-    /// acquired it.
+    /// Whether `fence.mbarrier_init` has released its initialisation, and from which phase of the cluster's barrier on
+    /// all threads have acquired it.
     released_init: bool,
     known_from: Option<u32>,
     waiting: Vec<(usize, u64)>,
@@ -186,8 +186,8 @@ impl Machine {
         self.own_mbarriers().for_each(|mbarrier| mbarrier.fenced = true);
     }
 
-    /// The running thread comes to this phase of the cluster's barrier without a release: those behind it know of the mbarriers that it
-    /// initialised before a `fence.mbarrier_init`.
+    /// The running thread comes to this phase of the cluster's barrier without a release: those behind it know of the
+    /// mbarriers that it initialised before a `fence.mbarrier_init`.
     pub(super) fn announce_mbarriers(&mut self, phase: u32) {
         for mbarrier in self.own_mbarriers().filter(|mbarrier| mbarrier.released_init) {
             mbarrier.known_from.get_or_insert(phase);

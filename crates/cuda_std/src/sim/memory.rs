@@ -16,8 +16,8 @@ const ALIGN: usize = 256;
 
 /// The global memory of a simulated card: buffers, and what is known of each of their bytes.
 ///
-/// Addresses are those of the host's memory, so that kernels can do pointer arithmetic on them. The functions of the host
-/// (`write`, `read`, …) panic on a range that is not inside one buffer: that is a mistake of the test.
+/// Addresses are those of the host's memory, so that kernels can do pointer arithmetic on them. The functions of the
+/// host (`write`, `read`, …) panic on a range that is not inside one buffer: that is a mistake of the test.
 #[derive(Debug, Default)]
 pub struct Memory {
     /// Ordered by address.

@@ -22,7 +22,9 @@
 //! // One element more than there is:
 //! let report = simulate(&mut memory, &launch, || unsafe { double(x as _, out as _, 101) }).unwrap_err();
 //! assert!(report.to_string().contains("byte 400 of `x`, which has 400 bytes"));
-//! # fn bytes(values: &[f32]) -> &[u8] { unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), 4 * values.len()) } }
+//! # fn bytes(values: &[f32]) -> &[u8] {
+//! #     unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), 4 * values.len()) }
+//! # }
 //! ```
 //!
 //! **Threads** are coroutines that switch where a GPU's threads wait for each other: at barriers, at operations of a

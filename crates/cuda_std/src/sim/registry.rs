@@ -25,8 +25,8 @@ inventory::collect!(Kernel);
 
 /// The kernel of this name in any crate of the program.
 ///
-/// A crate that nothing of the program names is not linked; `use its_name as _;` is enough. Of two kernels with one name
-/// either may be found: on the device that is a link error.
+/// A crate that nothing of the program names is not linked; `use its_name as _;` is enough. Of two kernels with one
+/// name either may be found: on the device that is a link error.
 pub fn kernel(name: &str) -> Option<&'static Kernel> {
     static KERNELS: OnceLock<HashMap<&'static str, &'static Kernel>> = OnceLock::new();
     let kernels = || inventory::iter::<Kernel>().map(|kernel| (kernel.name, kernel)).collect();

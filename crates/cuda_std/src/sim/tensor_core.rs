@@ -3,9 +3,9 @@
 //! Products are exact. A sum takes a block of k and the accumulator together: every term is shifted to the largest
 //! exponent among them and cut off some bits below it; the cut terms are added exactly, and the sum is rounded towards
 //! zero to f32 (to nearest even for f16). NaN comes out as 0x7fffffff (0x7fff), a zero sum as +0, and subnormal numbers
-//! count. Blocks follow one another in the order of k. This is the model of Xie et al., "MMA-Sim: Bit-Accurate Reference
-//! Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909, 2025), which others confirm (Khattak and Mikaitis, arXiv
-//! 2512.07004); [`Summation`] has its numbers.
+//! count. Blocks follow one another in the order of k. This is the model of Xie et al., "MMA-Sim: Bit-Accurate
+//! Reference Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909, 2025), which others confirm (Khattak and
+//! Mikaitis, arXiv 2512.07004); [`Summation`] has its numbers.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -501,8 +501,8 @@ pub enum WarpA<'a> {
 
 /// The part of one of the four warps in `wgmma.mma_async`: rows `16·warp` to `16·warp + 15`.
 ///
-/// `d` has the registers of the warp's lanes one lane after another, n/2 each. `read` gives 16 bytes of shared memory; it
-/// is asked once for each that the warp's part of a and the whole of b need, and its error ends the multiplication.
+/// `d` has the registers of the warp's lanes one lane after another, n/2 each. `read` gives 16 bytes of shared memory;
+/// it is asked once for each that the warp's part of a and the whole of b need, and its error ends the multiplication.
 pub fn wgmma<E>(
     kind: WgmmaKind,
     warp: usize,

@@ -329,7 +329,8 @@ impl Decoded {
 
     /// The box at `coordinates`, of which there are `rank`: innermost first, row by row.
     ///
-    /// Rows follow one another without gaps; the swizzle permutes addresses, so the box starts at a multiple of its repeat.
+    /// Rows follow one another without gaps; the swizzle permutes addresses, so the box starts at a multiple of its
+    /// repeat.
     pub fn pieces(&self, coordinates: &[i32]) -> Vec<Piece> {
         let element_bytes = self.element.bytes();
         let row_bytes = self.counts[0] * element_bytes;

@@ -181,7 +181,8 @@ fn a_null_pointer() {
         });
 }
 
-/// Weights are brought to L2 for one row more than there are: inside the buffer that they are part of, so no card says so.
+/// Weights are brought to L2 for one row more than there are: inside the buffer that they are part of, so no card says
+/// so.
 unsafe fn prefetch_of_a_row_too_many(form: Form, x: *const u32, out: *mut u32) {
     let rows = if form == Form::Broken { 5 } else { 4 };
     if tid() < rows {

@@ -329,8 +329,8 @@ fn a_bulk_copy_of_a_rows_tail() {
     );
 }
 
-/// What threads have just written to global memory is loaded in bulk; the proxy fence between covers shared memory alone
-/// (DeepEP #621 and #642 discuss such a fence).
+/// What threads have just written to global memory is loaded in bulk; the proxy fence between covers shared memory
+/// alone (DeepEP #621 and #642 discuss such a fence).
 unsafe fn fence_of_the_other_memory(form: Form, data: *mut u32, out: *mut u32) {
     let full = shared::base() + 256;
     if tid() == 0 {

@@ -83,7 +83,8 @@ fn a_shuffle_in_the_tail_of_a_loop() {
         );
 }
 
-/// A block of 17 threads reduces with the mask of a whole warp; the maximum of negative scores came out as 0 (rvllm #1).
+/// A block of 17 threads reduces with the mask of a whole warp; the maximum of negative scores came out as 0 (rvllm
+/// #1).
 unsafe fn lanes_that_do_not_exist(form: Form, x: *const f32, out: *mut f32) {
     let mut largest = global::load(x.add(tid() as usize));
     let mask = if form == Form::Broken { warp::FULL_MASK } else { (1 << thread::block_dim_x()) - 1 };

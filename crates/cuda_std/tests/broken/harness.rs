@@ -96,8 +96,8 @@ impl Defective {
         self
     }
 
-    /// Asserts that of any `seeds` seeds in a row one reports this defect with a text that contains `text`, and that the
-    /// repaired form passes and gives the right result. `kernel` gets the buffers' addresses in order.
+    /// Asserts that of any `seeds` seeds in a row one reports this defect with a text that contains `text`, and that
+    /// the repaired form passes and gives the right result. `kernel` gets the buffers' addresses in order.
     #[track_caller]
     pub fn caught<const N: usize>(
         &self,

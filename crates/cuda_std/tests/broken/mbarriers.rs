@@ -150,8 +150,8 @@ fn arrivals_beyond_the_count() {
     );
 }
 
-/// No barrier between an mbarrier's initialisation and its first use, only a vote, which orders no memory (Fuser #1552, a
-/// test that hung on an H100).
+/// No barrier between an mbarrier's initialisation and its first use, only a vote, which orders no memory (Fuser #1552,
+/// a test that hung on an H100).
 unsafe fn use_before_the_barrier(form: Form, out: *mut u32) {
     let place = shared::base() + 4 * tid();
     shared::store_u32(place, tid());

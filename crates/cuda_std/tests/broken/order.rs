@@ -40,8 +40,8 @@ fn the_last_block_reads_what_nobody_released() {
         );
 }
 
-/// All threads write; the first one fences and reports the block's arrival without a barrier before, so its fence covers
-/// its own writes alone (cuML #4157, `grid_sync`).
+/// All threads write; the first one fences and reports the block's arrival without a barrier before, so its fence
+/// covers its own writes alone (cuML #4157, `grid_sync`).
 unsafe fn fence_of_one_thread(form: Form, partial: *mut u32, arrived: *mut u32, out: *mut u32) {
     global::store(partial.add((32 * bid() + tid()) as usize), bid()); // named
     if form == Form::Repaired {

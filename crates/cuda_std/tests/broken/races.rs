@@ -61,8 +61,8 @@ fn a_tile_is_filled_again() {
         });
 }
 
-/// Two buffers take turns; the barrier stands between the use of one and the filling of the other, where none is needed,
-/// and is missing between the filling and the next use.
+/// Two buffers take turns; the barrier stands between the use of one and the filling of the other, where none is
+/// needed, and is missing between the filling and the next use.
 unsafe fn double_buffer(form: Form, x: *const u32, out: *mut u32) {
     let tile = |round: u32| shared::base() + 256 * (round % 2) + 4 * tid();
     shared::store_u32(tile(0), global::load(x.add(tid() as usize)));

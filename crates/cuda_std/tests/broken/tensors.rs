@@ -43,8 +43,8 @@ unsafe fn set_up() -> u32 {
     full
 }
 
-/// A box that is swizzled over 128 bytes starts at a multiple of 128, not of 1024. The card swizzles by the address, the
-/// kernel by the offset in the box, and the values are wrong (TileLang #2379).
+/// A box that is swizzled over 128 bytes starts at a multiple of 128, not of 1024. The card swizzles by the address,
+/// the kernel by the offset in the box, and the values are wrong (TileLang #2379).
 unsafe fn destination_off_the_swizzle(form: Form, map: &TensorMap, out: *mut u32) {
     let full = set_up();
     let tile = shared::base() + if form == Form::Broken { 128 } else { 1024 };
@@ -184,8 +184,8 @@ fn coordinates_that_do_not_fit_the_map() {
         });
 }
 
-/// A box goes to both blocks of a cluster, but one of them may not have set up its mbarrier yet: the cluster's barrier releases nothing,
-/// and the fence is none for other blocks.
+/// A box goes to both blocks of a cluster, but one of them may not have set up its mbarrier yet: the cluster's barrier
+/// releases nothing, and the fence is none for other blocks.
 unsafe fn multicast_before_the_other_is_ready(form: Form, map: &TensorMap, out: *mut u32) {
     let full = shared::base() + BARRIER;
     if tid() == 0 {

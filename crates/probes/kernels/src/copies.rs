@@ -20,9 +20,9 @@ impl Wait {
 }
 
 /// 64 threads copy a piece each, of 4, 8, 16, and 16 bytes past L1, whole or in part. Input of a block: for each thread
-/// the piece that it reads and how many of its bytes (17: the form without fill), then 64 pieces of four words. Results: 64
-/// pieces of four words; what was not copied is 0xdeadbeef. Parameter: 0 to 3 for the sizes, plus 4 times the [`Wait`].
-/// Shared memory: 1040 bytes.
+/// the piece that it reads and how many of its bytes (17: the form without fill), then 64 pieces of four words.
+/// Results: 64 pieces of four words; what was not copied is 0xdeadbeef. Parameter: 0 to 3 for the sizes, plus 4 times
+/// the [`Wait`]. Shared memory: 1040 bytes.
 #[kernel(max_threads = 64)]
 pub unsafe fn probe_cp_async(input: *const u32, output: *mut u32, _maps: *const u64, parameter: u32) {
     let thread = thread::thread_idx_x();
@@ -68,8 +68,8 @@ pub unsafe fn probe_cp_async(input: *const u32, output: *mut u32, _maps: *const 
     }
 }
 
-/// A warp hands words to another through a pipeline of two stages. Input of a block: 16 times 32 words. Results: the running
-/// sums of each lane. Blocks of 64 threads; shared memory: 288 bytes.
+/// A warp hands words to another through a pipeline of two stages. Input of a block: 16 times 32 words. Results: the
+/// running sums of each lane. Blocks of 64 threads; shared memory: 288 bytes.
 #[kernel(max_threads = 64)]
 pub unsafe fn probe_pipeline(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     const STAGES: u32 = 2;

@@ -41,9 +41,9 @@ macro_rules! with_coordinates {
     }};
 }
 
-/// Loads a box by the map with the block's number. Input of a block: 8 words (dimensions, words of the box, coordinates),
-/// [`INPUT_WORDS`] in all. Results: the box as it lies in shared memory, [`BOX_WORDS`] for each block, in which words beyond
-/// the box are 0xdeadbeef. Blocks of 128 threads; shared memory: 16400 bytes.
+/// Loads a box by the map with the block's number. Input of a block: 8 words (dimensions, words of the box,
+/// coordinates), [`INPUT_WORDS`] in all. Results: the box as it lies in shared memory, [`BOX_WORDS`] for each block, in
+/// which words beyond the box are 0xdeadbeef. Blocks of 128 threads; shared memory: 16400 bytes.
 #[kernel(max_threads = 128)]
 pub unsafe fn probe_tma_load(input: *const u32, output: *mut u32, maps: *const u64, _parameter: u32) {
     let (thread, base) = (thread::thread_idx_x(), shared::base());
@@ -76,8 +76,8 @@ pub unsafe fn probe_tma_load(input: *const u32, output: *mut u32, maps: *const u
     }
 }
 
-/// Stores a box, or adds it, by the map with the block's number. Input of a block: 8 words as for [`probe_tma_load`], then
-/// the box as it lies in shared memory. The results are the tensors of the maps. Parameter: 0 stores, 1 adds.
+/// Stores a box, or adds it, by the map with the block's number. Input of a block: 8 words as for [`probe_tma_load`],
+/// then the box as it lies in shared memory. The results are the tensors of the maps. Parameter: 0 stores, 1 adds.
 #[kernel(max_threads = 128)]
 pub unsafe fn probe_tma_store(input: *const u32, _output: *mut u32, maps: *const u64, parameter: u32) {
     let (thread, base) = (thread::thread_idx_x(), shared::base());
@@ -105,8 +105,8 @@ pub unsafe fn probe_tma_store(input: *const u32, _output: *mut u32, maps: *const
     }
 }
 
-/// Copies 256 words to shared memory, waits, changes them, and copies them back; adds them to 256 more as f32. Input of a
-/// block: 256 words, small integers as f32. Results: the words times two, then the sum. Blocks of 128 threads; shared
+/// Copies 256 words to shared memory, waits, changes them, and copies them back; adds them to 256 more as f32. Input of
+/// a block: 256 words, small integers as f32. Results: the words times two, then the sum. Blocks of 128 threads; shared
 /// memory: 1040 bytes.
 #[kernel(max_threads = 128)]
 pub unsafe fn probe_bulk(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
@@ -140,9 +140,10 @@ pub unsafe fn probe_bulk(input: *const u32, output: *mut u32, _maps: *const u64,
     }
 }
 
-/// Blocks of a cluster of four write to each other. Input of a block: 32 words. Results: 192 words for each block: those of
-/// the next block by words, the next but one by fours, those that the block before left here, those that the block before
-/// copied here in bulk, rank and size, and whether its arrivals came. Blocks of 32 threads; shared memory: 640 bytes.
+/// Blocks of a cluster of four write to each other. Input of a block: 32 words. Results: 192 words for each block:
+/// those of the next block by words, the next but one by fours, those that the block before left here, those that the
+/// block before copied here in bulk, rank and size, and whether its arrivals came. Blocks of 32 threads; shared memory:
+/// 640 bytes.
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_cluster(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     let (lane, base) = (thread::lane(), shared::base());
@@ -193,8 +194,8 @@ pub unsafe fn probe_cluster(input: *const u32, output: *mut u32, _maps: *const u
     }
 }
 
-/// The first block of a cluster of two loads a box for both, by the first map. Input: 8 words as for [`probe_tma_load`].
-/// Results as there.
+/// The first block of a cluster of two loads a box for both, by the first map. Input: 8 words as for
+/// [`probe_tma_load`]. Results as there.
 #[kernel(max_threads = 128)]
 pub unsafe fn probe_multicast(input: *const u32, output: *mut u32, maps: *const u64, _parameter: u32) {
     let (thread, base) = (thread::thread_idx_x(), shared::base());

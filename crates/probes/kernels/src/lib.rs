@@ -1,9 +1,9 @@
-//! Kernels that try one instruction family each, with inputs and results in buffers, so that a card and the simulator can
-//! be compared.
+//! Kernels that try one instruction family each, with inputs and results in buffers, so that a card and the simulator
+//! can be compared.
 //!
-//! All have the parameters of [`Kernel`]: a buffer of inputs, one of results, tensor maps, and a number that says which form
-//! is tried. A block has the part of the input that its index says. Every kernel has one contract: **Safety** the buffers
-//! are as long and laid out as the kernel's documentation says, and the launch is the one it asks for.
+//! All have the parameters of [`Kernel`]: a buffer of inputs, one of results, tensor maps, and a number that says which
+//! form is tried. A block has the part of the input that its index says. Every kernel has one contract: **Safety** the
+//! buffers are as long and laid out as the kernel's documentation says, and the launch is the one it asks for.
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 #![allow(clippy::missing_safety_doc)]

@@ -50,8 +50,8 @@ pub unsafe fn probe_mma(input: *const u32, output: *mut u32, _maps: *const u64, 
     }
 }
 
-/// Input of a block: 32 rows of four words, then for each lane the number of the row whose address it gives. Results: four
-/// words for each lane. Parameter: matrices (1, 2, 4), plus 8 for transposed. Shared memory: 512 bytes.
+/// Input of a block: 32 rows of four words, then for each lane the number of the row whose address it gives. Results:
+/// four words for each lane. Parameter: matrices (1, 2, 4), plus 8 for transposed. Shared memory: 512 bytes.
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_ldmatrix(input: *const u32, output: *mut u32, _maps: *const u64, parameter: u32) {
     let lane = thread::lane();
@@ -78,8 +78,8 @@ pub unsafe fn probe_ldmatrix(input: *const u32, output: *mut u32, _maps: *const 
     }
 }
 
-/// Input of a block: for each lane four registers, then the number of the row whose address it gives. Results: 32 rows of
-/// four words, zero where no matrix went. Parameter and shared memory as for [`probe_ldmatrix`].
+/// Input of a block: for each lane four registers, then the number of the row whose address it gives. Results: 32 rows
+/// of four words, zero where no matrix went. Parameter and shared memory as for [`probe_ldmatrix`].
 #[cfg(not(lacks_stmatrix))]
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_stmatrix(input: *const u32, output: *mut u32, _maps: *const u64, parameter: u32) {

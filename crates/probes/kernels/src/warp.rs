@@ -58,8 +58,8 @@ pub unsafe fn probe_shuffle(input: *const u32, output: *mut u32, _maps: *const u
     }
 }
 
-/// Input of a block: mask, 32 values, whose lowest bits are the predicates. Results: ballot, any, all of each lane in the
-/// mask, 32 words each.
+/// Input of a block: mask, 32 values, whose lowest bits are the predicates. Results: ballot, any, all of each lane in
+/// the mask, 32 words each.
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_vote(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {
     let lane = thread::lane();
@@ -76,8 +76,8 @@ pub unsafe fn probe_vote(input: *const u32, output: *mut u32, _maps: *const u64,
     }
 }
 
-/// Input of a block: mask, 32 values. Results: nine times 32 words, of lanes in the mask: match_any, then redux add, min,
-/// max, signed min and max, and, or, xor.
+/// Input of a block: mask, 32 values. Results: nine times 32 words, of lanes in the mask: match_any, then redux add,
+/// min, max, signed min and max, and, or, xor.
 #[cfg(not(lacks_redux))]
 #[kernel(max_threads = 32)]
 pub unsafe fn probe_redux(input: *const u32, output: *mut u32, _maps: *const u64, _parameter: u32) {

@@ -9,8 +9,8 @@ use half::{bf16, f16};
 
 use crate::{load, store};
 
-/// Words before the accumulators: for a and b byte offset, swizzle (0 to 3 for none, 32, 64, 128 bytes), leading and stride
-/// bytes; then whether to add, and the words of shared memory.
+/// Words before the accumulators: for a and b byte offset, swizzle (0 to 3 for none, 32, 64, 128 bytes), leading and
+/// stride bytes; then whether to add, and the words of shared memory.
 pub const HEAD_WORDS: u32 = 10;
 
 /// A value of 32 bits as an accumulator, and back.

@@ -1,7 +1,7 @@
 //! Softmax over rows: `out[r, c] = exp(scale · x[r, c]) / Σ exp(scale · x[r, ·])`.
 //!
-//! Work split: a block per row; its threads walk over the row three times, which after the first time is in a cache: for
-//! the maximum, for the sum, and to write. Rows have any length, so only some of their 16-byte pieces are aligned.
+//! Work split: a block per row; its threads walk over the row three times, which after the first time is in a cache:
+//! for the maximum, for the sum, and to write. Rows have any length, so only some of their 16-byte pieces are aligned.
 //!
 //! ```text
 //! row     | e e e | piece 0 | piece 1 | … | piece n-1 | e e |      e: an element at an edge, loaded alone
@@ -86,8 +86,8 @@ impl<T: Element> Row<T> {
     /// Writes what `map` makes of each of the thread's elements.
     ///
     /// # Safety
-    /// - `cols` elements at `x` and `out` are *in-bounds*, those of `x` *initialised(before the kernel)*, those of `out`
-    ///   *exclusive* to the block.
+    /// - `cols` elements at `x` and `out` are *in-bounds*, those of `x` *initialised(before the kernel)*, those of
+    ///   `out` *exclusive* to the block.
     #[inline(always)]
     unsafe fn map(&self, map: impl Fn(f32) -> f32) {
         let (first, step) = (thread::thread_idx_x() as usize, thread::block_dim_x() as usize);
@@ -142,7 +142,8 @@ unsafe fn reduce(value: f32, neutral: f32, slots: u32, warp: impl Fn(f32) -> f32
 /// Softmax of the block's row.
 ///
 /// # Safety
-/// - *converged*: all threads of the block, a multiple of 32 and at most 1024, execute it, with 256 bytes of shared memory.
+/// - *converged*: all threads of the block, a multiple of 32 and at most 1024, execute it, with 256 bytes of shared
+///   memory.
 /// - `x` and `out` begin at multiples of 16 bytes and have `cols` elements for each block; nobody writes `x`.
 #[inline(always)]
 unsafe fn softmax<T: Element>(x: *const T, out: *mut T, cols: u32, scale: f32) {

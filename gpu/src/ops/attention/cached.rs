@@ -9,13 +9,14 @@ use crate::matmul::multiplicand::Multiplicand;
 
 /// An element of k and v, beside a q of `T`s.
 ///
-/// Operands of `mma` whose rows are keys, of k, or columns, of v, are made of the registers that `ldmatrix` brings of two
-/// neighbouring pieces of 16 rows: each piece's first eight rows and the eight behind them. Two bytes and two bytes are what a lane is to have of
-/// an operand's row. Of fp8 these are four neighbours, twice as many: they make two operands, of k 16 columns each, of v a piece each,
-/// whose even columns are its first eight rows and the odd ones the others.
+/// Operands of `mma` whose rows are keys, of k, or columns, of v, are made of the registers that `ldmatrix` brings of
+/// two neighbouring pieces of 16 rows: each piece's first eight rows and the eight behind them. Two bytes and two bytes
+/// are what a lane is to have of an operand's row. Of fp8 these are four neighbours, twice as many: they make two
+/// operands, of k 16 columns each, of v a piece each, whose even columns are its first eight rows and the odd ones the
+/// others.
 pub(super) trait Cached<T: Multiplicand>: Copy + 'static {
-    /// What weights and values are multiplied in, and keys if q has such values. For fp8 always binary16, to which the way is shorter than
-    /// to bfloat16.
+    /// What weights and values are multiplied in, and keys if q has such values. For fp8 always binary16, to which the
+    /// way is shorter than to bfloat16.
     type Narrow: Multiplicand;
     /// Elements of 16 bytes.
     const PER_PIECE: u32;

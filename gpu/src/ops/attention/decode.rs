@@ -1,7 +1,8 @@
 //! Few queries against a long cache: 256 keys per block, every element of k and v read from memory once.
 //!
 //! Work split: the rows of a block are pairs of a query and a head, of the heads that share a key head. `LANES` lanes
-//! take a key, 16 bytes (up to five times 16) of its row each, which they multiply with all the rows' q, held in registers.
+//! take a key, 16 bytes (up to five times 16) of its row each, which they multiply with all the rows' q, held in
+//! registers.
 //!
 //! ```text
 //! grid     tiles of rows (fastest: they share k and v in L2) × splits × key heads × sequences
@@ -13,16 +14,16 @@
 //! o = p·v       per group; then over the groups of a warp (shuffles) and the warps (shared)
 //! ```
 //!
-//! Rows that cannot be accessed in pieces of 16 bytes are for the prefill kernels, where those hold the head. For wider heads
-//! there is only this kernel, for any number of queries: latent attention's 576 and 512, where v is the first columns of k.
-//! What a block has read as k it reads again as v from L2, as do the blocks of the other rows.
+//! Rows that cannot be accessed in pieces of 16 bytes are for the prefill kernels, where those hold the head. For wider
+//! heads there is only this kernel, for any number of queries: latent attention's 576 and 512, where v is the first
+//! columns of k. What a block has read as k it reads again as v from L2, as do the blocks of the other rows.
 //!
-//! The sum over the lanes halves the rows while it halves the lanes: at each step a lane gives away one half of its rows
-//! and keeps the other, so 8 rows cost 7 shuffles and those for the lanes that are left, instead of 8 times all.
+//! The sum over the lanes halves the rows while it halves the lanes: at each step a lane gives away one half of its
+//! rows and keeps the other, so 8 rows cost 7 shuffles and those for the lanes that are left, instead of 8 times all.
 //!
-//! All sums are made in an order that does not depend on ROWS, so a row has the same bits in every kernel of its type and
-//! dimensions. Splits and the groups' keys are counted from the sequence's first key, so neither does the order depend on the
-//! other sequences or on the room in the cache.
+//! All sums are made in an order that does not depend on ROWS, so a row has the same bits in every kernel of its type
+//! and dimensions. Splits and the groups' keys are counted from the sequence's first key, so neither does the order
+//! depend on the other sequences or on the room in the cache.
 
 use abi::ops::attention::{AttentionDims, MAX_PREFILL_DIM, SPLIT_KEYS, THREADS, decode_results_bytes};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -105,8 +106,9 @@ unsafe fn sum_rows<const ROWS: usize>(mut values: [f32; ROWS], lanes: u32) -> f3
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace *in-bounds*,
-///   the rows of the tensors *aligned(16)*, beyond [`MAX_PREFILL_DIM`] only if `dims.vector` — checked in `Attention::run`.
+/// - One block of [`THREADS`] threads per split, tile of rows, key head and sequence; tensors and workspace
+///   *in-bounds*, the rows of the tensors *aligned(16)*, beyond [`MAX_PREFILL_DIM`] only if `dims.vector` — checked in
+///   `Attention::run`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn split<
@@ -466,8 +468,8 @@ pub(super) unsafe fn split<
     }
 }
 
-/// `result += p · v` over the thread's keys of an iteration, from `first` on; with `MASKED` without the weights that are
-/// marked as masked.
+/// `result += p · v` over the thread's keys of an iteration, from `first` on; with `MASKED` without the weights that
+/// are marked as masked.
 ///
 /// # Safety
 /// - *initialised*: a barrier since the weights were written.

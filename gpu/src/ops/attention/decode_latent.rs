@@ -1,28 +1,30 @@
-//! Few queries against a long cache of latent rows, on the tensor cores of Ampere and later: heads of 576 whose values are the
-//! first 512 columns of the keys' own rows, so that a row comes from memory once and is both.
+//! Few queries against a long cache of latent rows, on the tensor cores of Ampere and later: heads of 576 whose values
+//! are the first 512 columns of the keys' own rows, so that a row comes from memory once and is both.
 //!
-//! Work split: as in `decode_ring`, with 32 rows, pairs of a query and a head of those that share a key head, and blocks of eight
-//! warps, as many as there are multiprocessors; each takes every so many-th split of 256 keys. `cp.async` keeps steps of 32 keys
-//! coming through a ring in shared memory, from one split to the next. The first step of a split is not keys but q, which
-//! is as large and goes into registers.
+//! Work split: as in `decode_ring`, with 32 rows, pairs of a query and a head of those that share a key head, and
+//! blocks of eight warps, as many as there are multiprocessors; each takes every so many-th split of 256 keys.
+//! `cp.async` keeps steps of 32 keys coming through a ring in shared memory, from one split to the next. The first step
+//! of a split is not keys but q, which is as large and goes into registers.
 //!
 //! ```text
-//! shared   | 32 rows of keys, or of q | × PLACES |    | scores [4 parts][32][32] | weights [32][32] | decay of each row |
+//! shared   | 32 rows of keys, or of q | × PLACES | | scores [4 parts][32][32] | weights [32][32] | decay of each row |
 //!
-//! each step   wait for its copies ── barrier ── start the copies of the step PLACES − 1 further into the place of the last one
-//! s = q·kᵀ    a warp does 16 keys and every fourth 16 columns, so its part of q is 72 registers; the parts go to shared memory
-//! barrier     a warp adds up the parts of four rows: masks, the new maximum, weights, what older sums are multiplied by
+//! each step   wait for its copies ── barrier ── start the copies of the step PLACES − 1 further into
+//!             the place of the last one
+//! s = q·kᵀ    a warp does 16 keys and every fourth 16 columns, so its part of q is 72 registers; the parts go to
+//!             shared memory
+//! barrier     a warp adds up the parts of four rows: masks, the new maximum, weights, the factors of older sums
 //! barrier
 //! o = p·v     a warp does all rows, of which every lane has four, and 64 columns: 64 registers
 //! ```
 //!
-//! - A row of 72 pieces of 16 bytes begins where all rows begin, in bank 0, so pieces are moved by an exclusive or with their row.
-//!   Scores and weights lie as the registers of `mma` do, 16 bytes of a lane beside those of the next one.
-//! - Keys that no row sees are not read but filled with zeros. A row's bits depend on its own keys alone: tensor cores keep rows
-//!   apart, a weight of 0 adds nothing, and an older sum times 1 is the same.
-//! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only: of
-//!   those keys what is not finite becomes 0 when the scores are done. A row that does see one is NaN all the same: so is the
-//!   score. (A soft cap would make it finite, so such problems are left to `decode`.)
+//! - A row of 72 pieces of 16 bytes begins where all rows begin, in bank 0, so pieces are moved by an exclusive or with
+//!   their row. Scores and weights lie as the registers of `mma` do, 16 bytes of a lane beside those of the next one.
+//! - Keys that no row sees are not read but filled with zeros. A row's bits depend on its own keys alone: tensor cores
+//!   keep rows apart, a weight of 0 adds nothing, and an older sum times 1 is the same.
+//! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different
+//!   keys only: of those keys what is not finite becomes 0 when the scores are done. A row that does see one is NaN all
+//!   the same: so is the score. (A soft cap would make it finite, so such problems are left to `decode`.)
 //! - Every thread copies pieces of one row of a step, so a table of pages is read once per thread and step.
 //!
 //! A step of 32 keys and 32 rows is 36 KiB from memory, written to shared memory and read once as k, 32 KiB read as v,
@@ -106,8 +108,8 @@ impl Cursor {
 ///
 /// # Safety
 /// - Blocks of `DECODE_LATENT_THREADS` threads; tensors and workspace *in-bounds*, heads of [`MAX_HEAD_DIM`] and
-///   [`MAX_HEAD_DIM_V`], v in the rows of k, the rows of the tensors *aligned(16)* — checked in `Attention::run`. `UNDER_WAY` is
-///   `PLACES − 2`.
+///   [`MAX_HEAD_DIM_V`], v in the rows of k, the rows of the tensors *aligned(16)* — checked in `Attention::run`.
+///   `UNDER_WAY` is `PLACES − 2`.
 #[inline(always)]
 pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY: u32>(
     q: *const T,
@@ -126,8 +128,8 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
     // A thread copies eight pieces and one more of a row, 128 bytes apart.
     let (own_row, own_piece) = (thread::thread_idx_x() / 8, lane % 8);
     let own = own_row * ROW_BYTES + ((own_piece ^ (own_row & 7)) << 4);
-    // A part's columns are 16 of each 128 bytes, so the exclusive or is the same for all of them. Of q the lane's row is one of
-    // 16, of k one of 16 keys.
+    // A part's columns are 16 of each 128 bytes, so the exclusive or is the same for all of them. Of q the lane's row
+    // is one of 16, of k one of 16 keys.
     let part = warp_idx % PARTS;
     let first_own_key = warp_idx / PARTS * 16;
     let of_q = lane % 16 * ROW_BYTES + (((2 * part + lane / 16) ^ (lane & 7)) << 4);
@@ -144,8 +146,9 @@ pub(super) unsafe fn splits<T: Multiplicand, const PLACES: u32, const UNDER_WAY:
     let weight_at = |tile: u32, keys: u32, lane: u32| weights + ((tile * 2 + keys) * 32 + lane) * 16;
 
     // SAFETY: keys inside `any` are below the sequence's length, rows below `end_row` inside q and the workspace —
-    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. What is in shared
-    // memory was written before the last barrier, and the place of a step is filled anew behind the barrier after its products.
+    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. What is
+    // in shared memory was written before the last barrier, and the place of a step is filled anew behind the barrier
+    // after its products.
     unsafe {
         // Where the thread's row of a step is, and how many bytes of each of its pieces there are.
         let locate = |at: &Cursor| {

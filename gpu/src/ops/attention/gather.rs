@@ -1,8 +1,9 @@
-//! Keys and values of the sequences from their pages, or from fp8, to where kernels take them from that follow no pages or know no
-//! fp8: `[sequence, key, head, column]` without gaps, in q's type.
+//! Keys and values of the sequences from their pages, or from fp8, to where kernels take them from that follow no pages
+//! or know no fp8: `[sequence, key, head, column]` without gaps, in q's type.
 //!
-//! Work split: a block takes 16 keys of a sequence, which are of one page, its threads eight elements of k or v each, four times
-//! before the first is stored. Bound by memory. Keys beyond a sequence's are not read, and nothing is written for them.
+//! Work split: a block takes 16 keys of a sequence, which are of one page, its threads eight elements of k or v each,
+//! four times before the first is stored. Bound by memory. Keys beyond a sequence's are not read, and nothing is
+//! written for them.
 
 use core::ptr::null;
 
@@ -75,8 +76,8 @@ struct Rows<T, C> {
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - Blocks of [`GATHER_THREADS`] threads, one for every [`GATHER_KEYS`] of the `seq_kv` keys of every sequence; tensors and workspace
-///   *in-bounds* and their rows *aligned(16)* — checked in `Attention::run`.
+/// - Blocks of [`GATHER_THREADS`] threads, one for every [`GATHER_KEYS`] of the `seq_kv` keys of every sequence;
+///   tensors and workspace *in-bounds* and their rows *aligned(16)* — checked in `Attention::run`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn keys<T: Element, C: Gathered<T>>(
@@ -109,7 +110,8 @@ pub(super) unsafe fn keys<T: Element, C: Gathered<T>>(
         head_stride: dims.v_head_stride,
         width: dims.head_dim_v,
     };
-    // SAFETY: batch is below the number of sequences, of which the grid has so many blocks; the keys are below the sequence's length.
+    // SAFETY: batch is below the number of sequences, of which the grid has so many blocks; the keys are below the
+    // sequence's length.
     unsafe {
         let len = Sequence::new(tables, dims, batch).len as u32;
         if first_key >= len {

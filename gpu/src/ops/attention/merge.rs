@@ -1,17 +1,18 @@
-//! The results of a row's splits become one: `out = Σ 2^(m_s − m)·o_s / (Σ 2^(m_s − m)·l_s + 2^(sink − m))`, m the largest of
-//! the m_s and the sink.
+//! The results of a row's splits become one: `out = Σ 2^(m_s − m)·o_s / (Σ 2^(m_s − m)·l_s + 2^(sink − m))`, m the
+//! largest of the m_s and the sink.
 //!
-//! Work split: a block is one warp, for a piece of one row. The splits of a group are joined one after another, unless the decode
-//! kernel has done that. Every fourth group is of one part of the sum. Of few rows a lane does one part of four columns: a warp has
-//! [`MERGE_COLUMNS`] of them then, and a row is spread over many multiprocessors. Of many rows a lane does all four parts, so that a
-//! warp has four times as many columns, and fewer warps work out the same numbers. All of these do the same additions, whose order
-//! depends on the row alone.
+//! Work split: a block is one warp, for a piece of one row. The splits of a group are joined one after another, unless
+//! the decode kernel has done that. Every fourth group is of one part of the sum. Of few rows a lane does one part of
+//! four columns: a warp has [`MERGE_COLUMNS`] of them then, and a row is spread over many multiprocessors. Of many rows
+//! a lane does all four parts, so that a warp has four times as many columns, and fewer warps work out the same
+//! numbers. All of these do the same additions, whose order depends on the row alone.
 //!
-//! The results lie in L2, just written. What takes time is one access waiting for another, and instructions, hardly one of which
-//! is used twice. So each lane knows the numbers of one group of 32, works out once what its results are multiplied by, and hands
-//! that to the others; the first results, up to 16 of a lane, are asked for before these numbers have come; batches that a
-//! row does not have are passed over, and within a batch what is not there is multiplied by 0. Of few rows two accesses wait for each
-//! other, the number of keys and all the rest, up to 32 joined groups or 16 others; then one more for each further 16 results of a lane.
+//! The results lie in L2, just written. What takes time is one access waiting for another, and instructions, hardly one
+//! of which is used twice. So each lane knows the numbers of one group of 32, works out once what its results are
+//! multiplied by, and hands that to the others; the first results, up to 16 of a lane, are asked for before these
+//! numbers have come; batches that a row does not have are passed over, and within a batch what is not there is
+//! multiplied by 0. Of few rows two accesses wait for each other, the number of keys and all the rest, up to 32 joined
+//! groups or 16 others; then one more for each further 16 results of a lane.
 
 use core::ptr::null;
 
@@ -64,8 +65,8 @@ fn halves(word: u64) -> [f32; 2] {
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - One block of a warp per sequence and query (x), head (y) and piece of [`MERGE_COLUMNS`] for each part of a lane (z); the decode
-///   kernel before it had the same `dims` — `Attention::run`.
+/// - One block of a warp per sequence and query (x), head (y) and piece of [`MERGE_COLUMNS`] for each part of a lane
+///   (z); the decode kernel before it had the same `dims` — `Attention::run`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn row<T: Element>(
@@ -90,7 +91,8 @@ pub(super) unsafe fn row<T: Element>(
     }
 }
 
-/// The same with so many parts of the sum to a lane, results to a group, and times [`BATCH`] results of a lane on their way.
+/// The same with so many parts of the sum to a lane, results to a group, and times [`BATCH`] results of a lane on their
+/// way.
 ///
 /// # Safety
 /// - As for [`row`].

@@ -7,15 +7,16 @@
 //!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on,
 //!   `decode_latent` for values in the keys' own rows, `decode_latent_wgmma` on Hopper's.
 //!
-//! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that `exp` of
-//! a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is taken before anything else, since a product folded into one
-//! multiply-add, `s·c − m·c`, would not cancel for scores of 1e30. A row that has seen no key yet has the maximum −∞,
-//! which is replaced by 0 in the difference: `ex2(−∞ − 0)` is the 0 that is wanted. `wgmma` reads q as it is, and does the
-//! same in another order.
+//! What all share: q is multiplied by the scale when it is read, for the 16-bit types by `scale · log2(e)`, so that
+//! `exp` of a difference of scores is [`crate::tile::softmax::weight`] of the difference itself. The difference is
+//! taken before anything else, since a product folded into one multiply-add, `s·c − m·c`, would not cancel for scores
+//! of 1e30. A row that has seen no key yet has the maximum −∞, which is replaced by 0 in the difference: `ex2(−∞ − 0)`
+//! is the 0 that is wanted. `wgmma` reads q as it is, and does the same in another order.
 //!
-//! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads (`Pages`). One piece is the
-//! case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number alone. For kernels that
-//! do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the keys into one piece of q's type before.
+//! Keys and values are in one piece per sequence or in pages of a pool, to which a table leads (`Pages`). One piece is
+//! the case of a single page, so no kernel has two forms; what is summed in which order depends on a key's number
+//! alone. For kernels that do without pages (`prefill_mma`) or without fp8 (all but `decode_ring`) `gather` puts the
+//! keys into one piece of q's type before.
 //!
 //! The kernels of decode never let the next one start, as others of few blocks do: the next one is the merge, which
 //! would take longer (`gpu/NOTES/attention.md`).
@@ -104,7 +105,8 @@ struct Sequence {
 
 impl Sequence {
     /// # Safety
-    /// - The tables have an element for every sequence, offsets one more, and `index` is one of them — checked in `Attention::run`.
+    /// - The tables have an element for every sequence, offsets one more, and `index` is one of them — checked in
+    ///   `Attention::run`.
     #[inline(always)]
     unsafe fn new(tables: Tables, dims: &AttentionDims, index: u32) -> Self {
         // SAFETY: the caller's promise.
@@ -133,8 +135,8 @@ impl Sequence {
     }
 }
 
-/// Where a sequence's keys are: in the pages that a table lists, or in one page, whose number is the sequence's; all packed
-/// sequences are in one.
+/// Where a sequence's keys are: in the pages that a table lists, or in one page, whose number is the sequence's; all
+/// packed sequences are in one.
 #[derive(Clone, Copy)]
 struct Pages {
     table: *const u32,
@@ -164,7 +166,8 @@ impl Pages {
     /// The page of a key. Whatever the table says, it is one of the pool.
     ///
     /// # Safety
-    /// - The key is below the sequence's length, which is at most what the table has room for — checked in `Attention::run`.
+    /// - The key is below the sequence's length, which is at most what the table has room for — checked in
+    ///   `Attention::run`.
     #[inline(always)]
     unsafe fn page(self, dims: &AttentionDims, key: i32) -> u32 {
         if self.table.is_null() {

@@ -1,12 +1,12 @@
 //! A tile of queries of one head against all of their keys.
 //!
-//! Work split: 128 threads; `LANES` neighbouring lanes share four rows of scores and of the result, so a row's maximum and
-//! sum are shuffles, and so is the way of a weight to the lanes that multiply it by a value: weights need no shared
+//! Work split: 128 threads; `LANES` neighbouring lanes share four rows of scores and of the result, so a row's maximum
+//! and sum are shuffles, and so is the way of a weight to the lanes that multiply it by a value: weights need no shared
 //! memory. Blocks are numbered from the last tile of queries, which under a causal mask has the most to do.
 //!
 //! ```text
 //! shared, f32   | q: 4·128/LANES rows of DIM | k, then v: KEYS rows of DIM |      48 KiB at DIM 128 and 256
-//! a row         16-byte pieces; piece c of row r lies at c ^ (r mod 8): lanes read 8 rows, or 8 pieces, without conflict
+//! a row         16-byte pieces; piece c of row r lies at c ^ (r mod 8): 8 rows, or 8 pieces, are read without conflict
 //! thread        rows  y, y + Y, y + 2Y, y + 3Y       y = thread / LANES, Y = 128 / LANES
 //! (x, y)        keys  x, x + LANES, …                x = thread mod LANES
 //!               cols  4x .. 4x+4, then 4·LANES further on, …
@@ -19,8 +19,9 @@
 //! ```
 //!
 //! Tiles of keys start at multiples of KEYS, those without a visible key are skipped, and those that every row sees
-//! whole take a path without masks. With a block mask those without a block of their rows' are skipped as well. A tile of which a row sees nothing leaves that row's bits as they were, so a row's
-//! result does not depend on the other rows of its block.
+//! whole take a path without masks. With a block mask those without a block of their rows' are skipped as well. A tile
+//! of which a row sees nothing leaves that row's bits as they were, so a row's result does not depend on the other rows
+//! of its block.
 
 use abi::ops::attention::{AttentionDims, PREFILL_THREAD_ROWS, THREADS};
 use cuda_std::cvt::{Element, bf16, f16};
@@ -57,7 +58,8 @@ fn piece_address<const DIM: usize>(base: u32, row: u32, piece: u32) -> u32 {
     base + row * (DIM as u32 * 4) + ((piece ^ (row & 7)) << 4)
 }
 
-/// This thread's pieces of the rows `first..` of a tile of k or v, which start where `row_start` says, zeros from row `limit` on and beyond `width`.
+/// This thread's pieces of the rows `first..` of a tile of k or v, which start where `row_start` says, zeros from row
+/// `limit` on and beyond `width`.
 ///
 /// # Safety
 /// - Rows below `limit` are *in-bounds* — checked in `Attention::run`.
@@ -388,7 +390,8 @@ fn cap<const KEYS: usize, const LANES: u32>(state: &mut State, dims: &AttentionD
     }
 }
 
-/// Which scores' keys are seen, a bit each: those of rows from `query` and keys from `key` on. Adds the bias to their scores.
+/// Which scores' keys are seen, a bit each: those of rows from `query` and keys from `key` on. Adds the bias to their
+/// scores.
 ///
 /// # Safety
 /// - As for [`Masks::term`].

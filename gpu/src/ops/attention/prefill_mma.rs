@@ -1,7 +1,8 @@
-//! Tiles of queries on the tensor cores of Ampere and later: `cp.async` brings keys and values, warps multiply by `mma.sync`.
+//! Tiles of queries on the tensor cores of Ampere and later: `cp.async` brings keys and values, warps multiply by
+//! `mma.sync`.
 //!
-//! Work split: a block does a tile of queries of one head, each of its four warps `PARTS` times 16 rows of it, against steps of
-//! `KEYS` keys, from the last that is seen to the first.
+//! Work split: a block does a tile of queries of one head, each of its four warps `PARTS` times 16 rows of it, against
+//! steps of `KEYS` keys, from the last that is seen to the first.
 //!
 //! ```text
 //! shared   | q, later out [rows][DIM] | k 0, k 1 [KEYS][DIM] | v [KEYS][DIM_V] | marks |
@@ -11,19 +12,21 @@
 //!             wait for v ── barrier ── o += p·v; p is the operand as it comes out of the softmax
 //! ```
 //!
-//! - q is read from shared memory anew in each step, which leaves its registers to a second part: two parts share every operand
-//!   that comes from k and v, of which `ldmatrix` brings just as many as `mma.sync` takes with one.
-//! - Pieces of 16 bytes are moved by an exclusive or with their row, so that the eight rows that `ldmatrix` reads at a time come
-//!   from different banks.
-//! - Steps without a visible key are skipped; only those that some row does not see whole are masked. There whatever is not finite
-//!   in v becomes 0, as 0 · NaN would carry it into rows that do not see it, and is added in the end to those that do.
-//! - A bias is added by kernels of their own, with steps of 32 keys, since it takes registers: its words, of two keys each,
-//!   come while the products are made. Scores are multiplied by the scale before; every step may have keys that some row does not see.
-//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
-//!   sequence alone.
+//! - q is read from shared memory anew in each step, which leaves its registers to a second part: two parts share every
+//!   operand that comes from k and v, of which `ldmatrix` brings just as many as `mma.sync` takes with one.
+//! - Pieces of 16 bytes are moved by an exclusive or with their row, so that the eight rows that `ldmatrix` reads at a
+//!   time come from different banks.
+//! - Steps without a visible key are skipped; only those that some row does not see whole are masked. There whatever is
+//!   not finite in v becomes 0, as 0 · NaN would carry it into rows that do not see it, and is added in the end to
+//!   those that do.
+//! - A bias is added by kernels of their own, with steps of 32 keys, since it takes registers: its words, of two keys
+//!   each, come while the products are made. Scores are multiplied by the scale before; every step may have keys that
+//!   some row does not see.
+//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend
+//!   on its sequence alone.
 //! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them. At 255
-//!   registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one part of 16
-//!   rows only, and every operand serves one `mma.sync`.
+//!   registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one part of
+//!   16 rows only, and every operand serves one `mma.sync`.
 //!
 //! What was measured: `gpu/NOTES/attention.md`.
 
@@ -63,7 +66,8 @@ impl Share {
         self.row * (WIDTH * 2) + moved(self.piece, self.row)
     }
 
-    /// Starts the copies of `COUNT` rows of `WIDTH` columns: zeros for rows that are not among `rows`, and beyond `columns`.
+    /// Starts the copies of `COUNT` rows of `WIDTH` columns: zeros for rows that are not among `rows`, and beyond
+    /// `columns`.
     ///
     /// # Safety
     /// - `rows` *in-bounds* and *aligned(16)*; nobody reads the tensor at `to`.
@@ -125,9 +129,9 @@ impl Share {
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds*, their rows *aligned(16)* — checked in
-///   `Attention::run`. `STEPS`, `SCORES`, `SUMS` and `WEIGHTS` are `DIM / 16`, `KEYS / 2`, `DIM_V / 2` and `KEYS / 4`.
-///   There is a bias if, and only if, the kernel is `MASKED`; no block mask.
+/// - One block of [`THREADS`] threads per tile, head and sequence; tensors *in-bounds*, their rows *aligned(16)* —
+///   checked in `Attention::run`. `STEPS`, `SCORES`, `SUMS` and `WEIGHTS` are `DIM / 16`, `KEYS / 2`, `DIM_V / 2` and
+///   `KEYS / 4`. There is a bias if, and only if, the kernel is `MASKED`; no block mask.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tile<
@@ -156,9 +160,9 @@ pub(super) unsafe fn tile<
     // The first row of a thread's warp.
     let first_own = |thread: u32| thread / 32 * (PARTS as u32 * 16);
 
-    // SAFETY: keys inside `any` and queries of the tensor are *in-bounds* — Attention::run. What the branches around barriers and
-    // shuffles depend on is the same in the whole block. A place in shared memory is filled anew behind a barrier after its last
-    // reading; rows of q are read, and written with the result, by their own warp.
+    // SAFETY: keys inside `any` and queries of the tensor are *in-bounds* — Attention::run. What the branches around
+    // barriers and shuffles depend on is the same in the whole block. A place in shared memory is filled anew behind a
+    // barrier after its last reading; rows of q are read, and written with the result, by their own warp.
     unsafe {
         let rows = 64 * PARTS as u32;
         let new_tile = |number: u32| {
@@ -227,12 +231,14 @@ pub(super) unsafe fn tile<
         let mut o = [[0f32; SUMS]; PARTS];
         let mut state = [Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] }; PARTS];
         let mut is_marked = false;
-        // By a scale below that scores are multiplied before the largest is looked for, and where a bias is added before that.
+        // By a scale below that scores are multiplied before the largest is looked for, and where a bias is added
+        // before that.
         let is_positive = !MASKED && dims.scale >= f32::MIN_POSITIVE;
         let scale = || if is_positive { dims.scale } else { 1.0 };
         while step > tile.first {
             step -= 1;
-            // Opaque, or the places of all that the thread copies and reads would be kept in registers for the next step.
+            // Opaque, or the places of all that the thread copies and reads would be kept in registers for the next
+            // step.
             let thread = thread::opaque(thread::thread_idx_x() ^ step) ^ step;
             let (share, lane) = (Share::new(thread), thread % 32);
             cp_async::wait_group::<0>();
@@ -499,8 +505,8 @@ unsafe fn add_16<T: Multiplicand, const SUMS: usize>(
     }
 }
 
-/// Adds values that are not finite, and were therefore left out at borders, to the rows of the result that see them. A thread
-/// does two columns.
+/// Adds values that are not finite, and were therefore left out at borders, to the rows of the result that see them. A
+/// thread does two columns.
 ///
 /// # Safety
 /// - The whole block, whose result is at `at`; v and the bias *in-bounds* for `dims`.

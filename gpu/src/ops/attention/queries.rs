@@ -62,12 +62,13 @@ pub(super) unsafe fn load_queries<
     queries
 }
 
-/// q in shared memory, of the type that keys are multiplied in: all warps want the same, and each brings a part of it there. If the
-/// type is another than that of q, a row is multiplied by a power of two; if some elements are not representable even so, the block
-/// does without.
+/// q in shared memory, of the type that keys are multiplied in: all warps want the same, and each brings a part of it
+/// there. If the type is another than that of q, a row is multiplied by a power of two; if some elements are not
+/// representable even so, the block does without.
 #[derive(Clone, Copy)]
 pub(super) struct SharedQueries<const ROWS: u32> {
-    /// Operands of `mma`, [step][eight rows][lane]; the rows' factors' inverses; of each warp whether it did not succeed.
+    /// Operands of `mma`, [step][eight rows][lane]; the rows' factors' inverses; of each warp whether it did not
+    /// succeed.
     pub(super) at: u32,
 }
 

@@ -55,10 +55,12 @@ pub(super) struct Masks {
 }
 
 impl Masks {
-    /// What is added to the score of a query and a key, in the unit of the scores; nothing if the query does not see the key.
+    /// What is added to the score of a query and a key, in the unit of the scores; nothing if the query does not see
+    /// the key.
     ///
     /// # Safety
-    /// - Sequence, head, query and key are some of `dims`, for which the masks are *in-bounds* — checked in `Attention::run`.
+    /// - Sequence, head, query and key are some of `dims`, for which the masks are *in-bounds* — checked in
+    ///   `Attention::run`.
     #[inline(always)]
     pub(super) unsafe fn term<T: Element>(
         self,
@@ -154,7 +156,8 @@ impl Blocks {
         unsafe { self.word(query >> shift, block / 32, dims) >> (block % 32) }
     }
 
-    /// The same as [`Blocks::word`] for the blocks of the queries from `first` to `last`: what some of them see, and what all see.
+    /// The same as [`Blocks::word`] for the blocks of the queries from `first` to `last`: what some of them see, and
+    /// what all see.
     ///
     /// # Safety
     /// - As for [`Blocks::word`].
@@ -172,8 +175,8 @@ impl Blocks {
         (some, all)
     }
 
-    /// The first key from `key` on, below `end`, whose block some of the queries from `first` to `last` sees; `end` if there is
-    /// none.
+    /// The first key from `key` on, below `end`, whose block some of the queries from `first` to `last` sees; `end` if
+    /// there is none.
     ///
     /// # Safety
     /// - As for [`Blocks::word`]; `end` is at most the number of keys.
@@ -193,7 +196,8 @@ impl Blocks {
         end
     }
 
-    /// One past the last key below `end`, from `start` on, whose block some of the queries sees; `start` if there is none.
+    /// One past the last key below `end`, from `start` on, whose block some of the queries sees; `start` if there is
+    /// none.
     ///
     /// # Safety
     /// - As for [`Blocks::next`].

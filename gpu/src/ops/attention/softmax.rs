@@ -1,5 +1,5 @@
-//! From scores to weights, in registers: a thread has pairs of neighbouring keys, 8 apart, of two rows, 8 apart, as tensor cores
-//! leave them.
+//! From scores to weights, in registers: a thread has pairs of neighbouring keys, 8 apart, of two rows, 8 apart, as
+//! tensor cores leave them.
 
 use abi::ops::attention::{ADDED, AttentionDims, SEEN};
 use cuda_std::cvt::Element;
@@ -31,8 +31,8 @@ pub(super) fn cap<const SCORES: usize>(s: &mut [f32; SCORES], dims: &AttentionDi
     }
 }
 
-/// What a warp's 16 rows see of a step, 16 keys at a time. For each 16 keys a low bit says that some row may see some of them, a high
-/// one that besides not all rows see all.
+/// What a warp's 16 rows see of a step, 16 keys at a time. For each 16 keys a low bit says that some row may see some
+/// of them, a high one that besides not all rows see all.
 #[derive(Clone, Copy)]
 pub(super) struct Groups(u32);
 
@@ -60,8 +60,8 @@ impl Groups {
         Groups(unsafe { warp::shuffle_idx(warp::FULL_MASK, groups, 0) })
     }
 
-    /// Without blocks of keys that the rows do not see. The step has 128 keys and begins at a multiple of as many, so with a block,
-    /// at `first`; the rows, of which `query` is one, are of one block of the mask.
+    /// Without blocks of keys that the rows do not see. The step has 128 keys and begins at a multiple of as many, so
+    /// with a block, at `first`; the rows, of which `query` is one, are of one block of the mask.
     ///
     /// # Safety
     /// - *converged*: the whole warp; the block mask of a head, *in-bounds* for `dims`.
@@ -100,8 +100,8 @@ impl Groups {
     }
 }
 
-/// Scores of keys that a row does not see become −∞, in those groups where some are seen. The thread's first key is `first`, its rows
-/// are `query` and 8 further.
+/// Scores of keys that a row does not see become −∞, in those groups where some are seen. The thread's first key is
+/// `first`, its rows are `query` and 8 further.
 #[inline(always)]
 pub(super) fn mask<const SCORES: usize>(
     s: &mut [f32; SCORES],
@@ -133,9 +133,9 @@ pub(super) fn mask<const SCORES: usize>(
 }
 
 impl Masks {
-    /// The bias of a thread's scores, as tensor cores leave them: of the keys `first`, which is even, and the next, and so on 8 further,
-    /// for the query and the one 8 further. A pair of keys to a word, in the bias's own type; 0 beyond the last key. `end` is one past
-    /// the last key of all threads.
+    /// The bias of a thread's scores, as tensor cores leave them: of the keys `first`, which is even, and the next, and
+    /// so on 8 further, for the query and the one 8 further. A pair of keys to a word, in the bias's own type; 0 beyond
+    /// the last key. `end` is one past the last key of all threads.
     ///
     /// # Safety
     /// - There is a bias, *in-bounds* for `dims`, of which sequence and head are some — checked in `Attention::run`.
@@ -229,16 +229,17 @@ pub(super) struct Exponents {
     shift: [f32; 2],
 }
 
-/// The first half of a softmax: finds what the weights of some scores are relative to, and returns what older sums are to be
-/// multiplied by, if they are at all. Scores in groups of which no row sees a key are not looked at.
+/// The first half of a softmax: finds what the weights of some scores are relative to, and returns what older sums are
+/// to be multiplied by, if they are at all. Scores in groups of which no row sees a key are not looked at.
 ///
-/// A weight is `2^(s·c − M)` with M = m·c rounded, one multiply-add: M is no more than a number near the largest `s·c` that all
-/// of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores beyond that (of
-/// 1e30, say) are subtracted first, so that equal ones cancel; they are then final.
+/// A weight is `2^(s·c − M)` with M = m·c rounded, one multiply-add: M is no more than a number near the largest `s·c`
+/// that all of a row's weights are relative to, so its rounding does no harm as long as it is a small part of 1. Scores
+/// beyond that (of 1e30, say) are subtracted first, so that equal ones cancel; they are then final.
 ///
-/// m is a row's largest score, or one that the largest is no more than [`LATE`] above, in the unit of the exponent: weights up to 2^8 do no harm,
-/// and older sums mostly stay as they are (as in FlashAttention-4). Whether they all do a warp knows before it knows any row's largest
-/// score: lanes ask it of their own ones, without the four shuffles. `ASKS`: unless the kernel has no registers for another branch.
+/// m is a row's largest score, or one that the largest is no more than [`LATE`] above, in the unit of the exponent:
+/// weights up to 2^8 do no harm, and older sums mostly stay as they are (as in FlashAttention-4). Whether they all do a
+/// warp knows before it knows any row's largest score: lanes ask it of their own ones, without the four shuffles.
+/// `ASKS`: unless the kernel has no registers for another branch.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
@@ -282,7 +283,8 @@ pub(super) unsafe fn raise<const SCORES: usize, const ASKS: bool>(
         }
         rows.m[half] = m;
         exponents.shift[half] = base(rows.m[half]) * scale;
-        // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's largest is.
+        // Relative to what the weights so far are: to the rounded product, which is the same as long as the row's
+        // largest is.
         decay[half] = old[half] * scale - exponents.shift[half];
         half += 1;
     }
@@ -301,8 +303,8 @@ pub(super) unsafe fn raise<const SCORES: usize, const ASKS: bool>(
     (exponents, Some(decay))
 }
 
-/// The second half: turns scores into weights, and adds them to the rows' sums, which are older: `decay`, as [`raise`] has returned it. In
-/// groups of which no row sees a key weights are 0.
+/// The second half: turns scores into weights, and adds them to the rows' sums, which are older: `decay`, as [`raise`]
+/// has returned it. In groups of which no row sees a key weights are 0.
 #[inline(always)]
 pub(super) fn weights<const SCORES: usize>(
     s: &mut [f32; SCORES],

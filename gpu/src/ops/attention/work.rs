@@ -1,4 +1,5 @@
-//! The splits of few queries' long caches, and which of them a block does: what `decode_ring` and `decode_latent` share.
+//! The splits of few queries' long caches, and which of them a block does: what `decode_ring` and `decode_latent`
+//! share.
 
 use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS};
 use cuda_std::thread;
@@ -110,8 +111,8 @@ impl<const TILE: u32> Work<TILE> {
     }
 }
 
-/// The splits of a block, in order: those of every so many-th result of all, whose tiles of rows come first, then key heads, results
-/// of a row and sequences.
+/// The splits of a block, in order: those of every so many-th result of all, whose tiles of rows come first, then key
+/// heads, results of a row and sequences.
 pub(super) struct Splits {
     /// Numbers of tile, key head, split and sequence.
     place: [u32; 4],
@@ -124,7 +125,8 @@ pub(super) struct Splits {
 }
 
 impl Splits {
-    /// From the block's first one on, for a kernel that `joins` the splits of a result, or one of which each is a result.
+    /// From the block's first one on, for a kernel that `joins` the splits of a result, or one of which each is a
+    /// result.
     #[inline(always)]
     pub(super) fn new(dims: &AttentionDims, joins: bool) -> Self {
         let shift = if joins { dims.result_shift } else { 0 };

@@ -1,9 +1,9 @@
 //! Causal depthwise convolution over time: `out[t, c] = silu(Σ_j w[c, j] · x[t − width + 1 + j, c] (+ bias[c]))`.
 //!
-//! Work split: a block does up to 32 tokens of one sequence in its channels; a thread has the channels of one piece of 16
-//! bytes, keeps their weights and the last inputs in registers, and walks along the tokens. The inputs before its first
-//! token are the state if that is the sequence's first, else tokens of the piece before, which are read a second time (3
-//! rows in 32).
+//! Work split: a block does up to 32 tokens of one sequence in its channels; a thread has the channels of one piece of
+//! 16 bytes, keeps their weights and the last inputs in registers, and walks along the tokens. The inputs before its
+//! first token are the state if that is the sequence's first, else tokens of the piece before, which are read a second
+//! time (3 rows in 32).
 //!
 //! ```text
 //! state  s0 s1 s2 ┐ before the first token
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! The block of a sequence's first piece writes the new state too, after it has read the old one: so nobody waits for
-//! anybody, and prefill and decode are the same kernel. Decode is bound by the state, of which three inputs are read and
-//! written for each input: all of it in pieces of 16 bytes.
+//! anybody, and prefill and decode are the same kernel. Decode is bound by the state, of which three inputs are read
+//! and written for each input: all of it in pieces of 16 bytes.
 
 use abi::ops::causal_conv1d::{CausalConv1dDims, MAX_WIDTH, THREADS, TOKENS};
 use cuda_std::cvt::{Element, bf16, f16};

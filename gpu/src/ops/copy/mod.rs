@@ -121,8 +121,8 @@ fn row_offsets(row: u32, dims: &CopyDims) -> (usize, usize) {
 /// By pieces.
 ///
 /// # Safety
-/// - Pointers and strides are *in-bounds* and *aligned(16)*, the last strides are 1 — checked in `Copy::run`, which takes
-///   the scalar tile otherwise.
+/// - Pointers and strides are *in-bounds* and *aligned(16)*, the last strides are 1 — checked in `Copy::run`, which
+///   takes the scalar tile otherwise.
 #[inline(always)]
 unsafe fn by_piece<S: Copy, D: Copy, T: Transfer<S, D>>(src: *const S, dst: *mut D, dims: &CopyDims) {
     let mut held = [[[0u32; 4]; 2]; PIECES];

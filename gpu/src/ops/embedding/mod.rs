@@ -1,11 +1,11 @@
 //! Embedding: `out[t, :] = table[ids[t], :]`, bit by bit.
 //!
-//! Work split: a block per token, each thread moves units t, t + n, … of the row, four in flight at a time. A unit is 16
-//! bytes, or one element where rows are not aligned to that. The table goes through the read-only path, since tokens
+//! Work split: a block per token, each thread moves units t, t + n, … of the row, four in flight at a time. A unit is
+//! 16 bytes, or one element where rows are not aligned to that. The table goes through the read-only path, since tokens
 //! repeat; out is cached as usual, since the next kernel reads it.
 //!
-//! An id beyond the table reads nothing: its row becomes all ones, NaN in every float type, so that it cannot pass for a
-//! result. A kernel has no way to report it; models check ids on the host.
+//! An id beyond the table reads nothing: its row becomes all ones, NaN in every float type, so that it cannot pass for
+//! a result. A kernel has no way to report it; models check ids on the host.
 
 use abi::ops::embedding::{EmbeddingDims, UNITS_PER_THREAD};
 use cuda_std::{global, kernel, thread};

@@ -1,8 +1,9 @@
 //! Weighted sums of table rows: `out[t, :] (+)= Σ_j weights[t, j] · table[ids[t, j], :]`.
 //!
-//! Work split: a thread takes one piece of 16 bytes of a row of out and walks over the token's bag; `abi::RowTiles` deals
-//! the pieces to blocks. Neighbouring lanes read neighbouring pieces of the same table rows, through the read-only path,
-//! since tokens side by side share rows. A token's ids and weights are the same for all its pieces and come from L1.
+//! Work split: a thread takes one piece of 16 bytes of a row of out and walks over the token's bag; `abi::RowTiles`
+//! deals the pieces to blocks. Neighbouring lanes read neighbouring pieces of the same table rows, through the
+//! read-only path, since tokens side by side share rows. A token's ids and weights are the same for all its pieces and
+//! come from L1.
 //!
 //! An id beyond the table reads nothing and makes its token's row NaN: a kernel has no way to report it.
 
@@ -24,8 +25,8 @@ unsafe fn entry_of(ids: *const u32, weights: *const f32, entry: usize, vocab: u3
 /// Pieces of 16 bytes.
 ///
 /// # Safety
-/// - Pointers, strides and row lengths are *in-bounds* and *aligned(16)* — checked in `EmbeddingBag::run`, which takes the
-///   scalar tile otherwise.
+/// - Pointers, strides and row lengths are *in-bounds* and *aligned(16)* — checked in `EmbeddingBag::run`, which takes
+///   the scalar tile otherwise.
 #[inline(always)]
 unsafe fn by_piece<T: Element>(
     table: *const T,

@@ -16,10 +16,10 @@
 //!
 //! with tokens past the sequence's end as q = k = 0, β = 0, g = 0.
 //!
-//! 1. The products take 32 elements of the heads at a time through shared memory; the thread (ty, tx) of 16 × 16 makes the
-//!    4 × 4 at (4 ty, 4 tx). The norms come out of the same walk: |k_t|² and |q_t|² divide the products at the end.
-//! 2. γ is kept as a sum of two f32, since a token that forgets everything (g = −256) would leave the differences of those
-//!    after it few bits. D is e to the difference, never a quotient of two powers.
+//! 1. The products take 32 elements of the heads at a time through shared memory; the thread (ty, tx) of 16 × 16 makes
+//!    the 4 × 4 at (4 ty, 4 tx). The norms come out of the same walk: |k_t|² and |q_t|² divide the products at the end.
+//! 2. γ is kept as a sum of two f32, since a token that forgets everything (g = −256) would leave the differences of
+//!    those after it few bits. D is e to the difference, never a quotient of two powers.
 //! 3. The inverse by blocks of 16 rows: what the rows above contribute is a product that all threads share; within a
 //!    block, a thread solves its column in registers.
 
@@ -269,8 +269,8 @@ pub unsafe fn chunk<T: Element>(
 /// (I + A)⁻¹ of the A in shared memory.
 ///
 /// # Safety
-/// - *converged*: all 256 threads of the block; *initialised*: A, and a barrier since; nobody reads what was in the place
-///   of X. A barrier follows before it returns.
+/// - *converged*: all 256 threads of the block; *initialised*: A, and a barrier since; nobody reads what was in the
+///   place of X. A barrier follows before it returns.
 #[inline(always)]
 unsafe fn invert(base: u32) {
     let (col, group) = (thread::thread_idx_x() % CHUNK, thread::thread_idx_x() / CHUNK);
@@ -278,8 +278,8 @@ unsafe fn invert(base: u32) {
     let x = |row: u32, col: u32| base + MATRIX_X + 4 * (row * CHUNK + col);
     let mut first = thread::opaque(0);
     while first < CHUNK {
-        // SAFETY: in this phase a thread writes its own four elements of the block's rows, and reads rows above, which are
-        // done since the barrier at the end of the previous round.
+        // SAFETY: in this phase a thread writes its own four elements of the block's rows, and reads rows above, which
+        // are done since the barrier at the end of the previous round.
         unsafe {
             let mut sums = [0.0f32; 4];
             let mut s = 0;

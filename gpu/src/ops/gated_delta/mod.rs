@@ -10,8 +10,8 @@
 //! Two ways to do it:
 //! - `recurrent`: as it stands. A warp keeps eight columns of S in registers and walks along the tokens. Reading and
 //!   writing S is what bounds a decode step.
-//! - `chunk` and `scan`: 64 tokens at a time, as matrix products. `chunk` does for all chunks at once what does not depend
-//!   on S, `scan` the rest from chunk to chunk.
+//! - `chunk` and `scan`: 64 tokens at a time, as matrix products. `chunk` does for all chunks at once what does not
+//!   depend on S, `scan` the rest from chunk to chunk.
 //!
 //! Columns of S do not depend on each other, so both share them out over blocks, in slices of 32.
 
@@ -59,8 +59,8 @@ struct RawGates<T> {
 fn log_decay(a_log: f32, x: f32) -> f32 {
     // Not `min`, which would drop a NaN.
     let x = if x > f32::MAX { f32::MAX } else { x };
-    // Beyond, e^a_log overflows, or softplus(x), which is e^x there, is below the smallest normal number. Where a_log is large
-    // and x is not small, either way gives less than the least.
+    // Beyond, e^a_log overflows, or softplus(x), which is e^x there, is below the smallest normal number. Where a_log
+    // is large and x is not small, either way gives less than the least.
     if a_log > 88.0 || x < -87.0 { -exp(a_log + x) } else { -exp(a_log) * softplus(x) }
 }
 

@@ -1,19 +1,20 @@
 //! The recurrence token by token: decode, and short pieces.
 //!
-//! Work split: a block of four warps has 32 columns of the state of one sequence and value head, a warp eight of them with
-//! all rows. No warp needs another:
+//! Work split: a block of four warps has 32 columns of the state of one sequence and value head, a warp eight of them
+//! with all rows. No warp needs another:
 //!
 //! ```text
 //! S, 8 columns of a warp        lane 2r:    columns 0–3 of rows r, r + 16, …, r + 112
 //! row 0    | lane 0 | lane 1 |  lane 2r+1:  columns 4–7
-//! row 1    | lane 2 | lane 3 |  32 registers of state per lane, 16 bytes an access; a warp's access is 16 sectors of 32
-//!   …                           bytes, and the block's four warps have the line of 128
+//! row 1    | lane 2 | lane 3 |  32 registers of state per lane, 16 bytes an access; a warp's access is 16 sectors of
+//!   …                           32 bytes, and the block's four warps have the line of 128
 //! row 15   | lane 30| lane 31|
 //! row 16   | lane 0 | lane 1 |
 //! ```
 //!
-//! For each token: the 16 lanes with the same columns add up |k|² and |q|², then Sᵀk and Sᵀq of the old S, and k·q, all by
-//! butterflies. With S' = e^g S + k ⊗ d and d = β (v − e^g Sᵀk) the output needs no second round: S'ᵀq = e^g Sᵀq + (k·q) d.
+//! For each token: the 16 lanes with the same columns add up |k|² and |q|², then Sᵀk and Sᵀq of the old S, and k·q, all
+//! by butterflies. With S' = e^g S + k ⊗ d and d = β (v − e^g Sᵀk) the output needs no second round: S'ᵀq = e^g Sᵀq +
+//! (k·q) d.
 
 use abi::ops::gated_delta::{GatedDeltaDims, STATE_IN_PIECES};
 use cuda_std::cvt::Element;
@@ -70,8 +71,8 @@ unsafe fn load_rows<T: Element>(from: *const T, row: u32, dims: &GatedDeltaDims)
 /// A slice of the columns of one sequence and value head.
 ///
 /// # Safety
-/// - All threads of the block (*converged*); tensors *in-bounds* for `dims`, the state *aligned(16)* if `dims.access` says
-///   so — checked in `GatedDelta::run`.
+/// - All threads of the block (*converged*); tensors *in-bounds* for `dims`, the state *aligned(16)* if `dims.access`
+///   says so — checked in `GatedDelta::run`.
 /// - *exclusive*: the slots of the sequences are distinct — its caller.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
@@ -115,8 +116,8 @@ pub unsafe fn slice<T: Element>(
     };
     let has_row = |i: usize| row + (i as u32) * ROW_LANES < dims.dim_k;
 
-    // SAFETY: rows below dim_k and columns below dim_v of a slot and head that exist, tokens below the sequence's end; all
-    // lanes take part in the sums.
+    // SAFETY: rows below dim_k and columns below dim_v of a slot and head that exist, tokens below the sequence's end;
+    // all lanes take part in the sums.
     unsafe {
         let mut s = [[0.0f32; COLS]; ROWS];
         let mut i = 0;

@@ -7,9 +7,10 @@
 //! S ← e^γ_63 · S + (diag(e^(γ_63 − γ)) · K)ᵀ Ṽ
 //! ```
 //!
-//! Work split: a block of eight warps has 32 columns of one sequence and value head; lane c has column c everywhere, warp w
-//! the rows 8 w to 8 w + 7 of every 64. What a product reads by rows (K, Q, X, P) passes through one tile of 64 × 64 in
-//! shared memory, where a warp reads the same word in all lanes; what it reads by columns (S, R, Ṽ) stays there:
+//! Work split: a block of eight warps has 32 columns of one sequence and value head; lane c has column c everywhere,
+//! warp w the rows 8 w to 8 w + 7 of every 64. What a product reads by rows (K, Q, X, P) passes through one tile of 64
+//! × 64 in shared memory, where a warp reads the same word in all lanes; what it reads by columns (S, R, Ṽ) stays
+//! there:
 //!
 //! ```text
 //! shared   | S dim_k × 32 | R or Ṽ 64 × 32 | tile 64 × 64 |
@@ -235,8 +236,8 @@ pub unsafe fn slice<T: Element>(
     let value_at = |row: u32| base + VALUES + 4 * (row * SLICE + lane);
 
     // SAFETY: rows below dim_k and columns below dim_v of a slot and head that exist; tokens below the sequence's end.
-    // Shared memory: a thread writes its own words of the state and the values, all threads the tile; barriers come between
-    // every write and the reads before and after it. The state's rows past dim_k are zeros.
+    // Shared memory: a thread writes its own words of the state and the values, all threads the tile; barriers come
+    // between every write and the reads before and after it. The state's rows past dim_k are zeros.
     unsafe {
         let mut part = thread::opaque(0);
         while part < dims.dim_k {

@@ -22,8 +22,8 @@ const PIECES: usize = PIECES_PER_THREAD as usize;
 /// Pieces of 16 bytes.
 ///
 /// # Safety
-/// - Pointers, strides and row lengths are *in-bounds* and *aligned(16)* — checked in `Glu::run`, which takes the scalar
-///   tile otherwise.
+/// - Pointers, strides and row lengths are *in-bounds* and *aligned(16)* — checked in `Glu::run`, which takes the
+///   scalar tile otherwise.
 #[inline(always)]
 unsafe fn by_piece<T: Element>(
     gate: *const T,

@@ -1,21 +1,23 @@
-//! LayerNorm, with an optional residual added first: `h = x + residual; out = (h − mean) · rsqrt(variance + eps) · w + b`.
+//! LayerNorm, with an optional residual added first: `h = x + residual; out = (h − mean) · rsqrt(variance + eps) · w +
+//! b`.
 //!
 //! Work split: a row belongs to a warp (8 rows per block) or to a block. Each thread holds its pieces of the row in
-//! registers, so the row is read once; thread t of n takes pieces t, t + n, …, so a warp's load is one contiguous stretch:
+//! registers, so the row is read once; thread t of n takes pieces t, t + n, …, so a warp's load is one contiguous
+//! stretch:
 //!
 //! ```text
 //! row   | piece 0 | piece 1 | … | piece n-1 | piece n | …      a piece is 16 bytes
 //! thread    0         1             n-1          0
 //! ```
 //!
-//! Mean and variance are those of the differences from a first mean, so nothing cancels where a row is far from zero: the
-//! rounding of the first mean is in the mean of the differences, which is subtracted too (the shifted and corrected two-pass
-//! algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
+//! Mean and variance are those of the differences from a first mean, so nothing cancels where a row is far from zero:
+//! the rounding of the first mean is in the mean of the differences, which is subtracted too (the shifted and corrected
+//! two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
 //!
 //! Of a row whose sums do not fit f32 they are taken once more, of its values times a power of two (`abi::range`).
 //!
-//! Bound by memory: all loads of a thread are issued before the first use. The choice depends on the row's length only, so
-//! a row's result does not depend on how many rows there are.
+//! Bound by memory: all loads of a thread are issued before the first use. The choice depends on the row's length only,
+//! so a row's result does not depend on how many rows there are.
 
 use abi::ops::layernorm::LayerNormDims;
 use abi::range;
@@ -116,8 +118,8 @@ unsafe fn moments_of<T: Element, const CHUNKS: usize>(
 /// [`rows_in_registers`], since the registers that hold a row are not to be kept for it.
 ///
 /// # Safety
-/// - As [`rows_in_registers`]; `from` has the row that is normalised, whose pieces this thread wrote itself or nobody. All
-///   that `sum` is over have the same row.
+/// - As [`rows_in_registers`]; `from` has the row that is normalised, whose pieces this thread wrote itself or nobody.
+///   All that `sum` is over have the same row.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 unsafe fn far_row<T: Element>(
@@ -138,8 +140,8 @@ unsafe fn far_row<T: Element>(
         if (col + 1).is_multiple_of(per_piece) { col + 1 + (members - 1) * per_piece } else { col + 1 }
     };
     let (first, end) = (thread::opaque(member * T::PER_16_BYTES as u32), num_chunks * T::PER_16_BYTES as u32);
-    // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by all
-    // that take part in it — the caller.
+    // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by
+    // all that take part in it — the caller.
     unsafe {
         let value_at = |col: u32| global::load(from.add(col as usize)).to_f32() * factor;
         let mut total = 0.0;
@@ -173,13 +175,13 @@ unsafe fn far_row<T: Element>(
     }
 }
 
-/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members, and may be called again; `any` says whether one of those
-/// that take part in it wants that.
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members, and may be called again; `any` says whether
+/// one of those that take part in it wants that.
 ///
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
-/// - Pointers, strides and `cols` are *in-bounds* and *aligned(16)* — checked in `LayerNorm::run`, which takes another tile
-///   otherwise. `residual` is null if there is none.
+/// - Pointers, strides and `cols` are *in-bounds* and *aligned(16)* — checked in `LayerNorm::run`, which takes another
+///   tile otherwise. `residual` is null if there is none.
 #[inline(always)]
 unsafe fn rows_in_registers<T: Element, const CHUNKS: usize>(
     tensors: Tensors<T>,
@@ -273,7 +275,8 @@ unsafe fn block_sum(value: f32) -> f32 {
     }
 }
 
-/// A block walks over one row element by element, three times, or five: the fallback for any length, stride and alignment.
+/// A block walks over one row element by element, three times, or five: the fallback for any length, stride and
+/// alignment.
 ///
 /// # Safety
 /// - One block per row, all its threads (*converged*); rows *in-bounds* — checked in `LayerNorm::run`.
@@ -348,8 +351,8 @@ macro_rules! body {
     (Warp, $type:ident, $tensors:ident, $dims:ident, $chunks:literal) => {{
         let row = thread::block_idx_x() * (thread::block_dim_x() / 32) + thread::warp_idx();
         let share = Share { row, member: thread::lane(), members: 32 };
-        // SAFETY: whole warps, and the sum is over the lanes of the warp, which all have the same `row`. All have the bits of
-        // the same sums, so they want the same; by a vote, so that ptxas knows that the warp stays together.
+        // SAFETY: whole warps, and the sum is over the lanes of the warp, which all have the same `row`. All have the
+        // bits of the same sums, so they want the same; by a vote, so that ptxas knows that the warp stays together.
         unsafe {
             let sum = |v| warp::sum_f32::<32>(v);
             rows_in_registers::<$type, $chunks>($tensors, &$dims, share, sum, |v| warp::any(warp::FULL_MASK, v))
@@ -358,8 +361,9 @@ macro_rules! body {
     (Block, $type:ident, $tensors:ident, $dims:ident, $chunks:literal) => {{
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
-        // SAFETY: one block per row, all its threads take part in the sums; the grid has `rows` blocks — LayerNorm::run. All
-        // have the bits of the same sums, so they want the same; by a vote, so that the compiler knows it of the warp.
+        // SAFETY: one block per row, all its threads take part in the sums; the grid has `rows` blocks —
+        // LayerNorm::run. All have the bits of the same sums, so they want the same; by a vote, so that the compiler
+        // knows it of the warp.
         unsafe {
             let any = |v| warp::any(warp::FULL_MASK, v);
             rows_in_registers::<$type, $chunks>($tensors, &$dims, share, |v| block_sum(v), any)

@@ -7,11 +7,12 @@
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `matmul::mma_sync` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `matmul::few_rows_mma` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `matmul::wgmma` |
-//! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per 64 × 64 or 64 × 128, whose blocks share k: `matmul::split_k_wgmma` |
+//! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per tile shares k: `matmul::split_k_wgmma` |
 //! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` |
 //!
-//! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or registers,
-//! sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products of the same size each has a layer of blocks.
+//! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or
+//! registers, sums are f32, and out is rounded once, behind all of the [`crate::matmul::epilogue`]. Of several products
+//! of the same size each has a layer of blocks.
 
 mod packed;
 
@@ -115,8 +116,8 @@ unsafe fn few_rows<T, O, const ROWS: usize, const COLS: usize, const SUMS: usize
     T: Operand<Sum = f32> + Element,
     O: Element,
 {
-    // SAFETY: the caller's promise; every element of out is finished once. Where the product is gated, `select` leaves at
-    // least two columns to a block.
+    // SAFETY: the caller's promise; every element of out is finished once. Where the product is gated, `select` leaves
+    // at least two columns to a block.
     unsafe {
         let place = few_rows_simt::place_of_block::<ROWS>(x.dims);
         let next_may_start = x.dims.access & NEXT_MAY_START != 0;
@@ -163,7 +164,8 @@ macro_rules! entry {
         ) {
             let $end = Epilogue::new(bias, residual, out, &dims, &how);
             let $operands = Operands::new(a, b, up, &dims, &how);
-            // SAFETY: blocks of the tile's threads, a block per tile or per rows and columns, its shared memory — Matmul::run.
+            // SAFETY: blocks of the tile's threads, a block per tile or per rows and columns, its shared memory —
+            // Matmul::run.
             unsafe { $body }
         }
     };
@@ -242,8 +244,9 @@ macro_rules! stream_entries {
 #[cfg(not(lacks_mma_sync))]
 abi::matmul_stream_table!(stream_entries);
 
-/// Whether each step's sum is added by itself. The tensor cores cut sums off instead of rounding them, which over a long k adds up to more
-/// than a rounding of the whole: where out is f32. An out of 16 bits does not show it, nor do operands that are cut off themselves.
+/// Whether each step's sum is added by itself. The tensor cores cut sums off instead of rounding them, which over a
+/// long k adds up to more than a rounding of the whole: where out is f32. An out of 16 bits does not show it, nor do
+/// operands that are cut off themselves.
 #[cfg(not(lacks_wgmma))]
 const fn promotes<T, O>() -> bool {
     size_of::<O>() == 4 && size_of::<T>() == 2

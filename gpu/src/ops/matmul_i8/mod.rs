@@ -2,10 +2,16 @@
 //!
 //! | kernels | for | by |
 //! |---|---|---|
-//! | `Gemv`, `Simt` | few rows; whatever is not aligned | `dp4a`: [`crate::matmul::few_rows_simt`] and [`crate::matmul::simt`] with four int8 in the place of an f32 |
+//! | `Gemv`, `Simt` | few rows; what is not aligned | `dp4a`: [`few_rows_simt`] and [`simt`], of four int8 as an f32 |
 //! | `Mma` | from 17 rows on, from sm_80 on | `mma.sync` m16n8k32: `matmul::mma_sync`, whose stages hold bytes |
 //! | `Wgmma` | from 17 rows on, sm_90a | `wgmma` k32: `matmul::wgmma` |
 //! | `Split` | 17 to 128 rows and few columns, sm_90a | the same, k shared by a cluster: `matmul::split_k_wgmma` |
+//!
+//! [`few_rows_simt`]: crate::matmul::few_rows_simt
+//! [`simt`]: crate::matmul::simt
+//!
+//! [`few_rows_simt`]: crate::matmul::few_rows_simt
+//! [`simt`]: crate::matmul::simt
 //!
 //! Sums are exact. What follows a sum is the same in all of them, step for step, hence the same bits: `scaled`.
 //!
@@ -175,8 +181,8 @@ abi::matmul_i8_table!(entries);
 /// One tile on Ampere's tensor cores.
 ///
 /// # Safety
-/// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes — checked in
-///   `MatmulI8::run`.
+/// - *converged*: all threads of the block; tensors *in-bounds* for `dims`, rows of a and b aligned to 16 bytes —
+///   checked in `MatmulI8::run`.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
@@ -307,8 +313,9 @@ impl<O: Element, const SUMS: usize> wgmma_consumers::Results<i32, SUMS> for Scal
     }
 }
 
-/// Combines the elements of out with what `of_column` says of their columns. A warp asks for each column once, a lane for every 32nd, and
-/// hands them around: asked for by every thread, 64 of them would be in its registers at a time, beside the sums.
+/// Combines the elements of out with what `of_column` says of their columns. A warp asks for each column once, a lane
+/// for every 32nd, and hands them around: asked for by every thread, 64 of them would be in its registers at a time,
+/// beside the sums.
 ///
 /// # Safety
 /// - *converged*: the whole warp.

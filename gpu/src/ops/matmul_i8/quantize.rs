@@ -58,8 +58,8 @@ fn quantized(value: f32, scale: f32) -> i8 {
 /// Quantises one row.
 ///
 /// # Safety
-/// - *converged*: one block per row, all its threads; rows *in-bounds*, and *aligned* (x to 16 bytes, q to as many bytes
-///   as 16 bytes of x have elements) if `cols_in_pieces` is not 0 — checked in `QuantizeRows::run`.
+/// - *converged*: one block per row, all its threads; rows *in-bounds*, and *aligned* (x to 16 bytes, q to as many
+///   bytes as 16 bytes of x have elements) if `cols_in_pieces` is not 0 — checked in `QuantizeRows::run`.
 #[inline(always)]
 unsafe fn quantize_row<T: Element>(x: *const T, q: *mut i8, scale: *mut f32, dims: &QuantizeRowsDims) {
     let row = thread::block_idx_x() as usize;

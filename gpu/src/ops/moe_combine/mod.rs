@@ -7,8 +7,8 @@
 //! w[t]      |   |    |    | …            y row 90 | … piece … |  ┼→ 8 (f32: 4) sums in f32 → out row t | … piece … |
 //! ```
 //!
-//! Positions and weights of a token are the same for all threads of its row and come from L1; the pieces of y, which are
-//! what is to be read, are loaded four at a time before the first is used. Bound by reading y.
+//! Positions and weights of a token are the same for all threads of its row and come from L1; the pieces of y, which
+//! are what is to be read, are loaded four at a time before the first is used. Bound by reading y.
 
 use abi::exact::sigmoid;
 use abi::ops::moe_combine::{BLOCK_PIECES_LOG2, MoeCombineDims};
@@ -98,7 +98,8 @@ fn add<const N: usize>(sums: &mut [f32; N], weight: f32, values: &[f32; N], per:
 /// Pieces of 16 bytes.
 ///
 /// # Safety
-/// - Tensors *in-bounds* for `dims` and *aligned(16)* — checked in `MoeCombine::run`, which takes the scalar tile otherwise.
+/// - Tensors *in-bounds* for `dims` and *aligned(16)* — checked in `MoeCombine::run`, which takes the scalar tile
+///   otherwise.
 #[inline(always)]
 unsafe fn by_piece<T: Element>(inputs: &Inputs<T>, out: *mut T, dims: &MoeCombineDims) {
     let (row, piece) = dims.tiles.locate(thread::block_idx_x(), thread::thread_idx_x(), BLOCK_PIECES_LOG2);

@@ -14,12 +14,12 @@
 //! 1. each warp counts its pairs
 //! 2. a thread per bin: where the bin begins (a scan over the bins, or the work of `Scan`), then running sums down the
 //!    warps: each warp's count becomes the place of its first pair
-//! 3. each warp goes through its pairs in order, 32 at a time: the lanes with the same id find one another by a ballot for
-//!    each bit of the id, and take places in the order of lanes
+//! 3. each warp goes through its pairs in order, 32 at a time: the lanes with the same id find one another by a ballot
+//!    for each bit of the id, and take places in the order of lanes
 //! ```
 //!
-//! Counts are integers and places follow from them, so nothing depends on timing. Bound by latency for few pairs, and by the
-//! scattered stores for many.
+//! Counts are integers and places follow from them, so nothing depends on timing. Bound by latency for few pairs, and
+//! by the scattered stores for many.
 
 use abi::ops::moe_permute::{MoePermuteDims, NO_POSITION, THREADS, bins, smem};
 use cuda_std::warp::{FULL_MASK, ballot, sync_warp};
@@ -145,9 +145,9 @@ unsafe fn scatter(ids: *const u32, order: *mut u32, positions: *mut u32, dims: &
     }
     let bins = bins(dims.experts);
     let (mut first, to) = pairs_of_warp(dims);
-    // SAFETY: `first` and `to` are the same for all lanes, so they stay together. The places of a bin run from its start up
-    // to its count over all warps and blocks, below `pairs`, and each is taken once. A warp's places are its own; they are
-    // read and changed with a barrier between.
+    // SAFETY: `first` and `to` are the same for all lanes, so they stay together. The places of a bin run from its
+    // start up to its count over all warps and blocks, below `pairs`, and each is taken once. A warp's places are its
+    // own; they are read and changed with a barrier between.
     unsafe {
         while first < to {
             let pair = first + lane;

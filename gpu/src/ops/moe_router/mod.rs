@@ -1,21 +1,21 @@
 //! Router of a mixture of experts: scores, choice and weights of a token's experts.
 //!
-//! Work split: a warp per token, four to a block. Lane l has the experts l, l + 32, …, whose order it keeps as integer keys
-//! in shared memory (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
+//! Work split: a warp per token, four to a block. Lane l has the experts l, l + 32, …, whose order it keeps as integer
+//! keys in shared memory (`abi::ops::sampling::key`), one more than the key, so that 0 says *not to be chosen*:
 //!
 //! ```text
 //! logits  | e0 | e1 | … | e31 | e32 | …           lane 0: e0, e32, …
 //! 1. keys of the logits; their maximum
 //! 2. softmax: the sum of e^(logit − max), each lane's in order, then a fixed tree
 //! 3. bias: keys of score + bias
-//! 4. groups: lane g adds up the two largest of group g; the best groups are taken one after another, and the keys of the
-//!    others become 0
-//! 5. top_k times: the largest key of the warp, the lowest expert among equals; its lane makes it 0 and looks for its next
+//! 4. groups: lane g adds up the two largest of group g; the best groups are taken one after another, and the keys of
+//!    the others become 0
+//! 5. top_k times: the largest key of the warp, the lowest expert among equals; its lane makes it 0 and finds its next
 //! 6. lane j: the weight of the expert that was chosen j-th
 //! ```
 //!
-//! Some hundred bytes to a few kilobytes per token: bound by latency, of which step 5 is the most. Rows are read once, by
-//! neighbouring lanes side by side; pieces of 16 bytes would leave most lanes without work.
+//! Some hundred bytes to a few kilobytes per token: bound by latency, of which step 5 is the most. Rows are read once,
+//! by neighbouring lanes side by side; pieces of 16 bytes would leave most lanes without work.
 
 use abi::ops::moe_router::{
     MoeRouterDims, NORMALISED, ROUND_BF16, ROUND_F16, SIGMOID, Scores, WARPS, weight,
@@ -47,8 +47,8 @@ unsafe fn best((mut key, mut index): (u32, u32)) -> (u32, u32) {
 /// Routes this warp's token.
 ///
 /// # Safety
-/// - Blocks of 32 · [`WARPS`] threads; `bias` is null or holds `experts` numbers; tensors *in-bounds* for `dims` — checked in
-///   `MoeRouter::run`.
+/// - Blocks of 32 · [`WARPS`] threads; `bias` is null or holds `experts` numbers; tensors *in-bounds* for `dims` —
+///   checked in `MoeRouter::run`.
 /// - *exclusive*: `WARPS · experts` words of dynamic shared memory are used for nothing else.
 #[inline(always)]
 unsafe fn route<T: Element>(
@@ -66,9 +66,9 @@ unsafe fn route<T: Element>(
     let row = logits.wrapping_add(token as usize * dims.logits_stride as usize);
     let keys = shared::base() + thread::warp_idx() * experts * 4;
     let at = |expert: u32| keys + 4 * expert;
-    // SAFETY: experts below `experts` are in the row, the bias and this warp's keys; a warp leaves or stays as a whole, and
-    // all branches around shuffles are the same for all lanes. Keys are touched by their own lane only, but for the groups'
-    // scores, which lie between two barriers.
+    // SAFETY: experts below `experts` are in the row, the bias and this warp's keys; a warp leaves or stays as a whole,
+    // and all branches around shuffles are the same for all lanes. Keys are touched by their own lane only, but for the
+    // groups' scores, which lie between two barriers.
     unsafe {
         let mut max_key = 0;
         let mut expert = lane;

@@ -1,5 +1,5 @@
-//! RMSNorm per head and rotary embedding of q and k, and the append of k and v to a cache: what stands between the joint
-//! projection and attention, in one pass.
+//! RMSNorm per head and rotary embedding of q and k, and the append of k and v to a cache: what stands between the
+//! joint projection and attention, in one pass.
 //!
 //! ```text
 //! q head → norm(q_weight) → rotate → q_out[token]
@@ -9,22 +9,23 @@
 //!
 //! A cache holds the heads' type, or fp8: values times 1/scale of their head, saturating.
 //!
-//! Work split: a head belongs to 8 to 32 neighbouring lanes, a piece of 16 bytes each, so the pieces are where RMSNorm's
-//! kernels have them and their sums of squares have the same bits. The other element of a half-split pair is in another
-//! lane, at the same place of its piece: four shuffles fetch that piece. What is normalised is rounded to the stored type
-//! before it is rotated, as it is between the operators `rmsnorm` and `rope`.
+//! Work split: a head belongs to 8 to 32 neighbouring lanes, a piece of 16 bytes each, so the pieces are where
+//! RMSNorm's kernels have them and their sums of squares have the same bits. The other element of a half-split pair is
+//! in another lane, at the same place of its piece: four shuffles fetch that piece. What is normalised is rounded to
+//! the stored type before it is rotated, as it is between the operators `rmsnorm` and `rope`.
 //!
 //! ```text
 //! head, 128 bf16 | 0 | 1 | … | 7 | 8 | 9 | … | 15 |     lane: its piece; lanes 0 and 8, 1 and 9, … exchange theirs
 //! ```
 //!
-//! A group of lanes takes up to eight heads of a token, all of q, of k or of v: it finds their places and reads weight, cos and sin
-//! once for them, and four loads are on their way all the time: when a head is done, the one four further on comes into its registers. Few
-//! tokens are bound by the launch and by latency: then a group takes one head.
+//! A group of lanes takes up to eight heads of a token, all of q, of k or of v: it finds their places and reads weight,
+//! cos and sin once for them, and four loads are on their way all the time: when a head is done, the one four further
+//! on comes into its registers. Few tokens are bound by the launch and by latency: then a group takes one head.
 //!
-//! The lanes of a warp have the same group of neighbouring tokens, so that what a group does not need, such as the norm of v or heads that
-//! there are not, takes the warp no instructions, and shuffles are converged. They differ in what there is: tokens and slots. Where there are
-//! many tokens, the warps of a block have the same group of more of them, or those of few heads would wait for the others' end.
+//! The lanes of a warp have the same group of neighbouring tokens, so that what a group does not need, such as the norm
+//! of v or heads that there are not, takes the warp no instructions, and shuffles are converged. They differ in what
+//! there is: tokens and slots. Where there are many tokens, the warps of a block have the same group of more of them,
+//! or those of few heads would wait for the others' end.
 //!
 //! q and q_out may be the same memory: a head is read before it is written, by the same lanes.
 //!
@@ -276,8 +277,8 @@ impl<T: Element, C: Cached<T>> Group<T, C> {
 /// interleaved, one if not.
 ///
 /// # Safety
-/// - The pairs are *in-bounds* of the tables' row, which is *aligned(16)*, but for the two of an interleaved f32 piece —
-///   checked in `QkNormRope::run`, which takes another tile otherwise.
+/// - The pairs are *in-bounds* of the tables' row, which is *aligned(16)*, but for the two of an interleaved f32 piece
+///   — checked in `QkNormRope::run`, which takes another tile otherwise.
 #[inline(always)]
 unsafe fn load_angles<T: Element>(table: *const f32, pair: usize, is_interleaved: bool) -> [f32; 8] {
     let table = table.wrapping_add(pair);
@@ -335,8 +336,8 @@ unsafe fn square_of<T: Element, const LANES: u32>(values: &[f32; 8]) -> f32 {
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose token is past the end.
 /// - Pointers, strides, the head dimension and the rotated part (half of it, if pairs are half of it apart) are
-///   *in-bounds* and *aligned(16)*; a head has at most `LANES` pieces — checked in `QkNormRope::run`, which takes the block
-///   tile otherwise. q is q_out or does not overlap it; slots distinct (*exclusive*) — its caller.
+///   *in-bounds* and *aligned(16)*; a head has at most `LANES` pieces — checked in `QkNormRope::run`, which takes the
+///   block tile otherwise. q is q_out or does not overlap it; slots distinct (*exclusive*) — its caller.
 #[inline(always)]
 unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
     tensors: &Tensors<T, C>,
@@ -479,8 +480,8 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
     }
 }
 
-/// A block walks over one head element by element, twice, or three times if its squares do not fit f32: the fallback for
-/// any size, stride and alignment.
+/// A block walks over one head element by element, twice, or three times if its squares do not fit f32: the fallback
+/// for any size, stride and alignment.
 ///
 /// # Safety
 /// - One block per head, all its threads (*converged*); heads *in-bounds* — checked in `QkNormRope::run`. q is q_out or
@@ -489,7 +490,8 @@ unsafe fn by_lanes<T: Element, C: Cached<T>, const LANES: u32>(
 unsafe fn by_element<T: Element, C: Cached<T>>(tensors: &Tensors<T, C>, dims: &QkNormRopeDims) {
     let (member, members) = (thread::thread_idx_x(), thread::block_dim_x());
     // SAFETY: col < head_dim keeps every access inside its head — QkNormRope::run. All threads of the block have one
-    // group, so they leave together and meet in the sum; what is read after it is written only by the thread that read it.
+    // group, so they leave together and meet in the sum; what is read after it is written only by the thread that read
+    // it.
     unsafe {
         let (token, group) =
             (thread::block_idx_x() / num_groups(dims), thread::block_idx_x() % num_groups(dims));

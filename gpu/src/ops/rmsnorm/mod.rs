@@ -1,5 +1,5 @@
-//! RMSNorm, with an optional residual added first: `h = x + residual; out = h · rsqrt(mean(h²) + eps) · (w + offset)`, and
-//! an optional gate at the end: `out · silu(gate)`.
+//! RMSNorm, with an optional residual added first: `h = x + residual; out = h · rsqrt(mean(h²) + eps) · (w + offset)`,
+//! and an optional gate at the end: `out · silu(gate)`.
 //!
 //! Work split: a row belongs to 8 to 32 lanes (short rows, several per block), or to a block. Each thread holds its
 //! pieces of the row in registers, so the row is read once; thread t of n takes pieces t, t + n, …, which makes every
@@ -111,8 +111,8 @@ unsafe fn far_row<T: Element>(
     };
     let (first, end) =
         (thread::opaque(member * T::PER_16_BYTES as u32), if row < dims.rows { dims.cols } else { 0 });
-    // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by all
-    // that take part in it — the caller.
+    // SAFETY: col < end keeps every access inside its row, the rows are inside their buffers, and `sum` is called by
+    // all that take part in it — the caller.
     unsafe {
         let mut square = 0.0;
         let mut col = first;
@@ -137,8 +137,8 @@ unsafe fn far_row<T: Element>(
     }
 }
 
-/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members; `again` tells all that take part in it whether one of
-/// them wants it once more.
+/// One row in `CHUNKS` pieces per thread. `sum` reduces over the members; `again` tells all that take part in it
+/// whether one of them wants it once more.
 ///
 /// # Safety
 /// - All lanes of the warp call it (*converged*), also those whose `row` is past the end.
@@ -307,8 +307,8 @@ macro_rules! body {
         let group = thread::thread_idx_x() / $lanes;
         let row = thread::block_idx_x() * (thread::block_dim_x() / $lanes) + group;
         let share = Share { row, member: thread::thread_idx_x() % $lanes, members: $lanes };
-        // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`. They ask
-        // for it again together.
+        // SAFETY: whole warps, and the sum is over the lanes of the row's group, which all have the same `row`. They
+        // ask for it again together.
         unsafe {
             rows_in_registers::<$type, $chunks>(
                 $x,
@@ -326,8 +326,8 @@ macro_rules! body {
     (Block, $type:ident, $x:ident, $r:ident, $w:ident, $g:ident, $o:ident, $dims:ident, $chunks:literal) => {{
         let (row, member, members) = (thread::block_idx_x(), thread::thread_idx_x(), thread::block_dim_x());
         let share = Share { row, member, members };
-        // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run. All
-        // have the bits of the same sum, so they want the same; the barrier is between the two sums.
+        // SAFETY: one block per row, all its threads take part in the sum; the grid has `rows` blocks — RmsNorm::run.
+        // All have the bits of the same sum, so they want the same; the barrier is between the two sums.
         unsafe {
             rows_in_registers::<$type, $chunks>(
                 $x,

@@ -1,4 +1,5 @@
-//! Rotary position embedding: each pair (a, b) of a head becomes `(a·cos − b·sin, b·cos + a·sin)` of its token's angles.
+//! Rotary position embedding: each pair (a, b) of a head becomes `(a·cos − b·sin, b·cos + a·sin)` of its token's
+//! angles.
 //!
 //! Work split: a thread takes the same place of four heads of a token, so that it reads cos and sin once for them. A
 //! place (unit) is two pieces of 16 bytes, one of each half (half-split, 8 pairs of 16-bit elements), or one piece
@@ -6,12 +7,12 @@
 //! then neighbouring heads, so a warp's load is whole lines:
 //!
 //! ```text
-//! head, 128 bf16 | 0 | 1 | … | 7 | 8 | 9 | … | 15 |       thread u: pieces u and u + 8 of heads g, g + G, g + 2G, g + 3G
+//! head, 128 bf16 | 0 | 1 | … | 7 | 8 | 9 | … | 15 |     thread u: pieces u and u + 8 of heads g, g + G, g + 2G, g + 3G
 //! lanes            0   1       7   0   1        7          (G groups)
 //! ```
 //!
-//! Eight loads of 16 bytes per thread are issued before the first use: with 512 threads per SM that is 64 KiB in flight.
-//! The tables are f32 and are read through the read-only path; a token's heads share them in L1.
+//! Eight loads of 16 bytes per thread are issued before the first use: with 512 threads per SM that is 64 KiB in
+//! flight. The tables are f32 and are read through the read-only path; a token's heads share them in L1.
 //!
 //! x and out may be the same memory: a thread reads all that it will write before it writes, and nobody else reads it.
 //! x is therefore not read through the read-only path.

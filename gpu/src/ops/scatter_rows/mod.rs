@@ -1,8 +1,8 @@
 //! Rows into places that are named by number: `out[ids[t], :] = x[t, :]`, or `+=`.
 //!
-//! Work split: a thread moves one piece of 16 bytes of a row of x; `abi::RowTiles` deals the pieces to blocks, so rows of
-//! any length fill them. x is read once and streamed; only the named rows of out are touched. The numbers come from device
-//! memory. Bound by memory.
+//! Work split: a thread moves one piece of 16 bytes of a row of x; `abi::RowTiles` deals the pieces to blocks, so rows
+//! of any length fill them. x is read once and streamed; only the named rows of out are touched. The numbers come from
+//! device memory. Bound by memory.
 
 use abi::ops::scatter_rows::{BLOCK_PIECES_LOG2, ScatterRowsDims};
 use cuda_std::cvt::{Element, bf16, f16};

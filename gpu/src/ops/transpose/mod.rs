@@ -1,8 +1,8 @@
 //! Transposition of the matrices of a batch: `out[b, col, row] = x[b, row, col]`.
 //!
 //! Work split: a block of 8 warps moves a tile through shared memory, so that a warp reads 32 words of a row of x and
-//! writes 32 words of a row of out: whole lines both ways. A word holds p = 4, 2 or 1 elements of 1, 2 or 4 bytes; a tile
-//! is 32 words wide and at least 64 rows high:
+//! writes 32 words of a row of out: whole lines both ways. A word holds p = 4, 2 or 1 elements of 1, 2 or 4 bytes; a
+//! tile is 32 words wide and at least 64 rows high:
 //!
 //! ```text
 //! x     row r      | word 0 | … | word 31 |  warp w reads rows w, w + 8, …, lane l word l            → shared memory
@@ -10,9 +10,9 @@
 //!                    lane l: element k of word j of rows p·l … p·l + p−1 of the tile
 //! ```
 //!
-//! A lane that reads word j of p neighbouring rows has a p × p square of elements: transposed in registers it is one word
-//! of each of p rows of out. `abi::ops::transpose::tile_address` has the layout in shared memory and its bank arithmetic:
-//! no conflicts, neither way.
+//! A lane that reads word j of p neighbouring rows has a p × p square of elements: transposed in registers it is one
+//! word of each of p rows of out. `abi::ops::transpose::tile_address` has the layout in shared memory and its bank
+//! arithmetic: no conflicts, neither way.
 //!
 //! 8 to 16 words are in flight per thread; with 2048 threads per SM that is 64 KiB and more.
 

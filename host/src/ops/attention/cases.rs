@@ -187,8 +187,8 @@ pub const CASES: &[AttentionCase] = cases! {
     ];
 };
 
-/// Runs of so many queries of a sequence, for what tries every operator: of a cache in one piece, and, where the type has them, of pages
-/// in fp8.
+/// Runs of so many queries of a sequence, for what tries every operator: of a cache in one piece, and, where the type
+/// has them, of pages in fp8.
 pub fn samples(device: &Device, seq_q: usize, dtype: DType) -> Result<Vec<Sample>, Error> {
     let ([heads_q, heads_kv], head_dim, seq_kv, page_size) = ([4, 2], 64, 128, 16);
     let problem = AttentionProblem {

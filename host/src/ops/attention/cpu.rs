@@ -220,8 +220,8 @@ fn tiles<T: FloatElement, C: FloatElement>(
             let start = place(batch, dims.out_batch_stride)
                 + place(first_query + query, dims.out_token_stride)
                 + place(head, dims.out_head_stride);
-            // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements), and offsets that
-            // ascend give each row to one sequence.
+            // SAFETY: rows do not overlap within a view that is written (distinct rows have distinct elements), and
+            // offsets that ascend give each row to one sequence.
             let out = unsafe { out.part(start, head_dim_v) };
             let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
             for (out, value) in std::iter::zip(out, &row.out) {

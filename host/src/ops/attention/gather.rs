@@ -63,8 +63,9 @@ impl Gather {
             dims.into(),
         ];
         let grid = blocks(&[dims.sequences, dims.seq_kv.div_ceil(GATHER_KEYS)])?;
-        // SAFETY: `check` found every row of the tensors inside its view, and `run` that all are aligned to 16 bytes; the workspace has
-        // room for the planned sizes, which the run's do not exceed; the grid covers exactly the keys of all sequences.
+        // SAFETY: `check` found every row of the tensors inside its view, and `run` that all are aligned to 16 bytes;
+        // the workspace has room for the planned sizes, which the run's do not exceed; the grid covers exactly the keys
+        // of all sequences.
         unsafe {
             self.kernel.entry.launch(
                 stream,

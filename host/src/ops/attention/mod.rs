@@ -255,8 +255,8 @@ pub struct Offsets<'a> {
 /// let mut out = Tensor::empty(&stream, &[1, 512, 32, 128], DType::BF16)?;
 /// let (k, v) = (cache.view().slice(0, 0..1)?, cache.view().slice(0, 1..2)?);
 /// let args = AttentionArgs {
-///     q: q.view(), k, v, kv_lens: None, kv_scales: KvScales::default(), offsets: Offsets::default(), out: out.view_mut(),
-///     lse: None, scores: ScoreTensors::default(), page_table: None,
+///     q: q.view(), k, v, kv_lens: None, kv_scales: KvScales::default(), offsets: Offsets::default(),
+///     out: out.view_mut(), lse: None, scores: ScoreTensors::default(), page_table: None,
 /// };
 /// attention.run(&stream, args)?;
 /// println!("{}", attention.report());

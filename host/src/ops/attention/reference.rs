@@ -137,11 +137,13 @@ pub fn attention<A: Real>(
     (out, lse)
 }
 
-/// What the errors of [`attention`] are relative to: the terms of the sums taken absolute, and the condition of the softmax.
+/// What the errors of [`attention`] are relative to: the terms of the sums taken absolute, and the condition of the
+/// softmax.
 ///
-/// A score errs in proportion to `a = scale · Σ|q·k|` (under a soft cap to that times the slope there, and to itself), and to what is added to it, and `∂out/∂score = p·(v − out)`. So out errs in proportion to
-/// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as with
-/// scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
+/// A score errs in proportion to `a = scale · Σ|q·k|` (under a soft cap to that times the slope there, and to itself),
+/// and to what is added to it, and `∂out/∂score = p·(v − out)`. So out errs in proportion to
+/// `Σ p·|v| + Σ p·|v − out|·(1 + a)`: next to nothing of the second term is left where one key has all the weight, as
+/// with scores far apart. The log-sum-exp errs in proportion to `1 + |lse| + Σ p·a`.
 pub fn magnitudes(sequence: &Sequence, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let Sequence { seq_q, len, heads_q, heads_kv, head_dim, head_dim_v, scale, .. } = *sequence;
     let group = heads_q / heads_kv;

@@ -121,7 +121,8 @@ fn prefill(problem: &AttentionProblem) -> Option<&'static AttentionVariant> {
     VARIANTS.iter().find(|v| matches!(v.tile, AttentionTile::Prefill { .. }) && holds(v, problem))
 }
 
-/// The smallest of these kernels, which go from small to large, whose heads are wide enough, and which holds the rows if one of them does.
+/// The smallest of these kernels, which go from small to large, whose heads are wide enough, and which holds the rows
+/// if one of them does.
 fn for_rows(
     variants: &'static [AttentionVariant],
     fits: impl Fn(&AttentionVariant) -> bool,
@@ -138,7 +139,8 @@ fn decode(problem: &AttentionProblem, rows: usize) -> Option<&'static AttentionV
     for_rows(VARIANTS, |v| matches!(v.tile, AttentionTile::Decode { .. }) && holds(v, problem), rows)
 }
 
-/// The kernel for tensors whose rows are not aligned to 16 bytes, and for wide heads whose values are not in the keys' rows.
+/// The kernel for tensors whose rows are not aligned to 16 bytes, and for wide heads whose values are not in the keys'
+/// rows.
 pub(super) fn unaligned(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
     prefill(problem).or_else(|| decode(problem, usize::MAX)).ok_or_else(|| unsupported_dtype(problem))
 }
@@ -147,9 +149,9 @@ fn unsupported_dtype(problem: &AttentionProblem) -> Error {
     Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name())
 }
 
-/// The kernel for `seq_q` queries of each sequence: decode for a few and for wide heads, else prefill, on tensor cores if there
-/// are any; the smallest that holds the head and, for decode, the rows that share a key head. Does not depend on the number of
-/// sequences or keys. Wide heads are taken to be latent attention's, with values in the keys' rows.
+/// The kernel for `seq_q` queries of each sequence: decode for a few and for wide heads, else prefill, on tensor cores
+/// if there are any; the smallest that holds the head and, for decode, the rows that share a key head. Does not depend
+/// on the number of sequences or keys. Wide heads are taken to be latent attention's, with values in the keys' rows.
 pub fn select(
     limits: &DeviceLimits,
     problem: &AttentionProblem,

@@ -4,8 +4,8 @@ use crate::ops::glu::Activation;
 use crate::ops::glu::reference::act;
 use crate::ops::reference::Real;
 
-/// Convolves one sequence `x [tokens, channels]`; see [`super::CausalConv1d`]. `state [channels, width − 1]` is brought up to
-/// date. Returns out, and what the error of each element is relative to: Σ|w · x| (+ |bias|) times a bound of the
+/// Convolves one sequence `x [tokens, channels]`; see [`super::CausalConv1d`]. `state [channels, width − 1]` is brought
+/// up to date. Returns out, and what the error of each element is relative to: Σ|w · x| (+ |bias|) times a bound of the
 /// activation's slope for the sum s, σ(s) · (1 + |s| (1 − σ(s))) with σ the sigmoid.
 ///
 /// `store` is the rounding of a value that is stored: the identity for the specification.

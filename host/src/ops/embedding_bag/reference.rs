@@ -2,11 +2,11 @@
 
 use crate::ops::reference::Real;
 
-/// Adds to each row of `out` the weighted sum of its bag; see [`super::EmbeddingBag`]. Bags and rows of out are as many; NaN
-/// for ids that the table does not have.
+/// Adds to each row of `out` the weighted sum of its bag; see [`super::EmbeddingBag`]. Bags and rows of out are as
+/// many; NaN for ids that the table does not have.
 ///
-/// Returns for each element the sum of the absolute values of its terms. `store` is the rounding of a value that is stored:
-/// the identity for the specification.
+/// Returns for each element the sum of the absolute values of its terms. `store` is the rounding of a value that is
+/// stored: the identity for the specification.
 pub fn embedding_bag<A: Real>(
     table: &[f64],
     bags: &[(Vec<u32>, Vec<f32>)],

@@ -49,8 +49,8 @@ fn heads<T: FloatElement>(dims: &GatedDeltaDims, args: &mut GatedDeltaArgs<'_>) 
         token * token_stride as usize + head * head_stride as usize
     };
     let elements = dims.tokens as usize * heads * dim_k * dim_v;
-    // By heads, whose parts of state and out are apart, whatever slots and offsets the caller has written: of a slot that is there twice one
-    // sequence comes after the other.
+    // By heads, whose parts of state and out are apart, whatever slots and offsets the caller has written: of a slot
+    // that is there twice one sequence comes after the other.
     for_rows(heads, elements, |head| {
         for (index, &slot) in slots.iter().enumerate() {
             let tokens = sequence(offsets, index, dims.tokens);

@@ -114,12 +114,12 @@ pub fn gated_delta<A: Real>(head: Head<'_>, dim_k: usize, store: impl Fn(A) -> A
     Outcome { out, state, out_terms, state_terms }
 }
 
-/// The same in chunks of so many tokens, as plain loops: in f64 equal to the specification, in f32 what the errors of the
-/// chunked form are measured by. Returns out and the state.
+/// The same in chunks of so many tokens, as plain loops: in f64 equal to the specification, in f32 what the errors of
+/// the chunked form are measured by. Returns out and the state.
 ///
 /// With γ the sums of g in a chunk and D_ts = e^(γ_t − γ_s) for s ≤ t, the corrections of all tokens, d_t = β_t (v_t −
-/// e^γ_t Sᵀ k_t − Σ_{s<t} D_ts (k_t · k_s) d_s), are found from the first to the last. Then `out_t = e^γ_t Sᵀ q_t + Σ_{s≤t}
-/// D_ts (q_t · k_s) d_s`, and `S ← e^γ_C S + Σ_t e^(γ_C − γ_t) k_t ⊗ d_t`.
+/// e^γ_t Sᵀ k_t − Σ_{s<t} D_ts (k_t · k_s) d_s), are found from the first to the last. Then `out_t = e^γ_t Sᵀ q_t +
+/// Σ_{s≤t} D_ts (q_t · k_s) d_s`, and `S ← e^γ_C S + Σ_t e^(γ_C − γ_t) k_t ⊗ d_t`.
 pub fn gated_delta_chunked<A: Real>(
     head: Head<'_>,
     dim_k: usize,

@@ -18,8 +18,8 @@ pub enum Form {
     Recurrent,
     /// 64 tokens at a time.
     Chunked {
-        /// Most chunks of a pass over the tokens, plus one for each sequence; at least 1. The workspace is 33 KiB for each of
-        /// them and value head. It does not show in the result.
+        /// Most chunks of a pass over the tokens, plus one for each sequence; at least 1. The workspace is 33 KiB for
+        /// each of them and value head. It does not show in the result.
         pass: u32,
     },
 }

@@ -23,15 +23,16 @@ pub struct GroupedMatmulChoice {
     pub why: String,
 }
 
-/// Rows of a tile by the number of rows, which is all that the host knows: rows of an expert on average decide, in halves.
+/// Rows of a tile by the number of rows, which is all that the host knows: rows of an expert on average decide, in
+/// halves.
 ///
-/// A tile of few rows may need a second reading of the weight, from L2; one of many computes rows that are not there. Up to
-/// 16 rows the kernels for few are meant to win, as they do in the matrix product.
+/// A tile of few rows may need a second reading of the weight, from L2; one of many computes rows that are not there.
+/// Up to 16 rows the kernels for few are meant to win, as they do in the matrix product.
 const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256, 64), (usize::MAX, 128)];
 
-/// The same on tensor cores. Rows of experts differ: where half a row of each is the average, few experts have more than 8, whose
-/// weights tiles of 8 rows read twice. A tile of 128 rows takes a multiprocessor of Ampere as long as three and a half of 64 × 64, so
-/// it pays when most experts fill more than half of it.
+/// The same on tensor cores. Rows of experts differ: where half a row of each is the average, few experts have more
+/// than 8, whose weights tiles of 8 rows read twice. A tile of 128 rows takes a multiprocessor of Ampere as long as
+/// three and a half of 64 × 64, so it pays when most experts fill more than half of it.
 const TENSOR_RUNGS: [(usize, u32); 4] = [(1, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
 
 /// On Hopper, most rows, of all experts together, for the kernels of few. Its own kernel for many needs weights for its
@@ -67,8 +68,8 @@ impl GroupedMatmulChoice {
     }
 }
 
-/// The kernels by ordinary arithmetic for every number of rows up to the problem's, fewest rows first: a run takes the first that
-/// is for its rows.
+/// The kernels by ordinary arithmetic for every number of rows up to the problem's, fewest rows first: a run takes the
+/// first that is for its rows.
 pub fn select(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,

@@ -62,8 +62,8 @@ fn rows<T: FloatElement>(dims: &LayerNormDims, args: &mut LayerNormArgs<'_>) {
     });
 }
 
-/// The sum over a row, in 32 parts that are added up at the end, as a warp's lanes would: one after the other the roundings
-/// of a long row would outweigh what is to be corrected.
+/// The sum over a row, in 32 parts that are added up at the end, as a warp's lanes would: one after the other the
+/// roundings of a long row would outweigh what is to be corrected.
 fn sum<T: FloatElement>(row: &[T], term: impl Fn(f32) -> f32) -> f32 {
     let mut parts = [0.0; 32];
     for values in row.chunks(parts.len()) {

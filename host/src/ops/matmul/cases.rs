@@ -56,8 +56,8 @@ pub(crate) const fn linear(name: &'static str, phase: Phase, n: usize, k: usize)
     plain(name, phase.tokens(), n, k)
 }
 
-/// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the first.
-/// The head runs for the last token of a prompt only.
+/// The shapes. Layers that share their input are stacked; a shape that several models have stands once, under the
+/// first. The head runs for the last token of a prompt only.
 pub const CASES: &[MatmulCase] = cases! {
     linear;
     one: [

@@ -14,7 +14,8 @@ use crate::error::Error;
 /// does that of 64 rows, at the price of reading b again for every 8.
 pub(crate) const GEMV_MAX_ROWS: usize = 16;
 
-/// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy, where up to four columns share a warp.
+/// Warps per multiprocessor that it takes, with four loads per lane, to keep the memory busy, where up to four columns
+/// share a warp.
 const GEMV_WARPS_PER_SM: usize = 64;
 
 /// Warps that a multiprocessor holds of one row's kernel. All that there are should be at work at once, since more of
@@ -94,11 +95,11 @@ pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
     ladder
 }
 
-/// Binary logarithm of the warps that share a column's k: enough warps for the memory, but four pieces for every lane. Where the tensor cores do all
-/// but one row, as many warps as there is room for, but three pieces for every lane.
+/// Binary logarithm of the warps that share a column's k: enough warps for the memory, but four pieces for every lane.
+/// Where the tensor cores do all but one row, as many warps as there is room for, but three pieces for every lane.
 ///
-/// It decides the order of a sum, so it depends on n (of all products together), k, type and device only, not on the number
-/// of rows.
+/// It decides the order of a sum, so it depends on n (of all products together), k, type and device only, not on the
+/// number of rows.
 pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize, dtype: DType) -> u32 {
     let pieces = k / (16 / dtype.bytes());
     let num_sms = limits.num_sms.max(1) as usize;
@@ -217,7 +218,8 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
 /// columns leave half of the multiprocessors idle, and k is long enough to be shared. By four where there is about a
 /// multiprocessor for each of them, else by two, which have one each and twice the stages.
 ///
-/// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as many.
+/// More than 64 rows are two tiles, which read the same b at about the same time. Those of 128 columns are half as
+/// many.
 ///
 /// Tiles whose k is shared by as many blocks have the same order of a sum.
 pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
@@ -259,7 +261,8 @@ const STREAM_GROUPS_PER_SM: usize = 32;
 /// Binary logarithm of the warps that share a column's k in the `Stream` tiles: enough of them for the memory, but
 /// three turns for each, or two where multiprocessors would have no block.
 ///
-/// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number of rows.
+/// It decides the order of a sum, so it depends on n (of all products together), k and the card only, not on the number
+/// of rows.
 pub(crate) fn stream_split_log2(num_sms: u32, n: usize, k: usize) -> u32 {
     let (groups, wanted) = (n.div_ceil(16), STREAM_GROUPS_PER_SM * num_sms.max(1) as usize);
     let turns = k / STREAM_BK as usize;

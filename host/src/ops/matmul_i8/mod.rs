@@ -84,13 +84,12 @@ impl<'a> MatmulI8Args<'a> {
 /// `out[i, j] = (Σ_l qa[i, l] · qb[j, l]) · a_scale[i] · b_scale[j] + bias[j]`.
 ///
 /// **Arithmetic**: the sum is exact: k is at most [`MAX_K`], which keeps it in an i32 for any int8 values. It is then
-/// rounded to f32, multiplied by the row's scale, by the column's, the bias is added, each with one rounding, and out is
-/// rounded to its type.
-/// **Determinism**: the same bits on every device and with every kernel, whatever the number of rows.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: up to 16 rows, and where addresses, strides and k are no multiples of 16 bytes, the same kernels on all floors, by
-/// `dp4a`. More rows on tensor cores from sm_80 on (`mma.sync`), on sm_90a by `wgmma`.
+/// rounded to f32, multiplied by the row's scale, by the column's, the bias is added, each with one rounding, and out
+/// is rounded to its type. **Determinism**: the same bits on every device and with every kernel, whatever the number of
+/// rows. **Aliasing**: out may not overlap the other tensors. **Errors**: [`Error::Invalid`] for a shape, stride, type
+/// or place that does not fit; never after work was enqueued. **Architectures**: up to 16 rows, and where addresses,
+/// strides and k are no multiples of 16 bytes, the same kernels on all floors, by `dp4a`. More rows on tensor cores
+/// from sm_80 on (`mma.sync`), on sm_90a by `wgmma`.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -154,8 +153,8 @@ impl MatmulI8 {
         Self::new(device, problem, select(&limits, &problem)?, tensor, select::TENSOR_MIN_ROWS)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
-    /// where an operand's address or stride does not suit it.
+    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is
+    /// left out where an operand's address or stride does not suit it.
     pub fn plan_with(
         device: &Device,
         problem: MatmulI8Problem,
@@ -263,8 +262,8 @@ impl MatmulI8 {
         mut dims: MatmulDims,
     ) -> Result<(), Error> {
         let rows = dims.m.next_multiple_of(8);
-        // Boxes of a and b: the blocks of a cluster load an equal part each of what they share; of a, which each has for itself, the rows that
-        // there are.
+        // Boxes of a and b: the blocks of a cluster load an equal part each of what they share; of a, which each has
+        // for itself, the rows that there are.
         let ([a_box, b_box], cluster, persists) = match variant.tile {
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: false, .. } => {
                 ([rows.min(bm), bn / cluster], cluster, true)
@@ -306,9 +305,9 @@ impl MatmulI8 {
             out.into(),
             (*qb).into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the scales have
-        // a value per row and column; the blocks walk over all tiles, or there is a cluster for each; shared memory and clusters are
-        // the tile's.
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
+        // scales have a value per row and column; the blocks walk over all tiles, or there is a cluster for each;
+        // shared memory and clusters are the tile's.
         unsafe { entry.launch(stream, [blocks, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 
@@ -334,9 +333,9 @@ impl MatmulI8 {
             out.into(),
             (&dims).into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest` looks at
-        // for the tensor cores; the scales have a value per row and column; the grid covers the product exactly, which `select` found
-        // to fit; shared memory is the tile's.
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which
+        // `fastest` looks at for the tensor cores; the scales have a value per row and column; the grid covers the
+        // product exactly, which `select` found to fit; shared memory is the tile's.
         unsafe { entry.launch(stream, [blocks as u32, 1, 1], [variant.tile.threads(), 1, 1], &params) }
     }
 

@@ -72,8 +72,8 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulI8Problem) -> Vec<&'
     if hopper.is_empty() { MMA_VARIANTS.iter().filter(fits).collect() } else { hopper }
 }
 
-/// About how many clocks a launch of a tile of the tensor cores takes, of which a row takes as long as one of half as many elements of
-/// 16 bits.
+/// About how many clocks a launch of a tile of the tensor cores takes, of which a row takes as long as one of half as
+/// many elements of 16 bits.
 pub(super) fn clocks(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> (u64, u32) {
     tensor_clocks(tile, 1, m, n, k / 2, num_sms)
 }

@@ -1,4 +1,5 @@
-//! The router on the CPU: tokens in parallel, with the arithmetic of `abi::ops::moe_router` in the order of the kernels.
+//! The router on the CPU: tokens in parallel, with the arithmetic of `abi::ops::moe_router` in the order of the
+//! kernels.
 
 use std::cell::RefCell;
 

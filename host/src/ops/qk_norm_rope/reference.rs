@@ -9,8 +9,8 @@ use crate::ops::rope::reference::{RopeShape, rope};
 /// [`super::QkNormRope`]. What goes into a cache goes there by
 /// [`kv_append`](crate::ops::kv_append::reference::kv_append).
 ///
-/// Returns the heads, and for each element the sum of the absolute values of the rotation's two products. `store` is the
-/// rounding of a value that is stored: the identity for the specification.
+/// Returns the heads, and for each element the sum of the absolute values of the rotation's two products. `store` is
+/// the rounding of a value that is stored: the identity for the specification.
 pub fn qk_norm_rope<A: Real>(
     x: &[f64],
     norm: Option<(QkNorm, &[f64])>,

@@ -77,7 +77,8 @@ fn fits(variant: &QkNormRopeVariant, problem: &QkNormRopeProblem) -> bool {
         }
 }
 
-/// The fewest lanes that hold a head, by the head's size and type alone; as many heads per group as leave every SM work.
+/// The fewest lanes that hold a head, by the head's size and type alone; as many heads per group as leave every SM
+/// work.
 pub fn select(limits: &DeviceLimits, problem: &QkNormRopeProblem) -> Result<Choice<QkNormRopeKernel>, Error> {
     let variant = first(OP, VARIANTS, problem.dtype, |variant| fits(variant, problem))?;
     let choice = |heads_per_group, why| {

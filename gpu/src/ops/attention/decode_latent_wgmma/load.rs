@@ -22,8 +22,8 @@ const Q_LOT_ROWS: u32 = Q_LOTS as u32 * Q_THREADS / (BOXES * 8);
 pub(super) unsafe fn load_keys(k: *const TensorMap, tables: Tables, dims: &AttentionDims) {
     let mut splits = Splits::new(dims, true);
     let mut turn = Turn(0);
-    // SAFETY: a stage is loaded when both warpgroups of values have given it back. A page beyond the last key that is seen is not looked
-    // up: another comes in its place.
+    // SAFETY: a stage is loaded when both warpgroups of values have given it back. A page beyond the last key that is
+    // seen is not looked up: another comes in its place.
     unsafe {
         let mut work: Work<ROWS> = splits.find(tables, dims);
         while work.has_keys() {

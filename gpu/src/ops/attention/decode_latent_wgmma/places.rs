@@ -53,7 +53,8 @@ impl Turn {
         shared::base() + LATENT_STAGES * (STEP_BYTES + Q_BYTES) + self.place() * WEIGHT_BYTES
     }
 
-    /// A word, then of each row what older sums are multiplied by, what the split's result and those before it are, and its slot.
+    /// A word, then of each row what older sums are multiplied by, what the split's result and those before it are, and
+    /// its slot.
     #[inline(always)]
     pub(super) fn note(self) -> u32 {
         shared::base()

@@ -13,7 +13,8 @@ use super::{KEYS, OWN, ROW_BYTES, ROWS, SCORES, SUMS, steps_of};
 use crate::matmul::multiplicand::{Multiplicand, finite_halves};
 use crate::tile::softmax::{base, meet, weight};
 
-/// How far, in powers of two, a score may be above what weights are relative to: those are 256 at most then, which f16 has room for.
+/// How far, in powers of two, a score may be above what weights are relative to: those are 256 at most then, which f16
+/// has room for.
 const SLACK: f32 = 8.0;
 
 /// The larger of two numbers of each of a thread's rows.
@@ -64,8 +65,8 @@ pub(super) unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
     let (mut turn, mut q_turn) = (Turn(0), Turn(0));
     // Of the row that is the first warp's lane, of the splits of the result so far.
     let (mut joined_m, mut joined_sum) = (0.0, 0.0);
-    // SAFETY: what comes from shared memory has come; what is told of a step is written between its keys' arrival and its own, to places
-    // that are read before the keys are given back.
+    // SAFETY: what comes from shared memory has come; what is told of a step is written between its keys' arrival and
+    // its own, to places that are read before the keys are given back.
     unsafe {
         let mut work: Work<ROWS> = splits.find(tables, dims);
         if !work.has_keys() {
@@ -126,7 +127,8 @@ pub(super) unsafe fn scores<T: Multiplicand + Multiply<[f32; SUMS]>>(
                     }
                 }
 
-                // Bases stay where no score is far above them: then one word of each warp is all that they have to tell each other.
+                // Bases stay where no score is far above them: then one word of each warp is all that they have to tell
+                // each other.
                 let mut is_far = false;
                 let mut i = 0;
                 while i < OWN {

@@ -2,9 +2,11 @@
 
 use crate::matmul::multiplicand::Multiplicand;
 
-/// What weights are multiplied by where they are bfloat16 and are to be binary16: 1 becomes the largest power of two there.
+/// What weights are multiplied by where they are bfloat16 and are to be binary16: 1 becomes the largest power of two
+/// there.
 pub(super) const LIFT: f32 = (1u32 << 15) as f32;
-/// log2 of how far a band of such weights reaches: where it begins is an ordinary number of binary16, whose smallest is 2^-14.
+/// log2 of how far a band of such weights reaches: where it begins is an ordinary number of binary16, whose smallest is
+/// 2^-14.
 const BAND: u32 = 29;
 /// Bands down to the least number of f32; what is not ordinary of the last one is below 2^-116.
 pub(super) const BANDS: u32 = 4;
@@ -21,8 +23,8 @@ pub(super) fn power_of_bands(bands: u32) -> f32 {
     f32::from_bits((127 + BAND * bands) << 23)
 }
 
-/// Those of eight keys' weights in words of `T` that are of a band, as far up as those of band 0, as `M`; all of them if there is
-/// one band only. Weights of the same type stay as they are.
+/// Those of eight keys' weights in words of `T` that are of a band, as far up as those of band 0, as `M`; all of them
+/// if there is one band only. Weights of the same type stay as they are.
 #[inline(always)]
 pub(super) fn narrow<T: Multiplicand, M: Multiplicand>(words: [u32; 2], band: u32, bands: u32) -> [u32; 2] {
     if T::INFINITIES == M::INFINITIES {

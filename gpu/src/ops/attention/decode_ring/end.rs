@@ -14,8 +14,8 @@ use crate::ops::attention::work::Work;
 use crate::ops::attention::{Tables, offset};
 use crate::tile::softmax::{base, meet, weight};
 
-/// A lane's part of 16 keys' values in 16 columns, as an operand, without what is not finite of keys that a row does not see; and whether it
-/// had such a one.
+/// A lane's part of 16 keys' values in 16 columns, as an operand, without what is not finite of keys that a row does
+/// not see; and whether it had such a one.
 ///
 /// # Safety
 /// - The caller's promise to [`splits`](super::splits).
@@ -60,11 +60,12 @@ unsafe fn finite_values<T: Multiplicand, C: Cached<T>, const ROWS: u32>(
     (values, has_left_out)
 }
 
-/// A warp's results of so many times 16 columns from one on, without values that are not finite, of keys that a row does not see. Returns
-/// whether there were any in the lane's columns.
+/// A warp's results of so many times 16 columns from one on, without values that are not finite, of keys that a row
+/// does not see. Returns whether there were any in the lane's columns.
 ///
 /// # Safety
-/// - *converged*: the whole warp, to which the rows of results belong; the rest is the caller's promise to [`splits`](super::splits).
+/// - *converged*: the whole warp, to which the rows of results belong; the rest is the caller's promise to
+///   [`splits`](super::splits).
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 unsafe fn multiply_finite<T: Multiplicand, C: Cached<T>, const ROWS: u32, const HALVES: usize>(
@@ -256,8 +257,8 @@ impl<const ROWS: u32> End<ROWS> {
                 };
                 let decay =
                     |warp: u32, row: u32| weight::<T>(of_warp(maxima, warp, row) - base(largest(row)));
-                // The largest score of the splits before, whose place is another for each split, as it is read until all are done
-                // with this one; and what they and this one are multiplied by.
+                // The largest score of the splits before, whose place is another for each split, as it is read until
+                // all are done with this one; and what they and this one are multiplied by.
                 let joined_m = |split: u32, row: u32| joined + (split % 2 * DECODE_RING_ROWS + row) * 4;
                 let meet_joined = |m: &mut f32, row: u32| {
                     let before = shared::load_f32(joined_m(work.split + 1, row));

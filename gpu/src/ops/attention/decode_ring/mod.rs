@@ -1,41 +1,48 @@
-//! Few queries against a long cache on the tensor cores of Ampere and later: `cp.async` keeps k and v coming through a ring in
-//! shared memory, from one split of 256 keys to the next.
+//! Few queries against a long cache on the tensor cores of Ampere and later: `cp.async` keeps k and v coming through a
+//! ring in shared memory, from one split of 256 keys to the next.
 //!
-//! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are 8 columns of
-//! `mma.sync`, or twice 8: keys, and columns of v, are its rows. Blocks are as many as the card holds at a time; each takes every so many-th
-//! split, or every so many-th group of four that follow each other. Heads go first, since their keys are neighbours in memory. A warp does
-//! every fourth 16 keys of a split, by itself up to the end.
+//! Work split: as in `decode`, but the rows of a split, pairs of a query and a head of those that share a key head, are
+//! 8 columns of `mma.sync`, or twice 8: keys, and columns of v, are its rows. Blocks are as many as the card holds at a
+//! time; each takes every so many-th split, or every so many-th group of four that follow each other. Heads go first,
+//! since their keys are neighbours in memory. A warp does every fourth 16 keys of a split, by itself up to the end.
 //!
 //! ```text
-//! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |    | results [4 warps][8 or 16 rows][≤ 128] | maxima | sums | marks |
-//!          beside fp8, heads up to 128: | q |         of groups: | maxima × 2 | sums | what has been joined [rows][DIM] |
+//! shared   a ring per warp: | 16 rows of k, or of v | × PLACES |
+//!          | results [4 warps][8 or 16 rows][≤ 128] | maxima | sums | marks |
+//!          beside fp8, heads up to 128: | q |     of groups: | maxima × 2 | sums | what has been joined [rows][DIM] |
 //!
-//! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further into its place
+//! each chunk of 16 keys   wait for its copies ── multiply ── start the copies of the chunk PLACES further
+//!                         into its place
 //! s = k·qᵀ    the warp's 64 keys: four chunks
-//! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, and transposed among the warp's lanes
+//! p           masks, unless all rows see all keys; the warp's own maximum m and sum l; rounded, and
+//!             transposed among the warp's lanes
 //! o = vᵀ·p    four chunks; behind them those of the next split's k start
-//! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time; meanwhile the next split's
-//!             q is loaded. Of a group, they are joined to those of the splits before; the last one's go to the workspace
+//! at the end  o · 2^(m − the block's m) of the four warps meet in shared memory, 128 columns at a time; meanwhile the
+//!             next split's q is loaded. Of a group, they are joined to those of the splits before; the last one's go
+//!             to the workspace
 //! ```
 //!
 //! - Nobody waits for another warp until its 64 keys are done, and the ring fills meanwhile.
-//! - Keys that no row sees, and columns beyond a head, are not read but filled with zeros. Pieces of 16 bytes are moved by an
-//!   exclusive or with their row, so that those of eight rows, which `ldmatrix` reads at a time, come from different banks.
-//! - Keys are the rows of the product, so that 8 rows of q take half of the products, weights and registers that 16 take: of fp8 a
-//!   multiprocessor holds four blocks instead of three.
+//! - Keys that no row sees, and columns beyond a head, are not read but filled with zeros. Pieces of 16 bytes are moved
+//!   by an exclusive or with their row, so that those of eight rows, which `ldmatrix` reads at a time, come from
+//!   different banks.
+//! - Keys are the rows of the product, so that 8 rows of q take half of the products, weights and registers that 16
+//!   take: of fp8 a multiprocessor holds four blocks instead of three.
 //! - A row's bits depend on its own keys alone: tensor cores keep rows apart, and a weight of 0 adds nothing.
-//! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different keys only:
-//!   there the products are made again without what is not finite, which is added in the end to the rows that see it.
+//! - 0 · NaN would carry a value that a row does not see into it. That can be where the rows of a block see different
+//!   keys only: there the products are made again without what is not finite, which is added in the end to the rows
+//!   that see it.
 //! - A page has a multiple of 16 keys, so a chunk is of one: looked up once, when its copies start.
-//! - A chunk of which all rows and columns are there is copied without a predicate, the others in a loop. What is known of a split
-//!   is found once, without divisions, and kept; heads of 256 have no registers for all of it.
-//! - fp8 lies in the ring as it is and is widened before `mma` ([`Cached`]): the scale of a head's keys joins that of the scores, the
-//!   scale of its values multiplies the results. It is widened to binary16, which is a quarter of the instructions of bfloat16, so
-//!   q of that type is brought to binary16 too, exactly: a row by a power of two. That is done once for all warps, in shared memory.
-//!   Where binary16 has not all elements of a tile, its block multiplies in bfloat16, with the same bits ([`SharedQueries`]).
-//! - Weights of bfloat16 are binary16 for that too, times 2^15, which the values' scale takes back. Those below 2^-29 are multiplied in
-//!   bands of their own, further up, with the sums as far up meanwhile: a row without such weights keeps its bits, and a column whose heavy
-//!   keys have a value of 0 is made of the light ones.
+//! - A chunk of which all rows and columns are there is copied without a predicate, the others in a loop. What is known
+//!   of a split is found once, without divisions, and kept; heads of 256 have no registers for all of it.
+//! - fp8 lies in the ring as it is and is widened before `mma` ([`Cached`]): the scale of a head's keys joins that of
+//!   the scores, the scale of its values multiplies the results. It is widened to binary16, which is a quarter of the
+//!   instructions of bfloat16, so q of that type is brought to binary16 too, exactly: a row by a power of two. That is
+//!   done once for all warps, in shared memory. Where binary16 has not all elements of a tile, its block multiplies in
+//!   bfloat16, with the same bits ([`SharedQueries`]).
+//! - Weights of bfloat16 are binary16 for that too, times 2^15, which the values' scale takes back. Those below 2^-29
+//!   are multiplied in bands of their own, further up, with the sums as far up meanwhile: a row without such weights
+//!   keeps its bits, and a column whose heavy keys have a value of 0 is made of the light ones.
 //!
 //! - The splits' results are written and read again, so a group's four are joined here where they can be. A group is
 //!   joined by the same operations whoever joins it, so a row's bits do not tell.
@@ -88,8 +95,8 @@ unsafe fn over_groups(value: f32, join: fn(f32, f32) -> f32) -> f32 {
     value
 }
 
-/// The transpose of eight rows of eight 16-bit elements, of which a lane has two neighbours as of an operand of `mma`. `movmatrix` would do it
-/// in one instruction, but not before PTX 7.8.
+/// The transpose of eight rows of eight 16-bit elements, of which a lane has two neighbours as of an operand of `mma`.
+/// `movmatrix` would do it in one instruction, but not before PTX 7.8.
 ///
 /// # Safety
 /// - *converged*: the whole warp.
@@ -102,8 +109,8 @@ unsafe fn transpose(word: u32, lane: u32) -> u32 {
     cvt::prmt(near, far, if group % 2 == 0 { 0x5410 } else { 0x7632 })
 }
 
-/// The products of a warp's keys and a split's rows, and the copies that follow: `start` is given the chunk that has been read. For each
-/// chunk and eight rows of q a lane has keys `g` and `g + 8`, rows `2 t` and `2 t + 1`.
+/// The products of a warp's keys and a split's rows, and the copies that follow: `start` is given the chunk that has
+/// been read. For each chunk and eight rows of q a lane has keys `g` and `g + 8`, rows `2 t` and `2 t + 1`.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the rest is the caller's promise to [`splits`].
@@ -152,11 +159,12 @@ unsafe fn products<
     s
 }
 
-/// Adds the products of a chunk's values and weights. For each 16 columns and eight rows a lane has rows `2 t` and `2 t + 1` of two
-/// columns: `g` and `g + 8`, of fp8 `2 g` and `2 g + 1`.
+/// Adds the products of a chunk's values and weights. For each 16 columns and eight rows a lane has rows `2 t` and
+/// `2 t + 1` of two columns: `g` and `g + 8`, of fp8 `2 g` and `2 g + 1`.
 ///
 /// # Safety
-/// - *converged*: the whole warp; `at` is [`row_of_pair`] of the chunk's place; the rest is the caller's promise to [`splits`].
+/// - *converged*: the whole warp; `at` is [`row_of_pair`] of the chunk's place; the rest is the caller's promise to
+///   [`splits`].
 #[inline(always)]
 unsafe fn add_values<T: Multiplicand, C: Cached<T>, const HALVES: usize, const STEPS: usize>(
     o: &mut [[[f32; 4]; HALVES]; STEPS],
@@ -186,8 +194,8 @@ unsafe fn add_values<T: Multiplicand, C: Cached<T>, const HALVES: usize, const S
 /// The whole block. See the module.
 ///
 /// # Safety
-/// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked in
-///   `Attention::run`. `HALVES` is `ROWS / 8`, `STEPS` `DIM / 16`; `PLACES` is 2, 4 or 8.
+/// - Blocks of [`THREADS`] threads; tensors and workspace *in-bounds*, the rows of the tensors *aligned(16)* — checked
+///   in `Attention::run`. `HALVES` is `ROWS / 8`, `STEPS` `DIM / 16`; `PLACES` is 2, 4 or 8.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn splits<
@@ -222,17 +230,19 @@ pub(super) unsafe fn splits<
     let joined = shared_queries.at + q_bytes;
     // Whether weights have exponents that the type they are multiplied in has not.
     let lifts = T::INFINITIES != C::Narrow::INFINITIES;
-    // For what would be kept from one split to the next; and for all that is known of the next split, while v is multiplied.
+    // For what would be kept from one split to the next; and for all that is known of the next split, while v is
+    // multiplied.
     let has_registers = DIM * ROWS <= 128 * 16;
-    // fp8 has the registers for that where the hardware converts it; the simulator runs the other form of it, which knows the same.
+    // fp8 has the registers for that where the hardware converts it; the simulator runs the other form of it, which
+    // knows the same.
     let keeps_next = has_registers && (C::PARTS == 1 || cfg!(all(target_arch = "nvptx64", not(lacks_fp8))));
     let shares_q = q_bytes != 0;
     // Of chunk number 0, 1, … of k, then of v.
     let place_of = |chunk: usize| ring + (chunk % PLACES) as u32 * place_bytes;
 
     // SAFETY: keys inside `any` are below the sequence's length, rows below `end_row` inside q and the workspace —
-    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. A place is filled
-    // anew by the warp that has read it, all of it behind `sync_warp`.
+    // Attention::run. What the branches around barriers and shuffles depend on is the same in the whole block. A place
+    // is filled anew by the warp that has read it, all of it behind `sync_warp`.
     unsafe {
         let share = Share::new(pieces, thread::lane());
         let start = |work: &Work<ROWS>, is_v: bool, chunk: usize| {
@@ -250,7 +260,8 @@ pub(super) unsafe fn splits<
                 } else {
                     ((dims.v_batch_stride, dims.v_token_stride, dims.v_head_stride), dims.head_dim_v)
                 };
-                // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there is.
+                // A page has a multiple of 16 keys, so all of a chunk are of one: that of the nearest key that there
+                // is.
                 let from = |nearest: i32| {
                     let page = work.pages.page(dims, nearest);
                     let row = work.pages.row_in_page(dims, first_key) + share.first_row;

@@ -6,12 +6,12 @@ use super::super::Visible;
 use super::super::work::Work;
 use super::{CHUNK, WARPS};
 
-/// What the pieces of a row are moved by, of which it has so many: of rows without a bit in common that is what each is moved by,
-/// together.
+/// What the pieces of a row are moved by, of which it has so many: of rows without a bit in common that is what each is
+/// moved by, together.
 #[inline(always)]
 pub(super) fn turn(pieces: u32, row: u32) -> u32 {
-    // Of four pieces, two rows lie in all the banks. Of more, the exclusive or takes two neighbours to different halves of them:
-    // v is read eight rows at a time, a piece of each, and k two rows, four pieces of each.
+    // Of four pieces, two rows lie in all the banks. Of more, the exclusive or takes two neighbours to different halves
+    // of them: v is read eight rows at a time, a piece of each, and k two rows, four pieces of each.
     row / 2 % 4 + if pieces < 8 { 0 } else { row % 2 * 4 }
 }
 
@@ -47,7 +47,8 @@ impl Share {
         }
     }
 
-    /// The same with zeros for keys that are not among `keys`, the chunk's first being 0, and beyond the first `width_pieces`.
+    /// The same with zeros for keys that are not among `keys`, the chunk's first being 0, and beyond the first
+    /// `width_pieces`.
     ///
     /// # Safety
     /// - As for [`Share::copy`] of those that there are.
@@ -98,7 +99,8 @@ pub(super) fn key_of<const ROWS: u32>(work: &Work<ROWS>, chunk: usize, warp_idx:
     work.first_key() + ((chunk as u32 * WARPS + warp_idx) * CHUNK) as i32
 }
 
-/// Where a lane's row of two neighbouring pieces begins in a chunk of 16 rows, for `ldmatrix`: the second piece's or not.
+/// Where a lane's row of two neighbouring pieces begins in a chunk of 16 rows, for `ldmatrix`: the second piece's or
+/// not.
 #[inline(always)]
 pub(super) fn row_of_pair(pieces: u32, row: u32, is_second: u32) -> u32 {
     row * pieces * 16 + ((is_second ^ turn(pieces, row)) << 4)

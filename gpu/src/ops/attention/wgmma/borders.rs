@@ -18,8 +18,8 @@ const PIECES: usize = 4;
 /// The warps that clean values at borders: of keys behind the last that some row sees, and whatever is not finite.
 /// Marks the tile where that is found among the others.
 ///
-/// Under a causal mask a tile begins at a border, and its first `p·v` waits for this: a first pass only looks, at several pieces at a
-/// time.
+/// Under a causal mask a tile begins at a border, and its first `p·v` waits for this: a first pass only looks, at
+/// several pieces at a time.
 ///
 /// # Safety
 /// - Threads 32 to 127, *converged*.
@@ -79,9 +79,9 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
                 shared::store_u32(places.mark(border.round, member / 32), border.round);
             }
             fence::proxy_async_shared();
-            // Marks and values of all cleaners come before what one of them tells, and so does what they have read of the border, whose
-            // place the loader takes again when the consumers have given these values back. racecheck reports marks and borders: of the
-            // chain of barriers (this one, `full_v`, `empty_v`) it follows the last.
+            // Marks and values of all cleaners come before what one of them tells, and so does what they have read of
+            // the border, whose place the loader takes again when the consumers have given these values back. racecheck
+            // reports marks and borders: of the chain of barriers (this one, `full_v`, `empty_v`) it follows the last.
             barrier::sync(CLEANERS, CLEANER_THREADS);
             if member == 0 {
                 mbarrier::arrive(full);
@@ -91,8 +91,8 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
     }
 }
 
-/// Adds values that are not finite, and were therefore left out at borders, to the rows that see them. A thread does two
-/// columns.
+/// Adds values that are not finite, and were therefore left out at borders, to the rows that see them. A thread does
+/// two columns.
 ///
 /// # Safety
 /// - All 128 threads of the consumer, whose results are in the boxes; v *in-bounds* for `dims`.

@@ -21,10 +21,12 @@ pub(super) struct Ends {
     is_empty: [bool; 2],
 }
 
-/// What of a tile's end may be done while its last product is under way: waits for the boxes of the results, and stores the log-sum-exp.
+/// What of a tile's end may be done while its last product is under way: waits for the boxes of the results, and stores
+/// the log-sum-exp.
 ///
 /// # Safety
-/// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to [`super::tiles`].
+/// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to
+///   [`super::tiles`].
 #[inline(always)]
 pub(super) unsafe fn settle<T: Multiplicand>(
     rows: &Rows,
@@ -40,8 +42,9 @@ pub(super) unsafe fn settle<T: Multiplicand>(
         let round = thread::opaque(round);
         let thread = thread::opaque(thread::thread_idx_x() ^ round) ^ round;
         let consumer = thread / 128 - 1;
-        // The store of the tile before has read its boxes, and the products of scores q, when all threads have passed the barrier. All
-        // threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of the barrier for it.
+        // The store of the tile before has read its boxes, and the products of scores q, when all threads have passed
+        // the barrier. All threads wait, though one has stores: behind a branch of that one alone, LLVM makes a copy of
+        // the barrier for it.
         tma::wait_group_read::<0>();
         barrier::sync(OWN + consumer, 128);
         let row = first_row(consumer, thread % 128);
@@ -95,8 +98,8 @@ pub(super) unsafe fn results<T: Element, const SUMS: usize, const WORDS: usize>(
 /// Ends a tile: its results to memory. It may be under way beside products of the next one, unless it is marked.
 ///
 /// # Safety
-/// - *converged*: all 128 threads of the consumer, which have passed [`settle`]; the next tile has not been given back; the rest is the
-///   caller's promise to [`super::tiles`].
+/// - *converged*: all 128 threads of the consumer, which have passed [`settle`]; the next tile has not been given back;
+///   the rest is the caller's promise to [`super::tiles`].
 #[inline(always)]
 pub(super) unsafe fn finish<
     T: Multiplicand,

@@ -60,7 +60,8 @@ pub(super) unsafe fn load<
                 tma::load(at, maps.q, from, places.full_q(round));
                 col += 1;
             }
-            // Keys of a step come before the values of the one before it: their place is the first to be free, and they are wanted first.
+            // Keys of a step come before the values of the one before it: their place is the first to be free, and they
+            // are wanted first.
             let mut has_keys = false;
             loop {
                 let goes_on = next != NONE;
@@ -79,7 +80,8 @@ pub(super) unsafe fn load<
                     load_rows::<DIM, KEYS>(maps.k, at, full, tile.head_kv, from, pages, dims);
                 }
                 if has_keys {
-                    // Now, because the wait for v's place is the longest. Not in all kernels: others have no register for it.
+                    // Now, because the wait for v's place is the longest. Not in all kernels: others have no register
+                    // for it.
                     tiles.draw(counter, !goes_on);
                     let turn = Turn(counts / 8 - 1 - u32::from(goes_on));
                     let loaded = Step::load(places, turn);
@@ -113,8 +115,8 @@ pub(super) unsafe fn load<
     }
 }
 
-/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up: another comes in
-/// its place, whose rows are masked as those of the last page are.
+/// Loads a step of k or v from its first key on, box by box. A page beyond the last key that is seen is not looked up:
+/// another comes in its place, whose rows are masked as those of the last page are.
 ///
 /// # Safety
 /// - One thread; the stage is free, and the barrier expects it.

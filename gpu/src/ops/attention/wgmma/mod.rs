@@ -1,45 +1,52 @@
-//! Tiles of queries on Hopper: TMA feeds rings of keys and values, warpgroups multiply by `wgmma` with all sums in registers.
+//! Tiles of queries on Hopper: TMA feeds rings of keys and values, warpgroups multiply by `wgmma` with all sums in
+//! registers.
 //!
 //! A block stays on its multiprocessor and walks over tiles of 64 queries of one head for each of its `CONSUMERS`
 //! warpgroups. One thread of the first warpgroup loads; the three warps beside it clean values at the borders.
 //!
 //! ```text
-//! producer   q ──► full_q;  for each step of KEYS keys, from the last that is seen to the first:  k ──► full_k, v of the step before ──► full_v
+//! producer   q ──► full_q;  for each step of KEYS keys, from the last that is seen to the first:
+//!            k ──► full_k, v of the step before ──► full_v
 //! cleaners   at borders:    v ──► raw_v, keys that nobody sees and what is not finite becomes 0 ──► full_v
 //! consumer   s = q·k[n]     ── first step: wait, mask, softmax: p, m, l
 //!            s = q·k[n−1]  and  o += p·v[n]  are under way at a time; p comes from registers
 //!            wait for s ──► empty_k;  mask; m', l, p' = 2^(s·c − m'·c)
 //!            wait for o ──► empty_v;  o ·= 2^((m − m')·c);  p = p' rounded
-//!            … o += p·v[first], meanwhile the log-sum-exp;  o / l, rounded ──► shared memory ──► TMA store, while the next tile begins:
-//!            at 128 columns all that follows the rounding is beside its first q·k
+//!            … o += p·v[first], meanwhile the log-sum-exp;  o / l, rounded ──► shared memory ──► TMA store, while the
+//!            next tile begins: at 128 columns all that follows the rounding is beside its first q·k
 //!
-//! shared memory   | q, up to 128 columns of two tiles | out, unless it takes q's place | k 0, k 1, … | v 0, v 1, … | barriers, marks |
+//! shared memory   | q, up to 128 columns of two tiles | out, unless it takes q's place |
+//!                 | k 0, k 1, … | v 0, v 1, … | barriers, marks |
 //!                 boxes of 64 columns in TMA's 128-byte swizzle; v is the operand whose rows are k (MN-major)
 //! ```
 //!
 //! - Consumers take turns in starting products (named barriers): while one's are under way, the other does its softmax.
-//! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those that some row
-//!   does not see whole are masked. Of these a warp masks only those 16 keys at a time that some of its 16 rows see and others do not,
-//!   and has no maximum and no exponential of what none of them sees: see `Groups`. These steps and all under a soft cap are special: a plain one
-//!   asks for both by one branch.
-//! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk over blocks, and
-//!   none to keep what they need of a tile at its borders and its end.
-//! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its first `p·v` waits for them.
-//! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a section side by
-//!   side: as many as have keys and values that fit into L2. A block's loader draws them from a counter in device memory when it has loaded the
-//!   one before, or its last k: handed out in turns, blocks had up to a quarter more to do than the mean where sections are short.
-//! - There are two steps of keys and values in shared memory, four at 64 columns, and up to 128 columns the q of two tiles: loads are ahead of
-//!   the products also from one tile to the next, whose keys may come from memory.
-//! - At 128 columns a tile's end waits for the next tile's first scores to be started, and goes on beside them. Where there are none (no steps, no
-//!   rows, no tile) it does not wait, nor where the tile is marked.
-//! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a ninth.
-//! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so that its
-//!   rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
-//! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the product.
-//!   Rows that see it get it at the end, from global memory: see `borders`.
-//! - Keys in pages come in boxes of what a page and a step have in common, 16 rows at least; the producer reads the table.
-//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend on its
-//!   sequence alone.
+//! - Steps of keys without a visible key are skipped, with a block mask those without a block of the rows'; only those
+//!   that some row does not see whole are masked. Of these a warp masks only those 16 keys at a time that some of its
+//!   16 rows see and others do not, and has no maximum and no exponential of what none of them sees: see `Groups`.
+//!   These steps and all under a soft cap are special: a plain one asks for both by one branch.
+//! - The producer tells the consumers each tile and each step in shared memory: they have no registers for the walk
+//!   over blocks, and none to keep what they need of a tile at its borders and its end.
+//! - It tells the cleaners each border with the values' arrival, and no more: a causal tile begins at one, and its
+//!   first `p·v` waits for them.
+//! - Tiles go from the last queries, which under a causal mask have the most to do, to the first, the heads of a
+//!   section side by side: as many as have keys and values that fit into L2. A block's loader draws them from a counter
+//!   in device memory when it has loaded the one before, or its last k: handed out in turns, blocks had up to a quarter
+//!   more to do than the mean where sections are short.
+//! - There are two steps of keys and values in shared memory, four at 64 columns, and up to 128 columns the q of two
+//!   tiles: loads are ahead of the products also from one tile to the next, whose keys may come from memory.
+//! - At 128 columns a tile's end waits for the next tile's first scores to be started, and goes on beside them. Where
+//!   there are none (no steps, no rows, no tile) it does not wait, nor where the tile is marked.
+//! - A consumer behind the last row takes its turns and multiplies nothing: of 512 rows in tiles of 192 that is a
+//!   ninth.
+//! - `s·c − m·c` is one multiply-add where `m·c` is small: both products are relative to the same rounded `m·c`, so
+//!   that its rounding cancels. Where it is large, differences are taken first, as in the other kernels: see `softmax`.
+//! - 0 · NaN would carry a value that a row may not see into it, so at borders whatever is not finite is zero for the
+//!   product. Rows that see it get it at the end, from global memory: see `borders`.
+//! - Keys in pages come in boxes of what a page and a step have in common, 16 rows at least; the producer reads the
+//!   table.
+//! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend
+//!   on its sequence alone.
 //!
 //! - A tile's end stands beside the next tile's first scores, whose sums must be rounded before those scores start:
 //!   ptxas waits for all products (C7517) where one's result is read behind the start of others, even if it was waited
@@ -104,8 +111,8 @@ pub(super) struct Maps {
 /// # Safety
 /// - Blocks of `128 · (CONSUMERS + 1)` threads, shared memory as `AttentionTile::smem_bytes` says; `SCORES`, `SUMS`,
 ///   `WEIGHTS` and `WORDS` are `KEYS / 2`, `DIM_V / 2`, `KEYS / 4` and `DIM_V / 4`.
-/// - The maps are those of `Attention::run`, the scale is positive; v, out, the tables, lse, sinks and the block mask *in-bounds* for
-///   `dims`.
+/// - The maps are those of `Attention::run`, the scale is positive; v, out, the tables, lse, sinks and the block mask
+///   *in-bounds* for `dims`.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn tiles<
@@ -263,12 +270,13 @@ unsafe fn consume<
     let mut turn = Turn(0);
     // Tiles, with this one.
     let mut round = 0;
-    // Results of a tile, rounded: ptxas waits for all products (C7517) where one's sums are read behind the start of others.
+    // Results of a tile, rounded: ptxas waits for all products (C7517) where one's sums are read behind the start of
+    // others.
     let mut words = [0u32; WORDS];
     // Whether they are those of the tile before, whose end is due.
     let mut is_due = false;
-    // SAFETY: products read stages that have come, and give them back when they are done; all branches around products and
-    // barriers depend on what is the same in the whole block.
+    // SAFETY: products read stages that have come, and give them back when they are done; all branches around products
+    // and barriers depend on what is the same in the whole block.
     unsafe {
         let release = |barrier: u32| {
             if member == 0 {
@@ -300,11 +308,13 @@ unsafe fn consume<
             if what == END {
                 break;
             }
-            // By one lane's word, and with a join at the end, so that ptxas knows that warps stay together: else it would keep what goes on
-            // from tile to tile, the products' descriptors with it, for each thread instead of once for the warp.
+            // By one lane's word, and with a join at the end, so that ptxas knows that warps stay together: else it
+            // would keep what goes on from tile to tile, the products' descriptors with it, for each thread instead of
+            // once for the warp.
             let has_rows = u32::from(TileWords::of_rows(places, round)[3] > consumer * 64);
             let has_rows = warp::shuffle_idx(warp::FULL_MASK, has_rows, 0) != 0;
-            // Without rows it takes its turns and gives back what comes, once it has: before that it may not speak of it.
+            // Without rows it takes its turns and gives back what comes, once it has: before that it may not speak of
+            // it.
             if !has_rows {
                 let mut is_last = what != STEPS;
                 while !is_last {
@@ -332,7 +342,8 @@ unsafe fn consume<
                 let mut rows = Rows { m: [f32::NEG_INFINITY; 2], l: [0.0; 2] };
                 let mut is_marked = false;
                 let ends;
-                // Of a step whose scores are done, k, and behind a tile's last one q. Where there is another place for q, that has time.
+                // Of a step whose scores are done, k, and behind a tile's last one q. Where there is another place for
+                // q, that has time.
                 let release_scores = |step: Step, turn: Turn| {
                     release(places.empty_k(turn));
                     if !is_early && !wgmma_out_in_q(DIM) && step.is_last() {
@@ -388,12 +399,13 @@ unsafe fn consume<
                             of_borders(round),
                             dims,
                         );
-                        // Here, because ptxas moves the wait for the products to the front of its basic block: this loop begins a
-                        // new one, behind the softmax.
+                        // Here, because ptxas moves the wait for the products to the front of its basic block: this
+                        // loop begins a new one, behind the softmax.
                         wait_for_next_k(step, turn);
                         wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                         release(places.empty_v(before));
-                        // Each warp decides for itself, so the wait for the products, which is the warpgroup's, stands before.
+                        // Each warp decides for itself, so the wait for the products, which is the warpgroup's, stands
+                        // before.
                         if let Some(decay) = decay {
                             scale_rows(&mut o, decay);
                         }
@@ -433,8 +445,8 @@ unsafe fn consume<
     }
 }
 
-/// From scores to weights, of which those that a row does not see are 0. Returns what older results are to be multiplied by, if they are: that
-/// is the warp's own decision, so no `wgmma` may depend on it.
+/// From scores to weights, of which those that a row does not see are 0. Returns what older results are to be
+/// multiplied by, if they are: that is the warp's own decision, so no `wgmma` may depend on it.
 ///
 /// # Safety
 /// - *converged*: the whole warp; the tile's words, and the block mask *in-bounds* for `dims`.

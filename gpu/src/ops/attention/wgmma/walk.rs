@@ -12,7 +12,8 @@ use super::super::tile::Tile;
 /// Marks are kept for so many tiles: loads run ahead of a consumer by less.
 pub(super) const MARKS: u32 = 4;
 
-/// A number of steps of keys, or of those that are borders, counted through all tiles: its place in the rings, in one register.
+/// A number of steps of keys, or of those that are borders, counted through all tiles: its place in the rings, in one
+/// register.
 #[derive(Clone, Copy)]
 pub(super) struct Turn(pub(super) u32);
 
@@ -30,7 +31,8 @@ impl Turn {
     }
 }
 
-/// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are left.
+/// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are
+/// left.
 pub(super) struct Tiles<const EARLY: bool> {
     /// How many there were.
     pub(super) round: u32,
@@ -41,11 +43,11 @@ pub(super) struct Tiles<const EARLY: bool> {
 impl<const EARLY: bool> Tiles<EARLY> {
     pub(super) const NEW: Self = Tiles { round: 0, drawn: 0 };
 
-    /// Where tiles are drawn early, draws the next one, if it is due. That takes a while; what is drawn is not looked at before
-    /// [`Tiles::next`].
+    /// Where tiles are drawn early, draws the next one, if it is due. That takes a while; what is drawn is not looked
+    /// at before [`Tiles::next`].
     ///
-    /// It is not due much earlier than it is wanted: a block that draws while it begins a long tile has bound itself to more than its
-    /// share.
+    /// It is not due much earlier than it is wanted: a block that draws while it begins a long tile has bound itself to
+    /// more than its share.
     ///
     /// # Safety
     /// - As for [`Tiles::next`]; it is due once in each tile.
@@ -60,8 +62,8 @@ impl<const EARLY: bool> Tiles<EARLY> {
     /// The next one's number, if there is one.
     ///
     /// # Safety
-    /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is *exclusive* to the
-    ///   launch. It is 0 when that begins, and again when it ends.
+    /// - One thread of each block, up to the first `None`; there are no more blocks than tiles; the counter is
+    ///   *exclusive* to the launch. It is 0 when that begins, and again when it ends.
     #[inline(always)]
     pub(super) unsafe fn next(&mut self, counter: *mut u32, dims: &AttentionDims) -> Option<u32> {
         // Opaque, or the count would be kept in a register.
@@ -98,8 +100,8 @@ pub(super) const NONE: u32 = u32::MAX;
 const STEP_WORDS: u32 = 8;
 const TILE_WORDS: u32 = 4;
 
-/// A step of keys as the loader tells the consumers of it, who have no registers for finding it themselves. It is written before the
-/// step's k is loaded.
+/// A step of keys as the loader tells the consumers of it, who have no registers for finding it themselves. It is
+/// written before the step's k is loaded.
 #[derive(Clone, Copy)]
 pub(super) struct Step(u32);
 
@@ -177,7 +179,8 @@ impl Border {
     }
 
     /// # Safety
-    /// - *exclusive*: the border so many before as there are stages has been cleaned, since a stage has been given back behind it.
+    /// - *exclusive*: the border so many before as there are stages has been cleaned, since a stage has been given back
+    ///   behind it.
     #[inline(always)]
     pub(super) unsafe fn store(self, places: Places, turn: Turn) {
         // SAFETY: inside shared memory; the caller's promise.
@@ -361,7 +364,8 @@ impl Walk {
 pub(super) struct Places {
     q: u32,
     q_bytes: u32,
-    /// Places of q, less one. A mask, since a remainder has a check that changes the loader's registers, even where it is for nothing.
+    /// Places of q, less one. A mask, since a remainder has a check that changes the loader's registers, even where it
+    /// is for nothing.
     q_mask: u32,
     pub(super) out: u32,
     k: u32,
