@@ -9,20 +9,13 @@ use super::compare::{Change, Comparison};
 use super::record::{Case, Record};
 
 /// The cases of the README's table.
-const HEADLINES: [&str; 13] = [
+const HEADLINES: [&str; 6] = [
     "matmul anchor 8192",
     "matmul anchor 1x19456x2560",
     "matmul_i8 anchor 8192",
     "attention anchor B4 H32 S4096 D128 causal",
     "attention anchor decode B64 H32/8 kv4096 D128",
     "attention anchor decode B1 H32/8 kv32768 D128",
-    "rmsnorm anchor 65536x4096",
-    "rmsnorm anchor 65536x4096 add",
-    "rope anchor 32768 q, 32 heads of 128",
-    "glu anchor 32768x9728",
-    "embedding qwen3-4b prefill 16384",
-    "kv_append qwen3-4b prefill 16384",
-    "sampling qwen3 top_k top_p decode 32 f32",
 ];
 
 /// Geometric mean, smallest and largest.
@@ -55,6 +48,7 @@ pub fn report(record: &Record, date: &str, comparison: Option<&Comparison>) -> S
              a run by itself, from event to event, with what it takes on the host; all other times are of graphs.\n\n\
              ![Roofline](roofline.svg)\n\n![Ratios](ratios.svg)\n\n## Operators\n\n";
     text += &summary(record);
+    let _ = write!(text, "\n{}", peers_ahead(record));
     text += "\n## Models\n\n";
     text += &models(record);
     text += "\n## Since the last record\n\n";
@@ -70,43 +64,53 @@ pub fn report(record: &Record, date: &str, comparison: Option<&Comparison>) -> S
 /// What the README says of speed.
 pub fn readme(record: &Record, date: &str, folder: &str) -> String {
     let mut text = format!(
-        "{}, {date}: [the whole record, with plots]({folder}/report.md). {}\n",
+        "{}, {date}: [the whole record]({folder}/report.md). Every result was checked before it was timed.\n\
+         The ratio is the fastest peer's time over ours: above 1 we are faster.\n\n",
         record.run.device,
-        "Every result was checked before it was timed. *Roof* is the\nshare of what the card reached in that run (the rate of a \
-         copy, or of the best product); the ratio is the fastest peer's time over ours: above 1\nwe are faster.\n"
     );
-    text += "| what | time | rate | roof | fastest peer | ratio |\n|---|---|---|---|---|---|\n";
+    text += "| what | time | rate | fastest peer | ratio |\n|---|---|---|---|---|\n";
     for case in HEADLINES.iter().filter_map(|name| record.case(name)) {
         if case.ours.is_some() {
             let _ = writeln!(
                 text,
-                "| {} | {} | {} | {} | {} | {} |",
-                case.work.name,
+                "| {} | {} | {} | {} | {} |",
+                case.work.name.replace(" anchor ", " "),
                 time_cell(case),
                 rate_cell(case),
-                roof_cell(record, case),
                 peer_cell(case),
                 ratio_cell(case),
             );
         }
     }
-    let _ = write!(text, "\n{}\n{}", behind(record), rates_of_models(record));
+    let (count, behind) = behind(record);
+    if let Some((worst, _)) = behind.first() {
+        let _ = write!(
+            text,
+            "\nOf the {count} cases that have a peer, the peer was faster in {}, at most with {}.\n",
+            behind.len(),
+            two(*worst)
+        );
+    }
+    let _ = write!(text, "\n{}", rates_of_models(record));
     text
 }
 
-/// The cases in which a peer was faster, the worst first.
-fn behind(record: &Record) -> String {
-    let ratio = |case: &Case| Some((case.ratio()?, case.work.name.clone()));
-    let mut ratios: Vec<(f64, String)> = record.cases.iter().filter_map(ratio).collect();
+/// The number of cases that have a peer, and those in which it was faster, the worst first.
+fn behind(record: &Record) -> (usize, Vec<(f64, &str)>) {
+    let mut ratios: Vec<(f64, &str)> =
+        record.cases.iter().filter_map(|case| Some((case.ratio()?, case.work.name.as_str()))).collect();
     let count = ratios.len();
     ratios.retain(|&(ratio, _)| ratio < 0.995);
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let names: Vec<String> = ratios.iter().map(|(ratio, name)| format!("{name} ({})", two(*ratio))).collect();
+    (count, ratios)
+}
+
+/// The same as a sentence.
+fn peers_ahead(record: &Record) -> String {
+    let (count, behind) = behind(record);
+    let names: Vec<String> = behind.iter().map(|(ratio, name)| format!("{name} ({})", two(*ratio))).collect();
     let names = if names.is_empty() { "none".to_owned() } else { names.join("; ") };
-    format!(
-        "Of the {count} cases of that run that have a peer, the peer was faster in {}: {names}.\n",
-        ratios.len()
-    )
+    format!("Of the {count} cases that have a peer, the peer was faster in {}: {names}.\n", behind.len())
 }
 
 /// Tokens per second of the models, a line each.

@@ -160,16 +160,21 @@ fn models_have_their_whole_names() {
 }
 
 #[test]
-fn the_readme_says_where_a_peer_is_faster() {
+fn a_report_says_where_a_peer_is_faster() {
     let folder = tempfile::tempdir().unwrap();
     let cases =
         [("a", 10.0), ("b", 10.0), ("c", 10.0)].map(|(name, us)| ours(&format!("rope {name}"), 0, us, 0.1));
     let peers =
         [("a", 9.0), ("b", 12.0), ("c", 5.0)].map(|(name, us)| peer(&format!("rope {name}"), 0, "torch", us));
     measured(folder.path(), &[&[run_line(0)], &cases[..]].concat(), &peers);
-    let text = markdown::readme(&Record::join(folder.path()).unwrap(), "1970-01-01", "folder");
-    let sentence = "Of the 3 cases of that run that have a peer, the peer was faster in 2: rope c (0.50); rope a (0.90).";
-    assert!(text.contains(sentence), "{text}");
+    let record = Record::join(folder.path()).unwrap();
+    for (text, sentence) in [
+        (markdown::report(&record, "1970-01-01", None), "in 2: rope c (0.50); rope a (0.90).\n"),
+        (markdown::readme(&record, "1970-01-01", "folder"), "in 2, at most with 0.50.\n"),
+    ] {
+        let sentence = format!("Of the 3 cases that have a peer, the peer was faster {sentence}");
+        assert!(text.contains(&sentence), "{text}");
+    }
 }
 
 #[test]
@@ -231,7 +236,7 @@ fn other_floors_and_clocks_are_not_compared() {
 fn the_readme_gets_the_headlines_between_its_markers() {
     let folder = tempfile::tempdir().unwrap();
     let (from, readme) = (folder.path().join("from"), folder.path().join("README.md"));
-    measured(&from, &[run_line(0), ours("rmsnorm anchor 65536x4096", 0, 300.0, 1.0)], &[]);
+    measured(&from, &[run_line(0), ours("matmul anchor 8192", 0, 300.0, 1.0)], &[]);
     let options = Options { readme: Readme::Write, from, ..Options::default() };
     fs::write(&readme, "# Title\n").unwrap();
     let message = run(folder.path(), &options).unwrap_err().to_string();
@@ -243,7 +248,7 @@ fn the_readme_gets_the_headlines_between_its_markers() {
         text.starts_with(&format!("before\n{BEGIN}\n")) && text.ends_with(&format!("{END}\nafter\n")),
         "{text}"
     );
-    assert!(text.contains("| rmsnorm anchor 65536x4096 | 300 µs ± 1.00 µs | 13 GB/s |"), "{text}");
+    assert!(text.contains("| matmul 8192 | 300 µs ± 1.00 µs | 13 GB/s |"), "{text}");
     assert!(text.contains("benches/record/h200/1970-01-01/report.md") && !text.contains("old"), "{text}");
 }
 
