@@ -67,7 +67,10 @@ mod images {
             let text =
                 std::fs::read_to_string(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
             let (head, kernels) = split_kernels(&text);
-            let _ = writeln!(list, "Image {{ family: {family:?}, arch: Arch::{arch:?}, ptx: Ptx::Kernels {{");
+            let _ = writeln!(
+                list,
+                "Image {{ family: {family:?}, arch: host::Arch::{arch:?}, ptx: host::Ptx::Kernels {{"
+            );
             let _ = writeln!(list, "    head: {head:?},\n    kernels: &[");
             for (name, text) in kernels {
                 let path = out_dir.join(format!("{name}.{arch}.ptx.deflate"));

@@ -1,8 +1,5 @@
 use host::Image;
 
-#[cfg(feature = "cuda")]
-use host::{Arch, Ptx};
-
 /// The device images of this build: one per operator family and architecture floor; none without the feature `cuda`.
 #[cfg(feature = "cuda")]
 pub static IMAGES: &[Image] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
