@@ -6,6 +6,7 @@ use crate::driver::ffi;
 
 pub(crate) const SUCCESS: u32 = 0;
 pub(crate) const INVALID_VALUE: u32 = 1;
+pub(crate) const OUT_OF_MEMORY: u32 = 2;
 pub(crate) const NOT_INITIALIZED: u32 = 3;
 pub(crate) const SHARED_OBJECT_INIT_FAILED: u32 = 303;
 pub(crate) const NOT_FOUND: u32 = 500;
@@ -54,6 +55,7 @@ impl DriverError {
     }
 }
 
+#[cfg(feature = "cust")]
 impl From<cust::error::CudaError> for DriverError {
     /// `cust` folds every code that it does not know into 999, so the number can be less exact than one from [`crate::driver`].
     fn from(error: cust::error::CudaError) -> Self {

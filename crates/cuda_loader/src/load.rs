@@ -17,9 +17,9 @@ pub enum LoadError {
         /// What was tried, in this order.
         attempts: Vec<LoadAttempt>,
     },
-    /// The loader knows Linux on x86_64 and aarch64 only.
+    /// The loader knows Linux and Windows of 64 bits only.
     #[error(
-        "the CUDA driver can only be loaded on Linux (x86_64 or aarch64), and this program was built for {target}"
+        "the CUDA driver can only be loaded on 64-bit Linux and Windows, and this program was built for {target}"
     )]
     UnsupportedPlatform {
         /// Operating system and architecture of this build.
@@ -104,27 +104,32 @@ pub(crate) unsafe extern "C" fn first_version(version: *mut c_int) -> u32 {
     }
 }
 
-#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+#[cfg(all(any(target_os = "linux", windows), target_pointer_width = "64"))]
 mod platform {
     use std::error::Error;
     use std::ffi::{CStr, c_void};
 
+    #[cfg(not(windows))]
     use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+    #[cfg(windows)]
+    use libloading::os::windows::{LOAD_LIBRARY_SEARCH_SYSTEM32, Library};
 
     use super::{LoadAttempt, LoadError};
     use crate::symbols;
 
     /// Drivers install the first; the second is what some containers mount alone.
-    const NAMES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+    #[cfg(not(windows))]
+    const NAMES: &[&str] = &["libcuda.so.1", "libcuda.so"];
+    #[cfg(windows)]
+    const NAMES: &[&str] = &["nvcuda.dll"];
 
     /// Keeps the library open: the table points into it.
     pub(super) struct Driver(#[expect(dead_code, reason = "held, never read")] Library);
 
     pub(super) fn open() -> Result<Driver, LoadError> {
         let mut attempts = Vec::new();
-        for name in NAMES {
-            // SAFETY: runs the library's initializers — the installed driver's, made to be loaded this way.
-            match unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) } {
+        for &name in NAMES {
+            match library(name) {
                 Ok(library) => {
                     // SAFETY: each address comes from this library under the symbol's own name, and the library stays
                     // open for the life of the process — `Driver` lives in a static.
@@ -135,6 +140,15 @@ mod platform {
             }
         }
         Err(LoadError::NotFound { attempts })
+    }
+
+    fn library(name: &str) -> Result<Library, libloading::Error> {
+        // SAFETY: runs the library's initializers — the installed driver's, made to be loaded this way.
+        #[cfg(not(windows))]
+        return unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
+        // SAFETY: as above; where drivers install it, and from nowhere else.
+        #[cfg(windows)]
+        return unsafe { Library::load_with_flags(name, LOAD_LIBRARY_SEARCH_SYSTEM32) };
     }
 
     /// The system's own sentence, which libloading keeps as the source of its error.
@@ -149,7 +163,7 @@ mod platform {
     }
 }
 
-#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+#[cfg(not(all(any(target_os = "linux", windows), target_pointer_width = "64")))]
 mod platform {
     use super::LoadError;
 

@@ -2,11 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cust::context::CurrentContext;
-use cust::error::CudaError;
-
 use super::recording::NoRecording;
-use super::{Context, cust_failed};
+use super::{Context, primary};
 use crate::backing::{Backing, Released};
 use crate::error::Error;
 
@@ -32,25 +29,19 @@ impl DeviceMemory {
 impl Backing for DeviceMemory {
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
         self.0.enter()?;
-        // SAFETY: freed in `release`; contents are the tensors' business.
-        match unsafe { cust::memory::cuda_malloc::<u8>(bytes) } {
-            Ok(pointer) => Ok(Some(pointer.as_raw())),
-            Err(CudaError::OutOfMemory) => Ok(None),
-            Err(error) => Err(cust_failed("cuMemAlloc")(error)),
-        }
+        primary::allocate(bytes)
     }
 
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
         let Some(_no_recording) = NoRecording::begin() else { return Ok(Released::Kept) };
         self.0.enter()?;
-        CurrentContext::synchronize().map_err(cust_failed("cuCtxSynchronize"))?;
+        primary::synchronize()?;
         let mut outcome = Ok(());
         for &(address, _) in blocks {
             // SAFETY: from `allocate`, given back once — the caller; the device has just finished all its work.
-            let freed =
-                unsafe { cust::memory::cuda_free(cust::memory::DevicePointer::<u8>::from_raw(address)) };
+            let freed = unsafe { primary::free(address) };
             // The others go back all the same.
-            outcome = outcome.and(freed.map_err(cust_failed("cuMemFree")));
+            outcome = outcome.and(freed);
         }
         Ok(Released::Gone(outcome))
     }
@@ -64,7 +55,7 @@ impl Backing for DeviceMemory {
 
     fn report(&self) -> (usize, usize, String) {
         // In the context that `allocate` entered. It is for the text of another error, which does without where the driver does not say.
-        let (free, total) = cust::memory::mem_get_info().unwrap_or((0, 0));
+        let (free, total) = primary::memory_info().unwrap_or((0, 0));
         (free, total, self.0.profile.name.clone())
     }
 }

@@ -1,21 +1,19 @@
 //! CUDA behind a device: context, streams, memory, modules. All driver handles of the crate live here.
 //!
-//! `cust` has contexts, devices and allocation; streams, events, copies, modules and launches go through
+//! Contexts, devices and allocation are in `primary`; streams, events, copies, modules and launches go through
 //! `cuda_loader::driver`, which says why.
 
 mod memory;
 mod module;
+mod primary;
 mod recording;
 mod stream;
 
 use abi::DType;
 use cuda_loader::driver::{
-    self, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion, TensorMapOobFill, TensorMapParams,
-    TensorMapSwizzle,
+    self, DeviceAttribute, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion, TensorMapOobFill,
+    TensorMapParams, TensorMapSwizzle,
 };
-use cust::context::CurrentContext;
-use cust::device::DeviceAttribute;
-use cust::error::CudaError;
 
 use crate::error::{DriverError, Error};
 use crate::profile::{HardwareProfile, Place, TensorCores};
@@ -36,11 +34,6 @@ fn failed(call: &'static str) -> impl Fn(cuda_loader::DriverError) -> Error {
     move |source| Error::Driver { call, source: source.into() }
 }
 
-/// The same for an error of `cust`.
-fn cust_failed(call: &'static str) -> impl Fn(CudaError) -> Error {
-    move |error| Error::Driver { call, source: cuda_loader::DriverError::from_code(error as u32).into() }
-}
-
 /// `CUDA_ERROR_NO_DEVICE`: what a driver without cards, or with none that the program may see, answers to `cuInit`.
 const NO_DEVICE: u32 = 100;
 
@@ -58,7 +51,7 @@ pub(crate) fn device_count() -> Result<usize, Error> {
 /// A device's primary context.
 #[derive(Debug)]
 pub(crate) struct Context {
-    context: cust::context::Context,
+    primary: primary::Primary,
     profile: HardwareProfile,
 }
 
@@ -93,11 +86,7 @@ impl Context {
     pub(crate) fn open(ordinal: usize) -> Result<Self, Error> {
         let device = find(ordinal)?;
         let profile = profile(device, ordinal as u32)?;
-        // Held until `cust` holds it too.
-        let _held =
-            driver::PrimaryContext::retain(device.as_raw()).map_err(failed("cuDevicePrimaryCtxRetain"))?;
-        let context = cust::context::Context::new(device).map_err(cust_failed("cuDevicePrimaryCtxRetain"))?;
-        Ok(Context { context, profile })
+        Ok(Context { primary: primary::Primary::retain(device)?, profile })
     }
 
     pub(crate) fn profile(&self) -> &HardwareProfile {
@@ -106,7 +95,7 @@ impl Context {
 
     /// Makes this context the calling thread's: every driver call below wants that first.
     fn enter(&self) -> Result<(), Error> {
-        CurrentContext::set_current(&self.context).map_err(cust_failed("cuCtxSetCurrent"))
+        self.primary.enter()
     }
 }
 
@@ -115,23 +104,21 @@ pub(crate) fn detect(ordinal: usize) -> Result<HardwareProfile, Error> {
     profile(find(ordinal)?, ordinal as u32)
 }
 
-fn find(ordinal: usize) -> Result<cust::device::Device, Error> {
+fn find(ordinal: usize) -> Result<primary::Device, Error> {
     let count = device_count()?;
     if ordinal >= count {
         return Err(Error::NoDevice { ordinal, count });
     }
-    cust::device::Device::get_device(ordinal as u32).map_err(cust_failed("cuDeviceGet"))
+    primary::Device::get(ordinal as u32)
 }
 
-fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile, Error> {
-    let get = |attribute| device.get_attribute(attribute).map_err(cust_failed("cuDeviceGetAttribute"));
+fn profile(device: primary::Device, ordinal: u32) -> Result<HardwareProfile, Error> {
+    let get =
+        |attribute| driver::device_attribute(device.raw(), attribute).map_err(failed("cuDeviceGetAttribute"));
     let (major, minor) = (
         get(DeviceAttribute::ComputeCapabilityMajor)? as u32,
         get(DeviceAttribute::ComputeCapabilityMinor)? as u32,
     );
-    let smem_per_block =
-        driver::device_attribute(device.as_raw(), driver::DeviceAttribute::MaxSharedMemoryPerBlockOptin)
-            .map_err(failed("cuDeviceGetAttribute"))?;
     let [domain, bus, slot] =
         [DeviceAttribute::PciDomainId, DeviceAttribute::PciBusId, DeviceAttribute::PciDeviceId];
     let pci_bus_id = format!("{:08x}:{:02x}:{:02x}.0", get(domain)?, get(bus)?, get(slot)?);
@@ -139,15 +126,15 @@ fn profile(device: cust::device::Device, ordinal: u32) -> Result<HardwareProfile
     let clock = f64::from(get(DeviceAttribute::MemoryClockRate)?) * 1e3;
     let memory_bandwidth = 2.0 * clock * f64::from(get(DeviceAttribute::GlobalMemoryBusWidth)?) / 8.0;
     Ok(HardwareProfile {
-        name: device.name().map_err(cust_failed("cuDeviceGetName"))?,
+        name: device.name()?,
         place: Place::Cuda(ordinal),
         compute_capability: Some((major, minor)),
         pci_bus_id: Some(pci_bus_id),
         tensor_cores: TensorCores::of(major, minor),
         num_sms: get(DeviceAttribute::MultiprocessorCount)? as u32,
-        memory_bytes: device.total_memory().map_err(cust_failed("cuDeviceTotalMem"))?,
+        memory_bytes: device.total_memory()?,
         l2_bytes: get(DeviceAttribute::L2CacheSize)? as usize,
-        smem_per_block_bytes: smem_per_block as u32,
+        smem_per_block_bytes: get(DeviceAttribute::MaxSharedMemoryPerBlockOptin)? as u32,
         smem_per_sm_bytes: get(DeviceAttribute::MaxSharedMemoryPerMultiprocessor)? as u32,
         registers_per_sm: get(DeviceAttribute::MaxRegistersPerMultiprocessor)? as u32,
         threads_per_sm: get(DeviceAttribute::MaxThreadsPerMultiprocessor)? as u32,

@@ -5,12 +5,11 @@ use std::ffi::CString;
 use std::sync::{Arc, Mutex};
 
 use abi::Arch;
+use cuda_loader::driver::sys::{CUfunction, CUmodule};
 use cuda_loader::driver::{self, FuncAttribute};
-use cust::context::CurrentContext;
-use cust::sys::{CUfunction, CUmodule};
 
 use super::recording::NoRecording;
-use super::{Context, failed};
+use super::{Context, failed, primary};
 use crate::error::Error;
 use crate::images::Image;
 use crate::profile::Resources;
@@ -73,7 +72,7 @@ impl Drop for Module {
         // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes. So it does where the
         // driver fails, and nobody is there to be told; an error of the device's work stays with the context, for whoever uses that next.
         let Some(_no_recording) = NoRecording::begin() else { return };
-        if self.context.enter().is_ok() && CurrentContext::synchronize().is_ok() {
+        if self.context.enter().is_ok() && primary::synchronize().is_ok() {
             // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has its kernels, as
             // each holds its device, and none of them is still queued.
             let _ = unsafe { driver::module_unload(self.module) };

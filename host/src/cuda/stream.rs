@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, RwLockReadGuard};
 
+use cuda_loader::driver::sys::{CUevent, CUstream};
 use cuda_loader::driver::{self, LaunchAttributes, Overlap};
-use cust::sys::{CUevent, CUstream};
 
 use super::memory::DeviceMemory;
 use super::module::EntryHandle;

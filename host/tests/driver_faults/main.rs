@@ -127,7 +127,7 @@ fn line<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
 }
 
 /// Calls whose failure is nobody's error, each with its reason in the code where it is made.
-const NOT_MINDED: [&str; 9] = [
+const NOT_MINDED: &[&str] = &[
     // Of what is dropped: nobody is there to be told, and what the driver keeps goes with the context.
     "cuGraphDestroy after ",
     "cuGraphExecDestroy after ",
@@ -139,6 +139,7 @@ const NOT_MINDED: [&str; 9] = [
     "cuCtxSetCurrent after cuFuncGetAttribute",
     // Of the text of another error.
     "cuMemGetInfo_v2 after ",
+    #[cfg(feature = "cust")]
     // cust's own when it makes a context, which everybody enters again before each use.
     "cuCtxSetCurrent after cuDevicePrimaryCtxRetain",
 ];

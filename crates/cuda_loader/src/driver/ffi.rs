@@ -1,27 +1,56 @@
-//! The driver's functions as this crate calls them.
+//! The driver's functions as this crate calls them: each through its slot in [`crate::symbols`].
 //!
 //! Declared here and not taken from `cust_raw`, because that returns its `CUresult` as a Rust enum of CUDA 11.4's codes:
 //! a newer code (such as 912, `CUDA_ERROR_INVALID_CLUSTER_SIZE`) would be an invalid value of it.
+#![allow(non_snake_case, reason = "the driver's names")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use cust::sys::{
+use super::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
 };
 
 use super::function::LaunchConfig;
 use super::tensor_map::TensorMap;
 
-#[allow(non_snake_case)]
-unsafe extern "C" {
+/// Defines each function as a call through its slot.
+macro_rules! through_slots {
+    ($($visibility:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) -> u32;)*) => {$(
+        /// # Safety
+        /// As the driver's function of this name.
+        #[allow(clippy::too_many_arguments, reason = "the driver's function has as many")]
+        #[inline]
+        $visibility unsafe fn $name($($argument: $type),*) -> u32 {
+            let address = crate::symbols::slot::$name.load(std::sync::atomic::Ordering::Acquire);
+            // SAFETY: the slot holds a function's address, never null: the driver's of this name, whose signature this is, or a stand-in that
+            // takes these arguments or none, which in C's calling convention is the same to it — `symbols`.
+            let function = unsafe {
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(address)
+            };
+            // SAFETY: the caller's promise.
+            unsafe { function($($argument),*) }
+        }
+    )*};
+}
+
+through_slots! {
     pub(crate) fn cuInit(flags: c_uint) -> u32;
     pub(crate) fn cuDriverGetVersion(version: *mut c_int) -> u32;
     pub(crate) fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32;
     pub(crate) fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u32;
     pub(crate) fn cuDeviceGetCount(count: *mut c_int) -> u32;
     pub(super) fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice) -> u32;
+    pub(super) fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int) -> u32;
+    pub(super) fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice) -> u32;
+    pub(super) fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) -> u32;
     pub(super) fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice) -> u32;
     pub(super) fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> u32;
+    pub(super) fn cuCtxSetCurrent(context: CUcontext) -> u32;
+    pub(super) fn cuCtxSynchronize() -> u32;
+
+    pub(super) fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) -> u32;
+    pub(super) fn cuMemFree_v2(address: CUdeviceptr) -> u32;
+    pub(super) fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32;
 
     pub(super) fn cuModuleLoadDataEx(
         module: *mut CUmodule,

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::mem::offset_of;
 
-use cust::sys::{CUfunction, CUstream};
+use super::sys::{CUfunction, CUstream};
 
 use super::ffi;
 use crate::error::{DriverError, check};

@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::marker::PhantomData;
 
-use cust::sys::{CUgraph, CUgraphExec, CUstream};
+use super::sys::{CUgraph, CUgraphExec, CUstream};
 
 use super::ffi;
 use crate::error::{DriverError, check};

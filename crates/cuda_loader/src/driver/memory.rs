@@ -1,11 +1,38 @@
-//! Copies and fills in stream order, on raw addresses. Pageable host memory works, but the call then waits for the copy.
+//! Memory of the device; copies and fills in stream order, on raw addresses. Pageable host memory works, but the call then waits for the copy.
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use cust::sys::{CUdeviceptr, CUstream};
+use super::sys::{CUdeviceptr, CUstream};
 
 use super::ffi;
-use crate::error::{DriverError, check};
+use crate::error::{DriverError, OUT_OF_MEMORY, check};
+
+/// Memory of the current context's device, to be given back by [`mem_free`]. `None` where there is not as much.
+pub fn mem_alloc(bytes: usize) -> Result<Option<CUdeviceptr>, DriverError> {
+    let mut address: CUdeviceptr = 0;
+    // SAFETY: `address` is writable — a local.
+    match unsafe { ffi::cuMemAlloc_v2(&mut address, bytes) } {
+        OUT_OF_MEMORY => Ok(None),
+        code => check(code).map(|()| Some(address)),
+    }
+}
+
+/// Gives memory back.
+///
+/// # Safety
+/// The address is [`mem_alloc`]'s, and neither used nor given back afterwards; no work that uses it is queued.
+pub unsafe fn mem_free(address: CUdeviceptr) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemFree_v2(address) })
+}
+
+/// Bytes of the current context's device: free, and all.
+pub fn mem_get_info() -> Result<(usize, usize), DriverError> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: both are writable — locals.
+    check(unsafe { ffi::cuMemGetInfo_v2(&mut free, &mut total) })?;
+    Ok((free, total))
+}
 
 /// Copies from the host to the device.
 ///

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 
-use cust::sys::{CUfunction, CUmodule};
+use super::sys::{CUfunction, CUmodule};
 
 use super::ffi;
 use crate::error::{DriverError, check};

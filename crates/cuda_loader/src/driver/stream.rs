@@ -2,7 +2,7 @@
 
 use std::ffi::c_uint;
 
-use cust::sys::{CUevent, CUstream};
+use super::sys::{CUevent, CUstream};
 
 use super::ffi;
 use crate::error::{DriverError, NOT_READY, SUCCESS, check};

@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use cust::sys::CUdeviceptr;
+use super::sys::CUdeviceptr;
 
 use super::ffi;
 use crate::error::{DriverError, check};
