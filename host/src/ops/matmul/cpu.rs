@@ -1,7 +1,7 @@
 //! The matrix product on the CPU.
 //!
 //! Few rows: dot products, parallel over columns, since reading b is what takes the time. More rows: tiles, parallel over
-//! them, whose panels are widened to f32 and multiplied by the `gemm` crate. Either needs a few panels of scratch per
+//! them, whose panels are widened to f32 and multiplied by the `gemm` crate, or without that feature by dot products. Either needs a few panels of scratch per
 //! thread, allocated when a thread first computes.
 
 use std::cell::RefCell;
@@ -249,37 +249,56 @@ fn tiles<'a, T: FloatElement>(
                     let from = &b_row(first_col + col)[start..][..len];
                     widen(from, &mut b_panel[col * PANEL..][..len]);
                 }
-                let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());
-                let (tile_stride, panel_stride) = (TILE_COLS as isize, PANEL as isize);
-                // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that
-                // nothing else points into — the sizes of `with_scratch`.
-                unsafe {
-                    gemm::gemm(
-                        rows,
-                        cols,
-                        len,
-                        sums,
-                        1,
-                        tile_stride,
-                        true,
-                        a,
-                        1,
-                        panel_stride,
-                        b,
-                        panel_stride,
-                        1,
-                        1.0f32,
-                        1.0f32,
-                        false,
-                        false,
-                        false,
-                        gemm::Parallelism::None,
-                    );
-                }
+                multiply([rows, cols, len], a_panel, b_panel, sums);
             }
             for row in 0..rows {
                 store(first_row + row, first_col, &sums[row * TILE_COLS..][..cols]);
             }
         });
     });
+}
+
+/// Adds to a tile of sums the products of rows of a panel of a and rows of a panel of b.
+#[cfg(feature = "gemm")]
+fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sums: &mut [f32]) {
+    assert!(rows <= TILE_ROWS && cols <= TILE_COLS && len <= PANEL);
+    assert!(a_panel.len() >= rows * PANEL && b_panel.len() >= cols * PANEL && sums.len() >= rows * TILE_COLS);
+    let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());
+    let (tile_stride, panel_stride) = (TILE_COLS as isize, PANEL as isize);
+    // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that nothing else points into — the
+    // assertions, and the borrows.
+    unsafe {
+        gemm::gemm(
+            rows,
+            cols,
+            len,
+            sums,
+            1,
+            tile_stride,
+            true,
+            a,
+            1,
+            panel_stride,
+            b,
+            panel_stride,
+            1,
+            1.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}
+
+/// The same by dot products, slower.
+#[cfg(not(feature = "gemm"))]
+fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sums: &mut [f32]) {
+    for row in 0..rows {
+        let a = &a_panel[row * PANEL..][..len];
+        for col in 0..cols {
+            sums[row * TILE_COLS + col] += dot(a, &b_panel[col * PANEL..][..len]);
+        }
+    }
 }
