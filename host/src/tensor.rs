@@ -176,6 +176,28 @@ impl Tensor {
         }
     }
 
+    /// A tensor of its own with the same elements, copied in `stream`'s order.
+    ///
+    /// **Errors**: as [`Tensor::empty`], and [`Error::Invalid`] for another device's stream.
+    pub fn try_clone(&self, stream: &Stream) -> Result<Self, Error> {
+        let mut copy = Self::empty(stream, &self.shape, self.dtype)?;
+        stream.copy(self.view(), copy.view_mut())?;
+        Ok(copy)
+    }
+
+    /// The same elements in another shape of as many; nothing is copied. [`TensorView::reshape`] is for a view.
+    ///
+    /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or another number of elements; the tensor is dropped then.
+    pub fn reshape(mut self, shape: &[usize]) -> Result<Self, Error> {
+        let dims = Dims::new(shape)?;
+        if Dims::volume(shape) != Some(self.len()) {
+            let expected = format!("{} elements as in {:?}", self.len(), self.shape);
+            return Err(Error::invalid("Tensor::reshape", "shape", expected, format!("{shape:?}")));
+        }
+        self.shape = dims;
+        Ok(self)
+    }
+
     /// Sizes, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.shape

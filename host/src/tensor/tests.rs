@@ -376,3 +376,27 @@ fn a_tensor_is_shown_without_its_pool() -> Result<(), Error> {
     assert_eq!(format!("{tensor:?}"), format!("Tensor(f32 [2, 3] at {address:#x} of the CPU)"));
     Ok(())
 }
+
+/// What is cloned is another tensor, in whatever shape.
+#[test]
+fn a_clone_is_its_own_and_a_shape_is_no_copy() -> Result<(), Error> {
+    let stream = Device::cpu().stream()?;
+    for shape in [&[2, 3, 4][..], &[24], &[0, 5], &[]] {
+        let data: Vec<i32> = (0..shape.iter().product::<usize>() as i32).collect();
+        let mut tensor = Tensor::from_slice(&stream, shape, &data)?;
+        let clone = tensor.try_clone(&stream)?;
+        tensor.view_mut().fill_zero(&stream)?;
+        assert_eq!((clone.shape(), clone.dtype()), (shape, DType::I32));
+        assert_eq!(clone.to_vec::<i32>(&stream)?, data);
+        let address = clone.view().address();
+        let flat = clone.reshape(&[data.len(), 1])?;
+        assert_eq!((flat.shape(), flat.view().address()), (&[data.len(), 1][..], address));
+        assert_eq!(flat.to_vec::<i32>(&stream)?, data);
+        let message = flat.reshape(&[data.len() + 1]).unwrap_err().to_string();
+        assert!(message.starts_with("Tensor::reshape: shape: expected "), "{message}");
+    }
+    // Its number of elements is that of no type.
+    let tensor = Tensor::zeros(&stream, &[0], DType::F32)?;
+    assert!(tensor.reshape(&[usize::MAX, 2]).is_err());
+    Ok(())
+}
