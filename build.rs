@@ -1,10 +1,11 @@
-//! Builds the device images, one per operator and architecture floor, and lists them, kernel by kernel, for `src/images.rs`.
+//! Lists the device images, kernel by kernel, for `src/images.rs`. Where their source is, in a checkout, they are built, one per operator
+//! and floor; a published crate has them, compiled, from the crates `warpforge-images-*`.
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     #[cfg(feature = "cuda")]
-    if let Err(error) = images::build() {
+    if let Err(error) = images::list() {
         let mut message = format!("warpforge: {error}");
         let mut cause = std::error::Error::source(&error);
         while let Some(error) = cause {
@@ -24,9 +25,30 @@ mod images {
     use std::path::{Path, PathBuf};
 
     use abi::{Arch, ops::FAMILIES};
-    use cuda_builder::{BuildError, CudaBuilder, split_kernels};
+    use cuda_builder::{BuildError, CudaBuilder, DeviceToolchain, split_kernels};
 
-    pub fn build() -> Result<(), BuildError> {
+    /// A floor's list of images, and that of all: Rust, which names the files beside it by the compiler's variable [`variable`].
+    const LIST: &str = "images.rs";
+
+    pub fn list() -> Result<(), BuildError> {
+        let out_dir = PathBuf::from(var_os("OUT_DIR").unwrap_or_default());
+        let mut folders: Vec<(Arch, PathBuf)> =
+            wanted().map(|(arch, folder)| (arch, folder.into())).collect();
+        if Path::new("gpu/Cargo.toml").is_file() {
+            for (arch, folder) in &mut folders {
+                *folder = out_dir.join(arch.name());
+            }
+            build(&folders)?;
+        }
+        let mut images = String::from("&[\n");
+        for (arch, folder) in &folders {
+            println!("cargo:rustc-env={}={}", variable(*arch), folder.display());
+            images += &read(folder.join(LIST))?;
+        }
+        write(out_dir.join(LIST), (images + "]").as_bytes())
+    }
+
+    fn build(folders: &[(Arch, PathBuf)]) -> Result<(), BuildError> {
         for path in [
             "gpu/src",
             "gpu/Cargo.toml",
@@ -38,60 +60,79 @@ mod images {
         ] {
             println!("cargo:rerun-if-changed={path}");
         }
-        println!("cargo:rerun-if-env-changed={}", cuda_builder::DeviceToolchain::VARIABLE);
-        let out_dir = PathBuf::from(var_os("OUT_DIR").unwrap_or_default());
-        let arches: Vec<Arch> = Arch::ALL.into_iter().filter(|&arch| wanted(arch)).collect();
+        println!("cargo:rerun-if-env-changed={}", DeviceToolchain::VARIABLE);
+        let origin = format!("rustc {}\n", DeviceToolchain::find()?.version);
         // One architecture per thread: each has a target directory of its own.
-        let results: Vec<Result<String, BuildError>> = std::thread::scope(|scope| {
-            let build = |&arch| {
-                scope.spawn({
-                    let out_dir = &out_dir;
-                    move || build_arch(arch, out_dir)
-                })
-            };
-            let threads: Vec<_> = arches.iter().map(build).collect();
+        std::thread::scope(|scope| {
+            let origin = &origin;
+            let threads: Vec<_> = folders
+                .iter()
+                .map(|(arch, folder)| scope.spawn(move || build_arch(*arch, folder, origin)))
+                .collect();
             threads
                 .into_iter()
-                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        });
-        let images = results.into_iter().collect::<Result<String, _>>()?;
-        write(out_dir.join("images.rs"), format!("&[\n{images}]").as_bytes())
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
-    /// The images of an architecture, as `src/images.rs` has them.
-    fn build_arch(arch: Arch, out_dir: &Path) -> Result<String, BuildError> {
+    /// Builds the images of an architecture into a folder, with their list.
+    fn build_arch(arch: Arch, folder: &Path, origin: &str) -> Result<(), BuildError> {
+        let io = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| BuildError::Io { path, source }
+        };
+        // A kernel that is no more leaves no file.
+        if folder.exists() {
+            std::fs::remove_dir_all(folder).map_err(io(folder))?;
+        }
+        std::fs::create_dir_all(folder).map_err(io(folder))?;
+        let file = |name: &str| format!("concat!(env!({:?}), {:?})", variable(arch), format!("/{name}"));
         let mut list = String::new();
         for family in FAMILIES {
             let ptx = CudaBuilder::new("gpu").arch(arch.into()).features([*family]).locked().build()?;
-            let text =
-                std::fs::read_to_string(&ptx).map_err(|source| BuildError::Io { path: ptx, source })?;
+            let text = read(ptx)?;
             let (head, kernels) = split_kernels(&text);
             let _ = writeln!(
                 list,
                 "Image {{ family: {family:?}, arch: host::Arch::{arch:?}, ptx: host::Ptx::Kernels {{"
             );
-            let _ = writeln!(list, "    head: {head:?},\n    kernels: &[");
+            let _ = writeln!(list, "    origin: include_str!({}), head: {head:?},", file("ORIGIN"));
+            list.push_str("    kernels: &[\n");
             for (name, text) in kernels {
-                let path = out_dir.join(format!("{name}.{arch}.ptx.deflate"));
-                let _ = writeln!(list, "        ({name:?}, include_bytes!({path:?})),");
-                write(path, &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
+                let deflated = format!("{name}.ptx.deflate");
+                let _ = writeln!(list, "        ({name:?}, include_bytes!({})),", file(&deflated));
+                write(folder.join(deflated), &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
             }
             list.push_str("    ],\n} },\n");
         }
-        Ok(list)
+        write(folder.join("ORIGIN"), origin.as_bytes())?;
+        write(folder.join(LIST), list.as_bytes())
+    }
+
+    fn variable(arch: Arch) -> String {
+        format!("WARPFORGE_IMAGES_{}", arch.name().to_uppercase())
+    }
+
+    fn read(path: PathBuf) -> Result<String, BuildError> {
+        std::fs::read_to_string(&path).map_err(|source| BuildError::Io { path, source })
     }
 
     fn write(path: PathBuf, bytes: &[u8]) -> Result<(), BuildError> {
         std::fs::write(&path, bytes).map_err(|source| BuildError::Io { path, source })
     }
 
-    fn wanted(arch: Arch) -> bool {
-        match arch {
-            Arch::Sm61 => cfg!(feature = "sm61"),
-            Arch::Sm80 => cfg!(feature = "sm80"),
-            Arch::Sm90a => cfg!(feature = "sm90a"),
-            Arch::Sm100 => cfg!(feature = "sm100"),
-        }
+    /// The floors of the features, and where their crates have them compiled.
+    fn wanted() -> impl Iterator<Item = (Arch, &'static str)> {
+        let floors: &[(Arch, &str)] = &[
+            #[cfg(feature = "sm61")]
+            (Arch::Sm61, images_sm61::FOLDER),
+            #[cfg(feature = "sm80")]
+            (Arch::Sm80, images_sm80::FOLDER),
+            #[cfg(feature = "sm90a")]
+            (Arch::Sm90a, images_sm90a::FOLDER),
+            #[cfg(feature = "sm100")]
+            (Arch::Sm100, images_sm100::FOLDER),
+        ];
+        floors.iter().copied()
     }
 }

@@ -24,6 +24,8 @@ pub enum Ptx {
     Text(&'static str),
     /// Kernel by kernel, each loaded when it is first wanted, so that a driver assembles no others.
     Kernels {
+        /// The compiler that made it; of a published crate also the commit that it was made from.
+        origin: &'static str,
         /// What stands before the kernels.
         head: &'static str,
         /// Their names, and their texts as raw DEFLATE streams (RFC 1951): a twentieth of the size.
@@ -79,6 +81,14 @@ impl Image {
         match self.ptx {
             Ptx::Text(text) => text,
             Ptx::Kernels { head, .. } => head,
+        }
+    }
+
+    /// What made it, where that is known: the compiler, and of a published crate the commit.
+    pub fn origin(&self) -> Option<&'static str> {
+        match self.ptx {
+            Ptx::Text(_) => None,
+            Ptx::Kernels { origin, .. } => Some(origin.trim_ascii_end()),
         }
     }
 
@@ -253,9 +263,9 @@ mod tests {
         let ret = miniz_oxide::deflate::compress_to_vec(b".visible .entry a() { ret; }", 6);
         let kernels: &[_] =
             Box::leak(Box::new([("a", &*Box::leak(ret.into_boxed_slice())), ("b", &[0xff, 1, 2])]));
-        let ptx = Ptx::Kernels { head: ".version 8.0\n", kernels };
+        let ptx = Ptx::Kernels { origin: "rustc 1.95.0\n", head: ".version 8.0\n", kernels };
         let image = Image { family: "f", arch: Arch::Sm90a, ptx };
-        assert_eq!(image.ptx_version(), Some((8, 0)));
+        assert_eq!((image.ptx_version(), image.origin()), (Some((8, 0)), Some("rustc 1.95.0")));
         assert_eq!(format!("{ptx:?} {:?}", image.modules().next()), "Kernels(2) Some(PtxModule(a))");
         assert_eq!(image.modules().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
         let text = image.module_of("a").unwrap().text().unwrap();

@@ -58,6 +58,16 @@ pub enum Error {
         /// The kind of target, in cargo's words.
         kind: &'static str,
     },
+    /// A package is larger than a registry takes.
+    #[error("{} is {bytes} bytes; crates.io takes {limit}", path.display())]
+    TooLarge {
+        /// The package.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The largest size allowed.
+        limit: u64,
+    },
     /// A file does not hold what it should.
     #[error("{}, line {line}: {source}", path.display())]
     Json {

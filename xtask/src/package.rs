@@ -1,0 +1,185 @@
+//! `cargo xtask package`: the crates that are published, with their images, as files that a registry takes.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::error::Error;
+use crate::process::{cargo, output, probe, run as run_command};
+
+/// Where the packages are put, seen from the repository's root.
+const FOLDER: &str = "target/xtask/packages";
+/// The largest file that crates.io takes.
+const LIMIT_BYTES: u64 = 10 << 20;
+/// Builds a crate from the packages alone, without a network, and runs it.
+const CONSUMER: &str = include_str!("consumer.sh");
+
+/// Which images go into the packages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Images {
+    /// Those of every floor, built if they are not there.
+    All,
+    /// Those that the tests are built with, so that nothing is built anew: for a check.
+    OfTests,
+}
+
+/// Builds the images and packs every crate into [`FOLDER`].
+pub fn run(root: &Path, images: Images) -> Result<PathBuf, Error> {
+    let metadata = json(&output(&mut cargo(root, &["metadata", "--no-deps", "--format-version", "1"]))?)?;
+    let crates = in_order(&metadata);
+    let floors = stage_images(root, images)?;
+    let target = metadata["target_directory"].as_str().unwrap_or_default();
+    let packed = Path::new(target).join("package");
+    // What an earlier run has left would be taken for one of these.
+    if packed.exists() {
+        at(&packed, fs::remove_dir_all)?;
+    }
+    let mut package = cargo(root, &["package", "--no-verify", "--allow-dirty", "--quiet"]);
+    for (name, _) in &crates {
+        package.args(["--package", name]);
+    }
+    run_command(&mut package)?;
+
+    let folder = root.join(FOLDER);
+    if folder.exists() {
+        at(&folder, fs::remove_dir_all)?;
+    }
+    at(&folder, fs::create_dir_all)?;
+    let mut order = String::new();
+    for (name, version) in &crates {
+        let file = format!("{name}-{version}.crate");
+        let bytes = at(&packed.join(&file), |from| fs::copy(from, folder.join(&file)))?;
+        println!("{bytes:>11} {file}");
+        if bytes > LIMIT_BYTES {
+            return Err(Error::TooLarge { path: folder.join(file), bytes, limit: LIMIT_BYTES });
+        }
+        order += &format!("{name}\n");
+    }
+    at(&folder.join("ORDER"), |path| fs::write(path, order))?;
+    println!("packed, in the order in which they can be published: {}", folder.display());
+    if images == Images::All {
+        println!(
+            "images of {}; to publish: cargo publish --package NAME for each line of ORDER",
+            floors.join(", ")
+        );
+    }
+    Ok(folder)
+}
+
+/// Packs, then builds and runs a crate that has nothing but the packages.
+pub fn check(root: &Path) -> Result<(), Error> {
+    let folder = run(root, Images::OfTests)?;
+    let script = root.join("target/xtask/consumer.sh");
+    at(&script, |path| fs::write(path, CONSUMER))?;
+    run_command(Command::new("bash").arg(&script).arg(&folder).current_dir(root))
+}
+
+/// The published crates of the workspace, name and version, each behind those that it depends on.
+fn in_order(metadata: &Value) -> Vec<(String, String)> {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let mut left: Vec<Value> = list(&metadata["packages"]);
+    // An empty list of registries is `publish = false`.
+    left.retain(|package| package["publish"].as_array().is_none_or(|registries| !registries.is_empty()));
+    let mut done: Vec<(String, String)> = Vec::new();
+    while !left.is_empty() {
+        let waiting: BTreeSet<String> = left.iter().map(|package| text(&package["name"])).collect();
+        let is_ready = |package: &Value| {
+            list(&package["dependencies"])
+                .iter()
+                // Those without a version are for the tests, and not of the package.
+                .filter(|dependency| dependency["kind"] != "dev")
+                .all(|dependency| !waiting.contains(dependency["name"].as_str().unwrap_or_default()))
+        };
+        let (ready, rest): (Vec<Value>, Vec<Value>) = left.into_iter().partition(is_ready);
+        // Cargo allows no circle; were there one, its crates would come last.
+        let (ready, rest) = if ready.is_empty() { (rest, Vec::new()) } else { (ready, rest) };
+        done.extend(ready.iter().map(|package| (text(&package["name"]), text(&package["version"]))));
+        left = rest;
+    }
+    done
+}
+
+/// Puts the images that the root's build script lists into the crates that carry them. Returns their floors.
+fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
+    let mut build = match images {
+        Images::All => cargo(root, &["check", "--package", "warpforge", "--features", "sm100"]),
+        Images::OfTests => cargo(root, &["test", "--workspace", "--no-run"]),
+    };
+    let messages = output(build.args(["--quiet", "--message-format=json"]))?;
+    let out_dir = messages
+        .lines()
+        .filter_map(|line| json(line).ok())
+        .filter(|message| message["reason"] == "build-script-executed")
+        .filter(|message| message["env"].as_array().is_some_and(|env| env.iter().any(names_images)))
+        .find_map(|message| message["out_dir"].as_str().map(PathBuf::from))
+        .ok_or(Error::NothingBuilt { kind: "device images" })?;
+    let commit = probe(Command::new("git").args(["rev-parse", "HEAD"]).current_dir(root))
+        .unwrap_or_else(|_| String::from("unknown"));
+    let changed = probe(Command::new("git").args(["status", "--porcelain"]).current_dir(root));
+    let changed = if changed.is_ok_and(|changes| changes.is_empty()) { "" } else { ", with changes" };
+    let mut floors = Vec::new();
+    for floor in ["sm_61", "sm_80", "sm_90a", "sm_100"] {
+        let (from, to) =
+            (out_dir.join(floor), root.join(format!("crates/images/{}/images", floor.replace('_', ""))));
+        if to.exists() {
+            at(&to, fs::remove_dir_all)?;
+        }
+        if !from.is_dir() {
+            println!("no images of {floor}: its crate has none");
+            continue;
+        }
+        at(&to, fs::create_dir_all)?;
+        for file in at(&from, fs::read_dir)?.flatten() {
+            at(&file.path(), |path| fs::copy(path, to.join(file.file_name())))?;
+        }
+        let origin = to.join("ORIGIN");
+        let compiler = at(&origin, fs::read_to_string)?;
+        let text = format!("warpforge {}, commit {commit}{changed}, {compiler}", env!("CARGO_PKG_VERSION"));
+        at(&origin, |path| fs::write(path, text))?;
+        floors.push(floor.to_owned());
+    }
+    Ok(floors)
+}
+
+/// Whether a variable of the compiler, as cargo tells it, is that of a folder of images.
+fn names_images(variable: &Value) -> bool {
+    variable[0].as_str().is_some_and(|name| name.starts_with("WARPFORGE_IMAGES_"))
+}
+
+fn json(text: &str) -> Result<Value, Error> {
+    serde_json::from_str(text).map_err(|source| Error::Json {
+        path: "cargo's output".into(),
+        line: 1,
+        source,
+    })
+}
+
+fn at<'a, T>(path: &'a Path, work: impl FnOnce(&'a Path) -> std::io::Result<T>) -> Result<T, Error> {
+    work(path).map_err(|source| Error::File { path: path.to_path_buf(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_order;
+
+    #[test]
+    fn crates_come_behind_what_they_depend_on() {
+        let metadata = serde_json::json!({ "packages": [
+            { "name": "top", "version": "1.0.0", "publish": null, "dependencies": [
+                { "name": "middle", "kind": null }, { "name": "tests", "kind": "dev" } ] },
+            { "name": "middle", "version": "1.1.0", "publish": null, "dependencies": [
+                { "name": "base", "kind": "build" }, { "name": "elsewhere", "kind": null } ] },
+            { "name": "tests", "version": "1.0.0", "publish": [], "dependencies": [{ "name": "top", "kind": null }] },
+            { "name": "base", "version": "1.2.0", "publish": null, "dependencies": [{ "name": "top", "kind": "dev" }] },
+        ] });
+        let expected = [("base", "1.2.0"), ("middle", "1.1.0"), ("top", "1.0.0")];
+        assert_eq!(
+            in_order(&metadata),
+            expected.map(|(name, version)| (name.to_owned(), version.to_owned()))
+        );
+    }
+}
