@@ -1,5 +1,5 @@
-//! Lists the device images, kernel by kernel, for `src/images.rs`. Where their source is, in a checkout, they are built, one per operator
-//! and floor; a published crate has them, compiled, from the crates `warpforge-images-*`.
+//! Lists the device images, kernel by kernel, for `src/images.rs`. Where their source is, in a checkout, they are
+//! built, one per operator and floor; a published crate has them, compiled, from the crates `warpforge-images-*`.
 
 use std::process::ExitCode;
 
@@ -27,7 +27,8 @@ mod images {
     use abi::{Arch, ops::FAMILIES};
     use cuda_builder::{BuildError, CudaBuilder, DeviceToolchain, split_kernels};
 
-    /// A floor's list of images, and that of all: Rust, which names the files beside it by the compiler's variable [`variable`].
+    /// A floor's list of images, and that of all: Rust, which names the files beside it by the compiler's variable
+    /// [`variable`].
     const LIST: &str = "images.rs";
 
     pub fn list() -> Result<(), BuildError> {

@@ -1,7 +1,8 @@
 //! With the feature `cust`: lets `-lcuda`, which `cust_raw` asks for, resolve where no toolkit is installed.
 //!
 //! `stub/lib64/libcuda.so` is a linker script without content. Where a toolkit's own `libcuda.so` is found first, the
-//! executable's definitions in `src/symbols.rs` still win over it. Without the feature nothing of the linking is touched.
+//! executable's definitions in `src/symbols.rs` still win over it. Without the feature nothing of the linking is
+//! touched.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -67,7 +67,8 @@ impl Image {
         whole.into_iter().chain(kernels.iter().map(kernel))
     }
 
-    /// What a device loads for a kernel. **Errors**: [`Error::Invalid`] if the image's kernels are known and it is none of them.
+    /// What a device loads for a kernel. **Errors**: [`Error::Invalid`] if the image's kernels are known and it is none
+    /// of them.
     pub fn module_of(&self, kernel: &str) -> Result<PtxModule, Error> {
         let holds = |module: &PtxModule| module.deflated.is_none() || module.name == kernel;
         let found = self.modules().find(holds);
@@ -154,8 +155,8 @@ impl Image {
     }
 }
 
-/// The preferred floor among the images that a card of this compute capability runs, of those whose PTX its driver takes; none if it
-/// runs no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
+/// The preferred floor among the images that a card of this compute capability runs, of those whose PTX its driver
+/// takes; none if it runs no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
 pub(crate) fn preferred_floor(
     images: &[Image],
     (major, minor): (u32, u32),

@@ -157,8 +157,8 @@ impl Tensor {
 
     /// The elements, after all work on `stream` so far. [`TensorView::read_into`] is for a slice that is there.
     ///
-    /// **Errors**: [`Error::Invalid`] if `T` is another type or `stream` another device's; [`Error::Driver`] also for work of
-    /// the stream that failed.
+    /// **Errors**: [`Error::Invalid`] if `T` is another type or `stream` another device's; [`Error::Driver`] also for
+    /// work of the stream that failed.
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>, Error> {
         self.view().to_vec(stream)
     }
@@ -187,7 +187,8 @@ impl Tensor {
 
     /// The same elements in another shape of as many; nothing is copied. [`TensorView::reshape`] is for a view.
     ///
-    /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or another number of elements; the tensor is dropped then.
+    /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or another number of elements; the tensor
+    /// is dropped then.
     pub fn reshape(mut self, shape: &[usize]) -> Result<Self, Error> {
         let dims = Dims::new(shape)?;
         if Dims::volume(shape) != Some(self.len()) {

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# consumer.sh PACKAGES: as a new user does, but for the network. Makes a registry of the packages and of what they depend on, and in a HOME that
-# holds nothing a crate that depends on warpforge's operators alone; builds and runs it without the source of the standard library and without a
-# folder of CUDA. Then a program that another crate links to libcuda. Fails if the build takes more than two minutes of two cores, or the
-# dependencies are more than 40 crates.
+# consumer.sh PACKAGES: as a new user does, but for the network. Makes a registry of the packages and of what they
+# depend on, and in a HOME that holds nothing a crate that depends on warpforge's operators alone; builds and runs it
+# without the source of the standard library and without a folder of CUDA. Then a program that another crate links to
+# libcuda. Fails if the build takes more than two minutes of two cores, or the dependencies are more than 40 crates.
 set -euo pipefail
 packages=$(realpath "$1")
 work=$(realpath "$packages/..")/consumer
@@ -25,7 +25,8 @@ warpforge = { version = "=$version", default-features = false, features = ["cuda
 
 [workspace]
 TOML
-# What others publish is taken by the versions of the repository's lock; cargo vendors it for a crate that has ours by their paths.
+# What others publish is taken by the versions of the repository's lock; cargo vendors it for a crate that has ours by
+# their paths.
 cp consumer/Cargo.toml plan/Cargo.toml
 cp "$OLDPWD/Cargo.lock" plan/Cargo.lock
 touch plan/src/lib.rs

@@ -8,8 +8,8 @@ use cuda_loader::driver::{DeviceAttribute, device_attribute, device_get, device_
 use crate::error::Error;
 use crate::{process, setup};
 
-/// Sets up what the build needs, then runs the example `generate` with `args`; without any, its defaults are the demo. Only what this
-/// machine runs is built: the kernels for its first card, or without a card none.
+/// Sets up what the build needs, then runs the example `generate` with `args`; without any, its defaults are the demo.
+/// Only what this machine runs is built: the kernels for its first card, or without a card none.
 pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
     let (own, args): (Vec<&str>, Vec<&str>) = args.iter().partition(|arg| **arg == "--cpu-only");
     let floor = if own.is_empty() { card() } else { Err("--cpu-only".into()) };

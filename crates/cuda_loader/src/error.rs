@@ -57,7 +57,8 @@ impl DriverError {
 
 #[cfg(feature = "cust")]
 impl From<cust::error::CudaError> for DriverError {
-    /// `cust` folds every code that it does not know into 999, so the number can be less exact than one from [`crate::driver`].
+    /// `cust` folds every code that it does not know into 999, so the number can be less exact than one from
+    /// [`crate::driver`].
     fn from(error: cust::error::CudaError) -> Self {
         use cust::error::CudaError;
         match error {
@@ -94,7 +95,8 @@ fn text(code: u32, which: Text) -> Option<String> {
     if status != SUCCESS || text.is_null() {
         return own_text(code, which).map(|text| text.to_string_lossy().into_owned());
     }
-    // SAFETY: `text` is a nul-terminated string that lives as long as the program — the driver's contract after success.
+    // SAFETY: `text` is a nul-terminated string that lives as long as the program — the driver's contract after
+    // success.
     Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 

@@ -1,8 +1,8 @@
 //! The CUDA driver, found when the program runs.
 //!
-//! [`load`] finds `libcuda.so.1` (on Windows `nvcuda.dll`) and fills a table of its functions, through which [`driver`] calls. One binary
-//! runs with and without a driver, is built without a CUDA installation, and defines none of the driver's names: another crate of the
-//! program may link `libcuda`, or load it too.
+//! [`load`] finds `libcuda.so.1` (on Windows `nvcuda.dll`) and fills a table of its functions, through which [`driver`]
+//! calls. One binary runs with and without a driver, is built without a CUDA installation, and defines none of the
+//! driver's names: another crate of the program may link `libcuda`, or load it too.
 //!
 //! | when | what a driver function answers |
 //! |---|---|
@@ -15,12 +15,14 @@
 //!
 //! # Feature `cust`
 //!
-//! `cust` and `cust_raw` link against `libcuda`, so a program that uses them needs a CUDA installation to be built and a driver to be
-//! started. With this feature the crate defines every symbol that `cust_raw` declares, as a jump through the same table, and so removes
-//! both needs, but for the folder that the build script of `cust_raw` looks for (docs/BUILDING.md). Linux on x86_64 and aarch64. A crate
-//! that names `cuda_loader` nowhere must still link it: `extern crate cuda_loader as _;`.
+//! `cust` and `cust_raw` link against `libcuda`, so a program that uses them needs a CUDA installation to be built and
+//! a driver to be started. With this feature the crate defines every symbol that `cust_raw` declares, as a jump through
+//! the same table, and so removes both needs, but for the folder that the build script of `cust_raw` looks for
+//! (docs/BUILDING.md). Linux on x86_64 and aarch64. A crate that names `cuda_loader` nowhere must still link it:
+//! `extern crate cuda_loader as _;`.
 //!
-//! Elsewhere than on 64-bit Linux and Windows [`load`] returns [`LoadError::UnsupportedPlatform`], and every driver function answers 3.
+//! Elsewhere than on 64-bit Linux and Windows [`load`] returns [`LoadError::UnsupportedPlatform`], and every driver
+//! function answers 3.
 
 pub mod driver;
 mod error;

@@ -1,8 +1,9 @@
 //! The driver's functions by name, each with a slot that holds where its calls go.
 //!
-//! This crate calls through the slots (`driver::ffi`). With the feature `cust` each function that `cust_raw` declares is also defined here
-//! by its link name, as a jump through its slot: a jump keeps the caller's registers and stack as they are, so no signature has to be
-//! repeated. Without it no such name is defined, and another crate of the program may link `libcuda` as it likes.
+//! This crate calls through the slots (`driver::ffi`). With the feature `cust` each function that `cust_raw` declares
+//! is also defined here by its link name, as a jump through its slot: a jump keeps the caller's registers and stack as
+//! they are, so no signature has to be repeated. Without it no such name is defined, and another crate of the program
+//! may link `libcuda` as it likes.
 
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -37,8 +38,8 @@ pub(crate) unsafe fn fill(address: impl Fn(&CStr) -> Option<*mut c_void>) {
     }
 }
 
-/// Defines one driver function. Hidden, so that it is not exported from the finished binary: it would otherwise take the
-/// place of the driver's own function inside the driver, and in other libraries of the process.
+/// Defines one driver function. Hidden, so that it is not exported from the finished binary: it would otherwise take
+/// the place of the driver's own function inside the driver, and in other libraries of the process.
 #[cfg(all(feature = "cust", target_os = "linux", target_arch = "x86_64"))]
 macro_rules! thunk {
     ($name:ident) => {

@@ -54,7 +54,8 @@ impl Backing for DeviceMemory {
     }
 
     fn report(&self) -> (usize, usize, String) {
-        // In the context that `allocate` entered. It is for the text of another error, which does without where the driver does not say.
+        // In the context that `allocate` entered. It is for the text of another error, which does without where the
+        // driver does not say.
         let (free, total) = primary::memory_info().unwrap_or((0, 0));
         (free, total, self.0.profile.name.clone())
     }

@@ -69,12 +69,13 @@ unsafe impl Sync for Module {}
 
 impl Drop for Module {
     fn drop(&mut self) {
-        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes. So it does where the
-        // driver fails, and nobody is there to be told; an error of the device's work stays with the context, for whoever uses that next.
+        // While a graph is recorded its kernels cannot be waited for: then the module stays, until its context goes. So
+        // it does where the driver fails, and nobody is there to be told; an error of the device's work stays with the
+        // context, for whoever uses that next.
         let Some(_no_recording) = NoRecording::begin() else { return };
         if self.context.enter().is_ok() && primary::synchronize().is_ok() {
-            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has its kernels, as
-            // each holds its device, and none of them is still queued.
+            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has
+            // its kernels, as each holds its device, and none of them is still queued.
             let _ = unsafe { driver::module_unload(self.module) };
         }
     }
@@ -121,8 +122,8 @@ impl Modules {
             unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
         };
         let static_smem = get(FuncAttribute::StaticSharedBytes)? as u32;
-        // Up to 48 KiB, static and dynamic together, need no permission. It is given for as much as there is: plans that launch the
-        // kernel with less share the function with those that need more.
+        // Up to 48 KiB, static and dynamic together, need no permission. It is given for as much as there is: plans
+        // that launch the kernel with less share the function with those that need more.
         if smem_bytes + static_smem > 48 << 10 {
             let most = self.context.profile.smem_per_block_bytes.saturating_sub(static_smem);
             // SAFETY: as above.

@@ -77,7 +77,8 @@ impl Stream {
 
     pub(crate) fn wait_for(&self, other: &Stream) -> Result<(), Error> {
         if self.is_recorded()? && !other.is_recorded()? {
-            // What is recorded runs later than what is enqueued now, and a wait for what is not recorded would end the recording.
+            // What is recorded runs later than what is enqueued now, and a wait for what is not recorded would end the
+            // recording.
             let exchanged = failed("cuThreadExchangeStreamCaptureMode");
             let relaxed = driver::RelaxedCapture::begin().map_err(&exchanged)?;
             let waited = other.synchronize();
@@ -91,8 +92,8 @@ impl Stream {
         }
     }
 
-    /// Whether all work so far is done; not known, and so said not to be, while anything is recorded, since the question would end a
-    /// recording.
+    /// Whether all work so far is done; not known, and so said not to be, while anything is recorded, since the
+    /// question would end a recording.
     pub(crate) fn is_done(&self) -> Result<bool, Error> {
         let Some(_no_recording) = NoRecording::try_begin() else { return Ok(false) };
         // Also by another library, of a stream that is its own.
@@ -110,7 +111,8 @@ impl Stream {
         unsafe { driver::stream_is_capturing(self.stream) }.map_err(failed("cuStreamIsCapturing"))
     }
 
-    /// Copies from and to the host cannot be recorded: the graph would have the address of memory that its launch knows nothing of.
+    /// Copies from and to the host cannot be recorded: the graph would have the address of memory that its launch knows
+    /// nothing of.
     fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
         if self.is_recorded()? {
             return Err(Error::invalid("Stream::capture", "enqueue", "work of the device alone", got));
@@ -123,8 +125,9 @@ impl Stream {
         // Asked first: once the copy is under way it has to be waited for, or the memory could go before it.
         let is_known =
             driver::is_known_memory(data.as_ptr().cast()).map_err(failed("cuPointerGetAttributes"))?;
-        // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this returns, since from
-        // pageable memory the driver copies before it returns, and for other memory it is waited below.
+        // SAFETY: the stream is live; a contiguous view has `data.len()` bytes at `address`; `data` may go when this
+        // returns, since from pageable memory the driver copies before it returns, and for other memory it is waited
+        // below.
         unsafe { driver::memcpy_htod_async(address, data.as_ptr().cast(), data.len(), self.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
         if is_known { self.synchronize() } else { Ok(()) }
@@ -147,7 +150,8 @@ impl Stream {
 
     pub(crate) fn fill_zero(&self, address: u64, bytes: usize) -> Result<(), Error> {
         self.context.enter()?;
-        // SAFETY: the stream is live; a contiguous view has `bytes` bytes at `address`, checked in TensorViewMut::fill_zero.
+        // SAFETY: the stream is live; a contiguous view has `bytes` bytes at `address`, checked in
+        // TensorViewMut::fill_zero.
         unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.map_err(failed("cuMemsetD8Async"))
     }
 
@@ -172,7 +176,8 @@ impl Stream {
         } else {
             let cluster = (cluster != 1).then_some([cluster, 1, 1]);
             let attributes = LaunchAttributes { cluster, overlap };
-            // SAFETY: as above; every kernel of a module that overlaps waits before it touches memory — `Modules::module`, `#[kernel]`.
+            // SAFETY: as above; every kernel of a module that overlaps waits before it touches memory —
+            // `Modules::module`, `#[kernel]`.
             unsafe {
                 driver::launch_kernel_ex(
                     entry.function,
@@ -267,8 +272,8 @@ impl Drop for Recording<'_> {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // Work that is still enqueued runs on: the driver destroys the stream after it. Nobody is there to be told of a failure; an error of
-        // the work itself stays with the context, and whoever uses that next is told.
+        // Work that is still enqueued runs on: the driver destroys the stream after it. Nobody is there to be told of a
+        // failure; an error of the work itself stays with the context, and whoever uses that next is told.
         if self.context.enter().is_ok() {
             // SAFETY: made in `new` or `of_caller`, and ends here.
             let _ = unsafe { driver::event_destroy(self.event) };
@@ -323,7 +328,8 @@ pub(crate) struct Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // The executable graph is destroyed with the field, in this context. Where that cannot be entered it is destroyed with it.
+        // The executable graph is destroyed with the field, in this context. Where that cannot be entered it is
+        // destroyed with it.
         let _ = self.context.enter();
     }
 }

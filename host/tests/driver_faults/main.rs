@@ -1,8 +1,9 @@
-//! Every call of the driver fails in turn: the program ends with an error that says so, or with the right result where the code has its
-//! reason not to mind. Never with a panic, and never with a wrong result.
+//! Every call of the driver fails in turn: the program ends with an error that says so, or with the right result where
+//! the code has its reason not to mind. Never with a panic, and never with a wrong result.
 //!
-//! The driver is a fake, built here from C (`cc`; without one the tests say so and pass). Its device is the host, so all of the CUDA backend runs but
-//! for what kernels compute. The process's library path is read at its start, so the program runs in a process of its own.
+//! The driver is a fake, built here from C (`cc`; without one the tests say so and pass). Its device is the host, so
+//! all of the CUDA backend runs but for what kernels compute. The process's library path is read at its start, so the
+//! program runs in a process of its own.
 
 #![cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 
@@ -73,7 +74,8 @@ fn program() -> Result<(), Error> {
     stream.synchronize()?;
     assert_eq!(b.to_vec::<f32>(&stream)?, data);
 
-    // Memory of one stream in another: small, which waits for an event, and large, which asks whether there is anything to wait for.
+    // Memory of one stream in another: small, which waits for an event, and large, which asks whether there is anything
+    // to wait for.
     for bytes in [4096, 8 << 20] {
         drop(Tensor::zeros(&stream, &[bytes], DType::I8)?);
         let again = Tensor::from_slice(&other, &[bytes], &vec![7i8; bytes])?;

@@ -67,7 +67,8 @@ pub fn device_get(ordinal: u32) -> Result<CUdevice, DriverError> {
 /// Its name, such as `NVIDIA H200`.
 pub fn device_name(device: CUdevice) -> Result<String, DriverError> {
     let mut name = [0u8; 256];
-    // SAFETY: `name` is writable for the length that is given — a local; a device is an ordinal that the driver checks, not a pointer.
+    // SAFETY: `name` is writable for the length that is given — a local; a device is an ordinal that the driver checks,
+    // not a pointer.
     check(unsafe { ffi::cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), name.len() as c_int, device) })?;
     let name = CStr::from_bytes_until_nul(&name)
         .map_err(|_| DriverError::invalid_value("a device's name has no end".into()))?;
@@ -82,8 +83,9 @@ pub fn device_total_memory(device: CUdevice) -> Result<usize, DriverError> {
     Ok(bytes)
 }
 
-/// A hold on a device's primary context, which goes with the value. `cust` takes one of its own; it has no words for what a newer driver
-/// answers to that, such as `CUDA_ERROR_DEVICE_UNAVAILABLE` (46) of a card that another process has for itself: so it is asked for here first.
+/// A hold on a device's primary context, which goes with the value. `cust` takes one of its own; it has no words for
+/// what a newer driver answers to that, such as `CUDA_ERROR_DEVICE_UNAVAILABLE` (46) of a card that another process has
+/// for itself: so it is asked for here first.
 #[derive(Debug)]
 pub struct PrimaryContext {
     device: CUdevice,

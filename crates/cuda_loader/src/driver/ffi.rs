@@ -1,7 +1,7 @@
 //! The driver's functions as this crate calls them: each through its slot in [`crate::symbols`].
 //!
-//! Declared here and not taken from `cust_raw`, because that returns its `CUresult` as a Rust enum of CUDA 11.4's codes:
-//! a newer code (such as 912, `CUDA_ERROR_INVALID_CLUSTER_SIZE`) would be an invalid value of it.
+//! Declared here and not taken from `cust_raw`, because that returns its `CUresult` as a Rust enum of CUDA 11.4's
+//! codes: a newer code (such as 912, `CUDA_ERROR_INVALID_CLUSTER_SIZE`) would be an invalid value of it.
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -22,8 +22,9 @@ macro_rules! through_slots {
         #[inline]
         $visibility unsafe fn $name($($argument: $type),*) -> u32 {
             let address = crate::symbols::slot::$name.load(std::sync::atomic::Ordering::Acquire);
-            // SAFETY: the slot holds a function's address, never null: the driver's of this name, whose signature this is, or a stand-in that
-            // takes these arguments or none, which in C's calling convention is the same to it — `symbols`.
+            // SAFETY: the slot holds a function's address, never null: the driver's of this name, whose signature this
+            // is, or a stand-in that takes these arguments or none, which in C's calling convention is the same to it —
+            // `symbols`.
             let function = unsafe {
                 std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(address)
             };

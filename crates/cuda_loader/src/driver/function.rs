@@ -82,8 +82,9 @@ pub unsafe fn occupancy_max_active_blocks(
     Ok(blocks.unsigned_abs())
 }
 
-/// How many clusters of `cluster` blocks in x of the kernel the device holds at a time: fewer than its multiprocessors would, since a cluster
-/// lies in one of their groups, and groups are not of one size. `CUDA_ERROR_NOT_FOUND` from a driver before CUDA 11.8.
+/// How many clusters of `cluster` blocks in x of the kernel the device holds at a time: fewer than its multiprocessors
+/// would, since a cluster lies in one of their groups, and groups are not of one size. `CUDA_ERROR_NOT_FOUND` from a
+/// driver before CUDA 11.8.
 ///
 /// # Safety
 /// `function` is live.
@@ -136,8 +137,9 @@ pub enum Overlap {
     /// It starts when everything ahead is done.
     #[default]
     None,
-    /// Programmatic dependent launch: it may start once every block ahead has executed `griddepcontrol.launch_dependents`
-    /// or has ended, and must itself execute `griddepcontrol.wait` before it touches their results.
+    /// Programmatic dependent launch: it may start once every block ahead has executed
+    /// `griddepcontrol.launch_dependents` or has ended, and must itself execute `griddepcontrol.wait` before it touches
+    /// their results.
     Programmatic,
 }
 

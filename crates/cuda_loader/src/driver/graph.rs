@@ -8,8 +8,9 @@ use super::sys::{CUgraph, CUgraphExec, CUstream};
 use super::ffi;
 use crate::error::{DriverError, check};
 
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls that a capture does not allow are errors in this thread alone. What another thread queues
-/// on the stream is recorded like this one's, and what waits for the whole context ends the capture, wherever it is called.
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls that a capture does not allow are errors in this thread alone. What
+/// another thread queues on the stream is recorded like this one's, and what waits for the whole context ends the
+/// capture, wherever it is called.
 const THREAD_LOCAL: c_int = 1;
 
 /// From here on, what this thread queues on the stream is recorded and not run.
@@ -37,8 +38,8 @@ pub unsafe fn stream_is_capturing(stream: CUstream) -> Result<bool, DriverError>
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: a thread in it may also make calls that its captures forbid.
 const RELAXED: c_int = 2;
 
-/// While it lives, a capture does not keep its thread from calls that have nothing to do with it, such as a wait for a stream that is not
-/// captured.
+/// While it lives, a capture does not keep its thread from calls that have nothing to do with it, such as a wait for a
+/// stream that is not captured.
 #[derive(Debug)]
 pub struct RelaxedCapture {
     before: c_int,
@@ -128,8 +129,8 @@ unsafe impl Send for GraphExec {}
 impl GraphExec {
     /// Queues the whole graph on a stream.
     ///
-    /// # Safety
-    /// `stream` is live. Every address that the captured work uses is still valid for it, until the stream has passed it.
+    /// # Safety `stream` is live. Every address that the captured work uses is still valid for it, until the stream has
+    /// passed it.
     pub unsafe fn launch(&self, stream: CUstream) -> Result<(), DriverError> {
         // SAFETY: `self.raw` is live — owned by `self`; `stream` and the addresses — the caller.
         check(unsafe { ffi::cuGraphLaunch(self.raw, stream) })

@@ -1,4 +1,5 @@
-//! Memory of the device; copies and fills in stream order, on raw addresses. Pageable host memory works, but the call then waits for the copy.
+//! Memory of the device; copies and fills in stream order, on raw addresses. Pageable host memory works, but the call
+//! then waits for the copy.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -67,23 +68,22 @@ pub unsafe fn memcpy_dtoh_async(
 /// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
 const MEMORY_TYPE: c_int = 2;
 
-/// Whether the driver has pinned, or manages, the memory at an address. Copies to and from such memory are still under way when their
-/// call returns; of all other memory of the host the driver knows nothing.
+/// Whether the driver has pinned, or manages, the memory at an address. Copies to and from such memory are still under
+/// way when their call returns; of all other memory of the host the driver knows nothing.
 pub fn is_known_memory(address: *const c_void) -> Result<bool, DriverError> {
     let (mut memory_type, mut attribute): (c_uint, c_int) = (0, MEMORY_TYPE);
     let mut data: *mut c_void = (&raw mut memory_type).cast();
-    // The call for several attributes leaves 0 where the address is unknown; that for one fails, which the sanitizer reports.
-    // SAFETY: one attribute, and one place for it, which is writable and as large — locals; the driver looks the address up and does not
-    // follow it.
+    // The call for several attributes leaves 0 where the address is unknown; that for one fails, which the sanitizer
+    // reports. SAFETY: one attribute, and one place for it, which is writable and as large — locals; the driver looks
+    // the address up and does not follow it.
     check(unsafe { ffi::cuPointerGetAttributes(1, &mut attribute, &mut data, address as CUdeviceptr) })?;
     Ok(memory_type != 0)
 }
 
 /// Copies on the device.
 ///
-/// # Safety
-/// `stream` is live. Until the stream has passed the copy, `source` is readable, `target` is writable, neither is written
-/// by other work, and they do not overlap, for `bytes`.
+/// # Safety `stream` is live. Until the stream has passed the copy, `source` is readable, `target` is writable, neither
+/// is written by other work, and they do not overlap, for `bytes`.
 pub unsafe fn memcpy_dtod_async(
     target: CUdeviceptr,
     source: CUdeviceptr,

@@ -1,8 +1,8 @@
 //! The driver's calls, on raw handles ([`sys`]).
 //!
-//! `cust` 0.3.2 has many of them too, and lacks others: its streams always wait for the legacy default stream, its events are used up by
-//! waiting for them, its modules keep no assembler log, and none of the three takes a caller's raw handle. Devices, contexts and memory
-//! can be had of either.
+//! `cust` 0.3.2 has many of them too, and lacks others: its streams always wait for the legacy default stream, its
+//! events are used up by waiting for them, its modules keep no assembler log, and none of the three takes a caller's
+//! raw handle. Devices, contexts and memory can be had of either.
 //!
 //! # Safety of handles
 //!

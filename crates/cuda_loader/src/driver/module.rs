@@ -38,8 +38,8 @@ pub fn module_load_data(ptx: &CStr) -> Result<CUmodule, ModuleError> {
     let size = std::ptr::without_provenance_mut::<c_void>(LOG_BYTES);
     let mut values = [info.as_mut_ptr().cast(), size, errors.as_mut_ptr().cast(), size];
     let mut module: CUmodule = std::ptr::null_mut();
-    // SAFETY: the image is text up to a nul — checked above, and its type; options and values are as many as announced, and each buffer has the
-    // size that is given for it — just above.
+    // SAFETY: the image is text up to a nul — checked above, and its type; options and values are as many as announced,
+    // and each buffer has the size that is given for it — just above.
     let status = unsafe {
         ffi::cuModuleLoadDataEx(
             &mut module,

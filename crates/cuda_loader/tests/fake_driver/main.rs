@@ -1,8 +1,9 @@
-//! The loader against a driver of a few functions, built here from C: calls arrive with their arguments intact, and what
-//! the driver lacks answers `CUDA_ERROR_NOT_FOUND`. Needs a C compiler (`cc`); without one the tests say so and pass.
+//! The loader against a driver of a few functions, built here from C: calls arrive with their arguments intact, and
+//! what the driver lacks answers `CUDA_ERROR_NOT_FOUND`. Needs a C compiler (`cc`); without one the tests say so and
+//! pass.
 //!
-//! The fake must be found before any real driver, and the process's library path is read at its start: so each test runs
-//! this binary again, with the path set.
+//! The fake must be found before any real driver, and the process's library path is read at its start: so each test
+//! runs this binary again, with the path set.
 
 #![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 

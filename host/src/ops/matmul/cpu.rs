@@ -1,8 +1,8 @@
 //! The matrix product on the CPU.
 //!
-//! Few rows: dot products, parallel over columns, since reading b is what takes the time. More rows: tiles, parallel over
-//! them, whose panels are widened to f32 and multiplied by the `gemm` crate, or without that feature by dot products. Either needs a few panels of scratch per
-//! thread, allocated when a thread first computes.
+//! Few rows: dot products, parallel over columns, since reading b is what takes the time. More rows: tiles, parallel
+//! over them, whose panels are widened to f32 and multiplied by the `gemm` crate, or without that feature by dot
+//! products. Either needs a few panels of scratch per thread, allocated when a thread first computes.
 
 use std::cell::RefCell;
 
@@ -152,8 +152,8 @@ fn packed_sums<'a, T: FloatElement>(
     });
 }
 
-/// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 32; `a_row` and
-/// `b_row` give the operands' rows.
+/// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 32;
+/// `a_row` and `b_row` give the operands' rows.
 pub(crate) fn sums<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
@@ -265,8 +265,8 @@ fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sum
     assert!(a_panel.len() >= rows * PANEL && b_panel.len() >= cols * PANEL && sums.len() >= rows * TILE_COLS);
     let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());
     let (tile_stride, panel_stride) = (TILE_COLS as isize, PANEL as isize);
-    // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that nothing else points into — the
-    // assertions, and the borrows.
+    // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that nothing
+    // else points into — the assertions, and the borrows.
     unsafe {
         gemm::gemm(
             rows,
