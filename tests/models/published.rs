@@ -1,5 +1,7 @@
 //! The published models, by their configurations.
 
+use std::collections::BTreeMap;
+
 use testkit::golden;
 
 use super::*;
@@ -59,12 +61,9 @@ fn the_readme_says_which_models_run_where() -> Outcome {
     for arch in Arch::ALL {
         devices.push((arch.to_string(), Device::simulated(Arc::new(Card::new(arch)))?));
     }
-    let names: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
-    let mut table = format!(
-        "| model | layers | parameters | bf16 weights | cache of a token | of a sequence | {} |\n|{}\n",
-        names.join(" | "),
-        "---|".repeat(6 + names.len()),
-    );
+    let mut table =
+        "| model | layers | parameters | in bf16 | cache of a token |\n|---|---|---|---|---|\n".to_owned();
+    let mut runs = BTreeMap::<String, Vec<&str>>::new();
     for (name, file, small, ..) in PUBLISHED {
         let config = published(file)?;
         let decoder = &config.decoder;
@@ -92,25 +91,32 @@ fn the_readme_says_which_models_run_where() -> Outcome {
         let fixed = decoder.cache_bytes(DType::BF16, 0);
         let token = decoder.cache_bytes(DType::BF16, 1) - fixed;
         table += &format!(
-            "| {name} | {} | {:.2} G | {:.1} GiB | {:.0} KiB | {:.1} MiB |",
+            "| {name} | {} | {:.2} G | {:.1} GiB | {:.0} KiB",
             layers.join(", "),
             parameters as f64 * 1e-9,
             parameters as f64 * 2.0 / f64::from(1 << 30),
             token as f64 / 1024.0,
-            fixed as f64 / f64::from(1 << 20),
         );
-        // What runs is found out with the small model of the same kind, whose results other tests compare.
-        for (_, device) in &devices {
-            let mut dtypes = Vec::new();
-            for dtype in DType::FLOATS {
-                let options = SessionOptions { capacity: 8, ..SessionOptions::default() };
-                if session(device, &golden::folder(small), dtype, options).is_ok() {
-                    dtypes.push(dtype.name());
-                }
-            }
-            table += &format!(" {} |", dtypes.join(" "));
+        if fixed > 0 {
+            table += &format!(", {:.1} MiB a sequence", fixed as f64 / f64::from(1 << 20));
         }
-        table += "\n";
+        table += " |\n";
+        // What runs is found out with the small model of the same kind, whose results other tests compare.
+        let mut places = BTreeMap::<String, Vec<&str>>::new();
+        for (place, device) in &devices {
+            let options = SessionOptions { capacity: 8, ..SessionOptions::default() };
+            let is_possible = |dtype| session(device, &golden::folder(small), dtype, options).is_ok();
+            let dtypes: Vec<&str> =
+                DType::FLOATS.into_iter().filter(|&dtype| is_possible(dtype)).map(DType::name).collect();
+            places.entry(dtypes.join(", ")).or_default().push(place);
+        }
+        let places: Vec<String> =
+            places.iter().map(|(dtypes, places)| format!("on {} in {dtypes}", places.join(", "))).collect();
+        runs.entry(places.join("; ")).or_default().push(name);
+    }
+    for (places, models) in &runs {
+        let models = if models.len() == PUBLISHED.len() { "all".to_owned() } else { models.join(", ") };
+        table += &format!("\nRun {places}: {models}.\n");
     }
     let path = workspace_root().join("README.md");
     let readme = std::fs::read_to_string(&path)?;

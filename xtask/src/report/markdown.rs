@@ -68,18 +68,12 @@ pub fn readme(record: &Record, date: &str, folder: &str) -> String {
          The ratio is the fastest peer's time over ours: above 1 we are faster.\n\n",
         record.run.device,
     );
-    text += "| what | time | rate | fastest peer | ratio |\n|---|---|---|---|---|\n";
+    text += "| what | time | fastest peer | ratio |\n|---|---|---|---|\n";
     for case in HEADLINES.iter().filter_map(|name| record.case(name)) {
-        if case.ours.is_some() {
-            let _ = writeln!(
-                text,
-                "| {} | {} | {} | {} | {} |",
-                case.work.name.replace(" anchor ", " "),
-                time_cell(case),
-                rate_cell(case),
-                peer_cell(case),
-                ratio_cell(case),
-            );
+        if let Some(ours) = &case.ours {
+            let name = case.work.name.replace(" anchor ", " ");
+            let (time, peer, ratio) = (duration(ours.us), peer_cell(case), ratio_cell(case));
+            let _ = writeln!(text, "| {name} | {time} | {peer} | {ratio} |");
         }
     }
     let (count, behind) = behind(record);

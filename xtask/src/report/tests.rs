@@ -248,7 +248,7 @@ fn the_readme_gets_the_headlines_between_its_markers() {
         text.starts_with(&format!("before\n{BEGIN}\n")) && text.ends_with(&format!("{END}\nafter\n")),
         "{text}"
     );
-    assert!(text.contains("| matmul 8192 | 300 µs ± 1.00 µs | 13 GB/s |"), "{text}");
+    assert!(text.contains("| matmul 8192 | 300 µs | – |"), "{text}");
     assert!(text.contains("benches/record/h200/1970-01-01/report.md") && !text.contains("old"), "{text}");
 }
 
