@@ -22,6 +22,7 @@ pub mod ops;
 mod param;
 mod plan;
 mod profile;
+mod published;
 mod queue;
 mod sample;
 pub mod simulator;

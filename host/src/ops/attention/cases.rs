@@ -6,6 +6,10 @@ use super::{Attention, AttentionArgs, AttentionProblem, KvScales, Mask, OP, Scor
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    Decoder, GLM_4_7_FLASH, GLM_4_7_FLASH_LATENT, Latent, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_30B,
+    QWEN3_CODER_NEXT, QWEN3_VL_2B_VISION,
+};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -119,24 +123,22 @@ const fn biased(case: AttentionCase) -> AttentionCase {
 }
 
 /// Latent attention in its absorbed form: the heads share rows of 576, of which v is the first 512.
-const fn latent(name: &'static str, batch: usize, heads: usize, seq_kv: usize) -> AttentionCase {
-    let case = decode(name, batch, (heads, 1), seq_kv, 576);
-    AttentionCase { head_dim_v: 512, is_latent: true, ..case }
+const fn latent(name: &'static str, batch: usize) -> AttentionCase {
+    let Latent { heads, kv_rank, rope, .. } = GLM_4_7_FLASH_LATENT;
+    let case = decode(name, batch, (heads, 1), CONTEXT, kv_rank + rope);
+    AttentionCase { head_dim_v: kv_rank, is_latent: true, ..case }
 }
 
 /// Keys of a sequence that is decoded.
 const CONTEXT: usize = 4096;
 
-const fn case(
-    name: &'static str,
-    phase: Phase,
-    heads_q: usize,
-    heads_kv: usize,
-    head_dim: usize,
-) -> AttentionCase {
+const VISION_HEADS: (usize, usize) = (QWEN3_VL_2B_VISION.heads, QWEN3_VL_2B_VISION.heads);
+
+const fn case(name: &'static str, phase: Phase, model: Decoder) -> AttentionCase {
+    let Decoder { heads, head_dim, .. } = model;
     match phase {
-        Phase::Prefill(seq) => prefill(name, 1, (heads_q, heads_kv), seq, head_dim, Mask::Causal),
-        Phase::Decode(batch) => decode(name, batch, (heads_q, heads_kv), CONTEXT, head_dim),
+        Phase::Prefill(seq) => prefill(name, 1, heads, seq, head_dim, Mask::Causal),
+        Phase::Decode(batch) => decode(name, batch, heads, CONTEXT, head_dim),
     }
 }
 
@@ -162,10 +164,10 @@ pub const CASES: &[AttentionCase] = cases! {
         decode("anchor decode B1 H32/8 kv32768 D128", 1, (32, 8), 32768, 128),
         decode("anchor decode B256 H32/8 kv2048 D128", 256, (32, 8), 2048, 128),
         decode("anchor decode B8 H32/4 kv8192 D128", 8, (32, 4), 8192, 128),
-        latent("glm-4.7-flash latent decode 1", 1, 20, CONTEXT),
-        latent("glm-4.7-flash latent decode 8", 8, 20, CONTEXT),
-        latent("glm-4.7-flash latent decode 32", 32, 20, CONTEXT),
-        latent("glm-4.7-flash latent decode 128", 128, 20, CONTEXT),
+        latent("glm-4.7-flash latent decode 1", 1),
+        latent("glm-4.7-flash latent decode 8", 8),
+        latent("glm-4.7-flash latent decode 32", 32),
+        latent("glm-4.7-flash latent decode 128", 128),
         prefill("B1 H32/8 S16384 D128", 1, (32, 8), 16384, 128, Mask::None),
         sparse(prefill("B1 H32/8 S16384 D128 blocks 10 %", 1, (32, 8), 16384, 128, Mask::None)),
         biased(prefill("B1 H32/8 S4096 D128 additive mask", 1, (32, 8), 4096, 128, Mask::None)),
@@ -173,17 +175,17 @@ pub const CASES: &[AttentionCase] = cases! {
         capped(decode("gemma-2-27b decode 8 soft cap", 8, (32, 16), CONTEXT, 128)),
         AttentionCase { has_sinks: true, ..prefill("gpt-oss-120b prefill 4096 sinks", 1, (64, 8), 4096, 64, Mask::Causal) },
         // One frame of 4096 patches.
-        prefill("qwen3-vl-2b vision prefill 4096", 1, (16, 16), 4096, 64, Mask::None),
+        prefill("qwen3-vl-2b vision prefill 4096", 1, VISION_HEADS, 4096, QWEN3_VL_2B_VISION.head_dim(), Mask::None),
     ];
     phases: [
-        "qwen3-0.6b" => (16, 8, 128),
-        "qwen3-4b" => (32, 8, 128),
-        "qwen3-coder-30b" => (32, 4, 128),
-        "qwen3-coder-next" => (16, 2, 256),
+        "qwen3-0.6b" => (QWEN3_0_6B),
+        "qwen3-4b" => (QWEN3_4B),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT),
     ];
     decode: [];
     prefill: [
-        "glm-4.7-flash" => (20, 20, 256),
+        "glm-4.7-flash" => (GLM_4_7_FLASH),
     ];
 };
 

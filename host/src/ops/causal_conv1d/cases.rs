@@ -6,6 +6,7 @@ use super::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{DeltaNet, QWEN3_CODER_NEXT_DELTA};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -23,19 +24,19 @@ pub struct CausalConv1dCase {
     pub width: usize,
 }
 
-const fn case(name: &'static str, phase: Phase, channels: usize, width: usize) -> CausalConv1dCase {
+const fn case(name: &'static str, phase: Phase, model: DeltaNet) -> CausalConv1dCase {
     let (tokens, sequences) = match phase {
         Phase::Prefill(tokens) => (tokens, 1),
         Phase::Decode(sequences) => (1, sequences),
     };
-    CausalConv1dCase { name, tokens, sequences, channels, width }
+    CausalConv1dCase { name, tokens, sequences, channels: model.channels(), width: model.width }
 }
 
 /// The shapes.
 pub const CASES: &[CausalConv1dCase] = cases! {
     case;
     one: [];
-    phases: ["qwen3-coder-next" => (8192, 4)];
+    phases: ["qwen3-coder-next" => (QWEN3_CODER_NEXT_DELTA)];
     decode: [];
     prefill: [];
 };

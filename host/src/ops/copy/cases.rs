@@ -3,6 +3,7 @@
 use super::{Copy, CopyArgs, CopyProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
+use crate::published::QWEN3_4B;
 use crate::sample::{Sample, tensor};
 use abi::DType;
 
@@ -25,6 +26,9 @@ const fn contiguous(name: &'static str, rows: usize, cols: usize, src: DType, ds
     CopyCase { name, shape: [rows, 1, cols], strides: [cols, cols], src, dst }
 }
 
+/// Heads of a cache.
+const KV: usize = QWEN3_4B.heads.1;
+
 /// The shapes.
 pub const CASES: &[CopyCase] = &[
     contiguous("32768x9728 bf16", 32768, 9728, DType::BF16, DType::BF16),
@@ -34,15 +38,15 @@ pub const CASES: &[CopyCase] = &[
     // The v part of a joint projection of 32 + 8 + 8 heads to a cache of 8 heads.
     CopyCase {
         name: "qwen3-4b v to cache prefill 2048",
-        shape: [2048, 8, 128],
-        strides: [48 * 128, 8 * 128],
+        shape: [2048, KV, QWEN3_4B.head_dim],
+        strides: [QWEN3_4B.qkv(), KV * QWEN3_4B.head_dim],
         src: DType::BF16,
         dst: DType::BF16,
     },
     CopyCase {
         name: "qwen3-4b v to cache decode 1",
-        shape: [1, 8, 128],
-        strides: [48 * 128, 8 * 128],
+        shape: [1, KV, QWEN3_4B.head_dim],
+        strides: [QWEN3_4B.qkv(), KV * QWEN3_4B.head_dim],
         src: DType::BF16,
         dst: DType::BF16,
     },

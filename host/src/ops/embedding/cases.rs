@@ -6,6 +6,7 @@ use super::{Embedding, EmbeddingArgs, EmbeddingProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{Decoder, GLM_4_7_FLASH, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_30B};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -21,8 +22,8 @@ pub struct EmbeddingCase {
     pub cols: usize,
 }
 
-const fn case(name: &'static str, phase: Phase, vocab: usize, cols: usize) -> EmbeddingCase {
-    EmbeddingCase { name, tokens: phase.tokens(), vocab, cols }
+const fn case(name: &'static str, phase: Phase, model: Decoder) -> EmbeddingCase {
+    EmbeddingCase { name, tokens: phase.tokens(), vocab: model.vocab, cols: model.hidden }
 }
 
 /// The shapes.
@@ -30,10 +31,10 @@ pub const CASES: &[EmbeddingCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-0.6b" => (151_936, 1024),
-        "qwen3-4b" => (151_936, 2560),
-        "qwen3-coder-30b" => (151_936, 2048),
-        "glm-4.7-flash" => (154_880, 2048),
+        "qwen3-0.6b" => (QWEN3_0_6B),
+        "qwen3-4b" => (QWEN3_4B),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B),
+        "glm-4.7-flash" => (GLM_4_7_FLASH),
     ];
     decode: [];
     prefill: [];

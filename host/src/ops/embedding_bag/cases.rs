@@ -5,6 +5,7 @@ use abi::DType;
 use super::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
+use crate::published::QWEN3_VL_2B_VISION as VISION;
 use crate::sample::{Sample, tensor};
 /// One shape.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +23,7 @@ pub struct EmbeddingBagCase {
 }
 
 const fn positions(name: &'static str, tokens: usize) -> EmbeddingBagCase {
-    EmbeddingBagCase { name, tokens, bag: 4, vocab: 48 * 48, cols: 1024 }
+    EmbeddingBagCase { name, tokens, bag: 4, vocab: VISION.positions, cols: VISION.hidden }
 }
 
 /// The shapes: the positions of an image's patches, interpolated between four places of a learned table.

@@ -6,6 +6,7 @@ use super::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{DeltaNet, QWEN3_CODER_NEXT_DELTA};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -27,12 +28,8 @@ pub struct GatedDeltaCase {
     pub dim_v: usize,
 }
 
-const fn case(
-    name: &'static str,
-    phase: Phase,
-    (heads_k, heads_v): (usize, usize),
-    (dim_k, dim_v): (usize, usize),
-) -> GatedDeltaCase {
+const fn case(name: &'static str, phase: Phase, model: DeltaNet) -> GatedDeltaCase {
+    let DeltaNet { heads: (heads_k, heads_v), dims: (dim_k, dim_v), .. } = model;
     let (tokens, sequences) = match phase {
         Phase::Prefill(tokens) => (tokens, 1),
         Phase::Decode(sequences) => (1, sequences),
@@ -44,7 +41,7 @@ const fn case(
 pub const CASES: &[GatedDeltaCase] = cases! {
     case;
     one: [];
-    phases: ["qwen3-coder-next" => ((16, 32), (128, 128))];
+    phases: ["qwen3-coder-next" => (QWEN3_CODER_NEXT_DELTA)];
     decode: [];
     prefill: [];
 };

@@ -6,6 +6,10 @@ use super::{Activation, Glu, GluArgs, GluProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS as GLM, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_30B_EXPERTS as CODER,
+    QWEN3_CODER_NEXT_EXPERTS as NEXT, QWEN3_VL_2B, QWEN3_VL_2B_VISION,
+};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -28,8 +32,8 @@ const fn plain(name: &'static str, activation: Activation) -> GluCase {
 }
 
 /// The activation of an MLP without a gate.
-const fn alone(name: &'static str, rows: usize, activation: Activation) -> GluCase {
-    GluCase { name, rows, cols: 4096, activation, has_up: false }
+const fn alone(name: &'static str, rows: usize, cols: usize, activation: Activation) -> GluCase {
+    GluCase { name, rows, cols, activation, has_up: false }
 }
 
 /// SwiGLU in a model that gives a token to so many experts.
@@ -45,17 +49,17 @@ pub const CASES: &[GluCase] = cases! {
         plain("32768x9728 gelu_tanh", Activation::GeluTanh),
         plain("32768x9728 gelu_erf", Activation::GeluErf),
         plain("32768x9728 sigmoid", Activation::Sigmoid),
-        alone("qwen3-vl-2b vision prefill 4096", 4096, Activation::GeluTanh),
-        alone("qwen3-vl-2b merger prefill 1024", 1024, Activation::GeluErf),
+        alone("qwen3-vl-2b vision prefill 4096", 4096, QWEN3_VL_2B_VISION.intermediate, Activation::GeluTanh),
+        alone("qwen3-vl-2b merger prefill 1024", 1024, QWEN3_VL_2B_VISION.merged, Activation::GeluErf),
     ];
     phases: [
-        "qwen3-0.6b" => (1, 3072),
-        "qwen3-4b" => (1, 9728),
-        "qwen3-coder-30b experts" => (8, 768),
-        "qwen3-coder-next experts" => (10, 512),
-        "glm-4.7-flash dense" => (1, 10240),
-        "glm-4.7-flash experts" => (4, 1536),
-        "qwen3-vl-2b" => (1, 6144),
+        "qwen3-0.6b" => (1, QWEN3_0_6B.intermediate),
+        "qwen3-4b" => (1, QWEN3_4B.intermediate),
+        "qwen3-coder-30b experts" => (CODER.top_k, CODER.intermediate),
+        "qwen3-coder-next experts" => (NEXT.top_k, NEXT.intermediate),
+        "glm-4.7-flash dense" => (1, GLM_4_7_FLASH.intermediate),
+        "glm-4.7-flash experts" => (GLM.top_k, GLM.intermediate),
+        "qwen3-vl-2b" => (1, QWEN3_VL_2B.intermediate),
     ];
     decode: [];
     prefill: [];

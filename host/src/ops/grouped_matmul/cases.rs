@@ -6,6 +6,10 @@ use super::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows,
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    Decoder, Experts, GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS, QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS,
+    QWEN3_CODER_NEXT, QWEN3_CODER_NEXT_EXPERTS,
+};
 use crate::sample::{Sample, tensor};
 
 /// Of an expert.
@@ -34,14 +38,13 @@ pub struct GroupedMatmulCase {
 const fn case(
     name: &'static str,
     phase: Phase,
-    (experts, top_k): (usize, usize),
-    n: usize,
-    k: usize,
+    Decoder { hidden, .. }: Decoder,
+    Experts { count: experts, top_k, intermediate, .. }: Experts,
     projection: Projection,
 ) -> GroupedMatmulCase {
-    let from = match projection {
-        Projection::GateUp => GroupedRows::Gathered { fan_out: top_k },
-        Projection::Down => GroupedRows::Sorted,
+    let (n, k, from) = match projection {
+        Projection::GateUp => (2 * intermediate, hidden, GroupedRows::Gathered { fan_out: top_k }),
+        Projection::Down => (hidden, intermediate, GroupedRows::Sorted),
     };
     GroupedMatmulCase { name, rows: phase.tokens() * top_k, experts, n, k, from }
 }
@@ -58,12 +61,12 @@ pub const CASES: &[GroupedMatmulCase] = cases! {
         from: GroupedRows::Sorted,
     }];
     phases: [
-        "qwen3-coder-30b gate up" => ((128, 8), 1536, 2048, Projection::GateUp),
-        "qwen3-coder-30b down" => ((128, 8), 2048, 768, Projection::Down),
-        "qwen3-coder-next gate up" => ((512, 10), 1024, 2048, Projection::GateUp),
-        "qwen3-coder-next down" => ((512, 10), 2048, 512, Projection::Down),
-        "glm-4.7-flash gate up" => ((64, 4), 3072, 2048, Projection::GateUp),
-        "glm-4.7-flash down" => ((64, 4), 2048, 1536, Projection::Down),
+        "qwen3-coder-30b gate up" => (QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS, Projection::GateUp),
+        "qwen3-coder-30b down" => (QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS, Projection::Down),
+        "qwen3-coder-next gate up" => (QWEN3_CODER_NEXT, QWEN3_CODER_NEXT_EXPERTS, Projection::GateUp),
+        "qwen3-coder-next down" => (QWEN3_CODER_NEXT, QWEN3_CODER_NEXT_EXPERTS, Projection::Down),
+        "glm-4.7-flash gate up" => (GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS, Projection::GateUp),
+        "glm-4.7-flash down" => (GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS, Projection::Down),
     ];
     decode: [];
     prefill: [];

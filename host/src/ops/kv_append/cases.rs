@@ -6,6 +6,7 @@ use super::{KvAppend, KvAppendArgs, KvAppendProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{Decoder, QWEN3_4B, QWEN3_CODER_30B, QWEN3_CODER_NEXT};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -21,8 +22,8 @@ pub struct KvAppendCase {
     pub head_dim: usize,
 }
 
-const fn case(name: &'static str, phase: Phase, heads: usize, head_dim: usize) -> KvAppendCase {
-    KvAppendCase { name, tokens: phase.tokens(), heads, head_dim }
+const fn case(name: &'static str, phase: Phase, model: Decoder) -> KvAppendCase {
+    KvAppendCase { name, tokens: phase.tokens(), heads: model.heads.1, head_dim: model.head_dim }
 }
 
 /// The shapes. Qwen3-0.6B and Qwen3-VL-2B have those of Qwen3-4B.
@@ -30,9 +31,9 @@ pub const CASES: &[KvAppendCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-4b" => (8, 128),
-        "qwen3-coder-30b" => (4, 128),
-        "qwen3-coder-next" => (2, 256),
+        "qwen3-4b" => (QWEN3_4B),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT),
     ];
     decode: [];
     prefill: [];

@@ -5,6 +5,7 @@ use abi::DType;
 use super::{LayerNorm, LayerNormArgs, LayerNormProblem, NormResidual, OP};
 use crate::device::Device;
 use crate::error::Error;
+use crate::published::QWEN3_VL_2B_VISION as VISION;
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -28,10 +29,10 @@ const fn case(name: &'static str, rows: usize, cols: usize, residual: NormResidu
 pub const CASES: &[LayerNormCase] = &[
     case("anchor 65536x4096", 65536, 4096, NormResidual::None),
     case("anchor 65536x4096 add", 65536, 4096, NormResidual::Add),
-    case("qwen3-vl-2b vision block prefill 4096", 4096, 1024, NormResidual::Add),
-    case("qwen3-vl-2b merger prefill 1024", 1024, 4096, NormResidual::None),
-    case("qwen3-vl-2b vision block prefill 256", 256, 1024, NormResidual::Add),
-    case("qwen3-vl-2b merger prefill 64", 64, 4096, NormResidual::None),
+    case("qwen3-vl-2b vision block prefill 4096", 4096, VISION.hidden, NormResidual::Add),
+    case("qwen3-vl-2b merger prefill 1024", 1024, VISION.merged, NormResidual::None),
+    case("qwen3-vl-2b vision block prefill 256", 256, VISION.hidden, NormResidual::Add),
+    case("qwen3-vl-2b merger prefill 64", 64, VISION.merged, NormResidual::None),
 ];
 
 /// A run of so many rows, for what tries every operator.

@@ -7,6 +7,12 @@ use super::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, OP, Precisio
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    GLM_4_7_FLASH as GLM, GLM_4_7_FLASH_EXPERTS as GLM_EXPERTS, GLM_4_7_FLASH_LATENT as LATENT, QWEN3_0_6B,
+    QWEN3_4B, QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS, QWEN3_CODER_NEXT as NEXT,
+    QWEN3_CODER_NEXT_DELTA as DELTA, QWEN3_CODER_NEXT_EXPERTS as NEXT_EXPERTS, QWEN3_VL_2B,
+    QWEN3_VL_2B_VISION as VISION,
+};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -46,9 +52,9 @@ const fn f32(name: &'static str, size: usize, precision: Precision) -> MatmulCas
 
 const SWIGLU: Act = Act::Gated(Activation::Silu);
 
-/// A product for each of the heads of so many tokens.
-const fn per_head(name: &'static str, heads: usize, tokens: usize, n: usize, k: usize) -> MatmulCase {
-    MatmulCase { batch: heads, ..plain(name, tokens, n, k) }
+/// A product for each of the latent heads of so many tokens.
+const fn per_head(name: &'static str, tokens: usize, n: usize, k: usize) -> MatmulCase {
+    MatmulCase { batch: LATENT.heads, ..plain(name, tokens, n, k) }
 }
 
 /// A linear layer of n output and k input features.
@@ -79,67 +85,67 @@ pub const CASES: &[MatmulCase] = cases! {
         fused("anchor 128x16384x4096 silu", 128, 16384, 4096, Act::Of(Activation::Silu)),
         // As "gate+up" below, with the gate.
         fused("anchor 2048x9728x2560 swiglu", 2048, 9728, 2560, SWIGLU),
-        fused("qwen3-4b swiglu decode 1", 1, 9728, 2560, SWIGLU),
-        fused("qwen3-4b swiglu decode 8", 8, 9728, 2560, SWIGLU),
-        fused("qwen3-4b swiglu decode 32", 32, 9728, 2560, SWIGLU),
-        fused("qwen3-4b swiglu prefill 16384", 16384, 9728, 2560, SWIGLU),
-        fused("qwen3-vl-2b vision fc1+gelu prefill 4096", 4096, 4096, 1024, Act::Of(Activation::GeluTanh)),
+        fused("qwen3-4b swiglu decode 1", 1, QWEN3_4B.intermediate, QWEN3_4B.hidden, SWIGLU),
+        fused("qwen3-4b swiglu decode 8", 8, QWEN3_4B.intermediate, QWEN3_4B.hidden, SWIGLU),
+        fused("qwen3-4b swiglu decode 32", 32, QWEN3_4B.intermediate, QWEN3_4B.hidden, SWIGLU),
+        fused("qwen3-4b swiglu prefill 16384", 16384, QWEN3_4B.intermediate, QWEN3_4B.hidden, SWIGLU),
+        fused("qwen3-vl-2b vision fc1+gelu prefill 4096", 4096, VISION.intermediate, VISION.hidden, Act::Of(Activation::GeluTanh)),
         // An image of 1024 × 1024: 4096 patches, merged to 1024 tokens.
-        plain("qwen3-vl-2b vision patch prefill 4096", 4096, 1024, 1536),
-        plain("qwen3-vl-2b vision qkv prefill 4096", 4096, 3072, 1024),
-        plain("qwen3-vl-2b vision proj prefill 4096", 4096, 1024, 1024),
-        plain("qwen3-vl-2b vision fc1 prefill 4096", 4096, 4096, 1024),
-        plain("qwen3-vl-2b vision fc2 prefill 4096", 4096, 1024, 4096),
-        plain("qwen3-vl-2b merger fc1 prefill 1024", 1024, 4096, 4096),
-        plain("qwen3-vl-2b merger fc2 prefill 1024", 1024, 2048, 4096),
+        plain("qwen3-vl-2b vision patch prefill 4096", 4096, VISION.hidden, VISION.pixels),
+        plain("qwen3-vl-2b vision qkv prefill 4096", 4096, 3 * VISION.hidden, VISION.hidden),
+        plain("qwen3-vl-2b vision proj prefill 4096", 4096, VISION.hidden, VISION.hidden),
+        plain("qwen3-vl-2b vision fc1 prefill 4096", 4096, VISION.intermediate, VISION.hidden),
+        plain("qwen3-vl-2b vision fc2 prefill 4096", 4096, VISION.hidden, VISION.intermediate),
+        plain("qwen3-vl-2b merger fc1 prefill 1024", 1024, VISION.merged, VISION.merged),
+        plain("qwen3-vl-2b merger fc2 prefill 1024", 1024, VISION.out, VISION.merged),
         // Latent attention: queries into the latent space, results out of it.
-        per_head("glm-4.7-flash w_uk decode 1", 20, 1, 512, 192),
-        per_head("glm-4.7-flash w_uk decode 8", 20, 8, 512, 192),
-        per_head("glm-4.7-flash w_uk decode 32", 20, 32, 512, 192),
-        per_head("glm-4.7-flash w_uk decode 128", 20, 128, 512, 192),
-        per_head("glm-4.7-flash w_uv decode 1", 20, 1, 256, 512),
-        per_head("glm-4.7-flash w_uv decode 8", 20, 8, 256, 512),
-        per_head("glm-4.7-flash w_uv decode 32", 20, 32, 256, 512),
-        per_head("glm-4.7-flash w_uv decode 128", 20, 128, 256, 512),
+        per_head("glm-4.7-flash w_uk decode 1", 1, LATENT.kv_rank, LATENT.nope),
+        per_head("glm-4.7-flash w_uk decode 8", 8, LATENT.kv_rank, LATENT.nope),
+        per_head("glm-4.7-flash w_uk decode 32", 32, LATENT.kv_rank, LATENT.nope),
+        per_head("glm-4.7-flash w_uk decode 128", 128, LATENT.kv_rank, LATENT.nope),
+        per_head("glm-4.7-flash w_uv decode 1", 1, LATENT.v, LATENT.kv_rank),
+        per_head("glm-4.7-flash w_uv decode 8", 8, LATENT.v, LATENT.kv_rank),
+        per_head("glm-4.7-flash w_uv decode 32", 32, LATENT.v, LATENT.kv_rank),
+        per_head("glm-4.7-flash w_uv decode 128", 128, LATENT.v, LATENT.kv_rank),
     ];
     phases: [
-        "qwen3-0.6b qkv" => (4096, 1024),
-        "qwen3-0.6b o" => (1024, 2048),
-        "qwen3-0.6b gate+up" => (6144, 1024),
-        "qwen3-0.6b down" => (1024, 3072),
-        "qwen3-4b qkv" => (6144, 2560),
-        "qwen3-4b o" => (2560, 4096),
-        "qwen3-4b gate+up" => (19456, 2560),
-        "qwen3-4b down" => (2560, 9728),
-        "qwen3-coder-30b qkv" => (5120, 2048),
-        "qwen3-coder-30b o" => (2048, 4096),
-        "qwen3-coder-30b router" => (128, 2048),
-        "qwen3-coder-next qkvz" => (12288, 2048),
-        "qwen3-coder-next ba" => (64, 2048),
-        "qwen3-coder-next qkv" => (9216, 2048),
-        "qwen3-coder-next router" => (512, 2048),
-        "qwen3-coder-next shared gate+up" => (1024, 2048),
-        "qwen3-coder-next shared down" => (2048, 512),
-        "glm-4.7-flash qkv_a" => (1344, 2048),
-        "glm-4.7-flash q_b" => (5120, 768),
-        "glm-4.7-flash o" => (2048, 5120),
-        "glm-4.7-flash dense gate+up" => (20480, 2048),
-        "glm-4.7-flash dense down" => (2048, 10240),
-        "glm-4.7-flash shared gate+up" => (3072, 2048),
-        "glm-4.7-flash shared down" => (2048, 1536),
-        "qwen3-vl-2b qkv" => (4096, 2048),
-        "qwen3-vl-2b o" => (2048, 2048),
-        "qwen3-vl-2b gate+up" => (12288, 2048),
-        "qwen3-vl-2b down" => (2048, 6144),
+        "qwen3-0.6b qkv" => (QWEN3_0_6B.qkv(), QWEN3_0_6B.hidden),
+        "qwen3-0.6b o" => (QWEN3_0_6B.hidden, QWEN3_0_6B.q()),
+        "qwen3-0.6b gate+up" => (2 * QWEN3_0_6B.intermediate, QWEN3_0_6B.hidden),
+        "qwen3-0.6b down" => (QWEN3_0_6B.hidden, QWEN3_0_6B.intermediate),
+        "qwen3-4b qkv" => (QWEN3_4B.qkv(), QWEN3_4B.hidden),
+        "qwen3-4b o" => (QWEN3_4B.hidden, QWEN3_4B.q()),
+        "qwen3-4b gate+up" => (2 * QWEN3_4B.intermediate, QWEN3_4B.hidden),
+        "qwen3-4b down" => (QWEN3_4B.hidden, QWEN3_4B.intermediate),
+        "qwen3-coder-30b qkv" => (QWEN3_CODER_30B.qkv(), QWEN3_CODER_30B.hidden),
+        "qwen3-coder-30b o" => (QWEN3_CODER_30B.hidden, QWEN3_CODER_30B.q()),
+        "qwen3-coder-30b router" => (QWEN3_CODER_30B_EXPERTS.count, QWEN3_CODER_30B.hidden),
+        "qwen3-coder-next qkvz" => (DELTA.channels() + DELTA.v(), NEXT.hidden),
+        "qwen3-coder-next ba" => (2 * DELTA.heads.1, NEXT.hidden),
+        "qwen3-coder-next qkv" => (NEXT.q() + NEXT.qkv(), NEXT.hidden),
+        "qwen3-coder-next router" => (NEXT_EXPERTS.count, NEXT.hidden),
+        "qwen3-coder-next shared gate+up" => (2 * NEXT_EXPERTS.shared, NEXT.hidden),
+        "qwen3-coder-next shared down" => (NEXT.hidden, NEXT_EXPERTS.shared),
+        "glm-4.7-flash qkv_a" => (LATENT.q_rank + LATENT.kv_rank + LATENT.rope, GLM.hidden),
+        "glm-4.7-flash q_b" => (GLM.q(), LATENT.q_rank),
+        "glm-4.7-flash o" => (GLM.hidden, LATENT.heads * LATENT.v),
+        "glm-4.7-flash dense gate+up" => (2 * GLM.intermediate, GLM.hidden),
+        "glm-4.7-flash dense down" => (GLM.hidden, GLM.intermediate),
+        "glm-4.7-flash shared gate+up" => (2 * GLM_EXPERTS.shared, GLM.hidden),
+        "glm-4.7-flash shared down" => (GLM.hidden, GLM_EXPERTS.shared),
+        "qwen3-vl-2b qkv" => (QWEN3_VL_2B.qkv(), QWEN3_VL_2B.hidden),
+        "qwen3-vl-2b o" => (QWEN3_VL_2B.hidden, QWEN3_VL_2B.q()),
+        "qwen3-vl-2b gate+up" => (2 * QWEN3_VL_2B.intermediate, QWEN3_VL_2B.hidden),
+        "qwen3-vl-2b down" => (QWEN3_VL_2B.hidden, QWEN3_VL_2B.intermediate),
     ];
     decode: [
-        "qwen3-0.6b head" => (151_936, 1024),
-        "qwen3-4b head" => (151_936, 2560),
-        "qwen3-coder-30b head" => (151_936, 2048),
-        "glm-4.7-flash head" => (154_880, 2048),
+        "qwen3-0.6b head" => (QWEN3_0_6B.vocab, QWEN3_0_6B.hidden),
+        "qwen3-4b head" => (QWEN3_4B.vocab, QWEN3_4B.hidden),
+        "qwen3-coder-30b head" => (QWEN3_CODER_30B.vocab, QWEN3_CODER_30B.hidden),
+        "glm-4.7-flash head" => (GLM.vocab, GLM.hidden),
     ];
     prefill: [
-        "glm-4.7-flash kv_b" => (8960, 512),
+        "glm-4.7-flash kv_b" => (LATENT.heads * (LATENT.nope + LATENT.v), LATENT.kv_rank),
     ];
 };
 

@@ -8,6 +8,7 @@ use super::{
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::matmul::{Bias, MatmulCase, linear, plain};
+use crate::published::{QWEN3_0_6B, QWEN3_4B};
 use crate::sample::{Sample, tensor};
 
 /// The shapes of the product.
@@ -18,14 +19,14 @@ pub const CASES: &[MatmulCase] = cases! {
         plain("anchor 8192", 8192, 8192, 8192),
     ];
     phases: [
-        "qwen3-0.6b qkv" => (4096, 1024),
-        "qwen3-0.6b o" => (1024, 2048),
-        "qwen3-0.6b gate+up" => (6144, 1024),
-        "qwen3-0.6b down" => (1024, 3072),
-        "qwen3-4b qkv" => (6144, 2560),
-        "qwen3-4b o" => (2560, 4096),
-        "qwen3-4b gate+up" => (19456, 2560),
-        "qwen3-4b down" => (2560, 9728),
+        "qwen3-0.6b qkv" => (QWEN3_0_6B.qkv(), QWEN3_0_6B.hidden),
+        "qwen3-0.6b o" => (QWEN3_0_6B.hidden, QWEN3_0_6B.q()),
+        "qwen3-0.6b gate+up" => (2 * QWEN3_0_6B.intermediate, QWEN3_0_6B.hidden),
+        "qwen3-0.6b down" => (QWEN3_0_6B.hidden, QWEN3_0_6B.intermediate),
+        "qwen3-4b qkv" => (QWEN3_4B.qkv(), QWEN3_4B.hidden),
+        "qwen3-4b o" => (QWEN3_4B.hidden, QWEN3_4B.q()),
+        "qwen3-4b gate+up" => (2 * QWEN3_4B.intermediate, QWEN3_4B.hidden),
+        "qwen3-4b down" => (QWEN3_4B.hidden, QWEN3_4B.intermediate),
     ];
     decode: [];
     prefill: [];

@@ -6,6 +6,10 @@ use super::{MoeCombine, MoeCombineArgs, MoeCombineProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    Decoder, Experts, GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS, QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS,
+    QWEN3_CODER_NEXT, QWEN3_CODER_NEXT_EXPERTS,
+};
 use crate::sample::{Sample, tensor};
 
 /// What the shared expert adds.
@@ -37,11 +41,11 @@ pub struct MoeCombineCase {
 const fn case(
     name: &'static str,
     phase: Phase,
-    top_k: usize,
-    cols: usize,
+    model: Decoder,
+    experts: Experts,
     shared: SharedTerm,
 ) -> MoeCombineCase {
-    MoeCombineCase { name, tokens: phase.tokens(), top_k, cols, shared }
+    MoeCombineCase { name, tokens: phase.tokens(), top_k: experts.top_k, cols: model.hidden, shared }
 }
 
 /// The shapes.
@@ -49,9 +53,9 @@ pub const CASES: &[MoeCombineCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-coder-30b" => (8, 2048, SharedTerm::None),
-        "qwen3-coder-next" => (10, 2048, SharedTerm::Gated),
-        "glm-4.7-flash" => (4, 2048, SharedTerm::Plain),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B, QWEN3_CODER_30B_EXPERTS, SharedTerm::None),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT, QWEN3_CODER_NEXT_EXPERTS, SharedTerm::Gated),
+        "glm-4.7-flash" => (GLM_4_7_FLASH, GLM_4_7_FLASH_EXPERTS, SharedTerm::Plain),
     ];
     decode: [];
     prefill: [];

@@ -6,6 +6,7 @@ use super::{MoePermute, MoePermuteArgs, MoePermuteProblem, OP};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{Experts, GLM_4_7_FLASH_EXPERTS, QWEN3_CODER_30B_EXPERTS, QWEN3_CODER_NEXT_EXPERTS};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -21,8 +22,8 @@ pub struct MoePermuteCase {
     pub experts: usize,
 }
 
-const fn case(name: &'static str, phase: Phase, experts: usize, top_k: usize) -> MoePermuteCase {
-    MoePermuteCase { name, tokens: phase.tokens(), top_k, experts }
+const fn case(name: &'static str, phase: Phase, model: Experts) -> MoePermuteCase {
+    MoePermuteCase { name, tokens: phase.tokens(), top_k: model.top_k, experts: model.count }
 }
 
 /// The shapes.
@@ -30,9 +31,9 @@ pub const CASES: &[MoePermuteCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-coder-30b" => (128, 8),
-        "qwen3-coder-next" => (512, 10),
-        "glm-4.7-flash" => (64, 4),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B_EXPERTS),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT_EXPERTS),
+        "glm-4.7-flash" => (GLM_4_7_FLASH_EXPERTS),
     ];
     decode: [];
     prefill: [];

@@ -6,6 +6,7 @@ use super::{MoeRouter, MoeRouterArgs, MoeRouterProblem, OP, RouterScore, RouterW
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{Experts, GLM_4_7_FLASH_EXPERTS, QWEN3_CODER_30B_EXPERTS, QWEN3_CODER_NEXT_EXPERTS};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -30,8 +31,7 @@ pub struct MoeRouterCase {
 const fn case(
     name: &'static str,
     phase: Phase,
-    experts: usize,
-    top_k: usize,
+    Experts { count: experts, top_k, .. }: Experts,
     score: RouterScore,
     scale: f32,
 ) -> MoeRouterCase {
@@ -44,9 +44,9 @@ pub const CASES: &[MoeRouterCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-coder-30b" => (128, 8, RouterScore::Softmax, 1.0),
-        "qwen3-coder-next" => (512, 10, RouterScore::Softmax, 1.0),
-        "glm-4.7-flash" => (64, 4, RouterScore::Sigmoid, 1.8),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B_EXPERTS, RouterScore::Softmax, 1.0),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT_EXPERTS, RouterScore::Softmax, 1.0),
+        "glm-4.7-flash" => (GLM_4_7_FLASH_EXPERTS, RouterScore::Sigmoid, 1.8),
     ];
     decode: [];
     prefill: [];

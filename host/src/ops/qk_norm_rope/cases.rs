@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::ops::Phase;
 use crate::ops::rmsnorm::NormWeight;
 use crate::ops::rope::{RopeInput, RopeTables};
+use crate::published::{Decoder, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_30B, QWEN3_CODER_NEXT};
 use crate::sample::{Sample, tensor};
 
 /// One shape; pairs are half-split.
@@ -29,13 +30,8 @@ pub struct QkNormRopeCase {
     pub weight: NormWeight,
 }
 
-const fn case(
-    name: &'static str,
-    phase: Phase,
-    (heads_q, heads_kv): (usize, usize),
-    (head_dim, rotary_dim): (usize, usize),
-    weight: NormWeight,
-) -> QkNormRopeCase {
+const fn case(name: &'static str, phase: Phase, model: Decoder, weight: NormWeight) -> QkNormRopeCase {
+    let Decoder { heads: (heads_q, heads_kv), head_dim, rotary_dim, .. } = model;
     QkNormRopeCase { name, tokens: phase.tokens(), heads_q, heads_kv, head_dim, rotary_dim, weight }
 }
 
@@ -44,10 +40,10 @@ pub const CASES: &[QkNormRopeCase] = cases! {
     case;
     one: [];
     phases: [
-        "qwen3-0.6b" => ((16, 8), (128, 128), NormWeight::Plain),
-        "qwen3-4b" => ((32, 8), (128, 128), NormWeight::Plain),
-        "qwen3-coder-30b" => ((32, 4), (128, 128), NormWeight::Plain),
-        "qwen3-coder-next" => ((16, 2), (256, 64), NormWeight::ZeroCentred),
+        "qwen3-0.6b" => (QWEN3_0_6B, NormWeight::Plain),
+        "qwen3-4b" => (QWEN3_4B, NormWeight::Plain),
+        "qwen3-coder-30b" => (QWEN3_CODER_30B, NormWeight::Plain),
+        "qwen3-coder-next" => (QWEN3_CODER_NEXT, NormWeight::ZeroCentred),
     ];
     decode: [];
     prefill: [];

@@ -6,6 +6,10 @@ use super::{NormWeight, OP, RmsNorm, RmsNormArgs, RmsNormProblem};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{
+    GLM_4_7_FLASH_LATENT as LATENT, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_30B, QWEN3_CODER_NEXT as NEXT,
+    QWEN3_CODER_NEXT_DELTA as DELTA,
+};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -71,20 +75,20 @@ pub const CASES: &[RmsNormCase] = cases! {
         plain("anchor 65536x4096 add", 65536, 4096, NormResidual::Add),
         plain("anchor 16384x2560", 16384, 2560, NormResidual::None),
         plain("anchor 32x2560", 32, 2560, NormResidual::None),
-        gated("qwen3-coder-next delta heads prefill 2048", Phase::Prefill(2048), 32, 128),
-        gated("qwen3-coder-next delta heads decode 1", Phase::Decode(1), 32, 128),
-        gated("qwen3-coder-next delta heads decode 32", Phase::Decode(32), 32, 128),
+        gated("qwen3-coder-next delta heads prefill 2048", Phase::Prefill(2048), DELTA.heads.1, DELTA.dims.1),
+        gated("qwen3-coder-next delta heads decode 1", Phase::Decode(1), DELTA.heads.1, DELTA.dims.1),
+        gated("qwen3-coder-next delta heads decode 32", Phase::Decode(32), DELTA.heads.1, DELTA.dims.1),
     ];
     phases: [
-        "qwen3-0.6b layer" => ((1, 1024), NormResidual::Add, NormWeight::Plain),
-        "qwen3-0.6b q heads" => ((16, 128), NormResidual::None, NormWeight::Plain),
-        "qwen3-4b layer" => ((1, 2560), NormResidual::Add, NormWeight::Plain),
-        "qwen3-4b q heads" => ((32, 128), NormResidual::None, NormWeight::Plain),
-        "qwen3-coder-30b layer" => ((1, 2048), NormResidual::Add, NormWeight::Plain),
-        "qwen3-coder-next layer" => ((1, 2048), NormResidual::Add, NormWeight::ZeroCentred),
-        "qwen3-coder-next q heads" => ((16, 256), NormResidual::None, NormWeight::ZeroCentred),
-        "glm-4.7-flash q_a" => ((1, 768), NormResidual::None, NormWeight::Plain),
-        "glm-4.7-flash kv_a" => ((1, 512), NormResidual::None, NormWeight::Plain),
+        "qwen3-0.6b layer" => ((1, QWEN3_0_6B.hidden), NormResidual::Add, NormWeight::Plain),
+        "qwen3-0.6b q heads" => ((QWEN3_0_6B.heads.0, QWEN3_0_6B.head_dim), NormResidual::None, NormWeight::Plain),
+        "qwen3-4b layer" => ((1, QWEN3_4B.hidden), NormResidual::Add, NormWeight::Plain),
+        "qwen3-4b q heads" => ((QWEN3_4B.heads.0, QWEN3_4B.head_dim), NormResidual::None, NormWeight::Plain),
+        "qwen3-coder-30b layer" => ((1, QWEN3_CODER_30B.hidden), NormResidual::Add, NormWeight::Plain),
+        "qwen3-coder-next layer" => ((1, NEXT.hidden), NormResidual::Add, NormWeight::ZeroCentred),
+        "qwen3-coder-next q heads" => ((NEXT.heads.0, NEXT.head_dim), NormResidual::None, NormWeight::ZeroCentred),
+        "glm-4.7-flash q_a" => ((1, LATENT.q_rank), NormResidual::None, NormWeight::Plain),
+        "glm-4.7-flash kv_a" => ((1, LATENT.kv_rank), NormResidual::None, NormWeight::Plain),
     ];
     decode: [];
     prefill: [];

@@ -6,6 +6,7 @@ use super::{OP, Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{Decoder, GLM_4_7_FLASH_LATENT as LATENT, QWEN3_0_6B, QWEN3_4B, QWEN3_CODER_NEXT};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -39,6 +40,11 @@ const fn case(
     RopeCase { name, tokens: phase.tokens(), heads, head_dim, rotary_dim, style }
 }
 
+/// Elements of a head, and of its rotated part.
+const fn dims(model: Decoder) -> (usize, usize) {
+    (model.head_dim, model.rotary_dim)
+}
+
 /// The shapes. Qwen3-Coder-30B has the queries of Qwen3-4B.
 pub const CASES: &[RopeCase] = cases! {
     case;
@@ -48,12 +54,12 @@ pub const CASES: &[RopeCase] = cases! {
         plain("anchor 32768 k, 8 heads of 128", 8),
     ];
     phases: [
-        "qwen3-0.6b q" => (16, (128, 128), RopeStyle::HalfSplit),
-        "qwen3-4b q" => (32, (128, 128), RopeStyle::HalfSplit),
-        "qwen3-4b k" => (8, (128, 128), RopeStyle::HalfSplit),
-        "qwen3-coder-next q" => (16, (256, 64), RopeStyle::HalfSplit),
-        "glm-4.7-flash q" => (20, (64, 64), RopeStyle::Interleaved),
-        "glm-4.7-flash k" => (1, (64, 64), RopeStyle::Interleaved),
+        "qwen3-0.6b q" => (QWEN3_0_6B.heads.0, dims(QWEN3_0_6B), RopeStyle::HalfSplit),
+        "qwen3-4b q" => (QWEN3_4B.heads.0, dims(QWEN3_4B), RopeStyle::HalfSplit),
+        "qwen3-4b k" => (QWEN3_4B.heads.1, dims(QWEN3_4B), RopeStyle::HalfSplit),
+        "qwen3-coder-next q" => (QWEN3_CODER_NEXT.heads.0, dims(QWEN3_CODER_NEXT), RopeStyle::HalfSplit),
+        "glm-4.7-flash q" => (LATENT.heads, (LATENT.rope, LATENT.rope), RopeStyle::Interleaved),
+        "glm-4.7-flash k" => (1, (LATENT.rope, LATENT.rope), RopeStyle::Interleaved),
     ];
     decode: [];
     prefill: [];

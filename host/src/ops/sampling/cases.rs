@@ -6,6 +6,7 @@ use super::{OP, Sampler, Sampling, SamplingArgs, SamplingProblem};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Phase;
+use crate::published::{GLM_4_7_FLASH, QWEN3_4B};
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -34,14 +35,14 @@ const fn case(name: &'static str, phase: Phase, vocab: usize, method: Sampling) 
 pub const CASES: &[SamplingCase] = cases! {
     case;
     one: [
-        SamplingCase { name: "qwen3 temperature decode 1", rows: 1, vocab: 151_936, method: TEMPERATURE },
-        SamplingCase { name: "qwen3 top_p decode 1", rows: 1, vocab: 151_936, method: TOP_P },
+        SamplingCase { name: "qwen3 temperature decode 1", rows: 1, vocab: QWEN3_4B.vocab, method: TEMPERATURE },
+        SamplingCase { name: "qwen3 top_p decode 1", rows: 1, vocab: QWEN3_4B.vocab, method: TOP_P },
     ];
     phases: [];
     decode: [
-        "qwen3 greedy" => (151_936, Sampling::Greedy),
-        "qwen3 top_k top_p" => (151_936, QWEN3),
-        "glm-4.7-flash greedy" => (154_880, Sampling::Greedy),
+        "qwen3 greedy" => (QWEN3_4B.vocab, Sampling::Greedy),
+        "qwen3 top_k top_p" => (QWEN3_4B.vocab, QWEN3),
+        "glm-4.7-flash greedy" => (GLM_4_7_FLASH.vocab, Sampling::Greedy),
     ];
     prefill: [];
 };

@@ -6,6 +6,7 @@ use super::{OP, ScatterRows, ScatterRowsArgs, ScatterRowsProblem};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ops::Store;
+use crate::published::QWEN3_VL_2B;
 use crate::sample::{Sample, tensor};
 
 /// One shape.
@@ -24,7 +25,7 @@ pub struct ScatterRowsCase {
 }
 
 const fn case(name: &'static str, rows: usize, num_rows: usize, store: Store) -> ScatterRowsCase {
-    ScatterRowsCase { name, rows, num_rows, cols: 2048, store }
+    ScatterRowsCase { name, rows, num_rows, cols: QWEN3_VL_2B.hidden, store }
 }
 
 /// The shapes: features of images into the rows of a prompt.
