@@ -3,6 +3,7 @@
 use abi::DType;
 use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEYS};
 
+use super::dims::Checked;
 use super::select::section;
 use super::{Attention, AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES};
 use crate::error::Error;
@@ -78,7 +79,7 @@ pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
 
 impl Attention {
     /// Checks all arguments: the parameters of a launch.
-    pub(super) fn check(&self, at: &Check<'_>, args: &AttentionArgs<'_>) -> Result<AttentionDims, Error> {
+    pub(super) fn check(&self, at: &Check<'_>, args: &AttentionArgs<'_>) -> Result<Checked, Error> {
         let AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse, scores, page_table: _ } = args;
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, dtype, dtype_kv, .. } = self.problem;
         let [q_batch_stride, q_token_stride, q_head_stride] =
@@ -123,7 +124,7 @@ impl Attention {
         let lse_batch_stride = of_sequence(lse_batch_stride, &offsets.q);
         let packed =
             |tokens: usize, offsets: &Option<TensorView<'_>>| if offsets.is_some() { tokens } else { 0 };
-        Ok(AttentionDims {
+        Ok(Checked::new(AttentionDims {
             batch: batch as u32,
             seq_q: seq_q as u32,
             seq_kv: seq_kv as u32,
@@ -167,7 +168,7 @@ impl Attention {
             result_shift: 0,
             merge_parts: 0,
             grid: 0,
-        })
+        }))
     }
 
     /// Checks k, and what tells where a sequence's keys are.

@@ -1,7 +1,8 @@
 //! Keys and values in one piece and in q's type, for the kernels that take them in no other way.
 
-use abi::ops::attention::{AttentionDims, GATHER_KEYS};
+use abi::ops::attention::GATHER_KEYS;
 
+use super::dims::Checked;
 use super::launch::{Loaded, blocks};
 use super::{AttentionArgs, AttentionProblem, OP, select};
 use crate::device::Device;
@@ -37,8 +38,8 @@ impl Gather {
         &'a self,
         stream: &Stream,
         args: AttentionArgs<'a>,
-        dims: &AttentionDims,
-    ) -> Result<(AttentionArgs<'a>, AttentionDims), Error> {
+        dims: Checked,
+    ) -> Result<(AttentionArgs<'a>, Checked), Error> {
         let [batch, seq_kv, heads_kv] =
             [dims.sequences, dims.seq_kv, dims.heads_kv].map(|size| size as usize);
         let part = |tensor: &'a Tensor, width| -> Result<TensorView<'a>, Error> {
@@ -60,7 +61,7 @@ impl Gather {
             args.page_table.into(),
             k.into(),
             v.into(),
-            dims.into(),
+            dims.for_gather().into(),
         ];
         let grid = blocks(&[dims.sequences, dims.seq_kv.div_ceil(GATHER_KEYS)])?;
         // SAFETY: `check` found every row of the tensors inside its view, and `run` that all are aligned to 16 bytes;
@@ -75,20 +76,8 @@ impl Gather {
             )?;
         }
         let at = Check::new(OP, stream.device());
-        let [k_batch_stride, k_token_stride, k_head_stride] = at.strided("k", k, k.dtype(), &[None; 4])?;
-        let [v_batch_stride, v_token_stride, v_head_stride] = at.strided("v", v, v.dtype(), &[None; 4])?;
-        let dims = AttentionDims {
-            k_batch_stride,
-            k_token_stride,
-            k_head_stride,
-            v_batch_stride,
-            v_token_stride,
-            v_head_stride,
-            page_log2: 31,
-            num_pages: 1,
-            table_stride: 0,
-            ..*dims
-        };
-        Ok((AttentionArgs { k, v, page_table: None, ..args }, dims))
+        let k_strides = at.strided("k", k, k.dtype(), &[None; 4])?;
+        let v_strides = at.strided("v", v, v.dtype(), &[None; 4])?;
+        Ok((AttentionArgs { k, v, page_table: None, ..args }, dims.gathered(k_strides, v_strides)))
     }
 }

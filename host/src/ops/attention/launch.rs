@@ -2,10 +2,10 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, GROUP_SPLITS, MERGE_COLUMNS, MERGE_PARTS,
-    decode_ring_group_bytes, decode_ring_joins,
+    AttentionDims, AttentionTile, AttentionVariant, decode_ring_group_bytes, decode_ring_joins,
 };
 
+use super::dims::Decode;
 use super::{Attention, AttentionArgs, OP};
 use crate::device::Device;
 use crate::error::Error;
@@ -55,7 +55,7 @@ impl Loaded {
 #[derive(Debug)]
 pub(super) struct Splits {
     pub(super) merge: Loaded,
-    /// From so many pieces of [`MERGE_PARTS`] times [`MERGE_COLUMNS`] columns on a warp of the merge does each.
+    /// From so many pieces of `MERGE_PARTS` times `MERGE_COLUMNS` columns on a warp of the merge does each.
     pub(super) many_pieces: u32,
     /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or a group's: unfinished results of `head_dim`;
     /// maximum and sum of the weights.
@@ -87,9 +87,6 @@ impl Attention {
         // Without keys nothing is loaded from them.
         let (k_map, v_map) =
             if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, dims.box_keys)?, map(v, dims.box_keys)?) };
-        let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
-        let grid = items.min(self.device.profile().num_sms.max(1));
-        let dims = &AttentionDims { grid, ..*dims };
         let params = [
             (&q_map).into(),
             (&k_map).into(),
@@ -110,7 +107,7 @@ impl Attention {
         // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
         // draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one is done; threads and
         // shared memory are the tile's.
-        unsafe { kernel.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
+        unsafe { kernel.entry.launch(stream, [dims.grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
     /// The map of `[sequence, token, head, column]` in boxes of 64 columns of a head.
@@ -142,31 +139,11 @@ impl Attention {
         kernel: &Loaded,
         splits: &Splits,
         args: &AttentionArgs<'_>,
-        mut dims: AttentionDims,
+        launch: &Decode,
     ) -> Result<(), Error> {
         let AttentionArgs { q, k, v, kv_scales, out, lse, scores, page_table, .. } = args;
-        let Splits { merge, many_pieces, workspace } = splits;
-        // A block joins the splits of a group where no block does more of them then than it else would, but for a sixteenth.
-        let results =
-            |splits: u32| blocks(&[dims.splits.div_ceil(splits), dims.tiles, dims.heads_kv, dims.batch]);
-        let each = |results: u32| results.div_ceil(kernel.places).max(1);
-        let (alone, joined) = (results(1)?, results(GROUP_SPLITS)?);
-        let joins =
-            kernel.joins && each(joined).saturating_mul(GROUP_SPLITS) <= each(alone) + each(alone) / 16;
-        if joins {
-            dims.splits = dims.splits.next_multiple_of(GROUP_SPLITS);
-            dims.result_shift = GROUP_SPLITS.ilog2();
-        }
-        // No more blocks than do as many results each as the one with most: 8192 are 32 for each of 256, not 31 for 256 of 264.
-        let items = if joins { joined } else { alone };
-        let grid = items.div_ceil(each(items));
-        let merge_rows = blocks(&[dims.batch, dims.seq_q])?;
-        let merge_grid =
-            |parts: u32| [merge_rows, dims.heads_q, dims.head_dim_v.div_ceil(MERGE_COLUMNS * parts)];
-        let is_many = blocks(&merge_grid(MERGE_PARTS))? >= *many_pieces;
-        let merge_parts = if is_many { MERGE_PARTS } else { 1 };
-        let merge_grid = merge_grid(merge_parts);
-        let dims = &AttentionDims { merge_parts, ..dims };
+        let Splits { merge, workspace, .. } = splits;
+        let Decode { dims, grid, merge_grid } = launch;
         let [partial, stats] = &workspace.tensors;
         let (partial, stats) = (partial.view(), stats.view());
         // Without keys there are no splits, and nothing is launched.
@@ -223,8 +200,8 @@ impl Attention {
         // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
         // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
         unsafe {
-            kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
-            merge.entry.launch(stream, merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
+            kernel.entry.launch(stream, [*grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
+            merge.entry.launch(stream, *merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
         }
     }
 }
@@ -254,24 +231,6 @@ pub(super) fn prefill(
     // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
     // grid covers exactly the tiles of all heads and sequences.
     unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params) }
-}
-
-/// Keys of a box of the tensor maps of k and v: all boxes of a step lie in one page each.
-pub(super) fn box_keys(page_size: Option<usize>, step_keys: u32) -> u32 {
-    // Page sizes are powers of two: the largest that divides the step is that of its lowest bit.
-    let divisor = 1 << step_keys.trailing_zeros();
-    page_size.map_or(step_keys, |page_size| divisor.min(page_size as u32))
-}
-
-/// Cuts queries into a kernel's tiles.
-pub(super) fn tile_queries(dims: &mut AttentionDims, tile: AttentionTile) {
-    if dims.tokens_q == 0 {
-        dims.tiles = dims.seq_q.div_ceil(tile.rows());
-    } else {
-        // The places of `tile::sequences`, for all sequences together.
-        (dims.tiles, dims.batch) = (dims.tokens_q / tile.rows() + dims.sequences, 1);
-        dims.section = dims.section.min(dims.heads_q);
-    }
 }
 
 /// Blocks altogether.

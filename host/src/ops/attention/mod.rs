@@ -3,6 +3,7 @@
 mod cases;
 mod checks;
 mod cpu;
+mod dims;
 mod gather;
 mod kv_scales;
 mod launch;
@@ -11,7 +12,7 @@ mod scores;
 mod select;
 
 use abi::DType;
-use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, LATENT_KEYS, SPLIT_KEYS, ScoreDims};
+use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -23,7 +24,7 @@ use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
 use gather::Gather;
-use launch::{Loaded, Splits, box_keys, prefill, tile_queries};
+use launch::{Loaded, Splits, prefill};
 
 pub use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
@@ -388,7 +389,7 @@ impl Attention {
         let _range = nvtx::range(OP);
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
-        let mut dims = self.check(&at, &args)?;
+        let dims = self.check(&at, &args)?;
         if dims.batch == 0 || dims.seq_q == 0 || (args.offsets.q.is_some() && dims.tokens_q == 0) {
             return Ok(());
         }
@@ -430,30 +431,25 @@ impl Attention {
                         dims.seq_q.to_string(),
                     ));
                 };
-                let [cap_in, cap_out] = scores::cap(&self.problem, Some(variant.tile));
-                dims.scores = ScoreDims { cap_in, cap_out, ..dims.scores };
+                let dims = dims.capped(scores::cap(&self.problem, Some(variant.tile)));
                 let gather = gather.as_ref().filter(|_| select::gathers(variant, &self.problem));
                 let _alone = gather.map(|gather| gather.workspace.enter(stream)).transpose()?;
-                let (args, mut dims) = match gather {
-                    Some(gather) => gather.run(stream, args, &dims)?,
+                let (args, dims) = match gather {
+                    Some(gather) => gather.run(stream, args, dims)?,
                     None => (args, dims),
                 };
                 let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
                 match (variant.tile, splits, tile_counter) {
                     (tile, Some(splits), _) if tile.is_decode() => {
-                        dims.tiles = (dims.seq_q * dims.group).div_ceil(tile.rows());
-                        dims.box_keys = box_keys(page_size, LATENT_KEYS);
-                        self.decode(stream, kernel, splits, &args, dims)
+                        let launch = dims.for_decode(kernel, page_size, splits.many_pieces)?;
+                        self.decode(stream, kernel, splits, &args, &launch)
                     }
                     (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
-                        tile_queries(&mut dims, variant.tile);
-                        dims.box_keys = box_keys(page_size, keys);
+                        let num_sms = self.device.profile().num_sms;
+                        let dims = dims.for_wgmma(variant.tile, keys, page_size, num_sms)?;
                         self.wgmma(stream, kernel, counter, &args, &dims)
                     }
-                    _ => {
-                        tile_queries(&mut dims, variant.tile);
-                        prefill(stream, kernel, &args, &dims)
-                    }
+                    _ => prefill(stream, kernel, &args, &dims.for_prefill(variant.tile)),
                 }
             }
         }
