@@ -442,36 +442,10 @@ impl Matmul {
         batch: u32,
         dims: &MatmulDims,
     ) -> Option<&'a (&'static MatmulVariant, Entry)> {
-        if !in_pieces(dims, self.problem.dtype) {
-            return None;
-        }
-        let bytes = self.problem.dtype.bytes() as u32;
-        let num_sms = self.device.profile().num_sms;
-        let gated = self.problem.is_gated();
-        let clocks = |(variant, _): &&(&'static MatmulVariant, Entry)| match variant.tile {
-            // Where half a tile is no whole boxes, out does not leave by TMA.
-            MatmulTile::Wgmma { bm: 128, bn, .. } if gated && !bn.is_multiple_of(128) => (u64::MAX, 0),
-            // A row of f32 takes the tensor cores as long as one of twice as many halves.
-            tile => select::tensor_clocks(tile, batch, dims.m, dims.n, dims.k / 2 * bytes, num_sms),
-        };
-        let best = |kind: &dyn Fn(MatmulTile) -> bool| {
-            tensor.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
-        };
-        // Each kind is faster than the next wherever it can be used at all.
-        let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
-        let any = |tile| matches!(tile, MatmulTile::Mma { .. });
-        let many = best(&single).or_else(|| best(&any));
-        let hopper = many.is_some_and(|(variant, _)| single(variant.tile));
-        let n = self.problem.b_rows();
-        let streams =
-            dims.m <= if hopper { select::STREAM_MAX_ROWS_ON_HOPPER } else { select::STREAM_MAX_ROWS };
-        let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
-        let wanted = select::split_tile(num_sms, dims.m, n, self.problem.k);
-        let split = |tile| {
-            let MatmulTile::Split { bn, cluster, .. } = tile else { return false };
-            batch == 1 && (wanted == Some([bn, cluster]) || many.is_none())
-        };
-        best(&few).or_else(|| best(&split)).or(many)
+        let (sizes, num_sms) = ([dims.m, dims.n, dims.k], self.device.profile().num_sms);
+        in_pieces(dims, self.problem.dtype)
+            .then(|| select::fastest(tensor, &self.problem, batch, sizes, num_sms))
+            .flatten()
     }
 
     /// Binary logarithm of the warps that share a column's k in the `Stream` tiles.

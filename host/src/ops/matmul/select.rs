@@ -193,6 +193,40 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
     WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
 }
 
+/// The kernel that a launch takes among those of the tensor cores that are loaded: of the first kind of `Stream`, `Split`,
+/// `Wgmma` and `Mma` that can be used at all, the tile of the least clocks. n counts the rows of b.
+pub(super) fn fastest<'a, T>(
+    loaded: &'a [(&'static MatmulVariant, T)],
+    problem: &MatmulProblem,
+    batch: u32,
+    [m, n, k]: [u32; 3],
+    num_sms: u32,
+) -> Option<&'a (&'static MatmulVariant, T)> {
+    let clocks = |(variant, _): &&(&'static MatmulVariant, T)| match variant.tile {
+        // Where half a tile is no whole boxes, out does not leave by TMA.
+        MatmulTile::Wgmma { bm: 128, bn, .. } if problem.is_gated() && !bn.is_multiple_of(128) => {
+            (u64::MAX, 0)
+        }
+        // A row of f32 takes the tensor cores as long as one of twice as many halves.
+        tile => tensor_clocks(tile, batch, m, n, k / 2 * problem.dtype.bytes() as u32, num_sms),
+    };
+    let best = |kind: &dyn Fn(MatmulTile) -> bool| {
+        loaded.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
+    };
+    let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
+    let any = |tile| matches!(tile, MatmulTile::Mma { .. });
+    let many = best(&single).or_else(|| best(&any));
+    let on_hopper = many.is_some_and(|(variant, _)| single(variant.tile));
+    let streams = m <= if on_hopper { STREAM_MAX_ROWS_ON_HOPPER } else { STREAM_MAX_ROWS };
+    let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
+    let wanted = split_tile(num_sms, m, problem.b_rows(), problem.k);
+    let split = |tile| {
+        let MatmulTile::Split { bn, cluster, .. } = tile else { return false };
+        batch == 1 && (wanted == Some([bn, cluster]) || many.is_none())
+    };
+    best(&few).or_else(|| best(&split)).or(many)
+}
+
 /// Why `fastest` has taken a tile, of so many of the tensor cores.
 pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
     match tile {
@@ -203,11 +237,11 @@ pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
 }
 
 /// Most rows of the `Stream` tiles where `Mma` does the rest.
-pub(super) const STREAM_MAX_ROWS: u32 = 64;
+const STREAM_MAX_ROWS: u32 = 64;
 
 /// Most rows of the `Stream` tiles where `Wgmma` does the rest. Of a few rows more both take as long until columns are
 /// many.
-pub(super) const STREAM_MAX_ROWS_ON_HOPPER: u32 = 16;
+const STREAM_MAX_ROWS_ON_HOPPER: u32 = 16;
 
 /// Fewest rows for the tensor cores. A single one is for ordinary arithmetic; few of f32 have no kernels there.
 pub(super) fn tensor_min_rows(dtype: DType) -> usize {
@@ -222,7 +256,7 @@ pub(super) fn tensor_min_rows(dtype: DType) -> usize {
 /// many.
 ///
 /// Tiles whose k is shared by as many blocks have the same order of a sum.
-pub(super) fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
+fn split_tile(num_sms: u32, m: u32, n: usize, k: usize) -> Option<[u32; 2]> {
     let num_sms = num_sms as usize;
     let tiles = |columns: usize| m.div_ceil(64) as usize * n.div_ceil(columns);
     if m > 128 || k < 1024 {
@@ -331,7 +365,7 @@ pub(crate) fn tensor_clocks(
 mod tests {
     use abi::Arch;
 
-    use super::super::{Bias, Epilogue};
+    use super::super::{Act, Activation, Bias, Epilogue};
     use super::*;
 
     const H200: DeviceLimits =
@@ -466,6 +500,51 @@ mod tests {
             assert!(fastest.contains(&name), "{m} × {n} × {k}: {name}");
         }
         assert!(tensor(&H200, &of_bf16([512, 512, 64])).is_empty());
+    }
+
+    /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, and without it `mma`'s.
+    #[test]
+    fn kinds_of_the_tensor_cores_by_shape() {
+        let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
+        let ampere = DeviceLimits { floor: Arch::Sm80, smem_per_block_bytes: 163 << 10, ..H200 };
+        let kind = |limits: &DeviceLimits, problem: &MatmulProblem| {
+            let loaded: Vec<_> = tensor(limits, problem).into_iter().map(|variant| (variant, ())).collect();
+            let sizes = [problem.m, problem.b_rows(), problem.k].map(|size| size as u32);
+            let taken = fastest(&loaded, problem, problem.batch as u32, sizes, limits.num_sms);
+            taken.map(|(variant, ())| match variant.tile {
+                MatmulTile::Stream { .. } => "stream".to_owned(),
+                MatmulTile::Split { bn, cluster, .. } => format!("split {bn} by {cluster}"),
+                MatmulTile::Wgmma { bn, .. } => format!("wgmma {bn}"),
+                tile => format!("{tile:?}").split_whitespace().next().unwrap_or_default().to_lowercase(),
+            })
+        };
+        for (sizes, on_hopper, on_ampere) in [
+            ([2, 4096, 4096], "stream", "stream"),
+            ([16, 19456, 2560], "stream", "stream"),
+            ([17, 19456, 2560], "wgmma", "stream"),
+            ([32, 2048, 6144], "split 64 by 4", "stream"),
+            ([64, 4096, 4096], "split 64 by 2", "stream"),
+            ([65, 19456, 2560], "wgmma", "mma"),
+            ([128, 2560, 9728], "split 128 by 4", "mma"),
+            ([128, 4096, 512], "wgmma", "mma"),
+            ([129, 2560, 9728], "wgmma", "mma"),
+            ([8192, 8192, 8192], "wgmma", "mma"),
+        ] {
+            for (limits, want) in [(&hopper, on_hopper), (&ampere, on_ampere)] {
+                let kind = kind(limits, &of_bf16(sizes)).expect("a kernel");
+                assert!(kind.starts_with(want), "{sizes:?} on {}: {kind}", limits.floor);
+            }
+        }
+        // Several products at a time are not for TMA.
+        for (m, want) in [(32, "stream"), (64, "stream"), (65, "mma")] {
+            let problem = MatmulProblem { batch: 20, ..of_bf16([m, 512, 1024]) };
+            assert_eq!(kind(&hopper, &problem).as_deref(), Some(want), "{m} rows");
+        }
+        // Half a tile of the gate is whole boxes.
+        let epilogue = Epilogue { act: Act::Gated(Activation::Silu), ..Epilogue::NONE };
+        let gated = MatmulProblem { epilogue, ..of_bf16([2048, 9728, 2560]) };
+        assert!(matches!(kind(&hopper, &gated).as_deref(), Some("wgmma 128" | "wgmma 256")));
+        assert_eq!(kind(&H200, &of_bf16([512, 512, 64])), None);
     }
 
     #[test]
