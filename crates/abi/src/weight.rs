@@ -7,9 +7,10 @@
 //! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its first element
 //!          at bit 4 i and its second at bit 16 + 4 i
 //! 8 bits   words 2 j + p: bytes 2 h and 2 h + 1 are the pair's elements; words 0 to 3 are in the first 512 bytes
-//! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], or one for `2^rows_log2` rows: [n / rows][k / group]
+//! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a lane's two are
+//!          neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n / rows][k / group][2]
 //! minimums, zero points: as the scales
-//! supers   [n / 16][k / 256][16 rows], binary16: factors of the scales; those of the minimums likewise
+//! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums likewise
 //! ```
 //!
 //! Rows and columns beyond n and k are there with codes of value 0, so that whole tiles can be read.
@@ -25,6 +26,11 @@ pub const TILE_K: u32 = 64;
 pub const STEP_K: u32 = 16;
 /// Elements of k that share a super scale.
 pub const SUPER_K: u32 = 256;
+
+/// Where the scale of a row of a tile lies among those of its 16 rows.
+pub const fn scale_place(row: u32) -> u32 {
+    row % 8 * 2 + row / 8
+}
 
 /// What a code stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -150,7 +156,7 @@ pub struct Layout {
     pub group: u32,
     /// Rows that share a scale: 1, or a power of two from 16 on.
     pub rows: u32,
-    /// How scales are stored.
+    /// What scales are; how they are stored says [`Layout::stored_scale`].
     pub scale: ScaleType,
     /// Whether each scale has a zero point, a byte; for integers.
     pub zeros: bool,
@@ -179,8 +185,8 @@ impl Layout {
         if scale.has_supers() && (group == 0 || group >= TILE_K) {
             return Some("super scales of groups below 64");
         }
-        if zeros && !matches!(codes, Codes::Int4 | Codes::Int8) {
-            return Some("zero points of integers");
+        if (zeros || minimums) && !matches!(codes, Codes::Int4 | Codes::Int8) {
+            return Some("zero points and minimums of integers");
         }
         if zeros && group != 0 && group < TILE_K && TILE_K / group > 4 {
             return Some("at most 4 zero points for 64 elements of a row");
@@ -198,10 +204,15 @@ impl Layout {
         self.group == 0 || self.group >= TILE_K
     }
 
+    /// How scales lie in device memory: where all of a tile's k shares one, in binary32, with the global scale multiplied in.
+    pub const fn stored_scale(&self) -> ScaleType {
+        if self.is_wide() { ScaleType::F32 } else { self.scale }
+    }
+
     /// Bits of a weight, its scales and all: what a product reads.
     pub fn bits_per_weight(&self, k: u32) -> f32 {
         let group = if self.group == 0 { k.max(1) } else { self.group } as f32 * self.rows as f32;
-        let parts = self.scale.bytes() * (1 + self.minimums as u32) + self.zeros as u32;
+        let parts = self.stored_scale().bytes() * (1 + self.minimums as u32) + self.zeros as u32;
         let supers = if self.scale.has_supers() { 16 * (1 + self.minimums as u32) } else { 0 };
         self.codes.bits() as f32 + (8 * parts) as f32 / group + supers as f32 / SUPER_K as f32
     }

@@ -49,13 +49,23 @@ const FEW_BLOCKS: u32 = 64;
 /// Of more, the next one's blocks would go where there is room first, and no longer evenly.
 #[inline(always)]
 pub fn begin() {
+    begin_with(|| ());
+}
+
+/// The same of a kernel that has something to do while the ones ahead still run: see [`begin_early`].
+#[inline(always)]
+pub fn begin_with(early: impl FnOnce()) {
     device!({
         #[cfg(not(lacks_dependent_launch))]
         {
             use crate::thread::{grid_dim_x, grid_dim_y, grid_dim_z};
-            begin_early(|| (), grid_dim_x() * grid_dim_y() * grid_dim_z() <= FEW_BLOCKS);
+            begin_early(early, grid_dim_x() * grid_dim_y() * grid_dim_z() <= FEW_BLOCKS);
         }
-    } else {})
+        #[cfg(lacks_dependent_launch)]
+        let _ = early;
+    } else {
+        early();
+    })
 }
 
 /// The same of a kernel that has something to do while the ones ahead still run, and knows whether the next one may

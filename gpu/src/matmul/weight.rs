@@ -38,14 +38,15 @@ pub struct RawScales {
     scales: [u32; 2],
     zeros: [u32; 2],
     minimums: [u32; 2],
-    supers: [u16; 2],
-    super_minimums: [u16; 2],
+    /// Of both rows, one in either half.
+    supers: u32,
+    super_minimums: u32,
 }
 
 impl RawScales {
     /// Those of no tile.
     pub const NONE: RawScales =
-        RawScales { scales: [0; 2], zeros: [0; 2], minimums: [0; 2], supers: [0; 2], super_minimums: [0; 2] };
+        RawScales { scales: [0; 2], zeros: [0; 2], minimums: [0; 2], supers: 0, super_minimums: 0 };
 }
 
 /// What a tile of the codes comes to.
@@ -66,33 +67,10 @@ macro_rules! codes {
 }
 codes! { Int4 Int8 E2m1 E4m3 }
 
-/// A number by its type's number, of the `index`th in a word.
+/// A byte from 0 to 255 in f32, by 2^23, whose last place is 1: a conversion is four times as slow.
 #[inline(always)]
-fn number(kind: u32, word: u32, index: u32, factor: f32) -> f32 {
-    const F32: u32 = ScaleType::F32 as u32;
-    const F16: u32 = ScaleType::F16 as u32;
-    const BF16: u32 = ScaleType::Bf16 as u32;
-    const E8M0: u32 = ScaleType::E8m0 as u32;
-    const E4M3: u32 = ScaleType::E4m3 as u32;
-    const U8_SUPER: u32 = ScaleType::U8Super as u32;
-    match kind {
-        F32 => f32::from_bits(word),
-        F16 => Element::to_f32(f16::from_bits((word >> (16 * index)) as u16)),
-        BF16 => f32::from_bits(word >> (16 * index) << 16),
-        _ => {
-            let byte = word >> (8 * index) & 0xff;
-            match kind {
-                E8M0 => f32::from_bits(match byte {
-                    0 => 0x0040_0000,
-                    0xff => 0x7fc0_0000,
-                    _ => byte << 23,
-                }),
-                E4M3 => e4m3_to_f32(byte) * factor,
-                U8_SUPER => byte as f32 * factor,
-                _ => byte as u8 as i8 as f32 * factor,
-            }
-        }
-    }
+fn byte_to_f32(byte: u32) -> f32 {
+    f32::from_bits(0x4b00_0000 | byte) - f32::from_bits(0x4b00_0000)
 }
 
 #[inline(always)]
@@ -111,20 +89,42 @@ const fn bytes_of(kind: u32) -> u32 {
     }
 }
 
-/// `bytes` at an address: 1, 2 or 4.
+/// Numbers of two rows of a lane, `bytes` (1, 2 or 4) each, which lie together. They are taken apart where they are used
+/// ([`of_rows`]): here nothing may wait for them.
 ///
 /// # Safety
 /// - *in-bounds*, and aligned to their number.
 #[inline(always)]
-unsafe fn load_bytes(from: *const u8, bytes: u32) -> u32 {
+unsafe fn load_pair(from: *const u8, bytes: u32) -> [u32; 2] {
     // SAFETY: the caller's promise.
     unsafe {
         match bytes {
-            1 => global::load(from).into(),
-            2 => global::load(from.cast::<u16>()).into(),
-            _ => global::load(from.cast::<u32>()),
+            1 => [global::load(from.cast::<u16>()).into(), 0],
+            2 => [global::load(from.cast::<u32>()), 0],
+            _ => {
+                let pair = global::load(from.cast::<u64>());
+                [pair as u32, (pair >> 32) as u32]
+            }
         }
     }
+}
+
+/// The numbers of either row, above which there may be others.
+#[inline(always)]
+fn of_rows(pair: [u32; 2], bytes: u32) -> [u32; 2] {
+    match bytes {
+        1 => [pair[0], pair[0] >> 8],
+        2 => [pair[0], pair[0] >> 16],
+        _ => pair,
+    }
+}
+
+/// A number from each half, of groups of 32.
+#[inline(always)]
+fn halves(words: &[u32; 2], decode: impl Fn(u32) -> f32) -> [[f32; 2]; 4] {
+    let first = [decode(words[0] & 0xffff), decode(words[1] & 0xffff)];
+    let second = [decode(words[0] >> 16), decode(words[1] >> 16)];
+    [first, first, second, second]
 }
 
 impl Packed {
@@ -136,7 +136,7 @@ impl Packed {
         let scales = if rows_log2 == 0 {
             blocks * stretches as usize * 16 * self.per_stretch() as usize
         } else {
-            (blocks >> (rows_log2 - 4)) * stretches as usize
+            (blocks >> (rows_log2 - 4)) * stretches as usize * 2
         };
         let bytes = scales * bytes_of(scale) as usize;
         let supers = blocks * tiles.div_ceil(SUPER_K / TILE_K) as usize * 16;
@@ -163,74 +163,34 @@ impl Packed {
         !self.minimums.is_null()
     }
 
-    /// The words of the lane of a tile, of which there are 4 or 8.
-    ///
-    /// # Safety
-    /// - *in-bounds*: the tile exists.
+    /// A row of tiles, as the lane reads it.
     #[inline(always)]
-    pub unsafe fn words<C: Code>(&self, row_block: u32, tile: u32) -> [u32; 8] {
-        let row_block = self.dims.first_block + row_block;
-        let index = row_block as usize * self.dims.tiles as usize + tile as usize;
-        let at = self
-            .codes
-            .wrapping_add(index * (C::CODES.tile_bytes() / 4) as usize)
-            .wrapping_add(4 * thread::lane() as usize);
-        // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
-        unsafe {
-            let low = global::load_stream_x4(at);
-            let high =
-                if C::CODES.bits() == 8 { global::load_stream_x4(at.wrapping_add(128)) } else { [0; 4] };
-            [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
-        }
-    }
-
-    /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile. `WIDE`: all of its k shares them.
-    ///
-    /// # Safety
-    /// - *in-bounds*: the tile exists.
-    #[inline(always)]
-    pub unsafe fn scales<const WIDE: bool>(&self, row_block: u32, tile: u32) -> RawScales {
+    pub fn row<C: Code>(&self, row_block: u32) -> Row<'_> {
         let WeightDims { tiles, stretches, group_log2, rows_log2, scale, .. } = self.dims;
-        let row_block = self.dims.first_block + row_block;
-        let stretch = if group_log2 <= 2 { tile } else { tile >> (group_log2 - 2) };
-        let count = self.per_stretch();
-        let row = thread::lane() / 4;
-        let mut raw = RawScales::NONE;
-        // SAFETY: the caller's promise, and the layout.
-        unsafe {
-            if rows_log2 != 0 {
-                let index = (row_block >> (rows_log2 - 4)) as usize * stretches as usize + stretch as usize;
-                let bytes = bytes_of(scale);
-                let word = load_bytes(self.scales.wrapping_add(index * bytes as usize), bytes);
-                raw.scales = [word; 2];
-                return raw;
-            }
-            let first = (row_block as usize * stretches as usize + stretch as usize) * 16;
-            let place = [first + row as usize, first + row as usize + 8];
-            let bytes = count * bytes_of(scale);
-            let both = |from: *const u8, bytes: u32| {
-                [0, 1].map(|i: usize| load_bytes(from.wrapping_add(place[i] * bytes as usize), bytes))
-            };
-            raw.scales = both(self.scales, bytes);
-            if !self.zeros.is_null() {
-                raw.zeros = both(self.zeros, count);
-            }
-            if !self.minimums.is_null() {
-                raw.minimums = both(self.minimums, bytes);
-            }
-            if !WIDE && scale >= ScaleType::U8Super as u32 {
-                let stretch = row_block as usize * tiles.div_ceil(SUPER_K / TILE_K) as usize;
-                let first = (stretch + (tile / (SUPER_K / TILE_K)) as usize) * 16 + row as usize;
-                let both = |from: *const u16| {
-                    [global::load(from.wrapping_add(first)), global::load(from.wrapping_add(first + 8))]
-                };
-                raw.supers = both(self.supers);
-                if !self.minimums.is_null() {
-                    raw.super_minimums = both(self.super_minimums);
-                }
-            }
+        let (row_block, lane) = ((self.dims.first_block + row_block) as usize, thread::lane() as usize);
+        let words = (C::CODES.tile_bytes() / 4) as usize;
+        let count = self.per_stretch() as usize;
+        let bytes = count as u32 * bytes_of(scale);
+        let (first, own) = if rows_log2 == 0 {
+            (row_block * stretches as usize * 16 * count, lane / 4 * 2 * count)
+        } else {
+            ((row_block >> (rows_log2 - 4)) * stretches as usize, 0)
+        };
+        // Those of blocks of rows are there twice, so that a lane reads two in any case.
+        let of_scales = (first * (1 + usize::from(rows_log2 != 0)) + own) * bytes_of(scale) as usize;
+        let supers = row_block * tiles.div_ceil(SUPER_K / TILE_K) as usize * 16 + lane / 4 * 2;
+        Row {
+            packed: self,
+            codes: self.codes.wrapping_add(row_block * tiles as usize * words + 4 * lane),
+            scales: self.scales.wrapping_add(of_scales),
+            zeros: self.zeros.wrapping_add(first + own),
+            minimums: self.minimums.wrapping_add(of_scales),
+            supers: self.supers.wrapping_add(supers),
+            super_minimums: self.super_minimums.wrapping_add(supers),
+            bytes,
+            of_stretch: if rows_log2 == 0 { 16 * bytes } else { 2 * bytes },
+            tiles_log2: group_log2.max(2) - 2,
         }
-        raw
     }
 
     /// Which of a stretch's scales is that of a step.
@@ -240,39 +200,168 @@ impl Packed {
     }
 
     #[inline(always)]
-    fn factor(&self, half: u16) -> f32 {
+    fn factor(&self, half: u32) -> f32 {
         if self.dims.scale >= ScaleType::U8Super as u32 {
-            Element::to_f32(f16::from_bits(half))
+            Element::to_f32(f16::from_bits(half as u16))
         } else {
             self.dims.global
         }
     }
 
-    /// The scale of either row in a step of the tile.
+    /// The numbers of either row in the tile's four steps, of which only the first where all of its k shares them (`WIDE`): scales, or
+    /// minimums.
     #[inline(always)]
-    pub fn scale(&self, raw: &RawScales, step: u32) -> [f32; 2] {
-        let index = self.of_step(step);
-        let value = |i: usize| number(self.dims.scale, raw.scales[i], index, self.factor(raw.supers[i]));
-        [value(0), value(1)]
+    fn numbers<const WIDE: bool>(&self, pair: [u32; 2], supers: u32) -> [[f32; 2]; 4] {
+        const F16: u32 = ScaleType::F16 as u32;
+        const BF16: u32 = ScaleType::Bf16 as u32;
+        const E8M0: u32 = ScaleType::E8m0 as u32;
+        const E4M3: u32 = ScaleType::E4m3 as u32;
+        const U8_SUPER: u32 = ScaleType::U8Super as u32;
+        const I8_SUPER: u32 = ScaleType::I8Super as u32;
+        if WIDE {
+            return [[f32::from_bits(pair[0]), f32::from_bits(pair[1])]; 4];
+        }
+        let words = &of_rows(pair, self.per_stretch() * bytes_of(self.dims.scale));
+        let factors = [self.factor(supers), self.factor(supers >> 16)];
+        // The type is the same for the whole launch: a branch each, with all numbers of the tile in it.
+        match self.dims.scale {
+            // Of groups of 32: a stretch has four bytes of them at most.
+            F16 => halves(words, |half| Element::to_f32(f16::from_bits(half as u16))),
+            BF16 => halves(words, |half| f32::from_bits(half << 16)),
+            E8M0 => self.bytes(words, |_, byte| {
+                f32::from_bits(match byte {
+                    0 => 0x0040_0000,
+                    0xff => 0x7fc0_0000,
+                    _ => byte << 23,
+                })
+            }),
+            E4M3 => self.bytes(words, |row, byte| e4m3_to_f32(byte) * factors[row]),
+            U8_SUPER => self.bytes(words, |row, byte| byte_to_f32(byte) * factors[row]),
+            I8_SUPER => self.bytes(words, |row, byte| (byte_to_f32(byte ^ 0x80) - 128.0) * factors[row]),
+            // Binary32, of wide groups.
+            _ => [[f32::from_bits(words[0]), f32::from_bits(words[1])]; 4],
+        }
     }
 
-    /// The minimum of either row in a step of the tile.
+    /// A number from each byte: of groups of 16, or of 32.
     #[inline(always)]
-    pub fn minimum(&self, raw: &RawScales, step: u32) -> [f32; 2] {
-        let index = self.of_step(step);
-        let value =
-            |i: usize| number(self.dims.scale, raw.minimums[i], index, self.factor(raw.super_minimums[i]));
-        [value(0), value(1)]
+    fn bytes(&self, words: &[u32; 2], decode: impl Fn(usize, u32) -> f32) -> [[f32; 2]; 4] {
+        let of = |row: usize, index: u32| decode(row, words[row] >> (8 * index) & 0xff);
+        let (first, second) = ([of(0, 0), of(1, 0)], [of(0, 1), of(1, 1)]);
+        if self.dims.group_log2 == 0 {
+            [first, second, [of(0, 2), of(1, 2)], [of(0, 3), of(1, 3)]]
+        } else {
+            [first, first, second, second]
+        }
+    }
+
+    /// The scale of either row in the tile's steps; only the first where all of its k shares one (`WIDE`).
+    #[inline(always)]
+    pub fn scales<const WIDE: bool>(&self, raw: &RawScales) -> [[f32; 2]; 4] {
+        self.numbers::<WIDE>(raw.scales, raw.supers)
+    }
+
+    /// The minimums likewise.
+    #[inline(always)]
+    pub fn minimums<const WIDE: bool>(&self, raw: &RawScales) -> [[f32; 2]; 4] {
+        self.numbers::<WIDE>(raw.minimums, raw.super_minimums)
     }
 
     /// The zero point of either row in a step of the tile.
     #[inline(always)]
-    pub fn zero<C: Code>(&self, raw: &RawScales, step: u32) -> [u32; 2] {
+    pub fn zero<C: Code, const WIDE: bool>(&self, raw: &RawScales, step: u32) -> [u32; 2] {
         if self.zeros.is_null() {
             return [if self.has_minimums() { 0 } else { C::CODES.zero() as u32 }; 2];
         }
-        let index = self.of_step(step);
-        [raw.zeros[0] >> (8 * index) & 0xff, raw.zeros[1] >> (8 * index) & 0xff]
+        let (index, count) = if WIDE { (0, 1) } else { (self.of_step(step), self.per_stretch()) };
+        let words = of_rows(raw.zeros, count);
+        [words[0] >> (8 * index) & 0xff, words[1] >> (8 * index) & 0xff]
+    }
+}
+
+/// A row of tiles of a packed weight, as a lane reads it: where its own parts lie.
+#[derive(Clone, Copy)]
+pub struct Row<'a> {
+    packed: &'a Packed,
+    codes: *const u32,
+    scales: *const u8,
+    zeros: *const u8,
+    minimums: *const u8,
+    supers: *const u16,
+    super_minimums: *const u16,
+    /// Bytes of the scales of a row in a stretch.
+    bytes: u32,
+    /// Bytes of scales from one stretch to the next.
+    of_stretch: u32,
+    /// Binary logarithm of the tiles that share a stretch.
+    tiles_log2: u32,
+}
+
+impl Row<'_> {
+    /// Brings the codes of some tiles to L2, where the floor can: nothing is read, so it may be early.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tiles exist.
+    #[inline(always)]
+    pub unsafe fn to_l2<C: Code>(&self, tile: u32, tiles: u32) {
+        if thread::lane() == 0 && tiles > 0 {
+            let words = (C::CODES.tile_bytes() / 4) as usize;
+            // SAFETY: the caller's promise; tiles are multiples of 512 bytes, and those of a row lie together.
+            unsafe {
+                global::prefetch_l2(
+                    self.codes.wrapping_add(tile as usize * words),
+                    tiles * C::CODES.tile_bytes(),
+                )
+            };
+        }
+    }
+
+    /// The lane's words of a tile, of which there are 4 or 8.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists.
+    #[inline(always)]
+    pub unsafe fn words<C: Code>(&self, tile: u32) -> [u32; 8] {
+        let at = self.codes.wrapping_add(tile as usize * (C::CODES.tile_bytes() / 4) as usize);
+        // SAFETY: the caller's promise; tiles are multiples of 512 bytes.
+        unsafe {
+            let low = global::load_stream_x4(at);
+            let high =
+                if C::CODES.bits() == 8 { global::load_stream_x4(at.wrapping_add(128)) } else { [0; 4] };
+            [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+        }
+    }
+
+    /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile. `WIDE`: all of its k shares them, and there are no minimums.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists.
+    #[inline(always)]
+    pub unsafe fn raw_scales<const WIDE: bool>(&self, tile: u32) -> RawScales {
+        let stretch = tile >> self.tiles_log2;
+        // A row of tiles has less than 2^32 bytes of scales.
+        let at = (stretch * self.of_stretch) as usize;
+        let mut raw = RawScales::NONE;
+        // SAFETY: the caller's promise, and the layout.
+        unsafe {
+            // Wide groups' are in f32, which the packing has seen to.
+            raw.scales = load_pair(self.scales.wrapping_add(at), if WIDE { 4 } else { self.bytes });
+            if !self.packed.zeros.is_null() {
+                let count = if WIDE { 1 } else { self.packed.per_stretch() };
+                raw.zeros = load_pair(self.zeros.wrapping_add((stretch * 16 * count) as usize), count);
+            }
+            if !WIDE && self.packed.has_minimums() {
+                raw.minimums = load_pair(self.minimums.wrapping_add(at), self.bytes);
+            }
+            if !WIDE && self.packed.dims.scale >= ScaleType::U8Super as u32 {
+                let at = (tile / (SUPER_K / TILE_K)) as usize * 16;
+                raw.supers = global::load(self.supers.wrapping_add(at).cast());
+                if self.packed.has_minimums() {
+                    raw.super_minimums = global::load(self.super_minimums.wrapping_add(at).cast());
+                }
+            }
+        }
+        raw
     }
 }
 

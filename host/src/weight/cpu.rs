@@ -2,7 +2,7 @@
 
 use std::sync::LazyLock;
 
-use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
+use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS, scale_place};
 use half::f16;
 
 use super::{Counts, Weight};
@@ -77,7 +77,8 @@ impl<'a> Packed<'a> {
         let layout = &self.weight.layout;
         let block_of_all = expert * row_blocks + block;
         let tile_bytes = layout.codes.tile_bytes() as usize;
-        let scale_bytes = layout.scale.bytes() as usize;
+        let stored = layout.stored_scale();
+        let scale_bytes = stored.bytes() as usize;
         let tile_k = TILE_K as usize;
         let stride = tiles * tile_k;
         let group = if layout.group == 0 { usize::MAX } else { layout.group as usize };
@@ -87,24 +88,25 @@ impl<'a> Packed<'a> {
             for step in 0..4 {
                 let i = if per_stretch > 1 { step * 16 / group } else { 0 };
                 for row in 0..ROWS {
+                    let of_row = scale_place(row as u32) as usize;
                     let index = if layout.rows > 1 {
-                        block_of_all / (layout.rows as usize / ROWS) * stretches + stretch
+                        (block_of_all / (layout.rows as usize / ROWS) * stretches + stretch) * 2
                     } else {
-                        ((block_of_all * stretches + stretch) * ROWS + row) * per_stretch + i
+                        ((block_of_all * stretches + stretch) * ROWS + of_row) * per_stretch + i
                     };
                     let of = |supers_of: &[u8]| {
                         if layout.scale.has_supers() {
                             let place =
-                                (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS + row;
+                                (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS + of_row;
                             f16::from_le_bytes([supers_of[2 * place], supers_of[2 * place + 1]]).to_f32()
                         } else {
                             self.weight.global
                         }
                     };
-                    let scale = number(layout.scale, &self.scales[index * scale_bytes..], of(self.supers));
+                    let scale = number(stored, &self.scales[index * scale_bytes..], of(self.supers));
                     let minimum = if layout.minimums {
                         let bytes = &self.minimums[index * scale_bytes..];
-                        number(layout.scale, bytes, of(self.super_minimums))
+                        number(stored, bytes, of(self.super_minimums))
                     } else {
                         0.0
                     };

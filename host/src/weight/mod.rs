@@ -244,7 +244,7 @@ impl Counts {
     /// Scales.
     fn scales(&self, layout: &Layout) -> Option<usize> {
         if layout.rows > 1 {
-            self.row_blocks.div_ceil((layout.rows / TILE_ROWS) as usize).checked_mul(self.stretches)
+            self.row_blocks.div_ceil((layout.rows / TILE_ROWS) as usize).checked_mul(2 * self.stretches)
         } else {
             self.row_blocks.checked_mul(self.stretches)?.checked_mul(self.per_stretch * TILE_ROWS as usize)
         }
@@ -311,13 +311,13 @@ impl Weight {
     /// What kernels are told of it.
     pub(crate) fn dims(&self) -> WeightDims {
         let counts = self.counts();
-        let Layout { group, rows, scale, .. } = self.layout;
+        let Layout { group, rows, .. } = self.layout;
         WeightDims {
             tiles: counts.tiles as u32,
             stretches: counts.stretches as u32,
             group_log2: if group == 0 { 31 } else { (group / 16).ilog2() },
             rows_log2: if rows > 1 { rows.ilog2() } else { 0 },
-            scale: scale as u32,
+            scale: self.layout.stored_scale() as u32,
             global: self.global,
             row_blocks: counts.row_blocks as u32,
             first_block: 0,

@@ -3,6 +3,7 @@
 use abi::weight::{TILE_K, TILE_ROWS};
 use rayon::prelude::*;
 
+use super::cpu::number;
 use super::{BYTES, Counts, Layout, OP, Weight, WeightSource};
 use crate::error::Error;
 use crate::plan::check_size;
@@ -42,7 +43,7 @@ pub(super) fn pack(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Wei
     let times = |count: Option<usize>| count.and_then(|count| count.checked_mul(experts.len()));
     let code_bytes = times(counts.codes(&layout)).ok_or_else(too_large)?;
     let scales = times(counts.scales(&layout)).ok_or_else(too_large)?;
-    let scale_bytes = scales.checked_mul(layout.scale.bytes() as usize).ok_or_else(too_large)?;
+    let scale_bytes = scales.checked_mul(layout.stored_scale().bytes() as usize).ok_or_else(too_large)?;
     let super_bytes = experts.len() * counts.row_blocks * counts.supers * TILE_ROWS as usize * 2;
     let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
     let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
@@ -158,27 +159,30 @@ fn row_block(
     if layout.rows > 1 {
         return parts;
     }
+    let global = source.global();
     let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
-    let bytes = layout.scale.bytes();
+    let bytes = layout.stored_scale().bytes();
     for stretch in 0..counts.stretches {
-        for row in 0..tile_rows {
+        for row in rows_of_scales() {
             for i in 0..counts.per_stretch {
                 let group = stretch * counts.per_stretch + i;
                 let exists = row < rows && group < groups;
                 let of = |bits: &dyn Fn() -> u32| if exists { bits() } else { 0 };
-                push(&mut parts.scales, of(&|| source.scale(first + row, group)), bytes);
+                let scale = of(&|| stored_bits(layout, source.scale(first + row, group), global));
+                push(&mut parts.scales, scale, bytes);
                 if layout.zeros {
                     parts.zeros.push(of(&|| source.zero(first + row, group).into()) as u8);
                 }
                 if layout.minimums {
-                    push(&mut parts.minimums, of(&|| source.minimum(first + row, group)), bytes);
+                    let minimum = of(&|| stored_bits(layout, source.minimum(first + row, group), global));
+                    push(&mut parts.minimums, minimum, bytes);
                 }
             }
         }
     }
     if layout.scale.has_supers() {
         for stretch in 0..counts.supers {
-            for row in 0..tile_rows {
+            for row in rows_of_scales() {
                 let supers = if row < rows { source.supers(first + row, stretch) } else { [0; 2] };
                 push(&mut parts.supers, supers[0].into(), 2);
                 if layout.minimums {
@@ -190,14 +194,27 @@ fn row_block(
     parts
 }
 
+/// The bits of a scale or minimum as they are stored.
+fn stored_bits(layout: &Layout, bits: u32, global: f32) -> u32 {
+    if layout.is_wide() { number(layout.scale, &bits.to_le_bytes(), global).to_bits() } else { bits }
+}
+
+/// Rows of a tile in the order of their scales.
+fn rows_of_scales() -> impl Iterator<Item = usize> {
+    (0..TILE_ROWS as usize).map(|place| place % 2 * 8 + place / 2)
+}
+
 /// Scales that several rows share.
 fn block_scales(source: &dyn WeightSource, layout: &Layout, counts: &Counts, [n, k]: [usize; 2]) -> Parts {
     let mut parts = Parts::default();
+    let global = source.global();
     let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
     for first in (0..n).step_by(layout.rows as usize) {
         for stretch in 0..counts.stretches {
-            let bits = if stretch < groups { source.scale(first, stretch) } else { 0 };
-            push(&mut parts.scales, bits, layout.scale.bytes());
+            let bits =
+                if stretch < groups { stored_bits(layout, source.scale(first, stretch), global) } else { 0 };
+            push(&mut parts.scales, bits, layout.stored_scale().bytes());
+            push(&mut parts.scales, bits, layout.stored_scale().bytes());
         }
     }
     parts

@@ -5,7 +5,7 @@
 //!
 //! tile (16 rows, 64 of k) ── 16 bytes a lane ──► registers ── lop3, fma ──► 16-bit floats, exact ──► mma (4 steps of 16 of k)
 //! scales of the tile      ── a lane's two rows ─────────────────────────────────────────────────► sums · scale, in f32
-//! a                       ── 8 bytes a lane and step, from L1 ────────────────────────────────────► mma's second operand
+//! a, some tiles of k      ── cp.async, in the lanes' order ──► shared memory ── 32 bytes a lane ──► mma's second operand
 //! ```
 //!
 //! - `Mma`: the weight's rows are the rows of `mma`, rows of a its columns. The tensor cores multiply codes less their zero points, which are
@@ -19,9 +19,13 @@
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
 use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
+#[cfg(not(lacks_mma_sync))]
+use cuda_std::{cp_async, math};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
 use crate::matmul::epilogue::Epilogue;
+#[cfg(not(lacks_mma_sync))]
+use crate::matmul::weight::Row;
 use crate::matmul::weight::{self, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
 use crate::matmul::{few_rows_simt, simt};
 
@@ -141,18 +145,20 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
         i += 1;
     }
     let mut sums = [[0f32; 2]; ROWS];
+    let tiles = packed.row::<C>(own.row_block);
+    grid::begin();
     // SAFETY: the caller's promise; tiles below their number.
     unsafe {
         let mut tile = own.part;
         while tile < packed.dims.tiles {
-            let words = packed.words::<C>(own.row_block, tile);
-            let raw = packed.scales::<false>(own.row_block, tile);
+            let words = tiles.words::<C>(tile);
+            let raw = tiles.raw_scales::<false>(tile);
+            let scales = packed.scales::<false>(&raw);
+            let minimums = if packed.has_minimums() { packed.minimums::<false>(&raw) } else { [[0.0; 2]; 4] };
             let mut step = 0;
             while step < 4 {
-                let scale = packed.scale(&raw, step as u32);
-                let values = weight::values::<C>(&words, step, packed.zero::<C>(&raw, step as u32));
-                let minimum =
-                    if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
+                let (scale, minimum) = (scales[step], minimums[step]);
+                let values = weight::values::<C>(&words, step, packed.zero::<C, false>(&raw, step as u32));
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut i = 0;
                 while i < ROWS {
@@ -192,20 +198,135 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
     }
 }
 
-/// Up to `8 · FRAGMENTS` rows by some columns, on tensor cores.
+/// Where in a tile's rows of a the lane's two pieces of a row lie, or a quad of theirs: pieces of odd rows change places, so that eight
+/// lanes read eight different pieces of 16 bytes of a line.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+const fn piece_address(row: u32, quad_of_step: u32, piece: u32) -> u32 {
+    row * A_LINE + quad_of_step * 32 + (piece ^ row % 2) * 16
+}
+
+/// Bytes of a row of a tile of a.
+#[cfg(not(lacks_mma_sync))]
+const A_LINE: u32 = TILE_K * 2;
+
+/// Starts the copies of `TILES` tiles' columns of the block's rows of a for each part, from each part's tile `from` on.
+///
+/// # Safety
+/// - All 256 threads of the block; rows of a *in-bounds* for `dims.k` and aligned to 8 bytes, k a multiple of 4; the shared memory at
+///   `buffer` is *exclusive*.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+unsafe fn stage<T, const ROWS: u32, const TILES: usize>(
+    a: *const T,
+    rows: u32,
+    (of_part, from): (u32, u32),
+    buffer: u32,
+    dims: &MatmulDims,
+) {
+    // A thread's quad of k, and its first row.
+    let quads = TILES as u32 * 16;
+    let (quad, first) = (thread::thread_idx_x() % quads, thread::thread_idx_x() / quads);
+    let (tile, step) = (quad / 16, quad % 16 / 4);
+    let mut part = 0;
+    while part < 1 << dims.split_log2 {
+        let k = (part * of_part + from) * TILE_K + quad * 4;
+        // Beyond k there are zeros.
+        let (at, bytes) = if k < dims.k { (k, 8) } else { (0, 0) };
+        let to = buffer
+            + (part * TILES as u32 + tile) * ROWS * A_LINE
+            + piece_address(first, quad % 4, step / 2)
+            + step % 2 * 8;
+        let mut row = 0;
+        while row < ROWS {
+            let source = a.wrapping_add((first + row) as usize * dims.a_stride as usize + at as usize);
+            if first + row < rows {
+                // SAFETY: the caller's promise. A thread's rows are all odd or all even.
+                unsafe { cp_async::ca_8_fill(to + row * A_LINE, source, bytes) };
+            }
+            row += THREADS / quads;
+        }
+        part += 1;
+    }
+    cp_async::commit_group();
+}
+
+/// Parts of k are multiples of so many tiles, whatever the kernel, so that its sums are those of the others.
+#[cfg(not(lacks_mma_sync))]
+const TILES_OF_PART: u32 = 4;
+
+/// Codes and scales of `TILES` tiles from `tile` on, those beyond the last that one's: no branch keeps loads from being started together, or
+/// makes one wait for others.
+///
+/// # Safety
+/// - *in-bounds*: the tile `last` exists.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+unsafe fn load_tiles<C: Code, const TILES: usize, const WIDE: bool>(
+    weight: &Row<'_>,
+    tile: u32,
+    last: u32,
+) -> ([[u32; 8]; TILES], [RawScales; TILES]) {
+    let (mut words, mut raw) = ([[0; 8]; TILES], [RawScales::NONE; TILES]);
+    let mut i = 0;
+    while i < TILES {
+        let tile = (tile + i as u32).min(last);
+        // SAFETY: the caller's promise.
+        unsafe {
+            words[i] = weight.words::<C>(tile);
+            raw[i] = weight.raw_scales::<WIDE>(tile);
+        }
+        i += 1;
+    }
+    (words, raw)
+}
+
+/// Waits for a's tiles from the parts' tile `at` on, and starts the copies of the next ones into the other buffer.
+///
+/// # Safety
+/// - As [`stage`]; *converged*: all threads of the block. Nobody reads the other buffer behind the barrier.
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+unsafe fn stage_next<T, const ROWS: u32, const TILES: usize>(
+    a: *const T,
+    rows: u32,
+    (of_part, at): (u32, u32),
+    (buffer, buffer_bytes): (u32, u32),
+    dims: &MatmulDims,
+) {
+    cp_async::wait_all();
+    // SAFETY: the caller's promise.
+    unsafe {
+        thread::sync_threads();
+        let next = at + TILES as u32;
+        if next < of_part {
+            let other = shared::base() + (buffer_bytes - buffer);
+            stage::<T, ROWS, TILES>(a, rows, (of_part, next), other, dims);
+        }
+    }
+}
+
+/// Up to `ROWS = 8 · FRAGMENTS` rows by some columns, on tensor cores. `TILES` tiles of the weight are multiplied while as many are on their
+/// way, and so are the tiles of a for each part of k, in shared memory.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block; tensors *in-bounds* for `dims`, rows of a aligned to 16 bytes, k a multiple of 4
 ///   — checked in `Matmul::run`.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const UNROLL: usize, const WIDE: bool>(
+unsafe fn multiply_mma<
+    C: Code,
+    T: Pair,
+    const ROWS: u32,
+    const FRAGMENTS: usize,
+    const TILES: usize,
+    const WIDE: bool,
+>(
     a: *const T,
     packed: &Packed,
     epilogue: Epilogue<'_, T, T>,
 ) {
     let dims = epilogue.dims;
-    let rows = 8 * FRAGMENTS as u32;
     let (first_row, col_block) = match FRAGMENTS {
         1 => few_rows_simt::place_of_block::<8>(dims),
         2 => few_rows_simt::place_of_block::<16>(dims),
@@ -214,45 +335,53 @@ unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const UNROLL: u
     };
     let own = part(dims, col_block);
     let lane = thread::lane();
-    let mut from = [core::ptr::null(); FRAGMENTS];
+    let a = a.wrapping_add(first_row as usize * dims.a_stride as usize);
+    let rows = (dims.m - first_row).min(ROWS);
+    // Rows past the end are computed from the last one, and not stored.
+    let mut pieces = [[0; 2]; FRAGMENTS];
     let mut i = 0;
     while i < FRAGMENTS {
-        let row = (first_row + 8 * i as u32 + lane / 4).min(dims.m - 1);
-        from[i] = a.wrapping_add(row as usize * dims.a_stride as usize);
+        let row = (8 * i as u32 + lane / 4).min(rows - 1);
+        pieces[i] = [piece_address(row, lane % 4, 0), piece_address(row, lane % 4, 1)];
         i += 1;
     }
     let mut sums = [[0f32; 4]; FRAGMENTS];
     let tiles = packed.dims.tiles;
-    // SAFETY: the caller's promise; tiles below their number.
+    let of_part = tiles.div_ceil(1 << dims.split_log2).next_multiple_of(TILES_OF_PART);
+    let (first, last) = (own.part * of_part, tiles.max(1) - 1);
+    let weight = packed.row::<C>(own.row_block);
+    let (tile_bytes, buffer_bytes) = (ROWS * A_LINE, (TILES as u32 * ROWS * A_LINE) << dims.split_log2);
+    let of_warp = shared::base() + own.part * TILES as u32 * tile_bytes;
+    let step = TILES as u32;
+    // SAFETY: the caller's promise; tiles that exist.
+    grid::begin_with(|| unsafe { weight.to_l2::<C>(first, tiles.min(first + step).max(first) - first) });
+    // SAFETY: the caller's promise; tiles below their number; what has been staged is read behind a barrier, and is overwritten behind
+    // the next one.
     unsafe {
-        // A stretch of k for each part, in whose order tiles are added however many are in flight.
-        let of_part = tiles.div_ceil(1 << dims.split_log2);
-        let mut tile = own.part * of_part;
-        let end_tile = tiles.min(tile + of_part);
-        while tile < end_tile {
-            let mut words = [[0; 8]; UNROLL];
-            let mut raw = [RawScales::NONE; UNROLL];
-            let mut u = 0;
-            while u < UNROLL {
-                // Beyond the last tile that one once more, of which nothing is added.
-                let tile = (tile + u as u32).min(end_tile - 1);
-                words[u] = packed.words::<C>(own.row_block, tile);
-                raw[u] = packed.scales::<WIDE>(own.row_block, tile);
-                u += 1;
-            }
-            let mut u = 0;
-            while u < UNROLL {
-                let k = (tile + u as u32) * TILE_K + lane % 4 * 4;
-                if tile + (u as u32) < end_tile {
-                    add_tile::<C, T, FRAGMENTS, WIDE>(
-                        packed, &words[u], &raw[u], &from, k, dims.k, &mut sums,
-                    );
+        // Of the part: the tiles before `at` have been multiplied. `buffer`: where a is for the next ones.
+        let (mut at, mut buffer) = (0, 0);
+        if of_part > 0 {
+            stage::<T, ROWS, TILES>(a, rows, (of_part, 0), shared::base(), dims);
+            let mut even = load_tiles::<C, TILES, WIDE>(&weight, first, last);
+            while at < of_part {
+                let odd = load_tiles::<C, TILES, WIDE>(&weight, first + at + step, last);
+                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
+                let place = (of_warp + buffer, &pieces);
+                add_tiles::<C, T, FRAGMENTS, TILES, WIDE>(packed, &even, first + at, place, &mut sums);
+                (at, buffer) = (at + step, buffer_bytes - buffer);
+                if at >= of_part {
+                    break;
                 }
-                u += 1;
+                even = load_tiles::<C, TILES, WIDE>(&weight, first + at + step, last);
+                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
+                let place = (of_warp + buffer, &pieces);
+                add_tiles::<C, T, FRAGMENTS, TILES, WIDE>(packed, &odd, first + at, place, &mut sums);
+                (at, buffer) = (at + step, buffer_bytes - buffer);
             }
-            tile += UNROLL as u32;
         }
-        let base = shared::base() + thread::warp_idx() * rows * TILE_ROWS * 4;
+        // The sums lie where a was.
+        thread::sync_threads();
+        let base = shared::base() + thread::warp_idx() * ROWS * TILE_ROWS * 4;
         let mut i = 0;
         while i < FRAGMENTS * 4 {
             let (fragment, element) = (i / 4, i % 4);
@@ -261,66 +390,87 @@ unsafe fn multiply_mma<C: Code, T: Pair, const FRAGMENTS: usize, const UNROLL: u
             shared::store_f32(base + sum_address(row, col), sums[fragment][element]);
             i += 1;
         }
-        end(rows, first_row, col_block, &epilogue);
+        end(ROWS, first_row, col_block, &epilogue);
     }
 }
 
-/// Adds the product of a tile, of which the lane has k's from `k` on in every step of 16.
+/// Adds the products of `TILES` tiles from `tile` on and the rows of a at `at`.
 ///
 /// # Safety
-/// - *converged*: all 32 lanes; rows *in-bounds* for `k_end`, and aligned to 8 bytes.
+/// - As [`add_tile`].
+#[cfg(not(lacks_mma_sync))]
+#[inline(always)]
+unsafe fn add_tiles<C: Code, T: Pair, const FRAGMENTS: usize, const TILES: usize, const WIDE: bool>(
+    packed: &Packed,
+    (words, raw): &([[u32; 8]; TILES], [RawScales; TILES]),
+    tile: u32,
+    (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
+    sums: &mut [[f32; 4]; FRAGMENTS],
+) {
+    let mut i = 0;
+    while i < TILES {
+        let exists = tile + (i as u32) < packed.dims.tiles;
+        let place = (at + (i * FRAGMENTS) as u32 * 8 * A_LINE, pieces);
+        // SAFETY: the caller's promise.
+        unsafe { add_tile::<C, T, FRAGMENTS, WIDE>(packed, &words[i], &raw[i], exists, place, sums) };
+        i += 1;
+    }
+}
+
+/// Adds the product of a tile and the rows of a at `at`, of which the lane's pieces lie at `pieces`. Of a tile that does not exist a is
+/// 0, and so are the scales.
+///
+/// # Safety
+/// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const WIDE: bool>(
     packed: &Packed,
     words: &[u32; 8],
     raw: &RawScales,
-    from: &[*const T; FRAGMENTS],
-    k: u32,
-    k_end: u32,
+    exists: bool,
+    (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
     sums: &mut [[f32; 4]; FRAGMENTS],
 ) {
-    let has_minimums = packed.has_minimums();
-    let (mut weights, mut scales, mut minimums) = ([[0; 4]; 4], [[0.0; 2]; 4], [[0.0; 2]; 4]);
+    let has_minimums = !WIDE && packed.has_minimums();
+    let of_tile = |numbers: [[f32; 2]; 4]| if exists { numbers } else { [[0.0; 2]; 4] };
+    let scales = of_tile(packed.scales::<WIDE>(raw));
+    let minimums = if has_minimums { of_tile(packed.minimums::<WIDE>(raw)) } else { [[0.0; 2]; 4] };
+    let mut weights = [[0; 4]; 4];
     let mut step = 0;
     while step < 4 {
-        weights[step] = weight::fragment::<C, T>(words, step, packed.zero::<C>(raw, step as u32));
-        if !WIDE || step == 3 {
-            scales[step] = packed.scale(raw, step as u32);
-            if has_minimums {
-                minimums[step] = packed.minimum(raw, step as u32);
-            }
-        }
+        weights[step] = weight::fragment::<C, T>(words, step, packed.zero::<C, WIDE>(raw, step as u32));
         step += 1;
     }
     let mut i = 0;
     while i < FRAGMENTS {
         let (mut part, mut total) = ([0f32; 4], [0f32; 4]);
         let mut step = 0;
-        while step < 4 {
-            let at = k + 16 * step as u32;
-            // SAFETY: the caller's promise.
-            unsafe {
-                let pair = if at < k_end { global::load(from[i].add(at as usize).cast::<u64>()) } else { 0 };
-                let x = [pair as u32, (pair >> 32) as u32];
+        // SAFETY: the caller's promise.
+        unsafe {
+            let halves = [shared::load_u32x4(at + pieces[i][0]), shared::load_u32x4(at + pieces[i][1])];
+            while step < 4 {
+                let (half, word) = (&halves[step / 2], step % 2 * 2);
+                let x = [half[word], half[word + 1]];
                 part = T::multiply_add(weights[step], x, part);
                 if has_minimums {
                     total = T::multiply_add([T::ONES; 4], x, total);
                 }
-            }
-            if !WIDE || step == 3 {
-                let mut e = 0;
-                while e < 4 {
-                    sums[i][e] += scales[step][e / 2] * part[e];
-                    part[e] = 0.0;
-                    if has_minimums {
-                        sums[i][e] -= minimums[step][e / 2] * total[e];
-                        total[e] = 0.0;
+                if !WIDE || step == 3 {
+                    let index = if WIDE { 0 } else { step };
+                    let mut e = 0;
+                    while e < 4 {
+                        sums[i][e] = math::fma(scales[index][e / 2], part[e], sums[i][e]);
+                        part[e] = 0.0;
+                        if has_minimums {
+                            sums[i][e] = math::fma(-minimums[index][e / 2], total[e], sums[i][e]);
+                            total[e] = 0.0;
+                        }
+                        e += 1;
                     }
-                    e += 1;
                 }
+                step += 1;
             }
-            step += 1;
         }
         i += 1;
     }
@@ -343,14 +493,15 @@ unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &Matmu
         grid::begin();
         while index < blocks * tiles {
             let (row_block, tile) = (index / tiles, index % tiles);
-            let words = packed.words::<C>(row_block, tile);
-            let raw = packed.scales::<false>(row_block, tile);
+            let row = packed.row::<C>(row_block);
+            let words = row.words::<C>(tile);
+            let raw = row.raw_scales::<false>(tile);
+            let scales = packed.scales::<false>(&raw);
+            let minimums = if packed.has_minimums() { packed.minimums::<false>(&raw) } else { [[0.0; 2]; 4] };
             let mut step = 0;
             while step < 4 {
-                let scale = packed.scale(&raw, step as u32);
-                let minimum =
-                    if packed.has_minimums() { packed.minimum(&raw, step as u32) } else { [0.0; 2] };
-                let values = weight::values::<C>(&words, step, packed.zero::<C>(&raw, step as u32));
+                let (scale, minimum) = (scales[step], minimums[step]);
+                let values = weight::values::<C>(&words, step, packed.zero::<C, false>(&raw, step as u32));
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut half = 0;
                 while half < 2 {
@@ -404,7 +555,6 @@ macro_rules! entry {
             let $packed = Packed { codes, scales, zeros, minimums, supers, super_minimums, dims: weight };
             let $end = Epilogue::new(bias, residual, out, &dims, &how);
             let $a = a;
-            grid::begin();
             // SAFETY: 256 threads, a block per rows and columns, the tile's shared memory — Matmul::run.
             unsafe { $body }
         }
@@ -421,14 +571,14 @@ abi::matmul_packed_table!(entries);
 /// The sums of 64 rows leave room for one block on a multiprocessor.
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entry {
-    ($entry:ident, $type:ident, $codes:ident, 64, $unroll:literal, $wide:literal) => {
+    ($entry:ident, $type:ident, $codes:ident, 64, $tiles:literal, $wide:literal) => {
         entry!($entry, $type, 1, |a, packed, end| {
-            multiply_mma::<$codes, $type, 8, $unroll, $wide>(a, &packed, end)
+            multiply_mma::<$codes, $type, 64, 8, $tiles, $wide>(a, &packed, end)
         });
     };
-    ($entry:ident, $type:ident, $codes:ident, $rows:literal, $unroll:literal, $wide:literal) => {
+    ($entry:ident, $type:ident, $codes:ident, $rows:literal, $tiles:literal, $wide:literal) => {
         entry!($entry, $type, 2, |a, packed, end| {
-            multiply_mma::<$codes, $type, { $rows / 8 }, $unroll, $wide>(a, &packed, end)
+            multiply_mma::<$codes, $type, $rows, { $rows / 8 }, $tiles, $wide>(a, &packed, end)
         });
     };
 }
@@ -436,8 +586,8 @@ macro_rules! mma_entry {
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident,
-       Mma { rows: $rows:tt, unroll: $unroll:literal, wide: $wide:literal };)*) => {
-        $(mma_entry!($entry, $type, $codes, $rows, $unroll, $wide);)*
+       Mma { rows: $rows:tt, tiles: $tiles:literal, wide: $wide:literal };)*) => {
+        $(mma_entry!($entry, $type, $codes, $rows, $tiles, $wide);)*
     };
 }
 #[cfg(not(lacks_mma_sync))]

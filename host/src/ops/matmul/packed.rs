@@ -59,9 +59,10 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
             .iter()
             .filter(|variant| few && variant.dtype == dtype && variant.codes == layout.codes)
             .filter(|variant| limits.floor.runs(variant.floor))
+            .filter(|variant| variant.tile.smem_bytes() <= limits.smem_per_block_bytes)
             .filter(|variant| match variant.tile {
                 // Those of narrow groups take wide ones too.
-                PackedTile::Mma { wide, .. } => (layout.is_wide() || !wide) && k.is_multiple_of(4),
+                PackedTile::Mma { wide, .. } => (!wide || is_plain(layout)) && k.is_multiple_of(4),
                 PackedTile::Simt { .. } => true,
             })
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
@@ -91,6 +92,11 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     }
 }
 
+/// Whether a layout is what the kernels of wide groups take.
+fn is_plain(layout: &Layout) -> bool {
+    layout.is_wide() && !layout.minimums
+}
+
 /// This kernel for any number of rows, if it can do the problem.
 pub(super) fn forced(
     limits: &DeviceLimits,
@@ -101,12 +107,13 @@ pub(super) fn forced(
         return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
     };
     let fits = match variant.tile {
-        PackedTile::Mma { wide, .. } => (layout.is_wide() || !wide) && problem.k.is_multiple_of(4),
+        PackedTile::Mma { wide, .. } => (!wide || is_plain(layout)) && problem.k.is_multiple_of(4),
         PackedTile::Simt { .. } => true,
     };
     let MatmulProblem { dtype, out_dtype, .. } = *problem;
     let typed = variant.dtype == dtype && out_dtype == dtype && variant.codes == layout.codes;
-    if !fits || !typed || !limits.floor.runs(variant.floor) {
+    let room = variant.tile.smem_bytes() <= limits.smem_per_block_bytes;
+    if !fits || !typed || !room || !limits.floor.runs(variant.floor) {
         let got = format!("{problem:?} on {}", limits.floor);
         return Err(Error::invalid(OP, "variant", format!("what {} can do", variant.entry), got));
     }

@@ -15,8 +15,8 @@ pub enum PackedTile {
     Mma {
         /// Rows of a: a multiple of 8.
         rows: u32,
-        /// Tiles of 64 of k that a warp has in flight.
-        unroll: u32,
+        /// Tiles of 64 of k that are multiplied while as many are on their way: 1, 2 or 4.
+        tiles: u32,
         /// Whether all of a tile's k shares a scale.
         wide: bool,
     },
@@ -30,9 +30,17 @@ impl PackedTile {
         }
     }
 
-    /// Dynamic shared memory in bytes: the warps' sums.
+    /// Dynamic shared memory in bytes: the warps' sums, and before them tiles of a for each part of k, of which there are as many as warps at
+    /// most.
     pub const fn smem_bytes(self) -> u32 {
-        super::WARPS * self.rows() * crate::weight::TILE_ROWS * 4
+        let sums = super::WARPS * self.rows() * crate::weight::TILE_ROWS * 4;
+        match self {
+            PackedTile::Simt { .. } => sums,
+            PackedTile::Mma { rows, tiles, .. } => {
+                let staged = 2 * super::WARPS * tiles * rows * crate::weight::TILE_K * 2;
+                if staged > sums { staged } else { sums }
+            }
+        }
     }
 }
 
@@ -104,48 +112,48 @@ macro_rules! matmul_packed_table {
 macro_rules! matmul_packed_mma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
-            matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
-            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
-            matmul_f16_int4__packed8n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_f16_int4__packed16n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
-            matmul_f16_int4__packed64n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_f16_int8__packed8__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: true };
-            matmul_f16_int8__packed16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, unroll: 2, wide: true };
-            matmul_f16_int8__packed32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_f16_int8__packed64__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: true };
-            matmul_f16_int8__packed8n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_f16_int8__packed16n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, unroll: 1, wide: false };
-            matmul_f16_int8__packed64n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_f16_e2m1__packed8n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_f16_e2m1__packed16n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, unroll: 2, wide: false };
-            matmul_f16_e2m1__packed64n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, unroll: 2, wide: true };
-            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, unroll: 2, wide: true };
-            matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, unroll: 2, wide: true };
-            matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 4, wide: true };
-            matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 4, wide: true };
-            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: true };
-            matmul_bf16_int4__packed8n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_bf16_int4__packed16n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, unroll: 2, wide: false };
-            matmul_bf16_int4__packed64n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_bf16_int8__packed8__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: true };
-            matmul_bf16_int8__packed16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, unroll: 2, wide: true };
-            matmul_bf16_int8__packed32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_bf16_int8__packed64__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: true };
-            matmul_bf16_int8__packed8n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_bf16_int8__packed16n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, unroll: 1, wide: false };
-            matmul_bf16_int8__packed64n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_bf16_e2m1__packed8n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 8, unroll: 2, wide: false };
-            matmul_bf16_e2m1__packed16n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 16, unroll: 2, wide: false };
-            matmul_bf16_e2m1__packed64n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 64, unroll: 2, wide: false };
-            matmul_bf16_e4m3__packed8__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 8, unroll: 2, wide: true };
-            matmul_bf16_e4m3__packed16__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 16, unroll: 2, wide: true };
-            matmul_bf16_e4m3__packed32__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 32, unroll: 1, wide: true };
-            matmul_bf16_e4m3__packed64__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 64, unroll: 2, wide: true };
+            matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 4, wide: true };
+            matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_f16_int4__packed8n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_f16_int4__packed16n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_f16_int4__packed64n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_f16_int8__packed8__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: true };
+            matmul_f16_int8__packed16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_f16_int8__packed32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_f16_int8__packed64__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_f16_int8__packed8n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_f16_int8__packed16n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_f16_int8__packed64n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_f16_e2m1__packed8n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_f16_e2m1__packed16n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_f16_e2m1__packed64n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, tiles: 2, wide: true };
+            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 4, wide: true };
+            matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_bf16_int4__packed8n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_bf16_int4__packed16n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_bf16_int4__packed64n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_bf16_int8__packed8__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: true };
+            matmul_bf16_int8__packed16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_bf16_int8__packed32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_bf16_int8__packed64__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_bf16_int8__packed8n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_bf16_int8__packed16n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_bf16_int8__packed64n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_bf16_e2m1__packed8n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 8, tiles: 2, wide: false };
+            matmul_bf16_e2m1__packed16n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 16, tiles: 1, wide: false };
+            matmul_bf16_e2m1__packed64n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 64, tiles: 1, wide: false };
+            matmul_bf16_e4m3__packed8__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 8, tiles: 2, wide: true };
+            matmul_bf16_e4m3__packed16__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 16, tiles: 2, wide: true };
+            matmul_bf16_e4m3__packed32__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 32, tiles: 1, wide: true };
+            matmul_bf16_e4m3__packed64__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 64, tiles: 1, wide: true };
         }
     };
 }
