@@ -3,7 +3,7 @@
 use abi::DType;
 
 use super::config::DecoderConfig;
-use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Step};
+use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Plans, Step};
 use super::loader::Loader;
 use host::Error;
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
@@ -123,25 +123,48 @@ pub type Observer<'a> = dyn FnMut(Observed, TensorView<'_>) -> Result<(), Error>
 /// A decoder planned for one phase.
 #[derive(Debug)]
 pub(super) struct DecoderBlock {
-    embedding: Embedding,
-    norm: RmsNorm,
+    plans: Plans<DecoderPlans>,
     /// One for each configuration that a layer has.
     mixers: Vec<MixerBlock>,
     feed_forwards: Vec<FeedForwardBlock>,
     /// Per layer, which of them.
     of_layer: Vec<(usize, usize)>,
-    head: Matmul,
+    /// Of the rows of logits.
+    heads: Plans<Head>,
     /// The residual stream, without the last sublayer's output, which is in `projected`.
     residual: Tensor,
     normed: Tensor,
     projected: Tensor,
+    /// `[logit_rows, hidden]`: those of the tokens whose logits are asked for by number, if that is possible.
+    chosen: Option<Tensor>,
+}
+
+#[derive(Debug)]
+struct DecoderPlans {
+    embedding: Embedding,
+    norm: RmsNorm,
+}
+
+#[derive(Debug)]
+struct Head {
+    /// The tokens that are asked for by number.
+    choose: Option<Embedding>,
+    product: Matmul,
+}
+
+/// Logits that a forward pass gives.
+pub(super) struct LogitArgs<'a> {
+    /// `[rows]` u32: of which tokens; the last ones, if none.
+    pub(super) tokens: Option<TensorView<'a>>,
+    /// `[rows, vocab]` f32.
+    pub(super) out: TensorViewMut<'a>,
 }
 
 impl DecoderBlock {
     pub(super) fn new(phase: &Phase<'_>, decoder: &Decoder) -> Result<Self, Error> {
         let &Phase { stream, config, dtype, logit_rows, .. } = phase;
         let &DecoderConfig { vocab_size, hidden_size, .. } = config;
-        let (device, tokens) = (stream.device(), phase.tokens());
+        let device = stream.device();
         // Layers of one configuration, whose weights are quantised alike, share what is planned.
         let (mut mixer_kinds, mut feed_forward_kinds) = (Vec::new(), Vec::new());
         let (mut mixers, mut feed_forwards) = (Vec::new(), Vec::new());
@@ -159,59 +182,72 @@ impl DecoderBlock {
             of_layer.push((mixer, feed_forward));
         }
         let hidden = || phase.rows(&[hidden_size]);
+        let plans = phase.plans(|phase| {
+            let table =
+                EmbeddingProblem { tokens: phase.tokens, vocab: vocab_size, cols: hidden_size, dtype };
+            let norm = phase.norm(phase.tokens, hidden_size)?;
+            Ok(DecoderPlans { embedding: Embedding::plan(device, table)?, norm })
+        });
+        let heads = phase.plans_to(logit_rows, |part| {
+            let rows = part.tokens;
+            let chosen = EmbeddingProblem { tokens: rows, vocab: phase.tokens, cols: hidden_size, dtype };
+            let product = MatmulProblem {
+                batch: 1,
+                m: rows,
+                n: vocab_size,
+                k: hidden_size,
+                dtype,
+                out_dtype: DType::F32,
+                precision: Precision::Full,
+                bias: Bias::None,
+                epilogue: Epilogue::NONE,
+                weight: None,
+            };
+            let choose = phase.chooses.then(|| Embedding::plan(device, chosen)).transpose()?;
+            Ok(Head { choose, product: Matmul::plan(device, product)? })
+        });
         Ok(DecoderBlock {
-            embedding: Embedding::plan(
-                device,
-                EmbeddingProblem { tokens, vocab: vocab_size, cols: hidden_size, dtype },
-            )?,
-            norm: phase.norm(tokens, hidden_size)?,
+            plans: plans?,
             mixers,
             feed_forwards,
             of_layer,
-            head: Matmul::plan(
-                device,
-                MatmulProblem {
-                    batch: 1,
-                    m: logit_rows,
-                    n: vocab_size,
-                    k: hidden_size,
-                    dtype,
-                    out_dtype: DType::F32,
-                    precision: Precision::Full,
-                    bias: Bias::None,
-                    epilogue: Epilogue::NONE,
-                    weight: None,
-                },
-            )?,
+            heads: heads?,
             residual: hidden()?,
             normed: hidden()?,
             projected: hidden()?,
+            chosen: phase
+                .chooses
+                .then(|| Tensor::empty(stream, &[logit_rows, hidden_size], dtype))
+                .transpose()?,
         })
     }
 
     /// What each operator chose, in the order in which they run.
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![self.embedding.optimization_report(), self.norm.optimization_report()];
+        let of =
+            |plans: &DecoderPlans| [plans.embedding.optimization_report(), plans.norm.optimization_report()];
+        let mut reports: Vec<_> = self.plans.iter().flat_map(of).collect();
         reports.extend(self.mixers.iter().flat_map(MixerBlock::reports));
         reports.extend(self.feed_forwards.iter().flat_map(FeedForwardBlock::reports));
-        reports.push(self.head.optimization_report());
+        reports.extend(self.heads.iter().map(|head| head.product.optimization_report()));
         reports
     }
 
-    /// The forward pass; `logits` `[rows, vocab]` become those of the last `rows` tokens.
+    /// The forward pass.
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
         decoder: &Decoder,
         caches: &mut [Cache],
-        logits: Option<TensorViewMut<'_>>,
+        logits: Option<LogitArgs<'_>>,
         observe: &mut Observer<'_>,
     ) -> Result<(), Error> {
-        let (stream, tokens) = (step.stream, step.tokens());
-        let Self { embedding, norm, mixers, feed_forwards, of_layer, head, residual, normed, projected } =
+        let (stream, tokens) = (step.stream, step.tokens);
+        let Self { plans, mixers, feed_forwards, of_layer, heads, residual, normed: all, projected, chosen } =
             self;
+        let DecoderPlans { embedding, norm } = plans.holding(tokens)?;
         let mut residual = residual.view_mut().slice(0, 0..tokens)?;
-        let mut normed = normed.view_mut().slice(0, 0..tokens)?;
+        let mut normed = all.view_mut().slice(0, 0..tokens)?;
         let mut projected = projected.view_mut().slice(0, 0..tokens)?;
         let table = decoder.embedding.view();
         embedding.run(stream, EmbeddingArgs { ids: step.ids, table, out: residual.reborrow() })?;
@@ -267,11 +303,19 @@ impl DecoderBlock {
         };
         norm.run(stream, args)?;
         observe(Observed::FinalNorm, normed.as_view())?;
-        if let Some(out) = logits {
-            let a = normed.as_view().slice(0, tokens - out.shape()[0]..tokens)?;
-            head.run(stream, MatmulArgs::new(a, decoder.head().view(), out))?;
-        }
-        Ok(())
+        let Some(LogitArgs { tokens: which, out }) = logits else { return Ok(()) };
+        let rows = out.shape()[0];
+        let Head { choose, product } = heads.holding(rows)?;
+        let a = match (which, choose, chosen) {
+            (Some(ids), Some(choose), Some(chosen)) => {
+                // A table of all rows that there are, as it has a planned number.
+                let (table, out) = (all.view(), chosen.view_mut().slice(0, 0..rows)?);
+                choose.run(stream, EmbeddingArgs { ids, table, out })?;
+                chosen.view().slice(0, 0..rows)?
+            }
+            _ => all.view().slice(0, tokens - rows..tokens)?,
+        };
+        product.run(stream, MatmulArgs::new(a, decoder.head().view(), out))
     }
 }
 

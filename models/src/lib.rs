@@ -14,6 +14,7 @@ mod layers;
 mod loader;
 mod model;
 mod quant;
+mod recorded;
 mod sampler;
 mod session;
 mod vision;

@@ -6,15 +6,15 @@ use abi::DType;
 
 use super::Model;
 use super::config::{DecoderConfig, ModelConfig};
-use super::decoder::{DecoderBlock, Observer};
-use super::layers::{Cache, Phase, Step, Visible};
+use super::decoder::{DecoderBlock, LogitArgs, Observer};
+use super::layers::{Cache, Group, GroupPhase, Keys, Phase, Span, Step, Visible};
+use super::recorded::Recorded;
 use super::vision::{Visual, VisualInputs};
 use host::Error;
 use host::OptimizationReport;
-use host::Place;
+use host::Stream;
 use host::nvtx;
 use host::ops::rope::RopeTables;
-use host::{Graph, Stream};
 use host::{Tensor, TensorView};
 
 const OP: &str = "Session";
@@ -87,7 +87,7 @@ pub struct Session {
     prefill: DecoderBlock,
     decode: DecoderBlock,
     /// The recorded decode step, once there is one.
-    decode_graph: DecodeGraph,
+    decode_graph: Recorded,
     ropes: RopeTables,
     /// If it takes images and videos.
     visual: Option<VisualInputs>,
@@ -117,6 +117,10 @@ pub struct LogitRows<'a> {
 }
 
 impl<'a> LogitRows<'a> {
+    pub(super) fn new(view: TensorView<'a>, stream: &'a Stream) -> Self {
+        LogitRows { view, stream }
+    }
+
     /// The rows.
     pub fn view(&self) -> TensorView<'a> {
         self.view
@@ -135,16 +139,6 @@ impl<'a> Deref for LogitRows<'a> {
     }
 }
 
-/// The decode step is run once as it is, so that everything that is lazy has happened, and recorded the next time.
-#[derive(Debug)]
-enum DecodeGraph {
-    NotRun,
-    RunOnce,
-    Recorded(Graph),
-    /// On the CPU.
-    Never,
-}
-
 impl Session {
     pub(super) fn new(model: Model, options: SessionOptions) -> Result<Self, Error> {
         let SessionOptions { batch, capacity, chunk, logits, max_patches } = options;
@@ -158,15 +152,20 @@ impl Session {
             Logits::Last => 1,
             Logits::All => chunk,
         };
-        let block = |batch, seq, logit_rows| {
-            let phase = Phase { stream: &stream, config, dtype, batch, seq, capacity, logit_rows };
+        let block = |sequences: usize, seq: usize, logit_rows| {
+            let tokens = sequences * seq;
+            let (ragged, page_tokens, pages) = (false, None, 0);
+            let group = GroupPhase { sequences, seq, tokens, ragged, capacity, page_tokens, pages };
+            let (stream, groups) = (&stream, &[group]);
+            let phase =
+                Phase { stream, config, dtype, tokens, sizes: &[], groups, logit_rows, chooses: false };
             DecoderBlock::new(&phase, model.decoder())
         };
         let (prefill, decode) = (block(1, chunk, prefill_rows)?, block(batch, 1, batch)?);
         let caches = config
             .layers
             .iter()
-            .map(|layer| Cache::new(&layer.mixer, &stream, dtype, batch, capacity))
+            .map(|layer| Cache::new(&layer.mixer, &stream, dtype, [batch, capacity], batch))
             .collect::<Result<_, _>>()?;
         let inputs = Inputs::new(&stream, chunk.max(batch + 1))?;
         let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;
@@ -177,11 +176,7 @@ impl Session {
             Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, max_patches, chunk)?),
             None => None,
         };
-        let decode_graph = if matches!(model.device().place(), Place::Cuda(_)) {
-            DecodeGraph::NotRun
-        } else {
-            DecodeGraph::Never
-        };
+        let decode_graph = Recorded::new(model.device());
         let lens = vec![0; batch];
         Ok(Session {
             model,
@@ -406,23 +401,29 @@ impl Session {
                 Some(rows) => (rows.ropes, rows.positions),
                 None => (&self.ropes, self.inputs.row(POSITIONS, tokens)?),
             };
+            let keys = start + tokens;
+            let group = Group {
+                rows: 0..tokens,
+                sequences: 1,
+                ragged: false,
+                states: self.inputs.row(SEQUENCES, 1)?,
+                offsets: self.inputs.row(OFFSETS, 2)?,
+                keys: Keys::Rows { sequences: sequence..sequence + 1, visible: Visible::Uniform(keys) },
+                spans: &[Span { rows: 0..tokens, keys }],
+            };
             let step = Step {
                 stream: &self.stream,
                 ropes,
-                batch: 1,
-                seq: tokens,
-                sequences: sequence..sequence + 1,
-                visible: Visible::Uniform(start + tokens),
+                tokens,
                 ids: self.inputs.row(IDS, tokens)?,
                 positions,
                 slots: self.inputs.row(SLOTS, tokens)?,
-                sequence_ids: self.inputs.row(SEQUENCES, 1)?,
-                offsets: self.inputs.row(OFFSETS, 2)?,
+                groups: &[Some(group)],
                 visual: rows.as_ref(),
             };
             let out = match logit_rows {
                 0 => None,
-                rows => Some(self.logits.view_mut().slice(0, 0..rows)?),
+                rows => Some(LogitArgs { tokens: None, out: self.logits.view_mut().slice(0, 0..rows)? }),
             };
             self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, observe)?;
             if logit_rows > 0 {
@@ -482,40 +483,36 @@ impl Session {
         self.torn.fill(is_recurrent);
         self.logit_rows = 0..0;
         let mut run = |stream: &Stream, observe: &mut Observer<'_>| {
+            let visible = Visible::PerSequence(self.inputs.row(LENS, batch)?);
+            let group = Group {
+                rows: 0..batch,
+                sequences: batch,
+                ragged: false,
+                states: self.inputs.row(SEQUENCES, batch)?,
+                offsets: self.inputs.row(OFFSETS, batch + 1)?,
+                keys: Keys::Rows { sequences: 0..batch, visible },
+                spans: &[],
+            };
             let step = Step {
                 stream,
                 ropes: &self.ropes,
-                batch,
-                seq: 1,
-                sequences: 0..batch,
-                visible: Visible::PerSequence(self.inputs.row(LENS, batch)?),
+                tokens: batch,
                 ids: self.inputs.row(IDS, batch)?,
                 positions: self.inputs.row(POSITIONS, batch)?,
                 slots: self.inputs.row(SLOTS, batch)?,
-                sequence_ids: self.inputs.row(SEQUENCES, batch)?,
-                offsets: self.inputs.row(OFFSETS, batch + 1)?,
+                groups: &[Some(group)],
                 visual: None,
             };
-            let logits = self.logits.view_mut().slice(0, 0..batch)?;
+            let logits = LogitArgs { tokens: None, out: self.logits.view_mut().slice(0, 0..batch)? };
             let decoder = self.model.decoder();
             self.decode.run(&step, decoder, &mut self.caches, Some(logits), observe)
         };
-        let nobody: &mut Observer<'_> = &mut |_, _| Ok(());
-        match (&self.decode_graph, observe) {
-            (_, Some(observe)) => run(&self.stream, observe)?,
-            (DecodeGraph::Never, None) => run(&self.stream, nobody)?,
-            (DecodeGraph::NotRun, None) => {
-                run(&self.stream, nobody)?;
-                self.decode_graph = DecodeGraph::RunOnce;
-            }
-            (DecodeGraph::RunOnce, None) => {
-                let graph = self.stream.capture(|stream| run(stream, nobody))?;
-                // SAFETY: as below.
-                unsafe { graph.launch(&self.stream)? };
-                self.decode_graph = DecodeGraph::Recorded(graph);
-            }
-            // SAFETY: it was recorded with the session's own buffers and weights, which live as long as the session.
-            (DecodeGraph::Recorded(graph), None) => unsafe { graph.launch(&self.stream)? },
+        match observe {
+            Some(observe) => run(&self.stream, observe)?,
+            // SAFETY: all of it is the session's own, or the model's, which live as long as the recording; the stream is the session's only one.
+            None => unsafe {
+                self.decode_graph.run(&self.stream, |stream| run(stream, &mut |_, _| Ok(())))?;
+            },
         }
         self.torn.fill(false);
         for len in &mut self.lens {

@@ -325,6 +325,11 @@ impl MoeConfig {
     pub(super) fn has_shared_gate(&self) -> bool {
         self.shared.is_some_and(|shared| shared.gate)
     }
+
+    /// Rows of the router: one for each expert, and one for that gate.
+    pub(super) fn router_rows(&self) -> usize {
+        self.num_experts + usize::from(self.has_shared_gate())
+    }
 }
 
 /// The numbers of a vision tower, and of how its output enters the decoder.

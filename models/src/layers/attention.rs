@@ -4,14 +4,12 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::{Linear, Phase, Projection, ProjectionKind, ProjectionPlan, Step, Visible, copy_row};
+use super::{Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
 use host::Error;
 use host::Stream;
-use host::ops::attention::{
-    self, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
-};
+use host::ops::attention::{self, AttentionProblem, Mask};
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
 use host::ops::rope::{RopeInput, RopeStyle};
@@ -74,7 +72,7 @@ impl SelfAttention {
     }
 }
 
-/// Keys and values, `[batch, capacity, heads_kv, head_dim]` each.
+/// Keys and values, `[batch, capacity, heads_kv, head_dim]` or `[pages, page_tokens, heads_kv, head_dim]` each.
 #[derive(Debug)]
 pub(crate) struct KeysValues {
     k: Tensor,
@@ -86,10 +84,9 @@ impl KeysValues {
         config: &AttentionConfig,
         stream: &Stream,
         dtype: DType,
-        batch: usize,
-        capacity: usize,
+        [outer, inner]: [usize; 2],
     ) -> Result<Self, Error> {
-        let shape = [batch, capacity, config.heads_kv, config.head_dim];
+        let shape = [outer, inner, config.heads_kv, config.head_dim];
         Ok(KeysValues { k: Tensor::empty(stream, &shape, dtype)?, v: Tensor::empty(stream, &shape, dtype)? })
     }
 
@@ -111,12 +108,9 @@ impl KeysValues {
 #[derive(Debug)]
 pub(crate) struct AttentionBlock {
     config: AttentionConfig,
-    qkv_plan: ProjectionPlan,
-    norm_rope: QkNormRope,
-    attention: attention::Attention,
-    /// Of the output, and what it leaves: `[tokens, heads_q · head_dim]`.
-    gate: Option<(Glu, Tensor)>,
-    o_plan: ProjectionPlan,
+    plans: Plans<AttentionPlans>,
+    /// Of each group.
+    attention: Vec<attention::Attention>,
     /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then the
     /// gates of the query heads, if there are any.
     qkv: Tensor,
@@ -124,6 +118,17 @@ pub(crate) struct AttentionBlock {
     q: Tensor,
     /// `[tokens, heads_q · head_dim]`
     attended: Tensor,
+    /// The same behind the gate, if there is one.
+    gated: Option<Tensor>,
+}
+
+#[derive(Debug)]
+struct AttentionPlans {
+    qkv: ProjectionPlan,
+    norm_rope: QkNormRope,
+    /// Of the output.
+    gate: Option<Glu>,
+    o: ProjectionPlan,
 }
 
 impl AttentionBlock {
@@ -134,62 +139,59 @@ impl AttentionBlock {
     ) -> Result<Self, Error> {
         let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, window, output_gate } =
             config;
-        let &Phase { batch, seq, capacity, dtype, .. } = phase;
+        let &Phase { stream, dtype, .. } = phase;
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
-        let (device, tokens) = (phase.stream.device(), phase.tokens());
-        let norm = phase.config.norm;
-        let norm_rope = QkNormRopeProblem {
-            tokens,
-            heads_q,
-            heads_kv,
-            head_dim,
-            rotary_dim,
-            style: RopeStyle::HalfSplit,
-            dtype,
-            cache_dtype: dtype,
-            norm: qk_norm.then_some(QkNorm { eps: norm.eps, weight: norm.weight }),
-        };
-        let attention = AttentionProblem {
-            batch,
-            seq_q: seq,
-            seq_kv: capacity,
-            heads_q,
-            heads_kv,
-            head_dim,
-            head_dim_v: head_dim,
-            dtype,
-            dtype_kv: dtype,
-            scale: None,
+        let (device, norm) = (stream.device(), phase.config.norm);
+        let problem = AttentionProblem {
             mask: Mask::Causal,
             window,
-            scores: Scores::default(),
-            page_size: None,
+            ..AttentionProblem::new(0, [0, 0], [heads_q, heads_kv], head_dim, dtype)
         };
         let q_cols = heads_q * head_dim;
         let gate_cols = if output_gate { q_cols } else { 0 };
         let qkv_cols = q_cols + 2 * heads_kv * head_dim + gate_cols;
-        let gate = || -> Result<_, Error> {
-            let problem = GluProblem { rows: tokens, cols: q_cols, dtype, activation: Activation::Sigmoid };
-            Ok((Glu::plan(device, problem)?, phase.rows(&[q_cols])?))
-        };
+        let plans = phase.plans(|phase| {
+            let tokens = phase.tokens;
+            let norm_rope = QkNormRopeProblem {
+                tokens,
+                heads_q,
+                heads_kv,
+                head_dim,
+                rotary_dim,
+                style: RopeStyle::HalfSplit,
+                dtype,
+                cache_dtype: dtype,
+                norm: qk_norm.then_some(QkNorm { eps: norm.eps, weight: norm.weight }),
+            };
+            let gate = GluProblem { rows: tokens, cols: q_cols, dtype, activation: Activation::Sigmoid };
+            Ok(AttentionPlans {
+                qkv: ProjectionPlan::new(&phase, &weights.qkv, qkv_cols, hidden_size, bias)?,
+                norm_rope: QkNormRope::plan(device, norm_rope)?,
+                gate: output_gate.then(|| Glu::plan(device, gate)).transpose()?,
+                o: ProjectionPlan::new(&phase, &weights.o, hidden_size, q_cols, output_bias)?,
+            })
+        })?;
+        let attention = phase.groups.iter().map(|group| group.attention(phase, problem));
         Ok(AttentionBlock {
             config: *config,
-            qkv_plan: ProjectionPlan::new(phase, &weights.qkv, qkv_cols, hidden_size, bias)?,
-            norm_rope: QkNormRope::plan(device, norm_rope)?,
-            attention: attention::Attention::plan(device, attention)?,
-            gate: if output_gate { Some(gate()?) } else { None },
-            o_plan: ProjectionPlan::new(phase, &weights.o, hidden_size, q_cols, output_bias)?,
+            plans,
+            attention: attention.collect::<Result<_, _>>()?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
             attended: phase.rows(&[q_cols])?,
+            gated: output_gate.then(|| phase.rows(&[q_cols])).transpose()?,
         })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports: Vec<OptimizationReport> = self.qkv_plan.reports().collect();
-        reports.extend([self.norm_rope.optimization_report(), self.attention.optimization_report()]);
-        reports.extend(self.gate.iter().map(|(glu, _)| glu.optimization_report()));
-        reports.extend(self.o_plan.reports());
+        let mut reports = Vec::new();
+        for plans in self.plans.iter() {
+            reports.extend(plans.qkv.reports());
+            reports.push(plans.norm_rope.optimization_report());
+            reports.extend(plans.gate.iter().map(Kernel::optimization_report));
+            reports.extend(plans.o.reports());
+        }
+        reports.extend(self.attention.iter().map(Kernel::optimization_report));
         reports
     }
 
@@ -202,12 +204,12 @@ impl AttentionBlock {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let AttentionConfig { heads_q, heads_kv, head_dim, .. } = self.config;
-        let &Step { stream, batch, seq, ref sequences, visible, .. } = step;
-        let tokens = step.tokens();
+        let (stream, tokens) = (step.stream, step.tokens);
+        let plans = self.plans.holding(tokens)?;
         let mut qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        self.qkv_plan.run(stream, &weights.qkv, x, qkv.reborrow())?;
+        plans.qkv.run(stream, &weights.qkv, x, qkv.reborrow())?;
 
         let (k_start, v_start) = (heads_q * head_dim, (heads_q + heads_kv) * head_dim);
         let heads = |range: Range<usize>| -> Result<TensorView<'_>, Error> {
@@ -215,8 +217,7 @@ impl AttentionBlock {
             qkv.as_view().slice(1, range)?.reshape(&[tokens, heads, head_dim])
         };
         let gates_start = v_start + heads_kv * head_dim;
-        let capacity = cache.k.shape()[1];
-        let slots = cache.k.shape()[0] * capacity;
+        let slots = cache.k.shape()[0] * cache.k.shape()[1];
         let norms = match (&weights.q_norm, &weights.k_norm) {
             (Some(q), Some(k)) => Some(QkNormWeights { q: q.view(), k: k.view() }),
             _ => None,
@@ -235,31 +236,20 @@ impl AttentionBlock {
             k_scale: None,
             v_scale: None,
         };
-        self.norm_rope.run(stream, args)?;
+        plans.norm_rope.run(stream, args)?;
 
-        let (visible, kv_lens) = match visible {
-            Visible::Uniform(keys) => (keys, None),
-            Visible::PerSequence(lens) => (capacity, Some(lens)),
-        };
-        let args = AttentionArgs {
-            q: q.as_view().reshape(&[batch, seq, heads_q, head_dim])?,
-            k: cache.k.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
-            v: cache.v.view().slice(0, sequences.clone())?.slice(1, 0..visible)?,
-            kv_lens,
-            kv_scales: KvScales::default(),
-            out: attended.reborrow().reshape(&[batch, seq, heads_q, head_dim])?,
-            lse: None,
-            scores: ScoreTensors::default(),
-            offsets: Offsets::default(),
-            page_table: None,
-        };
-        self.attention.run(stream, args)?;
-        let Some((glu, gated)) = &mut self.gate else {
-            return self.o_plan.run(stream, &weights.o, attended.as_view(), out);
+        for (plan, group) in step.groups(&self.attention) {
+            let rows = group.rows.clone();
+            let out =
+                attended.reborrow().slice(0, rows.clone())?.reshape(&[rows.len(), heads_q, head_dim])?;
+            group.attend(stream, plan, q.as_view().slice(0, rows)?, [cache.k.view(), cache.v.view()], out)?;
+        }
+        let (Some(glu), Some(gated)) = (&plans.gate, &mut self.gated) else {
+            return plans.o.run(stream, &weights.o, attended.as_view(), out);
         };
         let mut gated = gated.view_mut().slice(0, 0..tokens)?;
         let gate = qkv.as_view().slice(1, gates_start..gates_start + heads_q * head_dim)?;
         glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })?;
-        self.o_plan.run(stream, &weights.o, gated.as_view(), out)
+        plans.o.run(stream, &weights.o, gated.as_view(), out)
     }
 }

@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use super::{Linear, Phase, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
+use super::{GroupPhase, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -129,11 +129,9 @@ impl DeltaState {
 #[derive(Debug)]
 pub(crate) struct DeltaNetBlock {
     config: DeltaNetConfig,
-    input_plan: Matmul,
-    conv: CausalConv1d,
-    rule: GatedDelta,
-    norm: RmsNorm,
-    out_plan: ProjectionPlan,
+    plans: Plans<DeltaNetPlans>,
+    /// Of each group.
+    over_time: Vec<(CausalConv1d, GatedDelta)>,
     /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`: q, k, v, z, b, a.
     projected: Tensor,
     /// `[tokens, channels]`: q, k, v.
@@ -144,46 +142,63 @@ pub(crate) struct DeltaNetBlock {
     normed: Tensor,
 }
 
+#[derive(Debug)]
+struct DeltaNetPlans {
+    input: Matmul,
+    norm: RmsNorm,
+    out: ProjectionPlan,
+}
+
 impl DeltaNetBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &DeltaNetConfig, weights: &DeltaNet) -> Result<Self, Error> {
         let &DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, conv_width: width } = config;
-        let &Phase { stream, batch: sequences, seq: longest, dtype, .. } = phase;
-        let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
+        let &Phase { stream, dtype, tokens, .. } = phase;
+        let (device, hidden_size) = (stream.device(), phase.config.hidden_size);
         let (channels, cols) = (config.channels(), config.input_rows());
-        let rule = GatedDeltaProblem { tokens, sequences, longest, heads_k, heads_v, dim_k, dim_v, dtype };
-        let norm = RmsNormProblem {
-            rows: tokens * heads_v,
-            cols: dim_v,
-            dtype,
-            eps: phase.config.norm.eps,
-            // Whatever the other norms' weights mean.
-            weight: NormWeight::Plain,
+        let plans = phase.plans(|phase| {
+            let norm = RmsNormProblem {
+                rows: phase.tokens * heads_v,
+                cols: dim_v,
+                dtype,
+                eps: phase.config.norm.eps,
+                // Whatever the other norms' weights mean.
+                weight: NormWeight::Plain,
+            };
+            Ok(DeltaNetPlans {
+                input: phase.matmul(cols, hidden_size, false)?,
+                norm: RmsNorm::plan(device, norm)?,
+                out: ProjectionPlan::new(&phase, &weights.out, hidden_size, heads_v * dim_v, false)?,
+            })
+        })?;
+        let over_time = |group: &GroupPhase| -> Result<_, Error> {
+            let &GroupPhase { sequences, seq: longest, tokens, .. } = group;
+            let conv = CausalConv1dProblem { tokens, sequences, channels, width, dtype };
+            let rule =
+                GatedDeltaProblem { tokens, sequences, longest, heads_k, heads_v, dim_k, dim_v, dtype };
+            Ok((CausalConv1d::plan(device, conv)?, GatedDelta::plan(device, rule)?))
         };
+        // Rows of sequences without a state are left out by the operators over time, and read by those behind.
+        let zeros = |cols: &[usize]| Tensor::zeros(stream, &[&[tokens], cols].concat(), dtype);
         Ok(DeltaNetBlock {
             config: *config,
-            input_plan: phase.matmul(cols, hidden_size, false)?,
-            conv: CausalConv1d::plan(
-                device,
-                CausalConv1dProblem { tokens, sequences, channels, width, dtype },
-            )?,
-            rule: GatedDelta::plan(device, rule)?,
-            norm: RmsNorm::plan(device, norm)?,
-            out_plan: ProjectionPlan::new(phase, &weights.out, hidden_size, heads_v * dim_v, false)?,
+            plans,
+            over_time: phase.groups.iter().map(over_time).collect::<Result<_, _>>()?,
             projected: phase.rows(&[cols])?,
-            convolved: phase.rows(&[channels])?,
-            mixed: phase.rows(&[heads_v, dim_v])?,
+            convolved: zeros(&[channels])?,
+            mixed: zeros(&[heads_v, dim_v])?,
             normed: phase.rows(&[heads_v, dim_v])?,
         })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![
-            self.input_plan.optimization_report(),
-            self.conv.optimization_report(),
-            self.rule.optimization_report(),
-            self.norm.optimization_report(),
-        ];
-        reports.extend(self.out_plan.reports());
+        let mut reports = Vec::new();
+        for plans in self.plans.iter() {
+            reports.extend([plans.input.optimization_report(), plans.norm.optimization_report()]);
+            reports.extend(plans.out.reports());
+        }
+        for (conv, rule) in &self.over_time {
+            reports.extend([conv.optimization_report(), rule.optimization_report()]);
+        }
         reports
     }
 
@@ -196,42 +211,48 @@ impl DeltaNetBlock {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let DeltaNetConfig { heads_k, heads_v, dim_k, dim_v, .. } = self.config;
-        let (stream, tokens) = (step.stream, step.tokens());
+        let (stream, tokens) = (step.stream, step.tokens);
+        let plans = self.plans.holding(tokens)?;
         let (keys, values, channels) = (heads_k * dim_k, heads_v * dim_v, self.config.channels());
         let mut projected = self.projected.view_mut().slice(0, 0..tokens)?;
         let mut convolved = self.convolved.view_mut().slice(0, 0..tokens)?;
         let mut mixed = self.mixed.view_mut().slice(0, 0..tokens)?;
         let mut normed = self.normed.view_mut().slice(0, 0..tokens)?;
-        weights.input.run(stream, &self.input_plan, x, projected.reborrow())?;
+        weights.input.run(stream, &plans.input, x, projected.reborrow())?;
         let projected = projected.as_view();
 
-        let args = CausalConv1dArgs {
-            x: projected.slice(1, 0..channels)?,
-            weight: weights.conv.view(),
-            bias: None,
-            offsets: step.offsets,
-            slots: step.sequence_ids,
-            state: cache.window.view_mut(),
-            out: convolved.reborrow(),
-        };
-        self.conv.run(stream, args)?;
-
-        let convolved = convolved.as_view();
         let gates = channels + values;
-        let args = GatedDeltaArgs {
-            q: convolved.slice(1, 0..keys)?.reshape(&[tokens, heads_k, dim_k])?,
-            k: convolved.slice(1, keys..2 * keys)?.reshape(&[tokens, heads_k, dim_k])?,
-            v: convolved.slice(1, 2 * keys..channels)?.reshape(&[tokens, heads_v, dim_v])?,
-            b: projected.slice(1, gates..gates + heads_v)?,
-            a: projected.slice(1, gates + heads_v..gates + 2 * heads_v)?,
-            a_log: weights.a_log.view(),
-            dt_bias: weights.dt_bias.view(),
-            offsets: step.offsets,
-            slots: step.sequence_ids,
-            state: cache.state.view_mut(),
-            out: mixed.reborrow(),
-        };
-        self.rule.run(stream, args)?;
+        for ((conv, rule), group) in step.groups(&self.over_time) {
+            let (rows, tokens) = (group.rows.clone(), group.rows.len());
+            let projected = projected.slice(0, rows.clone())?;
+            let mut convolved = convolved.reborrow().slice(0, rows.clone())?;
+            let args = CausalConv1dArgs {
+                x: projected.slice(1, 0..channels)?,
+                weight: weights.conv.view(),
+                bias: None,
+                offsets: group.offsets,
+                slots: group.states,
+                state: cache.window.view_mut(),
+                out: convolved.reborrow(),
+            };
+            conv.run(stream, args)?;
+
+            let convolved = convolved.as_view();
+            let args = GatedDeltaArgs {
+                q: convolved.slice(1, 0..keys)?.reshape(&[tokens, heads_k, dim_k])?,
+                k: convolved.slice(1, keys..2 * keys)?.reshape(&[tokens, heads_k, dim_k])?,
+                v: convolved.slice(1, 2 * keys..channels)?.reshape(&[tokens, heads_v, dim_v])?,
+                b: projected.slice(1, gates..gates + heads_v)?,
+                a: projected.slice(1, gates + heads_v..gates + 2 * heads_v)?,
+                a_log: weights.a_log.view(),
+                dt_bias: weights.dt_bias.view(),
+                offsets: group.offsets,
+                slots: group.states,
+                state: cache.state.view_mut(),
+                out: mixed.reborrow().slice(0, rows)?,
+            };
+            rule.run(stream, args)?;
+        }
 
         let z = projected.slice(1, channels..gates)?.reshape(&[tokens, heads_v, dim_v])?;
         let args = RmsNormArgs {
@@ -241,8 +262,8 @@ impl DeltaNetBlock {
             gate: Some(z),
             out: normed.reborrow(),
         };
-        self.norm.run(stream, args)?;
+        plans.norm.run(stream, args)?;
         let normed = normed.as_view().reshape(&[tokens, values])?;
-        self.out_plan.run(stream, &weights.out, normed, out)
+        plans.out.run(stream, &weights.out, normed, out)
     }
 }

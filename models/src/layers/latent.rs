@@ -2,16 +2,16 @@
 
 use abi::DType;
 
-use super::{Phase, Projection, ProjectionKind, ProjectionPlan, Step, Visible, copy_row};
+use super::{
+    Group, GroupPhase, Keys, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Span, Step, copy_row,
+};
 use crate::config::LatentConfig;
 use crate::loader::Loader;
 use host::Error;
 use host::Stream;
-use host::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask, Offsets, ScoreTensors,
-    Scores,
-};
+use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
+use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use host::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
 use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
@@ -89,7 +89,7 @@ fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Res
     Ok(k_b)
 }
 
-/// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]`.
+/// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]` or `[pages, page_tokens, latent + rope]`.
 #[derive(Debug)]
 pub(crate) struct LatentRows {
     rows: Tensor,
@@ -100,10 +100,9 @@ impl LatentRows {
         config: &LatentConfig,
         stream: &Stream,
         dtype: DType,
-        batch: usize,
-        capacity: usize,
+        [outer, inner]: [usize; 2],
     ) -> Result<Self, Error> {
-        Ok(LatentRows { rows: Tensor::empty(stream, &[batch, capacity, config.row()], dtype)? })
+        Ok(LatentRows { rows: Tensor::empty(stream, &[outer, inner, config.row()], dtype)? })
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -123,15 +122,9 @@ impl LatentRows {
 #[derive(Debug)]
 pub(crate) struct LatentBlock {
     config: LatentConfig,
-    a_plan: ProjectionPlan,
-    q_norm: Option<RmsNorm>,
-    kv_norm: RmsNorm,
-    q_b_plan: ProjectionPlan,
-    q_rope: Rope,
-    k_rope: Rope,
-    append: KvAppend,
-    form: Form,
-    o_plan: ProjectionPlan,
+    plans: Plans<LatentPlans>,
+    /// Of each group.
+    forms: Vec<Form>,
     /// `[tokens, q_latent + latent + rope]`
     a: Tensor,
     /// `[tokens, q_latent]`
@@ -144,6 +137,18 @@ pub(crate) struct LatentBlock {
     attended: Tensor,
 }
 
+#[derive(Debug)]
+struct LatentPlans {
+    a: ProjectionPlan,
+    q_norm: Option<RmsNorm>,
+    kv_norm: RmsNorm,
+    q_b: ProjectionPlan,
+    q_rope: Rope,
+    k_rope: Rope,
+    append: KvAppend,
+    o: ProjectionPlan,
+}
+
 /// The two ways to compute the same: few queries go into the latent space, where the cached rows are keys and values of a
 /// single head; for many it is less work to make every head's keys and values.
 #[derive(Debug)]
@@ -154,18 +159,25 @@ enum Form {
 
 #[derive(Debug)]
 struct Absorbed {
-    to_latent: Matmul,
+    products: Plans<AbsorbedPlans>,
     attention: Attention,
-    from_latent: Matmul,
     /// `[tokens, heads, latent + rope]`
     q: Tensor,
     /// `[tokens, heads, latent]`
     attended: Tensor,
 }
 
+#[derive(Debug)]
+struct AbsorbedPlans {
+    to_latent: Matmul,
+    from_latent: Matmul,
+}
+
 /// A chunk of a prompt makes the keys and values of all tokens before it anew, so larger chunks are less work.
 #[derive(Debug)]
 struct Naive {
+    /// The pages of a sequence in a row, `[pages, page_tokens · (latent + rope)]`, if there are pages.
+    pages: Option<(Embedding, Tensor)>,
     kv_b_plan: Matmul,
     copy: Copy,
     attention: Attention,
@@ -175,15 +187,11 @@ struct Naive {
     k: Tensor,
 }
 
-impl LatentBlock {
-    pub(super) fn new(
-        phase: &Phase<'_>,
-        config: &LatentConfig,
-        weights: &LatentAttention,
-    ) -> Result<Self, Error> {
-        let &LatentConfig { heads, q_latent, latent, nope, rope, value, bias, eps, style, .. } = config;
-        let &Phase { dtype, stream, .. } = phase;
-        let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
+impl LatentPlans {
+    fn new(phase: &Phase<'_>, config: &LatentConfig, weights: &LatentAttention) -> Result<Self, Error> {
+        let &LatentConfig { heads, q_latent, latent, rope, value, bias, eps, style, .. } = config;
+        let &Phase { dtype, stream, tokens, .. } = phase;
+        let (device, hidden_size) = (stream.device(), phase.config.hidden_size);
         let norm = |cols| {
             let weight = NormWeight::Plain;
             RmsNorm::plan(device, RmsNormProblem { rows: tokens, cols, dtype, eps, weight })
@@ -193,32 +201,53 @@ impl LatentBlock {
             Rope::plan(device, RopeProblem { tokens, heads, head_dim, rotary_dim, style, dtype })
         };
         let (q_cols, a_cols) = (heads * config.head_dim(), q_latent.unwrap_or(0) + config.row());
-        let form = if phase.seq <= MAX_DECODE_QUERIES {
-            Form::Absorbed(Box::new(Absorbed::new(phase, config)?))
-        } else {
-            Form::Naive(Box::new(Naive::new(phase, config)?))
+        let append = KvAppendProblem { tokens, heads: 1, head_dim: config.row(), dtype };
+        Ok(LatentPlans {
+            a: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size, bias)?,
+            q_norm: q_latent.map(norm).transpose()?,
+            kv_norm: norm(latent)?,
+            q_b: ProjectionPlan::new(phase, &weights.q_b, q_cols, q_latent.unwrap_or(hidden_size), false)?,
+            q_rope: rotated(heads)?,
+            k_rope: rotated(1)?,
+            append: KvAppend::plan(device, append)?,
+            o: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value, bias)?,
+        })
+    }
+
+    fn reports(&self) -> Vec<OptimizationReport> {
+        let mut reports: Vec<OptimizationReport> = self.a.reports().collect();
+        reports.extend(self.q_norm.as_ref().map(Kernel::optimization_report));
+        reports.push(self.kv_norm.optimization_report());
+        reports.extend(self.q_b.reports());
+        reports.extend([
+            self.q_rope.optimization_report(),
+            self.k_rope.optimization_report(),
+            self.append.optimization_report(),
+        ]);
+        reports.extend(self.o.reports());
+        reports
+    }
+}
+
+impl LatentBlock {
+    pub(super) fn new(
+        phase: &Phase<'_>,
+        config: &LatentConfig,
+        weights: &LatentAttention,
+    ) -> Result<Self, Error> {
+        let &LatentConfig { heads, q_latent, nope, rope, value, .. } = config;
+        let form = |group: &GroupPhase| {
+            Ok(if group.seq <= MAX_DECODE_QUERIES {
+                Form::Absorbed(Box::new(Absorbed::new(phase, group, config)?))
+            } else {
+                Form::Naive(Box::new(Naive::new(phase, group, config)?))
+            })
         };
         Ok(LatentBlock {
             config: *config,
-            a_plan: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size, bias)?,
-            q_norm: q_latent.map(norm).transpose()?,
-            kv_norm: norm(latent)?,
-            q_b_plan: ProjectionPlan::new(
-                phase,
-                &weights.q_b,
-                q_cols,
-                q_latent.unwrap_or(hidden_size),
-                false,
-            )?,
-            q_rope: rotated(heads)?,
-            k_rope: rotated(1)?,
-            append: KvAppend::plan(
-                device,
-                KvAppendProblem { tokens, heads: 1, head_dim: config.row(), dtype },
-            )?,
-            form,
-            o_plan: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value, bias)?,
-            a: phase.rows(&[a_cols])?,
+            plans: phase.plans(|phase| LatentPlans::new(&phase, config, weights))?,
+            forms: phase.groups.iter().map(form).collect::<Result<_, Error>>()?,
+            a: phase.rows(&[q_latent.unwrap_or(0) + config.row()])?,
             q_a: phase.rows(&[q_latent.unwrap_or(0)])?,
             q: phase.rows(&[heads, nope + rope])?,
             row: phase.rows(&[config.row()])?,
@@ -227,28 +256,25 @@ impl LatentBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports: Vec<OptimizationReport> = self.a_plan.reports().collect();
-        reports.extend(self.q_norm.as_ref().map(Kernel::optimization_report));
-        reports.extend([self.kv_norm.optimization_report()]);
-        reports.extend(self.q_b_plan.reports());
-        reports.extend([
-            self.q_rope.optimization_report(),
-            self.k_rope.optimization_report(),
-            self.append.optimization_report(),
-        ]);
-        reports.extend(match &self.form {
-            Form::Absorbed(form) => [
-                form.to_latent.optimization_report(),
-                form.attention.optimization_report(),
-                form.from_latent.optimization_report(),
-            ],
-            Form::Naive(form) => [
-                form.kv_b_plan.optimization_report(),
-                form.copy.optimization_report(),
-                form.attention.optimization_report(),
-            ],
-        });
-        reports.extend(self.o_plan.reports());
+        let mut reports: Vec<_> = self.plans.iter().flat_map(LatentPlans::reports).collect();
+        for form in &self.forms {
+            match form {
+                Form::Absorbed(form) => {
+                    reports.extend(form.products.iter().flat_map(|products| {
+                        [products.to_latent.optimization_report(), products.from_latent.optimization_report()]
+                    }));
+                    reports.push(form.attention.optimization_report());
+                }
+                Form::Naive(form) => {
+                    reports.extend(form.pages.iter().map(|(pages, _)| pages.optimization_report()));
+                    reports.extend([
+                        form.kv_b_plan.optimization_report(),
+                        form.copy.optimization_report(),
+                        form.attention.optimization_report(),
+                    ]);
+                }
+            }
+        }
         reports
     }
 
@@ -261,19 +287,20 @@ impl LatentBlock {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let LatentConfig { heads, q_latent, latent, nope, rope, value, .. } = self.config;
-        let (stream, tokens, row_cols) = (step.stream, step.tokens(), self.config.row());
+        let (stream, tokens, row_cols) = (step.stream, step.tokens, self.config.row());
         let (positions, tables) = (step.positions, step.ropes);
+        let plans = self.plans.holding(tokens)?;
         let mut a = self.a.view_mut().slice(0, 0..tokens)?;
         let mut q_a = self.q_a.view_mut().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut row = self.row.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        self.a_plan.run(stream, &weights.a, x, a.reborrow())?;
+        plans.a.run(stream, &weights.a, x, a.reborrow())?;
         let a = a.as_view();
         let columns = |start: usize, width: usize| a.slice(1, start..start + width);
         let q_cols = q_latent.unwrap_or(0);
 
-        let x = match (&self.q_norm, &weights.q_norm) {
+        let x = match (&plans.q_norm, &weights.q_norm) {
             (Some(norm), Some(gain)) => {
                 let (x, weight) = (columns(0, q_cols)?, gain.view());
                 norm.run(stream, RmsNormArgs { x, residual: None, gate: None, weight, out: q_a.reborrow() })?;
@@ -281,20 +308,16 @@ impl LatentBlock {
             }
             _ => x,
         };
-        self.q_b_plan.run(
-            stream,
-            &weights.q_b,
-            x,
-            q.reborrow().reshape(&[tokens, heads * (nope + rope)])?,
-        )?;
+        let queries = q.reborrow().reshape(&[tokens, heads * (nope + rope)])?;
+        plans.q_b.run(stream, &weights.q_b, x, queries)?;
 
         let (x, weight) = (columns(q_cols, latent)?, weights.kv_norm.view());
         let args =
             RmsNormArgs { x, residual: None, gate: None, weight, out: row.reborrow().slice(1, 0..latent)? };
-        self.kv_norm.run(stream, args)?;
+        plans.kv_norm.run(stream, args)?;
         let x = columns(q_cols + latent, rope)?.reshape(&[tokens, 1, rope])?;
         let rotated = row.reborrow().slice(1, latent..row_cols)?.reshape(&[tokens, 1, rope])?;
-        self.k_rope.run(stream, RopeArgs { x: RopeInput::From(x), positions, tables, out: rotated })?;
+        plans.k_rope.run(stream, RopeArgs { x: RopeInput::From(x), positions, tables, out: rotated })?;
         let slots = cache.rows.shape()[0] * cache.rows.shape()[1];
         let args = KvAppendArgs {
             k: row.as_view().reshape(&[tokens, 1, row_cols])?,
@@ -303,55 +326,54 @@ impl LatentBlock {
             k_cache: cache.rows.view_mut().reshape(&[slots, 1, row_cols])?,
             v_cache: None,
         };
-        self.append.run(stream, args)?;
+        plans.append.run(stream, args)?;
 
-        match &mut self.form {
-            Form::Absorbed(form) => {
-                form.run(step, &self.config, &self.q_rope, weights, cache, q.as_view(), attended.reborrow())?;
-            }
-            Form::Naive(form) => {
-                let (x, out) = (RopeInput::InPlace, q.reborrow().slice(2, nope..nope + rope)?);
-                self.q_rope.run(stream, RopeArgs { x, positions, tables, out })?;
-                form.run(step, &self.config, weights, cache, q.as_view(), attended.reborrow())?;
+        // Zipped by hand: a form has memory of its own.
+        for (form, group) in std::iter::zip(&mut self.forms, step.groups) {
+            let Some(group) = group else { continue };
+            let rows = group.rows.clone();
+            let positions = positions.slice(0, rows.clone())?;
+            let mut q = q.reborrow().slice(0, rows.clone())?;
+            let out = attended.reborrow().slice(0, rows)?;
+            match form {
+                Form::Absorbed(form) => {
+                    let x = RopeInput::From(q.as_view().slice(2, nope..nope + rope)?);
+                    let rotated = form.rotated(&self.config, group)?;
+                    plans.q_rope.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
+                    form.run(stream, group, &self.config, weights, cache, q.as_view(), out)?;
+                }
+                Form::Naive(form) => {
+                    let (x, rotated) = (RopeInput::InPlace, q.reborrow().slice(2, nope..nope + rope)?);
+                    plans.q_rope.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
+                    form.run(stream, group, &self.config, weights, cache, q.as_view(), out)?;
+                }
             }
         }
         let attended = attended.as_view().reshape(&[tokens, heads * value])?;
-        self.o_plan.run(stream, &weights.o, attended, out)
+        plans.o.run(stream, &weights.o, attended, out)
     }
 }
 
-/// Attention of the queries of a phase's sequences.
-fn attention(
+/// Attention of heads that are as wide as this.
+fn problem(
     phase: &Phase<'_>,
     config: &LatentConfig,
-    batch: usize,
     (heads_kv, head_dim, head_dim_v): (usize, usize, usize),
-) -> Result<Attention, Error> {
-    let problem = AttentionProblem {
-        batch,
-        seq_q: phase.seq,
-        seq_kv: phase.capacity,
-        heads_q: config.heads,
-        heads_kv,
-        head_dim,
+) -> AttentionProblem {
+    AttentionProblem {
         head_dim_v,
-        dtype: phase.dtype,
-        dtype_kv: phase.dtype,
         scale: Some(config.scale),
         mask: Mask::Causal,
-        window: None,
-        scores: Scores::default(),
-        page_size: None,
-    };
-    Attention::plan(phase.stream.device(), problem)
+        ..AttentionProblem::new(1, [0, 0], [config.heads, heads_kv], head_dim, phase.dtype)
+    }
 }
 
 impl Absorbed {
-    fn new(phase: &Phase<'_>, config: &LatentConfig) -> Result<Self, Error> {
+    fn new(phase: &Phase<'_>, group: &GroupPhase, config: &LatentConfig) -> Result<Self, Error> {
         let &LatentConfig { heads, latent, nope, value, .. } = config;
-        let dtype = phase.dtype;
-        let per_head = |n, k| {
-            let (m, out_dtype, bias, epilogue) = (phase.tokens(), dtype, Bias::None, Epilogue::NONE);
+        let &Phase { stream, dtype, .. } = phase;
+        let per_head = |m, n, k| {
+            let (out_dtype, bias, epilogue) = (dtype, Bias::None, Epilogue::NONE);
             let problem = MatmulProblem {
                 batch: heads,
                 m,
@@ -364,70 +386,62 @@ impl Absorbed {
                 epilogue,
                 weight: None,
             };
-            Matmul::plan(phase.stream.device(), problem)
+            Matmul::plan(stream.device(), problem)
         };
+        let products = phase.plans_to(group.tokens, |phase| {
+            let to_latent = per_head(phase.tokens, latent, nope)?;
+            Ok(AbsorbedPlans { to_latent, from_latent: per_head(phase.tokens, value, latent)? })
+        });
+        let rows = |width| Tensor::empty(stream, &[group.tokens, heads, width], dtype);
         Ok(Absorbed {
-            to_latent: per_head(latent, nope)?,
-            attention: attention(phase, config, phase.batch, (1, config.row(), latent))?,
-            from_latent: per_head(value, latent)?,
-            q: phase.rows(&[heads, config.row()])?,
-            attended: phase.rows(&[heads, latent])?,
+            products: products?,
+            attention: group.attention(phase, problem(phase, config, (1, config.row(), latent)))?,
+            q: rows(config.row())?,
+            attended: rows(latent)?,
         })
     }
 
+    /// Where the rotated parts of the group's queries go.
+    fn rotated(&mut self, config: &LatentConfig, group: &Group<'_>) -> Result<TensorViewMut<'_>, Error> {
+        self.q.view_mut().slice(0, 0..group.rows.len())?.slice(2, config.latent..config.row())
+    }
+
+    /// With the rotated parts there.
     #[allow(clippy::too_many_arguments)]
     fn run(
         &mut self,
-        step: &Step<'_>,
+        stream: &Stream,
+        group: &Group<'_>,
         config: &LatentConfig,
-        rope_plan: &Rope,
         weights: &LatentAttention,
         cache: &LatentRows,
         q: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let &LatentConfig { heads, latent, nope, rope, value, .. } = config;
-        let &Step { stream, batch, seq, ref sequences, visible, positions, ropes: tables, .. } = step;
-        let (tokens, row) = (step.tokens(), config.row());
+        let &LatentConfig { heads, latent, nope, value, .. } = config;
+        let (tokens, row) = (group.rows.len(), config.row());
+        let products = self.products.holding(tokens)?;
         let mut absorbed = self.q.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
         let a = q.slice(2, 0..nope)?.swap_axes(0, 1)?;
         let projected = absorbed.reborrow().slice(2, 0..latent)?.swap_axes(0, 1)?;
-        self.to_latent.run(stream, MatmulArgs::new(a, weights.k_b.view(), projected))?;
-        let x = RopeInput::From(q.slice(2, nope..nope + rope)?);
-        let rotated = absorbed.reborrow().slice(2, latent..row)?;
-        rope_plan.run(stream, RopeArgs { x, positions, tables, out: rotated })?;
+        products.to_latent.run(stream, MatmulArgs::new(a, weights.k_b.view(), projected))?;
 
-        let (visible, kv_lens) = match visible {
-            Visible::Uniform(keys) => (keys, None),
-            Visible::PerSequence(lens) => (cache.rows.shape()[1], Some(lens)),
-        };
-        let k = cache.rows.view().slice(0, sequences.clone())?.slice(1, 0..visible)?;
-        let k = k.reshape(&[batch, visible, 1, row])?;
-        let args = AttentionArgs {
-            q: absorbed.as_view().reshape(&[batch, seq, heads, row])?,
-            k,
-            v: k.slice(3, 0..latent)?,
-            kv_lens,
-            kv_scales: KvScales::default(),
-            out: attended.reborrow().reshape(&[batch, seq, heads, latent])?,
-            lse: None,
-            scores: ScoreTensors::default(),
-            offsets: Offsets::default(),
-            page_table: None,
-        };
-        self.attention.run(stream, args)?;
+        let [outer, inner, _] = [0, 1, 2].map(|axis| cache.rows.shape()[axis]);
+        let k = cache.rows.view().reshape(&[outer, inner, 1, row])?;
+        let v = k.slice(3, 0..latent)?;
+        group.attend(stream, &self.attention, absorbed.as_view(), [k, v], attended.reborrow())?;
         let a = attended.as_view().swap_axes(0, 1)?;
         let v_b =
             weights.kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, nope..nope + value)?;
-        self.from_latent.run(stream, MatmulArgs::new(a, v_b, out.swap_axes(0, 1)?))
+        products.from_latent.run(stream, MatmulArgs::new(a, v_b, out.swap_axes(0, 1)?))
     }
 }
 
 impl Naive {
-    fn new(phase: &Phase<'_>, config: &LatentConfig) -> Result<Self, Error> {
+    fn new(phase: &Phase<'_>, group: &GroupPhase, config: &LatentConfig) -> Result<Self, Error> {
         let &LatentConfig { heads, latent, nope, rope, value, .. } = config;
-        let &Phase { stream, dtype, capacity, .. } = phase;
+        let (&Phase { stream, dtype, .. }, &GroupPhase { capacity, page_tokens, .. }) = (phase, group);
         let device = stream.device();
         let (n, k, out_dtype) = (heads * (nope + value), latent, dtype);
         let (bias, epilogue) = (Bias::None, Epilogue::NONE);
@@ -445,19 +459,30 @@ impl Naive {
         };
         let elements = capacity.saturating_mul(heads).saturating_mul(nope.max(rope));
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);
+        let pages = |page_tokens: usize| -> Result<_, Error> {
+            let (tokens, cols) = (capacity.div_ceil(page_tokens), page_tokens * config.row());
+            let vocab = group.pages;
+            let plan = Embedding::plan(device, EmbeddingProblem { tokens, vocab, cols, dtype })?;
+            Ok((plan, Tensor::empty(stream, &[tokens, cols], dtype)?))
+        };
+        // A sequence at a time, so that its keys have their number.
+        let alone = GroupPhase { sequences: 1, ragged: false, page_tokens: None, ..*group };
         Ok(Naive {
+            pages: page_tokens.map(pages).transpose()?,
             kv_b_plan: Matmul::plan(device, kv_b)?,
             copy: Copy::plan(device, CopyProblem { elements, src: dtype, dst: dtype })?,
-            attention: attention(phase, config, 1, (heads, nope + rope, value))?,
+            attention: alone.attention(phase, problem(phase, config, (heads, nope + rope, value)))?,
             kv: keys(nope + value)?,
             k: keys(nope + rope)?,
         })
     }
 
     /// One sequence after the other: the memory for keys and values is that of one.
+    #[allow(clippy::too_many_arguments)]
     fn run(
         &mut self,
-        step: &Step<'_>,
+        stream: &Stream,
+        group: &Group<'_>,
         config: &LatentConfig,
         weights: &LatentAttention,
         cache: &LatentRows,
@@ -465,38 +490,43 @@ impl Naive {
         mut out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let &LatentConfig { heads, latent, nope, rope, value, .. } = config;
-        let &Step { stream, batch, seq, ref sequences, visible, .. } = step;
-        for index in 0..batch {
-            let (keys, kv_lens) = match visible {
-                Visible::Uniform(keys) => (keys, None),
-                Visible::PerSequence(lens) => (cache.rows.shape()[1], Some(lens.slice(0, index..index + 1)?)),
+        let (row, [outer, inner]) = (config.row(), [0, 1].map(|axis| cache.rows.shape()[axis]));
+        for (index, Span { rows: tokens, keys }) in group.spans.iter().enumerate() {
+            let (seq, keys) = (tokens.len(), *keys);
+            let rows = match (&group.keys, &mut self.pages) {
+                (Keys::Pages { table, .. }, Some((plan, in_a_row))) => {
+                    let pages = keys.div_ceil(inner);
+                    let args = EmbeddingArgs {
+                        table: cache.rows.view().reshape(&[outer, inner * row])?,
+                        ids: table.slice(0, index..index + 1)?.slice(1, 0..pages)?.reshape(&[pages])?,
+                        out: in_a_row.view_mut().slice(0, 0..pages)?,
+                    };
+                    plan.run(stream, args)?;
+                    in_a_row.view().slice(0, 0..pages)?.reshape(&[pages * inner, row])?.slice(0, 0..keys)?
+                }
+                (Keys::Rows { sequences, .. }, _) => {
+                    let sequence = sequences.start + index;
+                    let rows = cache.rows.view().slice(0, sequence..sequence + 1)?.slice(1, 0..keys)?;
+                    rows.reshape(&[keys, row])?
+                }
+                _ => return Err(Error::invalid("Session", "keys", "in pages only as planned", "pages")),
             };
-            let sequence = sequences.start + index;
-            let rows = cache.rows.view().slice(0, sequence..sequence + 1)?.slice(1, 0..keys)?;
-            let rows = rows.reshape(&[keys, config.row()])?;
             let mut kv = self.kv.view_mut().slice(0, 0..keys)?;
             let mut k = self.k.view_mut().slice(0, 0..keys)?;
             let all = kv.reborrow().reshape(&[keys, heads * (nope + value)])?;
             let args = MatmulArgs::new(rows.slice(1, 0..latent)?, weights.kv_b.view(), all);
             self.kv_b_plan.run(stream, args)?;
-            let (kv, parts) = (kv.as_view(), rows.slice(1, latent..config.row())?);
+            let (kv, parts) = (kv.as_view(), rows.slice(1, latent..row)?);
             let rotated = parts.reshape(&[keys, 1, rope])?.repeat(1, heads)?;
             for (src, columns) in [(kv.slice(2, 0..nope)?, 0..nope), (rotated, nope..nope + rope)] {
                 self.copy.run(stream, CopyArgs { src, dst: k.reborrow().slice(2, columns)? })?;
             }
-            let tokens = index * seq..(index + 1) * seq;
-            let args = AttentionArgs {
-                q: q.slice(0, tokens.clone())?.reshape(&[1, seq, heads, nope + rope])?,
-                k: k.as_view().reshape(&[1, keys, heads, nope + rope])?,
-                v: kv.slice(2, nope..nope + value)?.reshape(&[1, keys, heads, value])?,
-                kv_lens,
-                kv_scales: KvScales::default(),
-                out: out.reborrow().slice(0, tokens)?.reshape(&[1, seq, heads, value])?,
-                lse: None,
-                scores: ScoreTensors::default(),
-                offsets: Offsets::default(),
-                page_table: None,
-            };
+            let args = AttentionArgs::new(
+                q.slice(0, tokens.clone())?.reshape(&[1, seq, heads, nope + rope])?,
+                k.as_view().reshape(&[1, keys, heads, nope + rope])?,
+                kv.slice(2, nope..nope + value)?.reshape(&[1, keys, heads, value])?,
+                out.reborrow().slice(0, tokens.clone())?.reshape(&[1, seq, heads, value])?,
+            );
             self.attention.run(stream, args)?;
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use abi::ops::glu::Activation;
 
-use super::{Phase, Projection, ProjectionKind, ProjectionPlan, Step};
+use super::{Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -45,32 +45,33 @@ impl Mlp {
 
 #[derive(Debug)]
 pub(crate) struct MlpBlock {
-    /// With the activation.
-    gate_up_plan: ProjectionPlan,
-    down_plan: ProjectionPlan,
+    plans: Plans<MlpPlans>,
     /// `[tokens, intermediate]`
     activated: Tensor,
 }
 
+#[derive(Debug)]
+struct MlpPlans {
+    /// With the activation.
+    gate_up: ProjectionPlan,
+    down: ProjectionPlan,
+}
+
 impl MlpBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &MlpConfig, weights: &Mlp) -> Result<Self, Error> {
-        let &MlpConfig { intermediate_size, activation } = config;
+        let &MlpConfig { intermediate_size: inner, activation } = config;
         let hidden_size = phase.config.hidden_size;
-        Ok(MlpBlock {
-            gate_up_plan: ProjectionPlan::gated(
-                phase,
-                &weights.gate_up,
-                intermediate_size,
-                hidden_size,
-                activation,
-            )?,
-            down_plan: ProjectionPlan::new(phase, &weights.down, hidden_size, intermediate_size, false)?,
-            activated: phase.rows(&[intermediate_size])?,
-        })
+        let plans = phase.plans(|phase| {
+            Ok(MlpPlans {
+                gate_up: ProjectionPlan::gated(&phase, &weights.gate_up, inner, hidden_size, activation)?,
+                down: ProjectionPlan::new(&phase, &weights.down, hidden_size, inner, false)?,
+            })
+        })?;
+        Ok(MlpBlock { plans, activated: phase.rows(&[inner])? })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        self.gate_up_plan.reports().chain(self.down_plan.reports()).collect()
+        self.plans.iter().flat_map(|plans| plans.gate_up.reports().chain(plans.down.reports())).collect()
     }
 
     pub(super) fn run(
@@ -80,8 +81,9 @@ impl MlpBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
+        let plans = self.plans.holding(x.shape()[0])?;
         let mut activated = self.activated.view_mut().slice(0, 0..x.shape()[0])?;
-        self.gate_up_plan.run(step.stream, &weights.gate_up, x, activated.reborrow())?;
-        self.down_plan.run(step.stream, &weights.down, activated.as_view(), out)
+        plans.gate_up.run(step.stream, &weights.gate_up, x, activated.reborrow())?;
+        plans.down.run(step.stream, &weights.down, activated.as_view(), out)
     }
 }

@@ -5,6 +5,7 @@
 
 mod attention;
 mod delta_net;
+mod group;
 mod latent;
 mod linear;
 mod mlp;
@@ -19,8 +20,6 @@ pub use mlp::Mlp;
 pub use moe::Moe;
 pub use projection::{Projection, ProjectionWeight};
 
-use std::ops::Range;
-
 use abi::DType;
 
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
@@ -28,6 +27,7 @@ use super::loader::Loader;
 use super::vision::VisualRows;
 use attention::{AttentionBlock, KeysValues};
 use delta_net::{DeltaNetBlock, DeltaState};
+pub(super) use group::{Group, GroupPhase, Keys, Span, Visible};
 use host::Error;
 use host::OptimizationReport;
 use host::Stream;
@@ -119,23 +119,46 @@ impl FeedForward {
     }
 }
 
-/// What blocks are planned for: sequences that run together, and most new tokens of each.
+/// What blocks are planned for.
 #[derive(Clone, Copy)]
 pub(super) struct Phase<'a> {
     pub(super) stream: &'a Stream,
     pub(super) config: &'a DecoderConfig,
     pub(super) dtype: DType,
-    pub(super) batch: usize,
-    pub(super) seq: usize,
-    /// Slots of the cache per sequence.
-    pub(super) capacity: usize,
+    /// Most tokens of a step: what there is memory for.
+    pub(super) tokens: usize,
+    /// Numbers of tokens, ascending and below `tokens`, that have plans of their own besides.
+    pub(super) sizes: &'a [usize],
+    /// The groups of a step.
+    pub(super) groups: &'a [GroupPhase],
     /// Most rows of logits.
     pub(super) logit_rows: usize,
+    /// Whether they may be of tokens by number.
+    pub(super) chooses: bool,
 }
 
-impl Phase<'_> {
-    pub(super) fn tokens(&self) -> usize {
-        self.batch * self.seq
+impl<'a> Phase<'a> {
+    /// The same for so many tokens at most, and no other number of them.
+    fn of(&self, tokens: usize) -> Phase<'a> {
+        Phase { tokens, sizes: &[], ..*self }
+    }
+
+    /// What works on rows one by one, planned for each number of tokens.
+    pub(super) fn plans<T>(
+        &self,
+        plan: impl FnMut(Phase<'a>) -> Result<T, Error>,
+    ) -> Result<Plans<T>, Error> {
+        self.plans_to(self.tokens, plan)
+    }
+
+    /// The same for up to `most` rows.
+    pub(super) fn plans_to<T>(
+        &self,
+        most: usize,
+        mut plan: impl FnMut(Phase<'a>) -> Result<T, Error>,
+    ) -> Result<Plans<T>, Error> {
+        let sizes = self.sizes.iter().copied().filter(|&size| size < most).chain([most]);
+        Ok(Plans(sizes.map(|size| Ok((size, plan(self.of(size))?))).collect::<Result<_, Error>>()?))
     }
 
     /// `[tokens, k] · [n, k]ᵀ`.
@@ -154,7 +177,7 @@ impl Phase<'_> {
     ) -> Result<Matmul, Error> {
         let bias = if bias { Bias::PerColumn } else { Bias::None };
         let epilogue = Epilogue::of(act);
-        let problem = MatmulProblem::new(self.tokens(), n, k, self.dtype);
+        let problem = MatmulProblem::new(self.tokens, n, k, self.dtype);
         Matmul::plan(self.stream.device(), MatmulProblem { bias, epilogue, weight, ..problem })
     }
 
@@ -167,45 +190,51 @@ impl Phase<'_> {
 
     /// Memory for a row of each token.
     pub(super) fn rows(&self, shape: &[usize]) -> Result<Tensor, Error> {
-        Tensor::empty(self.stream, &[&[self.tokens()], shape].concat(), self.dtype)
+        Tensor::empty(self.stream, &[&[self.tokens], shape].concat(), self.dtype)
     }
 }
 
-/// One forward pass: the tokens and the sequences that they belong to.
+/// Plans of one thing, each with the most rows that it is for, ascending.
+#[derive(Debug)]
+pub(super) struct Plans<T>(Vec<(usize, T)>);
+
+impl<T> Plans<T> {
+    /// Those for the fewest rows that these are among.
+    pub(super) fn holding(&self, rows: usize) -> Result<&T, Error> {
+        let most = self.0.last().map_or(0, |&(most, _)| most);
+        let plan = self.0.iter().find(|&&(most, _)| rows <= most);
+        plan.map(|(_, plan)| plan).ok_or_else(|| {
+            Error::invalid("Session", "rows", format!("at most {most}, as planned"), rows.to_string())
+        })
+    }
+
+    /// All, from few rows to many.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.0.iter().map(|(_, plan)| plan)
+    }
+}
+
+/// One forward pass: the tokens, packed, and the groups of sequences that they belong to.
 pub(super) struct Step<'a> {
     pub(super) stream: &'a Stream,
     pub(super) ropes: &'a RopeTables,
-    pub(super) batch: usize,
-    pub(super) seq: usize,
-    /// The sequences of the cache that take part.
-    pub(super) sequences: Range<usize>,
-    pub(super) visible: Visible<'a>,
+    pub(super) tokens: usize,
     /// `[tokens]` u32: token ids.
     pub(super) ids: TensorView<'a>,
     /// `[tokens]` u32: rows of `ropes`: positions in their sequences, or places in a chunk whose angles are its own.
     pub(super) positions: TensorView<'a>,
-    /// `[tokens]` u32: rows of the cache, all its sequences in one.
+    /// `[tokens]` u32: rows of the cache, all its sequences or pages in one; one beyond it for a token that leaves nothing.
     pub(super) slots: TensorView<'a>,
-    /// `[batch]` u32: the sequences of the cache, as `sequences`.
-    pub(super) sequence_ids: TensorView<'a>,
-    /// `[batch + 1]` u32: where each one's tokens begin, and their end.
-    pub(super) offsets: TensorView<'a>,
+    /// Those that were planned, in their order; none where a step has no tokens of it.
+    pub(super) groups: &'a [Option<Group<'a>>],
     /// Features of images that take the places of tokens, if the prompt has any.
     pub(super) visual: Option<&'a VisualRows<'a>>,
 }
 
-/// Keys that are visible to the last token of a sequence.
-#[derive(Clone, Copy)]
-pub(super) enum Visible<'a> {
-    /// All sequences have as many, known to the host.
-    Uniform(usize),
-    /// In device memory, `[batch]` u32.
-    PerSequence(TensorView<'a>),
-}
-
 impl Step<'_> {
-    pub(super) fn tokens(&self) -> usize {
-        self.batch * self.seq
+    /// Its groups, each with what a mixer has for that group.
+    pub(super) fn groups<'b, T>(&'b self, of: &'b [T]) -> impl Iterator<Item = (&'b T, &'b Group<'b>)> {
+        std::iter::zip(of, self.groups).filter_map(|(of, group)| Some((of, group.as_ref()?)))
     }
 }
 
@@ -218,21 +247,23 @@ pub(super) enum Cache {
 }
 
 impl Cache {
-    /// For `batch` sequences of up to `capacity` tokens.
+    /// Of what is kept for each token `rows` times so many, a sequence's or a page's; of what is kept for a sequence `states`.
     pub(super) fn new(
         config: &MixerConfig,
         stream: &Stream,
         dtype: DType,
-        batch: usize,
-        capacity: usize,
+        rows: [usize; 2],
+        states: usize,
     ) -> Result<Self, Error> {
         match config {
             MixerConfig::Attention(config) => {
-                Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, batch, capacity)?))
+                Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, rows)?))
             }
-            MixerConfig::DeltaNet(config) => Ok(Cache::Delta(DeltaState::new(config, stream, dtype, batch)?)),
+            MixerConfig::DeltaNet(config) => {
+                Ok(Cache::Delta(DeltaState::new(config, stream, dtype, states)?))
+            }
             MixerConfig::Latent(config) => {
-                Ok(Cache::LatentRows(LatentRows::new(config, stream, dtype, batch, capacity)?))
+                Ok(Cache::LatentRows(LatentRows::new(config, stream, dtype, rows)?))
             }
         }
     }
@@ -243,6 +274,27 @@ impl Cache {
             Cache::KeysValues(cache) => cache.bytes(),
             Cache::Delta(cache) => cache.bytes(),
             Cache::LatentRows(cache) => cache.bytes(),
+        }
+    }
+
+    /// Makes page `to` what page `from`, another one with `len` tokens, is; of a state nothing.
+    pub(super) fn copy_page(
+        &mut self,
+        stream: &Stream,
+        pages: (usize, usize),
+        len: usize,
+    ) -> Result<(), Error> {
+        match self {
+            Cache::KeysValues(_) | Cache::LatentRows(_) => self.copy_sequence(stream, pages, len),
+            Cache::Delta(_) => Ok(()),
+        }
+    }
+
+    /// Makes the state `to` what `from`, another one, is; of pages nothing.
+    pub(super) fn copy_state(&mut self, stream: &Stream, states: (usize, usize)) -> Result<(), Error> {
+        match self {
+            Cache::KeysValues(_) | Cache::LatentRows(_) => Ok(()),
+            Cache::Delta(cache) => cache.copy_sequence(stream, states),
         }
     }
 

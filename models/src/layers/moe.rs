@@ -3,7 +3,7 @@
 use abi::DType;
 
 use super::mlp::MlpBlock;
-use super::{Linear, Mlp, Phase, Step};
+use super::{Linear, Mlp, Phase, Plans, Step};
 use crate::config::MoeConfig;
 use crate::loader::Loader;
 use host::Error;
@@ -73,14 +73,8 @@ impl Moe {
 #[derive(Debug)]
 pub(crate) struct MoeBlock {
     config: MoeConfig,
-    router_plan: Matmul,
-    router: MoeRouter,
-    permute: MoePermute,
-    gate_up_plan: GroupedMatmul,
-    glu: Glu,
-    down_plan: GroupedMatmul,
+    plans: Plans<MoePlans>,
     shared: Option<MlpBlock>,
-    combine: MoeCombine,
     /// `[tokens, experts]` f32, and a column more for the shared expert's gate.
     logits: Tensor,
     /// `[tokens, top_k]`: experts, weights, and rows of the sorted pairs.
@@ -98,18 +92,28 @@ pub(crate) struct MoeBlock {
     shared_out: Option<Tensor>,
 }
 
-impl MoeBlock {
-    pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig, moe: &Moe) -> Result<Self, Error> {
+#[derive(Debug)]
+struct MoePlans {
+    logits: Matmul,
+    router: MoeRouter,
+    permute: MoePermute,
+    gate_up: GroupedMatmul,
+    glu: Glu,
+    down: GroupedMatmul,
+    combine: MoeCombine,
+}
+
+impl MoePlans {
+    fn new(phase: &Phase<'_>, config: &MoeConfig) -> Result<Self, Error> {
         let &MoeConfig { num_experts: experts, top_k, expert, score, groups, weights, scale, .. } = config;
-        let &Phase { stream, dtype, .. } = phase;
-        let (device, tokens, hidden_size) = (stream.device(), phase.tokens(), phase.config.hidden_size);
+        let &Phase { stream, dtype, tokens, .. } = phase;
+        let (device, hidden_size) = (stream.device(), phase.config.hidden_size);
         let (rows, inner) = (tokens * top_k, expert.intermediate_size);
-        let router_rows = experts + usize::from(config.has_shared_gate());
         // In f32: rounded logits would let near experts change places.
-        let router = MatmulProblem {
+        let logits = MatmulProblem {
             batch: 1,
             m: tokens,
-            n: router_rows,
+            n: config.router_rows(),
             k: hidden_size,
             dtype,
             out_dtype: DType::F32,
@@ -135,20 +139,43 @@ impl MoeBlock {
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
+        Ok(MoePlans {
+            logits: Matmul::plan(device, logits)?,
+            router: MoeRouter::plan(device, choice)?,
+            permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
+            gate_up: product(2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
+            glu: Glu::plan(device, glu)?,
+            down: product(hidden_size, inner, GroupedRows::Sorted)?,
+            combine: MoeCombine::plan(device, combine)?,
+        })
+    }
+
+    fn reports(&self) -> [OptimizationReport; 7] {
+        [
+            self.logits.optimization_report(),
+            self.router.optimization_report(),
+            self.permute.optimization_report(),
+            self.gate_up.optimization_report(),
+            self.glu.optimization_report(),
+            self.down.optimization_report(),
+            self.combine.optimization_report(),
+        ]
+    }
+}
+
+impl MoeBlock {
+    pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig, moe: &Moe) -> Result<Self, Error> {
+        let &MoeConfig { num_experts: experts, top_k, expert, .. } = config;
+        let &Phase { stream, dtype, tokens, .. } = phase;
+        let (hidden_size, rows, inner) = (phase.config.hidden_size, tokens * top_k, expert.intermediate_size);
         let shared = config.shared.zip(moe.shared.as_ref());
         let shared = shared.map(|(shared, weights)| MlpBlock::new(phase, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         Ok(MoeBlock {
             config: *config,
-            router_plan: Matmul::plan(device, router)?,
-            router: MoeRouter::plan(device, choice)?,
-            permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
-            gate_up_plan: product(2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
-            glu: Glu::plan(device, glu)?,
-            down_plan: product(hidden_size, inner, GroupedRows::Sorted)?,
+            plans: phase.plans(|phase| MoePlans::new(&phase, config))?,
             shared: shared.transpose()?,
-            combine: MoeCombine::plan(device, combine)?,
-            logits: empty(&[tokens, router_rows], DType::F32)?,
+            logits: empty(&[tokens, config.router_rows()], DType::F32)?,
             ids: empty(&[tokens, top_k], DType::U32)?,
             weights: empty(&[tokens, top_k], DType::F32)?,
             positions: empty(&[tokens, top_k], DType::U32)?,
@@ -162,16 +189,8 @@ impl MoeBlock {
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        let mut reports = vec![
-            self.router_plan.optimization_report(),
-            self.router.optimization_report(),
-            self.permute.optimization_report(),
-            self.gate_up_plan.optimization_report(),
-            self.glu.optimization_report(),
-            self.down_plan.optimization_report(),
-        ];
+        let mut reports: Vec<_> = self.plans.iter().flat_map(MoePlans::reports).collect();
         reports.extend(self.shared.iter().flat_map(MlpBlock::reports));
-        reports.push(self.combine.optimization_report());
         reports
     }
 
@@ -184,20 +203,21 @@ impl MoeBlock {
     ) -> Result<(), Error> {
         let MoeConfig { num_experts, top_k, expert, .. } = self.config;
         let (stream, tokens) = (step.stream, x.shape()[0]);
+        let plans = self.plans.holding(tokens)?;
         let (rows, pairs) = (0..tokens, 0..tokens * top_k);
         let inner = expert.intermediate_size;
 
         let mut logits = self.logits.view_mut().slice(0, rows.clone())?;
         let mut ids = self.ids.view_mut().slice(0, rows.clone())?;
         let mut pair_weights = self.weights.view_mut().slice(0, rows.clone())?;
-        weights.router.run(stream, &self.router_plan, x, logits.reborrow())?;
+        weights.router.run(stream, &plans.logits, x, logits.reborrow())?;
         let args = MoeRouterArgs {
             logits: logits.as_view().slice(1, 0..num_experts)?,
             bias: weights.correction_bias.as_ref().map(Tensor::view),
             ids: ids.reborrow(),
             weights: pair_weights.reborrow(),
         };
-        self.router.run(stream, args)?;
+        plans.router.run(stream, args)?;
 
         let mut order = self.order.view_mut().slice(0, pairs.clone())?;
         let mut positions = self.positions.view_mut().slice(0, rows.clone())?;
@@ -207,7 +227,7 @@ impl MoeBlock {
             order: order.reborrow(),
             positions: positions.reborrow(),
         };
-        self.permute.run(stream, args)?;
+        plans.permute.run(stream, args)?;
 
         let offsets = self.offsets.view();
         let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;
@@ -220,10 +240,10 @@ impl MoeBlock {
             order: Some(order.as_view()),
             out: gate_up.reborrow(),
         };
-        self.gate_up_plan.run(stream, args)?;
+        plans.gate_up.run(stream, args)?;
         let gate = gate_up.as_view().slice(1, 0..inner)?;
         let up = gate_up.as_view().slice(1, inner..2 * inner)?;
-        self.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+        plans.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
         let args = GroupedMatmulArgs {
             x: activated.as_view(),
             w: weights.down.view(),
@@ -231,7 +251,7 @@ impl MoeBlock {
             order: None,
             out: projected.reborrow(),
         };
-        self.down_plan.run(stream, args)?;
+        plans.down.run(stream, args)?;
 
         let mut shared_out = self.shared_out.as_mut().map(Tensor::view_mut);
         if let (Some(block), Some(mlp), Some(shared_out)) =
@@ -250,6 +270,6 @@ impl MoeBlock {
             gate,
             out,
         };
-        self.combine.run(stream, args)
+        plans.combine.run(stream, args)
     }
 }
