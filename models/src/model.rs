@@ -9,7 +9,7 @@ use abi::DType;
 use super::decoder::Decoder;
 use super::error::{Excerpt, list};
 use super::loader::{LoadProgress, Loader, Quantise};
-use super::{Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
+use super::{Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
 use host::Error;
 
@@ -163,6 +163,11 @@ impl Model {
     /// A session: caches and buffers for a batch of sequences, and the planned operators.
     pub fn session(&self, options: SessionOptions) -> Result<Session, Error> {
         Session::new(self.clone(), options)
+    }
+
+    /// A batch: caches in pages for sequences that come and go, buffers, and the planned operators.
+    pub fn batch(&self, options: BatchOptions) -> Result<Batch, BatchError> {
+        Batch::new(self.clone(), options)
     }
 }
 

@@ -1,5 +1,6 @@
 //! Whole models against what transformers computed, and against bad files.
 
+mod batch;
 mod files;
 mod golden;
 mod images;
