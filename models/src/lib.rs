@@ -15,7 +15,7 @@ mod layers;
 mod loader;
 mod model;
 mod quant;
-mod recorded;
+mod recording;
 mod sampler;
 mod session;
 mod vision;

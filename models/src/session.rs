@@ -8,7 +8,7 @@ use super::Model;
 use super::config::{DecoderConfig, ModelConfig};
 use super::decoder::{DecoderBlock, LogitArgs, Observer};
 use super::layers::{Cache, Group, GroupPhase, Keys, Phase, Span, Step, Visible};
-use super::recorded::Recorded;
+use super::recording::Recording;
 use super::vision::{Visual, VisualInputs};
 use host::Error;
 use host::OptimizationReport;
@@ -87,7 +87,7 @@ pub struct Session {
     prefill: DecoderBlock,
     decode: DecoderBlock,
     /// The recorded decode step, once there is one.
-    decode_graph: Recorded,
+    decode_graph: Recording,
     ropes: RopeTables,
     /// If it takes images and videos.
     visual: Option<VisualInputs>,
@@ -176,7 +176,7 @@ impl Session {
             Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, max_patches, chunk)?),
             None => None,
         };
-        let decode_graph = Recorded::new(model.device());
+        let decode_graph = Recording::new(model.device());
         let lens = vec![0; batch];
         Ok(Session {
             model,

@@ -19,7 +19,7 @@ use abi::DType;
 use super::config::DecoderConfig;
 use super::decoder::{DecoderBlock, LogitArgs};
 use super::layers::{Cache, Group, GroupPhase, Keys, Phase, Span, Step};
-use super::recorded::Recorded;
+use super::recording::Recording;
 use super::{LogitRows, Model};
 use host::ops::rope::RopeTables;
 use host::{Error, OptimizationReport, Stream, Tensor, nvtx};
@@ -99,7 +99,7 @@ pub struct Batch {
     /// Rows of it that each work of the last step asked for.
     rows: Vec<Range<usize>>,
     /// Steps with one token for each sequence, by how many there are of them.
-    recorded: BTreeMap<usize, Recorded>,
+    recorded: BTreeMap<usize, Recording>,
     pages: Pages,
     sequences: BTreeMap<SequenceId, Sequence>,
     free_states: Vec<usize>,
@@ -585,7 +585,7 @@ impl Batch {
         if severals > 0 {
             return run(&self.stream);
         }
-        let recorded = recorded.entry(padded).or_insert_with(|| Recorded::new(model.device()));
+        let recorded = recorded.entry(padded).or_insert_with(|| Recording::new(model.device()));
         // SAFETY: all of it is the batch's own, or the model's, which live as long as the recording, and work of the same number of sequences
         // uses the same parts of it; the stream is the batch's only one.
         unsafe { recorded.run(&self.stream, run) }

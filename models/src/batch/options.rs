@@ -2,7 +2,7 @@
 
 use abi::DType;
 
-use crate::config::{MixerConfig, ModelConfig};
+use crate::config::ModelConfig;
 use host::Error;
 use host::ops::attention::PAGE_SIZES;
 
@@ -47,12 +47,13 @@ impl Default for BatchOptions {
 }
 
 impl BatchOptions {
-    /// With as many pages as fit into so many bytes, for a model of this configuration and type.
+    /// With as many pages as fit into so many bytes, but no more than all sequences can use, for a model of this configuration and type.
     pub fn with_cache_bytes(self, config: &ModelConfig, dtype: DType, bytes: usize) -> Self {
-        let token: usize = config.decoder.layers.iter().map(|layer| token_bytes(&layer.mixer, dtype)).sum();
-        // What has nothing of a token has pages for all.
+        // What grows with a sequence; what does not is taken for each anyway.
+        let of = |tokens| config.decoder.cache_bytes(dtype, tokens);
+        let page = of(self.page_tokens) - of(0);
         let all = self.max_sequences.saturating_mul(self.pages_of(self.capacity));
-        let pages = bytes.checked_div(token.saturating_mul(self.page_tokens));
+        let pages = bytes.checked_div(page);
         BatchOptions { pages: pages.map_or(all, |pages| pages.min(all)), ..self }
     }
 
@@ -119,14 +120,5 @@ impl BatchOptions {
             return Err(Error::invalid(OP, "capacity", "max_sequences · pages of one below 2^31", got));
         }
         Ok(())
-    }
-}
-
-/// Bytes that a layer keeps of a token.
-fn token_bytes(mixer: &MixerConfig, dtype: DType) -> usize {
-    match mixer {
-        MixerConfig::Attention(config) => 2 * config.heads_kv * config.head_dim * dtype.bytes(),
-        MixerConfig::Latent(config) => config.row() * dtype.bytes(),
-        MixerConfig::DeltaNet(_) => 0,
     }
 }

@@ -4,18 +4,18 @@ use host::{Device, Error, Graph, Place, Stream};
 
 /// The work is run once as it is, so that everything that is lazy has happened, and recorded the next time.
 #[derive(Debug)]
-pub(super) enum Recorded {
+pub(super) enum Recording {
     NotRun,
     RunOnce,
-    Recorded(Graph),
+    Graph(Graph),
     /// Where there are no graphs.
     Never,
 }
 
-impl Recorded {
+impl Recording {
     /// Nothing yet.
     pub(super) fn new(device: &Device) -> Self {
-        if matches!(device.place(), Place::Cuda(_)) { Recorded::NotRun } else { Recorded::Never }
+        if matches!(device.place(), Place::Cuda(_)) { Recording::NotRun } else { Recording::Never }
     }
 
     /// Puts the work into the stream, by `enqueue` or as a graph.
@@ -29,19 +29,19 @@ impl Recorded {
         enqueue: impl FnOnce(&Stream) -> Result<(), Error>,
     ) -> Result<(), Error> {
         match self {
-            Recorded::Never => enqueue(stream)?,
-            Recorded::NotRun => {
+            Recording::Never => enqueue(stream)?,
+            Recording::NotRun => {
                 enqueue(stream)?;
-                *self = Recorded::RunOnce;
+                *self = Recording::RunOnce;
             }
-            Recorded::RunOnce => {
+            Recording::RunOnce => {
                 let graph = stream.capture(enqueue)?;
                 // SAFETY: as below.
                 unsafe { graph.launch(stream)? };
-                *self = Recorded::Recorded(graph);
+                *self = Recording::Graph(graph);
             }
             // SAFETY: the caller's promise.
-            Recorded::Recorded(graph) => unsafe { graph.launch(stream)? },
+            Recording::Graph(graph) => unsafe { graph.launch(stream)? },
         }
         Ok(())
     }
