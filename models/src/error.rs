@@ -49,6 +49,30 @@ pub enum ModelError {
         /// The directory.
         dir: PathBuf,
     },
+    /// A repository of the Hugging Face hub is not in its cache.
+    #[error("{} is not in the hub's cache: {}", Excerpt(id), Excerpt(reason))]
+    NotCached {
+        /// The repository.
+        id: String,
+        /// What is wrong with its name, or what is not there.
+        reason: String,
+    },
+    /// Whoever was told of the progress has stopped the loading.
+    #[error("loading was stopped after {loaded_bytes} of {total_bytes} bytes")]
+    Stopped {
+        /// Bytes of weights on the device by then, which it has given back.
+        loaded_bytes: u64,
+        /// Bytes of all weights.
+        total_bytes: u64,
+    },
+    /// A file could not be written.
+    #[error("cannot write {}: {}", shown(path), Excerpt(reason))]
+    Unwritten {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        reason: String,
+    },
     /// A file is not valid JSON.
     #[error("{}:{line}:{column}: not valid JSON: {}", shown(path), Excerpt(reason))]
     Json {

@@ -11,6 +11,7 @@ mod decoder;
 mod error;
 mod files;
 mod gguf;
+mod hub;
 mod layers;
 mod loader;
 mod model;
@@ -18,6 +19,7 @@ mod quant;
 mod recording;
 mod sampler;
 mod session;
+mod tensors;
 mod vision;
 mod weights;
 
@@ -35,6 +37,7 @@ pub use decoder::{Decoder, DecoderLayer, Observed, Observer};
 pub use error::{ModelError, TensorProblem};
 pub use files::read_file;
 pub use gguf::{Gguf, GgufVocabulary};
+pub use hub::cached_repo;
 pub use layers::{
     DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, Projection, ProjectionWeight,
     SelfAttention,
@@ -44,5 +47,6 @@ pub use model::{LoadReport, Model};
 pub use quant::{Element, GgmlType, Origin, Origins, QuantMatrix, ScaleType};
 pub use sampler::SessionSampler;
 pub use session::{LogitRows, Logits, Session, SessionOptions};
+pub use tensors::{load_tensors, save_tensors};
 pub use vision::{LayerNormWeights, PatchGrid, PatchMerger, VisionBlock, VisionTower, Visual};
 pub use weights::{Requirements, TensorData, Weights};

@@ -1,14 +1,14 @@
 //! Where modules get their weights from.
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 
 use abi::DType;
 
-use super::TensorProblem;
 use super::checkpoint::{Checkpoint, Data, Stored};
 use super::layers::ProjectionWeight;
 use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
+use super::{ModelError, TensorProblem};
 use host::weight::{GateUp, Quantised, Scheme, Stack, Weight, WeightSource};
 use host::{Error, Stream, Tensor};
 
@@ -29,8 +29,19 @@ pub(super) struct Loader<'a> {
     source: Source<'a>,
     loaded_bytes: u64,
     total_bytes: u64,
-    progress: &'a mut dyn FnMut(LoadProgress),
+    progress: Progress<'a>,
     quantise: Quantise,
+}
+
+/// Who is told how far loading is, and says whether it goes on.
+pub(super) type Progress<'a> = &'a mut dyn FnMut(LoadProgress) -> ControlFlow<()>;
+
+/// Tells it. **Errors**: [`ModelError::Stopped`] if it does not go on.
+fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(), Error> {
+    match progress(LoadProgress { loaded_bytes, total_bytes }) {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(ModelError::Stopped { loaded_bytes, total_bytes }.into()),
+    }
 }
 
 /// What becomes of the weights of a model's projections.
@@ -85,11 +96,11 @@ impl<'a> Loader<'a> {
         checkpoint: &'a Checkpoint,
         stream: &'a Stream,
         (dtype, quantise): (DType, Quantise),
-        progress: &'a mut dyn FnMut(LoadProgress),
+        progress: Progress<'a>,
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let source = Source::Check(checkpoint, Problems::default());
-        let mut silent = |_| {};
+        let mut silent = |_| ControlFlow::Continue(());
         let mut checker = Loader::new(stream, dtype, source, &mut silent);
         build(&mut checker)?;
         let total_bytes = checker.total_bytes;
@@ -102,12 +113,7 @@ impl<'a> Loader<'a> {
         build(&mut Loader { total_bytes, quantise, ..Loader::new(stream, dtype, source, progress) })
     }
 
-    fn new(
-        stream: &'a Stream,
-        dtype: DType,
-        source: Source<'a>,
-        progress: &'a mut dyn FnMut(LoadProgress),
-    ) -> Self {
+    fn new(stream: &'a Stream, dtype: DType, source: Source<'a>, progress: Progress<'a>) -> Self {
         Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise: Quantise::Dense }
     }
 
@@ -133,7 +139,7 @@ impl<'a> Loader<'a> {
         let values: Vec<f32> = values.collect();
         let block = Tensor::from_bytes(stream, &[RANDOM_BLOCK], dtype, &encode(&values, dtype))?;
         let source = Source::Random { block, start: 0 };
-        build(&mut Loader::new(stream, dtype, source, &mut |_| {}))
+        build(&mut Loader::new(stream, dtype, source, &mut |_| ControlFlow::Continue(())))
     }
 
     /// Names and shapes of what `build` asks for.
@@ -143,7 +149,7 @@ impl<'a> Loader<'a> {
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<Vec<(String, Vec<usize>)>, Error> {
         let source = Source::List(Vec::new());
-        let mut silent = |_| {};
+        let mut silent = |_| ControlFlow::Continue(());
         let mut loader = Loader::new(stream, dtype, source, &mut silent);
         build(&mut loader)?;
         Ok(match loader.source {
@@ -252,8 +258,7 @@ impl<'a> Loader<'a> {
             // Counted as the matrix that it stands for, as in the total.
             let [n, k] = source.size();
             self.loaded_bytes += (n * k * self.dtype.bytes()) as u64;
-            let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
-            (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+            tell(self.progress, self.loaded_bytes, self.total_bytes)?;
             weights.push(weight);
         }
         Ok(weights)
@@ -392,8 +397,7 @@ impl<'a> Loader<'a> {
                         target.write_bytes(stream, bytes)?;
                         done += elements;
                         self.loaded_bytes += bytes.len() as u64;
-                        let (loaded_bytes, total_bytes) = (self.loaded_bytes, self.total_bytes);
-                        (self.progress)(LoadProgress { loaded_bytes, total_bytes });
+                        tell(self.progress, self.loaded_bytes, self.total_bytes)?;
                     }
                 }
                 Ok(tensor)

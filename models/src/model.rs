@@ -1,6 +1,7 @@
 //! A model: its configuration and its weights on a device.
 
 use std::fmt;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -88,6 +89,22 @@ impl Model {
         dtype: DType,
         quantise: Quantise,
         progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, Error> {
+        let mut go_on = |so_far| {
+            progress(so_far);
+            ControlFlow::Continue(())
+        };
+        Self::quantised_while(device, checkpoint, dtype, quantise, &mut go_on)
+    }
+
+    /// The same for as long as `progress` says so: a [`ControlFlow::Break`] ends the loading with
+    /// [`crate::ModelError::Stopped`], and the memory of what has been loaded is given back.
+    pub fn quantised_while(
+        device: &Device,
+        checkpoint: &Checkpoint,
+        dtype: DType,
+        quantise: Quantise,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Self, Error> {
         let config = checkpoint.config().clone();
         check(&config, dtype)?;
@@ -185,4 +202,37 @@ fn build(config: &ModelConfig, loader: &mut Loader<'_>) -> Result<(Decoder, Opti
     let decoder = Decoder::new(&config.decoder, loader, config.architecture.decoder_prefix())?;
     let tower = config.vision.as_ref().map(|vision| VisionTower::new(vision, loader)).transpose()?;
     Ok((decoder, tower))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loading_stops_where_it_is_told_to() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3");
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let device = Device::cpu();
+        let load = |most: usize| {
+            let mut told = Vec::new();
+            let mut progress = |so_far: LoadProgress| {
+                told.push(so_far);
+                if told.len() < most { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+            };
+            let model =
+                Model::quantised_while(&device, &checkpoint, DType::F32, Quantise::Dense, &mut progress);
+            (model, told)
+        };
+        let (model, all) = load(usize::MAX);
+        assert!(model.is_ok() && all.len() > 3);
+        assert!(all.windows(2).all(|pair| pair[0].loaded_bytes < pair[1].loaded_bytes));
+        for most in [1, 3, all.len()] {
+            let (model, told) = load(most);
+            assert_eq!(told, all[..most]);
+            let last = all[most - 1];
+            let expected =
+                format!("loading was stopped after {} of {} bytes", last.loaded_bytes, last.total_bytes);
+            assert_eq!(model.unwrap_err().to_string(), expected);
+        }
+    }
 }

@@ -37,7 +37,7 @@ const TASK_ELEMS: usize = 1 << 16;
 const BLOCK_ELEMS: usize = 1024;
 
 /// The element types that can be read, and their spelling in the file format.
-const DTYPES: [(Dtype, DType); 6] = [
+pub(super) const DTYPES: [(Dtype, DType); 6] = [
     (Dtype::F32, DType::F32),
     (Dtype::F16, DType::F16),
     (Dtype::BF16, DType::BF16),
@@ -300,6 +300,30 @@ impl std::fmt::Debug for TensorData<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let TensorData { name, dtype, shape, bytes } = self;
         write!(f, "TensorData({name}: {dtype} {shape:?}, {} bytes)", bytes.len())
+    }
+}
+
+/// A safetensors file by itself.
+pub(super) struct RawFile {
+    bytes: Mmap,
+    tensors: BTreeMap<String, Entry>,
+}
+
+impl RawFile {
+    /// Maps it, and validates its header.
+    pub(super) fn open(path: &Path) -> Result<Self, ModelError> {
+        let (bytes, tensors) = map(path, 0)?;
+        Ok(RawFile { bytes, tensors })
+    }
+
+    /// Its tensors by name, in order.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = RawTensor<'_>> {
+        self.tensors.iter().map(|(name, entry)| RawTensor {
+            name,
+            dtype: entry.dtype,
+            shape: &entry.shape,
+            bytes: &self.bytes[entry.bytes.clone()],
+        })
     }
 }
 
