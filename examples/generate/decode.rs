@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     fn config() -> Result<VisionConfig, Failure> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_vl");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/qwen3_vl");
         Ok(ModelConfig::from_dir(&folder)?.vision.ok_or("no tower")?)
     }
 

@@ -1,4 +1,4 @@
-//! Writes text with a model: `cargo run --release --example generate`.
+//! Writes text with a model: `cargo run --release --package generate`.
 //!
 //! `options` is the command line; `prompt` and `pictures` (with `decode`) make what the model gets; `answer` runs it,
 //! `chat` again and again. Whatever can be refused is refused before the weights are loaded.
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     fn demo() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo-model")
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo-model")
     }
 
     /// A checkpoint that cannot be loaded: what is wrong with the arguments is said before that is.

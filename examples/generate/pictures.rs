@@ -144,7 +144,7 @@ mod tests {
     type Outcome = Result<(), Failure>;
 
     fn golden() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/qwen3_vl")
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/qwen3_vl")
     }
 
     fn config() -> Result<VisionConfig, Failure> {

@@ -157,7 +157,8 @@ mod tests {
     /// Tokenizer and template of a file's metadata.
     #[test]
     fn gguf_files() -> Result<(), Failure> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden-quant/gguf_q4_1/model.gguf");
+        let path =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden-quant/gguf_q4_1/model.gguf");
         let path = path.to_str().ok_or("a path")?;
         let options = Options::parse_from(["generate", "--chat", "--model", path]);
         let config = ModelConfig::from_dir(&options.model)?;

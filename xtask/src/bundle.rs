@@ -17,9 +17,9 @@ const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
-/// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the example
-/// `own_operator`, in release, and packs them into `folder`. Each program holds the same device images, which xz stores
-/// once.
+/// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the examples
+/// `generate` and `own_operator`, in release, and packs them into `folder`. Each program holds the same device images,
+/// which xz stores once.
 pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     crate::setup::device_toolchain()?;
     let folder = root.join(folder);
@@ -36,6 +36,8 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
             "probes",
             "--package",
             "own_operator",
+            "--package",
+            "generate",
             "--tests",
             "--benches",
             "--examples",

@@ -17,16 +17,19 @@ pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
         Ok((card, floor)) => {
             println!("{card}: the kernels are built for {floor} alone, which takes some minutes");
             setup::device_toolchain().map_err(Error::DemoToolchain)?;
-            format!("models,cuda,{}", feature(floor))
+            Some(format!("cuda,{}", feature(floor)))
         }
         Err(reason) => {
             println!("built for the CPU alone ({reason})");
-            "models".into()
+            None
         }
     };
     let mut command =
-        process::cargo(root, &["run", "--release", "--example", "generate", "--no-default-features"]);
-    process::run(command.args(["--features", &features, "--"]).args(args))
+        process::cargo(root, &["run", "--release", "--package", "generate", "--no-default-features"]);
+    if let Some(features) = features {
+        command.args(["--features", &features]);
+    }
+    process::run(command.arg("--").args(args))
 }
 
 /// The floor's feature of the crate.
