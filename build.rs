@@ -33,6 +33,7 @@ mod images {
 
     pub fn list() -> Result<(), BuildError> {
         let out_dir = PathBuf::from(var_os("OUT_DIR").unwrap_or_default());
+        println!("cargo:rerun-if-changed=build.rs");
         let mut folders: Vec<(Arch, PathBuf)> =
             wanted().map(|(arch, folder)| (arch, folder.into())).collect();
         if Path::new("gpu/Cargo.toml").is_file() {
@@ -62,14 +63,10 @@ mod images {
             println!("cargo:rerun-if-changed={path}");
         }
         println!("cargo:rerun-if-env-changed={}", DeviceToolchain::VARIABLE);
-        let origin = format!("rustc {}\n", DeviceToolchain::find()?.version);
         // One architecture per thread: each has a target directory of its own.
         std::thread::scope(|scope| {
-            let origin = &origin;
-            let threads: Vec<_> = folders
-                .iter()
-                .map(|(arch, folder)| scope.spawn(move || build_arch(*arch, folder, origin)))
-                .collect();
+            let threads: Vec<_> =
+                folders.iter().map(|(arch, folder)| scope.spawn(move || build_arch(*arch, folder))).collect();
             threads
                 .into_iter()
                 .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -77,7 +74,7 @@ mod images {
     }
 
     /// Builds the images of an architecture into a folder, with their list.
-    fn build_arch(arch: Arch, folder: &Path, origin: &str) -> Result<(), BuildError> {
+    fn build_arch(arch: Arch, folder: &Path) -> Result<(), BuildError> {
         let io = |path: &Path| {
             let path = path.to_path_buf();
             move |source| BuildError::Io { path, source }
@@ -106,6 +103,7 @@ mod images {
             }
             list.push_str("    ],\n} },\n");
         }
+        let origin = format!("rustc {}\n", DeviceToolchain::find()?.version);
         write(folder.join("ORIGIN"), origin.as_bytes())?;
         write(folder.join(LIST), list.as_bytes())
     }

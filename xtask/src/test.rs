@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::fmt;
+use crate::package;
 use crate::process::{cargo, line, probe, run as run_command};
 use crate::setup;
 
@@ -57,6 +58,13 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         tests.env("REQUIRE_DEVICE_TOOLCHAIN", "1");
     }
     report.step("tests", || run_command(&mut tests))?;
+    if backend == Backend::Cuda {
+        // What the workspace builds has the feature `cust`.
+        let packages = ["test", "--package", "host", "--package", "cuda_loader", "--features", "host/cuda"];
+        let mut tests = cargo(root, &[&packages[..], &["--lib", "--tests"]].concat());
+        report.step("tests without cust", || run_command(&mut tests))?;
+        report.step("packages", || package::check(root))?;
+    }
     let python = |args: &[&str]| {
         let mut python = Command::new("python3");
         // It would leave compiled files in the tree.
@@ -74,6 +82,16 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         };
         report.step("build without CUDA", || run_command(&mut without(&["--features", "models"])))?;
         report.step("build without models", || run_command(&mut without(&[])))?;
+        for target in ["aarch64-unknown-linux-gnu", "x86_64-pc-windows-gnu"] {
+            // Its standard library is there if `rustup target add` was asked for it.
+            let folder = format!("test -d \"$(rustc --print target-libdir --target {target})\"");
+            let mut library = Command::new("sh");
+            library.current_dir(root).args(["-c", &folder]);
+            let features =
+                ["--lib", "--no-default-features", "--features", "cuda,models", "--target", target];
+            let check = cargo(root, &[&["check", "--package", "warpforge"], &features[..]].concat());
+            report.optional(target, library, check)?;
+        }
     }
     Ok(())
 }
