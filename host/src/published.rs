@@ -1,9 +1,10 @@
-//! Sizes of published models, read from their configurations in `assets/configs` as this is compiled: the cases of tests
-//! and benches are made of them. A key that a configuration lacks is an error of the compiler.
+//! Sizes of published models, read from their configurations as this is compiled: the cases of tests and benches are
+//! made of them. A key that a configuration lacks is an error of the compiler. `configs` has links to `assets/configs`,
+//! which a package holds as files.
 
 macro_rules! config {
     ($name:literal) => {
-        Config { json: include_str!(concat!("../../assets/configs/", $name, ".json")).as_bytes(), start: 0 }
+        Config { json: include_str!(concat!("../configs/", $name, ".json")).as_bytes(), start: 0 }
     };
 }
 
