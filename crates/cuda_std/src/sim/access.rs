@@ -7,9 +7,10 @@ use std::rc::Rc;
 use std::string::String;
 
 use super::clock::{Covers, Frame, Stamp, join};
-use super::machine::{CLUSTER_WINDOW, Failure, Machine, SHARED_BASE, attempt, pause, with};
+use super::machine::{CLUSTER_WINDOW, Machine, SHARED_BASE, attempt, pause, with};
 use super::shadow::{Access, Conflict, Kind};
 use super::sync::release_into;
+use super::unit::Failure;
 use super::{Defect, Need};
 use crate::atomic::Order;
 

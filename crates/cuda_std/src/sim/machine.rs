@@ -1,8 +1,6 @@
 //! The machine: units of threads, and the scheduler that lets one of them run at a time.
 
 use core::cell::Cell;
-use core::fmt;
-use core::panic::Location;
 use std::any::Any;
 use std::borrow::ToOwned;
 use std::boxed::Box;
@@ -15,169 +13,18 @@ use std::string::String;
 use std::vec::Vec;
 
 use corosensei::stack::DefaultStack;
-use corosensei::{Coroutine, CoroutineResult, Yielder};
+use corosensei::{Coroutine, CoroutineResult};
 
 use super::clock::{Clock, Frame, Stamp};
 use super::copies::{Copies, Moment, Pending, Stores};
-use super::mbarrier::Mbarrier;
+use super::limits::{check, volume};
 use super::report::Index;
 use super::shadow::Shadow;
 use super::sync::{Barriers, ClusterBarrier};
 use super::tensor_core::Generation;
-use super::visits::Visit;
-use super::warp::{Warp, lanes};
-use super::warpgroup::{Held, Warpgroup};
-use super::{Arch, Defect, Launch, Memory, Need, Report, Statistics, registry};
-
-/// A defect and its text; the machine adds who and where.
-pub(super) struct Failure(pub(super) Defect, pub(super) String);
-
-impl Failure {
-    pub(super) fn new(defect: Defect, text: impl Into<String>) -> Self {
-        Failure(defect, text.into())
-    }
-}
-
-pub(super) type Line = &'static Location<'static>;
-
-/// The generator behind the seed: SplitMix64.
-pub(super) struct Random(u64);
-
-impl Random {
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `n`, which is not 0.
-    pub(super) fn below(&mut self, n: usize) -> usize {
-        ((u128::from(self.next()) * n as u128) >> 64) as usize
-    }
-
-    /// True once in `n` times.
-    pub(super) fn one_in(&mut self, n: usize) -> bool {
-        self.below(n) == 0
-    }
-}
-
-/// The registers that tell a thread where it is.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Register {
-    ThreadX,
-    ThreadY,
-    ThreadZ,
-    BlockX,
-    BlockY,
-    BlockZ,
-    BlockDimX,
-    BlockDimY,
-    BlockDimZ,
-    GridDimX,
-    GridDimY,
-    GridDimZ,
-}
-
-/// A thread of a resident unit: slot of the unit, index of the thread in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ThreadId {
-    pub(super) slot: usize,
-    pub(super) thread: usize,
-}
-
-/// What a thread is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
-    Ready,
-    Waiting(Wait),
-    Returned,
-}
-
-/// What a thread waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wait {
-    Warp { instruction: &'static str, mask: u32 },
-    Barrier { id: u32, count: Option<u32> },
-    Cluster,
-    Mbarrier { offset: usize, parity: u32 },
-    Warpgroup,
-}
-
-impl fmt::Display for Wait {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Wait::Warp { instruction, mask } => write!(f, "`{instruction}` of {}", lanes(mask)),
-            Wait::Barrier { id, count: None } => write!(f, "barrier {id} of all threads of the block"),
-            Wait::Barrier { id, count: Some(count) } => write!(f, "barrier {id} of {count} threads"),
-            Wait::Cluster => f.write_str("the barrier of the cluster"),
-            Wait::Warpgroup => f.write_str("a `wgmma` that not all warps of the group have issued"),
-            Wait::Mbarrier { offset, parity } => {
-                write!(f, "the phase of parity {parity} of the mbarrier at byte {offset}")
-            }
-        }
-    }
-}
-
-pub(super) struct Thread {
-    coroutine: Option<Coroutine<(), (), (), DefaultStack>>,
-    yielder: Cell<*const Yielder<(), ()>>,
-    /// Rank of its block in the unit.
-    pub(super) block: usize,
-    pub(super) index: [u32; 3],
-    /// In its block.
-    pub(super) warp: usize,
-    pub(super) lane: u32,
-    pub(super) state: State,
-    pub(super) clock: Clock,
-    /// Where it executes its current instruction.
-    pub(super) line: Option<Line>,
-    /// Whether it has touched global memory.
-    pub(super) has_touched: bool,
-    /// What an operation of its warp has left for it.
-    pub(super) received: [u32; 8],
-    pub(super) copies: Copies,
-    pub(super) stores: Stores,
-    /// Phases of its cluster's barrier that it has passed: behind the first one all of the cluster's blocks have
-    /// started.
-    pub(super) met_clusters: u32,
-    /// Results of `wgmma` that its registers do not have yet.
-    pub(super) held: Vec<Held>,
-    /// The group of `wgmma` that it waits for.
-    pub(super) wgmma_wait: Option<u32>,
-    /// What a fence has released, for the relaxed atomics after it.
-    pub(super) fenced: Option<Rc<Frame>>,
-    /// What relaxed atomics have read, for the next fence.
-    pub(super) observed: Option<Rc<Frame>>,
-}
-
-pub(super) struct Block {
-    pub(super) index: [u32; 3],
-    pub(super) shared: Vec<u8>,
-    pub(super) shadow: Shadow,
-    pub(super) warps: Vec<Warp>,
-    pub(super) barriers: Barriers,
-    /// By their byte in shared memory.
-    pub(super) mbarriers: BTreeMap<usize, Mbarrier>,
-    pub(super) warpgroups: BTreeMap<usize, Warpgroup>,
-    /// Accesses of other blocks to its shared memory, by actor.
-    pub(super) visits: BTreeMap<u32, Visit>,
-    /// Its threads in the unit.
-    pub(super) threads: core::ops::Range<usize>,
-    pub(super) returned: usize,
-}
-
-/// What can synchronise within itself: a cluster, or a block.
-pub(super) struct Unit {
-    pub(super) id: u32,
-    pub(super) blocks: Vec<Block>,
-    pub(super) threads: Vec<Thread>,
-    /// Names of the actors beyond the threads.
-    pub(super) agents: Vec<String>,
-    pub(super) cluster_barrier: ClusterBarrier,
-    live: usize,
-}
+use super::unit::{Block, Failure, Line, Random, Register, State, Thread, ThreadId, Unit, Wait};
+use super::warp::Warp;
+use super::{Arch, Defect, Launch, Memory, Need, Report, Statistics};
 
 /// Numbers of source lines, so that a byte of memory can remember one.
 #[derive(Default)]
@@ -691,37 +538,12 @@ impl Machine {
     }
 }
 
-impl Unit {
-    /// An actor that stands for asynchronous work, described for reports.
-    pub(super) fn new_agent(&mut self, name: String) -> u32 {
-        self.agents.push(name);
-        (self.threads.len() + self.agents.len() - 1) as u32
-    }
-}
-
-impl core::ops::Index<usize> for Unit {
-    type Output = Thread;
-    fn index(&self, thread: usize) -> &Thread {
-        &self.threads[thread]
-    }
-}
-
-impl core::ops::IndexMut<usize> for Unit {
-    fn index_mut(&mut self, thread: usize) -> &mut Thread {
-        &mut self.threads[thread]
-    }
-}
-
 impl Drop for Machine {
     fn drop(&mut self) {
         // Unwinds the threads of an ended simulation while they can still ask for the machine.
         self.units.clear();
         MACHINE.set(core::ptr::null_mut());
     }
-}
-
-fn volume(size: [u32; 3]) -> u32 {
-    size.into_iter().fold(1, u32::saturating_mul)
 }
 
 fn unravel(linear: u32, size: [u32; 3]) -> [u32; 3] {
@@ -733,50 +555,6 @@ fn first_block(unit: u32, grid: [u32; 3], cluster: [u32; 3]) -> [u32; 3] {
     let clusters = [0, 1, 2].map(|i| grid[i] / cluster[i]);
     let index = unravel(unit, clusters);
     [0, 1, 2].map(|i| index[i] * cluster[i])
-}
-
-/// Dynamic shared memory that a block can have.
-pub(super) fn max_shared_bytes(arch: Arch) -> u32 {
-    match arch {
-        Arch::Sm61 => 48 << 10,
-        Arch::Sm80 => 163 << 10,
-        Arch::Sm90a | Arch::Sm100 => 227 << 10,
-    }
-}
-
-fn check(launch: &Launch<'_>) -> Result<(), Failure> {
-    let Launch { grid, block, cluster, shared_bytes, arch, .. } = *launch;
-    let refuse = |text: String| Err(Failure(Defect::Unsupported, text));
-    let threads = volume(block);
-    if threads == 0 || threads > 1024 || block[2] > 64 {
-        return refuse(format!("a block of {block:?} threads: expected 1 to 1024, at most 64 in z"));
-    }
-    let max = max_shared_bytes(arch);
-    if shared_bytes > max {
-        return refuse(format!("{shared_bytes} bytes of shared memory per block: {arch} has {max}"));
-    }
-    let blocks = volume(cluster);
-    if blocks == 0 || blocks > 8 || [0, 1, 2].into_iter().any(|i| !grid[i].is_multiple_of(cluster[i].max(1)))
-    {
-        return refuse(format!(
-            "clusters of {cluster:?} blocks in a grid of {grid:?}: expected up to 8, dividing it"
-        ));
-    }
-    if blocks > 1 && !arch.has(Need::Clusters) {
-        return refuse(format!("clusters need {}, and this is {arch}", Need::Clusters.since()));
-    }
-    if volume(grid) == 0 {
-        return refuse(format!("a grid of {grid:?} blocks: expected one at least"));
-    }
-    if let Some(most) = registry::kernel(launch.kernel).and_then(|kernel| kernel.max_threads)
-        && threads > most
-    {
-        return refuse(format!("a block of {block:?} threads: the kernel is for up to {most}"));
-    }
-    if grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 || volume(grid) >= 1 << 24 {
-        return refuse(format!("a grid of {grid:?} blocks: the simulator takes up to {}", (1 << 24) - 1));
-    }
-    Ok(())
 }
 
 /// Runs a grid.

@@ -8,8 +8,9 @@ use std::vec::Vec;
 
 use super::access::Space;
 use super::clock::{Frame, START, Stamp, join};
-use super::machine::{Failure, Machine, ThreadId, Wait, attempt, pause, suspend};
+use super::machine::{Machine, attempt, pause, suspend};
 use super::shadow::Kind;
+use super::unit::{Failure, ThreadId, Wait};
 use super::{Defect, Need};
 
 /// Most arrivals and bytes of a phase.

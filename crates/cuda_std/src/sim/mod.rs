@@ -44,6 +44,7 @@ mod access;
 mod clock;
 mod copies;
 pub mod fragment;
+mod limits;
 mod machine;
 mod matrix;
 mod mbarrier;
@@ -59,6 +60,7 @@ pub mod tensor_map;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod unit;
 mod visits;
 mod warp;
 mod warpgroup;
@@ -72,12 +74,13 @@ pub use report::{Defect, Report};
 
 pub(crate) use access::*;
 pub(crate) use copies::*;
-pub(crate) use machine::{Register, is_running, register};
+pub(crate) use machine::{is_running, register};
 pub(crate) use matrix::*;
 pub(crate) use mbarrier::*;
 pub(crate) use printf::printf;
 pub(crate) use sync::*;
 pub(crate) use tensors::*;
+pub(crate) use unit::Register;
 pub(crate) use warp::*;
 pub(crate) use warpgroup::*;
 

@@ -5,7 +5,8 @@ use std::format;
 use std::vec::Vec;
 
 use super::clock::{Frame, join, meet};
-use super::machine::{CLUSTER_WINDOW, Failure, Machine, State, Thread, Wait, attempt, suspend};
+use super::machine::{CLUSTER_WINDOW, Machine, attempt, suspend};
+use super::unit::{Failure, State, Thread, Wait};
 use super::warp::{Operation, Together, collective};
 use super::{Defect, Need};
 use std::rc::Rc;

@@ -6,9 +6,10 @@ use std::vec::Vec;
 
 use super::access::Space;
 use super::copies::{Combine, From, Piece};
-use super::machine::{CLUSTER_WINDOW, Failure, Machine, attempt};
+use super::machine::{CLUSTER_WINDOW, Machine, attempt};
 use super::shadow::Kind;
 use super::tensor_map::{Decoded, Element};
+use super::unit::Failure;
 use super::{Defect, Need};
 use crate::tma::TensorMap;
 

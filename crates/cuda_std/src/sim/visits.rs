@@ -5,7 +5,8 @@ use std::format;
 
 use super::Defect;
 use super::clock::{START, Stamp};
-use super::machine::{Failure, Line, Machine};
+use super::machine::Machine;
+use super::unit::{Failure, Line};
 
 /// The last access of an actor to a block that is not its own.
 pub(super) struct Visit {

@@ -7,7 +7,8 @@ use std::string::String;
 use std::vec::Vec;
 
 use super::clock::meet;
-use super::machine::{Failure, Machine, Unit, Wait, attempt, suspend};
+use super::machine::{Machine, attempt, suspend};
+use super::unit::{Failure, Unit, Wait};
 use super::warpgroup::{Executed, Multiplications};
 use super::{Defect, Need};
 

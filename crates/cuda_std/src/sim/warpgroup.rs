@@ -14,10 +14,11 @@ use std::vec::Vec;
 
 use super::access::Space;
 use super::clock::{START, Stamp};
-use super::machine::{Failure, Machine, Wait, attempt, suspend};
+use super::machine::{Machine, attempt, suspend};
 use super::shadow::Kind;
 use super::swizzle::Operand;
 use super::tensor_core::{self, Major, WarpA, WgmmaA, WgmmaKind};
+use super::unit::{Failure, Wait};
 use super::warp::{Operation, Together, collective};
 use super::{Defect, Need};
 use crate::wgmma::Accumulate;
