@@ -36,21 +36,39 @@ mod images {
         println!("cargo:rerun-if-changed=build.rs");
         let mut folders: Vec<(Arch, PathBuf)> =
             wanted().map(|(arch, folder)| (arch, folder.into())).collect();
-        if Path::new("gpu/Cargo.toml").is_file() {
+        let source = source();
+        if let Some(source) = &source {
             for (arch, folder) in &mut folders {
                 *folder = out_dir.join(arch.name());
             }
-            build(&folders)?;
+            build(source, &folders)?;
         }
         let mut images = String::from("&[\n");
         for (arch, folder) in &folders {
             println!("cargo:rustc-env={}={}", variable(*arch), folder.display());
-            images += &read(folder.join(LIST))?;
+            let list = read(folder.join(LIST))?;
+            images += &match assembled(*arch).filter(|_| source.is_none()) {
+                Some(folder) => with_cubins(&list, Path::new(folder)),
+                None => list,
+            };
         }
         write(out_dir.join(LIST), (images + "]").as_bytes())
     }
 
-    fn build(folders: &[(Arch, PathBuf)]) -> Result<(), BuildError> {
+    /// Where the kernels' source is, if they are to be compiled.
+    fn source() -> Option<PathBuf> {
+        let beside = PathBuf::from("gpu");
+        if beside.join("Cargo.toml").is_file() {
+            return Some(beside);
+        }
+        #[cfg(feature = "build-images")]
+        let packaged = Some(gpu::FOLDER);
+        #[cfg(not(feature = "build-images"))]
+        let packaged: Option<&str> = None;
+        packaged.map(PathBuf::from)
+    }
+
+    fn build(source: &Path, folders: &[(Arch, PathBuf)]) -> Result<(), BuildError> {
         for path in [
             "gpu/src",
             "gpu/Cargo.toml",
@@ -60,13 +78,18 @@ mod images {
             "crates/cuda_std",
             "crates/cuda_std_macros",
         ] {
-            println!("cargo:rerun-if-changed={path}");
+            // One that is not there, as in a package, would have this run again and again.
+            if Path::new(path).exists() {
+                println!("cargo:rerun-if-changed={path}");
+            }
         }
         println!("cargo:rerun-if-env-changed={}", DeviceToolchain::VARIABLE);
         // One architecture per thread: each has a target directory of its own.
         std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                folders.iter().map(|(arch, folder)| scope.spawn(move || build_arch(*arch, folder))).collect();
+            let threads: Vec<_> = folders
+                .iter()
+                .map(|(arch, folder)| scope.spawn(move || build_arch(source, *arch, folder)))
+                .collect();
             threads
                 .into_iter()
                 .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -74,7 +97,7 @@ mod images {
     }
 
     /// Builds the images of an architecture into a folder, with their list.
-    fn build_arch(arch: Arch, folder: &Path) -> Result<(), BuildError> {
+    fn build_arch(source: &Path, arch: Arch, folder: &Path) -> Result<(), BuildError> {
         let io = |path: &Path| {
             let path = path.to_path_buf();
             move |source| BuildError::Io { path, source }
@@ -87,7 +110,7 @@ mod images {
         let file = |name: &str| format!("concat!(env!({:?}), {:?})", variable(arch), format!("/{name}"));
         let mut list = String::new();
         for family in FAMILIES {
-            let ptx = CudaBuilder::new("gpu").arch(arch.into()).features([*family]).locked().build()?;
+            let ptx = CudaBuilder::new(source).arch(arch.into()).features([*family]).locked().build()?;
             let text = read(ptx)?;
             let (head, kernels) = split_kernels(&text);
             let _ = writeln!(
@@ -98,7 +121,11 @@ mod images {
             list.push_str("    kernels: &[\n");
             for (name, text) in kernels {
                 let deflated = format!("{name}.ptx.deflate");
-                let _ = writeln!(list, "        ({name:?}, include_bytes!({})),", file(&deflated));
+                let kernel = format!(
+                    "host::EmbeddedKernel {{ name: {name:?}, ptx: include_bytes!({})",
+                    file(&deflated)
+                );
+                let _ = writeln!(list, "        {kernel}, cubin: None }},");
                 write(folder.join(deflated), &miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 9))?;
             }
             list.push_str("    ],\n} },\n");
@@ -118,6 +145,34 @@ mod images {
 
     fn write(path: PathBuf, bytes: &[u8]) -> Result<(), BuildError> {
         std::fs::write(&path, bytes).map_err(|source| BuildError::Io { path, source })
+    }
+
+    /// A list with the machine code of the kernels of which the folder has it.
+    fn with_cubins(list: &str, folder: &Path) -> String {
+        let line = |line: &str| {
+            let name =
+                line.split_once("EmbeddedKernel { name: \"").and_then(|(_, rest)| rest.split('"').next());
+            let file =
+                name.map(|name| folder.join(format!("{name}.cubin.deflate"))).filter(|file| file.is_file());
+            match file {
+                Some(file) => {
+                    line.replace("cubin: None", &format!("cubin: Some(include_bytes!({file:?}))")) + "\n"
+                }
+                None => format!("{line}\n"),
+            }
+        };
+        list.lines().map(line).collect()
+    }
+
+    /// Where a floor's kernels are assembled.
+    fn assembled(arch: Arch) -> Option<&'static str> {
+        match arch {
+            #[cfg(feature = "sm80")]
+            Arch::Sm80 => Some(cubins_sm80::FOLDER),
+            #[cfg(feature = "sm90a")]
+            Arch::Sm90a => Some(cubins_sm90a::FOLDER),
+            _ => None,
+        }
     }
 
     /// The floors of the features, and where their crates have them compiled.

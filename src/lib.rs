@@ -19,10 +19,10 @@ pub use device::{Device, DeviceChoice};
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, Choice, DType, DeviceLimits, Dims, DriverError, Element, Error, Event, F8E4M3, Graph,
-    HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool,
-    PoolStats, Ptx, PtxModule, Resources, Sample, SampleTensor, Stream, Tensor, TensorCores, TensorView,
-    TensorViewMut, UnknownArch, UnknownDType, ops, simulator, weight,
+    Arch, Choice, DType, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event, F8E4M3,
+    Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place,
+    Pool, PoolStats, Ptx, PtxModule, Resources, Sample, SampleTensor, Stream, Tensor, TensorCores,
+    TensorView, TensorViewMut, UnknownArch, UnknownDType, ops, simulator, weight,
 };
 
 #[cfg(feature = "models")]

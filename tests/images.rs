@@ -233,3 +233,22 @@ fn some_images_of_sm_100_assemble_without_spills() {
         }
     }
 }
+
+/// What packages carry can be made again: a family, with a `core` of its own in another folder, is the same text. Run by
+/// `cargo xtask package`.
+#[test]
+#[ignore = "compiles core and a family anew"]
+fn an_image_that_is_built_again_is_the_same() {
+    let family = "scatter_rows";
+    let target = tempfile::tempdir().expect("a folder");
+    for image in IMAGES.iter().filter(|image| image.family == family) {
+        let builder = cuda_builder::CudaBuilder::new("gpu").arch(image.arch.into()).features([family]);
+        let ptx = builder.locked().target_dir(target.path()).build().expect("the family builds");
+        let ptx = std::fs::read_to_string(ptx).expect("the builder's PTX");
+        let (head, kernels) = cuda_builder::split_kernels(&ptx);
+        let built: Vec<String> = kernels.into_iter().map(|(_, text)| head.to_owned() + text).collect();
+        let embedded: Vec<String> =
+            image.modules().map(|module| module.text().expect("a sound module").into_owned()).collect();
+        assert!(!built.is_empty() && built == embedded, "{image:?} is another one");
+    }
+}

@@ -11,6 +11,10 @@ pub mod matmul;
 pub mod ops;
 pub mod tile;
 
+/// Where this source is: for the build script of `warpforge`, whose feature `build-images` compiles it.
+#[cfg(not(target_arch = "nvptx64"))]
+pub const FOLDER: &str = env!("CARGO_MANIFEST_DIR");
+
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {

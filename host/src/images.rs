@@ -28,9 +28,21 @@ pub enum Ptx {
         origin: &'static str,
         /// What stands before the kernels.
         head: &'static str,
-        /// Their names, and their texts as raw DEFLATE streams (RFC 1951): a twentieth of the size.
-        kernels: &'static [(&'static str, &'static [u8])],
+        /// They.
+        kernels: &'static [EmbeddedKernel],
     },
+}
+
+/// A kernel as a build embeds it, in raw DEFLATE streams (RFC 1951): a twentieth of the size.
+#[derive(Clone, Copy)]
+pub struct EmbeddedKernel {
+    /// Its name.
+    pub name: &'static str,
+    /// Its text, behind the image's head.
+    pub ptx: &'static [u8],
+    /// Its machine code for the cards of the floor's own generation, of which the driver assembles nothing; a published crate
+    /// has it.
+    pub cubin: Option<&'static [u8]>,
 }
 
 impl std::fmt::Debug for Ptx {
@@ -60,17 +72,18 @@ impl Image {
     pub fn modules(&self) -> impl Iterator<Item = PtxModule> + use<> {
         let head = self.head();
         let (whole, kernels) = match self.ptx {
-            Ptx::Text(_) => (Some(PtxModule { name: self.family, head, deflated: None }), &[][..]),
+            Ptx::Text(_) => (Some(PtxModule { name: self.family, head, kernel: None }), &[][..]),
             Ptx::Kernels { kernels, .. } => (None, kernels),
         };
-        let kernel = move |&(name, deflated)| PtxModule { name, head, deflated: Some(deflated) };
+        let kernel =
+            move |kernel: &EmbeddedKernel| PtxModule { name: kernel.name, head, kernel: Some(*kernel) };
         whole.into_iter().chain(kernels.iter().map(kernel))
     }
 
     /// What a device loads for a kernel. **Errors**: [`Error::Invalid`] if the image's kernels are known and it is none
     /// of them.
     pub fn module_of(&self, kernel: &str) -> Result<PtxModule, Error> {
-        let holds = |module: &PtxModule| module.deflated.is_none() || module.name == kernel;
+        let holds = |module: &PtxModule| module.kernel.is_none() || module.name == kernel;
         let found = self.modules().find(holds);
         found.ok_or_else(|| {
             Error::invalid(self.family, "kernel", format!("one of the image for {}", self.arch), kernel)
@@ -180,19 +193,44 @@ pub struct PtxModule {
     /// The kernel's name, or the family's where all kernels are one text.
     pub name: &'static str,
     head: &'static str,
-    deflated: Option<&'static [u8]>,
+    kernel: Option<EmbeddedKernel>,
 }
 
 impl PtxModule {
     /// The text. **Errors**: [`Error::Invalid`] if it was deflated and is damaged.
     pub fn text(&self) -> Result<Cow<'static, str>, Error> {
-        let Some(deflated) = self.deflated else { return Ok(self.head.into()) };
-        let damaged = |reason: String| Error::invalid(self.name, "ptx", "deflated PTX text", reason);
-        let text =
-            miniz_oxide::inflate::decompress_to_vec(deflated).map_err(|error| damaged(error.to_string()))?;
-        let text = String::from_utf8(text).map_err(|error| damaged(error.to_string()))?;
+        let Some(kernel) = self.kernel else { return Ok(self.head.into()) };
+        let text = self.inflate("ptx", kernel.ptx)?;
+        let text = String::from_utf8(text).map_err(|error| self.damaged("ptx", error.to_string()))?;
         Ok(Cow::Owned(self.head.to_owned() + &text))
     }
+
+    /// Its machine code, if the build has it. **Errors**: [`Error::Invalid`] if it is damaged.
+    pub fn cubin(&self) -> Result<Option<Vec<u8>>, Error> {
+        let cubin = self.kernel.and_then(|kernel| kernel.cubin);
+        cubin.map(|cubin| self.inflate("cubin", cubin)).transpose()
+    }
+
+    fn inflate(&self, argument: &'static str, deflated: &[u8]) -> Result<Vec<u8>, Error> {
+        let inflated = miniz_oxide::inflate::decompress_to_vec(deflated);
+        inflated.map_err(|error| self.damaged(argument, error.to_string()))
+    }
+
+    fn damaged(&self, argument: &'static str, reason: String) -> Error {
+        Error::invalid(self.name, argument, format!("deflated {argument}"), reason)
+    }
+}
+
+/// Whether machine code for a floor runs on a card of this compute capability: within a generation, and of Hopper's
+/// special instructions there alone.
+pub(crate) fn cubin_runs_on(arch: Arch, (major, minor): (u32, u32)) -> bool {
+    let generation = match arch {
+        Arch::Sm61 => 6,
+        Arch::Sm80 => 8,
+        Arch::Sm90a => 9,
+        Arch::Sm100 => 10,
+    };
+    major == generation && arch.runs_on(major, minor)
 }
 
 /// A driver that takes an image.
@@ -206,7 +244,7 @@ pub struct NeededDriver {
 
 #[cfg(test)]
 mod tests {
-    use super::{Image, NeededDriver, Ptx, preferred_floor};
+    use super::{EmbeddedKernel, Image, NeededDriver, Ptx, cubin_runs_on, preferred_floor};
     use crate::error::Error;
     use abi::Arch;
 
@@ -262,8 +300,12 @@ mod tests {
     #[test]
     fn kernels_are_modules_of_their_own() {
         let ret = miniz_oxide::deflate::compress_to_vec(b".visible .entry a() { ret; }", 6);
-        let kernels: &[_] =
-            Box::leak(Box::new([("a", &*Box::leak(ret.into_boxed_slice())), ("b", &[0xff, 1, 2])]));
+        let cubin = miniz_oxide::deflate::compress_to_vec(b"\x7fELF...", 6);
+        let leak = |bytes: Vec<u8>| &*Box::leak(bytes.into_boxed_slice());
+        let kernels: &[_] = Box::leak(Box::new([
+            EmbeddedKernel { name: "a", ptx: leak(ret), cubin: Some(leak(cubin)) },
+            EmbeddedKernel { name: "b", ptx: &[0xff, 1, 2], cubin: None },
+        ]));
         let ptx = Ptx::Kernels { origin: "rustc 1.95.0\n", head: ".version 8.0\n", kernels };
         let image = Image { family: "f", arch: Arch::Sm90a, ptx };
         assert_eq!((image.ptx_version(), image.origin()), (Some((8, 0)), Some("rustc 1.95.0")));
@@ -271,10 +313,24 @@ mod tests {
         assert_eq!(image.modules().map(|module| module.name).collect::<Vec<_>>(), ["a", "b"]);
         let text = image.module_of("a").unwrap().text().unwrap();
         assert_eq!(text, ".version 8.0\n.visible .entry a() { ret; }");
+        assert_eq!(image.module_of("a").unwrap().cubin().unwrap().as_deref(), Some(&b"\x7fELF..."[..]));
+        assert_eq!(image.module_of("b").unwrap().cubin().unwrap(), None);
         let message = image.module_of("b").unwrap().text().unwrap_err().to_string();
-        assert!(message.starts_with("b: ptx: expected deflated PTX text, got "), "{message}");
+        assert!(message.starts_with("b: ptx: expected deflated ptx, got "), "{message}");
         let message = image.module_of("c").unwrap_err().to_string();
         assert_eq!(message, "f: kernel: expected one of the image for sm_90a, got c");
+    }
+
+    #[test]
+    fn machine_code_runs_within_its_generation() {
+        for (arch, runs, others) in [
+            (Arch::Sm61, &[(6, 1), (6, 2)][..], &[(6, 0), (7, 0), (8, 0)][..]),
+            (Arch::Sm80, &[(8, 0), (8, 6), (8, 9)], &[(9, 0), (12, 0), (7, 5)]),
+            (Arch::Sm90a, &[(9, 0)], &[(10, 0), (8, 9)]),
+        ] {
+            assert!(runs.iter().all(|&card| cubin_runs_on(arch, card)), "{arch}");
+            assert!(!others.iter().any(|&card| cubin_runs_on(arch, card)), "{arch}");
+        }
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub use abi::{Arch, DType, Need, UnknownArch, UnknownDType};
 pub use device::Device;
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
-pub use images::{Image, NeededDriver, Ptx, PtxModule};
+pub use images::{EmbeddedKernel, Image, NeededDriver, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
 pub use memory::{Pool, PoolStats};
 pub use plan::Choice;

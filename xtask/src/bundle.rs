@@ -31,7 +31,7 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
             "--package",
             "warpforge",
             "--package",
-            "cuda_loader",
+            "warpforge-loader",
             "--package",
             "probes",
             "--package",

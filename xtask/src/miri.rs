@@ -28,7 +28,7 @@ pub fn run(root: &Path) -> Result<(), Error> {
         "miri",
         "test",
         "--package",
-        "host",
+        "warpforge-host",
         "--no-default-features",
         "--lib",
         "--",

@@ -4,11 +4,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::process::{cargo, output, probe, run as run_command};
+use crate::process::{cargo, line, output, probe, run as run_command};
 
 /// Where the packages are put, seen from the repository's root.
 const FOLDER: &str = "target/xtask/packages";
@@ -30,7 +31,12 @@ pub enum Images {
 pub fn run(root: &Path, images: Images) -> Result<PathBuf, Error> {
     let metadata = json(&output(&mut cargo(root, &["metadata", "--no-deps", "--format-version", "1"]))?)?;
     let crates = in_order(&metadata);
+    if images == Images::All {
+        let test = ["test", "--package", "warpforge", "--test", "images", "--", "--ignored", "built_again"];
+        run_command(&mut cargo(root, &test))?;
+    }
     let floors = stage_images(root, images)?;
+    stage_cubins(root, images)?;
     let target = metadata["target_directory"].as_str().unwrap_or_default();
     let packed = Path::new(target).join("package");
     // What an earlier run has left would be taken for one of these.
@@ -145,6 +151,83 @@ fn stage_images(root: &Path, images: Images) -> Result<Vec<String>, Error> {
     Ok(floors)
 }
 
+/// Assembles the kernels of the floors whose cards are the most, for the crates that carry that; for a check none.
+fn stage_cubins(root: &Path, images: Images) -> Result<(), Error> {
+    for (floor, arch) in [("sm80", "sm_80"), ("sm90a", "sm_90a")] {
+        let from = root.join(format!("crates/images/{floor}/images"));
+        let to = root.join(format!("crates/cubins/{floor}/cubins"));
+        if to.exists() {
+            at(&to, fs::remove_dir_all)?;
+        }
+        if images == Images::OfTests || !from.is_dir() {
+            continue;
+        }
+        at(&to, fs::create_dir_all)?;
+        let ptxas = crate::setup::ptxas(root)?;
+        let list = at(&from.join("images.rs"), fs::read_to_string)?;
+        let kernels = kernels(&list);
+        println!("{arch}: assembling {} kernels", kernels.len());
+        let next = AtomicUsize::new(0);
+        let work = || -> Result<(), Error> {
+            while let Some((head, name)) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
+                assemble(&ptxas, arch, head, name, &from, &to)?;
+            }
+            Ok(())
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })?;
+    }
+    Ok(())
+}
+
+/// The kernels of a list of images, each with the head of its text.
+fn kernels(list: &str) -> Vec<(String, &str)> {
+    let mut head = String::new();
+    let mut found = Vec::new();
+    for line in list.lines() {
+        if let Some((_, text)) = line.split_once("head: \"") {
+            // As Rust writes a text of lines.
+            head = text.split('"').next().unwrap_or_default().replace("\\n", "\n").replace("\\t", "\t");
+        } else if let Some((_, rest)) = line.split_once("EmbeddedKernel { name: \"") {
+            found.push((head.clone(), rest.split('"').next().unwrap_or_default()));
+        }
+    }
+    found
+}
+
+/// Assembles a kernel's deflated text, and deflates what comes of it.
+fn assemble(ptxas: &Path, arch: &str, head: &str, name: &str, from: &Path, to: &Path) -> Result<(), Error> {
+    let packed = from.join(format!("{name}.ptx.deflate"));
+    let unsound = |_| Error::File { path: packed.clone(), source: std::io::ErrorKind::InvalidData.into() };
+    let text = miniz_oxide::inflate::decompress_to_vec(&at(&packed, fs::read)?).map_err(unsound)?;
+    let (ptx, cubin) = (to.join(format!("{name}.ptx")), to.join(format!("{name}.cubin")));
+    at(&ptx, |path| fs::write(path, [head.as_bytes(), &text].concat()))?;
+    let mut command = Command::new(ptxas);
+    command.args(["-arch", arch, "-o"]).arg(&cubin).arg(&ptx);
+    output_quietly(&mut command)?;
+    let code = miniz_oxide::deflate::compress_to_vec(&at(&cubin, fs::read)?, 9);
+    at(&to.join(format!("{name}.cubin.deflate")), |path| fs::write(path, code))?;
+    at(&ptx, fs::remove_file)?;
+    at(&cubin, fs::remove_file)
+}
+
+fn output_quietly(command: &mut Command) -> Result<(), Error> {
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(source) => return Err(Error::Start { command: line(command), source }),
+    };
+    if output.status.success() {
+        return Ok(());
+    }
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
+    Err(Error::Failed { command: line(command), status: output.status })
+}
+
 /// Whether a variable of the compiler, as cargo tells it, is that of a folder of images.
 fn names_images(variable: &Value) -> bool {
     variable[0].as_str().is_some_and(|name| name.starts_with("WARPFORGE_IMAGES_"))
@@ -164,7 +247,7 @@ fn at<'a, T>(path: &'a Path, work: impl FnOnce(&'a Path) -> std::io::Result<T>) 
 
 #[cfg(test)]
 mod tests {
-    use super::in_order;
+    use super::{in_order, kernels};
 
     #[test]
     fn crates_come_behind_what_they_depend_on() {
@@ -181,5 +264,19 @@ mod tests {
             in_order(&metadata),
             expected.map(|(name, version)| (name.to_owned(), version.to_owned()))
         );
+    }
+
+    #[test]
+    fn kernels_of_a_list_have_their_heads() {
+        let kernel = |name: &str| {
+            format!("        host::EmbeddedKernel {{ name: \"{name}\", ptx: x, cubin: None }},\n")
+        };
+        let image = |head: &str, names: [&str; 2]| {
+            format!("Image {{ head: {head:?},\n    kernels: &[\n{}    ],\n", names.map(kernel).concat())
+        };
+        let (a, b) = (".version 8.0\n.target sm_90a\n", ".version 7.4\n\t.x\n");
+        let list = image(a, ["k", "l"]) + &image(b, ["m", "n"]);
+        let expected = [(a, "k"), (a, "l"), (b, "m"), (b, "n")];
+        assert_eq!(kernels(&list), expected.map(|(head, name)| (head.to_owned(), name)));
     }
 }

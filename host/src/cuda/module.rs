@@ -11,7 +11,7 @@ use cuda_loader::driver::{self, FuncAttribute};
 use super::recording::NoRecording;
 use super::{Context, failed, primary};
 use crate::error::Error;
-use crate::images::Image;
+use crate::images::{Image, PtxModule, cubin_runs_on};
 use crate::profile::Resources;
 
 /// A kernel's function, which its module keeps alive.
@@ -140,6 +140,15 @@ impl Modules {
         Ok((handle, resources))
     }
 
+    /// A kernel's machine code, loaded; none where the build has none, or card or driver do not take it: a driver older than the
+    /// assembler may not.
+    fn assembled(&self, arch: Arch, kernel: &PtxModule) -> Result<Option<CUmodule>, Error> {
+        let runs = self.context.profile.compute_capability.is_some_and(|card| cubin_runs_on(arch, card));
+        let Some(cubin) = kernel.cubin()?.filter(|_| runs) else { return Ok(None) };
+        // SAFETY: whole: the images are what `ptxas` wrote — whoever made the device promises it — and inflating checks their ends.
+        Ok(unsafe { driver::module_load_cubin(&cubin) }.ok())
+    }
+
     /// The module of a kernel.
     fn module(&self, family: &'static str, arch: Arch, kernel: &str) -> Result<Arc<Module>, Error> {
         self.context.enter()?;
@@ -158,14 +167,19 @@ impl Modules {
         image.check_driver(driver_version)?;
         let text = own.text()?;
         let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
-        let ptx = CString::new(text.into_owned())
-            .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
-        let module = driver::module_load_data(&ptx).map_err(|error| Error::Image {
-            family,
-            arch,
-            log: error.log,
-            source: error.source.into(),
-        })?;
+        let module = match self.assembled(arch, &own)? {
+            Some(module) => module,
+            None => {
+                let ptx = CString::new(text.into_owned())
+                    .map_err(|_| Error::invalid(family, "image", "PTX text", "a NUL byte in it"))?;
+                driver::module_load_data(&ptx).map_err(|error| Error::Image {
+                    family,
+                    arch,
+                    log: error.log,
+                    source: error.source.into(),
+                })?
+            }
+        };
         let module = Arc::new(Module { module, overlaps, context: self.context.clone() });
         loaded.insert((own.name, arch), module.clone());
         Ok(module)

@@ -38,7 +38,7 @@ pub use memory::{
     is_known_memory, mem_alloc, mem_free, mem_get_info, memcpy_dtod_async, memcpy_dtoh_async,
     memcpy_htod_async, memset_d8_async, memset_d32_async,
 };
-pub use module::{ModuleError, module_get_function, module_load_data, module_unload};
+pub use module::{ModuleError, module_get_function, module_load_cubin, module_load_data, module_unload};
 pub use stream::{
     Timing, event_create, event_destroy, event_elapsed_ms, event_query, event_record, event_synchronize,
     stream_create, stream_destroy, stream_query, stream_synchronize, stream_wait_event,

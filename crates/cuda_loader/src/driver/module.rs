@@ -53,6 +53,22 @@ pub fn module_load_data(ptx: &CStr) -> Result<CUmodule, ModuleError> {
     Ok(module)
 }
 
+/// Loads machine code, a cubin as `ptxas` writes it, into the current context: nothing is assembled.
+/// `CUDA_ERROR_NO_BINARY_FOR_GPU` or another error where card or driver do not take it.
+///
+/// # Safety
+/// `cubin` is a whole one: the driver reads it by the lengths that it states.
+pub unsafe fn module_load_cubin(cubin: &[u8]) -> Result<CUmodule, DriverError> {
+    if !cubin.starts_with(b"\x7fELF") {
+        return Err(DriverError::invalid_value("a cubin begins as an ELF file does".into()));
+    }
+    let mut module: CUmodule = std::ptr::null_mut();
+    let (options, values) = (std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: `module` is writable — a local; no options; the image is whole — the caller.
+    check(unsafe { ffi::cuModuleLoadDataEx(&mut module, cubin.as_ptr().cast(), 0, options, values) })?;
+    Ok(module)
+}
+
 fn log(errors: &[u8], info: &[u8]) -> String {
     let text = |buffer: &[u8]| {
         let written = buffer.split(|byte| *byte == 0).next().unwrap_or_default();
@@ -94,6 +110,15 @@ mod tests {
         }
         let error = module_load_data(c"\x7fELF").unwrap_err();
         assert!(error.source.description.ends_with("begins with [7f, 45, 4c, 46]"), "{error}");
+    }
+
+    #[test]
+    fn text_is_no_cubin() {
+        for text in [&b".version 8.0\n"[..], b"", b"\x7fEL"] {
+            // SAFETY: refused before the driver sees it.
+            let error = unsafe { module_load_cubin(text) }.unwrap_err();
+            assert_eq!(error.description, "a cubin begins as an ELF file does");
+        }
     }
 
     #[test]
