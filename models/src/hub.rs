@@ -8,15 +8,14 @@ use super::files::read_file;
 /// A commit's name, and some room.
 const MAX_REF_BYTES: u64 = 256;
 
-/// The folder with a repository's files in the hub's cache: `models--org--name/snapshots/<commit>`. `id` is `org/name` or `name`,
-/// `revision` a branch, a tag or a commit's whole name, `main` if none.
+/// The folder with a repository's files in the hub's cache: `models--org--name/snapshots/<commit>`. `id` is `org/name`
+/// or `name`, `revision` a branch, a tag or a commit's whole name, `main` if none.
 ///
-/// The cache is the folder that `HF_HUB_CACHE` names, else `hub` in that of `HF_HOME`, else `huggingface/hub` in that of
-/// `XDG_CACHE_HOME`, else `~/.cache/huggingface/hub`.
+/// The cache is the folder that `HF_HUB_CACHE` names, else `hub` in that of `HF_HOME`, else `huggingface/hub` in that
+/// of `XDG_CACHE_HOME`, else `~/.cache/huggingface/hub`.
 ///
-/// # Errors
-/// [`ModelError::NotCached`] for what is no name of a repository or a revision, and where the revision has not been downloaded;
-/// [`ModelError::Unreadable`].
+/// # Errors [`ModelError::NotCached`] for what is no name of a repository or a revision, and where the revision has not
+/// been downloaded; [`ModelError::Unreadable`].
 pub fn cached_repo(id: &str, revision: Option<&str>) -> Result<PathBuf, ModelError> {
     let cache =
         cache_folder(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from));

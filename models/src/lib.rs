@@ -1,8 +1,8 @@
 //! Models from published files: `config.json` and safetensors, or GGUF, in; tokens out.
 //!
 //! [`Model::load`] reads the configuration, builds the modules from it by their factories and loads their weights;
-//! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps of a batch that stays, [`Batch`] of
-//! sequences that come and go. A [`Visual`] is an image or a video of a prompt.
+//! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps of a batch
+//! that stays, [`Batch`] of sequences that come and go. A [`Visual`] is an image or a video of a prompt.
 
 mod batch;
 mod checkpoint;

@@ -33,9 +33,9 @@ pub fn save_tensors<'a>(
 
 /// The tensors of a safetensors file, by name.
 ///
-/// # Errors
-/// [`ModelError::Missing`], [`ModelError::Unreadable`] and [`ModelError::Safetensors`] for the file, which must not be written to
-/// meanwhile; [`ModelError::Tensors`] for a type that no [`DType`] is; those of [`Tensor::from_bytes`].
+/// # Errors [`ModelError::Missing`], [`ModelError::Unreadable`] and [`ModelError::Safetensors`] for the file, which
+/// must not be written to meanwhile; [`ModelError::Tensors`] for a type that no [`DType`] is; those of
+/// [`Tensor::from_bytes`].
 pub fn load_tensors(path: &Path, stream: &Stream) -> Result<Vec<(String, Tensor)>, Error> {
     let file = RawFile::open(path)?;
     let readable = |stored| (stored == Dtype::F8_E4M3).then_some(DType::F8E4M3).or_else(|| known(stored));

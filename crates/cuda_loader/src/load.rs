@@ -142,13 +142,17 @@ mod platform {
         Err(LoadError::NotFound { attempts })
     }
 
+    #[cfg(not(windows))]
     fn library(name: &str) -> Result<Library, libloading::Error> {
         // SAFETY: runs the library's initializers — the installed driver's, made to be loaded this way.
-        #[cfg(not(windows))]
-        return unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
-        // SAFETY: as above; where drivers install it, and from nowhere else.
-        #[cfg(windows)]
-        return unsafe { Library::load_with_flags(name, LOAD_LIBRARY_SEARCH_SYSTEM32) };
+        unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }
+    }
+
+    /// From where drivers install it, and from nowhere else.
+    #[cfg(windows)]
+    fn library(name: &str) -> Result<Library, libloading::Error> {
+        // SAFETY: runs the library's initializers — the installed driver's, made to be loaded this way.
+        unsafe { Library::load_with_flags(name, LOAD_LIBRARY_SEARCH_SYSTEM32) }
     }
 
     /// The system's own sentence, which libloading keeps as the source of its error.
