@@ -302,3 +302,54 @@ fn device_code_holds_no_assembly_and_no_raw_access() {
         }
     }
 }
+
+/// What a comment says of a time or a rate that was measured, if anything.
+fn measurement(comment: &str) -> Option<String> {
+    let is_space = |c: char| c.is_whitespace() || "()[],;:".contains(c);
+    let words: Vec<&str> = comment.split(is_space).filter(|word| !word.is_empty()).collect();
+    let is_number = |word: &str| word.starts_with(|c: char| c.is_ascii_digit());
+    let found = (0..words.len()).find(|&at| {
+        let word = |ahead: usize| words.get(at + ahead).copied().unwrap_or_default().trim_end_matches('.');
+        let is_rate = word(0).contains("FLOP") || ["B/s", "op/s"].iter().any(|unit| word(0).ends_with(unit));
+        let is_time = is_number(word(0)) && ["ns", "µs", "us", "ms"].contains(&word(1));
+        let is_share = is_number(word(0))
+            && word(1) == "%"
+            && ["faster", "slower", "longer", "shorter", "more", "less"].contains(&word(2));
+        let is_change =
+            [word(0), word(1)] == ["instead", "of"] && is_number(word(2)) && word(2).contains('.');
+        let is_count = word(0).starts_with("thousand") && comment.contains("cycles");
+        is_rate || is_time || is_share || is_change || is_count
+    });
+    found.map(|at| words[at..].iter().take(3).copied().collect::<Vec<_>>().join(" "))
+}
+
+/// Where the code is are invariants and reasons; what was measured, which is true of one commit and one card, is in
+/// `gpu/NOTES`.
+#[test]
+fn measurements_are_in_the_notes() {
+    for (comment, want) in [
+        ("takes 24.3 µs by two rounds of five", Some("24.3 µs by")),
+        ("(8192³: 795 TFLOP/s, 1.09 of cuBLAS)", Some("TFLOP/s 1.09 of")),
+        ("2 to 5 % faster in each of three runs.", Some("5 % faster")),
+        ("8.7 instead of 8.2,", Some("instead of 8.2")),
+        ("546 thousand cycles", Some("thousand cycles")),
+        ("31 shuffles instead of 160, half of `i / 2 % 4`, at 128 bytes per clock", None),
+    ] {
+        assert_eq!(measurement(comment).as_deref(), want, "{comment}");
+    }
+    let mut files = Vec::new();
+    for folder in ["gpu/src", "host/src/ops"] {
+        sources(&workspace_root().join(folder), &mut files);
+    }
+    // Its times leave with its next kernels.
+    files.retain(|file| !file.ends_with("gpu/src/ops/sampling/mod.rs"));
+    for file in files {
+        let text = fs::read_to_string(&file).expect("a source file");
+        for (number, line) in text.lines().enumerate() {
+            let Some((_, comment)) = line.split_once("//") else { continue };
+            if let Some(found) = measurement(comment) {
+                panic!("{}:{}: `{found}` belongs in gpu/NOTES", file.display(), number + 1);
+            }
+        }
+    }
+}

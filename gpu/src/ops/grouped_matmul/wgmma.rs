@@ -1,38 +1,34 @@
-//! Grouped products on Hopper: TMA brings the weights and sorted rows of x, `cp.async` gathers others, warpgroups multiply by `wgmma`.
+//! Grouped products on Hopper: TMA brings the weights and sorted rows of x, `cp.async` gathers others, warpgroups
+//! multiply by `wgmma`.
 //!
-//! A block stays on its multiprocessor and walks over the tiles of `BM` × `BN` that there are, those of an expert's rows side by
-//! side. Its first warpgroup finds the tiles and loads, the two others multiply 64 rows each.
+//! A block stays on its multiprocessor and walks over the tiles of `BM` × `BN` that there are, those of an expert's
+//! rows side by side. Its first warpgroup finds the tiles and loads, the two others multiply 64 rows each.
 //!
 //! ```text
-//! producer   wait empty[s] ── tell whose stage it is, expect bytes, load w BN × 128 B ──► full[s]      a warp for each stage
+//! producer   wait empty[s] ── tell whose stage it is, expect bytes, load w BN × 128 B ──► full[s], a warp a stage
 //!                          ├─ sorted: load x, 32 rows × 128 B at a time ──► full[s]
 //!                          └─ gathered: 32 × cp.async: 4 rows of x ── wait for them ── fence ──► full[s]
 //! consumers  wait full[s] ── 4 × wgmma m64nBN ── wait for the group before ──► empty[s-1]
-//! at the end of a tile: rounding, two boxes of 64 × 64 by stmatrix into shared memory, two stay in registers; behind each of the next tile's first
-//! steps 64 columns leave, from shared memory 16 bytes at a time to the rows that exist
+//! at the end of a tile: rounding, two boxes of 64 × 64 by stmatrix into shared memory, two stay in
+//! registers; behind each of the next tile's first steps 64 columns leave, from shared memory 16 bytes at a time to the
+//! rows that exist
 //!
-//! shared memory   | stage 0: x BM · 128, w BN · 128 | … | 2 boxes of 8 KiB per consumer | tile of each stage | barriers |
+//! shared memory   | stage 0: x BM · 128, w BN · 128 | … | 2 boxes of 8 KiB a consumer | tiles of stages | barriers |
 //! ```
 //!
-//! - Gathered rows of x lie anywhere, where no TMA box reaches them. A warp copies four rows by an instruction, into the 128-byte
-//!   swizzle that `wgmma` reads; which rows they are its lanes hold for the whole tile, four each, and tell one another.
-//!   Sorted rows that lie over each other, as after a broadcast, take the same way.
-//! - What `cp.async` writes is ordinary memory traffic, so whoever started the copies waits for them and fences them for the
-//!   asynchronous proxy. That fence waits for all of a warp's traffic (`MEMBAR.ALL.CTA`): with a warp for each stage it is
-//!   that stage's, and the copies of the others stay under way.
+//! - Gathered rows of x lie anywhere, where no TMA box reaches them. A warp copies four rows by an instruction, into
+//!   the 128-byte swizzle that `wgmma` reads; which rows they are its lanes hold for the whole tile, four each, and
+//!   tell one another. Sorted rows that lie over each other, as after a broadcast, take the same way.
+//! - What `cp.async` writes is ordinary memory traffic, so whoever started the copies waits for them and fences them
+//!   for the asynchronous proxy. That fence waits for all of a warp's traffic (`MEMBAR.ALL.CTA`): with a warp for each
+//!   stage it is that stage's, and the copies of the others stay under way.
 //! - The sizes of groups are on the device, so only the producers know what comes next; each stage says whose it is.
-//! - Rows past the end of a group are not loaded but to the next multiple of 32, and a consumer that has none passes its stages on.
+//! - Rows past the end of a group are not loaded but to the next multiple of 32, and a consumer that has none passes
+//!   its stages on.
+//! - Bounds of gathered rows: `cp.async` is slow beside products, which have most of what shared memory gives, so the
+//!   consumers wait for stages. Sorted rows come by TMA, and a tile's end is beside the next one's steps.
 //!
-//! # What was tried, on an H200
-//!
-//! - Two words move to uniform registers between products (ARCHITECTURE, "Uniform registers"), before four: it made no difference in time.
-//! - 32768 sorted rows of 128 experts, n 1536, k 2048, thousands of cycles (`ncu`): 551 with all rows by `cp.async`, 450 with sorted ones by TMA and a
-//!   tile's end beside the next one's steps; 368 to 371 and 313 to 319 µs. Of 551 the consumers waited a quarter for stages: a warp takes 1800 cycles to
-//!   start 32 copies, which go slowly beside products that have 80 of shared memory's 128 bytes a cycle, and 850 until they are there. The rows' places
-//!   found once for a tile instead of by shuffles in each step: 580.
-//! - A tile's end alone: 580 to 569, of k 768 4 to 8 %.
-//! - Bounds of gathered rows: as above. 131072 of 16384 tokens, n 1536, k 2048: 1.4 ms, at the rate of the sorted ones 1.25; copying them together first would
-//!   take 0.25.
+//! What was measured and tried: `gpu/NOTES/grouped_matmul.md`.
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
 use abi::ops::matmul::{A_BY_TMA, MatmulDims, OUT_IN_PIECES};
@@ -148,7 +144,8 @@ impl Walk {
 ///
 /// # Safety
 /// - Blocks of 384 threads, shared memory as `GroupedMatmulTile::smem_bytes` says.
-/// - The maps are those of `GroupedMatmul::run`, the other tensors *in-bounds* for `dims` and x in pieces — checked there.
+/// - The maps are those of `GroupedMatmul::run`, the other tensors *in-bounds* for `dims` and x in pieces — checked
+///   there.
 #[inline(always)]
 pub unsafe fn multiply<
     T: Element + Multiply<[f32; SUMS]>,
@@ -178,7 +175,8 @@ pub unsafe fn multiply<
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let thread = thread::thread_idx_x();
     let by_tma = dims.access & A_BY_TMA != 0;
-    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them, and all the stages.
+    // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them, and all the
+    // stages.
     unsafe {
         if thread == 0 {
             let mut stage = 0;
@@ -230,8 +228,8 @@ pub unsafe fn multiply<
             while let Some(TileRow { expert, row, end }) = walk.find(offsets, dims, tile / col_blocks) {
                 let rows = (end - row).min(BM);
                 if step < steps {
-                    // Which rows of x they are: each lane has those of every 32nd. Rows past the end are not read; the last
-                    // stands for those that are copied.
+                    // Which rows of x they are: each lane has those of every 32nd. Rows past the end are not read; the
+                    // last stands for those that are copied.
                     let mut numbers = [0; (BM / 32) as usize];
                     let mut i = 0;
                     while !by_tma && i < numbers.len() {
@@ -385,8 +383,8 @@ pub unsafe fn multiply<
     }
 }
 
-/// The tile before, on its way out while the next one is multiplied, 64 columns at a time: the first two boxes of them in shared memory, the others
-/// still in registers. Each warp stores its own rows, so none waits for another.
+/// The tile before, on its way out while the next one is multiplied, 64 columns at a time: the first two boxes of them
+/// in shared memory, the others still in registers. Each warp stores its own rows, so none waits for another.
 struct Leaving {
     words: [u32; 2 * BOX_WORDS],
     /// Boxes still to be stored.
@@ -438,7 +436,8 @@ impl Leaving {
         boxes: u32,
         member: u32,
     ) {
-        // SAFETY: the warp's lanes have read these rows of the box of two turns ago when they have come together; the row and column exist.
+        // SAFETY: the warp's lanes have read these rows of the box of two turns ago when they have come together; the
+        // row and column exist.
         unsafe {
             if self.left > 0 {
                 let at = boxes + self.left % 2 * BOX_BYTES;

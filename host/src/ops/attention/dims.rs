@@ -9,7 +9,8 @@ use abi::ops::attention::{
 use super::launch::{Loaded, blocks};
 use crate::error::Error;
 
-/// What `check` has found. Only `for_…` make the parameters of a launch of it: each fills all that depends on the kernel.
+/// What `check` has found. Only `for_…` make the parameters of a launch of it: each fills all that depends on the
+/// kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checked(AttentionDims);
 
@@ -29,7 +30,8 @@ impl Deref for Checked {
 }
 
 impl Checked {
-    /// Of what is the same for all kernels: `tiles`, `box_keys`, `result_shift`, `merge_parts` and `grid` are not looked at.
+    /// Of what is the same for all kernels: `tiles`, `box_keys`, `result_shift`, `merge_parts` and `grid` are not
+    /// looked at.
     pub(super) fn new(dims: AttentionDims) -> Self {
         Checked(dims)
     }

@@ -193,8 +193,8 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
     WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
 }
 
-/// The kernel that a launch takes among those of the tensor cores that are loaded: of the first kind of `Stream`, `Split`,
-/// `Wgmma` and `Mma` that can be used at all, the tile of the least clocks. n counts the rows of b.
+/// The kernel that a launch takes among those of the tensor cores that are loaded: of the first kind of `Stream`,
+/// `Split`, `Wgmma` and `Mma` that can be used at all, the tile of the least clocks. n counts the rows of b.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     problem: &MatmulProblem,
