@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use warpforge::models::{
     FeedForwardConfig, MixerConfig, Model, ModelConfig, Session, SessionOptions, SessionSampler,
 };
-use warpforge::ops::sampling::Sampling;
+use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, Error};
 
 use crate::harness::{Bencher, Failure, Meter, Work};
@@ -148,7 +148,7 @@ fn decode(bencher: &mut Bencher, model: &Model, batch: usize) -> Result<(), Fail
     let options = SessionOptions { batch, capacity: PROMPT + steps, ..SessionOptions::default() };
     let mut session = model.session(options)?;
     let texts: Vec<Vec<u32>> = (0..batch).map(|sequence| text(model, sequence)).collect();
-    let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(&session, SamplingParams::default())?;
     let mut ids: Vec<u32> = texts.iter().map(|text| text[PROMPT]).collect();
     let (samples, joules) = repeat(bencher.meter(), STEPS, |step| {
         if step % STEPS == 0 {

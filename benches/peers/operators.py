@@ -893,8 +893,16 @@ def sampling(case, shape):
     dtype, vocab = DTYPES[case["dtype"]], shape["vocab"]
     temperature, top_k, top_p = shape["temperature"], shape["top_k"], shape["top_p"]
 
+    history_len, top = shape.get("history", 0), shape.get("logprobs")
+    # Parameters of each row, as tensors; they go to the device with the first logits.
+    each = [torch.tensor(column) for column in zip(*((t, k or vocab, p) for t, k, p in shape.get("each", [])))]
+
     def inputs(generator):
-        return [normal(generator, shape["rows"], vocab, dtype=dtype)]
+        logits = normal(generator, shape["rows"], vocab, dtype=dtype)
+        if not history_len:
+            return [logits]
+        ids = torch.randint(vocab, (shape["rows"], history_len), generator=generator, device=logits.device)
+        return [logits, ids]
 
     def greedy(logits):
         return logits.argmax(-1)
@@ -902,6 +910,28 @@ def sampling(case, shape):
     def draw(probabilities):
         # Draws by an exponential race, as serving engines do: torch.multinomial waits for the host.
         return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+
+    def mixed(logits):
+        each[:] = [column.to(logits.device) for column in each]
+        temperature, top_k, top_p = (column[:, None] for column in each)
+        logits, order = (logits.float() / temperature).sort(descending=True)
+        logits = logits.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
+        probabilities = logits.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        return order.gather(-1, draw(probabilities)).squeeze(-1)
+
+    def penalised(logits, history):
+        # The first half is the prompt.
+        counts = torch.zeros_like(logits, dtype=torch.int32)
+        generated = history[:, history_len // 2 :]
+        counts.scatter_add_(-1, generated, torch.ones_like(generated, dtype=torch.int32))
+        seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, history, True)
+        logits = logits.float()
+        penalty = shape["repetition"]
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = logits - shape["frequency"] * counts - shape["presence"] * (counts > 0)
+        return random(logits)
 
     def random(logits):
         logits, order = logits.float() / temperature, None
@@ -916,6 +946,13 @@ def sampling(case, shape):
         choice = draw(probabilities)
         return (choice if order is None else order.gather(-1, choice)).squeeze(-1)
 
+    if top is not None:
+        return Operator(
+            inputs,
+            lambda logits: logits.float().log_softmax(-1).amax(-1),
+            both(lambda logits: logits.float().log_softmax(-1).topk(top), "log_softmax and topk"),
+            sample=lambda result: result[0][:, 0],
+        )
     if temperature == 0:
         # The value, since several logits may be the largest.
         return Operator(
@@ -925,10 +962,11 @@ def sampling(case, shape):
             sample=lambda result: result[0].gather(-1, result[1][:, None]).squeeze(-1).float(),
         )
     # A random token can only be checked to be one.
+    how = "topk and eager" if top_k else "sort and eager" if top_p < 1 or each else "torch eager"
     return Operator(
         inputs,
-        lambda logits: torch.ones(shape["rows"], device=logits.device),
-        both(random, "topk and eager" if top_k else "sort and eager" if top_p < 1 else "torch eager"),
+        lambda logits, *history: torch.ones(shape["rows"], device=logits.device),
+        both(mixed if each else penalised if history_len else random, how),
         sample=lambda ids: ((ids >= 0) & (ids < vocab)).float(),
     )
 

@@ -1,7 +1,7 @@
 //! The demo model, which the program carries with it: a self-test needs no checkout.
 
 use warpforge::models::{Model, Session, SessionOptions, SessionSampler};
-use warpforge::ops::sampling::Sampling;
+use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, Device, Error};
 
 use crate::output::Failure;
@@ -53,7 +53,7 @@ impl Demo {
 
 fn continue_greedily(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, Error> {
     session.truncate(0, 0)?;
-    let mut sampler = SessionSampler::new(session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(session, SamplingParams::default())?;
     session.prefill(0, prompt)?;
     let mut ids = Vec::new();
     while ids.len() < num_tokens {

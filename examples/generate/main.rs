@@ -29,7 +29,7 @@ use pictures::Pictures;
 use prompt::Conversation;
 use text::Codec;
 use warpforge::models::{Logits, Model, ModelConfig, SessionOptions, SessionSampler};
-use warpforge::ops::sampling::{self, Sampling, SamplingProblem};
+use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
 
 fn main() -> ExitCode {
@@ -42,7 +42,7 @@ struct Plan {
     config: ModelConfig,
     dtype: DType,
     codec: Option<Codec>,
-    sampling: Sampling,
+    sampling: SamplingParams,
     session: SessionOptions,
     task: Task,
     dump: Option<LogitsFile>,
@@ -103,8 +103,9 @@ fn plan(options: &Options) -> Result<Plan, Failure> {
     let dtype =
         options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
     let vocab = config.decoder.vocab_size;
-    let problem = SamplingProblem { rows: 1, vocab, dtype: DType::F32, method: sampling };
-    sampling::Sampler::supports(&device, &problem)?;
+    let features = SamplingFeatures::of(&[sampling]);
+    let problem = SamplingProblem { features, ..SamplingProblem::new(1, vocab, DType::F32) };
+    problem.write_params(&[sampling], &mut [0; PARAMS_LEN])?;
     note(format_args!("device: {}; weights in {dtype}", device.describe()));
 
     let codec = prompt::codec(options, &config)?;

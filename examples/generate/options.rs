@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use warpforge::models::GenerationConfig;
-use warpforge::ops::sampling::Sampling;
+use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, DeviceChoice, OptLevel};
 
 use crate::output::Failure;
@@ -93,7 +93,7 @@ impl Options {
     }
 
     /// What the flags say of sampling, over the model's own.
-    pub fn sampling(&self, model: &GenerationConfig) -> Result<Sampling, Failure> {
+    pub fn sampling(&self, model: &GenerationConfig) -> Result<SamplingParams, Failure> {
         let of_flags = self.temperature.is_some_and(|temperature| temperature != 0.0);
         let mut config = *model;
         if of_flags && !model.do_sample {
@@ -107,7 +107,7 @@ impl Options {
         config.top_p = self.top_p.unwrap_or(config.top_p);
         let sampling = config.sampling(self.seed);
         let bounds = self.top_k.is_some_and(|k| k > 0) || self.top_p.is_some_and(|p| p != 1.0);
-        if sampling == Sampling::Greedy && bounds {
+        if sampling.temperature == 0.0 && bounds {
             let reason =
                 "--top-k and --top-p bound what is drawn from, and nothing is drawn: give --temperature";
             return Err(reason.into());
@@ -128,14 +128,15 @@ mod tests {
     fn flags_over_the_model() -> Result<(), Failure> {
         let plain = GenerationConfig::default();
         let qwen = GenerationConfig { do_sample: true, temperature: 0.6, top_k: Some(20), top_p: 0.95 };
-        let random = |temperature, top_k, top_p| Sampling::Random { temperature, top_k, top_p, seed: 0 };
+        let greedy = SamplingParams::default();
+        let random = |temperature, top_k, top_p| SamplingParams { temperature, top_k, top_p, ..greedy };
         for (model, arguments, want) in [
-            (plain, &[][..], Sampling::Greedy),
+            (plain, &[][..], greedy),
             (plain, &["--temperature", "0.5"], random(0.5, None, 1.0)),
             (plain, &["--temperature", "0.5", "--top-k", "7"], random(0.5, Some(7), 1.0)),
-            (plain, &["--top-k", "0", "--top-p", "1"], Sampling::Greedy),
+            (plain, &["--top-k", "0", "--top-p", "1"], greedy),
             (qwen, &[], random(0.6, Some(20), 0.95)),
-            (qwen, &["--temperature", "0"], Sampling::Greedy),
+            (qwen, &["--temperature", "0"], greedy),
             (qwen, &["--temperature", "1", "--top-k", "0"], random(1.0, None, 0.95)),
             (qwen, &["--top-p", "0.5"], random(0.6, Some(20), 0.5)),
         ] {

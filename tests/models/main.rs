@@ -20,7 +20,7 @@ use warpforge::models::{
     FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig, Observed, PatchGrid, Session,
     SessionOptions, SessionSampler, Visual,
 };
-use warpforge::ops::sampling::Sampling;
+use warpforge::ops::sampling::SamplingParams;
 use warpforge::{Arch, DType, Device, Place};
 
 type Outcome = Result<(), Box<dyn StdError>>;
@@ -127,7 +127,7 @@ fn greedy_visual(
 
 /// The tokens after those that a session has read.
 fn go_on(session: &mut Session, num_tokens: usize) -> Result<Vec<u32>, warpforge::Error> {
-    let mut sampler = SessionSampler::new(session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(session, SamplingParams::default())?;
     let mut ids = Vec::new();
     while ids.len() < num_tokens {
         ids.push(sampler.sample(session)?[0]);

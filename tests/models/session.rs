@@ -25,7 +25,7 @@ fn a_batch_writes_what_its_sequences_write_alone() -> Outcome {
         let want: Vec<Vec<u32>> =
             prompts.iter().map(|prompt| greedy(&mut alone, prompt, 20)).collect::<Result<_, _>>()?;
         let mut together = model.session(SessionOptions { batch: prompts.len(), ..options })?;
-        let mut sampler = SessionSampler::new(&together, Sampling::Greedy)?;
+        let mut sampler = SessionSampler::new(&together, SamplingParams::default())?;
         let mut got: Vec<Vec<u32>> = Vec::new();
         for (sequence, prompt) in prompts.iter().enumerate() {
             together.prefill(sequence, prompt)?;
@@ -204,7 +204,7 @@ fn samplers_draw_anew() -> Outcome {
     let mut session =
         session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, SessionOptions::default())?;
     session.prefill(0, &[1, 2, 3])?;
-    let method = Sampling::Random { temperature: 100.0, top_k: None, top_p: 1.0, seed: 7 };
+    let method = SamplingParams { temperature: 100.0, seed: 7, ..SamplingParams::default() };
     let draw = || -> Result<Vec<u32>, warpforge::Error> {
         let mut sampler = SessionSampler::new(&session, method)?;
         (0..20).map(|_| Ok(sampler.sample(&session)?[0])).collect()
@@ -223,7 +223,7 @@ fn samplers_draw_anew() -> Outcome {
 fn logits_of_a_call() -> Outcome {
     let options = SessionOptions { capacity: 8, ..SessionOptions::default() };
     let mut session = session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, options)?;
-    let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(&session, SamplingParams::default())?;
     let none = "SessionSampler: session: expected a prompt or a decode step that went well, got a session without logits";
     assert_eq!(sampler.sample(&session).unwrap_err().to_string(), none);
     let prompt = session.prefill(0, &[1, 2, 3])?.to_host()?;
@@ -297,7 +297,7 @@ fn logits_that_are_not_numbers() -> Outcome {
         let options = SessionOptions { batch: 2, capacity: 8, ..SessionOptions::default() };
         let mut session = session(&Device::cpu(), folder.path(), dtype, options)?;
         let stream = session.stream().clone();
-        let mut sampler = SessionSampler::new(&session, Sampling::Greedy)?;
+        let mut sampler = SessionSampler::new(&session, SamplingParams::default())?;
         let mut first = None;
         let mut observe = |which, tensor: warpforge::TensorView<'_>| {
             let finite: Vec<bool> = match tensor.dtype() {

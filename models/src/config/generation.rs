@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::fields::Fields;
 use crate::ModelError;
-use host::ops::sampling::Sampling;
+use host::ops::sampling::SamplingParams;
 
 /// How next tokens are to be chosen. Absent fields have transformers' defaults: the most likely token; where
 /// `do_sample` is set, a temperature of 1 and the 50 most likely.
@@ -28,12 +28,12 @@ impl Default for GenerationConfig {
 
 impl GenerationConfig {
     /// As the operator takes it.
-    pub fn sampling(&self, seed: u64) -> Sampling {
+    pub fn sampling(&self, seed: u64) -> SamplingParams {
         let &GenerationConfig { do_sample, temperature, top_k, top_p } = self;
         if do_sample && temperature != 0.0 {
-            Sampling::Random { temperature, top_k, top_p, seed }
+            SamplingParams { temperature, top_k, top_p, seed, ..SamplingParams::default() }
         } else {
-            Sampling::Greedy
+            SamplingParams::default()
         }
     }
 }
@@ -71,17 +71,19 @@ mod tests {
 
     #[test]
     fn defaults_and_values() -> Result<(), ModelError> {
-        let random = |temperature, top_k, top_p| Sampling::Random { temperature, top_k, top_p, seed: 3 };
+        let greedy = SamplingParams::default();
+        let random =
+            |temperature, top_k, top_p| SamplingParams { temperature, top_k, top_p, seed: 3, ..greedy };
         let qwen3 =
             r#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "pad_token_id": 7}"#;
         for (text, want) in [
-            ("{}", Sampling::Greedy),
-            (r#"{"temperature": 0.6, "top_k": 20}"#, Sampling::Greedy),
-            (r#"{"do_sample": null}"#, Sampling::Greedy),
+            ("{}", greedy),
+            (r#"{"temperature": 0.6, "top_k": 20}"#, greedy),
+            (r#"{"do_sample": null}"#, greedy),
             (r#"{"do_sample": true}"#, random(1.0, Some(50), 1.0)),
             (r#"{"do_sample": true, "top_k": 0}"#, random(1.0, None, 1.0)),
             (r#"{"do_sample": true, "top_k": -1, "top_p": 1}"#, random(1.0, None, 1.0)),
-            (r#"{"do_sample": true, "temperature": 0.0}"#, Sampling::Greedy),
+            (r#"{"do_sample": true, "temperature": 0.0}"#, greedy),
             (qwen3, random(0.6, Some(20), 0.95)),
         ] {
             assert_eq!(of(text)?.sampling(3), want, "{text}");

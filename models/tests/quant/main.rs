@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::error::Error as StdError;
 use std::path::{Path, PathBuf};
 
-use host::ops::sampling::Sampling;
+use host::ops::sampling::SamplingParams;
 use host::{DType, Device};
 use models::{Checkpoint, Logits, Model, Session, SessionOptions, SessionSampler};
 use testkit::compare::relative_l2;
@@ -67,7 +67,7 @@ fn session(path: &Path) -> Result<Session, host::Error> {
 fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, host::Error> {
     session.truncate(0, 0)?;
     session.prefill(0, prompt)?;
-    let mut sampler = SessionSampler::new(session, Sampling::Greedy)?;
+    let mut sampler = SessionSampler::new(session, SamplingParams::default())?;
     let mut ids = Vec::new();
     while ids.len() < num_tokens {
         ids.push(sampler.sample(session)?[0]);

@@ -38,7 +38,7 @@ macro_rules! for_each_operator {
             qk_norm_rope "qk_norm_rope" [VARIANTS];
             rmsnorm "rmsnorm" [VARIANTS];
             rope "rope" [VARIANTS];
-            sampling "sampling" [VARIANTS];
+            sampling "sampling" [VARIANTS EDIT_VARIANTS LOGPROBS_VARIANTS];
             scatter_rows "scatter_rows" [VARIANTS];
             transpose "transpose" [VARIANTS];
         }

@@ -7,66 +7,190 @@
 use crate::DType;
 use crate::philox::philox4x32;
 
-/// Sizes and parameters of a launch, in elements: of one walk over the rows of a run, or of some of them.
+/// Sizes of a launch, in elements: of some steps over the rows of a run, or over some of them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingDims {
-    /// The generator's key.
-    pub seed: u64,
-    /// Part of the generator's counter, beside the row.
-    pub step: u64,
-    /// top_p in units of 2^-32, from 1 to 2^32.
-    pub top_p_q32: u64,
     /// Logits of a row.
     pub vocab: u32,
     /// From one row of the logits to the next.
     pub logits_stride: u32,
-    /// Tokens that are kept at most: from 1 to `vocab`.
-    pub top_k: u32,
-    /// log2(e) / temperature, finite.
-    pub scale: f32,
-    /// 1: the largest logit is wanted, and the rest of the above has no meaning.
-    pub is_greedy: u32,
+    /// From one row's [`RowParams`] to the next.
+    pub params_stride: u32,
     /// The first row of the launch.
     pub first_row: u32,
+    /// The logits' row for the first row of the launch: `first_row`, or 0 where only the launch's rows are there.
+    pub first_logits_row: u32,
     /// Blocks that share a row, at most [`MAX_SLICES`].
     pub slices: u32,
     /// Logits of each but the last: a multiple of 8.
     pub slice_len: u32,
-    /// How many walks came before, from [`Task::Largest`] on.
-    pub walk: u32,
-    /// What the walk does: a [`Task`].
-    pub task: u32,
-    /// Which digit of the keys, where it looks at one.
-    pub digit: u32,
-    /// What the walk before did, if there was one; where it looked at a digit, at the one before, or the last.
-    pub before: u32,
+    /// The steps that some row of the plan may take: bits of [`step`].
+    pub planned: u32,
+    /// Of these the steps of the launch: one, or, where a row has one block, all.
+    pub launched: u32,
 }
 
-const _: () = assert!(size_of::<SamplingDims>() == 72);
+const _: () = assert!(size_of::<SamplingDims>() == 36);
 impl crate::Params for SamplingDims {}
 
-/// What a walk over a row does. Random sampling is `Largest`, where top_k bounds `Count` for each digit, where top_p does `Weigh` for each digit,
-/// `Sum`, `Choose`; greedy sampling `Largest` and, if several blocks share a row, `Choose`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Task {
+/// The steps of sampling a token, in their order. Each row takes those that its parameters need.
+pub mod step {
     /// The largest logit of each slice.
-    Largest,
-    /// How many logits have which digit.
-    Count,
-    /// What the logits with each digit weigh.
-    Weigh,
+    pub const LARGEST: u32 = 0;
+    /// How many logits have which digit, for each of three digits: finds the key of the `top_k`th largest.
+    pub const COUNT: u32 = 1;
+    /// What the logits with each digit weigh: finds the key at which the weight reaches `top_p`.
+    pub const WEIGH: u32 = 4;
+    /// The mean depth of what is kept.
+    pub const MEAN: u32 = 7;
+    /// What the kept logits with each digit of their nearness weigh: finds how near to the mean the weight reaches
+    /// `typical_p`.
+    pub const NEAR: u32 = 8;
     /// What is kept of each slice.
-    Sum,
+    pub const SUM: u32 = 11;
     /// The token.
-    Choose,
+    pub const CHOOSE: u32 = 12;
+
+    /// A step as a bit of a set.
+    #[inline(always)]
+    pub const fn bit(step: u32) -> u32 {
+        1 << step
+    }
+
+    /// The steps of a search by so many digits.
+    pub const fn search(first: u32, digits: u32) -> u32 {
+        ((1 << digits) - 1) << first
+    }
+
+    /// The largest logit alone.
+    pub const GREEDY: u32 = bit(LARGEST) | bit(CHOOSE);
+    const ALL_DIGITS: u32 = 3;
+    /// All steps of each of the searches.
+    pub const COUNTS: u32 = search(COUNT, ALL_DIGITS);
+    /// As above.
+    pub const WEIGHTS: u32 = search(WEIGH, ALL_DIGITS);
+    /// As above, with what comes before it.
+    pub const TYPICAL: u32 = bit(MEAN) | search(NEAR, ALL_DIGITS);
 }
+
+/// What a row is sampled by, as it lies in device memory: [`RowParams::LEN`] words.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowParams {
+    /// The generator's key.
+    pub seed: u64,
+    /// The generator's counter.
+    pub step: u64,
+    /// log2(e) / temperature, finite; 0: the largest logit is wanted.
+    pub scale: f32,
+    /// Tokens that are kept at most; 0: all.
+    pub top_k: u32,
+    /// top_p in units of 2^-32; 0: all.
+    pub top_p: u32,
+    /// min_p in units of 2^-32; 0: all.
+    pub min_p: u32,
+    /// typical_p in units of 2^-32; 0: all.
+    pub typical_p: u32,
+    /// Above 0; 1 does nothing.
+    pub repetition: f32,
+    /// What is subtracted for a token that was generated.
+    pub presence: f32,
+    /// What is subtracted for each time.
+    pub frequency: f32,
+    /// Tokens of the history that are the prompt's: the first ones.
+    pub prompt_len: u32,
+    /// Tokens of the history.
+    pub history_len: u32,
+    /// Entries of the bias.
+    pub num_bias: u32,
+    /// 1: the row has a mask.
+    pub is_masked: u32,
+}
+
+impl RowParams {
+    /// Words of a row.
+    pub const LEN: usize = 16;
+
+    /// As words.
+    pub const fn to_words(&self) -> [u32; Self::LEN] {
+        [
+            self.seed as u32,
+            (self.seed >> 32) as u32,
+            self.step as u32,
+            (self.step >> 32) as u32,
+            self.scale.to_bits(),
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.typical_p,
+            self.repetition.to_bits(),
+            self.presence.to_bits(),
+            self.frequency.to_bits(),
+            self.prompt_len,
+            self.history_len,
+            self.num_bias,
+            self.is_masked,
+        ]
+    }
+
+    /// From words, whatever they are.
+    #[inline(always)]
+    pub const fn of_words(words: [u32; Self::LEN]) -> Self {
+        RowParams {
+            seed: words[0] as u64 | (words[1] as u64) << 32,
+            step: words[2] as u64 | (words[3] as u64) << 32,
+            scale: f32::from_bits(words[4]),
+            top_k: words[5],
+            top_p: words[6],
+            min_p: words[7],
+            typical_p: words[8],
+            repetition: f32::from_bits(words[9]),
+            presence: f32::from_bits(words[10]),
+            frequency: f32::from_bits(words[11]),
+            prompt_len: words[12],
+            history_len: words[13],
+            num_bias: words[14],
+            is_masked: words[15],
+        }
+    }
+
+    /// Whether the row's largest logit is wanted.
+    #[inline(always)]
+    pub const fn is_greedy(&self) -> bool {
+        self.scale == 0.0
+    }
+
+    /// Of the planned steps those that the row takes: each step that changes its result.
+    #[inline(always)]
+    pub const fn steps(&self, planned: u32, vocab: u32) -> u32 {
+        let mut steps = step::GREEDY;
+        if !self.is_greedy() {
+            steps |= step::bit(step::SUM);
+            if self.top_k != 0 && self.top_k < vocab {
+                steps |= step::COUNTS;
+            }
+            if self.top_p != 0 {
+                steps |= step::WEIGHTS;
+            }
+            if self.typical_p != 0 {
+                steps |= step::TYPICAL;
+            }
+        }
+        steps & planned
+    }
+
+    /// The least weight of a token that min_p keeps.
+    #[inline(always)]
+    pub const fn min_weight(&self) -> u64 {
+        (self.min_p as u64) << 8
+    }
+}
+
+/// What stands for a token where none may be chosen: all logits are NaN, or not allowed.
+pub const NO_TOKEN: u32 = u32::MAX;
 
 /// Longest row: sums of weights stay below 2^63.
 pub const MAX_VOCAB: u32 = 1 << 23;
-/// `top_p_q32` of 1: nothing is cut off.
-pub const TOP_P_ONE: u64 = 1 << 32;
 
 /// Threads of a block.
 pub const THREADS: u32 = 1024;
@@ -74,6 +198,8 @@ pub const THREADS: u32 = 1024;
 pub const MAX_SLICES: u32 = 128;
 /// Bins of the histogram by which thresholds are found: 11 bits of a key at a time, two bins per thread.
 pub const BINS: u32 = 2048;
+/// Most tokens of a list, on which a block ends the search where one digit has left so few: at most a thread each.
+pub const MAX_LISTED: u32 = 512;
 /// Lowest bit of one of a key's three digits, the highest first. The last two share a bit.
 #[inline(always)]
 pub const fn digit_shift(digit: u32) -> u32 {
@@ -95,24 +221,34 @@ pub mod smem {
     pub const PARTIALS: u32 = 0;
     /// What one thread found and all read: four u64.
     pub const FOUND: u32 = PARTIALS + 8 * 32;
-    /// A u64 per bin, lower half first.
+    /// A u64 per bin, lower half first. Where there is no histogram, the list: an order and a weight, u64s, of each
+    /// token.
     pub const HISTOGRAM: u32 = FOUND + 32;
+    /// Tokens that a block has put on its list, a u32, and where its part of the row's list begins.
+    pub const NUM_GATHERED: u32 = HISTOGRAM + 8 * super::BINS;
+    /// These tokens, a u64 each.
+    pub const GATHERED: u32 = NUM_GATHERED + 16;
     /// Bytes of a kernel.
-    pub const BYTES: u32 = HISTOGRAM + 8 * super::BINS;
+    pub const BYTES: u32 = GATHERED + 8 * super::MAX_LISTED;
 }
 
-/// What is kept of a row in device memory from one walk to the next, in u64s. What a walk reads and what it writes are different parts.
+/// What is kept of a row in device memory from one step to the next, in u64s. What a step reads and what it writes are
+/// different parts.
 pub mod record {
-    /// What has been found out: of walks with an even number, then of those with an odd one.
+    /// What has been found out: of a row's steps with an even number, then of those with an odd one.
     pub const STATE: u32 = 0;
     /// Numbers of it.
     pub const STATE_LEN: u32 = 8;
     /// Two numbers of each slice, in the same way.
     pub const SLICES: u32 = 2 * STATE_LEN;
-    /// Three histograms: a walk reads that of the one before, adds to its own, and clears the next one's.
-    pub const HISTOGRAMS: u32 = SLICES + 2 * 2 * super::MAX_SLICES;
+    /// Tokens of the list, a u32.
+    pub const NUM_LISTED: u32 = SLICES + 2 * 2 * super::MAX_SLICES;
     /// From one row to the next where there are no histograms.
-    pub const GREEDY_LEN: u32 = HISTOGRAMS;
+    pub const GREEDY_LEN: u32 = NUM_LISTED + 2;
+    /// The list: key and inverted index of each token, in any order.
+    pub const LIST: u32 = GREEDY_LEN;
+    /// Three histograms: a step reads that of the one before, adds to its own, and clears the next one's.
+    pub const HISTOGRAMS: u32 = LIST + super::MAX_LISTED;
     /// And where there are.
     pub const RANDOM_LEN: u32 = HISTOGRAMS + 3 * super::BINS;
 }
@@ -153,12 +289,16 @@ const EXP2: [f32; 7] = [
     core::f32::consts::LN_2,
 ];
 
-/// `2^40 · 2^((logit − max) · scale)`, relative error about 2^-22 and 2^-40 absolute: the unnormalised probability.
-///
-/// A logit that equals `max` weighs [`WEIGHT_ONE`], infinite or not; NaN weighs 0.
+/// `(logit − max) · scale`, the power of 2 that a token's probability is of the largest one's. 0 for `max`, infinite or
+/// not.
 #[inline(always)]
-pub const fn weight(logit: f32, max: f32, scale: f32) -> u64 {
-    let exponent = if logit == max { 0.0 } else { (logit - max) * scale };
+pub const fn exponent(logit: f32, max: f32, scale: f32) -> f32 {
+    if logit == max { 0.0 } else { (logit - max) * scale }
+}
+
+/// `2^40 · 2^exponent`, relative error about 2^-22 and 2^-40 absolute: the unnormalised probability. 0 for NaN.
+#[inline(always)]
+pub const fn weight_at(exponent: f32) -> u64 {
     // Also for NaN. Below this the weight is under one unit.
     if !(exponent > -41.0 && exponent <= 0.0) {
         return 0;
@@ -178,10 +318,55 @@ pub const fn weight(logit: f32, max: f32, scale: f32) -> u64 {
     (mantissa << 16) >> (-whole) as u32
 }
 
-/// 64 random bits: Philox4x32-10 with the seed as key and (step, row) as counter.
+/// [`weight_at`] of a logit: one that equals `max` weighs [`WEIGHT_ONE`], infinite or not; NaN weighs 0.
 #[inline(always)]
-pub const fn draw(seed: u64, step: u64, row: u32) -> u64 {
-    let counter = [step as u32, (step >> 32) as u32, row, 0];
+pub const fn weight(logit: f32, max: f32, scale: f32) -> u64 {
+    weight_at(exponent(logit, max, scale))
+}
+
+/// How far below the largest a token is, in units of 2^-24 of a binary order; for those that have a weight.
+#[inline(always)]
+pub const fn depth(exponent: f32) -> u32 {
+    (-exponent * (1 << 24) as f32) as u32
+}
+
+/// `weight · depth / 2^24`, rounded down: `d · 2^-d` is at most 0.54, so that the product stays below 2^64.
+#[inline(always)]
+pub const fn moment(weight: u64, depth: u32) -> u64 {
+    weight.wrapping_mul(depth as u64) >> 24
+}
+
+/// The mean depth, `2^24 · moments / weights` rounded down, of sums of [`moment`] and of weights below 2^63.
+#[inline(always)]
+pub const fn mean(moments: u64, weights: u64) -> u32 {
+    // The maximum keeps the division free of a panic path.
+    let weights = if weights == 0 { 1 } else { weights };
+    let mut mean = moments / weights;
+    let mut rest = moments % weights;
+    let mut i = 0;
+    while i < 24 {
+        rest <<= 1;
+        mean <<= 1;
+        if rest >= weights {
+            rest -= weights;
+            mean += 1;
+        }
+        i += 1;
+    }
+    mean as u32
+}
+
+/// How near a depth is to the mean: larger is nearer. With p the probabilities, `|depth − mean|` is `|−log2 p − H|`,
+/// where H is their entropy in bits: both are of the largest probability's logarithm, which cancels out.
+#[inline(always)]
+pub const fn nearness(depth: u32, mean: u32) -> u32 {
+    !depth.abs_diff(mean)
+}
+
+/// 64 random bits: Philox4x32-10 with the seed as key and the step as counter.
+#[inline(always)]
+pub const fn draw(seed: u64, step: u64) -> u64 {
+    let counter = [step as u32, (step >> 32) as u32, 0, 0];
     let bits = philox4x32(counter, [seed as u32, (seed >> 32) as u32]);
     bits[0] as u64 | (bits[1] as u64) << 32
 }
@@ -192,10 +377,10 @@ pub const fn point(draw: u64, total: u64) -> u64 {
     ((draw as u128 * total as u128) >> 64) as u64
 }
 
-/// The weight that the kept tokens must reach: `ceil(top_p · total)`, at least 1.
+/// The weight that the kept tokens must reach: `ceil(p · total)`, at least 1, of p in units of 2^-32.
 #[inline(always)]
-pub const fn nucleus(total: u64, top_p_q32: u64) -> u64 {
-    let weight = ((total as u128 * top_p_q32 as u128 + (TOP_P_ONE - 1) as u128) >> 32) as u64;
+pub const fn nucleus(total: u64, p_q32: u32) -> u64 {
+    let weight = ((total as u128 * p_q32 as u128 + u32::MAX as u128) >> 32) as u64;
     if weight == 0 { 1 } else { weight }
 }
 
@@ -204,6 +389,183 @@ pub const fn nucleus(total: u64, top_p_q32: u64) -> u64 {
 pub const fn ties(gap: u64, weight: u64) -> u64 {
     // A weight of 0 closes none; the maximum keeps the division free of a panic path.
     gap.div_ceil(if weight == 0 { 1 } else { weight })
+}
+
+/// A number from key and index of a token that ascends with the key and, of equal ones, descends with the index; 0 for
+/// NaN.
+#[inline(always)]
+pub const fn ranked(key: u32, index: u32) -> u64 {
+    if key == 0 { 0 } else { (key as u64) << 32 | !index as u64 }
+}
+
+/// The index in a number of [`ranked`]; [`NO_TOKEN`] for 0.
+#[inline(always)]
+pub const fn index_of(ranked: u64) -> u32 {
+    !(ranked as u32)
+}
+
+/// A logit with what a row's parameters make of it, in this order: its bias is added; if the token occurs in the
+/// history (`is_seen`), it is divided by the repetition penalty where it is above 0, and multiplied where not; if it
+/// was generated `times` times, `frequency · times` and `presence` are subtracted. Each operation is rounded to f32.
+#[inline(always)]
+pub const fn edited(logit: f32, bias: f32, is_seen: bool, times: u32, params: &RowParams) -> f32 {
+    let mut edited = if bias == 0.0 { logit } else { logit + bias };
+    if is_seen {
+        edited = if edited > 0.0 { edited / params.repetition } else { edited * params.repetition };
+    }
+    if times > 0 {
+        edited = edited - params.frequency * times as f32 - params.presence;
+    }
+    edited
+}
+
+/// Sizes of a launch that makes the logits of [`edited`] and masked tokens, NaN, in f32.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingEditDims {
+    /// Logits of a row.
+    pub vocab: u32,
+    /// From one row of the logits to the next.
+    pub logits_stride: u32,
+    /// From one row of the result to the next. Its first row is the launch's.
+    pub edited_stride: u32,
+    /// From one row's [`RowParams`] to the next.
+    pub params_stride: u32,
+    /// The first row of the launch.
+    pub first_row: u32,
+    /// Most tokens of a row's history, …
+    pub history: u32,
+    /// … and from one row of it to the next.
+    pub history_stride: u32,
+    /// Most entries of a row's bias, …
+    pub bias: u32,
+    /// … and from one row to the next, of tokens and of values.
+    pub bias_strides: [u32; 2],
+    /// From one row of masks to the next; there are masks if `has_masks`.
+    pub mask_stride: u32,
+    /// 1: there are masks.
+    pub has_masks: u32,
+}
+
+const _: () = assert!(size_of::<SamplingEditDims>() == 48);
+impl crate::Params for SamplingEditDims {}
+
+/// Of the kernels that edit logits.
+pub mod edit {
+    /// Threads of a block.
+    pub const THREADS: u32 = 512;
+    /// Logits of a block.
+    pub const SLICE: u32 = 4096;
+
+    /// Where things lie in the dynamic shared memory, in bytes.
+    pub mod smem {
+        /// How often each token of the slice was generated, a u32; the highest bit says that the prompt has it.
+        pub const COUNTS: u32 = 0;
+        /// What is added to each, an f32.
+        pub const BIAS: u32 = COUNTS + 4 * super::SLICE;
+        /// Bytes of a kernel.
+        pub const BYTES: u32 = BIAS + 4 * super::SLICE;
+    }
+}
+
+/// Sizes of a launch that makes log-probabilities.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingLogprobsDims {
+    /// Logits of a row.
+    pub vocab: u32,
+    /// From one row of the logits to the next.
+    pub logits_stride: u32,
+    /// The first row of the launch.
+    pub first_row: u32,
+    /// Blocks that share a row, at most [`logprobs::MAX_SLICES`].
+    pub slices: u32,
+    /// Logits of each but the last.
+    pub slice_len: u32,
+    /// The most probable tokens that are wanted.
+    pub top: u32,
+    /// From one row of these to the next, of tokens and of their log-probabilities.
+    pub top_strides: [u32; 2],
+    /// What the launch does: a [`logprobs::Task`].
+    pub task: u32,
+}
+
+const _: () = assert!(size_of::<SamplingLogprobsDims>() == 36);
+impl crate::Params for SamplingLogprobsDims {}
+
+/// Of the kernels that make log-probabilities.
+pub mod logprobs {
+    /// Threads of a block.
+    pub const THREADS: u32 = 1024;
+    /// Fewest logits of a block, but for a row's last.
+    pub const MIN_SLICE: u32 = 8192;
+    /// Most blocks that share a row.
+    pub const MAX_SLICES: u32 = 64;
+    /// Most tokens of a row that are told with the chosen one.
+    pub const MAX_TOP: u32 = 64;
+    /// Bytes of shared memory.
+    pub const SMEM_BYTES: u32 = 8 * 32;
+
+    /// What a launch does; each needs the one before.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[repr(u32)]
+    pub enum Task {
+        /// The largest logits of each slice, in their order: one at least.
+        Top,
+        /// What each slice weighs.
+        Sum,
+        /// The row's largest, and logarithms.
+        Merge,
+    }
+
+    /// Numbers of a row's record, u64s: the largest of each slice, then what each weighs.
+    pub const fn record_len(top: u32) -> u32 {
+        MAX_SLICES * (per_slice(top) + 1)
+    }
+
+    /// The largest that a slice tells.
+    #[inline(always)]
+    pub const fn per_slice(top: u32) -> u32 {
+        if top == 0 { 1 } else { top }
+    }
+}
+
+/// Of a temperature of 1.
+pub const LOG2_E: f32 = core::f32::consts::LOG2_E;
+
+/// The natural logarithm of a sum of [`weight`]s over [`WEIGHT_ONE`], which is at least 1: error about 10^-7, and the
+/// result's rounding.
+#[inline(always)]
+pub const fn log_sum(total: u64) -> f32 {
+    // At least 2^40; a sum of nothing is no one's, and the maximum keeps the shift in its range.
+    let total = if total == 0 { 1 } else { total };
+    let mut order = 63 - total.leading_zeros() as i32;
+    // In [1, 2], rounded once; then around 1.
+    let mut mantissa = (total << (63 - order)) as f32 / (1u64 << 63) as f32;
+    if mantissa > core::f32::consts::SQRT_2 {
+        mantissa *= 0.5;
+        order += 1;
+    }
+    let s = (mantissa - 1.0) / (mantissa + 1.0);
+    let square = s * s;
+    let mut series = 1.0 / 9.0;
+    series = series * square + 1.0 / 7.0;
+    series = series * square + 1.0 / 5.0;
+    series = series * square + 1.0 / 3.0;
+    series = series * square + 1.0;
+    (order - 40) as f32 * core::f32::consts::LN_2 + 2.0 * s * series
+}
+
+/// The natural logarithm of a token's probability: `(logit − max) − log_sum`; −∞ for NaN.
+#[inline(always)]
+pub const fn logprob(logit: f32, max: f32, log_sum: f32) -> f32 {
+    if logit == max {
+        -log_sum
+    } else if logit.is_nan() {
+        f32::NEG_INFINITY
+    } else {
+        logit - max - log_sum
+    }
 }
 
 /// How a row is read.
@@ -215,7 +577,7 @@ pub enum SamplingAccess {
     Scalar,
 }
 
-/// One kernel of the operator.
+/// A kernel that samples.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SamplingVariant {
@@ -225,6 +587,16 @@ pub struct SamplingVariant {
     pub dtype: DType,
     /// How a row is read.
     pub access: SamplingAccess,
+}
+
+/// A kernel that edits logits, or tells log-probabilities: there is one for each type.
+#[derive(Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SamplingHelper {
+    /// The entry point's name.
+    pub entry: &'static str,
+    /// Type of the logits.
+    pub dtype: DType,
 }
 
 /// Hands every row of the table to the macro `$callback`.
@@ -242,9 +614,33 @@ macro_rules! sampling_table {
     };
 }
 
+/// As [`sampling_table!`](crate::sampling_table), of the kernels that edit logits.
+#[macro_export]
+macro_rules! sampling_edit_table {
+    ($callback:path) => {
+        $callback! {
+            sampling_edit_f32__slices__sm61 => f32, F32;
+            sampling_edit_f16__slices__sm61 => f16, F16;
+            sampling_edit_bf16__slices__sm61 => bf16, BF16;
+        }
+    };
+}
+
+/// As [`sampling_table!`](crate::sampling_table), of the kernels that tell log-probabilities.
+#[macro_export]
+macro_rules! sampling_logprobs_table {
+    ($callback:path) => {
+        $callback! {
+            sampling_logprobs_f32__slices__sm61 => f32, F32;
+            sampling_logprobs_f16__slices__sm61 => f16, F16;
+            sampling_logprobs_bf16__slices__sm61 => bf16, BF16;
+        }
+    };
+}
+
 macro_rules! variants {
     ($($entry:ident => $type:ident, $dtype:ident, $access:ident;)*) => {
-        /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
+        /// Every kernel that samples, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[SamplingVariant] = &[$(SamplingVariant {
             entry: stringify!($entry),
             dtype: DType::$dtype,
@@ -253,6 +649,24 @@ macro_rules! variants {
     };
 }
 sampling_table!(variants);
+
+macro_rules! edit_variants {
+    ($($entry:ident => $type:ident, $dtype:ident;)*) => {
+        /// Every kernel that edits logits.
+        pub const EDIT_VARIANTS: &[SamplingHelper] =
+            &[$(SamplingHelper { entry: stringify!($entry), dtype: DType::$dtype }),*];
+    };
+}
+sampling_edit_table!(edit_variants);
+
+macro_rules! logprobs_variants {
+    ($($entry:ident => $type:ident, $dtype:ident;)*) => {
+        /// Every kernel that tells log-probabilities.
+        pub const LOGPROBS_VARIANTS: &[SamplingHelper] =
+            &[$(SamplingHelper { entry: stringify!($entry), dtype: DType::$dtype }),*];
+    };
+}
+sampling_logprobs_table!(logprobs_variants);
 
 #[cfg(test)]
 mod tests {
@@ -306,15 +720,93 @@ mod tests {
         assert_eq!(point(0, 10), 0);
         assert_eq!(point(u64::MAX, 10), 9);
         assert_eq!(point(1 << 63, 1 << 62), 1 << 61);
-        assert_eq!(nucleus(1 << 62, TOP_P_ONE), 1 << 62);
-        assert_eq!(nucleus(10, TOP_P_ONE / 4), 3);
+        assert_eq!(nucleus(1 << 62, 1 << 31), 1 << 61);
+        assert_eq!(nucleus(10, 1 << 30), 3);
         assert_eq!(nucleus(10, 1), 1);
         assert_eq!(ties(7, 3), 3);
         assert_eq!(ties(6, 3), 2);
         assert_eq!(ties(0, 0), 0);
-        let draws = [draw(1, 2, 3), draw(1, 2, 4), draw(1, 3, 3), draw(2, 2, 3), draw(1, 2 + (1 << 32), 3)];
+        let draws = [draw(1, 3), draw(1, 4), draw(2, 3), draw(1, 3 + (1 << 32)), draw(1 + (1 << 32), 3)];
         for (i, a) in draws.iter().enumerate() {
             assert!(!draws[..i].contains(a), "draw {i}");
         }
+    }
+
+    #[test]
+    fn params_are_words() {
+        let mut words = [0; RowParams::LEN];
+        let mut i = 0;
+        while i < words.len() {
+            words[i] = 0x3f80_0000 + i as u32;
+            i += 1;
+        }
+        assert_eq!(RowParams::of_words(words).to_words(), words);
+    }
+
+    #[test]
+    fn steps_are_those_that_matter() {
+        use step::{COUNTS, GREEDY, SUM, TYPICAL, WEIGHTS, bit};
+        let none = RowParams::of_words([0; RowParams::LEN]);
+        let all = u32::MAX;
+        assert_eq!(none.steps(all, 8), GREEDY);
+        let random = RowParams { scale: 1.0, ..none };
+        assert_eq!(random.steps(all, 8), GREEDY | bit(SUM));
+        assert_eq!(RowParams { top_k: 8, ..random }.steps(all, 8), GREEDY | bit(SUM));
+        assert_eq!(RowParams { top_k: 7, ..random }.steps(all, 8), GREEDY | bit(SUM) | COUNTS);
+        assert_eq!(RowParams { top_p: 1, ..random }.steps(all, 8), GREEDY | bit(SUM) | WEIGHTS);
+        let typical = RowParams { typical_p: 1, ..random };
+        assert_eq!(typical.steps(all, 8), GREEDY | bit(SUM) | TYPICAL);
+        assert_eq!(typical.steps(GREEDY | bit(SUM), 8), GREEDY | bit(SUM));
+        assert_eq!(RowParams { top_k: 7, ..none }.steps(all, 8), GREEDY);
+    }
+
+    #[test]
+    fn depths_and_means() {
+        assert_eq!(depth(-0.0), 0);
+        assert_eq!(depth(-40.5), 81 << 23);
+        assert_eq!(moment(WEIGHT_ONE / 2, 1 << 24), WEIGHT_ONE / 2);
+        // The largest product there is: of a depth of log2(e).
+        let worst = depth(-core::f32::consts::LOG2_E);
+        assert!(weight_at(-core::f32::consts::LOG2_E).checked_mul(u64::from(worst)).is_some());
+        assert_eq!(mean(0, 0), 0);
+        assert_eq!(mean(3 << 40, 2 << 40), 3 << 23);
+        assert_eq!(mean((1 << 62) - 1, 1 << 62), (1 << 24) - 1);
+        assert!(nearness(5, 7) == nearness(9, 7) && nearness(5, 7) < nearness(6, 7));
+    }
+
+    #[test]
+    fn logarithms_of_sums() {
+        assert_eq!(log_sum(WEIGHT_ONE), 0.0);
+        // e^(ln 2 · n) and e^1.
+        for (total, want) in [(1u64 << 41, 0.693_147_18), (1 << 62, 15.249_238), (2_988_787_857_825, 1.0)] {
+            assert!((log_sum(total) - want).abs() < 2e-7 * (1.0 + want), "{total}: {}", log_sum(total));
+        }
+        // Both halves of the mantissa, and no step between them.
+        let mut last = 0.0;
+        let mut total = WEIGHT_ONE;
+        while total < 1 << 43 {
+            let log = log_sum(total);
+            assert!(log >= last, "{total}");
+            (last, total) = (log, total + (1 << 34));
+        }
+        assert_eq!(logprob(f32::INFINITY, f32::INFINITY, 0.5), -0.5);
+        assert_eq!(logprob(1.0, f32::INFINITY, 0.5), f32::NEG_INFINITY);
+        assert_eq!(logprob(f32::NAN, 3.0, 0.5), f32::NEG_INFINITY);
+        assert_eq!(logprob(1.0, 3.0, 0.5), -2.5);
+    }
+
+    #[test]
+    fn edits_in_their_order() {
+        let params = RowParams {
+            repetition: 2.0,
+            presence: 0.25,
+            frequency: 0.5,
+            ..RowParams::of_words([0; RowParams::LEN])
+        };
+        assert_eq!(edited(3.0, 0.0, false, 0, &params), 3.0);
+        assert_eq!(edited(3.0, 1.0, true, 0, &params), 2.0);
+        assert_eq!(edited(3.0, -4.0, true, 0, &params), -2.0);
+        assert_eq!(edited(3.0, 1.0, true, 3, &params), 0.25);
+        assert!(edited(f32::NAN, 1.0, true, 3, &params).is_nan());
     }
 }

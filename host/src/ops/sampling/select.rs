@@ -26,8 +26,9 @@ pub(super) fn by_element(problem: &SamplingProblem) -> Result<&'static SamplingV
 }
 
 fn fits(variant: &SamplingVariant, problem: &SamplingProblem) -> bool {
-    let is_whole = (problem.vocab * problem.dtype.bytes()).is_multiple_of(16);
-    variant.dtype == problem.dtype && (variant.access == SamplingAccess::Scalar || is_whole)
+    let dtype = problem.chosen_dtype();
+    let is_whole = (problem.vocab * dtype.bytes()).is_multiple_of(16);
+    variant.dtype == dtype && (variant.access == SamplingAccess::Scalar || is_whole)
 }
 
 /// The first kernel of the table that fits and that `wanted` takes.
@@ -55,22 +56,26 @@ pub fn select(
 mod tests {
     use abi::{Arch, DType};
 
-    use super::super::Sampling;
+    use super::super::SamplingFeatures;
     use super::*;
 
-    const RANDOM: Sampling = Sampling::Random { temperature: 1.0, top_k: None, top_p: 1.0, seed: 0 };
+    const GREEDY: SamplingFeatures = SamplingFeatures::GREEDY;
+    const MASKS: SamplingFeatures = SamplingFeatures { masks: true, ..GREEDY };
 
     #[test]
     fn choice_by_row_length() {
         let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
         let table = [
-            (DType::BF16, 151_936, Sampling::Greedy, "sampling_bf16__vector__sm61"),
-            (DType::BF16, 50257, Sampling::Greedy, "sampling_bf16__scalar__sm61"),
-            (DType::F32, 4, RANDOM, "sampling_f32__vector__sm61"),
-            (DType::F16, 4, RANDOM, "sampling_f16__scalar__sm61"),
+            (DType::BF16, 151_936, GREEDY, "sampling_bf16__vector__sm61"),
+            (DType::BF16, 50257, GREEDY, "sampling_bf16__scalar__sm61"),
+            (DType::F32, 4, SamplingFeatures::DRAWS, "sampling_f32__vector__sm61"),
+            (DType::F16, 4, SamplingFeatures::DRAWS, "sampling_f16__scalar__sm61"),
+            // What is edited is f32.
+            (DType::F16, 4, MASKS, "sampling_f32__vector__sm61"),
+            (DType::BF16, 50257, MASKS, "sampling_f32__scalar__sm61"),
         ];
-        for (dtype, vocab, method, entry) in table {
-            let problem = SamplingProblem { rows: 3, vocab, dtype, method };
+        for (dtype, vocab, features, entry) in table {
+            let problem = SamplingProblem { rows: 3, vocab, dtype, features };
             let choice = select(&limits, &problem).unwrap();
             assert_eq!(choice.variant.entry, entry, "{dtype} {vocab}");
             let fallback = by_element(&problem).unwrap();
@@ -80,7 +85,7 @@ mod tests {
 
     #[test]
     fn a_kernel_of_another_type_is_refused() {
-        let problem = SamplingProblem { rows: 3, vocab: 8, dtype: DType::F16, method: RANDOM };
+        let problem = SamplingProblem::new(3, 8, DType::F16);
         assert_eq!(
             forced(&VARIANTS[0], &problem).unwrap_err().to_string(),
             format!(
