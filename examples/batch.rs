@@ -1,7 +1,8 @@
-//! Continuous batching: more requests than there are places for, of prompts of different lengths, in one batch whose sequences come and go.
+//! Continuous batching: more requests than there are places for, of prompts of different lengths, in one batch whose
+//! sequences come and go.
 //!
-//! `cargo run --release --example batch [-- MODEL PROMPT…]`, without arguments with the demo model. Each line that is written is a request that is
-//! complete; the last says what the batch did.
+//! `cargo run --release --example batch [-- MODEL PROMPT…]`, without arguments with the demo model. Each line that is
+//! written is a request that is complete; the last says what the batch did.
 
 mod output;
 

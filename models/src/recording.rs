@@ -21,7 +21,8 @@ impl Recording {
     /// Puts the work into the stream, by `enqueue` or as a graph.
     ///
     /// # Safety
-    /// - What `enqueue` uses, tensors and plans, is the same at each call, and lives as long as the stream has work of it.
+    /// - What `enqueue` uses, tensors and plans, is the same at each call, and lives as long as the stream has work of
+    /// it.
     /// - Nothing but `stream` uses it meanwhile, and all calls are for the same stream.
     pub(super) unsafe fn run(
         &mut self,

@@ -509,7 +509,8 @@ impl Session {
         };
         match observe {
             Some(observe) => run(&self.stream, observe)?,
-            // SAFETY: all of it is the session's own, or the model's, which live as long as the recording; the stream is the session's only one.
+            // SAFETY: all of it is the session's own, or the model's, which live as long as the recording; the stream
+            // is the session's only one.
             None => unsafe {
                 self.decode_graph.run(&self.stream, |stream| run(stream, &mut |_, _| Ok(())))?;
             },

@@ -309,8 +309,8 @@ fn schedules(name: &str, cases: u32) -> Outcome {
     Ok(())
 }
 
-/// One schedule in which everything happens that can: prompts in chunks beside decode steps, a fork and its copy, a removal, a
-/// pre-emption, and a beginning that is found again.
+/// One schedule in which everything happens that can: prompts in chunks beside decode steps, a fork and its copy, a
+/// removal, a pre-emption, and a beginning that is found again.
 fn everything() -> Vec<Act> {
     let all = |parts: &[(usize, usize)]| {
         Act::Step(parts.iter().map(|&(which, tokens)| (which, tokens, WorkLogits::All)).collect())
@@ -559,6 +559,15 @@ fn bad_work() -> Outcome {
         assert_eq!(options.check().unwrap_err().to_string(), format!("Batch: {want}"));
     }
     Ok(())
+}
+
+/// An engine's thread owns them.
+#[test]
+fn batches_go_to_other_threads() {
+    fn is_send<T: Send>() {}
+    is_send::<Batch>();
+    is_send::<Scheduler>();
+    is_send::<BatchError>();
 }
 
 /// Placeholders of images are no text.

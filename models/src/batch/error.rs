@@ -103,8 +103,9 @@ pub enum BatchError {
         /// Tokens that its state has seen.
         computed: usize,
     },
-    /// An option or an argument is wrong in itself, or the device has failed. After the latter the sequences that took part are as before
-    /// the step, or have to be computed anew ([`Batch::preempt`](super::Batch::preempt)) where a state cannot go back.
+    /// An option or an argument is wrong in itself, or the device has failed. After the latter the sequences that took
+    /// part are as before the step, or have to be computed anew ([`Batch::preempt`](super::Batch::preempt)) where a
+    /// state cannot go back.
     #[error(transparent)]
     Device(#[from] Error),
 }

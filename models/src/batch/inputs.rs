@@ -3,7 +3,8 @@
 use abi::DType;
 use host::{Error, Stream, Tensor, TensorView};
 
-/// For a token or a sequence that is only there to fill a bucket: beyond all slots and states, so that it leaves nothing.
+/// For a token or a sequence that is only there to fill a bucket: beyond all slots and states, so that it leaves
+/// nothing.
 pub(super) const NOWHERE: u32 = u32::MAX;
 
 /// A group's sequences.
@@ -59,7 +60,8 @@ impl Filled {
 /// Its place on the device.
 #[derive(Debug)]
 pub(super) struct Inputs {
-    /// u32: ids, positions and slots of the tokens; tokens with logits; of each group lens, states and offsets; then each one's table.
+    /// u32: ids, positions and slots of the tokens; tokens with logits; of each group lens, states and offsets; then
+    /// each one's table.
     words: Tensor,
     tokens: usize,
     logits: usize,

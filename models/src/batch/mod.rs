@@ -1,8 +1,8 @@
 //! Sequences that come and go: one forward pass for any mix of prompt chunks and decode tokens, over caches in pages.
 //!
-//! A sequence is a list of tokens, of which the first so many are *computed*: their keys and values are in the caches. The others are
-//! *pending*. A step computes some pending tokens of some sequences, so that a prompt in chunks, a decode step, several drafted tokens
-//! and a sequence that lost its pages are all the same.
+//! A sequence is a list of tokens, of which the first so many are *computed*: their keys and values are in the caches.
+//! The others are *pending*. A step computes some pending tokens of some sequences, so that a prompt in chunks, a
+//! decode step, several drafted tokens and a sequence that lost its pages are all the same.
 
 mod error;
 mod inputs;
@@ -53,15 +53,18 @@ struct Sequence {
 
 /// Sequences that come and go, in one forward pass each step.
 ///
-/// **A sequence's logits** are those that it has alone in a [`Session`](super::Session), within rounding: kernels are chosen by numbers of rows, so
-/// that last bits depend on what else is in a step. Nothing else of the other sequences does.
-/// **Pages** are taken by steps, as tokens need them. A fork shares all pages of its sequence; who first writes to a page that others hold,
-/// which can only be the last, gets a copy of it. Full pages stay known by their tokens: a sequence that begins with them takes them as
-/// they are, also after those that computed them are gone, until their room is wanted (least recently used first).
-/// **Recurrent states** (delta nets) have a slot for each sequence. There is one state, that behind all computed tokens, so that beginnings
-/// are not found again: each sequence computes all of its tokens, but for forks.
+/// **A sequence's logits** are those that it has alone in a [`Session`](super::Session), within rounding: kernels are
+/// chosen by numbers of rows, so that last bits depend on what else is in a step. Nothing else of the other sequences
+/// does.
+/// **Pages** are taken by steps, as tokens need them. A fork shares all pages of its sequence; who first writes to a
+/// page that others hold, which can only be the last, gets a copy of it. Full pages stay known by their tokens: a
+/// sequence that begins with them takes them as they are, also after those that computed them are gone, until their
+/// room is wanted (least recently used first).
+/// **Recurrent states** (delta nets) have a slot for each sequence. There is one state, that behind all computed
+/// tokens, so that beginnings are not found again: each sequence computes all of its tokens, but for forks.
 /// **Pre-emption** gives up a sequence's pages and keeps its tokens, which are pending again.
-/// **Steps** with one token for each sequence are recorded as graphs on CUDA, one for each power of two of sequences, and padded to it.
+/// **Steps** with one token for each sequence are recorded as graphs on CUDA, one for each power of two of sequences,
+/// and padded to it.
 /// **Memory** is all taken when a batch is made; a step allocates nothing on the device.
 ///
 /// ```no_run
@@ -270,8 +273,8 @@ impl Batch {
 
     /// A new sequence of these tokens, which are pending but for those that the prefix cache has: never all.
     ///
-    /// **Errors**: [`BatchError::Empty`], [`BatchError::TooLong`], [`BatchError::OutOfSequences`], and [`Error::Invalid`] for a token that the
-    /// model has not, or that stands for an image.
+    /// **Errors**: [`BatchError::Empty`], [`BatchError::TooLong`], [`BatchError::OutOfSequences`], and
+    /// [`Error::Invalid`] for a token that the model has not, or that stands for an image.
     pub fn add(&mut self, tokens: &[u32]) -> Result<SequenceId, BatchError> {
         self.check_prompt(tokens)?;
         let (state, tokens) = (self.take_state()?, tokens.to_vec());
@@ -313,8 +316,9 @@ impl Batch {
         id
     }
 
-    /// Takes what the prefix cache has of a sequence of which nothing is computed: whole pages from the first token on, never all tokens. Returns how many tokens
-    /// that are. [`Self::add`] does it; it is for sequences that were pre-empted.
+    /// Takes what the prefix cache has of a sequence of which nothing is computed: whole pages from the first token on,
+    /// never all tokens. Returns how many tokens that are. [`Self::add`] does it; it is for sequences that were
+    /// pre-empted.
     pub fn reuse(&mut self, id: SequenceId) -> Result<usize, BatchError> {
         let Self { sequences, pages, options, .. } = self;
         let sequence = sequences.get_mut(&id).ok_or(BatchError::Unknown { id })?;
@@ -379,8 +383,8 @@ impl Batch {
         Ok(())
     }
 
-    /// Gives up a sequence's pages and state: its tokens are all pending again. What of them is still in the prefix cache when it goes on,
-    /// [`Self::reuse`] takes back.
+    /// Gives up a sequence's pages and state: its tokens are all pending again. What of them is still in the prefix
+    /// cache when it goes on, [`Self::reuse`] takes back.
     pub fn preempt(&mut self, id: SequenceId) -> Result<(), BatchError> {
         let sequence = self.sequences.get_mut(&id).ok_or(BatchError::Unknown { id })?;
         if sequence.computed > 0 {
@@ -391,9 +395,11 @@ impl Batch {
         Ok(())
     }
 
-    /// Forgets a sequence's tokens from `len` on, as those that were drafted and not taken; a length beyond its own changes nothing.
+    /// Forgets a sequence's tokens from `len` on, as those that were drafted and not taken; a length beyond its own
+    /// changes nothing.
     ///
-    /// **Errors**: [`BatchError::Recurrent`] where a state would have to go back; [`BatchError::Empty`] for a length of 0.
+    /// **Errors**: [`BatchError::Recurrent`] where a state would have to go back; [`BatchError::Empty`] for a length of
+    /// 0.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), BatchError> {
         let is_recurrent = self.is_recurrent;
         let (page_tokens, pages) = (self.options.page_tokens, self.options.pages_of(len));
@@ -419,13 +425,15 @@ impl Batch {
         self.pages.forget_idle();
     }
 
-    /// One forward pass: the next so many pending tokens of each sequence that takes part, in any mix. They are computed then.
+    /// One forward pass: the next so many pending tokens of each sequence that takes part, in any mix. They are
+    /// computed then.
     ///
-    /// Work of one token is cheapest; that of several, up to [`BatchOptions::max_prompts`] of them, shares what it can. The logits stay until the
-    /// next step.
+    /// Work of one token is cheapest; that of several, up to [`BatchOptions::max_prompts`] of them, shares what it can.
+    /// The logits stay until the next step.
     ///
-    /// **Errors**: see [`BatchError`]. One that is not of the device leaves all as it was: [`BatchError::OutOfPages`] says how many pages are wanted
-    /// and how many there are, so that a caller can take work out of the step, or [`Self::preempt`] a sequence, and call again.
+    /// **Errors**: see [`BatchError`]. One that is not of the device leaves all as it was: [`BatchError::OutOfPages`]
+    /// says how many pages are wanted and how many there are, so that a caller can take work out of the step, or
+    /// [`Self::preempt`] a sequence, and call again.
     pub fn step(&mut self, work: &[Work]) -> Result<StepOutput<'_>, BatchError> {
         let _range = nvtx::range("step");
         self.check_work(work)?;
@@ -586,8 +594,8 @@ impl Batch {
             return run(&self.stream);
         }
         let recorded = recorded.entry(padded).or_insert_with(|| Recording::new(model.device()));
-        // SAFETY: all of it is the batch's own, or the model's, which live as long as the recording, and work of the same number of sequences
-        // uses the same parts of it; the stream is the batch's only one.
+        // SAFETY: all of it is the batch's own, or the model's, which live as long as the recording, and work of the
+        // same number of sequences uses the same parts of it; the stream is the batch's only one.
         unsafe { recorded.run(&self.stream, run) }
     }
 

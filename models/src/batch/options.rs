@@ -23,11 +23,11 @@ pub struct BatchOptions {
     pub capacity: usize,
     /// Tokens of a page of the caches: 16, 32, 64, 128 or 256. Also the grain of what sequences share.
     pub page_tokens: usize,
-    /// Pages of the caches, for all sequences together: at least as many as one of `capacity` needs. With fewer than all sequences need at
-    /// their longest a step may be [`BatchError::OutOfPages`].
+    /// Pages of the caches, for all sequences together: at least as many as one of `capacity` needs. With fewer than
+    /// all sequences need at their longest a step may be [`BatchError::OutOfPages`].
     pub pages: usize,
-    /// Whether tokens that were computed are found again by later sequences that begin with them. Without effect on a model with
-    /// recurrent states.
+    /// Whether tokens that were computed are found again by later sequences that begin with them. Without effect on a
+    /// model with recurrent states.
     pub prefix_cache: bool,
 }
 
@@ -47,7 +47,8 @@ impl Default for BatchOptions {
 }
 
 impl BatchOptions {
-    /// With as many pages as fit into so many bytes, but no more than all sequences can use, for a model of this configuration and type.
+    /// With as many pages as fit into so many bytes, but no more than all sequences can use, for a model of this
+    /// configuration and type.
     pub fn with_cache_bytes(self, config: &ModelConfig, dtype: DType, bytes: usize) -> Self {
         // What grows with a sequence; what does not is taken for each anyway.
         let of = |tokens| config.decoder.cache_bytes(dtype, tokens);

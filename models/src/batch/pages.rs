@@ -1,7 +1,8 @@
-//! The pages of a batch's caches: which are free, how many sequences hold each, and which hold a known beginning of a sequence.
+//! The pages of a batch's caches: which are free, how many sequences hold each, and which hold a known beginning of a
+//! sequence.
 //!
-//! A page whose tokens are known stays findable when its last holder lets go of it, until its room is wanted: pages are taken from the free
-//! ones first, then from those of the known that nobody has held for the longest time.
+//! A page whose tokens are known stays findable when its last holder lets go of it, until its room is wanted: pages are
+//! taken from the free ones first, then from those of the known that nobody has held for the longest time.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +15,8 @@ impl Prefix {
     pub(super) const EMPTY: Prefix = Prefix(0);
 }
 
-/// What a full page holds: its tokens, and those before them. The key itself, not a hash of it, so that nothing else is ever found.
+/// What a full page holds: its tokens, and those before them. The key itself, not a hash of it, so that nothing else is
+/// ever found.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Block {
     before: Prefix,

@@ -19,8 +19,8 @@ impl fmt::Display for RequestId {
 /// What a step of a scheduler gives.
 #[derive(Clone, Debug)]
 pub struct ScheduledStep<'a> {
-    /// Requests none of whose tokens are pending any more, from the oldest on, each with the row of `logits` that its next token is to
-    /// be chosen from.
+    /// Requests none of whose tokens are pending any more, from the oldest on, each with the row of `logits` that its
+    /// next token is to be chosen from.
     pub requests: Vec<(RequestId, usize)>,
     /// `[rows, vocab]` f32 on the device, until the next step.
     pub logits: LogitRows<'a>,
@@ -30,10 +30,10 @@ pub struct ScheduledStep<'a> {
 
 /// Requests of any number over a [`Batch`]: continuous batching.
 ///
-/// **A step** takes one token of each request that has one pending, then chunks of prompts, the oldest first, until the budget
-/// ([`BatchOptions::max_step_tokens`](super::BatchOptions::max_step_tokens)) is spent. A request waits until the batch has a place for it
-/// and pages for its prompt. Where pages run out the youngest requests are pre-empted, and go on, before any that wait, once there are pages for all that
-/// they had. The oldest request always goes on.
+/// **A step** takes one token of each request that has one pending, then chunks of prompts, the oldest first, until the
+/// budget ([`BatchOptions::max_step_tokens`](super::BatchOptions::max_step_tokens)) is spent. A request waits until the
+/// batch has a place for it and pages for its prompt. Where pages run out the youngest requests are pre-empted, and go
+/// on, before any that wait, once there are pages for all that they had. The oldest request always goes on.
 ///
 /// ```no_run
 /// # extern crate models as warpforge;
@@ -127,7 +127,8 @@ impl Scheduler {
 
     /// Appends the token that was chosen for a request.
     ///
-    /// **Errors**: those of [`Batch::push`]: at [`BatchError::TooLong`] it has to be finished. [`BatchError::UnknownRequest`] also of one that waits.
+    /// **Errors**: those of [`Batch::push`]: at [`BatchError::TooLong`] it has to be finished.
+    /// [`BatchError::UnknownRequest`] also of one that waits.
     pub fn push(&mut self, id: RequestId, token: u32) -> Result<(), BatchError> {
         self.batch.push(self.sequence(id)?, token)
     }
@@ -154,7 +155,8 @@ impl Scheduler {
         self.batch.remove(sequence)
     }
 
-    /// Works on the requests that there are. None if there is nothing to do until tokens are pushed or requests submitted.
+    /// Works on the requests that there are. None if there is nothing to do until tokens are pushed or requests
+    /// submitted.
     ///
     /// **Errors**: [`BatchError::Device`].
     pub fn step(&mut self) -> Result<Option<ScheduledStep<'_>>, BatchError> {

@@ -111,8 +111,8 @@ pub(crate) struct AttentionBlock {
     plans: Plans<AttentionPlans>,
     /// Of each group.
     attention: Vec<attention::Attention>,
-    /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then the
-    /// gates of the query heads, if there are any.
+    /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then
+    /// the gates of the query heads, if there are any.
     qkv: Tensor,
     /// `[tokens, heads_q, head_dim]`
     q: Tensor,

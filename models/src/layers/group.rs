@@ -36,7 +36,8 @@ impl GroupPhase {
         let (device, problem) =
             (phase.stream.device(), AttentionProblem { batch, seq_q, seq_kv, page_size, ..problem });
         match device.limits() {
-            // Runs of it are always for the planned number of queries, so a kernel, and memory, for fewer would never be used.
+            // Runs of it are always for the planned number of queries, so a kernel, and memory, for fewer would never
+            // be used.
             Some(limits) if self.ragged => {
                 Attention::plan_with(device, problem, select(&limits, &problem, seq_q)?.variant)
             }
@@ -67,7 +68,8 @@ pub(crate) struct Group<'a> {
 pub(crate) enum Keys<'a> {
     /// These sequences of a cache `[batch, capacity]`.
     Rows { sequences: Range<usize>, visible: Visible<'a> },
-    /// Pages of a cache `[pages, page_tokens]`: `[sequences, pages of one]` u32, and how many keys each sequence has, `[sequences]` u32.
+    /// Pages of a cache `[pages, page_tokens]`: `[sequences, pages of one]` u32, and how many keys each sequence has,
+    /// `[sequences]` u32.
     Pages { table: TensorView<'a>, lens: TensorView<'a> },
 }
 
@@ -90,7 +92,8 @@ pub(crate) struct Span {
 }
 
 impl Group<'_> {
-    /// The attention of its rows `q` `[rows, heads, head_dim]` over a cache `[outer, inner, heads, head_dim]`; `out` is like q.
+    /// The attention of its rows `q` `[rows, heads, head_dim]` over a cache `[outer, inner, heads, head_dim]`; `out` is
+    /// like q.
     pub(super) fn attend(
         &self,
         stream: &Stream,

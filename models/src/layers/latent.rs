@@ -19,8 +19,8 @@ use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
 use host::{Kernel, OptimizationReport};
 use host::{Tensor, TensorView, TensorViewMut};
 
-/// Latent attention. A head's query and key are a part that is not rotated, *nope*, and one that is, *rope*; the rotated part
-/// of the key is the same for all heads.
+/// Latent attention. A head's query and key are a part that is not rotated, *nope*, and one that is, *rope*; the
+/// rotated part of the key is the same for all heads.
 #[derive(Debug)]
 pub struct LatentAttention {
     /// The hidden state to the query's latent row, if there is one, and to the cached row, above each other.
@@ -89,7 +89,8 @@ fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Res
     Ok(k_b)
 }
 
-/// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]` or `[pages, page_tokens, latent + rope]`.
+/// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]` or `[pages,
+/// page_tokens, latent + rope]`.
 #[derive(Debug)]
 pub(crate) struct LatentRows {
     rows: Tensor,
@@ -102,7 +103,8 @@ impl LatentRows {
         dtype: DType,
         [outer, inner]: [usize; 2],
     ) -> Result<Self, Error> {
-        Ok(LatentRows { rows: Tensor::empty(stream, &[outer, inner, config.row()], dtype)? })
+        // Prompts take pages as a whole, also what nobody has written yet.
+        Ok(LatentRows { rows: Tensor::zeros(stream, &[outer, inner, config.row()], dtype)? })
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -149,8 +151,8 @@ struct LatentPlans {
     o: ProjectionPlan,
 }
 
-/// The two ways to compute the same: few queries go into the latent space, where the cached rows are keys and values of a
-/// single head; for many it is less work to make every head's keys and values.
+/// The two ways to compute the same: few queries go into the latent space, where the cached rows are keys and values of
+/// a single head; for many it is less work to make every head's keys and values.
 #[derive(Debug)]
 enum Form {
     Absorbed(Box<Absorbed>),

@@ -223,7 +223,8 @@ pub(super) struct Step<'a> {
     pub(super) ids: TensorView<'a>,
     /// `[tokens]` u32: rows of `ropes`: positions in their sequences, or places in a chunk whose angles are its own.
     pub(super) positions: TensorView<'a>,
-    /// `[tokens]` u32: rows of the cache, all its sequences or pages in one; one beyond it for a token that leaves nothing.
+    /// `[tokens]` u32: rows of the cache, all its sequences or pages in one; one beyond it for a token that leaves
+    /// nothing.
     pub(super) slots: TensorView<'a>,
     /// Those that were planned, in their order; none where a step has no tokens of it.
     pub(super) groups: &'a [Option<Group<'a>>],
@@ -247,7 +248,8 @@ pub(super) enum Cache {
 }
 
 impl Cache {
-    /// Of what is kept for each token `rows` times so many, a sequence's or a page's; of what is kept for a sequence `states`.
+    /// Of what is kept for each token `rows` times so many, a sequence's or a page's; of what is kept for a sequence
+    /// `states`.
     pub(super) fn new(
         config: &MixerConfig,
         stream: &Stream,
