@@ -35,7 +35,7 @@ const _: () = {
     are_shared::<(Graph, Event, Error)>();
     are_shared::<(ops::attention::Attention, ops::matmul::Matmul, ops::moe_permute::MoePermute)>();
     #[cfg(feature = "models")]
-    are_shared::<models::Model>();
+    are_shared::<(models::Model, models::ModelError)>();
 };
 
 /// The README's example is a test.

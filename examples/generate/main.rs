@@ -33,7 +33,7 @@ use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, Sam
 use warpforge::{DType, Device};
 
 fn main() -> ExitCode {
-    output::end("generate", run(&Options::parse()))
+    output::end("generate", Options::parse().found().and_then(|options| run(&options)))
 }
 
 /// Everything that is known before the weights are.

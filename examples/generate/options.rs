@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use warpforge::models::GenerationConfig;
+use warpforge::models::{GenerationConfig, cached_repo};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, DeviceChoice, OptLevel};
 
@@ -13,7 +13,8 @@ use crate::output::Failure;
 #[derive(Parser)]
 #[command(name = "generate", version)]
 pub struct Options {
-    /// Folder with config.json, the safetensors and tokenizer.json; or a GGUF file.
+    /// Folder with config.json, the safetensors and tokenizer.json; a GGUF file; or a repository of the Hugging Face hub,
+    /// org/name, that is in its cache.
     #[arg(long, default_value = "assets/demo-model")]
     pub model: PathBuf,
     /// Text to continue, or with --chat what to ask; - reads standard input, as does a pipe without --prompt.
@@ -87,6 +88,18 @@ fn parse_dtype(text: &str) -> Result<DType, String> {
 }
 
 impl Options {
+    /// A model that is no path here is a repository's name, if it looks like one.
+    pub fn found(mut self) -> Result<Self, Failure> {
+        let name =
+            self.model.to_str().filter(|name| name.split('/').filter(|part| !part.is_empty()).count() == 2);
+        if let Some(name) = name.filter(|name| !name.starts_with('/') && !self.model.exists()) {
+            let folder = cached_repo(name, None)
+                .map_err(|error| format!("{} does not exist, and {error}", self.model.display()))?;
+            self.model = folder;
+        }
+        Ok(self)
+    }
+
     /// Most tokens of an answer.
     pub fn max_new_tokens(&self) -> usize {
         self.max_new_tokens.unwrap_or(if self.chat { 1024 } else { 96 })
@@ -122,6 +135,17 @@ mod tests {
 
     fn of(arguments: &[&str]) -> Options {
         Options::parse_from([&["generate"], arguments].concat())
+    }
+
+    #[test]
+    fn a_model_is_a_path_or_a_name() {
+        for path in [".", "no-such-folder", "/no/such", "no/such/folder", "src/../.."] {
+            let found = of(&["--model", path]).found().map(|options| options.model);
+            assert_eq!(found.expect("as it is"), PathBuf::from(path));
+        }
+        let message = of(&["--model", "no-such-org/name"]).found().err().expect("no such model").to_string();
+        let expected = "no-such-org/name does not exist, and no-such-org/name is not in the hub's cache: ";
+        assert!(message.starts_with(expected), "{message}");
     }
 
     #[test]

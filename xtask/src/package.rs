@@ -247,7 +247,7 @@ fn at<'a, T>(path: &'a Path, work: impl FnOnce(&'a Path) -> std::io::Result<T>) 
 
 #[cfg(test)]
 mod tests {
-    use super::{in_order, kernels};
+    use super::{assemble, in_order, kernels};
 
     #[test]
     fn crates_come_behind_what_they_depend_on() {
@@ -278,5 +278,34 @@ mod tests {
         let list = image(a, ["k", "l"]) + &image(b, ["m", "n"]);
         let expected = [(a, "k"), (a, "l"), (b, "m"), (b, "n")];
         assert_eq!(kernels(&list), expected.map(|(head, name)| (head.to_owned(), name)));
+    }
+
+    #[test]
+    fn a_kernel_is_assembled_from_its_packed_text() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let named = std::env::var_os("WARPFORGE_PTXAS").map(std::path::PathBuf::from);
+        let ptxas = named.unwrap_or_else(|| root.join("target/xtask/cuda/nvidia/cu13/bin/ptxas"));
+        if !ptxas.is_file() {
+            eprintln!("skipped: there is no ptxas (`cargo xtask setup`)");
+            return;
+        }
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let pack = |name: &str, text: &str| {
+            let packed = miniz_oxide::deflate::compress_to_vec(text.as_bytes(), 6);
+            std::fs::write(from.path().join(format!("{name}.ptx.deflate")), packed).unwrap();
+        };
+        pack("k", ".visible .entry k()\n{\n\tret;\n}\n");
+        pack("bad", ".visible .entry bad()\n{\n\tno such thing;\n}\n");
+        let head = ".version 7.4\n.target sm_80\n.address_size 64\n";
+        let run = |name| assemble(&ptxas, "sm_80", head, name, from.path(), to.path());
+        run("k").unwrap();
+        let files: Vec<_> =
+            std::fs::read_dir(to.path()).unwrap().map(|file| file.unwrap().file_name()).collect();
+        assert_eq!(files, ["k.cubin.deflate"]);
+        let packed = std::fs::read(to.path().join("k.cubin.deflate")).unwrap();
+        let code = miniz_oxide::inflate::decompress_to_vec(&packed).unwrap();
+        assert!(code.starts_with(b"\x7fELF"));
+        let message = run("bad").unwrap_err().to_string();
+        assert!(message.contains("-arch sm_80") && message.contains("bad.ptx"), "{message}");
     }
 }
