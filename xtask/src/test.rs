@@ -59,11 +59,12 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     report.step("tests", || run_command(&mut tests))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
-        let packages = ["test", "--package", "warpforge-host", "--package", "warpforge-loader"];
-        let mut tests = cargo(
-            root,
-            &[&packages[..], &["--features", "warpforge-host/cuda", "--lib", "--tests"]].concat(),
-        );
+        let mut tests =
+            cargo(root, &["test", "--package", "warpforge-host", "--package", "warpforge-loader"]);
+        tests.args(["--features", "warpforge-host/cuda"]);
+        for name in ["driver_faults", "fake_driver", "no_driver"] {
+            tests.args(["--test", name]);
+        }
         report.step("tests without cust", || run_command(&mut tests))?;
         // What the packages depend on, also on other platforms, has to be there: a registry is made of it.
         let program = std::env::current_exe();
