@@ -73,7 +73,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Those of [`ModelConfig::from_dir`], [`Weights::open`] and [`Gguf::open`]; [`ModelError::Unsupported`] for
-    /// weights that are quantised in a way that is not read.
+    /// weights that are quantised in a way that is not read, [`ModelError::Field`] for a `quantization_config` beside
+    /// weights of which none is quantised.
     pub fn open(path: &Path) -> Result<Checkpoint, ModelError> {
         Checkpoint::open_with_tower(path, None)
     }
@@ -88,6 +89,9 @@ impl Checkpoint {
             let config = ModelConfig::from_dir(path)?;
             let quantised = quantisation(path)?;
             let weights = Weights::open(path)?;
+            if let Some(quantised) = &quantised {
+                quantised.check_tensors(weights.types())?;
+            }
             let has_embeddings = BARE_EMBEDDINGS.iter().any(|name| weights.contains(name));
             let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
             let source = Source::Safetensors { weights, quantised, is_bare };

@@ -57,9 +57,9 @@ impl SessionOptions {
             let got = format!("{batch} · {capacity}");
             return Err(Error::invalid(OP, "capacity", "batch · capacity below 2^31", got));
         }
-        // So are patches.
-        if max_patches >= 1 << 31 {
-            return Err(Error::invalid(OP, "max_patches", "below 2^31", max_patches.to_string()));
+        // They are attention's queries.
+        if max_patches >= 1 << 30 {
+            return Err(Error::invalid(OP, "max_patches", "below 2^30", max_patches.to_string()));
         }
         if max_patches > 0 && config.vision.is_none() {
             let expected = "0 for a model without a vision tower";

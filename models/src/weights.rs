@@ -13,9 +13,10 @@ use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
-use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
-use super::config::read_json;
+use super::config::{parse_json, read_text};
 use super::files::open_file;
 use super::quant::RawTensor;
 use super::{ModelError, TensorProblem};
@@ -145,6 +146,13 @@ impl Weights {
     /// The names of all tensors, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// The names of all tensors, and whether they are of floats that are not quantised.
+    pub(super) fn types(&self) -> impl Iterator<Item = (&str, bool)> {
+        let is_float =
+            |entry: &Entry| matches!(entry.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        self.tensors.iter().map(move |(name, entry)| (name.as_str(), is_float(entry)))
     }
 
     /// Whether there is a tensor of this name.
@@ -355,7 +363,9 @@ fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, Str
     };
     let malformed = |error| format!("malformed header: {error}");
     let metadata: Metadata = serde_json::from_slice(header).map_err(malformed)?;
-    serde_json::from_slice::<DistinctNames>(header).map_err(malformed)?;
+    if let Repeated(Some(name)) = serde_json::from_slice(header).map_err(malformed)? {
+        return Err(format!("malformed header: two tensors are named {name}"));
+    }
     if metadata.data_len() != data.len() {
         let kind =
             if metadata.data_len() > data.len() { "truncated" } else { "bytes behind the last tensor" };
@@ -382,32 +392,39 @@ fn read_header(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>, Str
     Ok(metadata.tensors().into_iter().map(entry).collect())
 }
 
-/// A header of which no two tensors have the same name: a map would keep one of them.
-struct DistinctNames;
+/// The first key of an object that is there twice, if one is: a map would keep one of the two.
+struct Repeated(Option<String>);
 
-impl<'de> Deserialize<'de> for DistinctNames {
+impl<'de> Deserialize<'de> for Repeated {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Names;
-        impl<'de> Visitor<'de> for Names {
-            type Value = DistinctNames;
+        struct Keys;
+        impl<'de> Visitor<'de> for Keys {
+            type Value = Repeated;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<DistinctNames, A::Error> {
-                let mut names = HashSet::new();
-                while let Some((name, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
-                    if names.contains(&name) {
-                        return Err(A::Error::custom(format_args!("two tensors are named {name}")));
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Repeated, A::Error> {
+                let (mut keys, mut repeated) = (HashSet::new(), None);
+                while let Some((key, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
+                    if keys.contains(&key) {
+                        repeated.get_or_insert(key);
+                    } else {
+                        keys.insert(key);
                     }
-                    names.insert(name);
                 }
-                Ok(DistinctNames)
+                Ok(Repeated(repeated))
             }
         }
-        deserializer.deserialize_map(Names)
+        deserializer.deserialize_map(Keys)
     }
+}
+
+/// The part of an index whose keys must be distinct.
+#[derive(Deserialize)]
+struct IndexKeys {
+    weight_map: Repeated,
 }
 
 /// The tensors of each shard, both in order of their names.
@@ -418,11 +435,20 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, Vec<String>>, ModelError> 
         expected: expected.into(),
         got: got.map_or("nothing".into(), |value| value.to_string()),
     };
-    let index = read_json(path, MAX_INDEX_BYTES)?;
+    let text = read_text(path, MAX_INDEX_BYTES)?;
+    let index: serde_json::Value = parse_json(&text, path)?;
     let map = index.get("weight_map");
     let Some(map) = map.and_then(|map| map.as_object()) else {
         return Err(field("weight_map".into(), "an object", map));
     };
+    if let IndexKeys { weight_map: Repeated(Some(tensor)) } = parse_json(&text, path)? {
+        return Err(ModelError::Field {
+            path: path.into(),
+            field: format!("weight_map.{tensor}"),
+            expected: "each tensor once".into(),
+            got: "it twice".into(),
+        });
+    }
     let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (tensor, shard) in map {
         // A shard is a plain file beside the index: no path may lead out of the directory.

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::MAX_SIZE;
@@ -14,17 +15,20 @@ use crate::files::read_file;
 
 /// Reads and parses a JSON file of at most `most` bytes.
 pub(in super::super) fn read_json(path: &Path, most: u64) -> Result<Value, ModelError> {
-    let bytes = read_file(path, most)?;
-    let text = String::from_utf8(bytes).map_err(|error| {
+    parse_json(&read_text(path, most)?, path)
+}
+
+/// Reads a text file of at most `most` bytes.
+pub(in super::super) fn read_text(path: &Path, most: u64) -> Result<String, ModelError> {
+    String::from_utf8(read_file(path, most)?).map_err(|error| {
         let source = std::io::Error::new(std::io::ErrorKind::InvalidData, error);
         ModelError::Unreadable { path: path.into(), source }
-    })?;
-    parse_json(&text, path)
+    })
 }
 
 /// Parses JSON, and what Python writes beside it: `NaN`, `Infinity` and `-Infinity` become strings of these names, so
 /// that they do no harm where nobody reads them and are named where somebody does.
-pub(super) fn parse_json(text: &str, path: &Path) -> Result<Value, ModelError> {
+pub(in super::super) fn parse_json<T: DeserializeOwned>(text: &str, path: &Path) -> Result<T, ModelError> {
     serde_json::from_str(text)
         .or_else(|error| match without_infinities(text) {
             Some(text) => serde_json::from_str(&text),
@@ -317,7 +321,8 @@ mod tests {
 
     #[test]
     fn infinities_are_strings() {
-        let parse = |text: &str| parse_json(text, Path::new("x.json")).map_err(|error| error.to_string());
+        let parse =
+            |text: &str| parse_json::<Value>(text, Path::new("x.json")).map_err(|error| error.to_string());
         let want =
             serde_json::json!({"a": ["NaN", "Infinity", "-Infinity"], "NaN \\\" Infinity": "é -Infinity"});
         let text = r#"{"a": [NaN,Infinity, -Infinity], "NaN \\\" Infinity": "é -Infinity"}"#;

@@ -22,8 +22,8 @@ use serde_json::Value;
 
 use super::ModelError;
 use super::gguf::{Gguf, config_json};
-pub(super) use fields::read_json;
-use fields::{Fields, Seen, parse_json, whole};
+use fields::{Fields, Seen, whole};
+pub(super) use fields::{parse_json, read_json, read_text};
 pub use generation::GenerationConfig;
 use host::Error;
 use host::ops::moe_router::{ExpertGroups, RouterScore, RouterWeights};

@@ -1,14 +1,25 @@
 //! `quantization_config`: which modules of a checkpoint are quantised, and how.
 
+use std::path::PathBuf;
+
 use regex::bytes::{Regex, RegexBuilder};
 use serde_json::Value;
 
 use super::fields::{Fields, Seen};
 use crate::ModelError;
 
-/// How the matrices of a checkpoint are quantised.
+/// How the matrices of a checkpoint are quantised, and which file says so.
 #[derive(Debug)]
 pub(crate) struct QuantConfig {
+    modules: Modules,
+    path: PathBuf,
+    /// The field that names the method.
+    field: String,
+    method: String,
+}
+
+#[derive(Debug)]
+struct Modules {
     groups: Vec<Group>,
     /// Modules that are not.
     skipped: Vec<Pattern>,
@@ -107,9 +118,9 @@ fn matches_parts(glob: &[u8], text: &[u8]) -> bool {
     }
 }
 
-impl QuantConfig {
+impl Modules {
     /// How this module is quantised, if it is.
-    pub(crate) fn scheme_of(&self, module: &str) -> Option<Scheme> {
+    fn scheme_of(&self, module: &str) -> Option<Scheme> {
         if self.skipped.iter().any(|pattern| pattern.matches(module)) {
             return None;
         }
@@ -124,10 +135,41 @@ impl QuantConfig {
         // A name says more than a class.
         with(false).or_else(|| with(true)).map(|group| group.scheme)
     }
+}
+
+/// What names of tensors end with, one of which every method has.
+const MARKS: [&str; 6] =
+    [".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks", "_scales"];
+
+impl QuantConfig {
+    /// How this module is quantised, if it is.
+    pub(crate) fn scheme_of(&self, module: &str) -> Option<Scheme> {
+        self.modules.scheme_of(module)
+    }
+
+    /// Refuses a checkpoint of which nothing is quantised, though this says that something is: transformers takes
+    /// such weights for missing, and goes on with random ones or with bits of another type. Names, and whether the
+    /// tensor is of floats.
+    pub(crate) fn check_tensors<'n>(
+        &self,
+        mut tensors: impl Iterator<Item = (&'n str, bool)>,
+    ) -> Result<(), ModelError> {
+        let is_quantised =
+            |(name, is_float): (&str, bool)| !is_float || MARKS.iter().any(|mark| name.ends_with(mark));
+        if self.modules.groups.is_empty() || tensors.any(is_quantised) {
+            return Ok(());
+        }
+        Err(ModelError::Field {
+            path: self.path.clone(),
+            field: self.field.clone(),
+            expected: format!("tensors that are quantised by {}, or no such field", self.method),
+            got: "tensors of floats alone".into(),
+        })
+    }
 
     /// Whether some tensors are in blocks of gpt-oss.
     pub(crate) fn has_blocks(&self) -> bool {
-        self.groups.iter().any(|group| group.scheme == Scheme::Mxfp4Blocks)
+        self.modules.groups.iter().any(|group| group.scheme == Scheme::Mxfp4Blocks)
     }
 
     /// From `config.json`, where it is at the top or with the decoder's fields; `None` if weights are not quantised.
@@ -151,34 +193,48 @@ impl QuantConfig {
         let seen = Seen::default();
         let top = Fields::top(root, path, &seen)?;
         match top.nullable("quantization", "an object", Value::as_object)? {
-            Some(map) => modelopt(&top.inside("quantization.", map)).map(Some),
+            Some(map) => {
+                let fields = top.inside("quantization.", map);
+                Ok(Some(Self::by("modelopt", "quant_algo", &fields, modelopt(&fields)?)))
+            }
             None if top.has("quant_method") => Self::of(&top),
-            None if top.has("desc_act") => gptq(&top).map(Some),
-            None if top.has("w_bit") || top.has("version") => awq(&top).map(Some),
+            None if top.has("desc_act") => Ok(Some(Self::by("gptq", "desc_act", &top, gptq(&top)?))),
+            None if top.has("w_bit") || top.has("version") => {
+                let key = if top.has("w_bit") { "w_bit" } else { "version" };
+                Ok(Some(Self::by("awq", key, &top, awq(&top)?)))
+            }
             None => Ok(None),
         }
     }
 
+    fn by(method: &str, key: &str, fields: &Fields, modules: Modules) -> Self {
+        let field = format!("{}{key}", fields.prefix());
+        QuantConfig { modules, path: fields.path.into(), field, method: method.into() }
+    }
+
     fn of(fields: &Fields) -> Result<Option<Self>, ModelError> {
         const METHODS: &[&str] = &["fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "modelopt"];
-        let method = match fields.nullable("quant_method", "a string", Value::as_str)? {
-            Some(method) => method,
-            None if fields.has("config_groups") => "compressed-tensors",
-            None => fields.required("quant_method", "a string", Value::as_str)?,
+        let (method, key) = match fields.nullable("quant_method", "a string", Value::as_str)? {
+            Some(method) => (method, "quant_method"),
+            None if fields.has("config_groups") => ("compressed-tensors", "config_groups"),
+            None => (fields.required("quant_method", "a string", Value::as_str)?, "quant_method"),
         };
-        match method {
-            "fp8" => fp8(fields),
-            "gptq" => gptq(fields),
-            "awq" => awq(fields),
-            "mxfp4" => Ok(QuantConfig {
+        let modules = match method {
+            "fp8" => fp8(fields)?,
+            "gptq" => gptq(fields)?,
+            "awq" => awq(fields)?,
+            "mxfp4" => Modules {
                 groups: vec![Group { targets: None, scheme: Scheme::Mxfp4Blocks }],
                 skipped: parts(fields, &["modules_to_not_convert"])?,
-            }),
-            "compressed-tensors" => return compressed(fields),
-            "modelopt" => modelopt(fields),
-            other => Err(fields.unsupported("quant_method", other.into(), METHODS)),
-        }
-        .map(Some)
+            },
+            "compressed-tensors" => match compressed(fields)? {
+                Some(modules) => modules,
+                None => return Ok(None),
+            },
+            "modelopt" => modelopt(fields)?,
+            other => return Err(fields.unsupported("quant_method", other.into(), METHODS)),
+        };
+        Ok(Some(Self::by(method, key, fields, modules)))
     }
 }
 
@@ -216,7 +272,7 @@ fn block(fields: &Fields, key: &str) -> Result<Option<[usize; 2]>, ModelError> {
     fields.nullable(key, "a list of two sizes", sides)
 }
 
-fn fp8(fields: &Fields) -> Result<QuantConfig, ModelError> {
+fn fp8(fields: &Fields) -> Result<Modules, ModelError> {
     for key in ["fmt"] {
         if let Some(format) = fields.nullable(key, "a string", Value::as_str)?
             && format != "e4m3"
@@ -226,13 +282,13 @@ fn fp8(fields: &Fields) -> Result<QuantConfig, ModelError> {
     }
     let converted = fields.nullable("modules_to_convert", "a list of names", strings)?;
     let targets = converted.map(|names| names.into_iter().map(|name| Pattern::Parts(name.into())).collect());
-    Ok(QuantConfig {
+    Ok(Modules {
         groups: vec![Group { targets, scheme: Scheme::Fp8 { block: block(fields, "weight_block_size")? } }],
         skipped: parts(fields, &["modules_to_not_convert", "ignored_layers"])?,
     })
 }
 
-fn gptq(fields: &Fields) -> Result<QuantConfig, ModelError> {
+fn gptq(fields: &Fields) -> Result<Modules, ModelError> {
     const FORMATS: &[&str] = &["gptq", "gptq_v2"];
     let mut is_v1 = true;
     for key in ["checkpoint_format", "format"] {
@@ -274,7 +330,7 @@ fn gptq(fields: &Fields) -> Result<QuantConfig, ModelError> {
         groups.push(Group { targets: Some(vec![pattern]), scheme });
     }
     groups.push(Group { targets: None, scheme: Scheme::Gptq { bits, group, is_v1 } });
-    Ok(QuantConfig { groups, skipped })
+    Ok(Modules { groups, skipped })
 }
 
 /// Integers are taken that divide a word into bytes or halves of them.
@@ -288,7 +344,7 @@ fn gptq_bits(fields: &Fields, default: Option<u32>) -> Result<u32, ModelError> {
     }
 }
 
-fn awq(fields: &Fields) -> Result<QuantConfig, ModelError> {
+fn awq(fields: &Fields) -> Result<Modules, ModelError> {
     for key in ["version", "format"] {
         if let Some(version) = fields.nullable(key, "a string", Value::as_str)? {
             if !version.eq_ignore_ascii_case("gemm") {
@@ -305,13 +361,13 @@ fn awq(fields: &Fields) -> Result<QuantConfig, ModelError> {
         }
     }
     let key = if fields.has("q_group_size") { "q_group_size" } else { "group_size" };
-    Ok(QuantConfig {
+    Ok(Modules {
         groups: vec![Group { targets: None, scheme: Scheme::Awq { group: group_size(fields, key)? } }],
         skipped: parts(fields, &["modules_to_not_convert"])?,
     })
 }
 
-fn modelopt(fields: &Fields) -> Result<QuantConfig, ModelError> {
+fn modelopt(fields: &Fields) -> Result<Modules, ModelError> {
     let algorithm = fields.required("quant_algo", "a string", Value::as_str)?;
     let scheme = match algorithm {
         "NVFP4" => {
@@ -325,13 +381,13 @@ fn modelopt(fields: &Fields) -> Result<QuantConfig, ModelError> {
         "FP8" => Scheme::Bytes { block: None },
         other => return Err(fields.unsupported("quant_algo", other.into(), &["NVFP4", "FP8"])),
     };
-    Ok(QuantConfig {
+    Ok(Modules {
         groups: vec![Group { targets: None, scheme }],
         skipped: parts(fields, &["ignore", "exclude_modules"])?,
     })
 }
 
-fn compressed(fields: &Fields) -> Result<Option<QuantConfig>, ModelError> {
+fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
     for (key, format) in [("sparsity_config", "format"), ("transform_config", "config_groups")] {
         let Some(map) = fields.nullable(key, "an object", Value::as_object)? else { continue };
         match map.get(format) {
@@ -363,7 +419,7 @@ fn compressed(fields: &Fields) -> Result<Option<QuantConfig>, ModelError> {
         }
     }
     let ignored = fields.nullable("ignore", "a list of names", strings)?.unwrap_or_default();
-    Ok(Some(QuantConfig { groups, skipped: patterns(fields, "ignore", ignored)? }))
+    Ok(Some(Modules { groups, skipped: patterns(fields, "ignore", ignored)? }))
 }
 
 fn patterns(fields: &Fields, key: &str, names: Vec<&str>) -> Result<Vec<Pattern>, ModelError> {

@@ -191,6 +191,17 @@ fn bad_indices() {
             )
         );
     }
+    // The second is another spelling of the first; numbers are as Python writes them.
+    for text in [
+        r#"{"weight_map": {"a": "s1", "b": "s1", "a": "s2"}}"#,
+        r#"{"n": NaN, "weight_map": {"a": "s1", "\u0061": "s1"}}"#,
+    ] {
+        index(text);
+        assert_eq!(
+            message(&dir),
+            "model.safetensors.index.json: weight_map.a: expected each tensor once, got it twice"
+        );
+    }
     index(r#"{"weight_map": {"b": "s2", "z": "s1", "a": "s2"}}"#);
     write(&dir.path().join("s1"), &[Stored::zeros("z", Dtype::F32, &[1])]);
     assert_eq!(message(&dir), "shard s2 does not exist; the index places tensor a in it");

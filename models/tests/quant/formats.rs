@@ -354,6 +354,52 @@ fn schemes_that_are_not_read_are_named() {
     }
 }
 
+/// A method over weights of floats alone is refused, by each file that may name one; one that quantises no weights
+/// says nothing of them.
+#[test]
+fn methods_over_plain_weights() -> Outcome {
+    let plain = [("model.layers.0.mlp.up_proj.weight", Dtype::BF16, vec![1, 2], vec![0; 4])];
+    let group = |targets: &str| {
+        format!(
+            r#"{{"config_groups": {{"g": {{"targets": ["Linear"]{targets}}}}}, "format": "float-quantized", "ignore": []}}"#
+        )
+    };
+    let weights = r#", "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}"#;
+    for (config, field, method) in [
+        (r#"{"quant_method": "fp8", "weight_block_size": [128, 128]}"#.to_owned(), "quant_method", "fp8"),
+        (r#"{"quant_method": "gptq", "bits": 4, "group_size": 128}"#.to_owned(), "quant_method", "gptq"),
+        (r#"{"quant_method": "awq", "bits": 4}"#.to_owned(), "quant_method", "awq"),
+        (r#"{"quant_method": "mxfp4"}"#.to_owned(), "quant_method", "mxfp4"),
+        (r#"{"quant_method": "modelopt", "quant_algo": "FP8"}"#.to_owned(), "quant_method", "modelopt"),
+        (group(weights), "config_groups", "compressed-tensors"),
+    ] {
+        assert_eq!(
+            open(&plain, &config).map(|_| ()),
+            Err(format!(
+                "config.json: quantization_config.{field}: expected tensors that are quantised by {method}, or no such \
+                 field, got tensors of floats alone"
+            ))
+        );
+    }
+    for config in
+        [group(""), r#"{"quant_method": "compressed-tensors", "format": "dense"}"#.into(), "null".into()]
+    {
+        open(&plain, &config)?;
+    }
+    for (file, text, field) in [
+        ("hf_quant_config.json", r#"{"quantization": {"quant_algo": "NVFP4"}}"#, "quantization.quant_algo"),
+        ("quantize_config.json", r#"{"bits": 4, "desc_act": true}"#, "desc_act"),
+        ("quant_config.json", r#"{"w_bit": 4, "version": "GEMM"}"#, "w_bit"),
+    ] {
+        let (folder, _) = open(&plain, "null")?;
+        std::fs::write(folder.path().join(file), text)?;
+        let message = Checkpoint::open(folder.path()).unwrap_err().to_string();
+        let expected = format!("{file}: {field}: expected tensors that are quantised by ");
+        assert!(message.contains(&expected), "{message}");
+    }
+    Ok(())
+}
+
 #[test]
 fn tensors_that_do_not_fit_each_other() -> Outcome {
     let gptq_config =
