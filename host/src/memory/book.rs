@@ -450,13 +450,16 @@ mod tests {
         used_by: Option<usize>,
     }
 
+    /// Cases, and most steps of a case: Miri takes some thousand times as long for each.
+    const CASES: (u32, usize) = if cfg!(miri) { (2, 30) } else { (400, 200) };
+
     proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(CASES.0) })]
 
         /// Against a model that knows each byte: nobody gets what another holds, or may still be working with unless it
         /// follows that; and at the end everything can go back, in the pieces that it came in.
         #[test]
-        fn no_byte_is_given_twice(steps in prop::collection::vec(step(), 1..200)) {
+        fn no_byte_is_given_twice(steps in prop::collection::vec(step(), 1..CASES.1)) {
             let queues: Vec<Queue> = (0..NUM_QUEUES as u32)
                 .map(|number| Queue::Simulated(Script::new((8, 0), Ok(())), Place::Simulated(number)))
                 .collect();

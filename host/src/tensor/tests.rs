@@ -77,8 +77,11 @@ fn regrouped(shape: &[usize], choices: &[usize]) -> Vec<usize> {
     groups
 }
 
+/// Miri takes some thousand times as long for each.
+const CASES: u32 = if cfg!(miri) { 4 } else { 4000 };
+
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4000) })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(CASES) })]
 
     /// A reshaped view has the same elements in the same order; it fails only where that needs a copy.
     #[test]
