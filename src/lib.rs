@@ -1,8 +1,57 @@
-//! GPU kernels for large language models, written in Rust: see the README.
+//! GPU kernels for large language models, written in Rust: devices, tensors, the operators below, and whole models.
 //!
 //! This crate is the front door. It builds the device code into PTX images (`build.rs`, feature `cuda`), embeds them,
-//! and re-exports the host side: [`Device`] to run on, [`Tensor`]s, the operators in [`ops`], whole models in
-//! [`models`].
+//! and re-exports the host side: [`Device`] to run on, [`Stream`] for its work, [`Tensor`]s, the operators in [`ops`],
+//! quantised matrices in [`weight`], whole models in `models` (a feature).
+//!
+//! ```
+//! use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+//! use warpforge::{DType, Device, Error, Tensor};
+//!
+//! fn main() -> Result<(), Error> {
+//!     let device = Device::best(); // a GPU if there is one that can be had, else the CPU
+//!     let stream = device.stream()?;
+//!     let problem = RmsNormProblem { rows: 4, cols: 8, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
+//!     let rmsnorm = RmsNorm::plan(&device, problem)?; // checks, chooses a kernel, loads it
+//!     let x = Tensor::from_slice(&stream, &[4, 8], &[2.0f32; 32])?;
+//!     let weight = Tensor::from_slice(&stream, &[8], &[1.0f32; 8])?;
+//!     let mut out = Tensor::empty(&stream, &[4, 8], DType::F32)?;
+//!     let args = RmsNormArgs { x: x.view(), residual: None, weight: weight.view(), gate: None, out: out.view_mut() };
+//!     rmsnorm.run(&stream, args)?; // checks the tensors, enqueues; allocates nothing
+//!     assert!(out.to_vec::<f32>(&stream)?.iter().all(|value| (value - 1.0).abs() < 1e-4));
+//!     println!("{}", rmsnorm.report()); // which kernel, why, registers, occupancy, bytes, least time
+//!     Ok(())
+//! }
+//! ```
+//!
+//! Every operator has this form: `supports` says whether a [`&Device`](Device) can do it and why not, `plan` chooses
+//! a kernel, `run` runs it in a [`&Stream`](Stream).
+//!
+//! # Operators
+//!
+//! | operator | what |
+//! |---|---|
+//! | [`attention`](ops::attention) | prompts and decode, GQA, windows, masks, caches in pages and in fp8, latent attention |
+//! | [`causal_conv1d`](ops::causal_conv1d) | depthwise convolution over time |
+//! | [`copy`](ops::copy) | strided copy and cast |
+//! | [`embedding`](ops::embedding) | rows of a table |
+//! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows of a table |
+//! | [`gated_delta`](ops::gated_delta) | the gated delta rule, recurrent and in chunks |
+//! | [`glu`](ops::glu) | SwiGLU, GEGLU and their kin; activations |
+//! | [`grouped_matmul`](ops::grouped_matmul) | each expert's rows times its own weight |
+//! | [`kv_append`](ops::kv_append) | rows into a cache |
+//! | [`layernorm`](ops::layernorm) | layer norm, with residual |
+//! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also quantised: 4- and 8-bit integers, fp8, fp4 |
+//! | [`matmul_i8`](ops::matmul_i8) | int8 times int8, quantisation of rows |
+//! | [`moe_combine`](ops::moe_combine) | weighted sums of experts |
+//! | [`moe_permute`](ops::moe_permute) | pairs sorted by expert |
+//! | [`moe_router`](ops::moe_router) | experts of each token |
+//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rotary embedding and append in one pass |
+//! | [`rmsnorm`](ops::rmsnorm) | RMS norm, with residual and gate |
+//! | [`rope`](ops::rope) | rotary embedding |
+//! | [`sampling`](ops::sampling) | greedy, temperature, top-k, top-p, seeded |
+//! | [`scatter_rows`](ops::scatter_rows) | rows to named places |
+//! | [`transpose`](ops::transpose) | transpose of matrices |
 //!
 //! # Threads and streams
 //!
@@ -15,14 +64,15 @@
 mod device;
 mod images;
 
-pub use device::{Device, DeviceChoice};
+pub use device::DeviceChoice;
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, Choice, DType, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event, F8E4M3,
-    Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel, OptimizationReport, Place,
-    Pool, PoolStats, Ptx, PtxModule, Resources, Sample, SampleTensor, Stream, Tensor, TensorCores,
-    TensorView, TensorViewMut, UnknownArch, UnknownDType, ops, simulator, weight,
+    Arch, Choice, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event,
+    F8E4M3, Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel,
+    OptimizationReport, Place, Pool, PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample,
+    SampleTensor, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, ops,
+    simulator, weight,
 };
 
 #[cfg(feature = "models")]
@@ -37,8 +87,3 @@ const _: () = {
     #[cfg(feature = "models")]
     are_shared::<(models::Model, models::ModelError)>();
 };
-
-/// The README's example is a test.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

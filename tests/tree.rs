@@ -86,7 +86,8 @@ fn an_operator_takes_the_files_of_the_list() {
         let path =
             file.strip_prefix(workspace_root()).expect("a file of the tree").to_string_lossy().into_owned();
         let named = abi::ops::FAMILIES.iter().filter(|family| has_word(&text, family)).count();
-        let is_listed = edit.contains(&path) || path == "CHANGELOG.md";
+        // The README's table is made from the front page's.
+        let is_listed = edit.contains(&path) || ["CHANGELOG.md", "README.md"].contains(&path.as_str());
         assert!(is_listed || named + 3 < abi::ops::FAMILIES.len(), "{path} names {named} operators");
     }
 }
@@ -94,6 +95,45 @@ fn an_operator_takes_the_files_of_the_list() {
 /// Cargo cannot take its features from the list of operators.
 #[test]
 fn every_operator_is_a_feature_of_gpu() {
+/// The README has the front page's example and its table of operators, of which each has a line;
+/// `WARPFORGE_UPDATE_README=1` writes them.
+#[test]
+fn the_readme_has_the_front_page_s_example_and_operators() {
+    let root = workspace_root();
+    let front = fs::read_to_string(root.join("src/lib.rs")).expect("src/lib.rs");
+    let lines: Vec<&str> = front
+        .lines()
+        .map_while(|line| line.strip_prefix("//!"))
+        .map(|line| line.strip_prefix(' ').unwrap_or(line))
+        .collect();
+    let example = lines.split(|line| line.starts_with("```")).nth(1).expect("an example").join("\n") + "\n";
+    let rows = lines.iter().filter(|line| line.starts_with("| [`"));
+    let (mut names, mut table) = (Vec::new(), "| operator | what |\n|---|---|\n".to_owned());
+    for row in rows {
+        let (name, what) = row.strip_prefix("| [`").and_then(|row| row.split_once("`](ops::")).expect(row);
+        let what = what.strip_prefix(name).and_then(|rest| rest.strip_prefix(") |")).expect(row);
+        names.push(name);
+        table += &format!("| `{name}` |{what}\n");
+    }
+    assert_eq!(names, abi::ops::FAMILIES, "the front page's table");
+    let path = root.join("README.md");
+    let mut readme = fs::read_to_string(&path).expect("README.md");
+    for (start, end, wanted) in
+        [("```rust\n", "```\n", &example), ("<!-- operators -->\n", "<!-- /operators -->", &table)]
+    {
+        let first = readme.find(start).expect(start) + start.len();
+        let last = first + readme[first..].find(end).expect(end);
+        if std::env::var_os("WARPFORGE_UPDATE_README").is_some() {
+            readme.replace_range(first..last, wanted);
+        }
+        let last = first + readme[first..].find(end).expect(end);
+        assert_eq!(&readme[first..last], wanted, "run with WARPFORGE_UPDATE_README=1");
+    }
+    if std::env::var_os("WARPFORGE_UPDATE_README").is_some() {
+        fs::write(&path, readme).expect("README.md");
+    }
+}
+
     let text = fs::read_to_string(workspace_root().join("gpu/Cargo.toml")).expect("gpu/Cargo.toml");
     let (_, features) = text.split_once("default = [").expect("default features");
     let (default, rest) = features.split_once(']').expect("a list");

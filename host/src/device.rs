@@ -10,7 +10,7 @@ use abi::Arch;
 use crate::backing::HostMemory;
 use crate::cuda;
 use crate::error::Error;
-use crate::images::{self, Image};
+use crate::images::{self, Image, ProgramImages};
 use crate::memory::Pool;
 use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
@@ -57,16 +57,29 @@ impl Device {
         Device { shared: Arc::new(shared), arch: Arch::Sm61, level: OptLevel::default() }
     }
 
-    /// The CUDA device of this ordinal, running these images: of the floors among them that card and driver can run, the
-    /// [preferred](Arch::PREFERRED) one.
+    /// The CUDA device of ordinal 0 if it can be had, else the CPU. [`Device::cuda`] says why it cannot.
+    pub fn best() -> Self {
+        Self::cuda(0).unwrap_or_else(|_| Self::cpu())
+    }
+
+    /// The CUDA device of this ordinal, running the images that the program is built with: of their floors that card
+    /// and driver can run, the [preferred](Arch::PREFERRED) one.
     ///
     /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
     /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
     ///
+    /// **Errors**: those of [`Device::cuda_with_images`].
+    pub fn cuda(ordinal: usize) -> Result<Self, Error> {
+        // SAFETY: whoever has entered the images promised it.
+        unsafe { Self::cuda_with_images(ordinal, ProgramImages::entered()) }
+    }
+
+    /// The CUDA device of this ordinal, running these images.
+    ///
     /// # Safety
     /// - A kernel of the images that has the name of one of `abi`'s tables takes the same parameters, and accesses no memory but what the
     ///   operator's documentation says.
-    pub unsafe fn cuda(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
+    pub unsafe fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         let context = cuda::Context::open(ordinal)?;
         let profile = context.profile().clone();
         let (major, minor) = profile.compute_capability.unwrap_or((0, 0));

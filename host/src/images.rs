@@ -168,6 +168,27 @@ impl Image {
     }
 }
 
+/// Images of a program, which a crate that embeds them enters by `inventory::submit!`:
+/// [`Device::cuda`](crate::Device::cuda) runs them.
+#[derive(Clone, Copy, Debug)]
+pub struct ProgramImages(&'static [Image]);
+
+inventory::collect!(ProgramImages);
+
+impl ProgramImages {
+    /// # Safety
+    /// As for [`Device::cuda_with_images`](crate::Device::cuda_with_images): the kernels are what the operators take
+    /// them for.
+    pub const unsafe fn new(images: &'static [Image]) -> Self {
+        ProgramImages(images)
+    }
+
+    /// Those of this program; none where no crate has entered any.
+    pub(crate) fn entered() -> &'static [Image] {
+        inventory::iter::<ProgramImages>().next().map_or(&[], |entered| entered.0)
+    }
+}
+
 /// The preferred floor among the images that a card of this compute capability runs, of those whose PTX its driver
 /// takes; none if it runs no image. **Errors**: [`Error::DriverTooOld`] if the driver takes none of them.
 pub(crate) fn preferred_floor(

@@ -1,5 +1,5 @@
-//! The host side of warpforge: devices, tensors, operators. The `warpforge` crate re-exports all of it, with a type
-//! around [`Device`] that has the device images; use that one.
+//! The host side of warpforge: devices, tensors, operators. The `warpforge` crate re-exports all of it, and enters
+//! the device images that it is built with ([`ProgramImages`]); use that one.
 //!
 //! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → [`weight`] → `tensor` → [`device`] and
 //! `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
@@ -35,7 +35,7 @@ pub use abi::{Arch, DType, Need, UnknownArch, UnknownDType};
 pub use device::Device;
 pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
-pub use images::{EmbeddedKernel, Image, NeededDriver, Ptx, PtxModule};
+pub use images::{EmbeddedKernel, Image, NeededDriver, ProgramImages, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
 pub use memory::{Pool, PoolStats};
 pub use plan::Choice;

@@ -41,7 +41,7 @@ fn program() -> Result<(), Error> {
         ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
     }];
     // SAFETY: the fake driver's kernels do nothing.
-    let device = unsafe { Device::cuda(0, IMAGES)? };
+    let device = unsafe { Device::cuda_with_images(0, IMAGES)? };
     let (stream, other) = (device.stream()?, device.stream()?);
     let data: Vec<f32> = (0..256).map(|value| value as f32).collect();
     let a = Tensor::from_slice(&stream, &[4, 64], &data)?;
