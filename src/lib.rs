@@ -25,7 +25,8 @@
 //! ```
 //!
 //! Every operator has this form: `supports` says whether a [`&Device`](Device) can do it and why not, `plan` chooses
-//! a kernel, `run` runs it in a [`&Stream`](Stream).
+//! a kernel, `run` runs it in a [`&Stream`](Stream). What a device may do where it refuses a plan is its
+//! [`Fallback`].
 //!
 //! # Operators
 //!
@@ -69,7 +70,7 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, Choice, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event,
-    F8E4M3, Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel,
+    F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel,
     OptimizationReport, Place, Pool, PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample,
     SampleTensor, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, ops,
     simulator, weight,

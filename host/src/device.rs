@@ -2,8 +2,9 @@
 
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::Arc;
+use std::io::Write;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use abi::Arch;
 
@@ -17,7 +18,7 @@ use crate::simulator::{SimulatedMemory, Simulator};
 use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
 
-pub use crate::profile::{DeviceLimits, HardwareProfile, OptLevel, Place, TensorCores};
+pub use crate::profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, TensorCores};
 
 impl HardwareProfile {
     /// The profile of the first CUDA device if there is one, else of the CPU. Needs no images.
@@ -33,12 +34,15 @@ pub struct Device {
     /// The floor whose images are loaded; unused on the CPU.
     arch: Arch,
     level: OptLevel,
+    fallback: Fallback,
 }
 
 struct Shared {
     backend: Backend,
     pool: Arc<Pool>,
     profile: HardwareProfile,
+    /// What runs elsewhere than was asked for, a line each.
+    fallen: Mutex<Vec<String>>,
 }
 
 /// What runs a device's work.
@@ -53,8 +57,7 @@ impl Device {
     pub fn cpu() -> Self {
         let profile = HardwareProfile::cpu();
         let pool = Pool::new(Box::new(HostMemory));
-        let shared = Shared { backend: Backend::Cpu, pool, profile };
-        Device { shared: Arc::new(shared), arch: Arch::Sm61, level: OptLevel::default() }
+        Device::new(Backend::Cpu, pool, profile, Arch::Sm61)
     }
 
     /// The CUDA device of ordinal 0 if it can be had, else the CPU. [`Device::cuda`] says why it cannot.
@@ -65,9 +68,6 @@ impl Device {
     /// The CUDA device of this ordinal, running the images that the program is built with: of their floors that card
     /// and driver can run, the [preferred](Arch::PREFERRED) one.
     ///
-    /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
-    /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
-    ///
     /// **Errors**: those of [`Device::cuda_with_images`].
     pub fn cuda(ordinal: usize) -> Result<Self, Error> {
         // SAFETY: whoever has entered the images promised it.
@@ -75,6 +75,9 @@ impl Device {
     }
 
     /// The CUDA device of this ordinal, running these images.
+    ///
+    /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
+    /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
     ///
     /// # Safety
     /// - A kernel of the images that has the name of one of `abi`'s tables takes the same parameters, and accesses no memory but what the
@@ -96,8 +99,7 @@ impl Device {
         let context = Arc::new(context);
         let modules = cuda::Modules::new(context.clone(), images);
         let pool = Pool::new(Box::new(cuda::DeviceMemory(context.clone())));
-        let shared = Shared { backend: Backend::Cuda(context, modules), pool, profile };
-        Ok(Device { shared: Arc::new(shared), arch, level: OptLevel::default() })
+        Ok(Device::new(Backend::Cuda(context, modules), pool, profile, arch))
     }
 
     /// A card that is simulated on this host, at the floor that its compute capability takes. It has all of a
@@ -114,8 +116,12 @@ impl Device {
             return Err(Error::UnsupportedCapability { name, major, minor, reason });
         };
         let pool = Pool::new(Box::new(SimulatedMemory::new(simulator.clone(), &profile)));
-        let shared = Shared { backend: Backend::Simulated(simulator), pool, profile };
-        Ok(Device { shared: Arc::new(shared), arch, level: OptLevel::default() })
+        Ok(Device::new(Backend::Simulated(simulator), pool, profile, arch))
+    }
+
+    fn new(backend: Backend, pool: Arc<Pool>, profile: HardwareProfile, arch: Arch) -> Self {
+        let shared = Arc::new(Shared { backend, pool, profile, fallen: Mutex::default() });
+        Device { shared, arch, level: OptLevel::default(), fallback: Fallback::default() }
     }
 
     /// How many CUDA devices the driver reports.
@@ -142,6 +148,11 @@ impl Device {
         Device { level, ..self.clone() }
     }
 
+    /// The same device, with another way to go on where it refuses a plan.
+    pub fn with_fallback(&self, fallback: Fallback) -> Self {
+        Device { fallback, ..self.clone() }
+    }
+
     /// What the hardware is.
     pub fn profile(&self) -> &HardwareProfile {
         &self.shared.profile
@@ -155,6 +166,42 @@ impl Device {
     /// The bound on the kernels that plans choose.
     pub fn level(&self) -> OptLevel {
         self.level
+    }
+
+    /// What plans do where the device refuses them.
+    pub fn fallback(&self) -> Fallback {
+        self.fallback
+    }
+
+    /// What runs by another floor's kernels or on the CPU, because this device (or one that was made of it) refused
+    /// it: operator, place and reason of each, once. Each was also written to standard error, when it happened.
+    pub fn fallen(&self) -> Vec<String> {
+        self.lock_fallen().clone()
+    }
+
+    /// Says so, the first time.
+    pub(crate) fn say_fallen(&self, line: String) {
+        let mut fallen = self.lock_fallen();
+        if !fallen.contains(&line) {
+            // Nobody is to stop because nobody reads it.
+            let _ = writeln!(std::io::stderr(), "warpforge: {line}");
+            fallen.push(line);
+        }
+    }
+
+    fn lock_fallen(&self) -> MutexGuard<'_, Vec<String>> {
+        // A list of whole lines at any time.
+        self.shared.fallen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What may stand in for this device, by its policy: the floors that this one runs and the card too, the best
+    /// first, then the CPU.
+    pub(crate) fn lower(&self) -> impl Iterator<Item = Device> {
+        let is_card = !matches!(self.shared.backend, Backend::Cpu);
+        let floors = is_card && self.fallback != Fallback::Error;
+        let below = move |arch: &Arch| floors && *arch != self.arch && self.arch.runs(*arch);
+        let floors = Arch::PREFERRED.into_iter().filter(below).filter_map(|arch| self.with_arch(arch).ok());
+        floors.chain((is_card && self.fallback == Fallback::Cpu).then(Device::cpu))
     }
 
     /// Name and floor, for messages.

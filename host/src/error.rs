@@ -175,6 +175,28 @@ pub struct DriverError {
     pub description: String,
 }
 
+/// The driver's errors that are about the call and leave the context as it was. What is not among them, as
+/// `CUDA_ERROR_UNKNOWN` and all faults of a kernel, may not.
+const REFUSALS: [u32; 17] = [
+    1,   // CUDA_ERROR_INVALID_VALUE
+    2,   // CUDA_ERROR_OUT_OF_MEMORY
+    200, // CUDA_ERROR_INVALID_IMAGE
+    209, // CUDA_ERROR_NO_BINARY_FOR_GPU
+    215, // CUDA_ERROR_UNSUPPORTED_LIMIT
+    218, // CUDA_ERROR_INVALID_PTX
+    221, // CUDA_ERROR_JIT_COMPILER_NOT_FOUND
+    222, // CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+    223, // CUDA_ERROR_JIT_COMPILATION_DISABLED
+    300, // CUDA_ERROR_INVALID_SOURCE
+    303, // CUDA_ERROR_SHARED_OBJECT_INIT_FAILED
+    500, // CUDA_ERROR_NOT_FOUND
+    701, // CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    720, // CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    800, // CUDA_ERROR_NOT_PERMITTED
+    801, // CUDA_ERROR_NOT_SUPPORTED
+    912, // CUDA_ERROR_INVALID_CLUSTER_SIZE
+];
+
 /// The end of an out of memory: what the device says, if it does.
 fn free_of(free: usize, total: usize) -> String {
     if total == 0 { String::new() } else { format!("; the device has {free} free of {total}") }
@@ -189,5 +211,21 @@ impl Error {
         got: impl Into<String>,
     ) -> Self {
         Error::Invalid { op, argument, expected: expected.into(), got: got.into() }
+    }
+
+    /// Whether a device has refused something and is as it was: another kernel may do it, or another device. Not so
+    /// where the caller is wrong, a kernel was stopped, or the driver's context may be unusable.
+    pub(crate) fn is_refusal(&self) -> bool {
+        match self {
+            Error::Unsupported { .. }
+            | Error::UnsupportedCapability { .. }
+            | Error::DriverTooOld { .. }
+            | Error::MissingImage { .. }
+            | Error::OutOfMemory { .. } => true,
+            Error::Image { source, .. } | Error::Launch { source, .. } | Error::Driver { source, .. } => {
+                REFUSALS.contains(&source.code)
+            }
+            _ => false,
+        }
     }
 }

@@ -36,7 +36,7 @@ pub struct OptimizationReport {
     pub problem: String,
     /// The device.
     pub device: String,
-    /// The kernel's entry name; `cpu` on the CPU.
+    /// The kernel's entry name; `cpu` on the CPU, also where that is a fallback.
     pub variant: &'static str,
     /// Why this one.
     pub why: String,
@@ -55,6 +55,9 @@ pub struct OptimizationReport {
     pub flops: u64,
     /// Microseconds for `bytes` at the device's peak memory bandwidth; none where that is unknown.
     pub memory_floor_us: Option<f64>,
+    /// What the device that was asked for said, where this is another floor or the CPU: see
+    /// [`Fallback`](crate::Fallback).
+    pub fallback: Option<String>,
 }
 
 /// What a run of a problem does at least: a report's part of the operator.
@@ -108,6 +111,7 @@ impl OptimizationReport {
             bytes: work.bytes.0,
             flops: work.flops.0,
             memory_floor_us: (memory_bandwidth > 0.0).then(|| work.bytes.0 as f64 / memory_bandwidth * 1e6),
+            fallback: None,
         }
     }
 }
@@ -115,6 +119,9 @@ impl OptimizationReport {
 impl fmt::Display for OptimizationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{} of {} on {}", self.op, self.problem, self.device)?;
+        if let Some(refusal) = &self.fallback {
+            writeln!(f, "  fallback   {refusal}")?;
+        }
         writeln!(f, "  variant    {} ({})", self.variant, self.why)?;
         writeln!(f, "  tile       {}", self.tile)?;
         if let Some(Resources { registers, local_bytes, smem_bytes, .. }) = self.resources {

@@ -1,5 +1,6 @@
 //! The one place from which kernels are launched.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -61,7 +62,7 @@ impl Device {
                 let (handle, resources) = modules.entry(family, self.arch(), entry, smem_bytes)?;
                 Code::Cuda(handle, resources)
             }
-            Backend::Simulated(simulator) if simulator.has_kernel(entry) => {
+            Backend::Simulated(simulator) if simulator.has_kernel(entry, self.arch()) => {
                 Code::Simulated(simulator.clone(), self.arch())
             }
             Backend::Simulated(_) => return Err(refused(format!("the simulator has no kernel {entry}"))),
@@ -69,6 +70,15 @@ impl Device {
         let kernel = Arc::new(Kernel { op: family, name: entry, place: self.place(), code });
         Ok(Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster: 1, clusters_at_a_time: 0 })
     }
+}
+
+thread_local! {
+    static ENQUEUED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Kernels that this thread has enqueued so far: a run whose first one is refused has done nothing yet.
+pub(crate) fn enqueued() -> u64 {
+    ENQUEUED.get()
 }
 
 impl Entry {
@@ -136,6 +146,10 @@ impl Entry {
                 let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
                 let cluster = self.cluster;
                 let launch = Launch { entry, arch: *arch, grid, block, cluster, smem_bytes, params };
+                if let Some(source) = simulator.refuses(&launch) {
+                    return Err(Error::Launch { entry, grid, block, smem_bytes, source });
+                }
+                ENQUEUED.set(enqueued() + 1);
                 // SAFETY: the caller's promise.
                 return unsafe { simulator.launch(&launch) }.map_err(|report| {
                     let device = stream.device().describe();
@@ -153,15 +167,16 @@ impl Entry {
         let pointers = &mut pointers[..params.len()];
         // SAFETY: parameters and their meaning — the caller; they live until the call returns, which is when the driver
         // has copied them.
-        unsafe { queue.launch(handle, grid, block, self.cluster, self.dynamic_smem_bytes, pointers) }.map_err(
-            |failure| match failure {
+        unsafe { queue.launch(handle, grid, block, self.cluster, self.dynamic_smem_bytes, pointers) }
+            .map_err(|failure| match failure {
                 cuda::LaunchFailure::Launch(source) => {
                     let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
                     Error::Launch { entry, grid, block, smem_bytes, source }
                 }
                 cuda::LaunchFailure::Other(error) => error,
-            },
-        )
+            })?;
+        ENQUEUED.set(enqueued() + 1);
+        Ok(())
     }
 }
 

@@ -15,6 +15,7 @@ mod error;
 mod fp8;
 mod images;
 mod kernel;
+mod ladder;
 mod launch;
 mod memory;
 pub mod nvtx;
@@ -39,7 +40,7 @@ pub use images::{EmbeddedKernel, Image, NeededDriver, ProgramImages, Ptx, PtxMod
 pub use kernel::{Kernel, OptimizationReport};
 pub use memory::{Pool, PoolStats};
 pub use plan::Choice;
-pub use profile::{DeviceLimits, HardwareProfile, OptLevel, Place, Resources, TensorCores};
+pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};
 pub use sample::{Sample, SampleTensor};
 pub use stream::{Event, Graph, Stream};
 pub use tensor::{Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};

@@ -1,7 +1,8 @@
 //! What every operator's plan does alike: an operator says what is its own ([`Operator`]), [`Plan`] does the rest.
 //!
 //! An operator is `pub struct Name(Plan<Self>)` with its documentation, an `impl Operator`, and a line of [`planned!`],
-//! which gives it the methods of a plan under its own types.
+//! which gives it the methods of a plan under its own types. A few do more by themselves: they are a [`Rung`] of
+//! their own.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -12,11 +13,11 @@ use abi::DType;
 use crate::device::Device;
 use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work};
+use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::nvtx;
 use crate::profile::DeviceLimits;
 use crate::stream::Stream;
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, Views};
 
 /// What `select` takes for a problem.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,10 +47,12 @@ pub(crate) trait Operator: fmt::Debug + Sized + 'static {
     const OP: &'static str;
     /// How the work is cut up on the CPU, for reports.
     const CPU_TILE: &'static str = "rows";
+    /// Whether none of a run's launches reads what a later one writes.
+    const IS_REPEATABLE: bool = false;
     /// What is planned for.
     type Problem: Copy + fmt::Debug;
     /// The tensors of a run.
-    type Args<'a>;
+    type Args<'a>: Views;
     /// What a run comes to: sizes and strides.
     type Dims;
     /// What a caller may ask for: a row of its table, mostly.
@@ -135,60 +138,75 @@ pub(crate) struct Run<'a, O: Operator> {
     pub(crate) is_aligned: bool,
 }
 
-/// An operator, planned.
+/// An operator, planned, with what may stand in for it.
+pub(crate) type Plan<O> = Ladder<Floor<O>>;
+
+/// An operator, planned for a floor of a card, or the CPU.
 #[derive(Debug)]
-pub(crate) struct Plan<O: Operator> {
+pub(crate) struct Floor<O: Operator> {
     device: Device,
     problem: O::Problem,
     /// None on the CPU.
     loaded: Option<(Choice<O::Variant>, O::Kernels)>,
 }
 
-impl<O: Operator> Plan<O> {
-    pub(crate) fn supports(device: &Device, problem: &O::Problem) -> Result<(), Error> {
+impl<O: Operator> Floor<O> {
+    fn load(device: &Device, problem: O::Problem, choice: Option<Choice<O::Variant>>) -> Result<Self, Error> {
+        let load = |choice| O::load(device, &problem, &choice).map(|kernels| (choice, kernels));
+        Ok(Floor { device: device.clone(), loaded: choice.map(load).transpose()?, problem })
+    }
+}
+
+impl<O: Operator> Rung for Floor<O> {
+    const OP: &'static str = O::OP;
+    type Problem = O::Problem;
+    type Args<'a> = O::Args<'a>;
+    type Variant = O::Variant;
+
+    fn supports(device: &Device, problem: &O::Problem) -> Result<(), Error> {
         O::check_problem(problem)?;
         device.limits().map_or(Ok(()), |limits| O::select(&limits, problem).map(|_| ()))
     }
 
-    /// Plans with what [`Operator::select`] chooses.
-    pub(crate) fn new(device: &Device, problem: O::Problem) -> Result<Self, Error> {
+    fn plan(device: &Device, problem: O::Problem) -> Result<Self, Error> {
         O::check_problem(&problem)?;
         let choice = device.limits().map(|limits| O::select(&limits, &problem)).transpose()?;
         Self::load(device, problem, choice)
     }
 
-    /// Plans with the caller's choice.
-    pub(crate) fn with(device: &Device, problem: O::Problem, variant: O::Variant) -> Result<Self, Error> {
+    fn plan_with(device: &Device, problem: O::Problem, variant: O::Variant) -> Result<Self, Error> {
         O::check_problem(&problem)?;
         // Also on the CPU, which has no use for it: a mistake is one everywhere.
         let choice = O::forced(variant, &problem)?;
         Self::load(device, problem, device.limits().map(|_| choice))
     }
 
-    fn load(device: &Device, problem: O::Problem, choice: Option<Choice<O::Variant>>) -> Result<Self, Error> {
-        let load = |choice| O::load(device, &problem, &choice).map(|kernels| (choice, kernels));
-        Ok(Plan { device: device.clone(), loaded: choice.map(load).transpose()?, problem })
+    fn device(&self) -> &Device {
+        &self.device
     }
 
-    pub(crate) fn run(&self, stream: &Stream, mut args: O::Args<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(O::OP);
+    fn is_repeatable(&self) -> bool {
+        O::IS_REPEATABLE
+    }
+
+    fn run(&self, stream: &Stream, args: &mut O::Args<'_>) -> Result<(), Error> {
         let (device, problem) = (&self.device, &self.problem);
         let check = Check::new(O::OP, device);
         check.stream(stream)?;
-        let dims = O::check(&check, problem, &args)?;
+        let dims = O::check(&check, problem, args)?;
         match &self.loaded {
             Some((choice, kernels)) => {
                 let is_aligned = check.is_aligned();
-                O::launch(&Run { device, problem, choice, kernels, stream, is_aligned }, dims, &args)
+                O::launch(&Run { device, problem, choice, kernels, stream, is_aligned }, dims, args)
             }
             None => {
-                O::cpu(problem, &dims, &mut args);
+                O::cpu(problem, &dims, args);
                 Ok(())
             }
         }
     }
 
-    pub(crate) fn report(&self) -> OptimizationReport {
+    fn report(&self) -> OptimizationReport {
         let (device, problem) = (&self.device, &self.problem);
         let (entry, cut) = match &self.loaded {
             Some((choice, kernels)) => {
@@ -202,9 +220,15 @@ impl<O: Operator> Plan<O> {
     }
 }
 
-/// Gives an operator the methods of its plan, under its own types: their pages and messages name them.
+/// Gives an operator the methods of its plan, under its own types: their pages and messages name them. What it is
+/// planned as is [`Floor`], or its own [`Rung`].
 macro_rules! planned {
-    ($op:ident, $problem:ty, $args:ident, $variant:ty) => {
+    ($op:ident, $problem:ty, $args:ident $fields:tt, $variant:ty) => {
+        $crate::plan::planned!($op, $problem, $args $fields, $variant, $crate::plan::Floor<$op>);
+    };
+    ($op:ident, $problem:ty, $args:ident $fields:tt, $variant:ty, $rung:ty) => {
+        $crate::tensor::views!($args $fields);
+
         impl $op {
             /// Whether `device` can do it.
             ///
@@ -213,24 +237,28 @@ macro_rules! planned {
                 device: &$crate::device::Device,
                 problem: &$problem,
             ) -> Result<(), $crate::error::Error> {
-                $crate::plan::Plan::<Self>::supports(device, problem)
+                $crate::ladder::Ladder::<$rung>::supports(device, problem)
             }
 
-            /// Checks the problem, chooses a kernel and loads it.
+            /// Checks the problem, chooses kernels, loads them, and takes the memory that runs need besides their
+            /// tensors. Where the device refuses that, it is as its [`Fallback`](crate::Fallback) says, also in a run
+            /// of which it refuses a launch: such a run plans again.
             pub fn plan(
                 device: &$crate::device::Device,
                 problem: $problem,
             ) -> Result<Self, $crate::error::Error> {
-                $crate::plan::Plan::new(device, problem).map(Self)
+                $crate::ladder::Ladder::plan(device, problem).map(Self)
             }
 
-            /// Plans with a kernel of the caller's choice; an error if it cannot do the problem.
+            /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. A run whose tensors
+            /// do not suit it in address or stride does without, and where the device refuses it what stands in is
+            /// chosen anew, as for [`Self::plan`].
             pub fn plan_with(
                 device: &$crate::device::Device,
                 problem: $problem,
                 variant: $variant,
             ) -> Result<Self, $crate::error::Error> {
-                $crate::plan::Plan::with(device, problem, variant).map(Self)
+                $crate::ladder::Ladder::plan_with(device, problem, variant).map(Self)
             }
 
             /// Runs once: checks the tensors and enqueues the work. The type's own page says what is computed.
@@ -252,7 +280,7 @@ macro_rules! planned {
             type Args<'a> = $args<'a>;
 
             fn op(&self) -> &'static str {
-                <Self as $crate::plan::Operator>::OP
+                <$rung as $crate::ladder::Rung>::OP
             }
 
             fn forward(

@@ -73,6 +73,46 @@ impl std::str::FromStr for OptLevel {
 #[cfg(feature = "serde")]
 abi::serde_by_name!(OptLevel);
 
+/// What a plan does where its device refuses it: the driver does not take a kernel or its launch, a capability lacks,
+/// or there is no memory for what the plan holds.
+///
+/// A caller's mistake is an error in any case, and so is what may have left the device's context unusable: nothing is
+/// tried again then.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Fallback {
+    /// It is an error.
+    #[default]
+    Error,
+    /// The same operator runs by the kernels of the next floor whose code the card runs too, with that floor's last
+    /// bits. An error if none is left.
+    LowerFloor,
+    /// The same, and behind the last floor on the CPU: a run waits for the stream, brings its tensors to the host,
+    /// and their results back. It cannot be recorded into a graph.
+    Cpu,
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Fallback::Error => "error",
+            Fallback::LowerFloor => "lower-floor",
+            Fallback::Cpu => "cpu",
+        })
+    }
+}
+
+impl std::str::FromStr for Fallback {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "error" => Ok(Fallback::Error),
+            "lower-floor" => Ok(Fallback::LowerFloor),
+            "cpu" => Ok(Fallback::Cpu),
+            other => Err(format!("unknown fallback {other:?}: expected error, lower-floor or cpu")),
+        }
+    }
+}
+
 /// What the hardware is.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HardwareProfile {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use abi::Arch;
 
 use crate::backing::{Backing, Released};
-use crate::error::Error;
+use crate::error::{DriverError, Error};
 use crate::profile::HardwareProfile;
 pub use crate::tensor_map::{Axis, TensorMap, Tiled};
 
@@ -43,8 +43,13 @@ pub trait Simulator: fmt::Debug + Send + Sync {
     /// Copies bytes within its memory; the two ranges may overlap.
     fn copy(&self, from: u64, to: u64, bytes: usize);
 
-    /// Whether it has a kernel of this name.
-    fn has_kernel(&self, entry: &str) -> bool;
+    /// Whether it has a kernel of this name in the code of this floor.
+    fn has_kernel(&self, entry: &str, arch: Arch) -> bool;
+
+    /// The error with which it refuses a launch, as a driver may; by default it takes all.
+    fn refuses(&self, _launch: &Launch<'_>) -> Option<DriverError> {
+        None
+    }
 
     /// Encodes a tensor map. Which rule it breaks is text for people.
     fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String>;
@@ -194,7 +199,7 @@ pub(crate) mod tests {
             let from = (from - START) as usize;
             self.bytes.lock().unwrap().copy_within(from..from + bytes, (to - START) as usize);
         }
-        fn has_kernel(&self, entry: &str) -> bool {
+        fn has_kernel(&self, entry: &str, _: Arch) -> bool {
             entry.starts_with("rmsnorm_f32")
         }
         fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String> {

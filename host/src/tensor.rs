@@ -12,11 +12,13 @@ use crate::memory::Block;
 use crate::profile::Place;
 use crate::stream::Stream;
 
+mod mirror;
 mod view;
 
 #[cfg(test)]
 mod tests;
 
+pub(crate) use mirror::{Mirror, Views, views};
 use view::RawView;
 pub use view::{TensorView, TensorViewMut};
 
@@ -242,6 +244,16 @@ impl Tensor {
         }
         // SAFETY: host memory of so many elements, which nobody writes while the tensor is borrowed.
         unsafe { std::slice::from_raw_parts(self.block.address() as *const T, self.len()) }
+    }
+
+    /// The bytes of a tensor in host memory.
+    fn host_bytes_mut(&mut self) -> &mut [u8] {
+        assert!(self.place == Place::Cpu, "CPU backend on {self:?}");
+        if self.is_empty() {
+            return &mut [];
+        }
+        // SAFETY: host memory of so many bytes, which nobody else has while the tensor is borrowed.
+        unsafe { std::slice::from_raw_parts_mut(self.block.address() as *mut u8, self.bytes()) }
     }
 
     fn raw(&self) -> RawView {

@@ -66,7 +66,7 @@ impl Simulator for Idle {
     fn read(&self, _address: u64, _data: &mut [u8]) {}
     fn fill_zero(&self, _address: u64, _bytes: usize) {}
     fn copy(&self, _from: u64, _to: u64, _bytes: usize) {}
-    fn has_kernel(&self, _entry: &str) -> bool {
+    fn has_kernel(&self, _entry: &str, _: Arch) -> bool {
         true
     }
     fn tensor_map(&self, _tiled: &Tiled) -> Result<TensorMap, String> {

@@ -1,6 +1,6 @@
 //! Work that is the same each time but for what it reads from device memory: recorded once, then launched as a graph.
 
-use host::{Device, Error, Graph, Place, Stream};
+use host::{Device, Error, Fallback, Graph, Place, Stream};
 
 /// The work is run once as it is, so that everything that is lazy has happened, and recorded the next time.
 #[derive(Debug)]
@@ -8,7 +8,7 @@ pub(super) enum Recording {
     NotRun,
     RunOnce,
     Graph(Graph),
-    /// Where there are no graphs.
+    /// Where there are no graphs, or a part of the work has fallen back to the CPU.
     Never,
 }
 
@@ -27,7 +27,7 @@ impl Recording {
     pub(super) unsafe fn run(
         &mut self,
         stream: &Stream,
-        enqueue: impl FnOnce(&Stream) -> Result<(), Error>,
+        mut enqueue: impl FnMut(&Stream) -> Result<(), Error>,
     ) -> Result<(), Error> {
         match self {
             Recording::Never => enqueue(stream)?,
@@ -36,10 +36,19 @@ impl Recording {
                 *self = Recording::RunOnce;
             }
             Recording::RunOnce => {
-                let graph = stream.capture(enqueue)?;
-                // SAFETY: as below.
-                unsafe { graph.launch(stream)? };
-                *self = Recording::Graph(graph);
+                match stream.capture(&mut enqueue) {
+                    Ok(graph) => {
+                        // SAFETY: as below.
+                        unsafe { graph.launch(stream)? };
+                        *self = Recording::Graph(graph);
+                    }
+                    // Nothing of it has run.
+                    Err(Error::Unsupported { .. }) if stream.device().fallback() == Fallback::Cpu => {
+                        *self = Recording::Never;
+                        enqueue(stream)?;
+                    }
+                    Err(error) => return Err(error),
+                }
             }
             // SAFETY: the caller's promise.
             Recording::Graph(graph) => unsafe { graph.launch(stream)? },

@@ -278,6 +278,8 @@ impl Rows {
         values: &[f64],
         cols: usize,
         layout: Layout,
+pub(crate) use with_type;
+
     ) -> Result<Self, Error> {
         let stride = cols + layout.padding;
         let (tensor, payload) = with_type!(dtype, T => {

@@ -14,9 +14,9 @@ use abi::{Arch, DType};
 use cuda_std::sim::tensor_map::{self, Element, Fill};
 use cuda_std::sim::{self, Memory};
 use cuda_std::wgmma::Swizzle;
-use host::Place;
 use host::device::{HardwareProfile, TensorCores};
 use host::simulator::{Launch, Param, Simulator, TensorMap, Tiled};
+use host::{DriverError, Place};
 
 // The kernels: a crate that is not named is not linked.
 use gpu as _;
@@ -206,7 +206,7 @@ impl Simulator for Card {
         self.write(to, &data);
     }
 
-    fn has_kernel(&self, entry: &str) -> bool {
+    fn has_kernel(&self, entry: &str, _: Arch) -> bool {
         sim::kernel(entry).is_some()
     }
 
@@ -273,6 +273,97 @@ impl Card {
             format!("{report}\nwith grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory,");
         for param in *params {
             if let Param::Struct(value) = param {
+/// What a card refuses, as a driver may.
+#[derive(Clone, Copy, Debug)]
+pub enum Refuses {
+    /// Nothing.
+    Nothing,
+    /// Kernels, by name and by the floor of their code, when they are loaded.
+    Kernels(fn(&str, Arch) -> bool),
+    /// The same when they are launched.
+    Launches(fn(&str, Arch) -> bool),
+    /// More memory than so many bytes.
+    MemoryBeyond(usize),
+}
+
+/// A simulated card that refuses.
+#[derive(Debug)]
+pub struct Refusing {
+    card: Card,
+    refuses: Refuses,
+}
+
+impl Refusing {
+    /// That card, refusing this.
+    pub fn new(card: Card, refuses: Refuses) -> Self {
+        Refusing { card, refuses }
+    }
+}
+
+impl Simulator for Refusing {
+    fn profile(&self) -> HardwareProfile {
+        let profile = self.card.profile();
+        match self.refuses {
+            Refuses::MemoryBeyond(memory_bytes) => HardwareProfile { memory_bytes, ..profile },
+            _ => profile,
+        }
+    }
+
+    fn allocate(&self, bytes: usize) -> u64 {
+        self.card.allocate(bytes)
+    }
+
+    fn release(&self, address: u64) {
+        self.card.release(address);
+    }
+
+    fn assign(&self, address: u64, block_bytes: usize, usable: usize) {
+        self.card.assign(address, block_bytes, usable);
+    }
+
+    fn write(&self, address: u64, data: &[u8]) {
+        self.card.write(address, data);
+    }
+
+    fn read(&self, address: u64, data: &mut [u8]) {
+        self.card.read(address, data);
+    }
+
+    fn fill_zero(&self, address: u64, bytes: usize) {
+        self.card.fill_zero(address, bytes);
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) {
+        self.card.copy(from, to, bytes);
+    }
+
+    fn has_kernel(&self, entry: &str, arch: Arch) -> bool {
+        let is_refused = matches!(self.refuses, Refuses::Kernels(refuses) if refuses(entry, arch));
+        !is_refused && self.card.has_kernel(entry, arch)
+    }
+
+    fn refuses(&self, launch: &Launch<'_>) -> Option<DriverError> {
+        let Refuses::Launches(refuses) = self.refuses else { return None };
+        let (name, description) =
+            ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch");
+        refuses(launch.entry, launch.arch).then(|| DriverError {
+            code: 701,
+            name: name.into(),
+            description: description.into(),
+        })
+    }
+
+    fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String> {
+        self.card.tensor_map(tiled)
+    }
+
+    #[allow(unsafe_code)]
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), String> {
+        // SAFETY: the caller's promise.
+        unsafe { self.card.launch(launch) }
+    }
+}
+
                 let _ = write!(text, " {value:?}");
             }
         }
@@ -300,10 +391,10 @@ mod tests {
         let card = Card::new(Arch::Sm61);
         for family in abi::ops::FAMILIES {
             for entry in abi::ops::entries(family) {
-                assert!(card.has_kernel(entry), "{entry}");
+                assert!(card.has_kernel(entry, Arch::Sm61), "{entry}");
             }
         }
-        assert!(!card.has_kernel("rmsnorm"));
+        assert!(!card.has_kernel("rmsnorm", Arch::Sm61));
     }
 
     #[test]

@@ -25,19 +25,19 @@ pub(super) struct RawView {
 /// A strided tensor to read. Strides are in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    raw: RawView,
+    pub(super) raw: RawView,
     life: PhantomData<&'a [u8]>,
 }
 
 /// A strided tensor to write. Strides are in elements.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
-    raw: RawView,
+    pub(super) raw: RawView,
     life: PhantomData<&'a mut [u8]>,
 }
 
 impl RawView {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
     }
 

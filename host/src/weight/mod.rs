@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::param::Param;
 use crate::profile::Place;
 use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView};
+use crate::tensor::{Mirror, Tensor, TensorView, Views};
 
 pub use abi::weight::{Codes, Layout, ScaleType};
 pub use quantise::{Quantised, Scheme};
@@ -349,6 +349,31 @@ impl Weight {
             self.supers.as_ref(),
             self.super_minimums.as_ref(),
         ]
+    }
+}
+
+impl Views for &Weight {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        let Weight { layout, experts, n, k, global, .. } = **self;
+        let mut copy = |tensor: &Tensor| mirror.tensor(name, tensor);
+        let (codes, scales) = (copy(&self.codes)?, copy(&self.scales)?);
+        let mut optional = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| copy(tensor)).transpose();
+        let weight = Weight {
+            zeros: optional(&self.zeros)?,
+            minimums: optional(&self.minimums)?,
+            supers: optional(&self.supers)?,
+            super_minimums: optional(&self.super_minimums)?,
+            codes,
+            scales,
+            layout,
+            experts,
+            n,
+            k,
+            global,
+        };
+        // SAFETY: put among the arguments.
+        *self = unsafe { mirror.hold(weight) };
+        Ok(())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Every call of the driver fails in turn: the program ends with an error that says so, or with the right result where
-//! the code has its reason not to mind. Never with a panic, and never with a wrong result.
+//! the code has its reason not to mind, or where the device's policy is to go on. Never with a panic, and never with a
+//! wrong result.
 //!
 //! The driver is a fake, built here from C (`cc`; without one the tests say so and pass). Its device is the host, so
 //! all of the CUDA backend runs but for what kernels compute. The process's library path is read at its start, so the
@@ -13,7 +14,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use host::{Arch, DType, Device, Error, Image, Ptx, Tensor};
+use host::{Arch, DType, Device, Error, Fallback, Image, Ptx, Stream, Tensor};
 
 const INSIDE: &str = "DRIVER_FAULTS_INSIDE";
 
@@ -33,13 +34,15 @@ fn fake_driver() -> Option<&'static Path> {
     FOLDER.get_or_init(build).as_deref()
 }
 
+/// A kernel that does nothing, as all of the fake driver's.
+static IMAGES: &[Image] = &[Image {
+    family: "rmsnorm",
+    arch: Arch::Sm61,
+    ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
+}];
+
 /// The program: everything that a library's user does with a card, in two streams, then all is dropped.
 fn program() -> Result<(), Error> {
-    static IMAGES: &[Image] = &[Image {
-        family: "rmsnorm",
-        arch: Arch::Sm61,
-        ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
-    }];
     // SAFETY: the fake driver's kernels do nothing.
     let device = unsafe { Device::cuda_with_images(0, IMAGES)? };
     let (stream, other) = (device.stream()?, device.stream()?);
@@ -93,13 +96,44 @@ fn program() -> Result<(), Error> {
     Ok(())
 }
 
+/// A program that goes on where the card refuses: two plans, runs, and a recording. On the card the result stays as
+/// it was.
+fn program_that_goes_on() -> Result<(), Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    let device = unsafe { Device::cuda_with_images(0, IMAGES)? }.with_fallback(Fallback::Cpu);
+    let stream = device.stream()?;
+    let x = Tensor::from_slice(&stream, &[4, 64], &[3.0f32; 256])?;
+    let weight = Tensor::from_slice(&stream, &[64], &[2.0f32; 64])?;
+    for _ in 0..2 {
+        let mut out = Tensor::from_slice(&stream, &[4, 64], &[7.0f32; 256])?;
+        let plan = RmsNorm::plan(&device, RmsNormProblem::new(4, 64, DType::F32, 0.0))?;
+        let mut run =
+            |stream: &Stream| plan.run(stream, RmsNormArgs::new(x.view(), weight.view(), out.view_mut()));
+        run(&stream)?;
+        run(&stream)?;
+        let is_on_cpu = plan.report().variant == "cpu";
+        let recorded = stream.capture(&mut run);
+        match (is_on_cpu, recorded) {
+            (false, recorded) => drop(recorded?),
+            (true, Err(error @ Error::Unsupported { .. })) => {
+                assert!(error.to_string().contains("cannot be recorded"), "{error}");
+            }
+            (true, recorded) => assert!(recorded.is_err(), "copies were recorded"),
+        }
+        run(&stream)?;
+        let expected = if plan.report().variant == "cpu" { 2.0 } else { 7.0 };
+        assert_eq!(out.to_vec::<f32>(&stream)?, [expected; 256]);
+        assert_eq!(plan.report().variant == "cpu", plan.report().fallback.is_some());
+    }
+    eprintln!("the work is done");
+    Ok(())
+}
+
 /// In the fake driver's process: runs the program and prints its end.
 #[test]
 fn inside() {
-    if std::env::var_os(INSIDE).is_none() {
-        return;
-    }
-    match program() {
+    let Some(which) = std::env::var_os(INSIDE) else { return };
+    match if which == "goes on" { program_that_goes_on() } else { program() } {
         Ok(()) => eprintln!("the program is right"),
         Err(error) => {
             let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
@@ -110,13 +144,17 @@ fn inside() {
 
 /// What the program wrote when this call failed.
 fn run(folder: &Path, fail_at: usize, is_sticky: bool) -> String {
+    // CUDA_ERROR_ILLEGAL_ADDRESS, which spoils the context; CUDA_ERROR_UNKNOWN.
+    run_program("whole", folder, fail_at, (if is_sticky { 700 } else { 999 }, is_sticky))
+}
+
+fn run_program(program: &str, folder: &Path, fail_at: usize, (code, is_sticky): (u32, bool)) -> String {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
-    command.env(INSIDE, "1").env("LD_LIBRARY_PATH", folder);
-    command.env("FAKE_FAIL", fail_at.to_string());
+    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder);
+    command.env("FAKE_FAIL", fail_at.to_string()).env("FAKE_CODE", code.to_string());
     if is_sticky {
-        // CUDA_ERROR_ILLEGAL_ADDRESS.
-        command.env("FAKE_STICKY", "1").env("FAKE_CODE", "700");
+        command.env("FAKE_STICKY", "1");
     }
     let output = command.output().expect("this binary runs");
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
@@ -193,4 +231,41 @@ fn every_call_fails_in_turn() {
     ] {
         assert!(minded.contains(name), "{name}: {minded:?}");
     }
+}
+
+/// Under the policy to go on, a refusal of a plan or a launch ends on the CPU with the right result and one line that
+/// says so; what may have spoiled the context ends the program, and nothing is tried again.
+#[test]
+fn refusals_fall_back() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let program = |fail_at, with| run_program("goes on", folder, fail_at, with);
+    let whole = program(0, (0, false));
+    assert!(whole.contains("the program is right") && !whole.contains("falls back"), "{whole}");
+    let calls: usize = line(&whole, "fake driver: ", " calls").expect("a count").parse().expect("a number");
+    let mut fallen = BTreeSet::new();
+    for call in 1..=calls {
+        // CUDA_ERROR_INVALID_PTX, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, which pass; CUDA_ERROR_UNKNOWN, which may not;
+        // a context that is spoilt.
+        for (code, is_sticky) in [(218, false), (701, false), (999, false), (700, true)] {
+            let text = program(call, (code, is_sticky));
+            let (_, rest) = text.split_once("fake driver: ").expect("the call is made");
+            let name = rest.split([' ', ',']).next().unwrap_or_default().to_owned();
+            let lines = text.lines().filter(|line| line.contains("rmsnorm falls back to ")).count();
+            let is_passing = code == 218 || code == 701;
+            assert!(lines <= usize::from(is_passing), "{name} with {code}: {text}");
+            if lines == 1 {
+                assert!(text.contains("the program is right"), "{name} with {code}: {text}");
+                fallen.insert(name);
+            } else if !text.contains("the program is right") {
+                assert!(text.contains("the program fails: "), "{name} with {code}: {text}");
+            }
+        }
+    }
+    for name in ["cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncGetAttribute", "cuLaunchKernel"] {
+        assert!(fallen.contains(name), "{name}: {fallen:?}");
+    }
+    assert!(!fallen.contains("cuMemcpyHtoDAsync_v2") && !fallen.contains("cuStreamCreate"), "{fallen:?}");
 }

@@ -5,7 +5,7 @@ use abi::ops::attention::{AttentionDims, MAX_HEAD_DIM, MAX_HEAD_DIM_V, SPLIT_KEY
 
 use super::dims::Checked;
 use super::select::section;
-use super::{Attention, AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES};
+use super::{AttentionArgs, AttentionProblem, Mask, OP, PAGE_SIZES, Planned};
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
@@ -77,7 +77,7 @@ pub(super) fn check_problem(problem: &AttentionProblem) -> Result<(), Error> {
     problem.scores.check()
 }
 
-impl Attention {
+impl Planned {
     /// Checks all arguments: the parameters of a launch.
     pub(super) fn check(&self, at: &Check<'_>, args: &AttentionArgs<'_>) -> Result<Checked, Error> {
         let AttentionArgs { q, k, v, kv_lens, kv_scales, offsets, out, lse, scores, page_table: _ } = args;

@@ -5,7 +5,7 @@ use abi::DType;
 use super::AttentionProblem;
 use crate::error::Error;
 use crate::plan::Check;
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, views};
 
 /// Scales of keys and values in fp8: none is 1.
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,6 +15,8 @@ pub struct KvScales<'a> {
     /// The same for v.
     pub v: Option<TensorView<'a>>,
 }
+
+views!(KvScales { k, v });
 
 impl KvScales<'_> {
     pub(super) fn check(&self, at: &Check<'_>, problem: &AttentionProblem) -> Result<(), Error> {

@@ -6,7 +6,7 @@ use abi::ops::attention::{
 };
 
 use super::dims::Decode;
-use super::{Attention, AttentionArgs, OP};
+use super::{AttentionArgs, OP, Planned};
 use crate::device::Device;
 use crate::error::Error;
 use crate::launch::{Entry, Param};
@@ -69,7 +69,7 @@ impl AttentionArgs<'_> {
     }
 }
 
-impl Attention {
+impl Planned {
     /// Runs a kernel that takes tensor maps.
     pub(super) fn wgmma(
         &self,

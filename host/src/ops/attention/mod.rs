@@ -16,12 +16,12 @@ use abi::ops::attention::{AttentionDims, DECODE_RING_ROWS, SPLIT_KEYS};
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
-use crate::nvtx;
+use crate::kernel::{Cut, OptimizationReport, Work, count};
+use crate::ladder::{Ladder, Rung};
 use crate::ops::workspace::Workspace;
-use crate::plan::Check;
+use crate::plan::{Check, planned};
 use crate::stream::Stream;
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::tensor::{Tensor, TensorView, TensorViewMut, views};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
 use gather::Gather;
 use launch::{Loaded, Splits, prefill};
@@ -173,6 +173,25 @@ impl<'a> AttentionArgs<'a> {
     }
 }
 
+impl AttentionArgs<'_> {
+    /// The same tensors, of which others may be put in their place.
+    fn reborrow(&mut self) -> AttentionArgs<'_> {
+        let AttentionArgs { q, k, v, kv_lens, offsets, kv_scales, out, lse, scores, page_table } = self;
+        AttentionArgs {
+            q: *q,
+            k: *k,
+            v: *v,
+            kv_lens: *kv_lens,
+            offsets: *offsets,
+            kv_scales: *kv_scales,
+            out: out.reborrow(),
+            lse: lse.as_mut().map(TensorViewMut::reborrow),
+            scores: *scores,
+            page_table: *page_table,
+        }
+    }
+}
+
 /// Where sequences begin that are packed one after the other, in ascending order and read when the kernel runs: sequence s has the tokens
 /// from `offsets[s]` to `offsets[s + 1]`. Of a sequence with more than are planned, only so many first ones count.
 #[derive(Clone, Copy, Debug, Default)]
@@ -265,7 +284,20 @@ pub struct Offsets<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Attention {
+pub struct Attention(Ladder<Planned>);
+
+planned!(
+    Attention,
+    AttentionProblem,
+    AttentionArgs { q, k, v, kv_lens, offsets, kv_scales, out, lse, scores, page_table },
+    &'static AttentionVariant,
+    Planned
+);
+views!(Offsets { q, kv });
+
+/// Attention, planned for a floor of a card, or the CPU.
+#[derive(Debug)]
+pub(crate) struct Planned {
     device: Device,
     problem: AttentionProblem,
     backend: Backend,
@@ -298,18 +330,21 @@ enum Origin {
     Forced,
 }
 
-impl Attention {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &AttentionProblem) -> Result<(), Error> {
+impl Rung for Planned {
+    const OP: &'static str = OP;
+    type Problem = AttentionProblem;
+    type Args<'a> = AttentionArgs<'a>;
+    type Variant = &'static AttentionVariant;
+
+    fn supports(device: &Device, problem: &AttentionProblem) -> Result<(), Error> {
         check_problem(problem)?;
         device.limits().map_or(Ok(()), |limits| select(&limits, problem, problem.seq_q).map(|_| ()))
     }
 
-    /// Checks the problem, chooses the kernels, loads them, and allocates the workspace.
-    pub fn plan(device: &Device, problem: AttentionProblem) -> Result<Self, Error> {
+    fn plan(device: &Device, problem: AttentionProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(Attention { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = select(&limits, &problem, problem.seq_q)?;
         let mut variants = vec![choice.variant];
@@ -326,75 +361,37 @@ impl Attention {
         Self::new(device, problem, choice, Origin::Selected, &variants, decoded)
     }
 
-    /// Plans with a kernel of the caller's choice for all runs; an error if it cannot do the problem.
-    pub fn plan_with(
+    fn plan_with(
         device: &Device,
         problem: AttentionProblem,
         variant: &'static AttentionVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(Attention { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = AttentionChoice::forced(&limits, variant, &problem)?;
         let decoded = if variant.tile.is_decode() { problem.seq_q } else { 0 };
         Self::new(device, problem, choice, Origin::Forced, &[variant], decoded)
     }
 
-    /// `decoded` is the largest number of queries that decode kernels may do.
-    fn new(
-        device: &Device,
-        problem: AttentionProblem,
-        choice: AttentionChoice,
-        origin: Origin,
-        variants: &[&'static AttentionVariant],
-        decoded: usize,
-    ) -> Result<Self, Error> {
-        let unaligned = select::unaligned(&problem)?;
-        // fp8 has to be aligned, and only tensor maps need another kernel then.
-        let is_reachable =
-            !problem.is_fp8() || variants.iter().any(|v| matches!(v.tile, AttentionTile::Wgmma { .. }));
-        let fallback = (is_reachable && !variants.contains(&unaligned)).then_some(unaligned);
-        let rows = (decoded * (problem.heads_q / problem.heads_kv)).min(DECODE_RING_ROWS as usize) as u32;
-        let load = |variant| Loaded::new(device, variant, rows);
-        let kernels = variants.iter().copied().chain(fallback).map(load);
-        let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
-        let decodes = variants.iter().any(|variant| variant.tile.is_decode());
-        let splits = match select::merge(problem.dtype) {
-            Some(merge) if decodes => {
-                let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
-                let workspace = Workspace::new(device, |stream| {
-                    let tensor = |width| {
-                        let shape = [problem.batch, problem.heads_q, decoded, num_splits, width];
-                        Tensor::empty(stream, &shape, DType::F32)
-                    };
-                    Ok([tensor(problem.head_dim_v)?, tensor(2)?])
-                })?;
-                let many_pieces = device.profile().num_sms;
-                Some(Box::new(Splits { merge: load(merge)?, many_pieces, workspace }))
-            }
-            _ => None,
-        };
-        let gathers = kernels.iter().any(|kernel| select::gathers(kernel.variant, &problem));
-        let gather = gathers.then(|| Gather::new(device, &problem).map(Box::new)).transpose()?;
-        let draws = kernels.iter().any(|kernel| matches!(kernel.variant.tile, AttentionTile::Wgmma { .. }));
-        let counter = || Workspace::new(device, |stream| Ok([Tensor::zeros(stream, &[1], DType::U32)?]));
-        let tile_counter = draws.then(counter).transpose()?.map(Box::new);
-        let backend = Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter };
-        Ok(Attention { device: device.clone(), problem, backend })
+    fn device(&self) -> &Device {
+        &self.device
     }
 
-    /// Runs once. See [`Attention`].
-    pub fn run(&self, stream: &Stream, mut args: AttentionArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
+    fn is_repeatable(&self) -> bool {
+        true
+    }
+
+    fn run(&self, stream: &Stream, args: &mut AttentionArgs<'_>) -> Result<(), Error> {
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
-        let dims = self.check(&at, &args)?;
+        let dims = self.check(&at, args)?;
         if dims.batch == 0 || dims.seq_q == 0 || (args.offsets.q.is_some() && dims.tokens_q == 0) {
             return Ok(());
         }
         match &self.backend {
-            Backend::Cpu => cpu::run(&self.problem, &dims, &mut args),
+            Backend::Cpu => cpu::run(&self.problem, &dims, args),
             Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
@@ -403,11 +400,11 @@ impl Attention {
                     _ => choice.variant,
                 };
                 if self.problem.is_fp8() {
-                    expect_aligned(&args)?;
+                    expect_aligned(args)?;
                 }
                 // Decode kernels, `cp.async` and TMA access memory in pieces of 16 bytes only.
                 let variant = match variant.tile {
-                    tile if tile.is_latent() && !in_keys(&args) => select::unaligned(&self.problem)?,
+                    tile if tile.is_latent() && !in_keys(args) => select::unaligned(&self.problem)?,
                     // The others are read and written without a map.
                     AttentionTile::DecodeLatentWgmma {} if repeats(&args.k) => {
                         select::unaligned(&self.problem)?
@@ -434,6 +431,7 @@ impl Attention {
                 let dims = dims.capped(scores::cap(&self.problem, Some(variant.tile)));
                 let gather = gather.as_ref().filter(|_| select::gathers(variant, &self.problem));
                 let _alone = gather.map(|gather| gather.workspace.enter(stream)).transpose()?;
+                let args = args.reborrow();
                 let (args, dims) = match gather {
                     Some(gather) => gather.run(stream, args, dims)?,
                     None => (args, dims),
@@ -455,8 +453,7 @@ impl Attention {
         }
     }
 
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
+    fn report(&self) -> OptimizationReport {
         let AttentionProblem {
             batch,
             seq_q,
@@ -498,6 +495,51 @@ impl Attention {
     }
 }
 
+impl Planned {
+    /// `decoded` is the largest number of queries that decode kernels may do.
+    fn new(
+        device: &Device,
+        problem: AttentionProblem,
+        choice: AttentionChoice,
+        origin: Origin,
+        variants: &[&'static AttentionVariant],
+        decoded: usize,
+    ) -> Result<Self, Error> {
+        let unaligned = select::unaligned(&problem)?;
+        // fp8 has to be aligned, and only tensor maps need another kernel then.
+        let is_reachable =
+            !problem.is_fp8() || variants.iter().any(|v| matches!(v.tile, AttentionTile::Wgmma { .. }));
+        let fallback = (is_reachable && !variants.contains(&unaligned)).then_some(unaligned);
+        let rows = (decoded * (problem.heads_q / problem.heads_kv)).min(DECODE_RING_ROWS as usize) as u32;
+        let load = |variant| Loaded::new(device, variant, rows);
+        let kernels = variants.iter().copied().chain(fallback).map(load);
+        let kernels = kernels.collect::<Result<Vec<_>, _>>()?;
+        let decodes = variants.iter().any(|variant| variant.tile.is_decode());
+        let splits = match select::merge(problem.dtype) {
+            Some(merge) if decodes => {
+                let num_splits = problem.seq_kv.div_ceil(SPLIT_KEYS as usize);
+                let workspace = Workspace::new(device, |stream| {
+                    let tensor = |width| {
+                        let shape = [problem.batch, problem.heads_q, decoded, num_splits, width];
+                        Tensor::empty(stream, &shape, DType::F32)
+                    };
+                    Ok([tensor(problem.head_dim_v)?, tensor(2)?])
+                })?;
+                let many_pieces = device.profile().num_sms;
+                Some(Box::new(Splits { merge: load(merge)?, many_pieces, workspace }))
+            }
+            _ => None,
+        };
+        let gathers = kernels.iter().any(|kernel| select::gathers(kernel.variant, &problem));
+        let gather = gathers.then(|| Gather::new(device, &problem).map(Box::new)).transpose()?;
+        let draws = kernels.iter().any(|kernel| matches!(kernel.variant.tile, AttentionTile::Wgmma { .. }));
+        let counter = || Workspace::new(device, |stream| Ok([Tensor::zeros(stream, &[1], DType::U32)?]));
+        let tile_counter = draws.then(counter).transpose()?.map(Box::new);
+        let backend = Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter };
+        Ok(Planned { device: device.clone(), problem, backend })
+    }
+}
+
 /// Pairs of a query and a key that it sees, in a sequence of so many of both, each below 2^30.
 fn pairs(seq_q: usize, seq_kv: usize, mask: Mask, window: Option<usize>) -> usize {
     let triangle = |n: usize| n * (n + 1) / 2;
@@ -517,22 +559,6 @@ fn visible(dims: &AttentionDims, [len, seq_q]: [u32; 2], query: u32) -> (usize, 
     let hi = if dims.causal != 0 { own.max(0) } else { i64::from(len) };
     let lo = (own - i64::from(dims.window)).max(0);
     (lo as usize, hi as usize)
-}
-
-impl Kernel for Attention {
-    type Args<'a> = AttentionArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: AttentionArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
-    }
 }
 
 #[cfg(test)]

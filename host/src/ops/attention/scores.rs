@@ -6,7 +6,7 @@ use abi::ops::attention::{ADDED, AttentionDims, AttentionTile, SEEN, ScoreDims, 
 use super::{AttentionProblem, OP};
 use crate::error::Error;
 use crate::plan::Check;
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, views};
 
 /// What changes scores besides the scale and the mask by places.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -64,6 +64,8 @@ pub struct ScoreTensors<'a> {
     /// first key; the last ones may be in part beyond them.
     pub blocks: Option<TensorView<'a>>,
 }
+
+views!(ScoreTensors { sinks, bias, blocks });
 
 impl ScoreTensors<'_> {
     /// Checks the tensors of a run; what the kernels are to know of the masks.

@@ -90,7 +90,7 @@ impl<'a> CopyArgs<'a> {
 #[derive(Debug)]
 pub struct Copy(Plan<Self>);
 
-planned!(Copy, CopyProblem, CopyArgs, &'static CopyVariant);
+planned!(Copy, CopyProblem, CopyArgs { src, dst }, &'static CopyVariant);
 
 impl Operator for Copy {
     const OP: &'static str = OP;

@@ -89,7 +89,7 @@ impl<'a> EmbeddingArgs<'a> {
 #[derive(Debug)]
 pub struct Embedding(Plan<Self>);
 
-planned!(Embedding, EmbeddingProblem, EmbeddingArgs, &'static EmbeddingVariant);
+planned!(Embedding, EmbeddingProblem, EmbeddingArgs { table, ids, out }, &'static EmbeddingVariant);
 
 /// Ids of a run, and the strides of table and out.
 pub(crate) struct Rows {

@@ -97,7 +97,7 @@ impl<'a> GluArgs<'a> {
 #[derive(Debug)]
 pub struct Glu(Plan<Self>);
 
-planned!(Glu, GluProblem, GluArgs, &'static GluVariant);
+planned!(Glu, GluProblem, GluArgs { gate, up, out }, &'static GluVariant);
 
 /// Rows of a run, and the strides of gate, up and out.
 pub(crate) struct Rows {

@@ -11,12 +11,12 @@ use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, OptimizationReport, Work, count};
+use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::nvtx;
 use crate::ops::matmul::{matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
-use crate::plan::Check;
+use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
@@ -136,7 +136,19 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct GroupedMatmul {
+pub struct GroupedMatmul(Ladder<Planned>);
+
+planned!(
+    GroupedMatmul,
+    GroupedMatmulProblem,
+    GroupedMatmulArgs { x, w, offsets, order, out },
+    &'static GroupedMatmulVariant,
+    Planned
+);
+
+/// A product, planned for a floor of a card, or the CPU.
+#[derive(Debug)]
+pub(crate) struct Planned {
     device: Device,
     problem: GroupedMatmulProblem,
     /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride; none on the CPU.
@@ -145,15 +157,18 @@ pub struct GroupedMatmul {
     tensor: Vec<(GroupedMatmulChoice, Entry)>,
 }
 
-impl GroupedMatmul {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &GroupedMatmulProblem) -> Result<(), Error> {
+impl Rung for Planned {
+    const OP: &'static str = OP;
+    type Problem = GroupedMatmulProblem;
+    type Args<'a> = GroupedMatmulArgs<'a>;
+    type Variant = &'static GroupedMatmulVariant;
+
+    fn supports(device: &Device, problem: &GroupedMatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
         device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
     }
 
-    /// Checks the problem, chooses kernels and loads them.
-    pub fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
+    fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
         match device.limits() {
             None => Self::new(device, problem, Vec::new(), Vec::new()),
@@ -164,9 +179,7 @@ impl GroupedMatmul {
         }
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out where
-    /// an operand's address or stride does not suit it.
-    pub fn plan_with(
+    fn plan_with(
         device: &Device,
         problem: GroupedMatmulProblem,
         variant: &'static GroupedMatmulVariant,
@@ -184,43 +197,20 @@ impl GroupedMatmul {
         }
     }
 
-    fn new(
-        device: &Device,
-        problem: GroupedMatmulProblem,
-        choices: Vec<GroupedMatmulChoice>,
-        tensor: Vec<GroupedMatmulChoice>,
-    ) -> Result<Self, Error> {
-        let load = |choice: GroupedMatmulChoice| {
-            let variant = choice.variant;
-            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
-            Ok::<_, Error>((choice, entry))
-        };
-        let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
-        let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
-        Ok(GroupedMatmul { device: device.clone(), problem, kernels, tensor })
+    fn device(&self) -> &Device {
+        &self.device
     }
 
-    /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were planned.
-    fn kernel(&self, rows: usize, in_pieces: bool) -> Option<&(GroupedMatmulChoice, Entry)> {
-        let fits = |(choice, _): &&(GroupedMatmulChoice, Entry)| rows <= choice.max_rows;
-        let in_pieces = in_pieces && !self.tensor.is_empty();
-        if in_pieces { &self.tensor } else { &self.kernels }.iter().find(fits)
+    fn is_repeatable(&self) -> bool {
+        true
     }
 
-    /// Whether k is one that operands in pieces can have.
-    fn k_in_pieces(&self) -> bool {
-        let GroupedMatmulProblem { k, dtype, .. } = self.problem;
-        k > 0 && k.is_multiple_of(16 / dtype.bytes())
-    }
-
-    /// Runs once. See [`GroupedMatmul`].
-    pub fn run(&self, stream: &Stream, mut args: GroupedMatmulArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
+    fn run(&self, stream: &Stream, args: &mut GroupedMatmulArgs<'_>) -> Result<(), Error> {
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
-        let mut dims = self.check(&at, &args)?;
+        let mut dims = self.check(&at, args)?;
         if self.device.limits().is_none() {
-            cpu::run(self.problem.dtype, &dims, &mut args);
+            cpu::run(self.problem.dtype, &dims, args);
             return Ok(());
         }
         let rows = dims.rows as usize;
@@ -237,7 +227,7 @@ impl GroupedMatmul {
         dims.slots = kind;
         let blocks = slots * u64::from(dims.col_blocks);
         let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", blocks)? };
-        let GroupedMatmulArgs { x, w, offsets, order, out } = &args;
+        let GroupedMatmulArgs { x, w, offsets, order, out } = &*args;
         let [offsets, order, out] = [(*offsets).into(), (*order).into(), out.into()];
         let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
             let params = [(*x).into(), (*w).into(), offsets, order, out, (&dims).into()];
@@ -260,6 +250,60 @@ impl GroupedMatmul {
         let params = [(&dims).into(), (&x_map).into(), (&w_map).into(), (*x).into(), offsets, order, out];
         // SAFETY: as above; the blocks walk over the slots and their columns, and the maps have x's and the weights' sizes and strides.
         unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
+    }
+
+    // If every expert has rows.
+    fn report(&self) -> OptimizationReport {
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = self.problem;
+        let x_rows = match from {
+            GroupedRows::Sorted => rows,
+            GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
+        };
+        let last = self.kernel(rows, self.k_in_pieces());
+        let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
+        let work = Work {
+            problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
+            bytes: (experts.min(rows) * n * k + x_rows * k + rows * n) * count(dtype.bytes()),
+            flops: count(2) * rows * n * k,
+        };
+        let cut = |choice: &GroupedMatmulChoice| {
+            let tile = choice.variant.tile;
+            Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() }
+        };
+        let cut = last.map_or_else(|| Cut::cpu("panels"), |(choice, _)| cut(choice));
+        OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work, cut)
+    }
+}
+
+impl Planned {
+    fn new(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        choices: Vec<GroupedMatmulChoice>,
+        tensor: Vec<GroupedMatmulChoice>,
+    ) -> Result<Self, Error> {
+        let load = |choice: GroupedMatmulChoice| {
+            let variant = choice.variant;
+            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
+            Ok::<_, Error>((choice, entry))
+        };
+        let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
+        let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
+        Ok(Planned { device: device.clone(), problem, kernels, tensor })
+    }
+
+    /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were
+    /// planned.
+    fn kernel(&self, rows: usize, in_pieces: bool) -> Option<&(GroupedMatmulChoice, Entry)> {
+        let fits = |(choice, _): &&(GroupedMatmulChoice, Entry)| rows <= choice.max_rows;
+        let in_pieces = in_pieces && !self.tensor.is_empty();
+        if in_pieces { &self.tensor } else { &self.kernels }.iter().find(fits)
+    }
+
+    /// Whether k is one that operands in pieces can have.
+    fn k_in_pieces(&self) -> bool {
+        let GroupedMatmulProblem { k, dtype, .. } = self.problem;
+        k > 0 && k.is_multiple_of(16 / dtype.bytes())
     }
 
     /// All weights as a stack of matrices, in boxes of `box_rows` rows and 128 bytes.
@@ -336,44 +380,6 @@ impl GroupedMatmul {
             col_blocks: 0,
             slots: 0,
         })
-    }
-
-    /// What was chosen, and what a run of the planned size should take, if every expert has rows.
-    pub fn report(&self) -> OptimizationReport {
-        let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = self.problem;
-        let x_rows = match from {
-            GroupedRows::Sorted => rows,
-            GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
-        };
-        let last = self.kernel(rows, self.k_in_pieces());
-        let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
-        let work = Work {
-            problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
-            bytes: (experts.min(rows) * n * k + x_rows * k + rows * n) * count(dtype.bytes()),
-            flops: count(2) * rows * n * k,
-        };
-        let cut = |choice: &GroupedMatmulChoice| {
-            let tile = choice.variant.tile;
-            Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() }
-        };
-        let cut = last.map_or_else(|| Cut::cpu("panels"), |(choice, _)| cut(choice));
-        OptimizationReport::new(OP, &self.device, last.map(|(_, entry)| entry), work, cut)
-    }
-}
-
-impl Kernel for GroupedMatmul {
-    type Args<'a> = GroupedMatmulArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: GroupedMatmulArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
     }
 }
 

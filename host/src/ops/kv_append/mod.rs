@@ -75,7 +75,7 @@ impl<'a> KvAppendArgs<'a> {
 #[derive(Debug)]
 pub struct KvAppend(Plan<Self>);
 
-planned!(KvAppend, KvAppendProblem, KvAppendArgs, &'static KvAppendVariant);
+planned!(KvAppend, KvAppendProblem, KvAppendArgs { k, v, slots, k_cache, v_cache }, &'static KvAppendVariant);
 
 impl Operator for KvAppend {
     const OP: &'static str = OP;

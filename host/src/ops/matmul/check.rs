@@ -7,7 +7,7 @@ use abi::ops::matmul::{
     OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
 };
 
-use super::{Act, Bias, Matmul, MatmulArgs, MatmulB, MatmulProblem, OP, Residual, packed};
+use super::{Act, Bias, MatmulArgs, MatmulB, MatmulProblem, OP, Planned, Residual, packed};
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
@@ -52,7 +52,7 @@ pub(super) struct Launch<'a> {
     pub(super) up: Option<TensorView<'a>>,
 }
 
-impl Matmul {
+impl Planned {
     /// Checks the tensors; what is to be launched. None if there is no product.
     pub(super) fn check<'a>(
         &self,
@@ -196,7 +196,7 @@ impl Matmul {
     }
 }
 
-impl Matmul {
+impl Planned {
     /// Checks that a packed weight is the planned one.
     fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout, up: bool) -> Result<(), Error> {
         let sizes = [self.problem.b_rows(), self.problem.k];

@@ -16,12 +16,12 @@ use abi::ops::matmul::{
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, OptimizationReport, Work, count};
+use crate::ladder::{Ladder, Rung};
 use crate::launch::{Entry, Param};
-use crate::nvtx;
-use crate::plan::Check;
+use crate::plan::{Check, planned};
 use crate::stream::Stream;
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{Mirror, TensorView, TensorViewMut, Views};
 use crate::tensor_map::{TensorMap, Tiled};
 use crate::weight::{Layout, Weight};
 use packed::PackedKernels;
@@ -182,6 +182,12 @@ impl<'a> MatmulArgs<'a> {
     pub fn new(a: TensorView<'a>, b: impl Into<MatmulB<'a>>, out: TensorViewMut<'a>) -> Self {
         MatmulArgs { a, b: b.into(), up: None, bias: None, residual: None, out }
     }
+
+    /// The same tensors, of which others may be put in their place.
+    fn reborrow(&mut self) -> MatmulArgs<'_> {
+        let MatmulArgs { a, b, up, bias, residual, out } = self;
+        MatmulArgs { a: *a, b: *b, up: *up, bias: *bias, residual: *residual, out: out.reborrow() }
+    }
 }
 
 /// The right operand of a product.
@@ -205,6 +211,15 @@ impl<'a> From<&'a Weight> for MatmulB<'a> {
     }
 }
 
+impl Views for MatmulB<'_> {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        match self {
+            MatmulB::Matrix(matrix) => matrix.bring(name, mirror),
+            MatmulB::Packed(weight) => weight.bring(name, mirror),
+        }
+    }
+}
+
 /// What is added to a product's activation.
 #[derive(Clone, Copy, Debug)]
 pub enum Residual<'a> {
@@ -212,6 +227,15 @@ pub enum Residual<'a> {
     InPlace,
     /// Of out's shape and type, rows and matrices of any stride.
     Tensor(TensorView<'a>),
+}
+
+impl Views for Residual<'_> {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        match self {
+            Residual::InPlace => Ok(()),
+            Residual::Tensor(residual) => residual.bring(name, mirror),
+        }
+    }
 }
 
 /// Matrix product with a transposed right operand, a linear layer: `out[i, j] = Σ_l a[i, l] · b[j, l] + bias[j]`.
@@ -260,7 +284,48 @@ pub enum Residual<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct Matmul {
+pub struct Matmul(Ladder<Planned>);
+
+planned!(
+    Matmul,
+    MatmulProblem,
+    MatmulArgs { a, b, up, bias, residual, out },
+    &'static MatmulVariant,
+    Planned
+);
+
+impl Matmul {
+    /// Plans a product with a packed weight by a kernel of the caller's choice, for all numbers of rows; an error if
+    /// it cannot do the problem.
+    pub fn plan_packed_with(
+        device: &Device,
+        problem: MatmulProblem,
+        variant: &'static PackedVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let planned = match device.limits() {
+            Some(limits) => {
+                Planned::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
+            }
+            None => Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu }),
+        };
+        Ladder::from_rung(device, problem, planned).map(Matmul)
+    }
+
+    /// Plans a product with a packed weight by choices of the caller's, as [`select_packed`] makes them.
+    pub fn plan_packed(
+        device: &Device,
+        problem: MatmulProblem,
+        choices: PackedChoices,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        Ladder::from_rung(device, problem, Planned::with_packed(device, problem, choices)).map(Matmul)
+    }
+}
+
+/// A product, planned for a floor of a card, or the CPU.
+#[derive(Debug)]
+pub(crate) struct Planned {
     device: Device,
     problem: MatmulProblem,
     backend: Backend,
@@ -280,9 +345,13 @@ enum Backend {
     Packed(Box<PackedKernels>),
 }
 
-impl Matmul {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
+impl Rung for Planned {
+    const OP: &'static str = OP;
+    type Problem = MatmulProblem;
+    type Args<'a> = MatmulArgs<'a>;
+    type Variant = &'static MatmulVariant;
+
+    fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
         if problem.weight.is_some() {
             return Ok(());
@@ -290,11 +359,10 @@ impl Matmul {
         device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
     }
 
-    /// Checks the problem, chooses kernels and loads them.
-    pub fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
+    fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         if let Some(layout) = &problem.weight {
             return Self::with_packed(device, problem, packed::select(&limits, &problem, layout));
@@ -304,16 +372,14 @@ impl Matmul {
         Self::new(device, problem, select(&limits, &problem)?, tensor, from)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is left out
-    /// where an operand's address or stride does not suit it.
-    pub fn plan_with(
+    fn plan_with(
         device: &Device,
         problem: MatmulProblem,
         variant: &'static MatmulVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
         match variant.tile {
@@ -324,66 +390,21 @@ impl Matmul {
         }
     }
 
-    fn new(
-        device: &Device,
-        problem: MatmulProblem,
-        choices: Vec<MatmulChoice>,
-        tensor: Vec<&'static MatmulVariant>,
-        tensor_from: usize,
-    ) -> Result<Self, Error> {
-        let load = |variant: &'static MatmulVariant| {
-            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
-            Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
-                    entry.in_clusters(cluster, threads, device.profile().num_sms)?
-                }
-                _ => entry,
-            })
-        };
-        let kernels = choices.into_iter().map(|choice| Ok((choice.clone(), load(choice.variant)?)));
-        let kernels = kernels.collect::<Result<_, Error>>()?;
-        let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
-        let tensor = tensor.collect::<Result<_, Error>>()?;
-        let backend = Backend::Cuda { kernels, tensor, tensor_from };
-        Ok(Matmul { device: device.clone(), problem, backend })
+    fn device(&self) -> &Device {
+        &self.device
     }
 
-    /// Plans a product with a packed weight by a kernel of the caller's choice, for all numbers of rows; an error if it cannot do the
-    /// problem.
-    pub fn plan_packed_with(
-        device: &Device,
-        problem: MatmulProblem,
-        variant: &'static PackedVariant,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        let Some(limits) = device.limits() else {
-            return Ok(Matmul { device: device.clone(), problem, backend: Backend::Cpu });
-        };
-        Self::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
+    fn is_repeatable(&self) -> bool {
+        // A residual in place is read by each stripe of a packed weight before that is written.
+        !self.problem.epilogue.residual
     }
 
-    /// Plans a product with a packed weight by choices of the caller's, as [`select_packed`] makes them.
-    pub fn plan_packed(
-        device: &Device,
-        problem: MatmulProblem,
-        choices: PackedChoices,
-    ) -> Result<Self, Error> {
-        check_problem(&problem)?;
-        Self::with_packed(device, problem, choices)
-    }
-
-    fn with_packed(device: &Device, problem: MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
-        let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
-        Ok(Matmul { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`Matmul`].
-    pub fn run(&self, stream: &Stream, mut args: MatmulArgs<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
+    fn run(&self, stream: &Stream, args: &mut MatmulArgs<'_>) -> Result<(), Error> {
         let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
-        let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, &args)? else { return Ok(()) };
+        let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, args)? else { return Ok(()) };
+        let mut args = args.reborrow();
         let weight = match args.b {
             MatmulB::Packed(weight) => Some(weight),
             MatmulB::Matrix(_) => None,
@@ -433,6 +454,82 @@ impl Matmul {
                 self.launch(stream, choice.variant, entry, batch, (&args, b), (dims, &how))
             }
         }
+    }
+
+    fn report(&self) -> OptimizationReport {
+        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = self.problem;
+        let b_rows = self.problem.b_rows();
+        let [products, rows, cols, depth, b_cols] = [batch, m, n, k, b_rows].map(count);
+        let bias = if bias == Bias::PerColumn { b_cols } else { count(0) };
+        let (b_elements, b_bytes) = match self.problem.weight.map(|layout| layout.bits_per_weight(k as u32)) {
+            Some(bits) => (count(0), count((b_rows as f64 * k as f64 * f64::from(bits) / 8.0) as usize)),
+            None => (b_cols * depth, count(0)),
+        };
+        let operands = products * (rows * depth + b_elements) + bias;
+        let outs = products * rows * cols * count(if epilogue.residual { 2 } else { 1 });
+        let act = match epilogue.act {
+            Act::None => String::new(),
+            Act::Of(activation) => format!(", {}", activation.name()),
+            Act::Gated(activation) => format!(", gated by {}", activation.name()),
+        };
+        let times = if batch == 1 { String::new() } else { format!("{batch} times ") };
+        let work = Work {
+            problem: format!("{times}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
+            bytes: operands * count(dtype.bytes()) + b_bytes + outs * count(out_dtype.bytes()),
+            flops: count(2) * products * rows * b_cols * depth,
+        };
+        match &self.backend {
+            Backend::Cuda { tensor, tensor_from, .. }
+                if m >= *tensor_from
+                    && let Some((variant, entry)) =
+                        self.fastest(tensor, batch as u32, &aligned_dims([m, b_rows, k])) =>
+            {
+                let why = select::why_of_tensor(variant.tile, tensor.len());
+                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
+                let tile = choice.variant.tile;
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            Backend::Packed(kernels) => {
+                let (entry, tile, why) = kernels.report(m);
+                OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })
+            }
+            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
+        }
+    }
+}
+
+impl Planned {
+    fn new(
+        device: &Device,
+        problem: MatmulProblem,
+        choices: Vec<MatmulChoice>,
+        tensor: Vec<&'static MatmulVariant>,
+        tensor_from: usize,
+    ) -> Result<Self, Error> {
+        let load = |variant: &'static MatmulVariant| {
+            let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
+            Ok::<_, Error>(match variant.tile {
+                MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
+                    entry.in_clusters(cluster, threads, device.profile().num_sms)?
+                }
+                _ => entry,
+            })
+        };
+        let kernels = choices.into_iter().map(|choice| Ok((choice.clone(), load(choice.variant)?)));
+        let kernels = kernels.collect::<Result<_, Error>>()?;
+        let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
+        let tensor = tensor.collect::<Result<_, Error>>()?;
+        let backend = Backend::Cuda { kernels, tensor, tensor_from };
+        Ok(Planned { device: device.clone(), problem, backend })
+    }
+
+    fn with_packed(device: &Device, problem: MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
+        let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
+        Ok(Planned { device: device.clone(), problem, backend })
     }
 
     /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.
@@ -558,68 +655,6 @@ impl Matmul {
         // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
         // tile's.
         unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], &params) }
-    }
-
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = self.problem;
-        let b_rows = self.problem.b_rows();
-        let [products, rows, cols, depth, b_cols] = [batch, m, n, k, b_rows].map(count);
-        let bias = if bias == Bias::PerColumn { b_cols } else { count(0) };
-        let (b_elements, b_bytes) = match self.problem.weight.map(|layout| layout.bits_per_weight(k as u32)) {
-            Some(bits) => (count(0), count((b_rows as f64 * k as f64 * f64::from(bits) / 8.0) as usize)),
-            None => (b_cols * depth, count(0)),
-        };
-        let operands = products * (rows * depth + b_elements) + bias;
-        let outs = products * rows * cols * count(if epilogue.residual { 2 } else { 1 });
-        let act = match epilogue.act {
-            Act::None => String::new(),
-            Act::Of(activation) => format!(", {}", activation.name()),
-            Act::Gated(activation) => format!(", gated by {}", activation.name()),
-        };
-        let times = if batch == 1 { String::new() } else { format!("{batch} times ") };
-        let work = Work {
-            problem: format!("{times}[{m}, {k}] · [{b_rows}, {k}]ᵀ {dtype} to {out_dtype}{act}"),
-            bytes: operands * count(dtype.bytes()) + b_bytes + outs * count(out_dtype.bytes()),
-            flops: count(2) * products * rows * b_cols * depth,
-        };
-        match &self.backend {
-            Backend::Cuda { tensor, tensor_from, .. }
-                if m >= *tensor_from
-                    && let Some((variant, entry)) =
-                        self.fastest(tensor, batch as u32, &aligned_dims([m, b_rows, k])) =>
-            {
-                let why = select::why_of_tensor(variant.tile, tensor.len());
-                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
-                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
-            }
-            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
-                let tile = choice.variant.tile;
-                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
-                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
-            }
-            Backend::Packed(kernels) => {
-                let (entry, tile, why) = kernels.report(m);
-                OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })
-            }
-            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
-        }
-    }
-}
-
-impl Kernel for Matmul {
-    type Args<'a> = MatmulArgs<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: MatmulArgs<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
     }
 }
 

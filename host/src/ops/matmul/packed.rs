@@ -7,9 +7,10 @@ use abi::ops::matmul::{
 };
 use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
 
-use super::{Bias, Matmul, MatmulArgs, MatmulProblem, OP, Residual, residual};
+use super::{Bias, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
+use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
@@ -157,8 +158,8 @@ struct Dense {
     from: usize,
     unpack: Entry,
     /// The product of a stripe, and of the last one if that is shorter.
-    matmul: Box<Matmul>,
-    last: Option<Box<Matmul>>,
+    matmul: Box<Planned>,
+    last: Option<Box<Planned>>,
     /// Columns of out of a stripe.
     stripe: usize,
     workspace: Workspace<1>,
@@ -295,7 +296,7 @@ impl Dense {
                 Error::invalid(OP, "problem", "a layout that can be unpacked", format!("{layout:?}"))
             })?;
         let plan =
-            |n: usize| Matmul::plan(device, MatmulProblem { n, weight: None, ..*problem }).map(Box::new);
+            |n: usize| Planned::plan(device, MatmulProblem { n, weight: None, ..*problem }).map(Box::new);
         let matmul = plan(stripe)?;
         let rest = problem.n.checked_rem(stripe).unwrap_or(0);
         let last = if rest == 0 { None } else { Some(plan(rest)?) };
@@ -366,7 +367,7 @@ impl Dense {
             let bias = bias.map(|bias| bias.slice(0, start..end)).transpose()?;
             let out = out.reborrow().slice(1, start..end)?;
             let matmul = self.last.as_ref().filter(|_| end - start < self.stripe).unwrap_or(&self.matmul);
-            matmul.run(stream, MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
+            matmul.run(stream, &mut MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
         }
         Ok(())
     }

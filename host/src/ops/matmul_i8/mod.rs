@@ -11,13 +11,13 @@ use abi::ops::matmul::{MatmulDims, MatmulTile, OUT_BY_TMA, OUT_IN_PIECES, WGMMA_
 
 use crate::device::Device;
 use crate::error::Error;
-use crate::kernel::{Cut, Kernel, OptimizationReport, Work, count};
+use crate::kernel::{Cut, OptimizationReport, Work, count};
+use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::nvtx;
 use crate::ops::check_size;
 use crate::ops::matmul::select::{next_may_start, why_of_tensor};
 use crate::ops::matmul::{Bias, Shapes, aligned_dims, check_bias, in_pieces, matrix_map};
-use crate::plan::Check;
+use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
@@ -118,7 +118,19 @@ impl<'a> MatmulI8Args<'a> {
 /// # }
 /// ```
 #[derive(Debug)]
-pub struct MatmulI8 {
+pub struct MatmulI8(Ladder<Planned>);
+
+planned!(
+    MatmulI8,
+    MatmulI8Problem,
+    MatmulI8Args { qa, qb, a_scale, b_scale, bias, out },
+    &'static MatmulI8Variant,
+    Planned
+);
+
+/// A product, planned for a floor of a card, or the CPU.
+#[derive(Debug)]
+pub(crate) struct Planned {
     device: Device,
     problem: MatmulI8Problem,
     backend: Backend,
@@ -136,33 +148,34 @@ enum Backend {
     },
 }
 
-impl MatmulI8 {
-    /// Whether `device` can do it.
-    pub fn supports(device: &Device, problem: &MatmulI8Problem) -> Result<(), Error> {
+impl Rung for Planned {
+    const OP: &'static str = OP;
+    type Problem = MatmulI8Problem;
+    type Args<'a> = MatmulI8Args<'a>;
+    type Variant = &'static MatmulI8Variant;
+
+    fn supports(device: &Device, problem: &MatmulI8Problem) -> Result<(), Error> {
         check_problem(problem)?;
         device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
     }
 
-    /// Checks the problem, chooses kernels and loads them.
-    pub fn plan(device: &Device, problem: MatmulI8Problem) -> Result<Self, Error> {
+    fn plan(device: &Device, problem: MatmulI8Problem) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(MatmulI8 { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let tensor = select::tensor(&limits, &problem);
         Self::new(device, problem, select(&limits, &problem)?, tensor, select::TENSOR_MIN_ROWS)
     }
 
-    /// Plans with a kernel of the caller's choice; an error if it cannot do the problem. One of the tensor cores is
-    /// left out where an operand's address or stride does not suit it.
-    pub fn plan_with(
+    fn plan_with(
         device: &Device,
         problem: MatmulI8Problem,
         variant: &'static MatmulI8Variant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
         let Some(limits) = device.limits() else {
-            return Ok(MatmulI8 { device: device.clone(), problem, backend: Backend::Cpu });
+            return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = MatmulI8Choice::forced(&limits, variant, &problem)?;
         match variant.tile {
@@ -173,6 +186,80 @@ impl MatmulI8 {
         }
     }
 
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn is_repeatable(&self) -> bool {
+        true
+    }
+
+    fn run(&self, stream: &Stream, args: &mut MatmulI8Args<'_>) -> Result<(), Error> {
+        let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
+        let at = Check::new(OP, &self.device);
+        at.stream(stream)?;
+        check_bias(&at, (bias, out_dtype, n), args.bias)?;
+        let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype };
+        let mut dims = shapes.check(&at, ["qa", "qb"], args.qa, args.qb, args.out.as_view())?;
+        let rows = dims.m as usize;
+        let [] = at.elements("a_scale", args.a_scale, DType::F32, &[Some(rows)])?;
+        let [] = at.elements("b_scale", args.b_scale, DType::F32, &[Some(n)])?;
+        match &self.backend {
+            Backend::Cpu => {
+                cpu::run(out_dtype, &dims, args);
+                Ok(())
+            }
+            Backend::Cuda { kernels, tensor, tensor_from } => {
+                if rows >= *tensor_from
+                    && let Some((variant, entry)) = self.fastest(tensor, &dims)
+                {
+                    return match variant.tile {
+                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
+                            self.run_wgmma(stream, variant, entry, args, dims)
+                        }
+                        _ => self.launch(stream, variant, entry, args, dims),
+                    };
+                }
+                let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
+                    let expected = format!("at most {m} rows, as planned");
+                    return Err(Error::invalid(OP, "qa", expected, rows.to_string()));
+                };
+                dims.split_log2 = choice.split_log2;
+                self.launch(stream, choice.variant, entry, args, dims)
+            }
+        }
+    }
+
+    fn report(&self) -> OptimizationReport {
+        let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
+        let sizes = [m, n, k];
+        let [m, n, k] = sizes.map(count);
+        let stored = m * n + if bias == Bias::PerColumn { n } else { count(0) };
+        let work = Work {
+            problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ i8 to {out_dtype}"),
+            bytes: (m + n) * (k + count(4)) + stored * count(out_dtype.bytes()),
+            flops: count(2) * m * n * k,
+        };
+        match &self.backend {
+            Backend::Cuda { tensor, tensor_from, .. }
+                if self.problem.m >= *tensor_from
+                    && let Some((variant, entry)) = self.fastest(tensor, &aligned_dims(sizes)) =>
+            {
+                let why = why_of_tensor(variant.tile, tensor.len());
+                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
+                let tile = choice.variant.tile;
+                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("tiles")),
+        }
+    }
+}
+
+impl Planned {
     fn new(
         device: &Device,
         problem: MatmulI8Problem,
@@ -194,45 +281,7 @@ impl MatmulI8 {
         let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
         let tensor = tensor.collect::<Result<_, Error>>()?;
         let backend = Backend::Cuda { kernels, tensor, tensor_from };
-        Ok(MatmulI8 { device: device.clone(), problem, backend })
-    }
-
-    /// Runs once. See [`MatmulI8`].
-    pub fn run(&self, stream: &Stream, mut args: MatmulI8Args<'_>) -> Result<(), Error> {
-        let _range = nvtx::range(OP);
-        let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        let at = Check::new(OP, &self.device);
-        at.stream(stream)?;
-        check_bias(&at, (bias, out_dtype, n), args.bias)?;
-        let shapes = Shapes { sizes: [m, n, k], dtype: DType::I8, out_dtype };
-        let mut dims = shapes.check(&at, ["qa", "qb"], args.qa, args.qb, args.out.as_view())?;
-        let rows = dims.m as usize;
-        let [] = at.elements("a_scale", args.a_scale, DType::F32, &[Some(rows)])?;
-        let [] = at.elements("b_scale", args.b_scale, DType::F32, &[Some(n)])?;
-        match &self.backend {
-            Backend::Cpu => {
-                cpu::run(out_dtype, &dims, &mut args);
-                Ok(())
-            }
-            Backend::Cuda { kernels, tensor, tensor_from } => {
-                if rows >= *tensor_from
-                    && let Some((variant, entry)) = self.fastest(tensor, &dims)
-                {
-                    return match variant.tile {
-                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
-                            self.run_wgmma(stream, variant, entry, &args, dims)
-                        }
-                        _ => self.launch(stream, variant, entry, &args, dims),
-                    };
-                }
-                let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
-                    let expected = format!("at most {m} rows, as planned");
-                    return Err(Error::invalid(OP, "qa", expected, rows.to_string()));
-                };
-                dims.split_log2 = choice.split_log2;
-                self.launch(stream, choice.variant, entry, &args, dims)
-            }
-        }
+        Ok(Planned { device: device.clone(), problem, backend })
     }
 
     /// The fastest of the tensor cores' kernels for a launch; none if they cannot take the operands in pieces.
@@ -337,51 +386,6 @@ impl MatmulI8 {
         // `fastest` looks at for the tensor cores; the scales have a value per row and column; the grid covers the
         // product exactly, which `select` found to fit; shared memory is the tile's.
         unsafe { entry.launch(stream, [blocks as u32, 1, 1], [variant.tile.threads(), 1, 1], &params) }
-    }
-
-    /// What was chosen, and what a run of the planned size should take.
-    pub fn report(&self) -> OptimizationReport {
-        let MatmulI8Problem { m, n, k, out_dtype, bias } = self.problem;
-        let sizes = [m, n, k];
-        let [m, n, k] = sizes.map(count);
-        let stored = m * n + if bias == Bias::PerColumn { n } else { count(0) };
-        let work = Work {
-            problem: format!("[{m}, {k}] · [{n}, {k}]ᵀ i8 to {out_dtype}"),
-            bytes: (m + n) * (k + count(4)) + stored * count(out_dtype.bytes()),
-            flops: count(2) * m * n * k,
-        };
-        match &self.backend {
-            Backend::Cuda { tensor, tensor_from, .. }
-                if self.problem.m >= *tensor_from
-                    && let Some((variant, entry)) = self.fastest(tensor, &aligned_dims(sizes)) =>
-            {
-                let why = why_of_tensor(variant.tile, tensor.len());
-                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
-                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
-            }
-            Backend::Cuda { kernels, .. } if let Some((choice, entry)) = kernels.last() => {
-                let tile = choice.variant.tile;
-                let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
-                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
-            }
-            _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("tiles")),
-        }
-    }
-}
-
-impl Kernel for MatmulI8 {
-    type Args<'a> = MatmulI8Args<'a>;
-
-    fn op(&self) -> &'static str {
-        OP
-    }
-
-    fn forward(&self, stream: &Stream, args: MatmulI8Args<'_>) -> Result<(), Error> {
-        self.run(stream, args)
-    }
-
-    fn optimization_report(&self) -> OptimizationReport {
-        self.report()
     }
 }
 

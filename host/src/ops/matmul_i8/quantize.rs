@@ -66,7 +66,7 @@ impl<'a> QuantizeRowsArgs<'a> {
 #[derive(Debug)]
 pub struct QuantizeRows(Plan<Self>);
 
-planned!(QuantizeRows, QuantizeRowsProblem, QuantizeRowsArgs, &'static QuantizeRowsVariant);
+planned!(QuantizeRows, QuantizeRowsProblem, QuantizeRowsArgs { x, q, scale }, &'static QuantizeRowsVariant);
 
 impl Operator for QuantizeRows {
     const OP: &'static str = OP;

@@ -86,7 +86,7 @@ impl<'a> MoePermuteArgs<'a> {
 #[derive(Debug)]
 pub struct MoePermute(Plan<Self>);
 
-planned!(MoePermute, MoePermuteProblem, MoePermuteArgs, MoePermutePath);
+planned!(MoePermute, MoePermuteProblem, MoePermuteArgs { ids, offsets, order, positions }, MoePermutePath);
 
 #[derive(Debug)]
 pub(crate) struct Kernels {
@@ -116,6 +116,7 @@ impl plan::Kernels for Kernels {
 impl Operator for MoePermute {
     const OP: &'static str = OP;
     const CPU_TILE: &'static str = "pairs";
+    const IS_REPEATABLE: bool = true;
     type Problem = MoePermuteProblem;
     type Args<'a> = MoePermuteArgs<'a>;
     type Dims = MoePermuteDims;

@@ -165,7 +165,7 @@ impl<'a> MoeRouterArgs<'a> {
 #[derive(Debug)]
 pub struct MoeRouter(Plan<Self>);
 
-planned!(MoeRouter, MoeRouterProblem, MoeRouterArgs, &'static MoeRouterVariant);
+planned!(MoeRouter, MoeRouterProblem, MoeRouterArgs { logits, bias, ids, weights }, &'static MoeRouterVariant);
 
 impl Operator for MoeRouter {
     const OP: &'static str = OP;

@@ -17,7 +17,7 @@ use crate::ops::check_blocks;
 use crate::ops::rmsnorm::NormWeight;
 use crate::ops::rope::{RopeInput, RopeStyle, RopeTables};
 use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_eps, check_floats, planned};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{TensorView, TensorViewMut, views};
 
 pub use abi::ops::qk_norm_rope::{QkNormRopeTile, QkNormRopeVariant, VARIANTS};
 pub use cases::{CASES, QkNormRopeCase, samples};
@@ -83,6 +83,8 @@ pub struct QkNormWeights<'a> {
     /// Of the key heads.
     pub k: TensorView<'a>,
 }
+
+views!(QkNormWeights { q, k });
 
 /// The tensors of a run. Heads are `[tokens, heads, head_dim]`: q, k and v are often parts of a joint projection's rows. The
 /// last dimension must have stride 1; the others may have any stride.
@@ -207,7 +209,7 @@ impl<'a> QkNormRopeArgs<'a> {
 #[derive(Debug)]
 pub struct QkNormRope(Plan<Self>);
 
-planned!(QkNormRope, QkNormRopeProblem, QkNormRopeArgs, QkNormRopeKernel);
+planned!(QkNormRope, QkNormRopeProblem, QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, k_cache, v_cache, k_scale, v_scale }, QkNormRopeKernel);
 
 impl Operator for QkNormRope {
     const OP: &'static str = OP;

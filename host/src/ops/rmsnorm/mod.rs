@@ -122,7 +122,7 @@ impl<'a> RmsNormArgs<'a> {
 #[derive(Debug)]
 pub struct RmsNorm(Plan<Self>);
 
-planned!(RmsNorm, RmsNormProblem, RmsNormArgs, &'static RmsNormVariant);
+planned!(RmsNorm, RmsNormProblem, RmsNormArgs { x, residual, weight, gate, out }, &'static RmsNormVariant);
 
 impl Operator for RmsNorm {
     const OP: &'static str = OP;

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::kernel::{Work, count};
 use crate::ops::check_blocks;
 use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{Mirror, Views, TensorView, TensorViewMut};
 
 pub use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, VARIANTS};
 pub use cases::{CASES, RopeCase, samples};
@@ -54,6 +54,15 @@ pub enum RopeInput<'a> {
     From(TensorView<'a>),
     /// Out holds them, and gets the result in their place.
     InPlace,
+}
+
+impl Views for RopeInput<'_> {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        match self {
+            RopeInput::From(x) => x.bring(name, mirror),
+            RopeInput::InPlace => Ok(()),
+        }
+    }
 }
 
 /// The tensors of a run. Heads are `[tokens, heads, head_dim]`: the q or k part of a joint projection, or a slice of a cache.
@@ -121,7 +130,7 @@ impl<'a> RopeArgs<'a> {
 #[derive(Debug)]
 pub struct Rope(Plan<Self>);
 
-planned!(Rope, RopeProblem, RopeArgs, &'static RopeVariant);
+planned!(Rope, RopeProblem, RopeArgs { x, positions, tables, out }, &'static RopeVariant);
 
 /// Strides of token and head, that of the positions, and the tokens of a run.
 #[derive(Clone, Copy)]

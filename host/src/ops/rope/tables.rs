@@ -7,7 +7,7 @@ use super::OP;
 use crate::error::Error;
 use crate::ops::check_size;
 use crate::stream::Stream;
-use crate::tensor::Tensor;
+use crate::tensor::{Mirror, Tensor, Views};
 
 /// Elements of a table that are worked out at a time.
 const ELEMENTS: usize = 1 << 22;
@@ -20,6 +20,15 @@ const ELEMENTS: usize = 1 << 22;
 pub struct RopeTables {
     pub(super) cos: Tensor,
     pub(super) sin: Tensor,
+}
+
+impl Views for &RopeTables {
+    fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
+        let tables = RopeTables { cos: mirror.tensor(name, &self.cos)?, sin: mirror.tensor(name, &self.sin)? };
+        // SAFETY: put among the arguments.
+        *self = unsafe { mirror.hold(tables) };
+        Ok(())
+    }
 }
 
 impl RopeTables {

@@ -18,7 +18,7 @@ use crate::kernel::{Work, count};
 use crate::launch::{Entry, Param};
 use crate::ops::workspace::Workspace;
 use crate::plan::{self, Check, Choice, Operator, Pair, Plan, Run, check_floats, check_size, planned};
-use crate::tensor::{Tensor, TensorView, TensorViewMut};
+use crate::tensor::{Tensor, TensorView, TensorViewMut, views};
 
 pub use abi::ops::sampling::{NO_TOKEN, SamplingAccess, SamplingVariant, VARIANTS};
 pub use cases::{CASES, SamplingCase, SamplingRows, samples};
@@ -190,7 +190,14 @@ impl<'a> SamplingArgs<'a> {
 #[derive(Debug)]
 pub struct Sampler(Plan<Self>);
 
-planned!(Sampler, SamplingProblem, SamplingArgs, &'static SamplingVariant);
+planned!(
+    Sampler,
+    SamplingProblem,
+    SamplingArgs { logits, params, history, bias, masks, ids, logprobs },
+    &'static SamplingVariant
+);
+views!(SamplingBias { ids, values });
+views!(Logprobs { chosen, top_ids, top });
 
 /// The kernels, and what launches leave for the next.
 #[derive(Debug)]
@@ -227,6 +234,7 @@ fn edited_stride(problem: &SamplingProblem) -> usize {
 
 impl Operator for Sampler {
     const OP: &'static str = OP;
+    const IS_REPEATABLE: bool = true;
     type Problem = SamplingProblem;
     type Args<'a> = SamplingArgs<'a>;
     type Dims = Dims;

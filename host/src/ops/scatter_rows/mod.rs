@@ -87,7 +87,7 @@ impl<'a> ScatterRowsArgs<'a> {
 #[derive(Debug)]
 pub struct ScatterRows(Plan<Self>);
 
-planned!(ScatterRows, ScatterRowsProblem, ScatterRowsArgs, &'static ScatterRowsVariant);
+planned!(ScatterRows, ScatterRowsProblem, ScatterRowsArgs { x, ids, out }, &'static ScatterRowsVariant);
 
 /// Rows of x and of out, and their strides.
 pub(crate) struct Rows {

@@ -89,7 +89,7 @@ impl<'a> TransposeArgs<'a> {
 #[derive(Debug)]
 pub struct Transpose(Plan<Self>);
 
-planned!(Transpose, TransposeProblem, TransposeArgs, &'static TransposeVariant);
+planned!(Transpose, TransposeProblem, TransposeArgs { x, out }, &'static TransposeVariant);
 
 impl Operator for Transpose {
     const OP: &'static str = OP;
