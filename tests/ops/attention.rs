@@ -16,10 +16,7 @@ use warpforge::ops::attention::{
 };
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, fail, on_executors, one_sm,
-    values,
-};
+use crate::harness::{EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, fail, on_executors, one_sm, through_every_kernel, values};
 use case::*;
 
 proptest! {
@@ -40,8 +37,8 @@ proptest! {
     }
 }
 
-#[test]
-fn every_kernel_is_simulated() -> TestResult {
+/// Cases of every kind of kernel.
+fn of_every_kernel() -> impl Strategy<Value = Case> {
     let paged = case(1usize..20, dims(&[16], 40)).prop_map(|case| {
         let layout = Layout::default();
         Case { page_size: Some(16), q_layout: layout, kv_layout: layout, ..case }
@@ -50,10 +47,27 @@ fn every_kernel_is_simulated() -> TestResult {
         let (layout, scores) = (Layout::default(), Scores { bias: ScoreBias::Additive, ..Scores::PLAIN });
         Case { scores, q_layout: layout, kv_layout: layout, ..case }
     });
-    let cases = prop_oneof![
+    prop_oneof![
         4 => prefill_case(), 4 => decode_case(), 2 => latent_case(), 2 => fp8_case(), 2 => masked, 1 => paged
+    ]
+}
+
+#[test]
+fn every_kernel_is_simulated() -> TestResult {
+    every_kernel("attention", of_every_kernel(), |case| 4 * case.work(), run_variants)
+}
+
+/// Sizes of 0, through every kernel.
+pub fn nothing() -> TestResult {
+    let zeros: [fn(&mut Case); 3] = [
+        |case| case.lens.clear(),
+        |case| case.seq_q = 0,
+        |case| {
+            case.capacity = 0;
+            case.lens.fill(0);
+        },
     ];
-    every_kernel("attention", cases, |case| 4 * case.work(), run_variants)
+    through_every_kernel("attention", &zeros, of_every_kernel(), Case::work, run_variants)
 }
 
 proptest! {

@@ -8,9 +8,7 @@ use warpforge::ops::embedding::reference;
 use warpforge::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, values,
-};
+use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, through_every_kernel, values};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -108,6 +106,11 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
         }
     }
     Ok(())
+}
+
+/// Sizes of 0, through every kernel.
+pub fn nothing() -> Result<(), TestCaseError> {
+    through_every_kernel("embedding", &[|case: &mut Case| case.tokens = 0], case(), Case::work, run_variants)
 }
 
 #[test]

@@ -10,10 +10,7 @@ use warpforge::ops::grouped_matmul::reference::{self, Sizes};
 use warpforge::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, fail, floats, on_executors, one_sm,
-    runs, store, values,
-};
+use crate::harness::{EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, expect_loaded, fail, floats, on_executors, one_sm, runs, store, values};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -274,17 +271,16 @@ proptest! {
     }
 }
 
-/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
-#[test]
-fn nothing_and_one() -> Result<(), TestCaseError> {
-    let ones = |count: usize| vec![half::bf16::from_f32(1.0); count];
+/// Sizes of 0 and 1 through every kernel, also where no plan would choose it: an empty sum is 0, and an empty product
+/// nothing.
+pub fn nothing() -> Result<(), TestCaseError> {
     let sizes = [0, 1, 6]
         .into_iter()
         .flat_map(|rows| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [rows, n, k])));
     for device in &devices() {
         let stream = device.stream()?;
-        for [rows, n, k] in sizes.clone() {
-            let case = contiguous(DType::BF16, vec![rows.min(1), rows - rows.min(1)], n, k, 0);
+        for ([rows, n, k], dtype) in sizes.clone().flat_map(|sizes| DType::FLOATS.map(|dtype| (sizes, dtype))) {
+            let case = contiguous(dtype, vec![rows.min(1), rows - rows.min(1)], n, k, 0);
             let problem = GroupedMatmulProblem { from: GroupedRows::Sorted, ..case.problem };
             let own = variants(&case).filter(|variant| runs(device, variant.floor));
             for variant in std::iter::once(None).chain(own.map(Some)) {
@@ -292,11 +288,13 @@ fn nothing_and_one() -> Result<(), TestCaseError> {
                     None => GroupedMatmul::plan(device, problem)?,
                     Some(variant) => GroupedMatmul::plan_with(device, problem, variant)?,
                 };
-                let tensor =
-                    |shape: &[usize]| Tensor::from_slice(&stream, shape, &ones(shape.iter().product()));
+                let tensor = |shape: &[usize]| {
+                    let ones = vec![1.0; shape.iter().product()];
+                    Tensor::from_bytes(&stream, shape, dtype, &testkit::round::encode(dtype, &ones))
+                };
                 let (x, w) = (tensor(&[rows, k])?, tensor(&[2, n, k])?);
                 let offsets = Tensor::from_slice(&stream, &[3], &case.offsets())?;
-                let mut out = Rows::output(&stream, DType::BF16, rows, n, Layout::default())?;
+                let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
                 let args = GroupedMatmulArgs {
                     x: x.view(),
                     w: w.view(),
@@ -310,7 +308,7 @@ fn nothing_and_one() -> Result<(), TestCaseError> {
             }
         }
     }
-    Ok(())
+    expect_loaded(abi::ops::entries("grouped_matmul"))
 }
 
 /// Rows of no expert stay as they are, and wrong offsets and orders reach nothing that is out of bounds.

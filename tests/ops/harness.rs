@@ -186,6 +186,56 @@ pub fn every_kernel_of<S: Strategy>(
     Err(TestCaseError::fail(format!("no case has run {missing:?}")))
 }
 
+/// Cases with a size of 0, each made so by one of `zeros`, through every kernel of a family, on each card: draws
+/// cases until all kernels have been loaded for each of them.
+pub fn through_every_kernel<S: Strategy>(
+    family: &str,
+    zeros: &[fn(&mut S::Value)],
+    cases: S,
+    work: impl Fn(&S::Value) -> usize,
+    run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
+) -> Result<(), TestCaseError> {
+    let cards = all_cards();
+    for (number, zero) in zeros.iter().enumerate() {
+        let mut missing: BTreeSet<&str> = abi::ops::entries(family).collect();
+        let mut runner = TestRunner::deterministic();
+        let mut draws = 0..10_000;
+        while !missing.is_empty() {
+            if draws.next().is_none() {
+                return Err(TestCaseError::fail(format!("size {number}: no case is for {missing:?}")));
+            }
+            let mut case = cases.new_tree(&mut runner).map_err(fail)?.current();
+            zero(&mut case);
+            if work(&case) > MAX_SIMULATED_WORK / 16 {
+                continue;
+            }
+            run(&cards, &case, EVERY)?;
+            let loaded = take_loaded();
+            missing.retain(|entry| !loaded.contains(entry));
+        }
+    }
+    Ok(())
+}
+
+/// Fails unless all of these kernels have been loaded on this test's simulated cards since the last time.
+pub fn expect_loaded(entries: impl Iterator<Item = &'static str>) -> Result<(), TestCaseError> {
+    let loaded = take_loaded();
+    let missing: Vec<&str> = entries.filter(|entry| !loaded.contains(entry)).collect();
+    if missing.is_empty() { Ok(()) } else { Err(TestCaseError::fail(format!("no case is for {missing:?}"))) }
+}
+
+/// All devices but the CPU.
+pub fn all_cards() -> Vec<Device> {
+    let mut cards = devices();
+    cards.retain(|device| device.limits().is_some());
+    cards
+}
+
+/// The kernels that have been loaded on this test's simulated cards since the last time.
+fn take_loaded() -> BTreeSet<&'static str> {
+    SIMULATED.with(|cards| cards.iter().flat_map(|(_, card)| card.take_loaded()).collect())
+}
+
 /// Which kernels to run, by entry.
 pub type Wanted<'a> = &'a dyn Fn(&str) -> bool;
 
@@ -227,6 +277,8 @@ macro_rules! with_type {
         }
     };
 }
+
+pub(crate) use with_type;
 
 /// Rows on a device, between guard bands and with poison between the rows.
 pub struct Rows {
@@ -278,8 +330,6 @@ impl Rows {
         values: &[f64],
         cols: usize,
         layout: Layout,
-pub(crate) use with_type;
-
     ) -> Result<Self, Error> {
         let stride = cols + layout.padding;
         let (tensor, payload) = with_type!(dtype, T => {

@@ -6,6 +6,7 @@ mod fallback;
 mod faults;
 mod harness;
 mod latent;
+mod nothing;
 mod packed;
 
 mod moe;

@@ -13,9 +13,7 @@ use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Precision};
 use warpforge::{Arch, DType, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, fail, on_executors, one_sm, runs,
-};
+use crate::harness::{EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, on_executors, one_sm, runs};
 use case::*;
 
 #[test]
@@ -195,40 +193,45 @@ fn tiles_of_one_block() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
-#[test]
-fn nothing_and_one() -> Result<(), TestCaseError> {
-    let ones = |count: usize| vec![half::bf16::from_f32(1.0); count];
+/// Sizes of 0 and 1 through every kernel, also where no plan would choose it: an empty sum is 0, and an empty product
+/// nothing.
+pub fn nothing() -> Result<(), TestCaseError> {
     let sizes = [0, 1, 40]
         .into_iter()
         .flat_map(|m| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [m, n, k])));
-    for (device, [m, n, k]) in
-        devices().iter().flat_map(|device| sizes.clone().map(move |sizes| (device, sizes)))
-    {
-        let stream = device.stream().map_err(fail)?;
-        let dtype = DType::BF16;
-        for (bias, out_dtype) in [(Bias::None, DType::F32), (Bias::PerColumn, dtype)] {
-            let problem = MatmulProblem { out_dtype, bias, ..plain([m, n, k], dtype) };
-            let variants = variants(&problem).filter(|variant| runs(device, variant.floor));
-            for variant in std::iter::once(None).chain(variants.map(Some)) {
-                let plan = plan(device, problem, variant)?;
-                let tensor =
-                    |shape: &[usize]| Tensor::from_slice(&stream, shape, &ones(shape.iter().product()));
-                let (a, b) = (tensor(&[m, k]).map_err(fail)?, tensor(&[n, k]).map_err(fail)?);
-                let added = tensor(&[n]).map_err(fail)?;
-                let mut out = Rows::output(&stream, out_dtype, m, n, Layout::default()).map_err(fail)?;
-                let args = MatmulArgs {
-                    bias: (bias == Bias::PerColumn).then(|| added.view()),
-                    ..MatmulArgs::new(a.view(), b.view(), out.view_mut())
-                };
-                let what = format!("{:?} {m} {n} {k} {bias:?} {}", device.place(), plan.report().variant);
-                plan.run(&stream, args).map_err(|error| fail(format!("{what}: {error}")))?;
-                let want = k as f64 + f64::from(u8::from(bias == Bias::PerColumn));
-                assert_eq!(out.read(&stream)?, vec![want; m * n], "{what}");
+    let floats = DType::FLOATS.map(|dtype| (dtype, dtype, Precision::Full));
+    let wide = [DType::F16, DType::BF16].map(|dtype| (dtype, DType::F32, Precision::Full));
+    let types = floats.into_iter().chain(wide).chain([(DType::F32, DType::F32, Precision::Tf32)]);
+    for (dtype, out_dtype, precision) in types {
+        for (device, [m, n, k]) in
+            devices().iter().flat_map(|device| sizes.clone().map(move |sizes| (device, sizes)))
+        {
+            let stream = device.stream().map_err(fail)?;
+            let tensor = |shape: &[usize], value: f64| {
+                let values = vec![value; shape.iter().product()];
+                Tensor::from_bytes(&stream, shape, dtype, &testkit::round::encode(dtype, &values))
+            };
+            let (a, b, added) = (tensor(&[m, k], 1.0)?, tensor(&[n, k], 1.0)?, tensor(&[n], 2.0)?);
+            for bias in [Bias::None, Bias::PerColumn] {
+                let problem = MatmulProblem { out_dtype, precision, bias, ..plain([m, n, k], dtype) };
+                let variants = variants(&problem).filter(|variant| runs(device, variant.floor));
+                for variant in std::iter::once(None).chain(variants.map(Some)) {
+                    let plan = plan(device, problem, variant)?;
+                    let mut out = Rows::output(&stream, out_dtype, m, n, Layout::default()).map_err(fail)?;
+                    let args = MatmulArgs {
+                        bias: (bias == Bias::PerColumn).then(|| added.view()),
+                        ..MatmulArgs::new(a.view(), b.view(), out.view_mut())
+                    };
+                    let what = format!("{:?} {m} {n} {k} {bias:?} {}", device.place(), plan.report().variant);
+                    plan.run(&stream, args).map_err(|error| fail(format!("{what}: {error}")))?;
+                    let want = k as f64 + if bias == Bias::PerColumn { 2.0 } else { 0.0 };
+                    assert_eq!(out.read(&stream)?, vec![want; m * n], "{what}");
+                }
             }
         }
     }
-    Ok(())
+    expect_loaded(abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry)))?;
+    packed::nothing()
 }
 
 /// Each activation, by itself and as a gate, at the end of each kernel.

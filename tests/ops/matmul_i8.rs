@@ -12,10 +12,7 @@ use warpforge::ops::matmul_i8::{
 };
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, one_sm,
-    runs, store, values,
-};
+use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, expect_loaded, fail, floats, on_executors, one_sm, runs, store, values};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -355,28 +352,31 @@ fn parts_of_k() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Sizes of zero and one, by what `plan` chooses and by every kernel: nothing to do, an empty sum, or one product.
-#[test]
-fn nothing_and_one() -> Result<(), Error> {
+/// Sizes of 0 and 1 through every kernel, also where no plan would choose it: an empty sum is 0, and an empty product
+/// nothing.
+pub fn nothing() -> Result<(), TestCaseError> {
     let sizes = [0, 1, 40]
         .into_iter()
         .flat_map(|m| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [m, n, k])));
     for device in &devices() {
         let stream = device.stream()?;
-        for [m, n, k] in sizes.clone() {
-            let dtype = DType::F16;
+        for ([m, n, k], dtype) in sizes.clone().flat_map(|sizes| DType::FLOATS.map(|dtype| (sizes, dtype))) {
             let problem = MatmulI8Problem { m, n, k, out_dtype: dtype, bias: Bias::PerColumn };
             let ones =
                 |shape: &[usize]| Tensor::from_slice(&stream, shape, &vec![1i8; shape.iter().product()]);
             let scales = |len: usize| Tensor::from_slice(&stream, &[len], &vec![2f32; len]);
             let (qa, qb, a_scale, b_scale) = (ones(&[m, k])?, ones(&[n, k])?, scales(m)?, scales(n)?);
-            let bias = Tensor::from_slice(&stream, &[n], &vec![half::f16::from_f32(1.5); n])?;
+            let floats = |shape: &[usize], value: f64| {
+                let values = vec![value; shape.iter().product()];
+                Tensor::from_bytes(&stream, shape, dtype, &testkit::round::encode(dtype, &values))
+            };
+            let bias = floats(&[n], 1.5)?;
             for variant in std::iter::once(None).chain(variants(device, dtype).map(Some)) {
                 let plan = match variant {
                     None => MatmulI8::plan(device, problem)?,
                     Some(variant) => MatmulI8::plan_with(device, problem, variant)?,
                 };
-                let mut out = Tensor::from_slice(&stream, &[m, n], &vec![half::f16::from_f32(-1.0); m * n])?;
+                let mut out = floats(&[m, n], -1.0)?;
                 let args = MatmulI8Args {
                     qa: qa.view(),
                     qb: qb.view(),
@@ -390,16 +390,18 @@ fn nothing_and_one() -> Result<(), Error> {
                 assert_eq!(out.to_f32_vec(&stream)?, want, "{m} {n} {k} {}", plan.report().variant);
             }
         }
-        for [rows, cols] in [[0, 4], [4, 0], [0, 0]] {
-            let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype: DType::BF16 })?;
-            let x = Tensor::zeros(&stream, &[rows, cols], DType::BF16)?;
+        for ([rows, cols], dtype) in
+            [[0, 4], [4, 0], [0, 0]].into_iter().flat_map(|sizes| DType::FLOATS.map(|dtype| (sizes, dtype)))
+        {
+            let plan = QuantizeRows::plan(device, QuantizeRowsProblem { rows, cols, dtype })?;
+            let x = Tensor::zeros(&stream, &[rows, cols], dtype)?;
             let mut q = Tensor::zeros(&stream, &[rows, cols], DType::I8)?;
             let mut scale = Tensor::from_slice(&stream, &[rows], &vec![7f32; rows])?;
             plan.run(&stream, QuantizeRowsArgs { x: x.view(), q: q.view_mut(), scale: scale.view_mut() })?;
             assert_eq!(scale.to_vec::<f32>(&stream)?, vec![0.0; rows]);
         }
     }
-    Ok(())
+    expect_loaded(abi::ops::entries("matmul_i8"))
 }
 
 /// Mistakes are found before anything runs, and the message names operator, argument, expectation and what came.

@@ -8,10 +8,7 @@ use warpforge::ops::rmsnorm::reference;
 use warpforge::ops::rmsnorm::{Gate, NormResidual, NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{
-    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts,
-    on_executors, one_apart, store, swapped, values,
-};
+use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts, on_executors, one_apart, store, swapped, through_every_kernel, values};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -148,6 +145,11 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
         }
     }
     Ok(())
+}
+
+/// Sizes of 0, through every kernel.
+pub fn nothing() -> Result<(), TestCaseError> {
+    through_every_kernel("rmsnorm", &[|case: &mut Case| case.rows = 0], case(), |case| 4 * case.work(), run_variants)
 }
 
 #[test]

@@ -12,7 +12,7 @@ use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, layouts, on_executors,
-    values,
+    through_every_kernel, values,
 };
 
 /// Rounding distance: how far sums of probabilities may be from those of the reference.
@@ -424,6 +424,11 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
         }
     }
     Ok(())
+}
+
+/// Sizes of 0, through every kernel.
+pub fn nothing() -> Result<(), TestCaseError> {
+    through_every_kernel("sampling", &[|case: &mut Case| case.rows.clear()], case(), Case::work, run_variants)
 }
 
 #[test]

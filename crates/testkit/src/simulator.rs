@@ -72,6 +72,7 @@ impl Model {
 #[derive(Debug, Default)]
 struct State {
     memory: Memory,
+    loaded: BTreeSet<&'static str>,
     launched: BTreeSet<&'static str>,
 }
 
@@ -114,6 +115,11 @@ impl Card {
     /// Takes the contents from bytes: a kernel that reads them before it wrote them is reported.
     pub fn uninitialise(&self, address: u64, bytes: usize) {
         self.lock().memory.uninitialise(address, bytes);
+    }
+
+    /// The kernels that plans have loaded since the last time that this was asked.
+    pub fn take_loaded(&self) -> BTreeSet<&'static str> {
+        std::mem::take(&mut self.lock().loaded)
     }
 
     /// The kernels that have run to their end without a report.
@@ -207,7 +213,9 @@ impl Simulator for Card {
     }
 
     fn has_kernel(&self, entry: &str, _: Arch) -> bool {
-        sim::kernel(entry).is_some()
+        let kernel = sim::kernel(entry);
+        self.lock().loaded.extend(kernel.map(|kernel| kernel.name));
+        kernel.is_some()
     }
 
     fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String> {
@@ -265,14 +273,6 @@ impl Simulator for Card {
     }
 }
 
-impl Card {
-    /// The report, the launch, and how to see it again.
-    fn explain(&self, launch: &Launch<'_>, report: &sim::Report) -> String {
-        let Launch { grid, block, smem_bytes, params, .. } = launch;
-        let mut text =
-            format!("{report}\nwith grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory,");
-        for param in *params {
-            if let Param::Struct(value) = param {
 /// What a card refuses, as a driver may.
 #[derive(Clone, Copy, Debug)]
 pub enum Refuses {
@@ -364,6 +364,14 @@ impl Simulator for Refusing {
     }
 }
 
+impl Card {
+    /// The report, the launch, and how to see it again.
+    fn explain(&self, launch: &Launch<'_>, report: &sim::Report) -> String {
+        let Launch { grid, block, smem_bytes, params, .. } = launch;
+        let mut text =
+            format!("{report}\nwith grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory,");
+        for param in *params {
+            if let Param::Struct(value) = param {
                 let _ = write!(text, " {value:?}");
             }
         }

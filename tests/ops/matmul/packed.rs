@@ -12,11 +12,12 @@ use warpforge::ops::matmul::{
     PackedChoices, select_packed,
 };
 use warpforge::weight::{GateUp, Weight, WeightSource};
-use warpforge::{DType, Device, Error, F8E4M3};
+use warpforge::{DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
 use crate::harness::{
-    EVERY, Layout, Wanted, cards_of, devices_for, every_kernel_of, fail, floats, on_executors,
+    EVERY, Layout, Rows, Wanted, all_cards, cards_of, devices_for, every_kernel_of, expect_loaded, fail, floats,
+    on_executors,
 };
 
 /// A matrix of random codes and scales, and the values that they stand for.
@@ -296,6 +297,38 @@ fn case_of_many(device: &Device, case: &PackedCase) -> Result<(), TestCaseError>
 /// The kernels of plain matrices are the other tests'.
 pub(super) fn is_packed(entry: &str) -> bool {
     entry.contains("packed") || entry.contains("unpack")
+}
+
+/// Sizes of 0 through every kernel.
+pub(super) fn nothing() -> Result<(), TestCaseError> {
+    for (layout, dtype) in layouts().into_iter().flat_map(|layout| DType::FLOATS.map(|dtype| (layout, dtype))) {
+        for [m, n, k] in [[0, 32, 64], [4, 0, 64], [4, 32, 0], [0, 0, 0]] {
+            let source = Source::new([n, k], layout, 0);
+            let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
+            for device in &all_cards() {
+                let stream = device.stream()?;
+                let weight = Weight::pack(&stream, &source)?;
+                let variants = PACKED_VARIANTS.iter().chain(PACKED_MMA_VARIANTS);
+                let mut plans: Vec<Matmul> = variants
+                    .filter_map(|variant| Matmul::plan_packed_with(device, problem, variant).ok())
+                    .collect();
+                // What unpacks is for many rows.
+                plans.push(Matmul::plan(device, MatmulProblem { m: 65, ..problem })?);
+                let a = Tensor::zeros(&stream, &[m, k], dtype)?;
+                let many = Tensor::zeros(&stream, &[65 * usize::from(m > 0), k], dtype)?;
+                for (index, plan) in plans.iter().enumerate() {
+                    let a = if index + 1 == plans.len() { &many } else { &a };
+                    let rows = a.shape()[0];
+                    let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
+                    let what = format!("{layout:?} {rows} {n} {k} {}", plan.report().variant);
+                    let args = MatmulArgs::new(a.view(), &weight, out.view_mut());
+                    plan.run(&stream, args).map_err(|error| fail(format!("{what}: {error}")))?;
+                    assert_eq!(out.read(&stream)?, vec![0.0; rows * n], "{what}");
+                }
+            }
+        }
+    }
+    expect_loaded(abi::ops::entries("matmul").filter(|entry| is_packed(entry)))
 }
 
 #[test]
