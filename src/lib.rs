@@ -32,27 +32,27 @@
 //!
 //! | operator | what |
 //! |---|---|
-//! | [`attention`](ops::attention) | prompts and decode, GQA, windows, masks, caches in pages and in fp8, latent attention |
-//! | [`causal_conv1d`](ops::causal_conv1d) | depthwise convolution over time |
+//! | [`attention`](ops::attention) | prompts and decode, GQA, windows, masks, paged and fp8 caches, latent attention |
+//! | [`causal_conv1d`](ops::causal_conv1d) | convolution over time |
 //! | [`copy`](ops::copy) | strided copy and cast |
 //! | [`embedding`](ops::embedding) | rows of a table |
-//! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows of a table |
-//! | [`gated_delta`](ops::gated_delta) | the gated delta rule, recurrent and in chunks |
-//! | [`glu`](ops::glu) | SwiGLU, GEGLU and their kin; activations |
-//! | [`grouped_matmul`](ops::grouped_matmul) | each expert's rows times its own weight |
-//! | [`kv_append`](ops::kv_append) | rows into a cache |
-//! | [`layernorm`](ops::layernorm) | layer norm, with residual |
-//! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also quantised: 4- and 8-bit integers, fp8, fp4 |
-//! | [`matmul_i8`](ops::matmul_i8) | int8 times int8, quantisation of rows |
+//! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows |
+//! | [`gated_delta`](ops::gated_delta) | the gated delta rule |
+//! | [`glu`](ops::glu) | SwiGLU, GEGLU, activations |
+//! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights |
+//! | [`kv_append`](ops::kv_append) | rows to a cache |
+//! | [`layernorm`](ops::layernorm) | layer norm, residual |
+//! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also 4- and 8-bit integers, fp8, fp4 |
+//! | [`matmul_i8`](ops::matmul_i8) | int8 times int8 |
 //! | [`moe_combine`](ops::moe_combine) | weighted sums of experts |
-//! | [`moe_permute`](ops::moe_permute) | pairs sorted by expert |
+//! | [`moe_permute`](ops::moe_permute) | pairs by expert |
 //! | [`moe_router`](ops::moe_router) | experts of each token |
-//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rotary embedding and append in one pass |
-//! | [`rmsnorm`](ops::rmsnorm) | RMS norm, with residual and gate |
+//! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope and append in one pass |
+//! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
-//! | [`sampling`](ops::sampling) | greedy, temperature, top-k, top-p, seeded |
-//! | [`scatter_rows`](ops::scatter_rows) | rows to named places |
-//! | [`transpose`](ops::transpose) | transpose of matrices |
+//! | [`sampling`](ops::sampling) | greedy, top-k, top-p, seeded |
+//! | [`scatter_rows`](ops::scatter_rows) | rows to places |
+//! | [`transpose`](ops::transpose) | transpose |
 //!
 //! # Threads and streams
 //!

@@ -119,7 +119,7 @@ fn the_readme_has_the_front_page_s_example_and_operators() {
     let path = root.join("README.md");
     let mut readme = fs::read_to_string(&path).expect("README.md");
     for (start, end, wanted) in
-        [("```rust\n", "```\n", &example), ("<!-- operators -->\n", "<!-- /operators -->", &table)]
+        [("```rust\n", "```\n", &example), ("<!-- ops -->\n", "<!-- /ops -->", &table)]
     {
         let first = readme.find(start).expect(start) + start.len();
         let last = first + readme[first..].find(end).expect(end);
