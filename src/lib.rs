@@ -50,7 +50,7 @@
 //! | [`qk_norm_rope`](ops::qk_norm_rope) | norms, rope and append in one pass |
 //! | [`rmsnorm`](ops::rmsnorm) | RMS norm, residual, gate |
 //! | [`rope`](ops::rope) | rotary embedding |
-//! | [`sampling`](ops::sampling) | greedy, top-k, top-p, seeded |
+//! | [`sampling`](ops::sampling) | each row its own: greedy, top-k, top-p, min-p, penalties, masks, log-probabilities |
 //! | [`scatter_rows`](ops::scatter_rows) | rows to places |
 //! | [`transpose`](ops::transpose) | transpose |
 //!
