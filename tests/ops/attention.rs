@@ -16,7 +16,10 @@ use warpforge::ops::attention::{
 };
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, fail, on_executors, one_sm, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, cards_of, check, devices, devices_for, every_kernel, fail, on_executors, one_sm,
+    through_every_kernel, values,
+};
 use case::*;
 
 proptest! {

@@ -7,7 +7,10 @@ use testkit::strategies::{Rng, Values, dims_from, finite_values, stride_padding}
 use warpforge::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, layouts, on_executors, one_apart, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, layouts, on_executors,
+    one_apart, store, through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -225,7 +228,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("causal_conv1d", &[|case: &mut Case| case.lens.clear(), |case: &mut Case| case.lens.fill(0)], case(), Case::work, run_variants)
+    through_every_kernel(
+        "causal_conv1d",
+        &[|case: &mut Case| case.lens.clear(), |case: &mut Case| case.lens.fill(0)],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

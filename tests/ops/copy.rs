@@ -11,7 +11,10 @@ use warpforge::ops::copy::reference::{gather, scatter};
 use warpforge::ops::copy::{CASES, Copy, CopyArgs, CopyProblem};
 use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView, TensorViewMut};
 
-use crate::harness::{EVERY, Contents, Wanted, devices, devices_for, every_kernel, fail, on_executors, restrict, through_every_kernel};
+use crate::harness::{
+    Contents, EVERY, Wanted, devices, devices_for, every_kernel, fail, on_executors, restrict,
+    through_every_kernel,
+};
 
 const DTYPES: [DType; 7] =
     [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::I8, DType::I32, DType::U32];
@@ -214,7 +217,16 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("copy", &[|case: &mut Case| case.shape.iter_mut().take(1).for_each(|size| *size = 0), |case: &mut Case| case.shape.iter_mut().for_each(|size| *size = 0)], case(), Case::work, run_variants)
+    through_every_kernel(
+        "copy",
+        &[
+            |case: &mut Case| case.shape.iter_mut().take(1).for_each(|size| *size = 0),
+            |case: &mut Case| case.shape.iter_mut().for_each(|size| *size = 0),
+        ],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

@@ -8,7 +8,10 @@ use warpforge::ops::embedding::reference;
 use warpforge::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors,
+    through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {

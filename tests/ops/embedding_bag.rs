@@ -8,7 +8,10 @@ use warpforge::ops::Store;
 use warpforge::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store,
+    through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -113,7 +116,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("embedding_bag", &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.bag = 0], case(), |case| 2 * case.work(), run_variants)
+    through_every_kernel(
+        "embedding_bag",
+        &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.bag = 0],
+        case(),
+        |case| 2 * case.work(),
+        run_variants,
+    )
 }
 
 #[test]

@@ -9,7 +9,10 @@ use testkit::strategies::{Rng, Values, dims_from, stride_padding};
 use warpforge::ops::gated_delta::{Form, GatedDelta, GatedDeltaArgs, GatedDeltaProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts, on_executors, store, swapped, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts,
+    on_executors, store, swapped, through_every_kernel, values,
+};
 
 /// How much tokens forget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -460,7 +463,13 @@ fn run_forms(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(), Te
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("gated_delta", &[|case: &mut Case| case.lens.clear(), |case: &mut Case| case.lens.fill(0)], case(), Case::both, run_forms)
+    through_every_kernel(
+        "gated_delta",
+        &[|case: &mut Case| case.lens.clear(), |case: &mut Case| case.lens.fill(0)],
+        case(),
+        Case::both,
+        run_forms,
+    )
 }
 
 #[test]

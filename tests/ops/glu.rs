@@ -8,7 +8,10 @@ use warpforge::ops::glu::reference;
 use warpforge::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -96,7 +99,8 @@ fn run(device: &Device, case: &Case, variant: Option<&'static GluVariant>) -> Re
     let mut out = Rows::output(&stream, dtype, rows, cols, case.out).map_err(fail)?;
     if cols == 0 {
         // Rows cannot tell how many empty rows there are.
-        let (x, mut out) = (Tensor::zeros(&stream, &[rows, 0], dtype)?, Tensor::zeros(&stream, &[rows, 0], dtype)?);
+        let (x, mut out) =
+            (Tensor::zeros(&stream, &[rows, 0], dtype)?, Tensor::zeros(&stream, &[rows, 0], dtype)?);
         let up = case.has_up.then(|| x.view());
         return Ok(plan.run(&stream, GluArgs { gate: x.view(), up, out: out.view_mut() })?);
     }
@@ -121,7 +125,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("glu", &[|case: &mut Case| case.problem.rows = 0, |case: &mut Case| case.problem.cols = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "glu",
+        &[|case: &mut Case| case.problem.rows = 0, |case: &mut Case| case.problem.cols = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

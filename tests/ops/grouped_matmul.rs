@@ -10,7 +10,10 @@ use warpforge::ops::grouped_matmul::reference::{self, Sizes};
 use warpforge::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, expect_loaded, fail, floats, on_executors, one_sm, runs, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, expect_loaded, fail, floats,
+    on_executors, one_sm, runs, store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -279,7 +282,8 @@ pub fn nothing() -> Result<(), TestCaseError> {
         .flat_map(|rows| [0, 1, 70].into_iter().flat_map(move |n| [0, 1].map(|k| [rows, n, k])));
     for device in &devices() {
         let stream = device.stream()?;
-        for ([rows, n, k], dtype) in sizes.clone().flat_map(|sizes| DType::FLOATS.map(|dtype| (sizes, dtype))) {
+        for ([rows, n, k], dtype) in sizes.clone().flat_map(|sizes| DType::FLOATS.map(|dtype| (sizes, dtype)))
+        {
             let case = contiguous(dtype, vec![rows.min(1), rows - rows.min(1)], n, k, 0);
             let problem = GroupedMatmulProblem { from: GroupedRows::Sorted, ..case.problem };
             let own = variants(&case).filter(|variant| runs(device, variant.floor));

@@ -6,7 +6,10 @@ use testkit::strategies::{Rng, Values, dims, dims_from, stride_padding};
 use warpforge::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, devices, every_kernel, fail, floats, layouts, on_executors, one_apart, swapped, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, every_kernel, fail, floats, layouts, on_executors, one_apart,
+    swapped, through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -121,7 +124,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("kv_append", &[|case: &mut Case| case.tokens = 0, |case: &mut Case| case.num_slots = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "kv_append",
+        &[|case: &mut Case| case.tokens = 0, |case: &mut Case| case.num_slots = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

@@ -7,7 +7,10 @@ use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding
 use warpforge::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem, NormResidual, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, layouts, on_executors, one_apart, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, layouts,
+    on_executors, one_apart, store, through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -165,7 +168,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("layernorm", &[|case: &mut Case| case.rows = 0], case(), |case| 3 * case.work(), run_variants)
+    through_every_kernel(
+        "layernorm",
+        &[|case: &mut Case| case.rows = 0],
+        case(),
+        |case| 3 * case.work(),
+        run_variants,
+    )
 }
 
 #[test]

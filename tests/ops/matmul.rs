@@ -13,7 +13,10 @@ use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Precision};
 use warpforge::{Arch, DType, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, on_executors, one_sm, runs};
+use crate::harness::{
+    EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, on_executors,
+    one_sm, runs,
+};
 use case::*;
 
 #[test]

@@ -12,7 +12,10 @@ use warpforge::ops::matmul_i8::{
 };
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, expect_loaded, fail, floats, on_executors, one_sm, runs, store, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, expect_loaded, fail, floats,
+    on_executors, one_sm, runs, store, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {

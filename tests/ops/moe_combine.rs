@@ -9,7 +9,10 @@ use warpforge::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem,
 use warpforge::ops::moe_permute::NO_POSITION;
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store,
+    through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -192,7 +195,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("moe_combine", &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.top_k = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "moe_combine",
+        &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.top_k = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

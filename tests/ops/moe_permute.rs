@@ -8,7 +8,9 @@ use warpforge::ops::moe_permute::{
 };
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, on_executors, through_every_kernel};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, on_executors, through_every_kernel,
+};
 
 /// Who gets the pairs.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +125,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("moe_permute", &[|case: &mut Case| case.problem.tokens = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "moe_permute",
+        &[|case: &mut Case| case.problem.tokens = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

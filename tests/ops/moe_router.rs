@@ -10,7 +10,10 @@ use warpforge::ops::moe_router::{
 };
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, on_executors,
+    store, through_every_kernel, values,
+};
 
 /// Rounding distance: how far sums of scores and biases may be from those of the reference.
 const NEAR: f64 = 1e-6;
@@ -179,7 +182,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("moe_router", &[|case: &mut Case| (case.problem.tokens, case.logits) = (0, Vec::new())], case(), Case::work, run_variants)
+    through_every_kernel(
+        "moe_router",
+        &[|case: &mut Case| (case.problem.tokens, case.logits) = (0, Vec::new())],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

@@ -14,7 +14,10 @@ use warpforge::ops::rope::reference::RopeShape;
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use warpforge::{DType, Device, Error, F8E4M3, Stream, Tensor, TensorView};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store, swapped, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
+    swapped, through_every_kernel, values,
+};
 
 /// Positions of the tables in the property tests.
 const MAX_POSITION: usize = 97;
@@ -396,7 +399,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("qk_norm_rope", &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.num_slots = 0], case(), |case| 3 * case.work(), run_variants)
+    through_every_kernel(
+        "qk_norm_rope",
+        &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.num_slots = 0],
+        case(),
+        |case| 3 * case.work(),
+        run_variants,
+    )
 }
 
 #[test]

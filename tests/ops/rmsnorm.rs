@@ -8,7 +8,10 @@ use warpforge::ops::rmsnorm::reference;
 use warpforge::ops::rmsnorm::{Gate, NormResidual, NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts, on_executors, one_apart, store, swapped, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, devices_for, every_kernel, fail, floats, heads_of, layouts,
+    on_executors, one_apart, store, swapped, through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -149,7 +152,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("rmsnorm", &[|case: &mut Case| case.rows = 0], case(), |case| 4 * case.work(), run_variants)
+    through_every_kernel(
+        "rmsnorm",
+        &[|case: &mut Case| case.rows = 0],
+        case(),
+        |case| 4 * case.work(),
+        run_variants,
+    )
 }
 
 #[test]

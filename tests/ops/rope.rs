@@ -8,7 +8,10 @@ use warpforge::ops::rope::reference::{self, RopeShape};
 use warpforge::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
 use warpforge::{DType, Device, Error, Stream, Tensor, TensorView};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store, swapped, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, heads_of, on_executors, store,
+    swapped, through_every_kernel, values,
+};
 
 /// Positions of the tables in the property tests.
 const MAX_POSITION: usize = 97;
@@ -179,7 +182,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("rope", &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.heads = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "rope",
+        &[|case: &mut Case| case.problem.tokens = 0, |case: &mut Case| case.problem.heads = 0],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

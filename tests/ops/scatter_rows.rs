@@ -8,7 +8,10 @@ use warpforge::ops::Store;
 use warpforge::ops::scatter_rows::{ScatterRows, ScatterRowsArgs, ScatterRowsProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, check, devices, every_kernel, fail, floats, on_executors, store,
+    through_every_kernel, values,
+};
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -108,7 +111,13 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("scatter_rows", &[|case: &mut Case| case.problem.rows = 0, |case: &mut Case| case.num_rows = 0], case(), |case| 2 * case.work(), run_variants)
+    through_every_kernel(
+        "scatter_rows",
+        &[|case: &mut Case| case.problem.rows = 0, |case: &mut Case| case.num_rows = 0],
+        case(),
+        |case| 2 * case.work(),
+        run_variants,
+    )
 }
 
 #[test]

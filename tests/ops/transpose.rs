@@ -6,7 +6,10 @@ use testkit::strategies::{Values, dims, stride_padding};
 use warpforge::ops::transpose::{CASES, Transpose, TransposeArgs, TransposeProblem, reference};
 use warpforge::{DType, Device, Error, Tensor};
 
-use crate::harness::{EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, on_executors, through_every_kernel, values};
+use crate::harness::{
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, on_executors,
+    through_every_kernel, values,
+};
 
 const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DType::I32, DType::U32];
 
@@ -88,7 +91,17 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("transpose", &[|case: &mut Case| case.problem.batch = 0, |case: &mut Case| case.problem.rows = 0, |case: &mut Case| case.problem.cols = 0], case(), Case::work, run_variants)
+    through_every_kernel(
+        "transpose",
+        &[
+            |case: &mut Case| case.problem.batch = 0,
+            |case: &mut Case| case.problem.rows = 0,
+            |case: &mut Case| case.problem.cols = 0,
+        ],
+        case(),
+        Case::work,
+        run_variants,
+    )
 }
 
 #[test]

@@ -16,8 +16,8 @@ use warpforge::{DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, all_cards, cards_of, devices_for, every_kernel_of, expect_loaded, fail, floats,
-    on_executors,
+    EVERY, Layout, Rows, Wanted, all_cards, cards_of, devices_for, every_kernel_of, expect_loaded, fail,
+    floats, on_executors,
 };
 
 /// A matrix of random codes and scales, and the values that they stand for.
@@ -301,7 +301,8 @@ pub(super) fn is_packed(entry: &str) -> bool {
 
 /// Sizes of 0 through every kernel.
 pub(super) fn nothing() -> Result<(), TestCaseError> {
-    for (layout, dtype) in layouts().into_iter().flat_map(|layout| DType::FLOATS.map(|dtype| (layout, dtype))) {
+    for (layout, dtype) in layouts().into_iter().flat_map(|layout| DType::FLOATS.map(|dtype| (layout, dtype)))
+    {
         for [m, n, k] in [[0, 32, 64], [4, 0, 64], [4, 32, 0], [0, 0, 0]] {
             let source = Source::new([n, k], layout, 0);
             let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };

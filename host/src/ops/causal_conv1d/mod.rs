@@ -120,7 +120,12 @@ impl<'a> CausalConv1dArgs<'a> {
 #[derive(Debug)]
 pub struct CausalConv1d(Plan<Self>);
 
-planned!(CausalConv1d, CausalConv1dProblem, CausalConv1dArgs { x, weight, bias, offsets, slots, state, out }, &'static CausalConv1dVariant);
+planned!(
+    CausalConv1d,
+    CausalConv1dProblem,
+    CausalConv1dArgs { x, weight, bias, offsets, slots, state, out },
+    &'static CausalConv1dVariant
+);
 
 impl Operator for CausalConv1d {
     const OP: &'static str = OP;

@@ -107,7 +107,12 @@ impl<'a> EmbeddingBagArgs<'a> {
 #[derive(Debug)]
 pub struct EmbeddingBag(Plan<Self>);
 
-planned!(EmbeddingBag, EmbeddingBagProblem, EmbeddingBagArgs { table, ids, weights, out }, &'static EmbeddingBagVariant);
+planned!(
+    EmbeddingBag,
+    EmbeddingBagProblem,
+    EmbeddingBagArgs { table, ids, weights, out },
+    &'static EmbeddingBagVariant
+);
 
 /// Tokens of a run, and the strides of table and out.
 pub(crate) struct Rows {

@@ -165,7 +165,12 @@ impl<'a> GatedDeltaArgs<'a> {
 #[derive(Debug)]
 pub struct GatedDelta(Plan<Self>);
 
-planned!(GatedDelta, GatedDeltaProblem, GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out }, Form);
+planned!(
+    GatedDelta,
+    GatedDeltaProblem,
+    GatedDeltaArgs { q, k, v, b, a, a_log, dt_bias, offsets, slots, state, out },
+    Form
+);
 
 /// The kernels of a form.
 #[derive(Debug)]

@@ -103,7 +103,12 @@ impl<'a> LayerNormArgs<'a> {
 #[derive(Debug)]
 pub struct LayerNorm(Plan<Self>);
 
-planned!(LayerNorm, LayerNormProblem, LayerNormArgs { x, residual, weight, bias, out }, &'static LayerNormVariant);
+planned!(
+    LayerNorm,
+    LayerNormProblem,
+    LayerNormArgs { x, residual, weight, bias, out },
+    &'static LayerNormVariant
+);
 
 impl Operator for LayerNorm {
     const OP: &'static str = OP;

@@ -85,7 +85,12 @@ impl<'a> MoeCombineArgs<'a> {
 #[derive(Debug)]
 pub struct MoeCombine(Plan<Self>);
 
-planned!(MoeCombine, MoeCombineProblem, MoeCombineArgs { y, weights, positions, shared, gate, out }, &'static MoeCombineVariant);
+planned!(
+    MoeCombine,
+    MoeCombineProblem,
+    MoeCombineArgs { y, weights, positions, shared, gate, out },
+    &'static MoeCombineVariant
+);
 
 impl Operator for MoeCombine {
     const OP: &'static str = OP;

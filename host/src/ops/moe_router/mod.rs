@@ -165,7 +165,12 @@ impl<'a> MoeRouterArgs<'a> {
 #[derive(Debug)]
 pub struct MoeRouter(Plan<Self>);
 
-planned!(MoeRouter, MoeRouterProblem, MoeRouterArgs { logits, bias, ids, weights }, &'static MoeRouterVariant);
+planned!(
+    MoeRouter,
+    MoeRouterProblem,
+    MoeRouterArgs { logits, bias, ids, weights },
+    &'static MoeRouterVariant
+);
 
 impl Operator for MoeRouter {
     const OP: &'static str = OP;

@@ -209,7 +209,12 @@ impl<'a> QkNormRopeArgs<'a> {
 #[derive(Debug)]
 pub struct QkNormRope(Plan<Self>);
 
-planned!(QkNormRope, QkNormRopeProblem, QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, k_cache, v_cache, k_scale, v_scale }, QkNormRopeKernel);
+planned!(
+    QkNormRope,
+    QkNormRopeProblem,
+    QkNormRopeArgs { q, k, v, weights, positions, tables, slots, q_out, k_cache, v_cache, k_scale, v_scale },
+    QkNormRopeKernel
+);
 
 impl Operator for QkNormRope {
     const OP: &'static str = OP;

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::kernel::{Work, count};
 use crate::ops::check_blocks;
 use crate::plan::{Check, Choice, Operator, Pair, Plan, Run, check_floats, planned};
-use crate::tensor::{Mirror, Views, TensorView, TensorViewMut};
+use crate::tensor::{Mirror, TensorView, TensorViewMut, Views};
 
 pub use abi::ops::rope::{RopeStyle, RopeTile, RopeVariant, VARIANTS};
 pub use cases::{CASES, RopeCase, samples};

@@ -24,7 +24,8 @@ pub struct RopeTables {
 
 impl Views for &RopeTables {
     fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
-        let tables = RopeTables { cos: mirror.tensor(name, &self.cos)?, sin: mirror.tensor(name, &self.sin)? };
+        let tables =
+            RopeTables { cos: mirror.tensor(name, &self.cos)?, sin: mirror.tensor(name, &self.sin)? };
         // SAFETY: put among the arguments.
         *self = unsafe { mirror.hold(tables) };
         Ok(())
