@@ -18,6 +18,10 @@ pub enum Backend {
     CpuOnly,
 }
 
+/// The compilers that the README promises beside the one that `rust-toolchain.toml` names: each checks the build without
+/// CUDA where it is installed.
+const OTHER_COMPILERS: [(&str, &str); 1] = [("check by rustc 1.96", "1.96.0")];
+
 /// Runs every check and stops at the first that fails.
 pub fn run(root: &Path, backend: Backend) -> Result<(), Error> {
     let mut report = Report::default();
@@ -84,12 +88,17 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let mut doc = workspace(&["doc"], &["--no-deps"]);
     report.step("documentation", || run_command(doc.env("RUSTDOCFLAGS", "-D warnings")))?;
     if backend == Backend::Cuda {
-        let without = |features: &[&str]| {
-            let package = ["check", "--package", "warpforge", "--no-default-features", "--all-targets"];
+        let without = |command: &str, features: &[&str]| {
+            let package = [command, "--package", "warpforge", "--no-default-features", "--all-targets"];
             cargo(root, &[&package[..], features].concat())
         };
-        report.step("build without CUDA", || run_command(&mut without(&["--features", "models"])))?;
-        report.step("build without models", || run_command(&mut without(&[])))?;
+        report
+            .step("build without CUDA", || run_command(&mut without("check", &["--features", "models"])))?;
+        // What is in these for the CPU alone, or left out, no other step lints.
+        let linted = ["--package", "warpforge-host", "--package", "warpforge-models", "--features", "models"];
+        let linted = without("clippy", &[&linted[..], &["--", "-D", "warnings"]].concat());
+        report.optional("clippy without CUDA", component("clippy"), linted)?;
+        report.step("build without models", || run_command(&mut without("check", &[])))?;
         for target in ["aarch64-unknown-linux-gnu", "x86_64-pc-windows-gnu"] {
             // Its standard library is there if `rustup target add` was asked for it.
             let folder = format!("test -d \"$(rustc --print target-libdir --target {target})\"");
@@ -100,6 +109,22 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
             let check = cargo(root, &[&["check", "--package", "warpforge"], &features[..]].concat());
             report.optional(target, library, check)?;
         }
+    }
+    for (title, toolchain) in OTHER_COMPILERS {
+        let with = |args: &[&str]| {
+            let mut rustup = Command::new("rustup");
+            // One that is not there is not fetched.
+            rustup
+                .current_dir(root)
+                .env("RUSTUP_AUTO_INSTALL", "0")
+                .args(["run", toolchain, "cargo"])
+                .args(args);
+            rustup
+        };
+        let folder = format!("target/{toolchain}");
+        let features = ["--no-default-features", "--features", "models", "--target-dir", &folder];
+        let check = with(&[&["check", "--workspace", "--all-targets"], &features[..]].concat());
+        report.optional(title, with(&["--version"]), check)?;
     }
     Ok(())
 }
