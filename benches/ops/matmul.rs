@@ -5,7 +5,7 @@ use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, Precision, reference,
 };
-use warpforge::weight::{Quantised, Scheme, Weight};
+use warpforge::weight::{Codes, Layout, Quantised, ScaleType, Scheme, Weight, WeightSource};
 use warpforge::{DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row, floats};
@@ -27,7 +27,20 @@ pub fn bench(bencher: &mut Bencher) {
         for [n, k] in PACKED_SIZES {
             for m in PACKED_ROWS {
                 let label = format!("packed {name} {m}x{n}x{k}");
-                bencher.case("matmul", &label, |bencher| time_packed(bencher, scheme, [m, n, k]));
+                let source =
+                    |seed| Ok(Box::new(Quantised::new([n, k], scheme, rows(seed))?) as Box<dyn Rows>);
+                bencher.case("matmul", &label, |bencher| {
+                    time_packed(bencher, scheme.layout(), [m, n, k], source)
+                });
+            }
+        }
+    }
+    for (name, layout) in GGUF {
+        for [n, k] in PACKED_SIZES {
+            for m in PACKED_ROWS {
+                let label = format!("packed {name} {m}x{n}x{k}");
+                let source = |seed| Ok(Box::new(GgufRows { layout, size: [n, k], seed }) as Box<dyn Rows>);
+                bencher.case("matmul", &label, |bencher| time_packed(bencher, layout, [m, n, k], source));
             }
         }
     }
@@ -37,30 +50,131 @@ pub fn bench(bencher: &mut Bencher) {
 const PACKED_SIZES: [[usize; 2]; 4] = [[28672, 8192], [19456, 2560], [6144, 2560], [2560, 9728]];
 const PACKED_ROWS: [usize; 6] = [1, 8, 16, 32, 64, 4096];
 
-/// A product with a packed weight: the rows are made, and not stored, before they are quantised.
-fn time_packed(bencher: &mut Bencher, scheme: Scheme, [m, n, k]: [usize; 3]) -> Result<(), Failure> {
+/// GGUF's Q4_K and Q6_K, as they are packed.
+const GGUF: [(&str, Layout); 2] = [
+    (
+        "q4_k",
+        Layout {
+            codes: Codes::Int4,
+            group: 32,
+            rows: 1,
+            scale: ScaleType::U8Super,
+            zeros: false,
+            minimums: true,
+        },
+    ),
+    (
+        "q6_k",
+        Layout {
+            codes: Codes::Int8,
+            group: 16,
+            rows: 1,
+            scale: ScaleType::I8Super,
+            zeros: false,
+            minimums: false,
+        },
+    ),
+];
+
+/// A number for each place, as good as random.
+fn scramble(seed: u64, row: usize, index: usize) -> u64 {
+    let mut state = seed ^ (row as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (index as u64) << 1;
+    state = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    state = (state ^ state >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    state >> 33
+}
+
+/// What is packed, and what it stands for.
+trait Rows: WeightSource {
+    fn values(&self, row: usize, values: &mut [f32]);
+}
+
+/// Rows that are made, and not stored, before they are quantised.
+fn rows(seed: u64) -> impl Fn(usize, &mut [f32]) + Sync {
+    move |row, values| {
+        for (index, value) in values.iter_mut().enumerate() {
+            *value = (scramble(seed, row, index) as f32 / (1u64 << 30) as f32 - 1.0) * 0.03;
+        }
+    }
+}
+
+impl<R: Fn(usize, &mut [f32]) + Sync> Rows for Quantised<R> {
+    fn values(&self, row: usize, values: &mut [f32]) {
+        self.dequantise(row, values);
+    }
+}
+
+/// Codes of a layout with super scales, as a file has them.
+struct GgufRows {
+    layout: Layout,
+    size: [usize; 2],
+    seed: u64,
+}
+
+/// The factor of all scales and minimums, a power of two.
+const SUPER: f32 = 1.0 / 8192.0;
+
+impl WeightSource for GgufRows {
+    fn size(&self) -> [usize; 2] {
+        self.size
+    }
+
+    fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        for (index, code) in codes.iter_mut().enumerate() {
+            // 4 bits, or 6 bits that count from 32, as 8 that count from 128.
+            let random = scramble(self.seed, row, index);
+            *code = if self.layout.codes.bits() == 4 { random % 16 } else { 96 + random % 64 } as u8;
+        }
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        1 + (scramble(!self.seed, row, group) % 63) as u32
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        (scramble(!self.seed, row, group) >> 8) as u32 % 63
+    }
+
+    fn supers(&self, _row: usize, _stretch: usize) -> [u16; 2] {
+        [half::f16::from_f32(SUPER).to_bits(); 2]
+    }
+}
+
+impl Rows for GgufRows {
+    fn values(&self, row: usize, values: &mut [f32]) {
+        let mut codes = vec![0; values.len()];
+        self.codes(row, &mut codes);
+        for (index, (value, code)) in values.iter_mut().zip(codes).enumerate() {
+            let group = index / self.layout.group as usize;
+            let minimum = if self.layout.minimums { self.minimum(row, group) as f32 } else { 0.0 };
+            let code = f32::from(code) - f32::from(self.layout.zero());
+            *value = SUPER * (self.scale(row, group) as f32 * code - minimum);
+        }
+    }
+}
+
+fn time_packed(
+    bencher: &mut Bencher,
+    layout: Layout,
+    [m, n, k]: [usize; 3],
+    source: impl Fn(u64) -> Result<Box<dyn Rows>, Failure>,
+) -> Result<(), Failure> {
     let dtype = DType::BF16;
-    let problem = MatmulProblem { weight: Some(scheme.layout()), ..MatmulProblem::new(m, n, k, dtype) };
+    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
     let plan = Matmul::plan(&bencher.device, problem)?;
     let report = plan.report();
-    let shape = json!({ "m": m, "n": n, "k": k, "weight": format!("{:?}", scheme.layout()) });
+    let shape = json!({ "m": m, "n": n, "k": k, "weight": format!("{layout:?}") });
     let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
     if !bencher.starts(work)? {
         return Ok(());
     }
-    let source = |seed: u64| {
-        let rows = move |row: usize, values: &mut [f32]| {
-            let mut state = (row as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed;
-            for value in values {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
-            }
-        };
-        Quantised::new([n, k], scheme, rows)
-    };
     let mut sets = bencher.sets(|bencher, seed| {
         let a = bencher.random(&[m, k], dtype, seed)?;
-        let weight = Weight::pack(&bencher.stream, &source(seed)?)?;
+        let weight = Weight::pack(&bencher.stream, &*source(seed)?)?;
         Ok((a, weight, Tensor::empty(&bencher.stream, &[m, n], dtype)?, seed))
     })?;
     let run = |stream: &Stream, (a, weight, out, _): &mut (Tensor, Weight, Tensor, u64)| {
@@ -71,7 +185,7 @@ fn time_packed(bencher: &mut Bencher, scheme: Scheme, [m, n, k]: [usize; 3]) -> 
         let (source, mut row) = (source(*seed)?, vec![0.0; k]);
         let mut b = Vec::new();
         for index in 0..CHECKED {
-            source.dequantise(index, &mut row);
+            source.values(index, &mut row);
             b.extend(row.iter().map(|&value| f64::from(value)));
         }
         let want = reference::matmul::<f64>(&a, &b, None, [1, CHECKED, k], |v| v);

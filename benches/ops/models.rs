@@ -10,9 +10,10 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use warpforge::models::{
-    FeedForwardConfig, MixerConfig, Model, ModelConfig, Session, SessionOptions, SessionSampler,
+    FeedForwardConfig, MixerConfig, Model, ModelConfig, Quantise, Session, SessionOptions, SessionSampler,
 };
 use warpforge::ops::sampling::SamplingParams;
+use warpforge::weight::Scheme;
 use warpforge::{DType, Error};
 
 use crate::harness::{Bencher, Failure, Meter, Work};
@@ -24,15 +25,21 @@ struct Published {
     /// Layers that are built, if not all.
     layers: Option<usize>,
     batches: &'static [usize],
+    /// What the weights of projections and experts are, if not bf16.
+    scheme: Option<Scheme>,
 }
 
 macro_rules! published {
     ($name:literal, $file:literal, $layers:expr, $batches:expr) => {
+        published!($name, $file, $layers, $batches, None)
+    };
+    ($name:literal, $file:literal, $layers:expr, $batches:expr, $scheme:expr) => {
         Published {
             name: $name,
             json: include_str!(concat!("../../assets/configs/", $file, ".json")),
             layers: $layers,
             batches: $batches,
+            scheme: $scheme,
         }
     };
 }
@@ -46,6 +53,14 @@ const MODELS: &[Published] = &[
     published!("qwen3-coder-next, 36 of 48 layers,", "qwen3-coder-next", Some(36), &[1, 8]),
     published!("glm-4.7-flash", "glm-4.7-flash", None, &[1, 8]),
     published!("qwen3-vl-2b", "qwen3-vl-2b-instruct", None, &[1, 8]),
+    published!("qwen3-0.6b int4", "qwen3-0.6b", None, &[1, 8], Some(Scheme::INT4)),
+    published!("qwen3-4b int4", "qwen3-4b-instruct-2507", None, &[1, 8, 32], Some(Scheme::INT4)),
+    published!("qwen3-4b fp8", "qwen3-4b-instruct-2507", None, &[1, 8, 32], Some(Scheme::FP8)),
+    published!("qwen3-coder-30b int4", "qwen3-coder-30b-a3b-instruct", None, &[1, 8], Some(Scheme::INT4)),
+    published!("qwen3-coder-30b fp8", "qwen3-coder-30b-a3b-instruct", None, &[1, 8], Some(Scheme::FP8)),
+    published!("glm-4.7-flash int4", "glm-4.7-flash", None, &[1, 8], Some(Scheme::INT4)),
+    published!("qwen3-coder-next int4", "qwen3-coder-next", None, &[1, 8], Some(Scheme::INT4)),
+    published!("qwen3-coder-next fp8", "qwen3-coder-next", None, &[1, 8], Some(Scheme::FP8)),
 ];
 
 impl Published {
@@ -80,17 +95,20 @@ pub fn bench(bencher: &mut Bencher) {
         let mut model = None;
         bencher.case("model", &format!("{name} prefill {PROMPT}"), |bencher| {
             let config = published.config()?;
-            let work = work(published, 1, Cost::of(&config)?.prefill())?;
-            if bencher.starts(work)? { prefill(bencher, open(&mut model, bencher, config)?) } else { Ok(()) }
+            let work = work(published, 1, Cost::of(&config, published.scheme)?.prefill())?;
+            if !bencher.starts(work)? {
+                return Ok(());
+            }
+            prefill(bencher, open(&mut model, bencher, (config, published.scheme))?)
         });
         for &batch in published.batches {
             bencher.case("model", &format!("{name} decode {batch}"), |bencher| {
                 let config = published.config()?;
-                let work = work(published, batch, Cost::of(&config)?.decode(batch))?;
+                let work = work(published, batch, Cost::of(&config, published.scheme)?.decode(batch))?;
                 if !bencher.starts(work)? {
                     return Ok(());
                 }
-                decode(bencher, open(&mut model, bencher, config)?, batch)
+                decode(bencher, open(&mut model, bencher, (config, published.scheme))?, batch)
             });
         }
     }
@@ -99,10 +117,11 @@ pub fn bench(bencher: &mut Bencher) {
 fn open<'a>(
     model: &'a mut Option<Model>,
     bencher: &Bencher,
-    config: ModelConfig,
+    (config, scheme): (ModelConfig, Option<Scheme>),
 ) -> Result<&'a Model, Failure> {
     if model.is_none() {
-        *model = Some(Model::random(&bencher.device, config, DTYPE, 1)?);
+        let quantise = scheme.map_or(Quantise::Dense, Quantise::By);
+        *model = Some(Model::random_quantised(&bencher.device, config, DTYPE, quantise, 1)?);
     }
     model.as_ref().ok_or_else(|| "there is no model".into())
 }
@@ -200,11 +219,15 @@ struct Cost {
     cache: usize,
     /// Operations of attention for one query and one key, in all layers.
     attention: usize,
+    /// Bytes of an element of the matrices, the head's aside.
+    bytes: f64,
 }
 
 impl Cost {
-    fn of(config: &ModelConfig) -> Result<Self, Failure> {
+    fn of(config: &ModelConfig, scheme: Option<Scheme>) -> Result<Self, Failure> {
         let d = &config.decoder;
+        let bits = |scheme: Scheme| f64::from(scheme.layout().bits_per_weight(d.hidden_size as u32));
+        let bytes = scheme.map_or(DTYPE.bytes() as f64, |scheme| bits(scheme) / 8.0);
         let head = d.vocab_size * d.hidden_size;
         let (mut dense, mut experts) = (0, 0);
         for (name, shape) in Model::tensors(config)? {
@@ -230,14 +253,19 @@ impl Cost {
             }
         }
         let cache = d.cache_bytes(DTYPE, PROMPT);
-        Ok(Cost { dense, head, experts, expert_share, cache, attention })
+        Ok(Cost { dense, head, experts, expert_share, cache, attention, bytes })
+    }
+
+    /// Bytes of the weights with so many elements of experts.
+    fn weights(&self, experts: usize) -> usize {
+        ((self.dense + experts) as f64 * self.bytes) as usize + self.head * DTYPE.bytes()
     }
 
     /// Bytes and operations. The head runs for the last token only.
     fn prefill(&self) -> (usize, usize) {
         let pairs = PROMPT * (PROMPT + 1) / 2;
         let matrices = self.dense + (self.experts as f64 * self.expert_share) as usize;
-        let bytes = (self.dense + self.experts + self.head) * DTYPE.bytes() + self.cache;
+        let bytes = self.weights(self.experts) + self.cache;
         (bytes, 2 * (matrices * PROMPT + self.head) + pairs * self.attention)
     }
 
@@ -248,13 +276,16 @@ impl Cost {
             let unread = (1.0 - self.expert_share).powf(tokens as f64);
             (self.experts as f64 * (1.0 - unread)).round() as usize
         };
-        let bytes = (self.dense + read(batch) + self.head) * DTYPE.bytes() + batch * self.cache;
+        let bytes = self.weights(read(batch)) + batch * self.cache;
         let linear = 2 * (self.dense + read(1) + self.head);
         (bytes, batch * (linear + PROMPT * self.attention))
     }
 }
 
 fn work(published: &Published, batch: usize, (bytes, flops): (usize, usize)) -> Result<Work, Failure> {
-    let shape = json!({ "config": published.json()?, "batch": batch, "prompt": PROMPT, "steps": STEPS });
+    let mut shape = json!({ "config": published.json()?, "batch": batch, "prompt": PROMPT, "steps": STEPS });
+    if let Some(scheme) = published.scheme {
+        shape["weight"] = json!(format!("{:?}", scheme.layout()));
+    }
     Ok(Work { dtype: DTYPE.name(), shape, bytes: bytes as u64, flops: flops as u64 })
 }

@@ -514,6 +514,8 @@ def layernorm(case, shape):
 
 def matmul(case, shape):
     dtype, batch = DTYPES[case["dtype"]], shape.get("batch", 1)
+    if "weight" in shape:
+        return _matmul_packed(case, shape)
     if batch > 1:
 
         def inputs(generator):
@@ -535,6 +537,17 @@ def matmul(case, shape):
         lambda x, w: x[:1].float() @ w.float().T,
         [peer],
     )
+
+
+def _matmul_packed(case, shape):
+    """A weight that is quantised: `weight` is its layout as Rust prints it."""
+    layout = shape["weight"]
+    if "Int4" in layout and "group: 128" in layout:
+        return matmul_i4(case, {**shape, "group": 128})
+    if "E4m3" in layout and shape["m"] % 16 == 0:
+        # Scaled by tensor, which asks less of it than scales of blocks or rows.
+        return matmul_fp8(case, shape)
+    raise Missing(f"no peer of {layout} is written")
 
 
 def _linear_tf32(x, w):

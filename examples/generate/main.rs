@@ -28,7 +28,7 @@ use output::{Failure, note};
 use pictures::Pictures;
 use prompt::Conversation;
 use text::Codec;
-use warpforge::models::{Logits, Model, ModelConfig, SessionOptions, SessionSampler};
+use warpforge::models::{Checkpoint, Logits, Model, ModelConfig, SessionOptions, SessionSampler};
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
 
@@ -208,7 +208,8 @@ fn load(options: &Options, device: &Device, dtype: DType) -> Result<Model, Failu
     let started = Instant::now();
     let bar = ProgressBar::new(0)
         .with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
-    let model = Model::load(device, &options.model, dtype, &mut |progress| {
+    let checkpoint = Checkpoint::open(&options.model)?;
+    let model = Model::quantised(device, &checkpoint, dtype, options.quant, &mut |progress| {
         bar.set_length(progress.total_bytes);
         bar.set_position(progress.loaded_bytes);
     })?;

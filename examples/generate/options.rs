@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use warpforge::models::{GenerationConfig, cached_repo};
+use warpforge::models::{GenerationConfig, Quantise, cached_repo};
 use warpforge::ops::sampling::SamplingParams;
+use warpforge::weight::Scheme;
 use warpforge::{DType, DeviceChoice, OptLevel};
 
 use crate::output::Failure;
@@ -53,6 +54,10 @@ pub struct Options {
     /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
+    /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded: int8, int4, fp8,
+    /// fp8-channel, mxfp4 or nvfp4.
+    #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
+    pub quant: Quantise,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
@@ -85,6 +90,13 @@ pub struct Options {
 fn parse_dtype(text: &str) -> Result<DType, String> {
     let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
+}
+
+fn parse_quantise(text: &str) -> Result<Quantise, String> {
+    text.parse().map_err(|_| {
+        let schemes = Scheme::NAMED.map(|(name, _)| name).join(", ");
+        format!("unknown scheme {text:?}: expected as-stored, dense, {schemes}")
+    })
 }
 
 impl Options {

@@ -9,7 +9,7 @@ use super::layers::ProjectionWeight;
 use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
 use super::{ModelError, TensorProblem};
-use host::weight::{GateUp, Quantised, Scheme, Stack, Weight, WeightSource};
+use host::weight::{GateUp, Layout, Quantised, Scheme, Stack, Weight, WeightSource};
 use host::{Error, Stream, Tensor};
 
 /// How far loading is.
@@ -44,7 +44,7 @@ fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(
     }
 }
 
-/// What becomes of the weights of a model's projections.
+/// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, or a scheme's name ([`Scheme::NAMED`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
@@ -56,6 +56,18 @@ pub enum Quantise {
     Dense,
     /// Those that are not quantised are, by this scheme, as they are loaded.
     By(Scheme),
+}
+
+impl std::str::FromStr for Quantise {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "as-stored" => Ok(Quantise::AsStored),
+            "dense" => Ok(Quantise::Dense),
+            _ => text.parse().map(Quantise::By),
+        }
+    }
 }
 
 enum Source<'a> {
@@ -122,7 +134,7 @@ impl<'a> Loader<'a> {
     pub(super) fn random<T>(
         seed: u64,
         stream: &'a Stream,
-        dtype: DType,
+        (dtype, quantise): (DType, Quantise),
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let mut state = seed;
@@ -139,7 +151,8 @@ impl<'a> Loader<'a> {
         let values: Vec<f32> = values.collect();
         let block = Tensor::from_bytes(stream, &[RANDOM_BLOCK], dtype, &encode(&values, dtype))?;
         let source = Source::Random { block, start: 0 };
-        build(&mut Loader::new(stream, dtype, source, &mut |_| ControlFlow::Continue(())))
+        let mut go_on = |_| ControlFlow::Continue(());
+        build(&mut Loader { quantise, ..Loader::new(stream, dtype, source, &mut go_on) })
     }
 
     /// Names and shapes of what `build` asks for.
@@ -187,6 +200,11 @@ impl<'a> Loader<'a> {
         parts: &[(String, usize)],
         cols: usize,
     ) -> Result<ProjectionWeight, Error> {
+        if let Some(layout) = self.random_layout() {
+            let rows = parts.iter().map(|(_, rows)| rows).sum();
+            let weight = Weight::random(self.stream, layout, 1, [rows, cols], rows as u64)?;
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
         let Some(sources) = self.packable(parts, cols)? else {
             return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
         };
@@ -205,6 +223,13 @@ impl<'a> Loader<'a> {
         parts: &[(String, usize); 2],
         cols: usize,
     ) -> Result<ProjectionWeight, Error> {
+        if let Some(layout) = self.random_layout() {
+            let rows = parts.iter().map(|(_, rows)| rows).sum();
+            // Neighbouring rows are of different weights.
+            let layout = Layout { rows: 1, ..layout };
+            let weight = Weight::random(self.stream, layout, 1, [rows, cols], rows as u64)?;
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
         if let Some(sources) = self.packable(parts, cols)?
             && let [gate, up] = &sources[..]
             && gate.layout() == up.layout()
@@ -213,6 +238,14 @@ impl<'a> Loader<'a> {
             return Ok(ProjectionWeight::Packed(self.pack(&[&GateUp(&**gate, &**up)])?));
         }
         Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?))
+    }
+
+    /// The layout of random weights, if they are to be quantised.
+    fn random_layout(&self) -> Option<Layout> {
+        match (&self.source, self.quantise) {
+            (Source::Random { .. }, Quantise::By(scheme)) => Some(scheme.layout()),
+            _ => None,
+        }
     }
 
     /// The sources of packed weights, if all parts can be packed; while it is only checked what is there, none.

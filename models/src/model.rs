@@ -121,9 +121,22 @@ impl Model {
     ///
     /// **Errors**: those of [`ModelConfig::check`], and [`Error::Invalid`] for a type that is no float.
     pub fn random(device: &Device, config: ModelConfig, dtype: DType, seed: u64) -> Result<Self, Error> {
+        Self::random_quantised(device, config, dtype, Quantise::Dense, seed)
+    }
+
+    /// The same with projections and experts in the layout of a scheme ([`Quantise::By`]); each of their codes is as likely as the others.
+    ///
+    /// **Errors**: as [`Model::random`], and [`Error::Invalid`] for a scheme whose layout kernels cannot take.
+    pub fn random_quantised(
+        device: &Device,
+        config: ModelConfig,
+        dtype: DType,
+        quantise: Quantise,
+        seed: u64,
+    ) -> Result<Self, Error> {
         check(&config, dtype)?;
         let stream = device.stream()?;
-        let parts = Loader::random(seed, &stream, dtype, |loader| build(&config, loader))?;
+        let parts = Loader::random(seed, &stream, (dtype, quantise), |loader| build(&config, loader))?;
         stream.synchronize()?;
         Ok(Self::new(device, config, parts, dtype))
     }

@@ -185,8 +185,15 @@ impl Layout {
         if scale.has_supers() && (group == 0 || group >= TILE_K) {
             return Some("super scales of groups below 64");
         }
-        if (zeros || minimums) && !matches!(codes, Codes::Int4 | Codes::Int8) {
-            return Some("zero points and minimums of integers");
+        let integers = matches!(codes, Codes::Int4 | Codes::Int8);
+        if (zeros || minimums || scale.has_supers()) && !integers {
+            return Some("zero points, minimums and super scales of integers");
+        }
+        if minimums && (zeros || group != 32) {
+            return Some("minimums of groups of 32, without zero points beside them");
+        }
+        if matches!(scale, ScaleType::E8m0 | ScaleType::E4m3) && integers {
+            return Some("scales that are powers of two or fp8 of floats");
         }
         if zeros && group != 0 && group < TILE_K && TILE_K / group > 4 {
             return Some("at most 4 zero points for 64 elements of a row");

@@ -8,7 +8,7 @@ use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
 use cuda_std::cvt::{self, Element, f16};
 #[cfg(not(lacks_mma_sync))]
 use cuda_std::cvt::{bf16, bf16x2_fma, f16x2_fma};
-use cuda_std::{global, thread};
+use cuda_std::{global, math, thread};
 
 #[cfg(not(lacks_mma_sync))]
 use super::multiplicand::Multiplicand;
@@ -36,7 +36,6 @@ pub struct Packed {
 #[derive(Clone, Copy)]
 pub struct RawScales {
     scales: [u32; 2],
-    zeros: [u32; 2],
     minimums: [u32; 2],
     /// Of both rows, one in either half.
     supers: u32,
@@ -45,14 +44,35 @@ pub struct RawScales {
 
 impl RawScales {
     /// Those of no tile.
-    pub const NONE: RawScales =
-        RawScales { scales: [0; 2], zeros: [0; 2], minimums: [0; 2], supers: 0, super_minimums: 0 };
+    pub const NONE: RawScales = RawScales { scales: [0; 2], minimums: [0; 2], supers: 0, super_minimums: 0 };
+
+    /// Those of a tile, or of none: then they are 0, or next to it.
+    #[inline(always)]
+    pub fn of_tile(self, exists: bool) -> Self {
+        if exists { self } else { Self::NONE }
+    }
 }
+
+/// Groups along k that a kernel takes: all of a tile's k shares a scale.
+pub const WIDE: u32 = TILE_K;
+/// Groups of 32.
+pub const OF_32: u32 = 32;
+/// Groups of any length, by ordinary arithmetic also with minimums.
+pub const ANY: u32 = 16;
+
+/// Integers count from the middle of their range, floats from 0.
+pub const MIDDLE: u32 = 0;
+/// Integers count from zero points.
+pub const ZEROS: u32 = 1;
+/// Integers count from 0, and there are minimums.
+pub const MINIMUMS: u32 = 2;
 
 /// What a tile of the codes comes to.
 pub trait Code {
     /// As in the layout.
     const CODES: Codes;
+    /// Whether they are integers, which alone have zero points, minimums and super scales.
+    const INTEGERS: bool = matches!(Self::CODES, Codes::Int4 | Codes::Int8);
 }
 
 macro_rules! codes {
@@ -66,12 +86,6 @@ macro_rules! codes {
     )*};
 }
 codes! { Int4 Int8 E2m1 E4m3 }
-
-/// A byte from 0 to 255 in f32, by 2^23, whose last place is 1: a conversion is four times as slow.
-#[inline(always)]
-fn byte_to_f32(byte: u32) -> f32 {
-    f32::from_bits(0x4b00_0000 | byte) - f32::from_bits(0x4b00_0000)
-}
 
 #[inline(always)]
 fn e4m3_to_f32(byte: u32) -> f32 {
@@ -121,7 +135,7 @@ fn of_rows(pair: [u32; 2], bytes: u32) -> [u32; 2] {
 
 /// A number from each half, of groups of 32.
 #[inline(always)]
-fn halves(words: &[u32; 2], decode: impl Fn(u32) -> f32) -> [[f32; 2]; 4] {
+fn halves(words: [u32; 2], decode: impl Fn(u32) -> f32) -> [[f32; 2]; 4] {
     let first = [decode(words[0] & 0xffff), decode(words[1] & 0xffff)];
     let second = [decode(words[0] >> 16), decode(words[1] >> 16)];
     [first, first, second, second]
@@ -159,8 +173,8 @@ impl Packed {
 
     /// Whether there are minimums.
     #[inline(always)]
-    pub fn has_minimums(&self) -> bool {
-        !self.minimums.is_null()
+    pub fn has_minimums<C: Code>(&self) -> bool {
+        C::INTEGERS && !self.minimums.is_null()
     }
 
     /// A row of tiles, as the lane reads it.
@@ -199,82 +213,116 @@ impl Packed {
         if self.dims.group_log2 < 2 { step >> self.dims.group_log2 } else { 0 }
     }
 
+    /// What the codes count from: [`MIDDLE`], [`ZEROS`] or [`MINIMUMS`].
     #[inline(always)]
-    fn factor(&self, half: u32) -> f32 {
-        if self.dims.scale >= ScaleType::U8Super as u32 {
-            Element::to_f32(f16::from_bits(half as u16))
+    pub fn origin<C: Code>(&self) -> u32 {
+        if !C::INTEGERS {
+            MIDDLE
+        } else if !self.zeros.is_null() {
+            ZEROS
+        } else if self.has_minimums::<C>() {
+            MINIMUMS
         } else {
-            self.dims.global
+            MIDDLE
         }
     }
 
-    /// The numbers of either row in the tile's four steps, of which only the first where all of its k shares them (`WIDE`): scales, or
-    /// minimums.
+    /// The scales and the minimums of either row in the tile's four steps.
+    ///
+    /// The type is the same for the whole launch: a branch each, with all numbers of the tile in it, and none that would become a table of
+    /// jumps.
     #[inline(always)]
-    fn numbers<const WIDE: bool>(&self, pair: [u32; 2], supers: u32) -> [[f32; 2]; 4] {
-        const F16: u32 = ScaleType::F16 as u32;
-        const BF16: u32 = ScaleType::Bf16 as u32;
-        const E8M0: u32 = ScaleType::E8m0 as u32;
-        const E4M3: u32 = ScaleType::E4m3 as u32;
-        const U8_SUPER: u32 = ScaleType::U8Super as u32;
-        const I8_SUPER: u32 = ScaleType::I8Super as u32;
-        if WIDE {
-            return [[f32::from_bits(pair[0]), f32::from_bits(pair[1])]; 4];
+    pub fn numbers<C: Code, const GROUP: u32>(
+        &self,
+        raw: &RawScales,
+        has_minimums: bool,
+    ) -> [[[f32; 2]; 4]; 2] {
+        let kind = self.dims.scale;
+        let plain = [[f32::from_bits(raw.scales[0]), f32::from_bits(raw.scales[1])]; 4];
+        let none = [[0.0; 2]; 4];
+        if GROUP == WIDE {
+            return [plain, none];
         }
-        let words = &of_rows(pair, self.per_stretch() * bytes_of(self.dims.scale));
-        let factors = [self.factor(supers), self.factor(supers >> 16)];
-        // The type is the same for the whole launch: a branch each, with all numbers of the tile in it.
-        match self.dims.scale {
-            // Of groups of 32: a stretch has four bytes of them at most.
-            F16 => halves(words, |half| Element::to_f32(f16::from_bits(half as u16))),
-            BF16 => halves(words, |half| f32::from_bits(half << 16)),
-            E8M0 => self.bytes(words, |_, byte| {
-                f32::from_bits(match byte {
-                    0 => 0x0040_0000,
-                    0xff => 0x7fc0_0000,
-                    _ => byte << 23,
+        let bytes = self.per_stretch() * bytes_of(kind);
+        let scales = of_rows(raw.scales, bytes);
+        let minimums = if has_minimums { of_rows(raw.minimums, bytes) } else { [0; 2] };
+        macro_rules! both {
+            (|$words:ident, $supers:ident| $decode:expr) => {{
+                let decode = |$words: [u32; 2], $supers: u32| $decode;
+                [
+                    decode(scales, raw.supers),
+                    if has_minimums { decode(minimums, raw.super_minimums) } else { none },
+                ]
+            }};
+        }
+        if kind <= ScaleType::Bf16 as u32 {
+            // Halves are of groups of 32: a stretch has four bytes of them at most.
+            if kind == ScaleType::F16 as u32 {
+                both!(|words, _supers| halves(words, |half| Element::to_f32(f16::from_bits(half as u16))))
+            } else if kind == ScaleType::Bf16 as u32 {
+                both!(|words, _supers| halves(words, |half| f32::from_bits(half << 16)))
+            } else {
+                [plain, none]
+            }
+        } else if C::INTEGERS {
+            let factor = |half: u32| Element::to_f32(f16::from_bits(half as u16));
+            // 1.5 · 2^23, whose last place is 1, plus the byte by its bits; a multiple of it by a binary16 is exact.
+            const BASE: u32 = 0x4b40_0000;
+            let signed = kind == ScaleType::I8Super as u32;
+            both!(|words, supers| {
+                let factors = [factor(supers), factor(supers >> 16)];
+                let less = [-f32::from_bits(BASE) * factors[0], -f32::from_bits(BASE) * factors[1]];
+                self.bytes::<GROUP>(words, |row, byte| {
+                    let number = if signed { byte as u8 as i8 as u32 } else { byte };
+                    math::fma(f32::from_bits(BASE.wrapping_add(number)), factors[row], less[row])
                 })
-            }),
-            E4M3 => self.bytes(words, |row, byte| e4m3_to_f32(byte) * factors[row]),
-            U8_SUPER => self.bytes(words, |row, byte| byte_to_f32(byte) * factors[row]),
-            I8_SUPER => self.bytes(words, |row, byte| (byte_to_f32(byte ^ 0x80) - 128.0) * factors[row]),
-            // Binary32, of wide groups.
-            _ => [[f32::from_bits(words[0]), f32::from_bits(words[1])]; 4],
+            })
+        } else if kind == ScaleType::E8m0 as u32 {
+            both!(|words, _supers| {
+                self.bytes::<GROUP>(words, |_, byte| {
+                    // 0 is 2^-127, which is subnormal, and 0xff NaN.
+                    f32::from_bits((byte << 23).max(0x0040_0000) | ((byte + 1) & 0x100) << 14)
+                })
+            })
+        } else {
+            both!(|words, _supers| self.bytes::<GROUP>(words, |_, byte| e4m3_to_f32(byte) * self.dims.global))
         }
     }
 
     /// A number from each byte: of groups of 16, or of 32.
     #[inline(always)]
-    fn bytes(&self, words: &[u32; 2], decode: impl Fn(usize, u32) -> f32) -> [[f32; 2]; 4] {
+    fn bytes<const GROUP: u32>(&self, words: [u32; 2], decode: impl Fn(usize, u32) -> f32) -> [[f32; 2]; 4] {
         let of = |row: usize, index: u32| decode(row, words[row] >> (8 * index) & 0xff);
         let (first, second) = ([of(0, 0), of(1, 0)], [of(0, 1), of(1, 1)]);
-        if self.dims.group_log2 == 0 {
+        if GROUP == ANY && self.dims.group_log2 == 0 {
             [first, second, [of(0, 2), of(1, 2)], [of(0, 3), of(1, 3)]]
         } else {
             [first, first, second, second]
         }
     }
 
-    /// The scale of either row in the tile's steps; only the first where all of its k shares one (`WIDE`).
+    /// The zero point of either row in a step of the tile, whatever the codes count from.
     #[inline(always)]
-    pub fn scales<const WIDE: bool>(&self, raw: &RawScales) -> [[f32; 2]; 4] {
-        self.numbers::<WIDE>(raw.scales, raw.supers)
-    }
-
-    /// The minimums likewise.
-    #[inline(always)]
-    pub fn minimums<const WIDE: bool>(&self, raw: &RawScales) -> [[f32; 2]; 4] {
-        self.numbers::<WIDE>(raw.minimums, raw.super_minimums)
+    pub fn any_zero<C: Code>(&self, zeros: [u32; 2], step: u32) -> [u32; 2] {
+        match self.origin::<C>() {
+            ZEROS => self.zero::<C, ANY, ZEROS>(zeros, step),
+            MINIMUMS => self.zero::<C, ANY, MINIMUMS>(zeros, step),
+            _ => self.zero::<C, ANY, MIDDLE>(zeros, step),
+        }
     }
 
     /// The zero point of either row in a step of the tile.
     #[inline(always)]
-    pub fn zero<C: Code, const WIDE: bool>(&self, raw: &RawScales, step: u32) -> [u32; 2] {
-        if self.zeros.is_null() {
-            return [if self.has_minimums() { 0 } else { C::CODES.zero() as u32 }; 2];
+    pub fn zero<C: Code, const GROUP: u32, const ORIGIN: u32>(&self, zeros: [u32; 2], step: u32) -> [u32; 2] {
+        if ORIGIN != ZEROS {
+            return [if ORIGIN == MINIMUMS { 0 } else { C::CODES.zero() as u32 }; 2];
         }
-        let (index, count) = if WIDE { (0, 1) } else { (self.of_step(step), self.per_stretch()) };
-        let words = of_rows(raw.zeros, count);
+        let (index, count) = match GROUP {
+            WIDE => (0, 1),
+            OF_32 => (step / 2, 2),
+            _ => (self.of_step(step), self.per_stretch()),
+        };
+        let words = of_rows(zeros, count);
         [words[0] >> (8 * index) & 0xff, words[1] >> (8 * index) & 0xff]
     }
 }
@@ -332,12 +380,12 @@ impl Row<'_> {
         }
     }
 
-    /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile. `WIDE`: all of its k shares them, and there are no minimums.
+    /// The scales of the lane's rows `lane / 4` and `lane / 4 + 8` of a tile.
     ///
     /// # Safety
     /// - *in-bounds*: the tile exists.
     #[inline(always)]
-    pub unsafe fn raw_scales<const WIDE: bool>(&self, tile: u32) -> RawScales {
+    pub unsafe fn raw_scales<C: Code, const GROUP: u32>(&self, tile: u32, has_minimums: bool) -> RawScales {
         let stretch = tile >> self.tiles_log2;
         // A row of tiles has less than 2^32 bytes of scales.
         let at = (stretch * self.of_stretch) as usize;
@@ -345,23 +393,40 @@ impl Row<'_> {
         // SAFETY: the caller's promise, and the layout.
         unsafe {
             // Wide groups' are in f32, which the packing has seen to.
-            raw.scales = load_pair(self.scales.wrapping_add(at), if WIDE { 4 } else { self.bytes });
-            if !self.packed.zeros.is_null() {
-                let count = if WIDE { 1 } else { self.packed.per_stretch() };
-                raw.zeros = load_pair(self.zeros.wrapping_add((stretch * 16 * count) as usize), count);
+            // Narrow groups' are 2 or 4 bytes of a row and stretch.
+            let bytes = if GROUP == WIDE || self.bytes != 2 { 4 } else { 2 };
+            raw.scales = load_pair(self.scales.wrapping_add(at), bytes);
+            if GROUP != WIDE && has_minimums {
+                raw.minimums = load_pair(self.minimums.wrapping_add(at), bytes);
             }
-            if !WIDE && self.packed.has_minimums() {
-                raw.minimums = load_pair(self.minimums.wrapping_add(at), self.bytes);
-            }
-            if !WIDE && self.packed.dims.scale >= ScaleType::U8Super as u32 {
+            if GROUP != WIDE && C::INTEGERS && self.packed.dims.scale >= ScaleType::U8Super as u32 {
                 let at = (tile / (SUPER_K / TILE_K)) as usize * 16;
                 raw.supers = global::load(self.supers.wrapping_add(at).cast());
-                if self.packed.has_minimums() {
+                if has_minimums {
                     raw.super_minimums = global::load(self.super_minimums.wrapping_add(at).cast());
                 }
             }
         }
         raw
+    }
+
+    /// The zero points of the lane's rows of a tile, if there are any.
+    ///
+    /// # Safety
+    /// - *in-bounds*: the tile exists.
+    #[inline(always)]
+    pub unsafe fn raw_zeros<C: Code, const GROUP: u32>(&self, tile: u32) -> [u32; 2] {
+        if !C::INTEGERS || self.packed.zeros.is_null() {
+            return [0; 2];
+        }
+        let count = match GROUP {
+            WIDE => 1,
+            OF_32 => 2,
+            _ => self.packed.per_stretch(),
+        };
+        let at = ((tile >> self.tiles_log2) * 16 * count) as usize;
+        // SAFETY: the caller's promise, and the layout.
+        unsafe { load_pair(self.zeros.wrapping_add(at), count) }
     }
 }
 
@@ -481,10 +546,12 @@ pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2])
             }
             Codes::Int8 => T::of_bytes(words[2 * step + pair], row as u32, zero[row]),
             Codes::E2m1 => {
-                let code = words[step] >> (4 * i);
-                let (up, power) = T::E2M1;
-                let sign = (code & 0x0008_0008) << 12;
-                T::fma(cvt::lop3::<0xea>(code << up, 0x0007_0007 << up, sign), power, 0x8000_8000)
+                // The sign to the top of either half, the other bits to the lowest exponents.
+                let (up, power) = (T::E2M1.0 as i32 - 4 * i as i32, T::E2M1.1);
+                let word = words[step];
+                let rest = if up >= 0 { word << up } else { word >> -up };
+                let sign = (word << (12 - 4 * i)) & 0x8000_8000;
+                T::fma(cvt::lop3::<0xea>(rest, 0x0007_0007 << T::E2M1.0, sign), power, 0x8000_8000)
             }
             Codes::E4m3 => T::of_e4m3(words[2 * step + pair], row),
         };

@@ -267,6 +267,20 @@ impl Weight {
         pack::pack(stream, experts)
     }
 
+    /// A weight with codes that are drawn and one scale for all, so that values come to about 0.02: to measure what has no checkpoint at
+    /// hand. The same for the same seed.
+    ///
+    /// **Errors**: as [`Weight::pack`].
+    pub fn random(
+        stream: &Stream,
+        layout: Layout,
+        experts: usize,
+        size: [usize; 2],
+        seed: u64,
+    ) -> Result<Self, Error> {
+        pack::random(stream, &layout, experts, size, seed)
+    }
+
     /// What it is.
     pub fn layout(&self) -> Layout {
         self.layout

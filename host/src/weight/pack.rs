@@ -1,6 +1,6 @@
 //! From a source to the packed form.
 
-use abi::weight::{TILE_K, TILE_ROWS};
+use abi::weight::{Codes, ScaleType, TILE_K, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::cpu::number;
@@ -35,31 +35,8 @@ pub(super) fn pack(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Wei
         let expected = format!("experts of whole blocks of {} rows", layout.rows);
         return Err(Error::invalid(OP, "source", expected, format!("{n} rows")));
     }
-    let counts = Counts::new(&layout, n, k);
-    let too_large = || {
-        let got = format!("{} of {n} × {k}", experts.len());
-        Error::invalid(OP, "source", "a size that fits the address space", got)
-    };
-    let times = |count: Option<usize>| count.and_then(|count| count.checked_mul(experts.len()));
-    let code_bytes = times(counts.codes(&layout)).ok_or_else(too_large)?;
-    let scales = times(counts.scales(&layout)).ok_or_else(too_large)?;
-    let scale_bytes = scales.checked_mul(layout.stored_scale().bytes() as usize).ok_or_else(too_large)?;
-    let super_bytes = experts.len() * counts.row_blocks * counts.supers * TILE_ROWS as usize * 2;
-    let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
-    let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
-    let mut weight = Weight {
-        layout,
-        experts: experts.len(),
-        n,
-        k,
-        global,
-        codes: tensor(code_bytes)?,
-        scales: tensor(scale_bytes)?,
-        zeros: optional(layout.zeros, scales)?,
-        minimums: optional(layout.minimums, scale_bytes)?,
-        supers: optional(layout.scale.has_supers(), super_bytes)?,
-        super_minimums: optional(layout.scale.has_supers() && layout.minimums, super_bytes)?,
-    };
+    let mut weight = empty(stream, &layout, experts.len(), [n, k], global)?;
+    let counts = weight.counts();
     let mut at = Offsets::default();
     for source in experts {
         let block_bytes = counts.tiles * layout.codes.tile_bytes() as usize;
@@ -79,6 +56,115 @@ pub(super) fn pack(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Wei
         }
     }
     Ok(weight)
+}
+
+/// A weight of this size, of which nothing is there yet.
+pub(super) fn empty(
+    stream: &Stream,
+    layout: &Layout,
+    experts: usize,
+    [n, k]: [usize; 2],
+    global: f32,
+) -> Result<Weight, Error> {
+    let counts = Counts::new(layout, n, k);
+    let too_large = || {
+        let got = format!("{experts} of {n} × {k}");
+        Error::invalid(OP, "source", "a size that fits the address space", got)
+    };
+    let times = |count: Option<usize>| count.and_then(|count| count.checked_mul(experts));
+    let code_bytes = times(counts.codes(layout)).ok_or_else(too_large)?;
+    let scales = times(counts.scales(layout)).ok_or_else(too_large)?;
+    let scale_bytes = scales.checked_mul(layout.stored_scale().bytes() as usize).ok_or_else(too_large)?;
+    let super_bytes = experts * counts.row_blocks * counts.supers * TILE_ROWS as usize * 2;
+    let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
+    let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
+    Ok(Weight {
+        layout: *layout,
+        experts,
+        n,
+        k,
+        global,
+        codes: tensor(code_bytes)?,
+        scales: tensor(scale_bytes)?,
+        zeros: optional(layout.zeros, scales)?,
+        minimums: optional(layout.minimums, scale_bytes)?,
+        supers: optional(layout.scale.has_supers(), super_bytes)?,
+        super_minimums: optional(layout.scale.has_supers() && layout.minimums, super_bytes)?,
+    })
+}
+
+/// Bytes that are drawn at a time; of a larger tensor they are repeated.
+const RANDOM_BYTES: usize = 1 << 20;
+
+/// Codes that are drawn, each as likely as the others, and the same scale for all.
+pub(super) fn random(
+    stream: &Stream,
+    layout: &Layout,
+    experts: usize,
+    [n, k]: [usize; 2],
+    seed: u64,
+) -> Result<Weight, Error> {
+    /// What the codes' mean square is, so that values come to about 0.02.
+    fn spread(codes: Codes) -> f32 {
+        match codes {
+            Codes::Int4 => 4.6,
+            Codes::Int8 => 74.0,
+            Codes::E2m1 => 3.0,
+            Codes::E4m3 => 116.0,
+        }
+    }
+    if let Some(problem) = layout.problem() {
+        return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
+    }
+    for (name, size) in [("n", n), ("k", k)] {
+        check_size(OP, "source", name, size)?;
+    }
+    let scale = 0.02 / spread(layout.codes);
+    let global = if layout.scale == ScaleType::E4m3 { scale } else { 1.0 };
+    let mut weight = empty(stream, layout, experts, [n, k], global)?;
+    let mut state = seed;
+    let codes = std::iter::repeat_with(|| {
+        // An LCG (Knuth's MMIX constants), of which the upper bits are the good ones.
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let byte = (state >> 56) as u8;
+        // Two codes of fp8 are NaN.
+        if layout.codes == Codes::E4m3 && byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
+    });
+    fill(stream, Some(&mut weight.codes), codes)?;
+    let half = half::f16::from_f32(scale).to_bits().to_le_bytes();
+    let of_scale = match layout.stored_scale() {
+        ScaleType::F32 => scale.to_le_bytes().to_vec(),
+        ScaleType::F16 => half.to_vec(),
+        ScaleType::Bf16 => half::bf16::from_f32(scale).to_le_bytes().to_vec(),
+        ScaleType::E8m0 => vec![(127.0 + scale.log2().round()) as u8],
+        // 1, of the global scale.
+        ScaleType::E4m3 => vec![0x38],
+        // 1, of the super scale.
+        ScaleType::U8Super | ScaleType::I8Super => vec![1],
+    };
+    fill(stream, Some(&mut weight.scales), of_scale.into_iter().cycle())?;
+    fill(stream, weight.zeros.as_mut(), std::iter::repeat(layout.codes.zero()))?;
+    fill(stream, weight.minimums.as_mut(), std::iter::repeat(0))?;
+    fill(stream, weight.supers.as_mut(), half.into_iter().cycle())?;
+    fill(stream, weight.super_minimums.as_mut(), half.into_iter().cycle())?;
+    Ok(weight)
+}
+
+/// Fills bytes with the first ones of `pattern`, over and over.
+fn fill(
+    stream: &Stream,
+    target: Option<&mut Tensor>,
+    pattern: impl Iterator<Item = u8>,
+) -> Result<(), Error> {
+    let Some(target) = target else { return Ok(()) };
+    let bytes = target.bytes();
+    let block: Vec<i8> = pattern.take(RANDOM_BYTES.min(bytes)).map(|byte| byte as i8).collect();
+    let block = Tensor::from_slice(stream, &[block.len()], &block)?;
+    for start in (0..bytes).step_by(RANDOM_BYTES) {
+        let end = bytes.min(start + RANDOM_BYTES);
+        stream.copy(block.view().slice(0, 0..end - start)?, target.view_mut().slice(0, start..end)?)?;
+    }
+    Ok(())
 }
 
 /// A part of everything, as bytes.

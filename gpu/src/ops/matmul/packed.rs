@@ -17,6 +17,8 @@
 //! - `unpack` makes rows of the weight a plain matrix, for products of many rows.
 
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
+#[cfg(not(lacks_mma_sync))]
+use abi::weight::STEP_K;
 use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
 #[cfg(not(lacks_mma_sync))]
@@ -24,9 +26,9 @@ use cuda_std::{cp_async, math};
 use cuda_std::{global, grid, kernel, shared, thread, warp};
 
 use crate::matmul::epilogue::Epilogue;
+use crate::matmul::weight::{self, ANY, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
 #[cfg(not(lacks_mma_sync))]
-use crate::matmul::weight::Row;
-use crate::matmul::weight::{self, Code, E2m1, E4m3, Int4, Int8, Packed, RawScales};
+use crate::matmul::weight::{MIDDLE, MINIMUMS, OF_32, Row, ZEROS};
 use crate::matmul::{few_rows_simt, simt};
 
 #[cfg(not(lacks_mma_sync))]
@@ -152,13 +154,13 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
         let mut tile = own.part;
         while tile < packed.dims.tiles {
             let words = tiles.words::<C>(tile);
-            let raw = tiles.raw_scales::<false>(tile);
-            let scales = packed.scales::<false>(&raw);
-            let minimums = if packed.has_minimums() { packed.minimums::<false>(&raw) } else { [[0.0; 2]; 4] };
+            let raw = tiles.raw_scales::<C, ANY>(tile, packed.has_minimums::<C>());
+            let [scales, minimums] = packed.numbers::<C, ANY>(&raw, packed.has_minimums::<C>());
+            let zeros = tiles.raw_zeros::<C, ANY>(tile);
             let mut step = 0;
             while step < 4 {
                 let (scale, minimum) = (scales[step], minimums[step]);
-                let values = weight::values::<C>(&words, step, packed.zero::<C, false>(&raw, step as u32));
+                let values = weight::values::<C>(&words, step, packed.any_zero::<C>(zeros, step as u32));
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut i = 0;
                 while i < ROWS {
@@ -168,7 +170,7 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
                         let v = &values[row];
                         let sum = v[0] * x[0] + v[1] * x[1] + (v[2] * x[2] + v[3] * x[3]);
                         sums[i][row] += scale[row] * sum;
-                        if packed.has_minimums() {
+                        if packed.has_minimums::<C>() {
                             sums[i][row] -= minimum[row] * (x[0] + x[1] + (x[2] + x[3]));
                         }
                         row += 1;
@@ -262,7 +264,7 @@ const TILES_OF_PART: u32 = 4;
 /// - *in-bounds*: the tile `last` exists.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn load_tiles<C: Code, const TILES: usize, const WIDE: bool>(
+unsafe fn load_tiles<C: Code, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
     weight: &Row<'_>,
     tile: u32,
     last: u32,
@@ -274,7 +276,7 @@ unsafe fn load_tiles<C: Code, const TILES: usize, const WIDE: bool>(
         // SAFETY: the caller's promise.
         unsafe {
             words[i] = weight.words::<C>(tile);
-            raw[i] = weight.raw_scales::<WIDE>(tile);
+            raw[i] = weight.raw_scales::<C, GROUP>(tile, ORIGIN == MINIMUMS);
         }
         i += 1;
     }
@@ -320,7 +322,7 @@ unsafe fn multiply_mma<
     const ROWS: u32,
     const FRAGMENTS: usize,
     const TILES: usize,
-    const WIDE: bool,
+    const GROUP: u32,
 >(
     a: *const T,
     packed: &Packed,
@@ -345,41 +347,23 @@ unsafe fn multiply_mma<
         pieces[i] = [piece_address(row, lane % 4, 0), piece_address(row, lane % 4, 1)];
         i += 1;
     }
-    let mut sums = [[0f32; 4]; FRAGMENTS];
     let tiles = packed.dims.tiles;
     let of_part = tiles.div_ceil(1 << dims.split_log2).next_multiple_of(TILES_OF_PART);
-    let (first, last) = (own.part * of_part, tiles.max(1) - 1);
     let weight = packed.row::<C>(own.row_block);
-    let (tile_bytes, buffer_bytes) = (ROWS * A_LINE, (TILES as u32 * ROWS * A_LINE) << dims.split_log2);
-    let of_warp = shared::base() + own.part * TILES as u32 * tile_bytes;
-    let step = TILES as u32;
+    let walk = Walk { a, rows, of_part, first: own.part * of_part, part: own.part, pieces: &pieces };
+    let early = tiles.min(walk.first + TILES as u32).saturating_sub(walk.first);
     // SAFETY: the caller's promise; tiles that exist.
-    grid::begin_with(|| unsafe { weight.to_l2::<C>(first, tiles.min(first + step).max(first) - first) });
-    // SAFETY: the caller's promise; tiles below their number; what has been staged is read behind a barrier, and is overwritten behind
-    // the next one.
+    grid::begin_with(|| unsafe { weight.to_l2::<C>(walk.first, early) });
+    // SAFETY: the caller's promise; the sums lie where a was.
     unsafe {
-        // Of the part: the tiles before `at` have been multiplied. `buffer`: where a is for the next ones.
-        let (mut at, mut buffer) = (0, 0);
-        if of_part > 0 {
-            stage::<T, ROWS, TILES>(a, rows, (of_part, 0), shared::base(), dims);
-            let mut even = load_tiles::<C, TILES, WIDE>(&weight, first, last);
-            while at < of_part {
-                let odd = load_tiles::<C, TILES, WIDE>(&weight, first + at + step, last);
-                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
-                let place = (of_warp + buffer, &pieces);
-                add_tiles::<C, T, FRAGMENTS, TILES, WIDE>(packed, &even, first + at, place, &mut sums);
-                (at, buffer) = (at + step, buffer_bytes - buffer);
-                if at >= of_part {
-                    break;
-                }
-                even = load_tiles::<C, TILES, WIDE>(&weight, first + at + step, last);
-                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
-                let place = (of_warp + buffer, &pieces);
-                add_tiles::<C, T, FRAGMENTS, TILES, WIDE>(packed, &odd, first + at, place, &mut sums);
-                (at, buffer) = (at + step, buffer_bytes - buffer);
+        // The same for the whole launch. A loop for each: registers do not suffice for all in one.
+        let sums = match packed.origin::<C>() {
+            ZEROS => walk.sums::<C, ROWS, TILES, GROUP, ZEROS>((packed, &weight), dims),
+            MINIMUMS if GROUP == OF_32 => {
+                walk.sums::<C, ROWS, TILES, GROUP, MINIMUMS>((packed, &weight), dims)
             }
-        }
-        // The sums lie where a was.
+            _ => walk.sums::<C, ROWS, TILES, GROUP, MIDDLE>((packed, &weight), dims),
+        };
         thread::sync_threads();
         let base = shared::base() + thread::warp_idx() * ROWS * TILE_ROWS * 4;
         let mut i = 0;
@@ -394,52 +378,117 @@ unsafe fn multiply_mma<
     }
 }
 
-/// Adds the products of `TILES` tiles from `tile` on and the rows of a at `at`.
-///
-/// # Safety
-/// - As [`add_tile`].
+/// A warp's way through its part of k, and the block's rows of a on it.
 #[cfg(not(lacks_mma_sync))]
-#[inline(always)]
-unsafe fn add_tiles<C: Code, T: Pair, const FRAGMENTS: usize, const TILES: usize, const WIDE: bool>(
-    packed: &Packed,
-    (words, raw): &([[u32; 8]; TILES], [RawScales; TILES]),
-    tile: u32,
-    (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
-    sums: &mut [[f32; 4]; FRAGMENTS],
-) {
-    let mut i = 0;
-    while i < TILES {
-        let exists = tile + (i as u32) < packed.dims.tiles;
-        let place = (at + (i * FRAGMENTS) as u32 * 8 * A_LINE, pieces);
-        // SAFETY: the caller's promise.
-        unsafe { add_tile::<C, T, FRAGMENTS, WIDE>(packed, &words[i], &raw[i], exists, place, sums) };
-        i += 1;
+struct Walk<'a, T, const FRAGMENTS: usize> {
+    /// The block's first row, and how many there are.
+    a: *const T,
+    rows: u32,
+    /// Tiles of a part, the first of the warp's, and which part it is.
+    of_part: u32,
+    first: u32,
+    part: u32,
+    /// Where in a tile of a the lane's pieces lie.
+    pieces: &'a [[u32; 2]; FRAGMENTS],
+}
+
+#[cfg(not(lacks_mma_sync))]
+impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
+    /// The warp's sums.
+    ///
+    /// # Safety
+    /// - As [`multiply_mma`].
+    #[inline(always)]
+    unsafe fn sums<C: Code, const ROWS: u32, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+        &self,
+        (packed, weight): (&Packed, &Row<'_>),
+        dims: &MatmulDims,
+    ) -> [[f32; 4]; FRAGMENTS] {
+        let &Walk { a, rows, of_part, first, part, .. } = self;
+        let mut sums = [[0f32; 4]; FRAGMENTS];
+        if of_part == 0 {
+            return sums;
+        }
+        let last = packed.dims.tiles - 1;
+        let (tile_bytes, buffer_bytes) = (ROWS * A_LINE, (TILES as u32 * ROWS * A_LINE) << dims.split_log2);
+        let of_warp = shared::base() + part * TILES as u32 * tile_bytes;
+        let step = TILES as u32;
+        // Of the part: the tiles before `at` have been multiplied. `buffer`: where a is for the next ones.
+        let (mut at, mut buffer) = (0, 0);
+        // SAFETY: the caller's promise; tiles below their number; what has been staged is read behind a barrier, and is overwritten behind
+        // the next one.
+        unsafe {
+            stage::<T, ROWS, TILES>(a, rows, (of_part, 0), shared::base(), dims);
+            let mut even = load_tiles::<C, TILES, GROUP, ORIGIN>(weight, first, last);
+            while at < of_part {
+                let odd = load_tiles::<C, TILES, GROUP, ORIGIN>(weight, first + at + step, last);
+                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
+                self.add::<C, TILES, GROUP, ORIGIN>((packed, weight), &even, at, of_warp + buffer, &mut sums);
+                (at, buffer) = (at + step, buffer_bytes - buffer);
+                if at >= of_part {
+                    break;
+                }
+                even = load_tiles::<C, TILES, GROUP, ORIGIN>(weight, first + at + step, last);
+                stage_next::<T, ROWS, TILES>(a, rows, (of_part, at), (buffer, buffer_bytes), dims);
+                self.add::<C, TILES, GROUP, ORIGIN>((packed, weight), &odd, at, of_warp + buffer, &mut sums);
+                (at, buffer) = (at + step, buffer_bytes - buffer);
+            }
+        }
+        sums
+    }
+
+    /// Adds the products of `TILES` tiles, from the part's tile `at` on, and the rows of a at `of_a`.
+    ///
+    /// # Safety
+    /// - As [`add_tile`].
+    #[inline(always)]
+    unsafe fn add<C: Code, const TILES: usize, const GROUP: u32, const ORIGIN: u32>(
+        &self,
+        (packed, weight): (&Packed, &Row<'_>),
+        (words, raw): &([[u32; 8]; TILES], [RawScales; TILES]),
+        at: u32,
+        of_a: u32,
+        sums: &mut [[f32; 4]; FRAGMENTS],
+    ) {
+        let mut i = 0;
+        while i < TILES {
+            let tile = self.first + at + i as u32;
+            let raw = raw[i].of_tile(tile < packed.dims.tiles);
+            let place = (of_a + (i * FRAGMENTS) as u32 * 8 * A_LINE, self.pieces);
+            // SAFETY: the caller's promise; a tile that exists. Registers do not suffice for the zero points of tiles on their way.
+            unsafe {
+                let zeros = if ORIGIN == ZEROS {
+                    weight.raw_zeros::<C, GROUP>(tile.min(packed.dims.tiles - 1))
+                } else {
+                    [0; 2]
+                };
+                add_tile::<C, T, FRAGMENTS, GROUP, ORIGIN>(packed, (&words[i], &raw, zeros), place, sums);
+            }
+            i += 1;
+        }
     }
 }
 
 /// Adds the product of a tile and the rows of a at `at`, of which the lane's pieces lie at `pieces`. Of a tile that does not exist a is
-/// 0, and so are the scales.
+/// 0, and the scales are finite.
 ///
 /// # Safety
 /// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
-unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const WIDE: bool>(
+unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const GROUP: u32, const ORIGIN: u32>(
     packed: &Packed,
-    words: &[u32; 8],
-    raw: &RawScales,
-    exists: bool,
+    (words, raw, zeros): (&[u32; 8], &RawScales, [u32; 2]),
     (at, pieces): (u32, &[[u32; 2]; FRAGMENTS]),
     sums: &mut [[f32; 4]; FRAGMENTS],
 ) {
-    let has_minimums = !WIDE && packed.has_minimums();
-    let of_tile = |numbers: [[f32; 2]; 4]| if exists { numbers } else { [[0.0; 2]; 4] };
-    let scales = of_tile(packed.scales::<WIDE>(raw));
-    let minimums = if has_minimums { of_tile(packed.minimums::<WIDE>(raw)) } else { [[0.0; 2]; 4] };
+    let has_minimums = ORIGIN == MINIMUMS;
+    let [scales, minimums] = packed.numbers::<C, GROUP>(raw, has_minimums);
     let mut weights = [[0; 4]; 4];
     let mut step = 0;
     while step < 4 {
-        weights[step] = weight::fragment::<C, T>(words, step, packed.zero::<C, WIDE>(raw, step as u32));
+        weights[step] =
+            weight::fragment::<C, T>(words, step, packed.zero::<C, GROUP, ORIGIN>(zeros, step as u32));
         step += 1;
     }
     let mut i = 0;
@@ -456,14 +505,14 @@ unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const WIDE: bool>(
                 if has_minimums {
                     total = T::multiply_add([T::ONES; 4], x, total);
                 }
-                if !WIDE || step == 3 {
-                    let index = if WIDE { 0 } else { step };
+                // At the end of a group.
+                if (step as u32 + 1).is_multiple_of(GROUP / STEP_K) {
                     let mut e = 0;
                     while e < 4 {
-                        sums[i][e] = math::fma(scales[index][e / 2], part[e], sums[i][e]);
+                        sums[i][e] = math::fma(scales[step][e / 2], part[e], sums[i][e]);
                         part[e] = 0.0;
                         if has_minimums {
-                            sums[i][e] = math::fma(-minimums[index][e / 2], total[e], sums[i][e]);
+                            sums[i][e] = math::fma(-minimums[step][e / 2], total[e], sums[i][e]);
                             total[e] = 0.0;
                         }
                         e += 1;
@@ -495,13 +544,13 @@ unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &Matmu
             let (row_block, tile) = (index / tiles, index % tiles);
             let row = packed.row::<C>(row_block);
             let words = row.words::<C>(tile);
-            let raw = row.raw_scales::<false>(tile);
-            let scales = packed.scales::<false>(&raw);
-            let minimums = if packed.has_minimums() { packed.minimums::<false>(&raw) } else { [[0.0; 2]; 4] };
+            let raw = row.raw_scales::<C, ANY>(tile, packed.has_minimums::<C>());
+            let [scales, minimums] = packed.numbers::<C, ANY>(&raw, packed.has_minimums::<C>());
+            let zeros = row.raw_zeros::<C, ANY>(tile);
             let mut step = 0;
             while step < 4 {
                 let (scale, minimum) = (scales[step], minimums[step]);
-                let values = weight::values::<C>(&words, step, packed.zero::<C, false>(&raw, step as u32));
+                let values = weight::values::<C>(&words, step, packed.any_zero::<C>(zeros, step as u32));
                 let k = tile * TILE_K + step as u32 * 16 + lane % 4 * 4;
                 let mut half = 0;
                 while half < 2 {
@@ -511,7 +560,7 @@ unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &Matmu
                         let mut i = 0;
                         while i < 4 {
                             quad[i] = values[half][i] * scale[half];
-                            if packed.has_minimums() {
+                            if packed.has_minimums::<C>() {
                                 quad[i] -= minimum[half];
                             }
                             i += 1;
@@ -571,14 +620,14 @@ abi::matmul_packed_table!(entries);
 /// The sums of 64 rows leave room for one block on a multiprocessor.
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entry {
-    ($entry:ident, $type:ident, $codes:ident, 64, $tiles:literal, $wide:literal) => {
+    ($entry:ident, $type:ident, $codes:ident, 64, $tiles:literal, $group:literal) => {
         entry!($entry, $type, 1, |a, packed, end| {
-            multiply_mma::<$codes, $type, 64, 8, $tiles, $wide>(a, &packed, end)
+            multiply_mma::<$codes, $type, 64, 8, $tiles, $group>(a, &packed, end)
         });
     };
-    ($entry:ident, $type:ident, $codes:ident, $rows:literal, $tiles:literal, $wide:literal) => {
+    ($entry:ident, $type:ident, $codes:ident, $rows:literal, $tiles:literal, $group:literal) => {
         entry!($entry, $type, 2, |a, packed, end| {
-            multiply_mma::<$codes, $type, $rows, { $rows / 8 }, $tiles, $wide>(a, &packed, end)
+            multiply_mma::<$codes, $type, $rows, { $rows / 8 }, $tiles, $group>(a, &packed, end)
         });
     };
 }
@@ -586,8 +635,8 @@ macro_rules! mma_entry {
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident,
-       Mma { rows: $rows:tt, tiles: $tiles:literal, wide: $wide:literal };)*) => {
-        $(mma_entry!($entry, $type, $codes, $rows, $tiles, $wide);)*
+       Mma { rows: $rows:tt, tiles: $tiles:literal, group: $group:literal };)*) => {
+        $(mma_entry!($entry, $type, $codes, $rows, $tiles, $group);)*
     };
 }
 #[cfg(not(lacks_mma_sync))]

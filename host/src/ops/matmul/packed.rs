@@ -1,6 +1,8 @@
 //! Products with a packed weight: few rows by kernels that read it as it is, many by the dense product's, for which stripes of it are
 //! unpacked.
 
+use std::cmp::Reverse;
+
 use abi::ops::matmul::{
     A_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile,
     PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
@@ -62,15 +64,17 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
             .filter(|variant| limits.floor.runs(variant.floor))
             .filter(|variant| variant.tile.smem_bytes() <= limits.smem_per_block_bytes)
             .filter(|variant| match variant.tile {
-                // Those of narrow groups take wide ones too.
-                PackedTile::Mma { wide, .. } => (!wide || is_plain(layout)) && k.is_multiple_of(4),
+                PackedTile::Mma { group, .. } => takes(group, layout) && k.is_multiple_of(4),
                 PackedTile::Simt { .. } => true,
             })
             .map(|variant| PackedChoice { variant, max_rows: variant.tile.rows() as usize })
             .collect();
-        let is_narrow =
-            |rung: &PackedChoice| matches!(rung.variant.tile, PackedTile::Mma { wide: false, .. });
-        rungs.sort_by_key(|rung| (rung.max_rows, is_narrow(rung)));
+        // Of several those of the longest groups.
+        let group = |rung: &PackedChoice| match rung.variant.tile {
+            PackedTile::Mma { group, .. } => group,
+            PackedTile::Simt { .. } => 0,
+        };
+        rungs.sort_by_key(|rung| (rung.max_rows, Reverse(group(rung))));
         rungs.dedup_by_key(|rung| rung.max_rows);
         if let Some(last) = rungs.last_mut() {
             last.max_rows = usize::MAX;
@@ -93,9 +97,13 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
     }
 }
 
-/// Whether a layout is what the kernels of wide groups take.
-fn is_plain(layout: &Layout) -> bool {
-    layout.is_wide() && !layout.minimums
+/// Whether kernels of this kind of groups take a layout.
+fn takes(group: u32, layout: &Layout) -> bool {
+    match group {
+        TILE_K => layout.is_wide(),
+        16 => !layout.minimums,
+        group => layout.group == group,
+    }
 }
 
 /// This kernel for any number of rows, if it can do the problem.
@@ -108,7 +116,7 @@ pub(super) fn forced(
         return Err(Error::invalid(OP, "problem", "a packed weight", "none"));
     };
     let fits = match variant.tile {
-        PackedTile::Mma { wide, .. } => (!wide || is_plain(layout)) && problem.k.is_multiple_of(4),
+        PackedTile::Mma { group, .. } => takes(group, layout) && problem.k.is_multiple_of(4),
         PackedTile::Simt { .. } => true,
     };
     let MatmulProblem { dtype, out_dtype, .. } = *problem;

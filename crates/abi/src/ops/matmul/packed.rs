@@ -17,8 +17,9 @@ pub enum PackedTile {
         rows: u32,
         /// Tiles of 64 of k that are multiplied while as many are on their way: 1, 2 or 4.
         tiles: u32,
-        /// Whether all of a tile's k shares a scale.
-        wide: bool,
+        /// Groups along k: 64 takes those of 64 and more without minimums, 32 those of 32, 16 all but those with
+        /// minimums.
+        group: u32,
     },
 }
 
@@ -112,48 +113,54 @@ macro_rules! matmul_packed_table {
 macro_rules! matmul_packed_mma_table {
     ($callback:ident) => {
         $callback! {
-            matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 4, wide: true };
-            matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: true };
-            matmul_f16_int4__packed8n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_f16_int4__packed16n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_f16_int4__packed64n__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_f16_int8__packed8__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: true };
-            matmul_f16_int8__packed16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_f16_int8__packed32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_f16_int8__packed64__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: true };
-            matmul_f16_int8__packed8n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_f16_int8__packed16n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_f16_int8__packed64n__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_f16_e2m1__packed8n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_f16_e2m1__packed16n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_f16_e2m1__packed64n__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, tiles: 2, wide: true };
-            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, tiles: 1, wide: true };
-            matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 4, wide: true };
-            matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: true };
-            matmul_bf16_int4__packed8n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_bf16_int4__packed16n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_bf16_int4__packed64n__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_bf16_int8__packed8__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: true };
-            matmul_bf16_int8__packed16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_bf16_int8__packed32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_bf16_int8__packed64__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: true };
-            matmul_bf16_int8__packed8n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_bf16_int8__packed16n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_bf16_int8__packed64n__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_bf16_e2m1__packed8n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 8, tiles: 2, wide: false };
-            matmul_bf16_e2m1__packed16n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 16, tiles: 1, wide: false };
-            matmul_bf16_e2m1__packed64n__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 64, tiles: 1, wide: false };
-            matmul_bf16_e4m3__packed8__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 8, tiles: 2, wide: true };
-            matmul_bf16_e4m3__packed16__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 16, tiles: 2, wide: true };
-            matmul_bf16_e4m3__packed32__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 32, tiles: 1, wide: true };
-            matmul_bf16_e4m3__packed64__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 64, tiles: 1, wide: true };
+            matmul_f16_int4__packed8__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 4, group: 64 };
+            matmul_f16_int4__packed16__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_f16_int4__packed32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_f16_int4__packed64__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
+            matmul_f16_int4__packed8g32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 8, tiles: 2, group: 32 };
+            matmul_f16_int4__packed16g32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 16, tiles: 1, group: 32 };
+            matmul_f16_int4__packed64g32__sm80 => f16, F16, Int4, Sm80, Mma { rows: 64, tiles: 1, group: 32 };
+            matmul_f16_int8__packed8__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 64 };
+            matmul_f16_int8__packed16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_f16_int8__packed32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_f16_int8__packed64__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
+            matmul_f16_int8__packed8g32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 32 };
+            matmul_f16_int8__packed8g16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 16 };
+            matmul_f16_int8__packed16g32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 1, group: 32 };
+            matmul_f16_int8__packed16g16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 16, tiles: 1, group: 16 };
+            matmul_f16_int8__packed64g32__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 32 };
+            matmul_f16_int8__packed64g16__sm80 => f16, F16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 16 };
+            matmul_f16_e2m1__packed8g16__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 8, tiles: 4, group: 16 };
+            matmul_f16_e2m1__packed16g16__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, tiles: 1, group: 16 };
+            matmul_f16_e2m1__packed64g16__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, tiles: 1, group: 16 };
+            matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, tiles: 2, group: 64 };
+            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
+            matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 4, group: 64 };
+            matmul_bf16_int4__packed16__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_bf16_int4__packed32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_bf16_int4__packed64__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
+            matmul_bf16_int4__packed8g32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 2, group: 32 };
+            matmul_bf16_int4__packed16g32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 16, tiles: 1, group: 32 };
+            matmul_bf16_int4__packed64g32__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 64, tiles: 1, group: 32 };
+            matmul_bf16_int8__packed8__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 64 };
+            matmul_bf16_int8__packed16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_bf16_int8__packed32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_bf16_int8__packed64__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
+            matmul_bf16_int8__packed8g32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 32 };
+            matmul_bf16_int8__packed8g16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 8, tiles: 2, group: 16 };
+            matmul_bf16_int8__packed16g32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 1, group: 32 };
+            matmul_bf16_int8__packed16g16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 16, tiles: 1, group: 16 };
+            matmul_bf16_int8__packed64g32__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 32 };
+            matmul_bf16_int8__packed64g16__sm80 => bf16, BF16, Int8, Sm80, Mma { rows: 64, tiles: 1, group: 16 };
+            matmul_bf16_e2m1__packed8g16__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 8, tiles: 4, group: 16 };
+            matmul_bf16_e2m1__packed16g16__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 16, tiles: 1, group: 16 };
+            matmul_bf16_e2m1__packed64g16__sm80 => bf16, BF16, E2m1, Sm80, Mma { rows: 64, tiles: 1, group: 16 };
+            matmul_bf16_e4m3__packed8__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 8, tiles: 2, group: 64 };
+            matmul_bf16_e4m3__packed16__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_bf16_e4m3__packed32__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
+            matmul_bf16_e4m3__packed64__sm80 => bf16, BF16, E4m3, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
         }
     };
 }
