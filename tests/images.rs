@@ -234,8 +234,8 @@ fn some_images_of_sm_100_assemble_without_spills() {
     }
 }
 
-/// What packages carry can be made again: a family, with a `core` of its own in another folder, is the same text. Run by
-/// `cargo xtask package`.
+/// What packages carry can be made again: a family, with a `core` of its own in another folder, is the same text. Run
+/// by `cargo xtask package`.
 #[test]
 #[ignore = "compiles core and a family anew"]
 fn an_image_that_is_built_again_is_the_same() {

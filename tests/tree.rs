@@ -394,3 +394,44 @@ fn measurements_are_in_the_notes() {
         }
     }
 }
+
+/// `rustfmt` leaves comments as they are.
+#[test]
+fn comments_fit_their_lines() {
+    // To be filled when the work in them is done.
+    let left = [
+        "crates/abi/src/ops/grouped_matmul.rs",
+        "crates/abi/src/ops/matmul/packed.rs",
+        "crates/abi/src/ops/mod.rs",
+        "crates/abi/src/weight.rs",
+        "examples/generate/options.rs",
+        "gpu/src/matmul/weight.rs",
+        "gpu/src/ops/grouped_matmul/mod.rs",
+        "gpu/src/ops/matmul/packed.rs",
+        "host/src/ops/grouped_matmul/mod.rs",
+        "host/src/ops/matmul/mod.rs",
+        "host/src/ops/matmul/packed.rs",
+        "host/src/weight/mod.rs",
+        "models/src/config/mod.rs",
+        "models/src/loader.rs",
+        "models/src/model.rs",
+    ];
+    let mut files = Vec::new();
+    texts(&workspace_root(), &mut files);
+    files.retain(|file| !left.iter().any(|left| file.ends_with(left)));
+    for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "rs")) {
+        let text = fs::read_to_string(file).expect("a source file");
+        for (number, line) in text.lines().enumerate() {
+            let columns = line.chars().count();
+            let is_comment = line.trim_start().starts_with("//");
+            assert!(!is_comment || columns <= 120, "{}:{}: {columns} columns", file.display(), number + 1);
+        }
+    }
+}
+
+/// It is read in two minutes.
+#[test]
+fn the_readme_is_short() {
+    let bytes = fs::metadata(workspace_root().join("README.md")).expect("README.md").len();
+    assert!(bytes <= 8 << 10, "{bytes} bytes");
+}

@@ -76,12 +76,13 @@ impl Device {
 
     /// The CUDA device of this ordinal, running these images.
     ///
-    /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a card,
-    /// [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot be had.
+    /// **Errors**: [`Error::NoDriver`], [`Error::NoDevice`], [`Error::UnsupportedCapability`] if no image is for such a
+    /// card, [`Error::DriverTooOld`] if the driver takes the PTX of none that is, [`Error::Driver`] if the card cannot
+    /// be had.
     ///
     /// # Safety
-    /// - A kernel of the images that has the name of one of `abi`'s tables takes the same parameters, and accesses no memory but what the
-    ///   operator's documentation says.
+    /// - A kernel of the images that has the name of one of `abi`'s tables takes the same parameters, and accesses no
+    ///   memory but what the operator's documentation says.
     pub unsafe fn cuda_with_images(ordinal: usize, images: &'static [Image]) -> Result<Self, Error> {
         let context = cuda::Context::open(ordinal)?;
         let profile = context.profile().clone();
@@ -131,8 +132,8 @@ impl Device {
 
     /// The same device, running the images of another floor: a Hopper card can run all three. On the CPU, itself.
     ///
-    /// **Errors**: [`Error::UnsupportedCapability`] if the card cannot run the floor. That this build has images of it is
-    /// not asked here: plans say [`Error::MissingImage`].
+    /// **Errors**: [`Error::UnsupportedCapability`] if the card cannot run the floor. That this build has images of it
+    /// is not asked here: plans say [`Error::MissingImage`].
     pub fn with_arch(&self, arch: Arch) -> Result<Self, Error> {
         if let Some((major, minor)) = self.shared.profile.compute_capability
             && !arch.runs_on(major, minor)
@@ -242,8 +243,9 @@ impl Device {
     /// A stream of another library: what is enqueued in it by either runs in order. CUDA only.
     ///
     /// # Safety
-    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context, not the legacy default stream. It is not destroyed as
-    /// long as this device, its clones, or what they made are there: the pool remembers in whose order memory was used.
+    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context, not the legacy default stream. It
+    /// is not destroyed as long as this device, its clones, or what they made are there: the pool remembers in whose
+    /// order memory was used.
     ///
     /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card.
     pub unsafe fn stream_from_raw(&self, handle: *mut c_void) -> Result<Stream, Error> {

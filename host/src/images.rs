@@ -40,8 +40,8 @@ pub struct EmbeddedKernel {
     pub name: &'static str,
     /// Its text, behind the image's head.
     pub ptx: &'static [u8],
-    /// Its machine code for the cards of the floor's own generation, of which the driver assembles nothing; a published crate
-    /// has it.
+    /// Its machine code for the cards of the floor's own generation, of which the driver assembles nothing; a published
+    /// crate has it.
     pub cubin: Option<&'static [u8]>,
 }
 

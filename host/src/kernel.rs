@@ -48,8 +48,8 @@ pub struct OptimizationReport {
     pub resources: Option<Resources>,
     /// Resident threads over the most that a multiprocessor holds; none where no driver says.
     pub occupancy: Option<f64>,
-    /// Fewest bytes that a run must move: every input read once, every output written once. [`u64::MAX`] where there are
-    /// more, also for `flops`.
+    /// Fewest bytes that a run must move: every input read once, every output written once. [`u64::MAX`] where there
+    /// are more, also for `flops`.
     pub bytes: u64,
     /// Floating-point (or integer multiply-add) operations of a run.
     pub flops: u64,

@@ -110,8 +110,8 @@ impl Entry {
         }
     }
 
-    /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known. It is for a report, which does
-    /// without where the driver does not say.
+    /// Blocks of `threads` threads that fit on a multiprocessor at a time; none where that is not known. It is for a
+    /// report, which does without where the driver does not say.
     pub(crate) fn blocks_per_sm(&self, threads: u32) -> Option<u32> {
         match &self.kernel.code {
             Code::Cuda(handle, _) => handle.blocks_per_sm(threads, self.dynamic_smem_bytes).ok(),
@@ -180,8 +180,8 @@ impl Entry {
     }
 }
 
-/// Clusters for so many tiles in as few rounds as there can be where `most` are held at a time: all begin at once, or those that come late would have all
-/// their rounds still before them; and no more than each round has work for.
+/// Clusters for so many tiles in as few rounds as there can be where `most` are held at a time: all begin at once, or
+/// those that come late would have all their rounds still before them; and no more than each round has work for.
 fn in_even_rounds(tiles: u64, most: u32) -> u32 {
     let rounds = tiles.div_ceil(most.max(1).into()).max(1);
     tiles.div_ceil(rounds) as u32

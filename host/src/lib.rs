@@ -1,8 +1,8 @@
 //! The host side of warpforge: devices, tensors, operators. The `warpforge` crate re-exports all of it, and enters
 //! the device images that it is built with ([`ProgramImages`]); use that one.
 //!
-//! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → [`weight`] → `tensor` → [`device`] and
-//! `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
+//! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → [`weight`] → `tensor` →
+//! [`device`] and `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
 
 mod backing;
 #[cfg(feature = "cuda")]

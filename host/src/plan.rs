@@ -324,8 +324,8 @@ impl<'a> Check<'a> {
         stream.expect_place(self.op, self.device.place())
     }
 
-    /// Elements of a row that are neighbours, which kernels read in pieces of 16 bytes where they can. Returns the strides of
-    /// the other axes, outermost first, and 0 for those that there are not.
+    /// Elements of a row that are neighbours, which kernels read in pieces of 16 bytes where they can. Returns the
+    /// strides of the other axes, outermost first, and 0 for those that there are not.
     pub(crate) fn rows<const N: usize>(
         &self,
         name: &'static str,

@@ -122,8 +122,8 @@ pub struct HardwareProfile {
     pub place: Place,
     /// Major and minor number of the compute capability; none on a CPU.
     pub compute_capability: Option<(u32, u32)>,
-    /// Where the card is on the PCI bus, `domain:bus:device.function` in hexadecimal, as nvidia-smi and NVML name it; none on
-    /// a CPU.
+    /// Where the card is on the PCI bus, `domain:bus:device.function` in hexadecimal, as nvidia-smi and NVML name it;
+    /// none on a CPU.
     pub pci_bus_id: Option<String>,
     /// Which matrix units the chip has.
     pub tensor_cores: TensorCores,

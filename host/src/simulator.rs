@@ -27,8 +27,8 @@ pub trait Simulator: fmt::Debug + Send + Sync {
     /// Takes back a block that [`Simulator::allocate`] gave.
     fn release(&self, address: u64);
 
-    /// Says that a block has a new user, who has asked for its first `usable` bytes only; none if it has no user. What it
-    /// held before is nobody's business any more.
+    /// Says that a block has a new user, who has asked for its first `usable` bytes only; none if it has no user. What
+    /// it held before is nobody's business any more.
     fn assign(&self, address: u64, block_bytes: usize, usable: usize);
 
     /// Writes bytes from the host.
@@ -103,7 +103,8 @@ impl Backing for SimulatedMemory {
         Ok(room.is_ok().then(|| self.simulator.allocate(bytes)))
     }
 
-    /// Each block stays what the simulator gave: it reports an access beyond a block's end, and would not beyond a piece's.
+    /// Each block stays what the simulator gave: it reports an access beyond a block's end, and would not beyond a
+    /// piece's.
     fn divided_from(&self) -> usize {
         usize::MAX
     }

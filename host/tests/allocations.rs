@@ -1,5 +1,5 @@
-//! A run's checks and its launch allocate nothing on the host, up to the driver's door: on a card that does nothing, so that
-//! all that is counted is the library's own.
+//! A run's checks and its launch allocate nothing on the host, up to the driver's door: on a card that does nothing, so
+//! that all that is counted is the library's own.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

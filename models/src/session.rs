@@ -26,8 +26,9 @@ pub struct SessionOptions {
     pub batch: usize,
     /// Most tokens of a sequence, prompt and continuation together: the size of its cache.
     pub capacity: usize,
-    /// Tokens of a prompt that run at a time; a longer prompt runs in pieces. A small chunk takes less memory for what is between the
-    /// layers, but leaves a large card idle: at 512 tokens an H200 has a tile of a product for half of its multiprocessors.
+    /// Tokens of a prompt that run at a time; a longer prompt runs in pieces. A small chunk takes less memory for what
+    /// is between the layers, but leaves a large card idle: at 512 tokens an H200 has a tile of a product for half of
+    /// its multiprocessors.
     pub chunk: usize,
     /// Which rows of logits a prefill gives.
     pub logits: Logits,
@@ -42,7 +43,8 @@ impl Default for SessionOptions {
 }
 
 impl SessionOptions {
-    /// Whether a model of this configuration can have such a session, but for the memory: to be asked before it is loaded.
+    /// Whether a model of this configuration can have such a session, but for the memory: to be asked before it is
+    /// loaded.
     ///
     /// **Errors**: [`Error::Invalid`] that names the field.
     pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
@@ -98,8 +100,8 @@ pub struct Session {
     logits: Tensor,
     /// Tokens in the caches, per sequence.
     lens: Vec<usize>,
-    /// Per sequence, ascending: tokens from which on positions are behind the number of the token, and by how much. An image
-    /// has more tokens than it takes positions.
+    /// Per sequence, ascending: tokens from which on positions are behind the number of the token, and by how much. An
+    /// image has more tokens than it takes positions.
     shifts: Vec<Vec<(usize, usize)>>,
     /// Per sequence: its caches are not those of its tokens, since a call that writes to them has not come to its end.
     torn: Vec<bool>,
@@ -228,9 +230,9 @@ impl Session {
         self.caches.iter().map(Cache::bytes).sum()
     }
 
-    /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing. What follows an image that is
-    /// cut by it is treated as text in the place of the image's rest. The state of a delta net can only forget all of them: an
-    /// error for other lengths, where [`Self::fork`] is the way to go back.
+    /// Forgets the tokens of a sequence from `len` on; a length beyond its own changes nothing. What follows an image
+    /// that is cut by it is treated as text in the place of the image's rest. The state of a delta net can only forget
+    /// all of them: an error for other lengths, where [`Self::fork`] is the way to go back.
     ///
     /// A length of 0 always makes a sequence as good as new, also one that a call left half-way.
     pub fn truncate(&mut self, sequence: usize, len: usize) -> Result<(), Error> {
@@ -256,8 +258,8 @@ impl Session {
         Ok(())
     }
 
-    /// Makes sequence `to` what sequence `from` is, so that both go on from there. Copies what there is of its tokens, not the
-    /// whole capacity.
+    /// Makes sequence `to` what sequence `from` is, so that both go on from there. Copies what there is of its tokens,
+    /// not the whole capacity.
     pub fn fork(&mut self, from: usize, to: usize) -> Result<(), Error> {
         let len = self.whole_len("from", from)?;
         self.check_sequence("to", to)?;
@@ -305,17 +307,17 @@ impl Session {
     /// Appends a prompt, or a part of one, to a sequence. Returns the logits of its last token, `[1, vocab]` f32, which
     /// stay until the next call.
     ///
-    /// All of the prompt is appended, or nothing: after an error the sequence has the tokens that it had before, while the logits
-    /// of the call before may be gone. Only a recurrent state cannot go back. A sequence of a model with delta nets that was left
-    /// half-way is refused, by this, by [`Self::decode`] and as what [`Self::fork`] copies, until it is truncated to 0 or another
-    /// is copied over it.
+    /// All of the prompt is appended, or nothing: after an error the sequence has the tokens that it had before, while
+    /// the logits of the call before may be gone. Only a recurrent state cannot go back. A sequence of a model with
+    /// delta nets that was left half-way is refused, by this, by [`Self::decode`] and as what [`Self::fork`] copies,
+    /// until it is truncated to 0 or another is copied over it.
     pub fn prefill(&mut self, sequence: usize, ids: &[u32]) -> Result<LogitRows<'_>, Error> {
         self.prefill_visual(sequence, ids, &[])
     }
 
-    /// Like [`Self::prefill`], showing inner tensors to `observe`, and logits `[rows, vocab]` to `logits`, with the index in
-    /// `ids` of the token that their first row is of: those of each chunk in turn under [`Logits::All`], those of the prompt's
-    /// last token, once, under [`Logits::Last`]. An error of either is one of the call.
+    /// Like [`Self::prefill`], showing inner tensors to `observe`, and logits `[rows, vocab]` to `logits`, with the
+    /// index in `ids` of the token that their first row is of: those of each chunk in turn under [`Logits::All`], those
+    /// of the prompt's last token, once, under [`Logits::Last`]. An error of either is one of the call.
     pub fn prefill_with(
         &mut self,
         sequence: usize,
@@ -328,8 +330,8 @@ impl Session {
 
     /// Like [`Self::prefill`], for a prompt with images and videos in order of their appearance.
     ///
-    /// An image has a placeholder token for each group of patches that become one, in a row, and so has each frame of a video:
-    /// see [`VisionConfig::image_token`](super::VisionConfig::image_token). One without an image is an error.
+    /// An image has a placeholder token for each group of patches that become one, in a row, and so has each frame of a
+    /// video: see [`VisionConfig::image_token`](super::VisionConfig::image_token). One without an image is an error.
     pub fn prefill_visual(
         &mut self,
         sequence: usize,
@@ -444,15 +446,17 @@ impl Session {
 
     /// Appends one token to every sequence. Returns their logits, `[batch, vocab]` f32, which stay until the next call.
     ///
-    /// All sequences take part, or none: one whose cache is full is an error that names it. When a sequence is at its end and
-    /// others go on, truncate it, to 0 or by a token at a time, give it any token, and pass over its row of logits.
+    /// All sequences take part, or none: one whose cache is full is an error that names it. When a sequence is at its
+    /// end and others go on, truncate it, to 0 or by a token at a time, give it any token, and pass over its row of
+    /// logits.
     ///
     /// A placeholder of an image is text here. An error leaves the sequences as one of [`Self::prefill`] does.
     pub fn decode(&mut self, ids: &[u32]) -> Result<LogitRows<'_>, Error> {
         self.decode_step(ids, None)
     }
 
-    /// Like [`Self::decode`], showing inner tensors to `observe`. Such a step is never a recorded one, so it takes longer on a card.
+    /// Like [`Self::decode`], showing inner tensors to `observe`. Such a step is never a recorded one, so it takes
+    /// longer on a card.
     pub fn decode_with(&mut self, ids: &[u32], observe: &mut Observer<'_>) -> Result<LogitRows<'_>, Error> {
         self.decode_step(ids, Some(observe))
     }
@@ -524,8 +528,8 @@ impl Session {
         self.logits()
     }
 
-    /// The logits of the last call: `[1, vocab]` of a prompt's last token, `[batch, vocab]` after a decode step, no rows
-    /// before either. They are overwritten by the next call.
+    /// The logits of the last call: `[1, vocab]` of a prompt's last token, `[batch, vocab]` after a decode step, no
+    /// rows before either. They are overwritten by the next call.
     pub fn logits(&self) -> Result<LogitRows<'_>, Error> {
         let view = self.logits.view().slice(0, self.logit_rows.clone())?;
         Ok(LogitRows { view, stream: &self.stream })

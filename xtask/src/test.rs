@@ -18,8 +18,8 @@ pub enum Backend {
     CpuOnly,
 }
 
-/// The compilers that the README promises beside the one that `rust-toolchain.toml` names: each checks the build without
-/// CUDA where it is installed.
+/// The compilers that the README promises beside the one that `rust-toolchain.toml` names: each checks the build
+/// without CUDA where it is installed.
 const OTHER_COMPILERS: [(&str, &str); 1] = [("check by rustc 1.96", "1.96.0")];
 
 /// Runs every check and stops at the first that fails.

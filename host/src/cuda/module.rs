@@ -140,12 +140,13 @@ impl Modules {
         Ok((handle, resources))
     }
 
-    /// A kernel's machine code, loaded; none where the build has none, or card or driver do not take it: a driver older than the
-    /// assembler may not.
+    /// A kernel's machine code, loaded; none where the build has none, or card or driver do not take it: a driver older
+    /// than the assembler may not.
     fn assembled(&self, arch: Arch, kernel: &PtxModule) -> Result<Option<CUmodule>, Error> {
         let runs = self.context.profile.compute_capability.is_some_and(|card| cubin_runs_on(arch, card));
         let Some(cubin) = kernel.cubin()?.filter(|_| runs) else { return Ok(None) };
-        // SAFETY: whole: the images are what `ptxas` wrote — whoever made the device promises it — and inflating checks their ends.
+        // SAFETY: whole: the images are what `ptxas` wrote — whoever made the device promises it — and inflating checks
+        // their ends.
         Ok(unsafe { driver::module_load_cubin(&cubin) }.ok())
     }
 

@@ -193,13 +193,16 @@ macro_rules! view_methods {
             /// A view of memory that the caller vouches for: another library's buffer, or a part of one.
             ///
             /// # Safety
-            /// - `address` is valid on `device` from the first to the last of the elements that shape and strides reach, for the life `'a`
-            ///   and until work that was enqueued with the view is done; for a `TensorViewMut` nobody else uses them.
-            /// - On the CPU all of this holds of the gaps between the elements too, since an operator has the view's memory as one slice there:
-            ///   two mutable views of columns that interleave must not be used at a time. On a card only the elements are accessed.
+            /// - `address` is valid on `device` from the first to the last of the elements that shape and strides
+            ///   reach, for the life `'a` and until work that was enqueued with the view is done; for a `TensorViewMut`
+            ///   nobody else uses them.
+            /// - On the CPU all of this holds of the gaps between the elements too, since an operator has the view's
+            ///   memory as one slice there: two mutable views of columns that interleave must not be used at a time. On
+            ///   a card only the elements are accessed.
             ///
-            /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions, as many strides as sizes are not, elements that reach
-            /// beyond the address space, and, of a view with elements, an address that is null or not aligned to the element type.
+            /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions, as many strides as sizes are not,
+            /// elements that reach beyond the address space, and, of a view with elements, an address that is null or
+            /// not aligned to the element type.
             pub unsafe fn from_raw(
                 device: &Device,
                 address: u64,
@@ -339,8 +342,8 @@ macro_rules! view_methods {
                 self.expect(op, argument, device, dtype, &sizes[..shape.len()])
             }
 
-            /// Whether rows can be read in pieces of 16 bytes: address, all strides but the last, and the last dimension
-            /// are multiples of 16 bytes.
+            /// Whether rows can be read in pieces of 16 bytes: address, all strides but the last, and the last
+            /// dimension are multiples of 16 bytes.
             pub(crate) fn is_aligned_16(&self) -> bool {
                 let per_16 = 16 / self.dtype().bytes();
                 let (inner, outer) = match self.shape().len() {
@@ -386,11 +389,11 @@ impl TensorView<'_> {
         Ok(data)
     }
 
-    /// Copies the elements in order to the host, after all work on `stream` so far, for which it waits; the view must be
-    /// contiguous.
+    /// Copies the elements in order to the host, after all work on `stream` so far, for which it waits; the view must
+    /// be contiguous.
     ///
-    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream` is
-    /// another device's; [`Error::Driver`] also for work of the stream that failed.
+    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream`
+    /// is another device's; [`Error::Driver`] also for work of the stream that failed.
     pub fn read_into<T: Element>(&self, stream: &Stream, data: &mut [T]) -> Result<(), Error> {
         let data: &mut [u8] = bytemuck::cast_slice_mut(data);
         self.raw.expect_host("TensorView::read_into", stream, T::DTYPE, data.len())?;
@@ -411,7 +414,8 @@ impl TensorView<'_> {
 }
 
 impl<'a> TensorView<'a> {
-    /// A view of another shape and type at this place, which stands for something of that size: nothing may be read by it.
+    /// A view of another shape and type at this place, which stands for something of that size: nothing may be read by
+    /// it.
     pub(crate) fn outline(self, shape: &[usize], dtype: DType) -> Result<TensorView<'a>, Error> {
         let shape = Dims::new(shape)?;
         let raw = RawView { shape, strides: shape.contiguous_strides(), dtype, ..self.raw };
@@ -430,11 +434,11 @@ impl TensorViewMut<'_> {
         TensorViewMut { raw: self.raw, life: PhantomData }
     }
 
-    /// Copies elements from the host, in order, after all work on `stream` so far; the view must be contiguous. `data` may
-    /// be dropped or changed at once.
+    /// Copies elements from the host, in order, after all work on `stream` so far; the view must be contiguous. `data`
+    /// may be dropped or changed at once.
     ///
-    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream` is
-    /// another device's; [`Error::Driver`].
+    /// **Errors**: [`Error::Invalid`] if `T` is another type, `data` of another length, the view has gaps, or `stream`
+    /// is another device's; [`Error::Driver`].
     pub fn write<T: Element>(&mut self, stream: &Stream, data: &[T]) -> Result<(), Error> {
         self.upload("TensorViewMut::write", stream, T::DTYPE, bytemuck::cast_slice(data))
     }
@@ -485,7 +489,8 @@ impl TensorViewMut<'_> {
         if self.is_empty() {
             return &mut [];
         }
-        // SAFETY: host memory, valid and unshared for the view's life over its span — by Tensor, or promised to from_raw.
+        // SAFETY: host memory, valid and unshared for the view's life over its span — by Tensor, or promised to
+        // from_raw.
         unsafe { std::slice::from_raw_parts_mut(self.raw.address as *mut T, self.raw.span()) }
     }
 }

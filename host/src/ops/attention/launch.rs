@@ -57,8 +57,8 @@ pub(super) struct Splits {
     pub(super) merge: Loaded,
     /// From so many pieces of `MERGE_PARTS` times `MERGE_COLUMNS` columns on a warp of the merge does each.
     pub(super) many_pieces: u32,
-    /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or a group's: unfinished results of `head_dim`;
-    /// maximum and sum of the weights.
+    /// What the splits leave for the merge, both `[sequence, head, query, result, …]` f32, a result being a split's or
+    /// a group's: unfinished results of `head_dim`; maximum and sum of the weights.
     pub(super) workspace: Workspace<2>,
 }
 
@@ -104,9 +104,9 @@ impl Planned {
             dims.into(),
         ];
         let _alone = counter.enter(stream)?;
-        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the blocks
-        // draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one is done; threads and
-        // shared memory are the tile's.
+        // SAFETY: `check` found every row of every tensor inside its view, and the maps have its sizes and strides; the
+        // blocks draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one
+        // is done; threads and shared memory are the tile's.
         unsafe { kernel.entry.launch(stream, [dims.grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
@@ -197,8 +197,9 @@ impl Planned {
             dims.into(),
         ];
         let _alone = workspace.enter(stream)?;
-        // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check` found the
-        // run's not to exceed, and no run of another stream uses it until this one is done. The merge has the same dims.
+        // SAFETY: as for prefill; the workspace has room for the rows and splits of the planned sizes, which `check`
+        // found the run's not to exceed, and no run of another stream uses it until this one is done. The merge has the
+        // same dims.
         unsafe {
             kernel.entry.launch(stream, [*grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], params)?;
             merge.entry.launch(stream, *merge_grid, [merge.variant.tile.threads(), 1, 1], &merge_params)
@@ -228,8 +229,8 @@ pub(super) fn prefill(
         scores.blocks.into(),
         dims.into(),
     ];
-    // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes; the
-    // grid covers exactly the tiles of all heads and sequences.
+    // SAFETY: `check` found every row of every tensor inside its view, and `vector` what is read in pieces of 16 bytes;
+    // the grid covers exactly the tiles of all heads and sequences.
     unsafe { kernel.entry.launch(stream, [grid, 1, 1], [kernel.variant.tile.threads(), 1, 1], &params) }
 }
 

@@ -70,7 +70,8 @@ pub struct AttentionProblem {
     pub head_dim_v: usize,
     /// Type of q and out.
     pub dtype: DType,
-    /// Type of k and v: the same, or [`DType::F8E4M3`] where that is f16 or bf16 and both head dims are multiples of 16.
+    /// Type of k and v: the same, or [`DType::F8E4M3`] where that is f16 or bf16 and both head dims are multiples
+    /// of 16.
     pub dtype_kv: DType,
     /// What q·kᵀ is multiplied by before the softmax; `head_dim`^−½ if none.
     pub scale: Option<f32>,
@@ -80,8 +81,8 @@ pub struct AttentionProblem {
     pub window: Option<usize>,
     /// What changes scores besides: a soft cap, masks of one's own.
     pub scores: Scores,
-    /// Keys of a page, one of [`PAGE_SIZES`], if k and v are pools of pages; `seq_kv` is then the most keys of a sequence that
-    /// its pages hold.
+    /// Keys of a page, one of [`PAGE_SIZES`], if k and v are pools of pages; `seq_kv` is then the most keys of a
+    /// sequence that its pages hold.
     pub page_size: Option<usize>,
 }
 
@@ -133,7 +134,8 @@ pub struct AttentionArgs<'a> {
     /// `[batch, seq_kv, heads_kv, head_dim]`: of a cache, the part that may be in use. With pages
     /// `[num_pages, page_size, heads_kv, head_dim]`, packed `[1, tokens, heads_kv, head_dim]`.
     pub k: TensorView<'a>,
-    /// `[batch, seq_kv, heads_kv, head_dim_v]`, and in pages or packed as k. It may be a part of k's own rows, as in latent attention.
+    /// `[batch, seq_kv, heads_kv, head_dim_v]`, and in pages or packed as k. It may be a part of k's own rows, as in
+    /// latent attention.
     pub v: TensorView<'a>,
     /// `[batch]` u32, if there: how many of the `seq_kv` keys each sequence has, read when the kernel runs. More than
     /// `seq_kv` is taken as `seq_kv`. What lies beyond makes no difference, whatever it is.
@@ -144,13 +146,13 @@ pub struct AttentionArgs<'a> {
     pub kv_scales: KvScales<'a>,
     /// `[batch, seq_q, heads_q, head_dim_v]`; packed `[1, tokens, heads_q, head_dim_v]`.
     pub out: TensorViewMut<'a>,
-    /// `[batch, heads_q, seq_q]`, packed `[1, heads_q, tokens]`, f32, if there: the natural logarithm of the sum of the exponentials of a row's scores,
-    /// of which a sink is one.
+    /// `[batch, heads_q, seq_q]`, packed `[1, heads_q, tokens]`, f32, if there: the natural logarithm of the sum of the
+    /// exponentials of a row's scores, of which a sink is one.
     pub lse: Option<TensorViewMut<'a>>,
     /// What changes scores.
     pub scores: ScoreTensors<'a>,
-    /// `[batch, max_pages]` u32, if the problem has pages: those of each sequence in the order of its keys, read when the kernel
-    /// runs. In any order, also shared between sequences; what is beyond a sequence's keys is not read.
+    /// `[batch, max_pages]` u32, if the problem has pages: those of each sequence in the order of its keys, read when
+    /// the kernel runs. In any order, also shared between sequences; what is beyond a sequence's keys is not read.
     pub page_table: Option<TensorView<'a>>,
 }
 
@@ -192,8 +194,9 @@ impl AttentionArgs<'_> {
     }
 }
 
-/// Where sequences begin that are packed one after the other, in ascending order and read when the kernel runs: sequence s has the tokens
-/// from `offsets[s]` to `offsets[s + 1]`. Of a sequence with more than are planned, only so many first ones count.
+/// Where sequences begin that are packed one after the other, in ascending order and read when the kernel runs:
+/// sequence s has the tokens from `offsets[s]` to `offsets[s + 1]`. Of a sequence with more than are planned, only so
+/// many first ones count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Offsets<'a> {
     /// `[batch + 1]` u32, if queries are packed. A row of out that is outside of all sequences is left as it is.
@@ -206,56 +209,55 @@ pub struct Offsets<'a> {
 ///
 /// `out = softmax(scale · q·kᵀ + mask) · v`, in memory linear in the number of keys: the scores are never stored.
 ///
-/// **Soft cap** ([`Scores::soft_cap`]): a scaled product s becomes `cap · tanh(s / cap)`, before masks (Gemma 2); also one of ±∞.
+/// **Soft cap** ([`Scores::soft_cap`]): a scaled product s becomes `cap · tanh(s / cap)`, before masks (Gemma 2); also
+/// one of ±∞.
 ///
-/// **Masks of one's own** ([`Scores::bias`], [`Scores::blocks`]): a number for each query and key that is added to the score, or a byte
-/// that says whether the query sees the key; a bit for each block of queries and block of keys. They hide keys besides the mask and
-/// the window; a hidden key, also one whose number is −∞, makes no difference whatever it is. Blocks that no query of a kernel's tile
-/// sees are not read by the kernels of many queries, so time is in proportion to the others; those of few queries read all. On tensor
-/// cores there are kernels of many queries for additive and boolean masks (`mma.sync`, also on Hopper) and for block masks (Hopper's),
-/// not for both together.
-/// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a key or value
-/// (gpt-oss); one of −∞ changes nothing.
+/// **Masks of one's own** ([`Scores::bias`], [`Scores::blocks`]): a number for each query and key that is added to the
+/// score, or a byte that says whether the query sees the key; a bit for each block of queries and block of keys. They
+/// hide keys besides the mask and the window; a hidden key, also one whose number is −∞, makes no difference whatever
+/// it is. Blocks that no query of a kernel's tile sees are not read by the kernels of many queries, so time is in
+/// proportion to the others; those of few queries read all. On tensor cores there are kernels of many queries for
+/// additive and boolean masks (`mma.sync`, also on Hopper) and for block masks (Hopper's), not for both together.
+/// **Sinks** ([`ScoreTensors::sinks`]): a logit of each head joins the softmax's sum, and the log-sum-exp, without a
+/// key or value (gpt-oss); one of −∞ changes nothing.
 ///
-/// **Empty rows**: a row that sees no key gives zeros, and its sink as log-sum-exp, −∞ without one.
-/// **Arithmetic**: f32 throughout; out is rounded once. On tensor cores weights are rounded to the storage type too, and sums of 16
-/// products are cut off below the 25th bit. Scores of any finite size, if Σ|q·k| is finite in f32; −∞ weighs nothing. Values are
-/// added up with weights of up to 2^8 and divided in the end: where 2^8 · keys · |v| is more than 3.4e38, out may be infinite or NaN.
-/// A NaN in q, in a
-/// visible key or value, or a score of +∞ gives NaN in the rows that it enters (of a value: in its column) and nowhere
-/// else.
-/// **Determinism**: bitwise the same from run to run. A row's result depends on its own sequence only: not on the other
-/// sequences, their number or lengths, nor on the room in the cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor
-/// cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take other kernels than more do, with another order of the sums, so the last bits may
-/// differ between the two; so they may between tensors whose rows are aligned to 16 bytes and others, for which the few queries take
-/// the kernels of the many, and the many those without tensor cores.
-/// Heads wider than 256 take the same kernels for any number of queries; those of 576 and 512 another one on tensor cores, where
-/// rows are aligned, v is the first columns of k's and there is no soft cap.
-/// **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at `j / page_size`. The bits
-/// are those of the same keys in one piece. With pages `kv_lens` is needed, as nothing else tells how many keys there are. A page number
-/// that the pool does not have gives a result without meaning, and no access outside of it.
-/// **Packed sequences** ([`AttentionArgs::offsets`]): the queries of all sequences are one tensor, with or without the keys, so that prompts
-/// of different lengths, and single tokens beside them, are one run. A sequence's bits are those that it has alone by the same kernel, which
-/// here is that for the planned number of queries. Masks by element and by block keep a place for each sequence, of the planned sizes. Offsets
-/// that do not ascend give results without meaning, and no access outside of the tensors.
-/// **fp8**: keys and values in e4m3, times a scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes them.
-/// With tensor cores few queries take them as they are, and the scales join those of the scores and of the results; the other kernels get
-/// them rounded to q's type first. On a card the rows of q, k, v and out have to be aligned to 16 bytes.
-/// **Streams**: a plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph
-/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
-/// **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap each other.
-/// **Memory**: the decode kernels leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory. Heads
-/// wider than 256 have those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
-/// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the latter) has memory for
-/// all keys and values in q's type.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued that writes out or lse
-/// (keys that are gathered go into the plan's memory before).
-/// **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64, 128 and 256, and up to 576
-/// and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the keys' own rows, there are kernels for
-/// tensor cores from sm_80 on, and on sm_90a others for many queries of the former, if the scale is positive.
-/// **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and Gimelshein, *Online normalizer calculation
-/// for softmax* (2018), algorithm 3; the splits as in Dao et al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et
-/// al., *FlashAttention-3* (2024).
+/// **Empty rows**: a row that sees no key gives zeros, and its sink as log-sum-exp, −∞ without one. **Arithmetic**: f32
+/// throughout; out is rounded once. On tensor cores weights are rounded to the storage type too, and sums of 16
+/// products are cut off below the 25th bit. Scores of any finite size, if Σ|q·k| is finite in f32; −∞ weighs nothing.
+/// Values are added up with weights of up to 2^8 and divided in the end: where 2^8 · keys · |v| is more than 3.4e38,
+/// out may be infinite or NaN. A NaN in q, in a visible key or value, or a score of +∞ gives NaN in the rows that it
+/// enters (of a value: in its column) and nowhere else. **Determinism**: bitwise the same from run to run. A row's
+/// result depends on its own sequence only: not on the other sequences, their number or lengths, nor on the room in the
+/// cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take
+/// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
+/// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the
+/// many, and the many those without tensor cores. Heads wider than 256 take the same kernels for any number of queries;
+/// those of 576 and 512 another one on tensor cores, where rows are aligned, v is the first columns of k's and there is
+/// no soft cap. **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at
+/// `j / page_size`. The bits are those of the same keys in one piece. With pages `kv_lens` is needed, as nothing else
+/// tells how many keys there are. A page number that the pool does not have gives a result without meaning, and no
+/// access outside of it. **Packed sequences** ([`AttentionArgs::offsets`]): the queries of all sequences are one
+/// tensor, with or without the keys, so that prompts of different lengths, and single tokens beside them, are one run.
+/// A sequence's bits are those that it has alone by the same kernel, which here is that for the planned number of
+/// queries. Masks by element and by block keep a place for each sequence, of the planned sizes. Offsets that do not
+/// ascend give results without meaning, and no access outside of the tensors. **fp8**: keys and values in e4m3, times a
+/// scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes them. With tensor cores few
+/// queries take them as they are, and the scales join those of the scores and of the results; the other kernels get
+/// them rounded to q's type first. On a card the rows of q, k, v and out have to be aligned to 16 bytes. **Streams**: a
+/// plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph does not know of
+/// later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**:
+/// out and lse may not overlap the other tensors; q, k and v may overlap each other. **Memory**: the decode kernels
+/// leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory. Heads wider than 256 have
+/// those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
+/// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the
+/// latter) has memory for all keys and values in q's type. **Errors**: [`Error::Invalid`] for a shape, stride, type or
+/// place that does not fit; never after work was enqueued that writes out or lse (keys that are gathered go into the
+/// plan's memory before). **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64,
+/// 128 and 256, and up to 576 and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the
+/// keys' own rows, there are kernels for tensor cores from sm_80 on, and on sm_90a others for many queries of the
+/// former, if the scale is positive. **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and
+/// Gimelshein, *Online normalizer calculation for softmax* (2018), algorithm 3; the splits as in Dao et al.,
+/// *Flash-Decoding* (2023); the warpgroups' turns as in Shah et al., *FlashAttention-3* (2024).
 ///
 /// ```no_run
 /// # extern crate host as warpforge;

@@ -15,7 +15,8 @@ pub struct Scores {
     pub soft_cap: Option<f32>,
     /// What [`ScoreTensors::bias`] of the runs is.
     pub bias: ScoreBias,
-    /// How many queries, and how many keys, a block of [`ScoreTensors::blocks`] has, if the runs have one: 16, 32, 64 or 128.
+    /// How many queries, and how many keys, a block of [`ScoreTensors::blocks`] has, if the runs have one: 16, 32, 64
+    /// or 128.
     pub blocks: Option<usize>,
 }
 
@@ -55,13 +56,14 @@ impl Scores {
 /// What changes the scores of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ScoreTensors<'a> {
-    /// `[heads_q]` f32, if there: a score of each head's that has no key and no value. It joins the sum that weights are divided by.
+    /// `[heads_q]` f32, if there: a score of each head's that has no key and no value. It joins the sum that weights
+    /// are divided by.
     pub sinks: Option<TensorView<'a>>,
     /// `[batch, heads_q, seq_q, seq_kv]`, each of the first three also 1, which is for all: see [`ScoreBias`].
     pub bias: Option<TensorView<'a>>,
-    /// `[batch, heads_q, blocks of queries, words]` u32, if planned; batch also 1, heads_q also heads_kv or 1, which are for all. Bit i of
-    /// word w says whether the block of queries sees the block of keys 32·w + i. Blocks are counted from the first query and the
-    /// first key; the last ones may be in part beyond them.
+    /// `[batch, heads_q, blocks of queries, words]` u32, if planned; batch also 1, heads_q also heads_kv or 1, which
+    /// are for all. Bit i of word w says whether the block of queries sees the block of keys 32·w + i. Blocks are
+    /// counted from the first query and the first key; the last ones may be in part beyond them.
     pub blocks: Option<TensorView<'a>>,
 }
 
@@ -130,7 +132,8 @@ pub(super) fn runs(tile: AttentionTile, problem: &AttentionProblem) -> bool {
     has_masks && (soft_cap.is_none() || (has_cap && cap_in.is_normal() && cap_out.is_normal()))
 }
 
-/// What the kernels of a tile, none on the CPU, multiply by before and after the tanh of the soft cap; zeros if there is none.
+/// What the kernels of a tile, none on the CPU, multiply by before and after the tanh of the soft cap; zeros if there
+/// is none.
 pub(super) fn cap(problem: &AttentionProblem, tile: Option<AttentionTile>) -> [f32; 2] {
     let Some(cap) = problem.scores.soft_cap else {
         return [0.0; 2];

@@ -52,10 +52,11 @@ pub struct CausalConv1dArgs<'a> {
     pub weight: TensorView<'a>,
     /// `[channels]`, if there.
     pub bias: Option<TensorView<'a>>,
-    /// `[sequences + 1]` u32: sequence s has the tokens `offsets[s]..offsets[s + 1]`. They do not fall, and are at most the
-    /// number of tokens; a token in none of them is left out.
+    /// `[sequences + 1]` u32: sequence s has the tokens `offsets[s]..offsets[s + 1]`. They do not fall, and are at most
+    /// the number of tokens; a token in none of them is left out.
     pub offsets: TensorView<'a>,
-    /// `[sequences]` u32: where each sequence's state is. Distinct; a sequence whose slot is beyond the state is skipped.
+    /// `[sequences]` u32: where each sequence's state is. Distinct; a sequence whose slot is beyond the state is
+    /// skipped.
     pub slots: TensorView<'a>,
     /// `[slots, channels, width − 1]`, the last two dimensions contiguous: the last inputs of each sequence, the newest
     /// last. Read and brought up to date; zeros before a sequence's first token.
@@ -80,17 +81,16 @@ impl<'a> CausalConv1dArgs<'a> {
 
 /// Causal depthwise convolution over time with SiLU, over packed sequences, continued from a state.
 ///
-/// `out[t, c] = silu(Σ_j weight[c, j] · x[t − width + 1 + j, c] (+ bias[c]))`, where x before a sequence's first token is its
-/// state. The state becomes the last `width − 1` inputs, so that any cut of a sequence into runs gives the same bits.
+/// `out[t, c] = silu(Σ_j weight[c, j] · x[t − width + 1 + j, c] (+ bias[c]))`, where x before a sequence's first token
+/// is its state. The state becomes the last `width − 1` inputs, so that any cut of a sequence into runs gives the same
+/// bits.
 ///
-/// **Arithmetic**: f32, out rounded once; the state holds the inputs as they are, before weights and activation. Where the sizes of
-/// a sum's terms add up to more than 3.4e38, out may be infinite or NaN.
-/// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences, nor on how
-/// it is cut into runs.
-/// **Aliasing**: out and state may not overlap the other tensors.
-/// **Graphs**: offsets and slots are read when the kernel runs.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
+/// **Arithmetic**: f32, out rounded once; the state holds the inputs as they are, before weights and activation. Where
+/// the sizes of a sum's terms add up to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same
+/// from run to run; a sequence's result does not depend on the other sequences, nor on how it is cut into runs.
+/// **Aliasing**: out and state may not overlap the other tensors. **Graphs**: offsets and slots are read when the
+/// kernel runs. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work
+/// was enqueued. **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
 /// **Source**: Gu and Dao, *Mamba* (2023), section 3.4; as in Yang et al., *Gated Delta Networks* (2024), section 3.4.
 ///
 /// ```no_run
@@ -226,8 +226,8 @@ impl Operator for CausalConv1d {
             (&dims).into(),
         ];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is read in pieces of 16
-        // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is read in pieces of
+        // 16 bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

@@ -59,17 +59,15 @@ impl<'a> CopyArgs<'a> {
 
 /// Copies a strided tensor to another of the same shape, and casts between the float types.
 ///
-/// Any shape and strides that come to at most four dimensions when those without gaps in both tensors are merged. Tensors
-/// whose last dimension has stride 1, and whose other strides and addresses are multiples of 16 bytes, are copied by
-/// 16-byte accesses; others element by element.
+/// Any shape and strides that come to at most four dimensions when those without gaps in both tensors are merged.
+/// Tensors whose last dimension has stride 1, and whose other strides and addresses are multiples of 16 bytes, are
+/// copied by 16-byte accesses; others element by element.
 ///
-/// **Arithmetic**: a cast rounds to nearest even, once; beyond the largest finite value the result is an infinity, a NaN
-/// stays a NaN (its payload may change). Equal types keep every bit.
-/// **Aliasing**: dst may not overlap src.
-/// **Determinism**: bitwise the same from run to run.
-/// **Errors**: [`Error::Invalid`] for a shape, type or place that does not fit, and for sizes after merging of 2^31 or
-/// more; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
+/// **Arithmetic**: a cast rounds to nearest even, once; beyond the largest finite value the result is an infinity, a
+/// NaN stays a NaN (its payload may change). Equal types keep every bit. **Aliasing**: dst may not overlap src.
+/// **Determinism**: bitwise the same from run to run. **Errors**: [`Error::Invalid`] for a shape, type or place that
+/// does not fit, and for sizes after merging of 2^31 or more; never after work was enqueued. **Architectures**: the
+/// same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -153,8 +151,8 @@ impl Operator for Copy {
         };
         let params = [(*src).into(), dst.into(), (&dims).into()];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: src and dst have one shape, which `layout` is, so every row and column lies inside both views; `in_pieces`
-        // holds only for what can be read and written in pieces of 16 bytes.
+        // SAFETY: src and dst have one shape, which `layout` is, so every row and column lies inside both views;
+        // `in_pieces` holds only for what can be read and written in pieces of 16 bytes.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

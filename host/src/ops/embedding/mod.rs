@@ -60,14 +60,12 @@ impl<'a> EmbeddingArgs<'a> {
 
 /// Rows of a table by index: `out[t, :] = table[ids[t], :]`.
 ///
-/// **Arithmetic**: none; rows are copied bit by bit.
-/// **Invalid ids**: a kernel cannot report an id of `vocab` or more, and reading the table there would be unsound. Every
-/// byte of its output row becomes 0xff, which is NaN in every float type and so cannot go unnoticed; the other rows are
-/// as they should be. Check ids on the host, where they come from, to get an error.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors. Rows that are not whole, aligned pieces of 16 bytes are copied
-/// element by element.
+/// **Arithmetic**: none; rows are copied bit by bit. **Invalid ids**: a kernel cannot report an id of `vocab` or more,
+/// and reading the table there would be unsound. Every byte of its output row becomes 0xff, which is NaN in every float
+/// type and so cannot go unnoticed; the other rows are as they should be. Check ids on the host, where they come from,
+/// to get an error. **Aliasing**: out may not overlap the other tensors. **Errors**: [`Error::Invalid`] for a shape,
+/// stride, type or place that does not fit; never after work was enqueued. **Architectures**: the same kernels on all
+/// floors. Rows that are not whole, aligned pieces of 16 bytes are copied element by element.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -152,8 +150,8 @@ impl Operator for Embedding {
         let dims = EmbeddingDims { cols: units(cols as u32), vocab: vocab as u32, table_stride, out_stride };
         let params = [(*table).into(), (*ids).into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(run.is_aligned);
-        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in units of 16
-        // bytes; the grid is one block per id.
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in units of
+        // 16 bytes; the grid is one block per id.
         unsafe { entry.launch(run.stream, [rows.tokens, 1, 1], [threads, 1, 1], &params) }
     }
 

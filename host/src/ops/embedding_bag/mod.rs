@@ -72,18 +72,17 @@ impl<'a> EmbeddingBagArgs<'a> {
 
 /// Weighted sums of rows of a table: `out[t, :] = Σ_j weights[t, j] · table[ids[t, j], :]`, or added to out.
 ///
-/// With four neighbours and bilinear weights it interpolates a table of positions on a grid, as vision transformers do for
-/// images of any size.
+/// With four neighbours and bilinear weights it interpolates a table of positions on a grid, as vision transformers do
+/// for images of any size.
 ///
-/// **Arithmetic**: f32, in the order of the bag and from out's value on where that is added to; rounded once. Where the sizes of
-/// the terms add up to more than 3.4e38, out may be infinite or NaN.
-/// **Invalid ids**: a kernel cannot report an id of `vocab` or more, and reading the table there would be unsound. The
-/// token's row becomes NaN, whatever the weight.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Determinism**: bitwise the same from run to run; a token's row does not depend on the other tokens or their number.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: the operator is PyTorch's `EmbeddingBag` with `per_sample_weights`.
+/// **Arithmetic**: f32, in the order of the bag and from out's value on where that is added to; rounded once. Where the
+/// sizes of the terms add up to more than 3.4e38, out may be infinite or NaN. **Invalid ids**: a kernel cannot report
+/// an id of `vocab` or more, and reading the table there would be unsound. The token's row becomes NaN, whatever the
+/// weight. **Aliasing**: out may not overlap the other tensors. **Determinism**: bitwise the same from run to run; a
+/// token's row does not depend on the other tokens or their number. **Errors**: [`Error::Invalid`] for a shape, stride,
+/// type or place that does not fit; never after work was enqueued. **Architectures**: the same kernels on all floors;
+/// from sm_80 on bf16 is packed by the hardware. **Source**: the operator is PyTorch's `EmbeddingBag` with
+/// `per_sample_weights`.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -182,9 +181,9 @@ impl Operator for EmbeddingBag {
         let dims = EmbeddingBagDims { tiles, bag, vocab, table_stride, out_stride, adds };
         let params = [(*table).into(), (*ids).into(), (*weights).into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: `check` found every row of every tensor inside its view, and an id and a weight for each place of each bag;
-        // `is_aligned` what the tile reads in pieces of 16 bytes; the kernel leaves out what is beyond tokens, cols and
-        // vocab.
+        // SAFETY: `check` found every row of every tensor inside its view, and an id and a weight for each place of
+        // each bag; `is_aligned` what the tile reads in pieces of 16 bytes; the kernel leaves out what is beyond
+        // tokens, cols and vocab.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

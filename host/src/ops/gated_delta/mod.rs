@@ -76,13 +76,14 @@ pub struct GatedDeltaArgs<'a> {
     pub a_log: TensorView<'a>,
     /// `[heads_v]` f32.
     pub dt_bias: TensorView<'a>,
-    /// `[sequences + 1]` u32: sequence s has the tokens `offsets[s]..offsets[s + 1]`. They do not fall, and are at most the
-    /// number of tokens; a token in none of them is left out.
+    /// `[sequences + 1]` u32: sequence s has the tokens `offsets[s]..offsets[s + 1]`. They do not fall, and are at most
+    /// the number of tokens; a token in none of them is left out.
     pub offsets: TensorView<'a>,
-    /// `[sequences]` u32: where each sequence's state is. Distinct; a sequence whose slot is beyond the state is skipped.
+    /// `[sequences]` u32: where each sequence's state is. Distinct; a sequence whose slot is beyond the state is
+    /// skipped.
     pub slots: TensorView<'a>,
-    /// `[slots, heads_v, dim_k, dim_v]` f32, the last three dimensions contiguous. Read and brought up to date; zeros before
-    /// a sequence's first token. A copy of a slot is a copy of the sequence.
+    /// `[slots, heads_v, dim_k, dim_v]` f32, the last three dimensions contiguous. Read and brought up to date; zeros
+    /// before a sequence's first token. A copy of a slot is a copy of the sequence.
     pub state: TensorViewMut<'a>,
     /// `[tokens, heads_v, dim_v]`.
     pub out: TensorViewMut<'a>,
@@ -115,23 +116,21 @@ impl<'a> GatedDeltaArgs<'a> {
 /// ```
 ///
 /// **Arithmetic**: f32 throughout, the state too; out is rounded once. softplus(x) is x from 20 on, and a g below −256
-/// counts as −256, whose e^g is 0; of any finite `a_log`, a and `dt_bias` g is a number. Where the sizes of a sum's terms add up to
-/// more than 3.4e38, the state and what is read of it may be infinite or NaN.
-/// **Forms**: the recurrence as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as
-/// matrix products, which is another order of the same sums: there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is
-/// 0, where token by token something of a huge value can be left. Sums over |q|² and |k|² must stay below 3e38.
-/// **Determinism**: bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is
-/// cut into runs can change the last bits in the chunked form, not in the recurrent one, nor on the CPU.
-/// **Special values**: a NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column.
-/// **Streams**: a plan of the chunked form has a workspace, so a run in another stream than the last one waits for that. A
-/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive
-/// the plan.
-/// **Aliasing**: out and state may not overlap the other tensors.
-/// **Graphs**: offsets and slots are read when the kernels run.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors.
-/// **Source**: Yang et al., *Gated Delta Networks* (2024), equation 10; the chunked form as in section 3.3 there and in Yang et
-/// al., *Parallelizing Linear Transformers with the Delta Rule over Sequence Length* (2024), section 3.
+/// counts as −256, whose e^g is 0; of any finite `a_log`, a and `dt_bias` g is a number. Where the sizes of a sum's
+/// terms add up to more than 3.4e38, the state and what is read of it may be infinite or NaN. **Forms**: the recurrence
+/// as it stands where `longest` is at most [`MAX_RECURRENT_TOKENS`], else chunks of 64 tokens as matrix products, which
+/// is another order of the same sums: there a decay over up to 64 tokens is one number, which below 2⁻¹⁴⁹ is 0, where
+/// token by token something of a huge value can be left. Sums over |q|² and |k|² must stay below 3e38. **Determinism**:
+/// bitwise the same from run to run; a sequence's result does not depend on the other sequences. How it is cut into
+/// runs can change the last bits in the chunked form, not in the recurrent one, nor on the CPU. **Special values**: a
+/// NaN or infinity reaches no earlier token, no other head or sequence, and from v no other column. **Streams**: a plan
+/// of the chunked form has a workspace, so a run in another stream than the last one waits for that. A recorded graph
+/// does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan.
+/// **Aliasing**: out and state may not overlap the other tensors. **Graphs**: offsets and slots are read when the
+/// kernels run. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work
+/// was enqueued. **Architectures**: the same kernels on all floors. **Source**: Yang et al., *Gated Delta Networks*
+/// (2024), equation 10; the chunked form as in section 3.3 there and in Yang et al., *Parallelizing Linear Transformers
+/// with the Delta Rule over Sequence Length* (2024), section 3.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -340,8 +339,8 @@ impl Operator for GatedDelta {
             (&dims).into(),
         ];
         let threads = GatedDeltaTile::Recurrent.threads();
-        // SAFETY: `check` found every row of every tensor inside its view, and `access` what is read in pieces of 16 bytes;
-        // the kernel takes no token beyond them and leaves out slots beyond the state.
+        // SAFETY: `check` found every row of every tensor inside its view, and `access` what is read in pieces of 16
+        // bytes; the kernel takes no token beyond them and leaves out slots beyond the state.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
     }
 
@@ -400,8 +399,9 @@ impl Chunked {
                 (&dims).into(),
             ];
             let (chunk, scan) = (GatedDeltaTile::Chunk.threads(), GatedDeltaTile::Scan.threads());
-            // SAFETY: as for the recurrent form; the workspace has room for the places of a pass, of which a run of at most
-            // the planned tokens and sequences has no more, and no run of another stream uses it until this one is done.
+            // SAFETY: as for the recurrent form; the workspace has room for the places of a pass, of which a run of at
+            // most the planned tokens and sequences has no more, and no run of another stream uses it until this one is
+            // done.
             unsafe {
                 self.chunk.launch(stream, [chunk_grid, 1, 1], [chunk, 1, 1], &chunk_params)?;
                 self.scan.launch(stream, [scan_grid, 1, 1], [scan, 1, 1], &scan_params)?;

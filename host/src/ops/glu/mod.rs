@@ -66,16 +66,15 @@ impl<'a> GluArgs<'a> {
 /// `out = act(gate) · up`, with act of [`Activation`]; `out = act(gate)` if there is no up.
 ///
 /// **Arithmetic**: f32, out rounded once. On a card the relative error of act is below 2^-21 for SiLU and the sigmoid,
-/// 2^-20.5 for GELU with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing cancels
-/// for negative gates. Where act is below 2^-126, it has the digits that are left there, also if up is large.
-/// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), for the sigmoid 1 and 0; act(NaN) = NaN; the product is that
-/// of IEEE 754, so that act(−inf) · inf is NaN.
-/// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: Shazeer, *GLU Variants Improve Transformer* (2020), section 2; Hendrycks and Gimpel, *Gaussian Error
-/// Linear Units* (2016), section 2.
+/// 2^-20.5 for GELU with erf, and (1 + |z|)·2^-21 for GELU with tanh, z being twice the argument of tanh; nothing
+/// cancels for negative gates. Where act is below 2^-126, it has the digits that are left there, also if up is large.
+/// **Extremes**: act(+inf) = inf, act(−inf) = −0 (its limit), for the sigmoid 1 and 0; act(NaN) = NaN; the product is
+/// that of IEEE 754, so that act(−inf) · inf is NaN. **Determinism**: bitwise the same from run to run; a row's result
+/// does not depend on the other rows or their number. **Aliasing**: out may not overlap the other tensors. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware. **Source**:
+/// Shazeer, *GLU Variants Improve Transformer* (2020), section 2; Hendrycks and Gimpel, *Gaussian Error Linear Units*
+/// (2016), section 2.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -155,8 +154,8 @@ impl Operator for Glu {
         let dims = GluDims { tiles, gate_stride, up_stride, out_stride };
         let params = [(*gate).into(), (*up).into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what the tile reads in pieces of
-        // 16 bytes; the kernel leaves out what is beyond rows and cols.
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what the tile reads in
+        // pieces of 16 bytes; the kernel leaves out what is beyond rows and cols.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

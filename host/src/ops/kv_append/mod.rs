@@ -65,8 +65,9 @@ impl<'a> KvAppendArgs<'a> {
 
 /// Copies the keys and values of new tokens into their slots of a cache.
 ///
-/// `k_cache[slots[t]] = k[t]`, `v_cache[slots[t]] = v[t]` for every token t. For a cache `[batch, capacity, heads, head_dim]`
-/// seen as `[batch · capacity, heads, head_dim]`, position p of sequence b is slot `b · capacity + p`.
+/// `k_cache[slots[t]] = k[t]`, `v_cache[slots[t]] = v[t]` for every token t. For a cache
+/// `[batch, capacity, heads, head_dim]` seen as `[batch · capacity, heads, head_dim]`, position p of sequence b is slot
+/// `b · capacity + p`.
 ///
 /// **Arithmetic**: none, bits are copied. **Determinism**: bitwise, if the slots are distinct; else their
 /// rows may hold any of the tokens in any of their parts.

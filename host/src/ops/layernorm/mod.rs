@@ -72,14 +72,13 @@ impl<'a> LayerNormArgs<'a> {
 ///
 /// `h = x` or `residual + x`; `out = (h − mean(h)) · rsqrt(mean((h − mean(h))²) + eps) · weight + bias`.
 ///
-/// **Arithmetic**: f32 throughout, `rsqrt` within 2^-22.9; out is rounded once, h once if there is a residual. The variance
-/// is the biased one, of the differences from the mean; rows far from zero lose nothing.
-/// **Range**: any finite row: one whose sums or squares overflow or underflow is multiplied by a power of two first.
-/// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: Ba, Kiros and Hinton, *Layer Normalization* (2016), equations 3 and 4.
+/// **Arithmetic**: f32 throughout, `rsqrt` within 2^-22.9; out is rounded once, h once if there is a residual. The
+/// variance is the biased one, of the differences from the mean; rows far from zero lose nothing. **Range**: any finite
+/// row: one whose sums or squares overflow or underflow is multiplied by a power of two first. **Determinism**: bitwise
+/// the same from run to run; a row's result does not depend on the other rows or their number. **Aliasing**: out may
+/// not overlap the other tensors. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit;
+/// never after work was enqueued. **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by
+/// the hardware. **Source**: Ba, Kiros and Hinton, *Layer Normalization* (2016), equations 3 and 4.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;

@@ -53,10 +53,12 @@ impl<'a> QuantizeRowsArgs<'a> {
     }
 }
 
-/// Symmetric quantisation of rows to int8: `scale = max |x| / 127; q = x / scale`, to the nearest integer, ties to even.
+/// Symmetric quantisation of rows to int8: `scale = max |x| / 127; q = x / scale`, to the nearest integer, ties to
+/// even.
 ///
-/// A row of zeros has scale 0 and zeros, and so has one so small that its scale rounds to 0 (below 2^-143). A row with an
-/// infinity has an infinite scale, one with a NaN the scale NaN, and int8 zeros either way: products of such rows are NaN.
+/// A row of zeros has scale 0 and zeros, and so has one so small that its scale rounds to 0 (below 2^-143). A row with
+/// an infinity has an infinite scale, one with a NaN the scale NaN, and int8 zeros either way: products of such rows
+/// are NaN.
 ///
 /// **Arithmetic**: both divisions in f32, exactly rounded.
 /// **Determinism**: the same bits on every device; a row's result does not depend on the other rows or their number.
@@ -137,8 +139,8 @@ impl Operator for QuantizeRows {
     ) -> Result<(), Error> {
         let QuantizeRowsArgs { x, q, scale } = args;
         let params = [(*x).into(), q.into(), scale.into(), (&dims).into()];
-        // SAFETY: `check` found every row of every tensor inside its view, and aligned where `cols_in_pieces` is not 0; a
-        // block per row, and shared memory for its warps.
+        // SAFETY: `check` found every row of every tensor inside its view, and aligned where `cols_in_pieces` is not 0;
+        // a block per row, and shared memory for its warps.
         unsafe { run.kernels.launch(run.stream, [rows, 1, 1], [QUANTIZE_THREADS, 1, 1], &params) }
     }
 

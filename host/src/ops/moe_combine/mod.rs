@@ -72,16 +72,15 @@ impl<'a> MoeCombineArgs<'a> {
 
 /// Sums the results of each token's experts by weight, and adds the shared expert's.
 ///
-/// `out[t] = Σ_j weights[t, j] · y[positions[t, j]] + sigmoid(gate[t]) · shared[t]`, without the last term or its gate where
-/// there is none. An empty sum is 0.
+/// `out[t] = Σ_j weights[t, j] · y[positions[t, j]] + sigmoid(gate[t]) · shared[t]`, without the last term or its gate
+/// where there is none. An empty sum is 0.
 ///
-/// **Arithmetic**: f32, in the order of j, the shared expert last; out is rounded once. Where the sizes of the terms add up to more
-/// than 3.4e38, out may be infinite or NaN.
-/// **Determinism**: bitwise the same from run to run; a token's result depends on its own rows alone.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors.
-/// **Source**: Shazeer et al., *Outrageously Large Neural Networks* (2017), equation 1.
+/// **Arithmetic**: f32, in the order of j, the shared expert last; out is rounded once. Where the sizes of the terms
+/// add up to more than 3.4e38, out may be infinite or NaN. **Determinism**: bitwise the same from run to run; a token's
+/// result depends on its own rows alone. **Aliasing**: out may not overlap the other tensors. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously Large Neural Networks*
+/// (2017), equation 1.
 #[derive(Debug)]
 pub struct MoeCombine(Plan<Self>);
 
@@ -176,8 +175,8 @@ impl Operator for MoeCombine {
             (&dims).into(),
         ];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in pieces of 16
-        // bytes; the grid has a thread for every piece.
+        // SAFETY: `check` found every row of every tensor inside its view, and `is_aligned` what is moved in pieces of
+        // 16 bytes; the grid has a thread for every piece.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

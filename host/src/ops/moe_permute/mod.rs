@@ -77,11 +77,10 @@ impl<'a> MoePermuteArgs<'a> {
 ///
 /// Nothing comes back to the host: the counts stay in device memory, for [`super::grouped_matmul`].
 ///
-/// **Arithmetic**: integers. **Determinism**: bitwise the same on every backend and floor.
-/// **Streams**: a plan for many pairs has a workspace, so a run in another stream than the last one waits for that. A
-/// recorded graph does not know of later runs: do not let it run at the same time as the plan in another stream, nor outlive
-/// the plan.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
+/// **Arithmetic**: integers. **Determinism**: bitwise the same on every backend and floor. **Streams**: a plan for many
+/// pairs has a workspace, so a run in another stream than the last one waits for that. A recorded graph does not know
+/// of later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan. **Errors**:
+/// [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the same kernels on all floors.
 #[derive(Debug)]
 pub struct MoePermute(Plan<Self>);
@@ -195,8 +194,8 @@ impl Operator for MoePermute {
         let MoePermuteArgs { ids, offsets, order, positions } = args;
         let launch = |entry: &Entry, grid: u32, counts: Param<'_>, dims: &MoePermuteDims| {
             let params = [(*ids).into(), counts, offsets.into(), order.into(), positions.into(), dims.into()];
-            // SAFETY: `check` found the tensors contiguous and of the sizes of `dims`; the grid has a block for every chunk,
-            // and shared memory for the histograms; the counts are a word for each planned chunk and bin.
+            // SAFETY: `check` found the tensors contiguous and of the sizes of `dims`; the grid has a block for every
+            // chunk, and shared memory for the histograms; the counts are a word for each planned chunk and bin.
             unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
         };
         let Kernels { block, chunks, block_pairs } = run.kernels;

@@ -116,24 +116,23 @@ impl<'a> MoeRouterArgs<'a> {
 /// Chooses the experts of each token, and their weights.
 ///
 /// With `s = softmax(logits)` over all experts, or `sigmoid(logits)`:
-/// 1. Experts are ordered by descending `s + bias`; without a bias by the logit, which is the same order. Equal ones are
-///    ordered by ascending index.
-/// 2. Where there are groups: a group's score is the sum of its two largest `s + bias`; the `top_groups` best are kept, the
-///    lowest index among equals.
+/// 1. Experts are ordered by descending `s + bias`; without a bias by the logit, which is the same order. Equal ones
+///    are ordered by ascending index.
+/// 2. Where there are groups: a group's score is the sum of its two largest `s + bias`; the `top_groups` best are kept,
+///    the lowest index among equals.
 /// 3. `ids` are the first `top_k` experts (of the kept groups), in that order.
 /// 4. `weights = s[ids]`, without the bias; divided by their sum ([`RouterWeights`]), multiplied by `scale`, rounded to
 ///    `weight_dtype`.
 ///
-/// **Arithmetic**: f32, of exactly rounded operations in a fixed order; the relative error of a score is about 2^-21. Logits of any
-/// finite size; a sum with the bias, or of a group's two, that is more than 3.4e38 is infinite, and such sums are equal.
-/// **NaN**: a NaN logit (or sum with the bias) comes after −∞, so ids are always different and in range. The softmax of a row
-/// with a NaN or +∞ is NaN, and so are all its weights; a sigmoid is NaN where its logit is.
-/// **Determinism**: the same ids and weights, bit for bit, on every backend and floor, whatever the other tokens are.
-/// **Errors**: [`Error::Invalid`] for a parameter, shape, stride, type or place that does not fit; never after work was
-/// enqueued.
-/// **Architectures**: the same kernels on all floors.
-/// **Source**: Shazeer et al., *Outrageously Large Neural Networks* (2017), section 2.1; for sigmoid scores, bias and groups
-/// DeepSeek-AI, *DeepSeek-V3 Technical Report* (2024), section 2.1.2.
+/// **Arithmetic**: f32, of exactly rounded operations in a fixed order; the relative error of a score is about 2^-21.
+/// Logits of any finite size; a sum with the bias, or of a group's two, that is more than 3.4e38 is infinite, and such
+/// sums are equal. **NaN**: a NaN logit (or sum with the bias) comes after −∞, so ids are always different and in
+/// range. The softmax of a row with a NaN or +∞ is NaN, and so are all its weights; a sigmoid is NaN where its logit
+/// is. **Determinism**: the same ids and weights, bit for bit, on every backend and floor, whatever the other tokens
+/// are. **Errors**: [`Error::Invalid`] for a parameter, shape, stride, type or place that does not fit; never after
+/// work was enqueued. **Architectures**: the same kernels on all floors. **Source**: Shazeer et al., *Outrageously
+/// Large Neural Networks* (2017), section 2.1; for sigmoid scores, bias and groups DeepSeek-AI, *DeepSeek-V3 Technical
+/// Report* (2024), section 2.1.2.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -280,8 +279,8 @@ impl Operator for MoeRouter {
         let MoeRouterArgs { logits, bias, ids, weights } = args;
         let params = [(*logits).into(), (*bias).into(), ids.into(), weights.into(), (&dims).into()];
         let grid = dims.tokens.div_ceil(WARPS);
-        // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a warp for
-        // every token and shared memory for its keys.
+        // SAFETY: `check` found every row of the logits, the bias and the outputs inside their views; the grid has a
+        // warp for every token and shared memory for its keys.
         unsafe { run.kernels.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

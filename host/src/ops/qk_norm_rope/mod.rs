@@ -86,8 +86,8 @@ pub struct QkNormWeights<'a> {
 
 views!(QkNormWeights { q, k });
 
-/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: q, k and v are often parts of a joint projection's rows. The
-/// last dimension must have stride 1; the others may have any stride.
+/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: q, k and v are often parts of a joint projection's
+/// rows. The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct QkNormRopeArgs<'a> {
     /// Query heads.
@@ -149,22 +149,21 @@ impl<'a> QkNormRopeArgs<'a> {
 ///
 /// `q_out[t] = rope(norm(q[t]))`, `k_cache[slots[t]] = rope(norm(k[t]))`, `v_cache[slots[t]] = v[t]`,
 ///
-/// with [`RmsNorm`](super::rmsnorm::RmsNorm) over the elements of a head, if there is a norm, [`Rope`](super::rope::Rope)
-/// by the token's position, and [`KvAppend`](super::kv_append::KvAppend) for contiguous and paged caches alike: position p
-/// in page g of a pool `[pages, page_size, heads, head_dim]` is slot `g · page_size + p`. In fp8 caches heads are stored
-/// times `1 / k_scale[head]` and `1 / v_scale[head]`, at most ±448.
+/// with [`RmsNorm`](super::rmsnorm::RmsNorm) over the elements of a head, if there is a norm,
+/// [`Rope`](super::rope::Rope) by the token's position, and [`KvAppend`](super::kv_append::KvAppend) for contiguous and
+/// paged caches alike: position p in page g of a pool `[pages, page_size, heads, head_dim]` is slot
+/// `g · page_size + p`. In fp8 caches heads are stored times `1 / k_scale[head]` and `1 / v_scale[head]`, at most ±448.
 ///
-/// **Arithmetic**: f32, rounded to the type after the norm and after the rotation, where models round, too. The bits are
-/// those of the three operators one after another. Only on a card, if heads have more than 512 bytes, or whole pieces of
-/// 16 bytes but not their rotated part (each half of it, if the pairs are half of it apart), or addresses that are not
-/// multiples of 16, their squares may be added in another order. fp8 is rounded from the type once more, to nearest even.
-/// **Aliasing**: q in place by [`RopeInput::InPlace`]; otherwise no output may overlap another tensor.
-/// **Determinism**: bitwise the same from run to run, if the slots are distinct; a token's result does not depend on the
-/// other tokens or their number.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: those of the three operators; norms of q and k as in Henry et al., *Query-Key Normalization for
-/// Transformers* (2020), in the form of Qwen3.
+/// **Arithmetic**: f32, rounded to the type after the norm and after the rotation, where models round, too. The bits
+/// are those of the three operators one after another. Only on a card, if heads have more than 512 bytes, or whole
+/// pieces of 16 bytes but not their rotated part (each half of it, if the pairs are half of it apart), or addresses
+/// that are not multiples of 16, their squares may be added in another order. fp8 is rounded from the type once more,
+/// to nearest even. **Aliasing**: q in place by [`RopeInput::InPlace`]; otherwise no output may overlap another tensor.
+/// **Determinism**: bitwise the same from run to run, if the slots are distinct; a token's result does not depend on
+/// the other tokens or their number. **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not
+/// fit; never after work was enqueued. **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed
+/// by the hardware. **Source**: those of the three operators; norms of q and k as in Henry et al., *Query-Key
+/// Normalization for Transformers* (2020), in the form of Qwen3.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -391,9 +390,9 @@ impl Operator for QkNormRope {
             (&dims).into(),
         ];
         let entry = run.kernels.fitting(run.is_aligned);
-        // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as tokens; the
-        // tables have max_position rows, which the kernel keeps to. What is not `is_aligned` takes the kernel for any
-        // address; the tables' rows are whole pieces where the other reads them so.
+        // SAFETY: `check` found every head of every tensor inside its view, and as many positions and slots as tokens;
+        // the tables have max_position rows, which the kernel keeps to. What is not `is_aligned` takes the kernel for
+        // any address; the tables' rows are whole pieces where the other reads them so.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [threads, 1, 1], &params) }
     }
 

@@ -91,14 +91,13 @@ impl<'a> RmsNormArgs<'a> {
 /// with a gate `out · silu(gate)`: norm first, gate second.
 ///
 /// **Arithmetic**: f32 throughout, `rsqrt` within 2^-22.9; out is rounded once, h once if there is a residual.
-/// **Range**: any finite row: one whose squares overflow or underflow is multiplied by a power of two first. What it is multiplied
-/// by after the norm is so in f32, weight first: a product on the way that is beyond 3.4e38 is infinite, below 1.2e-38 perhaps 0.
-/// **Determinism**: bitwise the same from run to run; a row's result does not depend on the other rows or their number.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: Zhang and Sennrich, *Root Mean Square Layer Normalization* (2019), equation 4; the gate as in Yang et al.,
-/// *Gated Delta Networks* (2024), section 3.4.
+/// **Range**: any finite row: one whose squares overflow or underflow is multiplied by a power of two first. What it is
+/// multiplied by after the norm is so in f32, weight first: a product on the way that is beyond 3.4e38 is infinite,
+/// below 1.2e-38 perhaps 0. **Determinism**: bitwise the same from run to run; a row's result does not depend on the
+/// other rows or their number. **Aliasing**: out may not overlap the other tensors. **Errors**: [`Error::Invalid`] for
+/// a shape, stride, type or place that does not fit; never after work was enqueued. **Architectures**: the same kernels
+/// on all floors; from sm_80 on bf16 is packed by the hardware. **Source**: Zhang and Sennrich, *Root Mean Square Layer
+/// Normalization* (2019), equation 4; the gate as in Yang et al., *Gated Delta Networks* (2024), section 3.4.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;

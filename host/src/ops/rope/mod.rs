@@ -65,8 +65,8 @@ impl Views for RopeInput<'_> {
     }
 }
 
-/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: the q or k part of a joint projection, or a slice of a cache.
-/// The last dimension must have stride 1; the others may have any stride.
+/// The tensors of a run. Heads are `[tokens, heads, head_dim]`: the q or k part of a joint projection, or a slice of a
+/// cache. The last dimension must have stride 1; the others may have any stride.
 #[derive(Debug)]
 pub struct RopeArgs<'a> {
     /// Input.
@@ -96,15 +96,15 @@ impl<'a> RopeArgs<'a> {
 
 /// Rotary position embedding of the heads of tokens.
 ///
-/// With c and s the table entries of a token's position and of pair (a, b): `(a, b) ← (a·c − b·s, b·c + a·s)`. The pairs
-/// are those of [`RopeStyle`]; interleaved ones are rotated in place, not moved apart.
+/// With c and s the table entries of a token's position and of pair (a, b): `(a, b) ← (a·c − b·s, b·c + a·s)`. The
+/// pairs are those of [`RopeStyle`]; interleaved ones are rotated in place, not moved apart.
 ///
-/// **Arithmetic**: f32, each result rounded once; elements that are not rotated keep their bits.
-/// **Aliasing**: in place by [`RopeInput::InPlace`]; otherwise out may not overlap the other tensors.
-/// **Determinism**: bitwise the same from run to run; a token's result does not depend on the other tokens or their number.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
-/// **Source**: Su et al., *RoFormer: Enhanced Transformer with Rotary Position Embedding* (2021), equation 34.
+/// **Arithmetic**: f32, each result rounded once; elements that are not rotated keep their bits. **Aliasing**: in place
+/// by [`RopeInput::InPlace`]; otherwise out may not overlap the other tensors. **Determinism**: bitwise the same from
+/// run to run; a token's result does not depend on the other tokens or their number. **Errors**: [`Error::Invalid`] for
+/// a shape, stride, type or place that does not fit; never after work was enqueued. **Architectures**: the same kernels
+/// on all floors; from sm_80 on bf16 is packed by the hardware. **Source**: Su et al., *RoFormer: Enhanced Transformer
+/// with Rotary Position Embedding* (2021), equation 34.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -205,8 +205,9 @@ impl Operator for Rope {
         let (cos, sin) = (tables.cos.view(), tables.sin.view());
         let params = [x, (*positions).into(), cos.into(), sin.into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(run.is_aligned);
-        // SAFETY: `check` found every head of x and out inside its view, and as many positions as tokens; the tables have
-        // max_position rows, which the kernel keeps to. `is_aligned` holds only for what can be read in pieces of 16 bytes.
+        // SAFETY: `check` found every head of x and out inside its view, and as many positions as tokens; the tables
+        // have max_position rows, which the kernel keeps to. `is_aligned` holds only for what can be read in pieces of
+        // 16 bytes.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

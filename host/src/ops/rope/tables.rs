@@ -33,8 +33,8 @@ impl Views for &RopeTables {
 }
 
 impl RopeTables {
-    /// Tables of the positions below `max_position`: the angle of pair i at position p is `p · inv_freq[i]`, in radians,
-    /// and cos and sin are multiplied by `attention_factor` (1 except for YaRN).
+    /// Tables of the positions below `max_position`: the angle of pair i at position p is `p · inv_freq[i]`, in
+    /// radians, and cos and sin are multiplied by `attention_factor` (1 except for YaRN).
     pub fn new(
         stream: &Stream,
         inv_freq: &[f64],
@@ -61,8 +61,8 @@ impl RopeTables {
         Self::build(stream, angles.len() / pairs, pairs, attention_factor, angle)
     }
 
-    /// Writes given angles in radians, `[positions, pairs]`, over the first positions, after the stream's work so far: for
-    /// tables that are made once and serve prompt after prompt. Allocates nothing on the device.
+    /// Writes given angles in radians, `[positions, pairs]`, over the first positions, after the stream's work so far:
+    /// for tables that are made once and serve prompt after prompt. Allocates nothing on the device.
     pub fn set_angles(
         &mut self,
         stream: &Stream,

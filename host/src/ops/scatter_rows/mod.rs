@@ -61,12 +61,11 @@ impl<'a> ScatterRowsArgs<'a> {
 
 /// Rows into places that are named by number: `out[ids[t], :] = x[t, :]`, or `+=`.
 ///
-/// **Arithmetic**: bits are copied; a sum is that of f32, rounded once.
-/// **Aliasing**: out may not overlap the other tensors.
-/// **Determinism**: bitwise the same from run to run if the numbers are distinct; otherwise the row that several go to may
-/// hold any of them in any of its parts, or sums that lack some.
-/// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the same kernels on all floors; from sm_80 on bf16 is packed by the hardware.
+/// **Arithmetic**: bits are copied; a sum is that of f32, rounded once. **Aliasing**: out may not overlap the other
+/// tensors. **Determinism**: bitwise the same from run to run if the numbers are distinct; otherwise the row that
+/// several go to may hold any of them in any of its parts, or sums that lack some. **Errors**: [`Error::Invalid`] for a
+/// shape, stride, type or place that does not fit; never after work was enqueued. **Architectures**: the same kernels
+/// on all floors; from sm_80 on bf16 is packed by the hardware.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -156,9 +155,9 @@ impl Operator for ScatterRows {
         let dims = ScatterRowsDims { tiles, num_rows, x_stride, out_stride, adds };
         let params = [(*x).into(), (*ids).into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(in_pieces);
-        // SAFETY: `check` found every row of every tensor inside its view, and a number for each row of x; `is_aligned` what
-        // the tile moves in pieces of 16 bytes; the kernel leaves out what is beyond rows, cols and num_rows. That the
-        // numbers are distinct is the caller's part; where they are not, values are undefined, not memory.
+        // SAFETY: `check` found every row of every tensor inside its view, and a number for each row of x; `is_aligned`
+        // what the tile moves in pieces of 16 bytes; the kernel leaves out what is beyond rows, cols and num_rows. That
+        // the numbers are distinct is the caller's part; where they are not, values are undefined, not memory.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 

@@ -61,8 +61,8 @@ impl<'a> TransposeArgs<'a> {
 
 /// Transposition of the matrices of a batch: `out[b, col, row] = x[b, row, col]`.
 ///
-/// Tensors whose last dimension has stride 1, and whose other strides and addresses are multiples of 4 bytes, are read and
-/// written by words; others element by element, which is slower for types below 4 bytes.
+/// Tensors whose last dimension has stride 1, and whose other strides and addresses are multiples of 4 bytes, are read
+/// and written by words; others element by element, which is slower for types below 4 bytes.
 ///
 /// **Arithmetic**: none; every bit is kept.
 /// **Aliasing**: out may not overlap x.
@@ -178,9 +178,9 @@ impl Operator for Transpose {
         };
         let params = [(*x).into(), out.into(), (&dims).into()];
         let entry = run.kernels.fitting(by_word);
-        // SAFETY: `check` found x and out to be of one shape but for the order, so what lies below rows and cols is inside
-        // both views; `by_word` holds only for what can be accessed in words of 4 bytes. One block per tile, with the shared
-        // memory of a tile.
+        // SAFETY: `check` found x and out to be of one shape but for the order, so what lies below rows and cols is
+        // inside both views; `by_word` holds only for what can be accessed in words of 4 bytes. One block per tile,
+        // with the shared memory of a tile.
         unsafe { entry.launch(run.stream, [grid, 1, 1], [THREADS, 1, 1], &params) }
     }
 
