@@ -36,7 +36,7 @@ pub enum DeviceAttribute {
     MaxRegistersPerMultiprocessor = 82,
     /// 1 if a grid can be launched cooperatively.
     CooperativeLaunch = 95,
-    /// Bytes of shared memory that a block can have with [`set_max_dynamic_shared`].
+    /// Bytes of shared memory that a block can have with [`super::set_max_dynamic_shared`].
     MaxSharedMemoryPerBlockOptin = 97,
     /// 1 if address ranges can be reserved and mapped.
     VirtualMemoryManagement = 102,
