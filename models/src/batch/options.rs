@@ -24,7 +24,7 @@ pub struct BatchOptions {
     /// Tokens of a page of the caches: 16, 32, 64, 128 or 256. Also the grain of what sequences share.
     pub page_tokens: usize,
     /// Pages of the caches, for all sequences together: at least as many as one of `capacity` needs. With fewer than
-    /// all sequences need at their longest a step may be [`BatchError::OutOfPages`].
+    /// all sequences need at their longest a step may be [`crate::BatchError::OutOfPages`].
     pub pages: usize,
     /// Whether tokens that were computed are found again by later sequences that begin with them. Without effect on a
     /// model with recurrent states.
