@@ -14,8 +14,8 @@ use crate::output::Failure;
 #[derive(Parser)]
 #[command(name = "generate", version)]
 pub struct Options {
-    /// Folder with config.json, the safetensors and tokenizer.json; a GGUF file; or a repository of the Hugging Face hub,
-    /// org/name, that is in its cache.
+    /// Folder with config.json, the safetensors and tokenizer.json; a GGUF file; or a repository of the Hugging Face
+    /// hub, org/name, that is in its cache.
     #[arg(long, default_value = "assets/demo-model")]
     pub model: PathBuf,
     /// Text to continue, or with --chat what to ask; - reads standard input, as does a pipe without --prompt.
@@ -54,8 +54,8 @@ pub struct Options {
     /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
-    /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded: int8, int4, fp8,
-    /// fp8-channel, mxfp4 or nvfp4.
+    /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded:
+    /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.

@@ -124,7 +124,8 @@ impl Model {
         Self::random_quantised(device, config, dtype, Quantise::Dense, seed)
     }
 
-    /// The same with projections and experts in the layout of a scheme ([`Quantise::By`]); each of their codes is as likely as the others.
+    /// The same with projections and experts in the layout of a scheme ([`Quantise::By`]); each of their codes is as
+    /// likely as the others.
     ///
     /// **Errors**: as [`Model::random`], and [`Error::Invalid`] for a scheme whose layout kernels cannot take.
     pub fn random_quantised(

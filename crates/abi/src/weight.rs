@@ -1,22 +1,25 @@
 //! How a weight `[n, k]` lies in device memory when it is not a plain matrix: quantised, and packed for the kernels.
 //!
 //! ```text
-//! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8. Lane l of a warp takes 16 bytes
-//!          (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0 … 3. That is what
-//!          `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through registers into the product.
-//! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its first element
-//!          at bit 4 i and its second at bit 16 + 4 i
+//! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8. Lane l of a warp
+//!          takes 16 bytes (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0
+//!          … 3. That is what `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through
+//!          registers into the product.
+//! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its
+//!          first element at bit 4 i and its second at bit 16 + 4 i
 //! 8 bits   words 2 j + p: bytes 2 h and 2 h + 1 are the pair's elements; words 0 to 3 are in the first 512 bytes
-//! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a lane's two are
-//!          neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n / rows][k / group][2]
+//! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
+//!          lane's two are neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n
+//!          / rows][k / group][2]
 //! minimums, zero points: as the scales
-//! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums likewise
+//! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums
+//!          likewise
 //! ```
 //!
 //! Rows and columns beyond n and k are there with codes of value 0, so that whole tiles can be read.
 //!
-//! The value of an element is `scale · (code − zero) − minimum`. Without zero points, integers count from the middle of their range
-//! ([`Codes::zero`]), or from 0 where there are minimums.
+//! The value of an element is `scale · (code − zero) − minimum`. Without zero points, integers count from the middle of
+//! their range ([`Codes::zero`]), or from 0 where there are minimums.
 
 /// Rows of a tile.
 pub const TILE_ROWS: u32 = 16;
@@ -37,7 +40,8 @@ pub const fn scale_place(row: u32) -> u32 {
 pub enum Codes {
     /// 4 bits, 0 to 15, less a zero point: 8 where there are neither those nor minimums.
     Int4,
-    /// 8 bits, 0 to 255, less a zero point: 128 where there are neither those nor minimums. Signed integers are stored with 128 added.
+    /// 8 bits, 0 to 255, less a zero point: 128 where there are neither those nor minimums. Signed integers are stored
+    /// with 128 added.
     Int8,
     /// fp4: sign, 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
     E2m1,
@@ -211,7 +215,8 @@ impl Layout {
         self.group == 0 || self.group >= TILE_K
     }
 
-    /// How scales lie in device memory: where all of a tile's k shares one, in binary32, with the global scale multiplied in.
+    /// How scales lie in device memory: where all of a tile's k shares one, in binary32, with the global scale
+    /// multiplied in.
     pub const fn stored_scale(&self) -> ScaleType {
         if self.is_wide() { ScaleType::F32 } else { self.scale }
     }

@@ -1,8 +1,8 @@
 //! Packed weights (`abi::weight`): codes as the operands of `mma` or as f32, and their scales.
 //!
-//! A lane reads its codes of a tile by 16-byte loads, and they are its registers of `mma`'s first operand, in the order of
-//! k that the other operand follows. Codes become 16-bit floats exactly, so all of a weight's rounding is in its scales, which
-//! multiply sums in f32.
+//! A lane reads its codes of a tile by 16-byte loads, and they are its registers of `mma`'s first operand, in the order
+//! of k that the other operand follows. Codes become 16-bit floats exactly, so all of a weight's rounding is in its
+//! scales, which multiply sums in f32.
 
 use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
 use cuda_std::cvt::{self, Element, f16};
@@ -103,8 +103,8 @@ const fn bytes_of(kind: u32) -> u32 {
     }
 }
 
-/// Numbers of two rows of a lane, `bytes` (1, 2 or 4) each, which lie together. They are taken apart where they are used
-/// ([`of_rows`]): here nothing may wait for them.
+/// Numbers of two rows of a lane, `bytes` (1, 2 or 4) each, which lie together. They are taken apart where they are
+/// used ([`of_rows`]): here nothing may wait for them.
 ///
 /// # Safety
 /// - *in-bounds*, and aligned to their number.
@@ -229,8 +229,8 @@ impl Packed {
 
     /// The scales and the minimums of either row in the tile's four steps.
     ///
-    /// The type is the same for the whole launch: a branch each, with all numbers of the tile in it, and none that would become a table of
-    /// jumps.
+    /// The type is the same for the whole launch: a branch each, with all numbers of the tile in it, and none that
+    /// would become a table of jumps.
     #[inline(always)]
     pub fn numbers<C: Code, const GROUP: u32>(
         &self,

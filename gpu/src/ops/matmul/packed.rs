@@ -1,19 +1,21 @@
 //! Products with a packed weight: few rows are bound by the weight's bytes, which are read once, in whole lines.
 //!
 //! ```text
-//! out [ROWS, n] = act(scale · a · wᵀ + bias) + residual: a warp makes 16 columns for all rows, or 2 to 8 warps share their k
+//! out [ROWS, n] = act(scale · a · wᵀ + bias) + residual: a warp makes 16 columns for all rows, or 2 to 8 warps
+//!                 share their k
 //!
-//! tile (16 rows, 64 of k) ── 16 bytes a lane ──► registers ── lop3, fma ──► 16-bit floats, exact ──► mma (4 steps of 16 of k)
+//! tile (16 rows, 64 of k) ── 16 bytes a lane ──► registers ── lop3, fma ──► 16-bit floats, exact ──► mma, 4 of 16 of k
 //! scales of the tile      ── a lane's two rows ─────────────────────────────────────────────────► sums · scale, in f32
-//! a, some tiles of k      ── cp.async, in the lanes' order ──► shared memory ── 32 bytes a lane ──► mma's second operand
+//! a, some tiles of k      ── cp.async, in lanes' order ──► shared memory ── 32 bytes a lane ──► mma's second operand
 //! ```
 //!
-//! - `Mma`: the weight's rows are the rows of `mma`, rows of a its columns. The tensor cores multiply codes less their zero points, which are
-//!   exact; a group's sum is multiplied by its scale and added up in f32. Where there are minimums another `mma`, of ones, makes the
-//!   sum of a over the group, which the minimum multiplies.
-//! - `Simt`: the same tiles and lanes by ordinary arithmetic, for f32 and for GPUs without these tensor cores, and what is not aligned.
-//! - How k is shared depends on n, k and the card alone: a row's result depends on that row alone, and is the same for every `rows`
-//!   of a kind.
+//! - `Mma`: the weight's rows are the rows of `mma`, rows of a its columns. The tensor cores multiply codes less their
+//!   zero points, which are exact; a group's sum is multiplied by its scale and added up in f32. Where there are
+//!   minimums another `mma`, of ones, makes the sum of a over the group, which the minimum multiplies.
+//! - `Simt`: the same tiles and lanes by ordinary arithmetic, for f32 and for GPUs without these tensor cores, and what
+//!   is not aligned.
+//! - How k is shared depends on n, k and the card alone: a row's result depends on that row alone, and is the same for
+//!   every `rows` of a kind.
 //! - `unpack` makes rows of the weight a plain matrix, for products of many rows.
 
 use abi::ops::matmul::{A_IN_PIECES, MatmulDims, MatmulEpilogue, THREADS, WARPS};
@@ -200,8 +202,8 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
     }
 }
 
-/// Where in a tile's rows of a the lane's two pieces of a row lie, or a quad of theirs: pieces of odd rows change places, so that eight
-/// lanes read eight different pieces of 16 bytes of a line.
+/// Where in a tile's rows of a the lane's two pieces of a row lie, or a quad of theirs: pieces of odd rows change
+/// places, so that eight lanes read eight different pieces of 16 bytes of a line.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 const fn piece_address(row: u32, quad_of_step: u32, piece: u32) -> u32 {
@@ -215,8 +217,8 @@ const A_LINE: u32 = TILE_K * 2;
 /// Starts the copies of `TILES` tiles' columns of the block's rows of a for each part, from each part's tile `from` on.
 ///
 /// # Safety
-/// - All 256 threads of the block; rows of a *in-bounds* for `dims.k` and aligned to 8 bytes, k a multiple of 4; the shared memory at
-///   `buffer` is *exclusive*.
+/// - All 256 threads of the block; rows of a *in-bounds* for `dims.k` and aligned to 8 bytes, k a multiple of 4; the
+///   shared memory at `buffer` is *exclusive*.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn stage<T, const ROWS: u32, const TILES: usize>(
@@ -257,8 +259,8 @@ unsafe fn stage<T, const ROWS: u32, const TILES: usize>(
 #[cfg(not(lacks_mma_sync))]
 const TILES_OF_PART: u32 = 4;
 
-/// Codes and scales of `TILES` tiles from `tile` on, those beyond the last that one's: no branch keeps loads from being started together, or
-/// makes one wait for others.
+/// Codes and scales of `TILES` tiles from `tile` on, those beyond the last that one's: no branch keeps loads from being
+/// started together, or makes one wait for others.
 ///
 /// # Safety
 /// - *in-bounds*: the tile `last` exists.
@@ -308,12 +310,12 @@ unsafe fn stage_next<T, const ROWS: u32, const TILES: usize>(
     }
 }
 
-/// Up to `ROWS = 8 · FRAGMENTS` rows by some columns, on tensor cores. `TILES` tiles of the weight are multiplied while as many are on their
-/// way, and so are the tiles of a for each part of k, in shared memory.
+/// Up to `ROWS = 8 · FRAGMENTS` rows by some columns, on tensor cores. `TILES` tiles of the weight are multiplied while
+/// as many are on their way, and so are the tiles of a for each part of k, in shared memory.
 ///
 /// # Safety
-/// - *converged*: all 256 threads of the block; tensors *in-bounds* for `dims`, rows of a aligned to 16 bytes, k a multiple of 4
-///   — checked in `Matmul::run`.
+/// - *converged*: all 256 threads of the block; tensors *in-bounds* for `dims`, rows of a aligned to 16 bytes, k a
+///   multiple of 4 — checked in `Matmul::run`.
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 unsafe fn multiply_mma<
@@ -415,8 +417,8 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
         let step = TILES as u32;
         // Of the part: the tiles before `at` have been multiplied. `buffer`: where a is for the next ones.
         let (mut at, mut buffer) = (0, 0);
-        // SAFETY: the caller's promise; tiles below their number; what has been staged is read behind a barrier, and is overwritten behind
-        // the next one.
+        // SAFETY: the caller's promise; tiles below their number; what has been staged is read behind a barrier, and is
+        // overwritten behind the next one.
         unsafe {
             stage::<T, ROWS, TILES>(a, rows, (of_part, 0), shared::base(), dims);
             let mut even = load_tiles::<C, TILES, GROUP, ORIGIN>(weight, first, last);
@@ -455,7 +457,8 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
             let tile = self.first + at + i as u32;
             let raw = raw[i].of_tile(tile < packed.dims.tiles);
             let place = (of_a + (i * FRAGMENTS) as u32 * 8 * A_LINE, self.pieces);
-            // SAFETY: the caller's promise; a tile that exists. Registers do not suffice for the zero points of tiles on their way.
+            // SAFETY: the caller's promise; a tile that exists. Registers do not suffice for the zero points of tiles
+            // on their way.
             unsafe {
                 let zeros = if ORIGIN == ZEROS {
                     weight.raw_zeros::<C, GROUP>(tile.min(packed.dims.tiles - 1))
@@ -469,8 +472,8 @@ impl<T: Pair, const FRAGMENTS: usize> Walk<'_, T, FRAGMENTS> {
     }
 }
 
-/// Adds the product of a tile and the rows of a at `at`, of which the lane's pieces lie at `pieces`. Of a tile that does not exist a is
-/// 0, and the scales are finite.
+/// Adds the product of a tile and the rows of a at `at`, of which the lane's pieces lie at `pieces`. Of a tile that
+/// does not exist a is 0, and the scales are finite.
 ///
 /// # Safety
 /// - *converged*: all 32 lanes; the tile of a has been staged, and nobody writes it.
@@ -528,8 +531,8 @@ unsafe fn add_tile<C: Code, T: Pair, const FRAGMENTS: usize, const GROUP: u32, c
 /// Rows of a weight as a plain matrix, each value rounded once: warps take tiles in turn.
 ///
 /// # Safety
-/// - *converged*: all threads of the block; `out` has `dims.n` rows of `dims.k`, the weight as many from `first_block` on — checked in
-///   `Matmul::run`.
+/// - *converged*: all threads of the block; `out` has `dims.n` rows of `dims.k`, the weight as many from `first_block`
+///   on — checked in `Matmul::run`.
 #[inline(always)]
 unsafe fn unpack<C: Code, T: Element>(packed: &Packed, out: *mut T, dims: &MatmulDims) {
     // At least 1, or there were no blocks; `max` tells the compiler.

@@ -3,7 +3,8 @@
 use crate::weight::Codes;
 use crate::{Arch, DType};
 
-/// How the product is cut up: blocks of eight warps, each of which makes `rows` rows of 16 columns, or shares the k of them with others.
+/// How the product is cut up: blocks of eight warps, each of which makes `rows` rows of 16 columns, or shares the k of
+/// them with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackedTile {
     /// By ordinary arithmetic, in f32.
@@ -31,8 +32,8 @@ impl PackedTile {
         }
     }
 
-    /// Dynamic shared memory in bytes: the warps' sums, and before them tiles of a for each part of k, of which there are as many as warps at
-    /// most.
+    /// Dynamic shared memory in bytes: the warps' sums, and before them tiles of a for each part of k, of which there
+    /// are as many as warps at most.
     pub const fn smem_bytes(self) -> u32 {
         let sums = super::WARPS * self.rows() * crate::weight::TILE_ROWS * 4;
         match self {
