@@ -7,6 +7,7 @@ use warpforge::ops::grouped_matmul::{
     CASES, GroupedMatmul, GroupedMatmulArgs, GroupedMatmulCase, GroupedMatmulProblem, GroupedRows,
 };
 use warpforge::ops::matmul::reference;
+use warpforge::weight::{Quantised, Scheme, Weight};
 use warpforge::{DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
@@ -27,6 +28,110 @@ pub fn bench(bencher: &mut Bencher) {
     for case in CASES {
         bencher.case("grouped_matmul", case.name, |bencher| time(bencher, case));
     }
+    for (name, scheme) in Scheme::NAMED {
+        for case in PACKED_CASES {
+            let label = format!("packed {name} {}", case.name);
+            bencher.case("grouped_matmul", &label, |bencher| time_packed(bencher, scheme, &case));
+        }
+    }
+}
+
+/// Projections of Qwen3-Coder-30B: the pairs of 8 and of 2048 tokens.
+const PACKED_CASES: [GroupedMatmulCase; 4] = {
+    let gate_up = GroupedMatmulCase {
+        name: "gate up decode 8",
+        rows: 64,
+        experts: 128,
+        n: 1536,
+        k: 2048,
+        from: GroupedRows::Gathered { fan_out: 8 },
+    };
+    let down =
+        GroupedMatmulCase { name: "down decode 8", n: 2048, k: 768, from: GroupedRows::Sorted, ..gate_up };
+    [
+        gate_up,
+        down,
+        GroupedMatmulCase { name: "gate up prefill 2048", rows: 16384, ..gate_up },
+        GroupedMatmulCase { name: "down prefill 2048", rows: 16384, ..down },
+    ]
+};
+
+/// A product with packed weights: the rows are made, and not stored, before they are quantised.
+fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &GroupedMatmulCase) -> Result<(), Failure> {
+    let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
+    let weight = Some(scheme.layout());
+    let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from, weight };
+    let plan = GroupedMatmul::plan(&bencher.device, problem)?;
+    let report = plan.report();
+    let fan_out = fan_out(from);
+    let shape = json!({ "experts": experts, "m": rows, "n": n, "k": k, "fan_out": fan_out, "weight": format!("{:?}", scheme.layout()) });
+    let work = Work { dtype: DTYPE.name(), shape, bytes: report.bytes, flops: report.flops };
+    if !bencher.starts(work)? {
+        return Ok(());
+    }
+    let source = |expert: usize| {
+        let rows = move |row: usize, values: &mut [f32]| {
+            let mut state = ((expert * n + row) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            for value in values {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                *value = ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 0.03;
+            }
+        };
+        Quantised::new([n, k], scheme, rows)
+    };
+    // One set of weights, larger than the L2 cache; a set of buffers uses others of them, if it does not use all.
+    let weight = Weight::pack_experts(&bencher.stream, experts, source)?;
+    let (order, x_rows) = (backwards(bencher, rows)?, rows / fan_out.max(1));
+    let mut sets = bencher.sets(|bencher, seed| set(bencher, case, seed))?;
+    let run = |stream: &Stream, set: &mut Set| {
+        let order = (fan_out > 0).then(|| order.view());
+        let args = GroupedMatmulArgs::new(set.x.view(), &weight, set.offsets.view(), set.out.view_mut());
+        plan.run(stream, GroupedMatmulArgs { order, ..args })
+    };
+    let verify = |stream: &Stream, set: &Set| {
+        let x = x_of_first_row(stream, set, if fan_out > 0 { x_rows - 1 } else { 0 })?;
+        let (source, mut row) = (source(set.first_expert)?, vec![0.0; k]);
+        let mut w = Vec::new();
+        for index in 0..CHECKED {
+            source.dequantise(index, &mut row);
+            w.extend(row.iter().map(|&value| f64::from(value)));
+        }
+        let want = reference::matmul::<f64>(&x, &w, None, [1, CHECKED, k], |v| v);
+        expect_close(DTYPE, &first_row(&set.out, stream)?[..want.len()], &want)
+    };
+    bencher.time(&report, &mut sets, run, verify)
+}
+
+fn fan_out(from: GroupedRows) -> usize {
+    match from {
+        GroupedRows::Sorted => 0,
+        GroupedRows::Gathered { fan_out } => fan_out,
+    }
+}
+
+/// Backwards, so that the order matters.
+fn backwards(bencher: &Bencher, rows: usize) -> Result<Tensor, Failure> {
+    let order: Vec<u32> = (0..rows as u32).rev().collect();
+    Ok(Tensor::from_slice(&bencher.stream, &[rows], &order)?)
+}
+
+fn set(bencher: &Bencher, case: &GroupedMatmulCase, seed: u64) -> Result<Set, Failure> {
+    let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
+    let offsets = offsets(rows, experts, seed);
+    Ok(Set {
+        x: bencher.random(&[rows / fan_out(from).max(1), k], DTYPE, seed)?,
+        first_expert: offsets[1..].iter().filter(|&&end| end == 0).count(),
+        offsets: Tensor::from_slice(&bencher.stream, &[experts + 1], &offsets)?,
+        out: Tensor::empty(&bencher.stream, &[rows, n], DTYPE)?,
+    })
+}
+
+fn exact(values: Vec<bf16>) -> Vec<f64> {
+    values.into_iter().map(f64::from).collect()
+}
+
+fn x_of_first_row(stream: &Stream, set: &Set, row: usize) -> Result<Vec<f64>, Failure> {
+    Ok(exact(set.x.view().slice(0, row..row + 1)?.to_vec(stream)?))
 }
 
 /// Rows spread evenly over as many experts as there are rows for; other experts for another seed.
@@ -46,7 +151,7 @@ fn offsets(rows: usize, experts: usize, seed: u64) -> Vec<u32> {
 
 fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
-    let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from };
+    let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from, weight: None };
     let named = bencher.kernel.as_deref();
     let plan = match VARIANTS
         .iter()
@@ -58,10 +163,7 @@ fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> 
         None => GroupedMatmul::plan(&bencher.device, problem)?,
     };
     let report = plan.report();
-    let fan_out = match from {
-        GroupedRows::Sorted => 0,
-        GroupedRows::Gathered { fan_out } => fan_out,
-    };
+    let fan_out = fan_out(from);
     let work = Work {
         dtype: DTYPE.name(),
         shape: json!({ "experts": experts, "m": rows, "n": n, "k": k, "fan_out": fan_out }),
@@ -73,28 +175,15 @@ fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> 
     }
     // One set of weights, larger than the L2 cache; a set of buffers uses others of them, if it does not use all.
     let w = bencher.random(&[experts, n, k], DTYPE, 1000)?;
-    // Backwards, so that the order matters.
-    let order: Vec<u32> = (0..rows as u32).rev().collect();
-    let order = Tensor::from_slice(&bencher.stream, &[rows], &order)?;
-    let x_rows = rows / fan_out.max(1);
-    let mut sets = bencher.sets(|bencher, seed| {
-        let offsets = offsets(rows, experts, seed);
-        Ok(Set {
-            x: bencher.random(&[x_rows, k], DTYPE, seed)?,
-            first_expert: offsets[1..].iter().filter(|&&end| end == 0).count(),
-            offsets: Tensor::from_slice(&bencher.stream, &[experts + 1], &offsets)?,
-            out: Tensor::empty(&bencher.stream, &[rows, n], DTYPE)?,
-        })
-    })?;
+    let (order, x_rows) = (backwards(bencher, rows)?, rows / fan_out.max(1));
+    let mut sets = bencher.sets(|bencher, seed| set(bencher, case, seed))?;
     let run = |stream: &Stream, set: &mut Set| {
-        let (x, w, offsets) = (set.x.view(), w.view(), set.offsets.view());
         let order = (fan_out > 0).then(|| order.view());
-        plan.run(stream, GroupedMatmulArgs { x, w, offsets, order, out: set.out.view_mut() })
+        let args = GroupedMatmulArgs::new(set.x.view(), w.view(), set.offsets.view(), set.out.view_mut());
+        plan.run(stream, GroupedMatmulArgs { order, ..args })
     };
     let verify = |stream: &Stream, set: &Set| {
-        let exact = |values: Vec<bf16>| values.into_iter().map(f64::from).collect::<Vec<f64>>();
-        let row = if fan_out > 0 { x_rows - 1 } else { 0 };
-        let x = exact(set.x.view().slice(0, row..row + 1)?.to_vec(stream)?);
+        let x = x_of_first_row(stream, set, if fan_out > 0 { x_rows - 1 } else { 0 })?;
         let expert = set.first_expert;
         let w = w.view().slice(0, expert..expert + 1)?.slice(1, 0..CHECKED.min(n))?;
         let want =

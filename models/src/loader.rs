@@ -1,5 +1,7 @@
 //! Where modules get their weights from.
 
+mod experts;
+
 use std::ops::{ControlFlow, Range};
 
 use abi::DType;
@@ -48,8 +50,8 @@ fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
-    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised:
-    /// experts, tables, and columns in an order of their own (GPTQ's `desc_act`).
+    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised: tables, and
+    /// columns in an order of their own (GPTQ's `desc_act`).
     #[default]
     AsStored,
     /// All are dequantised.
@@ -210,7 +212,7 @@ impl<'a> Loader<'a> {
         };
         // One product, if they are alike.
         let refs: Vec<&dyn WeightSource> = sources.iter().map(|source| &**source).collect();
-        let weights = match Stack::new(&refs) {
+        let weights = match Stack::new(refs.clone()) {
             Some(stack) => self.pack(&[&stack])?,
             None => self.pack(&refs)?,
         };
@@ -298,23 +300,39 @@ impl<'a> Loader<'a> {
     }
 
     /// Matrices of all experts, `[experts, rows, cols]`: the tensor `fused` if the checkpoint has it, else those that
-    /// `parts` names for each expert, of equal heights, above each other.
+    /// `parts` names for each expert, of equal heights, above each other. Packed if all of them are quantised in layouts that kernels
+    /// take, a part's alike in all experts.
     pub(super) fn of_experts(
         &mut self,
         fused: &str,
         shape: [usize; 3],
         parts: impl Fn(usize) -> Vec<String>,
-    ) -> Result<Tensor, Error> {
-        if self.contains(fused) {
-            return self.load(self.dtype, &[(fused, shape.to_vec())], &shape);
-        }
+    ) -> Result<ProjectionWeight, Error> {
         let [experts, rows, cols] = shape;
-        let names: Vec<Vec<String>> = (0..experts).map(parts).collect();
+        if let Some(layout) = self.random_layout() {
+            let whole = rows.is_multiple_of(layout.rows as usize);
+            let layout = Layout { rows: if whole { layout.rows } else { 1 }, ..layout };
+            let weight = Weight::random(self.stream, layout, experts, [rows, cols], rows as u64)?;
+            return Ok(ProjectionWeight::Packed(vec![weight]));
+        }
+        let is_fused = self.contains(fused);
+        let names: Vec<Vec<String>> =
+            if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts).map(parts).collect() };
+        if let Source::Checkpoint(checkpoint) = self.source
+            && self.quantise != Quantise::Dense
+            && let Some(packed) = self.packed_experts(checkpoint, (&names, is_fused), shape)?
+        {
+            return Ok(ProjectionWeight::Packed(packed));
+        }
+        if is_fused {
+            let fused = self.load(self.dtype, &[(fused, shape.to_vec())], &shape)?;
+            return Ok(ProjectionWeight::Plain(fused));
+        }
         let shapes: Vec<(&str, Vec<usize>)> = names
             .iter()
             .flat_map(|names| names.iter().map(|name| (name.as_str(), vec![rows / names.len(), cols])))
             .collect();
-        self.load(self.dtype, &shapes, &shape)
+        Ok(ProjectionWeight::Plain(self.load(self.dtype, &shapes, &shape)?))
     }
 
     /// Whether the checkpoint has a tensor of this name.

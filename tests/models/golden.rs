@@ -235,3 +235,43 @@ fn experts_in_one_tensor() -> Outcome {
     assert_eq!(logits(folder.path())?, logits(&golden)?);
     Ok(())
 }
+
+/// Mixtures whose experts stay quantised, prompt and decode, against transformers with the dequantised weights: in f32 by ordinary
+/// arithmetic, in bf16 by tensor cores.
+fn quantised_experts(device: &Device) -> Outcome {
+    for name in ["awq_int4_moe", "fp8_block_moe", "gguf_moe_mxfp4"] {
+        let folder = workspace_root().join("tests/golden-quant").join(name);
+        let arrays = testkit::golden::load(&folder.join("case.safetensors"))?;
+        let path = if name.starts_with("gguf") { folder.join("model.gguf") } else { folder.clone() };
+        let case = Case { name, folder, arrays };
+        for (dtype, bound) in [(DType::F32, 1e-5), (DType::BF16, 0.05)] {
+            let options =
+                SessionOptions { capacity: 96, chunk: 64, logits: Logits::All, ..SessionOptions::default() };
+            let mut session = session(device, &path, dtype, options)?;
+            let prompt = &case.prompts()[0];
+            let stream = session.stream().clone();
+            let mut logits = Vec::new();
+            session.prefill_visual_with(0, prompt, &[], &mut |_, _| Ok(()), &mut |_, rows| {
+                logits.extend(rows.to_vec::<f32>(&stream)?);
+                Ok(())
+            })?;
+            let error = relative_l2(&logits, case.sequence("logits", 0));
+            assert!(error <= bound, "{name} in {dtype} on {device:?}: {error:.2e}");
+            if dtype == DType::F32 {
+                let want = case.greedy().expect("greedy");
+                assert_eq!(greedy(&mut session, prompt, 4)?, want[..4], "{name} on {device:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn quantised_experts_on_a_simulated_card() -> Outcome {
+    quantised_experts(&Device::simulated(Arc::new(Card::new(Arch::Sm80)))?)
+}
+
+#[test]
+fn quantised_experts_on_the_card() -> Outcome {
+    cards().iter().try_for_each(quantised_experts)
+}

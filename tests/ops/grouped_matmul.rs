@@ -1,5 +1,7 @@
 //! The grouped product against its reference.
 
+mod packed;
+
 use abi::ops::grouped_matmul::{
     GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
@@ -11,7 +13,7 @@ use warpforge::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMa
 use warpforge::{Arch, DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel, expect_loaded, fail, floats,
+    EVERY, Layout, Rows, Wanted, cards_of, check, devices, every_kernel_of, expect_loaded, fail, floats,
     on_executors, one_sm, runs, store, values,
 };
 
@@ -63,7 +65,8 @@ fn case() -> impl Strategy<Value = Case> {
             // The largest that divides the rows.
             let fan_out = (1..=fan_out).rev().find(|fan_out| rows.is_multiple_of(*fan_out));
             let from = fan_out.map_or(GroupedRows::Sorted, |fan_out| GroupedRows::Gathered { fan_out });
-            let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from };
+            let problem =
+                GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from, weight: None };
             Case { problem, groups, x_layout, w_layout, out_layout, kind, seed }
         },
     )
@@ -151,7 +154,7 @@ fn product(
     let mut out = Rows::output(&stream, dtype, rows, n, case.out_layout).map_err(fail)?;
     let args = GroupedMatmulArgs {
         x: x.view(),
-        w: w.view().reshape(&[experts, n, k]).map_err(fail)?,
+        w: w.view().reshape(&[experts, n, k]).map_err(fail)?.into(),
         offsets: offsets.view(),
         order: case.fan_out().map(|_| order.view()),
         out: out.view_mut(),
@@ -204,7 +207,8 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    every_kernel("grouped_matmul", case(), |case| 4 * case.work(), run_variants)
+    let plain = abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry));
+    every_kernel_of(plain, case(), |case| 4 * case.work(), run_variants)
 }
 
 /// Few rows of each expert, fewer than 8 on the CPU's account, and contiguous.
@@ -218,7 +222,7 @@ fn few_rows() -> impl Strategy<Value = Case> {
 
 fn contiguous(dtype: DType, groups: Vec<usize>, n: usize, k: usize, seed: u64) -> Case {
     let (rows, from) = (groups.iter().sum(), GroupedRows::Gathered { fan_out: 1 });
-    let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from };
+    let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from, weight: None };
     let place = Layout::default();
     let (x_layout, w_layout, out_layout) = (place, place, place);
     Case { problem, groups, x_layout, w_layout, out_layout, kind: Values::Normal, seed }
@@ -301,7 +305,7 @@ pub fn nothing() -> Result<(), TestCaseError> {
                 let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
                 let args = GroupedMatmulArgs {
                     x: x.view(),
-                    w: w.view(),
+                    w: w.view().into(),
                     offsets: offsets.view(),
                     order: None,
                     out: out.view_mut(),
@@ -312,7 +316,8 @@ pub fn nothing() -> Result<(), TestCaseError> {
             }
         }
     }
-    expect_loaded(abi::ops::entries("grouped_matmul"))
+    expect_loaded(abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry)))?;
+    packed::nothing()
 }
 
 /// Rows of no expert stay as they are, and wrong offsets and orders reach nothing that is out of bounds.
@@ -320,7 +325,7 @@ pub fn nothing() -> Result<(), TestCaseError> {
 fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
     let from = GroupedRows::Gathered { fan_out: 2 };
     for (dtype, rows) in [(DType::F32, 4), (DType::F32, 140), (DType::BF16, 4), (DType::BF16, 140)] {
-        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 8, dtype, from };
+        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 8, dtype, from, weight: None };
         for device in &devices() {
             let stream = device.stream()?;
             let plan = GroupedMatmul::plan(device, problem)?;
@@ -334,7 +339,7 @@ fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
                 let mut out = filled(-1.0, rows, 4)?;
                 let args = GroupedMatmulArgs {
                     x: x.view(),
-                    w: w.view().reshape(&[3, 4, 8])?,
+                    w: w.view().reshape(&[3, 4, 8])?.into(),
                     offsets: offsets.view(),
                     order: Some(order.view()),
                     out: out.view_mut(),
@@ -390,7 +395,7 @@ fn strides_between_weights() -> Result<(), TestCaseError> {
                 let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
                 let args = GroupedMatmulArgs {
                     x: x_rows.view(),
-                    w: w_rows.view().reshape(&[experts, n + gap, k])?.slice(1, 0..n)?,
+                    w: w_rows.view().reshape(&[experts, n + gap, k])?.slice(1, 0..n)?.into(),
                     offsets: offsets.view(),
                     order: Some(order.view()),
                     out: out.view_mut(),
@@ -443,7 +448,7 @@ fn rows_over_each_other() -> Result<(), TestCaseError> {
         let mut out = Rows::output(&stream, dtype, rows, n, Layout::default())?;
         let args = GroupedMatmulArgs {
             x: x_row.view().repeat(0, rows)?,
-            w: w_rows.view().reshape(&[experts, n, k])?,
+            w: w_rows.view().reshape(&[experts, n, k])?.into(),
             offsets: offsets.view(),
             order: None,
             out: out.view_mut(),
@@ -459,7 +464,7 @@ fn rows_over_each_other() -> Result<(), TestCaseError> {
 fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
     let from = GroupedRows::Gathered { fan_out: 2 };
-    let problem = GroupedMatmulProblem { rows: 4, experts: 3, n: 6, k: 8, dtype, from };
+    let problem = GroupedMatmulProblem { rows: 4, experts: 3, n: 6, k: 8, dtype, from, weight: None };
     for device in &devices() {
         let stream = device.stream()?;
         let message =
@@ -471,7 +476,7 @@ fn bad_input() -> Result<(), Error> {
                 let order = order.map(|order| tensor(&[order], DType::U32)).transpose()?;
                 let args = GroupedMatmulArgs {
                     x: x.view(),
-                    w: w.view(),
+                    w: w.view().into(),
                     offsets: offsets.view(),
                     order: order.as_ref().map(Tensor::view),
                     out: out.view_mut(),

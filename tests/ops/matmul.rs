@@ -2,7 +2,7 @@
 
 mod case;
 mod mistakes;
-mod packed;
+pub(crate) mod packed;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;

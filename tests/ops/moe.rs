@@ -205,10 +205,18 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
     };
     MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?.run(stream, args)?;
     let from = GroupedRows::Gathered { fan_out: top_k };
-    let first = GroupedMatmulProblem { rows: pairs, experts, n: 2 * intermediate, k: hidden, dtype, from };
+    let first = GroupedMatmulProblem {
+        rows: pairs,
+        experts,
+        n: 2 * intermediate,
+        k: hidden,
+        dtype,
+        from,
+        weight: None,
+    };
     let args = GroupedMatmulArgs {
         x: x.view(),
-        w: gate_up.view(),
+        w: gate_up.view().into(),
         offsets: offsets.view(),
         order: Some(order.view()),
         out: inner.view_mut(),
@@ -222,10 +230,11 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
     let problem = GluProblem { rows: pairs, cols: intermediate, dtype, activation: Activation::Silu };
     Glu::plan(device, problem)?.run(stream, args)?;
     let from = GroupedRows::Sorted;
-    let second = GroupedMatmulProblem { rows: pairs, experts, n: hidden, k: intermediate, dtype, from };
+    let second =
+        GroupedMatmulProblem { rows: pairs, experts, n: hidden, k: intermediate, dtype, from, weight: None };
     let args = GroupedMatmulArgs {
         x: gated.view(),
-        w: down.view(),
+        w: down.view().into(),
         offsets: offsets.view(),
         order: None,
         out: y.view_mut(),

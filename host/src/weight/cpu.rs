@@ -100,7 +100,7 @@ impl<'a> Packed<'a> {
                                 (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS + of_row;
                             f16::from_le_bytes([supers_of[2 * place], supers_of[2 * place + 1]]).to_f32()
                         } else {
-                            self.weight.global
+                            self.weight.globals[expert]
                         }
                     };
                     let scale = number(stored, &self.scales[index * scale_bytes..], of(self.supers));

@@ -8,6 +8,7 @@ mod pack;
 mod quantise;
 
 use std::fmt;
+use std::ops::Deref;
 
 use abi::DType;
 use abi::weight::{SUPER_K, TILE_K, TILE_ROWS, WeightDims};
@@ -57,6 +58,77 @@ pub trait WeightSource: Sync {
     /// What scales of [`ScaleType::E4m3`] are multiplied by.
     fn global(&self) -> f32 {
         1.0
+    }
+}
+
+impl<P: Deref<Target: WeightSource> + Sync> WeightSource for P {
+    fn size(&self) -> [usize; 2] {
+        (**self).size()
+    }
+
+    fn layout(&self) -> Layout {
+        (**self).layout()
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        (**self).codes(row, codes);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        (**self).scale(row, group)
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        (**self).zero(row, group)
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        (**self).minimum(row, group)
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        (**self).supers(row, stretch)
+    }
+
+    fn global(&self) -> f32 {
+        (**self).global()
+    }
+}
+
+/// A matrix whose blocks of rows share their scales, with a scale for each row: for experts that end inside of a block.
+pub struct RowScales<S>(pub S);
+
+impl<S: WeightSource> WeightSource for RowScales<S> {
+    fn size(&self) -> [usize; 2] {
+        self.0.size()
+    }
+
+    fn layout(&self) -> Layout {
+        Layout { rows: 1, ..self.0.layout() }
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        self.0.codes(row, codes);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        self.0.scale(row, group)
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        self.0.zero(row, group)
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        self.0.minimum(row, group)
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        self.0.supers(row, stretch)
+    }
+
+    fn global(&self) -> f32 {
+        self.0.global()
     }
 }
 
@@ -111,14 +183,14 @@ impl WeightSource for GateUp<'_> {
 }
 
 /// Matrices of the same width, layout and global scale above each other, as one.
-pub struct Stack<'a> {
-    sources: &'a [&'a dyn WeightSource],
+pub struct Stack<S> {
+    sources: Vec<S>,
     n: usize,
 }
 
-impl<'a> Stack<'a> {
+impl<S: WeightSource> Stack<S> {
     /// None if they are not alike, or one ends inside of a block of rows that share their scales.
-    pub fn new(sources: &'a [&'a dyn WeightSource]) -> Option<Self> {
+    pub fn new(sources: Vec<S>) -> Option<Self> {
         let first = sources.first()?;
         let (layout, k) = (first.layout(), first.size()[1]);
         let alike = sources.iter().all(|source| {
@@ -132,20 +204,20 @@ impl<'a> Stack<'a> {
         (alike || sources.len() == 1).then_some(Stack { sources, n })
     }
 
-    fn row(&self, mut row: usize) -> (&'a dyn WeightSource, usize) {
-        let mut last = self.sources[0];
-        for source in self.sources {
+    fn row(&self, mut row: usize) -> (&S, usize) {
+        let mut last = &self.sources[0];
+        for source in &self.sources {
             let [n, _] = source.size();
             if row < n {
-                return (*source, row);
+                return (source, row);
             }
-            (row, last) = (row - n, *source);
+            (row, last) = (row - n, source);
         }
         (last, row)
     }
 }
 
-impl WeightSource for Stack<'_> {
+impl<S: WeightSource> WeightSource for Stack<S> {
     fn size(&self) -> [usize; 2] {
         [self.n, self.sources[0].size()[1]]
     }
@@ -190,7 +262,10 @@ pub struct Weight {
     experts: usize,
     n: usize,
     k: usize,
-    global: f32,
+    /// Of each expert.
+    globals: Vec<f32>,
+    /// The same in device memory, where the layout has them and experts differ.
+    device_globals: Option<Tensor>,
     codes: Tensor,
     scales: Tensor,
     zeros: Option<Tensor>,
@@ -201,13 +276,13 @@ pub struct Weight {
 
 impl fmt::Debug for Weight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Weight { layout, experts, n, k, global, .. } = self;
+        let Weight { layout, experts, n, k, globals, .. } = self;
         f.debug_struct("Weight")
             .field("layout", layout)
             .field("experts", experts)
             .field("n", n)
             .field("k", k)
-            .field("global", global)
+            .field("globals", globals)
             .finish_non_exhaustive()
     }
 }
@@ -257,14 +332,18 @@ impl Weight {
     /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a size of 2^31 or more; [`Error::OutOfMemory`];
     /// [`Error::Driver`].
     pub fn pack(stream: &Stream, source: &dyn WeightSource) -> Result<Self, Error> {
-        Self::pack_experts(stream, &[source])
+        pack::pack(stream, 1, |_| Ok(source))
     }
 
-    /// Packs the weights of several experts, all of one size, layout and global scale, as one.
+    /// Packs the weights of several experts, all of one size and layout, as one. `source` makes that of an expert when its turn comes.
     ///
-    /// **Errors**: as [`Weight::pack`], and for experts that differ.
-    pub fn pack_experts(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Self, Error> {
-        pack::pack(stream, experts)
+    /// **Errors**: as [`Weight::pack`], those of `source`, and for no experts or such that differ.
+    pub fn pack_experts<S: WeightSource>(
+        stream: &Stream,
+        experts: usize,
+        source: impl FnMut(usize) -> Result<S, Error>,
+    ) -> Result<Self, Error> {
+        pack::pack(stream, experts, source)
     }
 
     /// A weight with codes that are drawn and one scale for all, so that values come to about 0.02: to measure what has no checkpoint at
@@ -308,7 +387,8 @@ impl Weight {
 
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
-        let optional = [&self.zeros, &self.minimums, &self.supers, &self.super_minimums];
+        let Weight { zeros, minimums, supers, super_minimums, device_globals, .. } = self;
+        let optional = [zeros, minimums, supers, super_minimums, device_globals];
         let optional: usize = optional.into_iter().flatten().map(Tensor::bytes).sum();
         self.codes.bytes() + self.scales.bytes() + optional
     }
@@ -316,6 +396,11 @@ impl Weight {
     /// The matrix that it stands for, of which nothing may be read: for checks of sizes and places.
     pub(crate) fn outline(&self, dtype: DType) -> Result<TensorView<'_>, Error> {
         self.codes.view().outline(&[self.n, self.k], dtype)
+    }
+
+    /// The same of all experts.
+    pub(crate) fn outline_of_experts(&self, dtype: DType) -> Result<TensorView<'_>, Error> {
+        self.codes.view().outline(&[self.experts, self.n, self.k], dtype)
     }
 
     fn counts(&self) -> Counts {
@@ -332,7 +417,7 @@ impl Weight {
             group_log2: if group == 0 { 31 } else { (group / 16).ilog2() },
             rows_log2: if rows > 1 { rows.ilog2() } else { 0 },
             scale: self.layout.stored_scale() as u32,
-            global: self.global,
+            global: self.globals[0],
             row_blocks: counts.row_blocks as u32,
             first_block: 0,
         }
@@ -353,6 +438,11 @@ impl Weight {
         ]
     }
 
+    /// The address of the experts' global scales; null where all have that of [`Weight::dims`].
+    pub(crate) fn globals_param(&self) -> Param<'_> {
+        Param::Address(self.device_globals.as_ref().map_or(0, |globals| globals.view().address()))
+    }
+
     /// Bytes as they are packed, for tests and for saving: codes, scales, zero points, minimums, super scales, those of the minimums.
     pub fn parts(&self) -> [Option<&Tensor>; 6] {
         [
@@ -368,7 +458,7 @@ impl Weight {
 
 impl Views for &Weight {
     fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
-        let Weight { layout, experts, n, k, global, .. } = **self;
+        let Weight { layout, experts, n, k, .. } = **self;
         let mut copy = |tensor: &Tensor| mirror.tensor(name, tensor);
         let (codes, scales) = (copy(&self.codes)?, copy(&self.scales)?);
         let mut optional = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| copy(tensor)).transpose();
@@ -383,7 +473,8 @@ impl Views for &Weight {
             experts,
             n,
             k,
-            global,
+            globals: self.globals.clone(),
+            device_globals: optional(&self.device_globals)?,
         };
         // SAFETY: put among the arguments.
         *self = unsafe { mirror.hold(weight) };

@@ -13,47 +13,58 @@ use crate::tensor::Tensor;
 /// Bytes of codes that are packed at a time.
 const CHUNK_BYTES: usize = 8 << 20;
 
-pub(super) fn pack(stream: &Stream, experts: &[&dyn WeightSource]) -> Result<Weight, Error> {
-    let Some(first) = experts.first() else {
+pub(super) fn pack<S: WeightSource>(
+    stream: &Stream,
+    experts: usize,
+    mut source: impl FnMut(usize) -> Result<S, Error>,
+) -> Result<Weight, Error> {
+    if experts == 0 {
         return Err(Error::invalid(OP, "experts", "at least one", "none"));
-    };
-    let (layout, [n, k], global) = (first.layout(), first.size(), first.global());
+    }
+    let first = source(0)?;
+    let (layout, [n, k]) = (first.layout(), first.size());
     if let Some(problem) = layout.problem() {
         return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
     }
-    for (name, size) in [("n", n), ("k", k)] {
+    for (name, size) in [("n", n), ("k", k), ("experts", experts)] {
         check_size(OP, "source", name, size)?;
     }
-    for other in experts {
-        if other.layout() != layout || other.size() != [n, k] || other.global() != global {
-            let got = format!("{:?} of {:?}, scaled by {}", other.layout(), other.size(), other.global());
-            let expected = format!("experts alike: {layout:?} of {:?}, scaled by {global}", [n, k]);
-            return Err(Error::invalid(OP, "experts", expected, got));
-        }
-    }
-    if layout.rows > 1 && experts.len() > 1 && !n.is_multiple_of(layout.rows as usize) {
+    if layout.rows > 1 && experts > 1 && !n.is_multiple_of(layout.rows as usize) {
         let expected = format!("experts of whole blocks of {} rows", layout.rows);
         return Err(Error::invalid(OP, "source", expected, format!("{n} rows")));
     }
-    let mut weight = empty(stream, &layout, experts.len(), [n, k], global)?;
+    let mut weight = empty(stream, &layout, experts, [n, k])?;
     let counts = weight.counts();
     let mut at = Offsets::default();
-    for source in experts {
+    let mut first = Some(first);
+    for expert in 0..experts {
+        let source = match first.take() {
+            Some(first) => first,
+            None => source(expert)?,
+        };
+        if source.layout() != layout || source.size() != [n, k] {
+            let got = format!("{:?} of {:?}", source.layout(), source.size());
+            let expected = format!("experts alike: {layout:?} of {:?}", [n, k]);
+            return Err(Error::invalid(OP, "experts", expected, got));
+        }
+        weight.globals.push(source.global());
         let block_bytes = counts.tiles * layout.codes.tile_bytes() as usize;
         let chunk = (CHUNK_BYTES / block_bytes.max(1)).max(1);
         for start in (0..counts.row_blocks).step_by(chunk) {
             let blocks = start..counts.row_blocks.min(start + chunk);
             let packed: Vec<Parts> = blocks
                 .into_par_iter()
-                .map(|block| row_block(*source, &layout, &counts, [n, k], block))
+                .map(|block| row_block(&source, &layout, &counts, [n, k], block))
                 .collect();
-            for part in packed {
-                at.upload(stream, &mut weight, &part)?;
-            }
+            at.upload(stream, &mut weight, &Parts::joined(packed))?;
         }
         if layout.rows > 1 {
-            at.upload(stream, &mut weight, &block_scales(*source, &layout, &counts, [n, k]))?;
+            at.upload(stream, &mut weight, &block_scales(&source, &layout, &counts, [n, k]))?;
         }
+    }
+    let differ = weight.globals.iter().any(|&global| global != weight.globals[0]);
+    if differ && layout.stored_scale() == ScaleType::E4m3 {
+        weight.device_globals = Some(Tensor::from_slice(stream, &[experts], &weight.globals)?);
     }
     Ok(weight)
 }
@@ -64,18 +75,18 @@ pub(super) fn empty(
     layout: &Layout,
     experts: usize,
     [n, k]: [usize; 2],
-    global: f32,
 ) -> Result<Weight, Error> {
     let counts = Counts::new(layout, n, k);
-    let too_large = || {
-        let got = format!("{experts} of {n} × {k}");
-        Error::invalid(OP, "source", "a size that fits the address space", got)
-    };
+    let too_large =
+        || Error::invalid(OP, "source", "a size that can be counted", format!("{experts} of {n} × {k}"));
+    // Kernels count rows of tiles in 32 bits.
+    let blocks = counts.row_blocks.checked_mul(experts).filter(|&blocks| u32::try_from(blocks).is_ok());
+    let blocks = blocks.ok_or_else(too_large)?;
     let times = |count: Option<usize>| count.and_then(|count| count.checked_mul(experts));
     let code_bytes = times(counts.codes(layout)).ok_or_else(too_large)?;
     let scales = times(counts.scales(layout)).ok_or_else(too_large)?;
     let scale_bytes = scales.checked_mul(layout.stored_scale().bytes() as usize).ok_or_else(too_large)?;
-    let super_bytes = experts * counts.row_blocks * counts.supers * TILE_ROWS as usize * 2;
+    let super_bytes = blocks.checked_mul(counts.supers * TILE_ROWS as usize * 2).ok_or_else(too_large)?;
     let tensor = |bytes: usize| Tensor::empty(stream, &[bytes], BYTES);
     let optional = |wanted: bool, bytes: usize| wanted.then(|| tensor(bytes)).transpose();
     Ok(Weight {
@@ -83,7 +94,8 @@ pub(super) fn empty(
         experts,
         n,
         k,
-        global,
+        globals: Vec::new(),
+        device_globals: None,
         codes: tensor(code_bytes)?,
         scales: tensor(scale_bytes)?,
         zeros: optional(layout.zeros, scales)?,
@@ -113,6 +125,9 @@ pub(super) fn random(
             Codes::E4m3 => 116.0,
         }
     }
+    if experts == 0 {
+        return Err(Error::invalid(OP, "experts", "at least one", "none"));
+    }
     if let Some(problem) = layout.problem() {
         return Err(Error::invalid(OP, "layout", problem, format!("{layout:?}")));
     }
@@ -121,7 +136,8 @@ pub(super) fn random(
     }
     let scale = 0.02 / spread(layout.codes);
     let global = if layout.scale == ScaleType::E4m3 { scale } else { 1.0 };
-    let mut weight = empty(stream, layout, experts, [n, k], global)?;
+    let mut weight = empty(stream, layout, experts, [n, k])?;
+    weight.globals = vec![global; experts];
     let mut state = seed;
     let codes = std::iter::repeat_with(|| {
         // An LCG (Knuth's MMIX constants), of which the upper bits are the good ones.
@@ -178,6 +194,22 @@ struct Parts {
     super_minimums: Vec<u8>,
 }
 
+impl Parts {
+    /// One after the other.
+    fn joined(parts: Vec<Parts>) -> Parts {
+        let mut joined = Parts::default();
+        for part in parts {
+            joined.codes.extend(part.codes);
+            joined.scales.extend(part.scales);
+            joined.zeros.extend(part.zeros);
+            joined.minimums.extend(part.minimums);
+            joined.supers.extend(part.supers);
+            joined.super_minimums.extend(part.super_minimums);
+        }
+        joined
+    }
+}
+
 /// How much has been uploaded of everything.
 #[derive(Default)]
 struct Offsets([usize; 6]);
@@ -213,7 +245,7 @@ fn push(bytes: &mut Vec<u8>, bits: u32, count: u32) {
 
 /// A row of tiles.
 fn row_block(
-    source: &dyn WeightSource,
+    source: &impl WeightSource,
     layout: &Layout,
     counts: &Counts,
     [n, k]: [usize; 2],
@@ -291,7 +323,7 @@ fn rows_of_scales() -> impl Iterator<Item = usize> {
 }
 
 /// Scales that several rows share.
-fn block_scales(source: &dyn WeightSource, layout: &Layout, counts: &Counts, [n, k]: [usize; 2]) -> Parts {
+fn block_scales(source: &impl WeightSource, layout: &Layout, counts: &Counts, [n, k]: [usize; 2]) -> Parts {
     let mut parts = Parts::default();
     let global = source.global();
     let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };

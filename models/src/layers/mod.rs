@@ -348,7 +348,7 @@ impl FeedForward {
     pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
         match self {
             FeedForward::Mlp(mlp) => mlp.kinds(),
-            FeedForward::Moe(moe) => moe.shared.as_ref().map_or_else(Vec::new, Mlp::kinds),
+            FeedForward::Moe(moe) => moe.kinds(),
         }
     }
 }

@@ -3,12 +3,13 @@
 use abi::DType;
 
 use super::mlp::MlpBlock;
-use super::{Linear, Mlp, Phase, Plans, Step};
+use super::projection::ExpertsPlan;
+use super::{Linear, Mlp, Phase, Plans, ProjectionKind, ProjectionWeight, Step};
 use crate::config::MoeConfig;
 use crate::loader::Loader;
 use host::Error;
 use host::ops::glu::{Glu, GluArgs, GluProblem};
-use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows};
+use host::ops::grouped_matmul::{GroupedMatmulProblem, GroupedRows};
 use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
 use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
@@ -24,9 +25,9 @@ pub struct Moe {
     /// `[experts]` f32: added to the scores for the choice only.
     pub correction_bias: Option<Tensor>,
     /// `[experts, 2 · intermediate, hidden]`: gate rows, then up rows, of each expert.
-    pub gate_up: Tensor,
+    pub gate_up: ProjectionWeight,
     /// `[experts, hidden, intermediate]`.
-    pub down: Tensor,
+    pub down: ProjectionWeight,
     /// What every token has besides its experts.
     pub shared: Option<Mlp>,
 }
@@ -68,6 +69,13 @@ impl Moe {
             shared: shared.transpose()?,
         })
     }
+
+    /// What its plans depend on.
+    pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
+        let mut kinds = vec![self.gate_up.kind(), self.down.kind()];
+        kinds.extend(self.shared.iter().flat_map(Mlp::kinds));
+        kinds
+    }
 }
 
 #[derive(Debug)]
@@ -97,14 +105,14 @@ struct MoePlans {
     logits: Matmul,
     router: MoeRouter,
     permute: MoePermute,
-    gate_up: GroupedMatmul,
+    gate_up: ExpertsPlan,
     glu: Glu,
-    down: GroupedMatmul,
+    down: ExpertsPlan,
     combine: MoeCombine,
 }
 
 impl MoePlans {
-    fn new(phase: &Phase<'_>, config: &MoeConfig) -> Result<Self, Error> {
+    fn new(phase: &Phase<'_>, config: &MoeConfig, moe: &Moe) -> Result<Self, Error> {
         let &MoeConfig { num_experts: experts, top_k, expert, score, groups, weights, scale, .. } = config;
         let &Phase { stream, dtype, tokens, .. } = phase;
         let (device, hidden_size) = (stream.device(), phase.config.hidden_size);
@@ -134,8 +142,9 @@ impl MoePlans {
             scale,
             weight_dtype,
         };
-        let product = |n, k, from| {
-            GroupedMatmul::plan(device, GroupedMatmulProblem { rows, experts, n, k, dtype, from })
+        let product = |weights: &ProjectionWeight, n, k, from| {
+            let problem = GroupedMatmulProblem::new(rows, experts, n, k, dtype);
+            ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, ..problem })
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
@@ -143,23 +152,24 @@ impl MoePlans {
             logits: Matmul::plan(device, logits)?,
             router: MoeRouter::plan(device, choice)?,
             permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
-            gate_up: product(2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
+            gate_up: product(&moe.gate_up, 2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
             glu: Glu::plan(device, glu)?,
-            down: product(hidden_size, inner, GroupedRows::Sorted)?,
+            down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted)?,
             combine: MoeCombine::plan(device, combine)?,
         })
     }
 
-    fn reports(&self) -> [OptimizationReport; 7] {
-        [
+    fn reports(&self) -> Vec<OptimizationReport> {
+        let mut reports = vec![
             self.logits.optimization_report(),
             self.router.optimization_report(),
             self.permute.optimization_report(),
-            self.gate_up.optimization_report(),
-            self.glu.optimization_report(),
-            self.down.optimization_report(),
-            self.combine.optimization_report(),
-        ]
+        ];
+        reports.extend(self.gate_up.reports());
+        reports.push(self.glu.optimization_report());
+        reports.extend(self.down.reports());
+        reports.push(self.combine.optimization_report());
+        reports
     }
 }
 
@@ -173,7 +183,7 @@ impl MoeBlock {
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         Ok(MoeBlock {
             config: *config,
-            plans: phase.plans(|phase| MoePlans::new(&phase, config))?,
+            plans: phase.plans(|phase| MoePlans::new(&phase, config, moe))?,
             shared: shared.transpose()?,
             logits: empty(&[tokens, config.router_rows()], DType::F32)?,
             ids: empty(&[tokens, top_k], DType::U32)?,
@@ -233,25 +243,13 @@ impl MoeBlock {
         let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;
         let mut activated = self.activated.view_mut().slice(0, pairs.clone())?;
         let mut projected = self.projected.view_mut().slice(0, pairs)?;
-        let args = GroupedMatmulArgs {
-            x,
-            w: weights.gate_up.view(),
-            offsets,
-            order: Some(order.as_view()),
-            out: gate_up.reborrow(),
-        };
-        plans.gate_up.run(stream, args)?;
+        let pairs = (x, offsets, Some(order.as_view()));
+        plans.gate_up.run(stream, &weights.gate_up, pairs, gate_up.reborrow())?;
         let gate = gate_up.as_view().slice(1, 0..inner)?;
         let up = gate_up.as_view().slice(1, inner..2 * inner)?;
         plans.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
-        let args = GroupedMatmulArgs {
-            x: activated.as_view(),
-            w: weights.down.view(),
-            offsets,
-            order: None,
-            out: projected.reborrow(),
-        };
-        plans.down.run(stream, args)?;
+        let pairs = (activated.as_view(), offsets, None);
+        plans.down.run(stream, &weights.down, pairs, projected.reborrow())?;
 
         let mut shared_out = self.shared_out.as_mut().map(Tensor::view_mut);
         if let (Some(block), Some(mlp), Some(shared_out)) =

@@ -3,6 +3,7 @@
 use super::{Linear, Phase};
 use crate::loader::Loader;
 use host::ops::glu::Activation;
+use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem};
 use host::ops::matmul::{Act, Matmul, MatmulArgs};
 use host::weight::{Layout, Weight};
 use host::{Error, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
@@ -16,10 +17,10 @@ pub struct Projection {
     pub bias: Option<Tensor>,
 }
 
-/// The weight of a projection.
+/// The weight of a projection, or those of all experts.
 #[derive(Debug)]
 pub enum ProjectionWeight {
-    /// `[out, in]`.
+    /// `[out, in]`; of experts `[experts, out, in]`.
     Plain(Tensor),
     /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up,
     /// one with the rows of both in turn.
@@ -58,15 +59,27 @@ impl Projection {
 
     /// What plans depend on.
     pub(crate) fn kind(&self) -> ProjectionKind {
-        match &self.weight {
+        self.weight.kind()
+    }
+
+    /// Bytes of the weight.
+    pub fn bytes(&self) -> usize {
+        self.weight.bytes()
+    }
+}
+
+impl ProjectionWeight {
+    /// What plans depend on.
+    pub(crate) fn kind(&self) -> ProjectionKind {
+        match self {
             ProjectionWeight::Plain(_) => Vec::new(),
             ProjectionWeight::Packed(parts) => parts.iter().map(|part| (part.n(), part.layout())).collect(),
         }
     }
 
-    /// Bytes of the weight.
+    /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
-        match &self.weight {
+        match self {
             ProjectionWeight::Plain(weight) => weight.bytes(),
             ProjectionWeight::Packed(parts) => parts.iter().map(Weight::bytes).sum(),
         }
@@ -143,6 +156,61 @@ impl ProjectionPlan {
                 ProjectionWeight::Packed(parts) => MatmulArgs::new(x, &parts[part], out),
             };
             plan.run(stream, MatmulArgs { bias, ..args })?;
+            start = end;
+        }
+        Ok(())
+    }
+}
+
+/// The products of all experts, planned for one phase.
+#[derive(Debug)]
+pub(crate) struct ExpertsPlan {
+    /// Of each part of the weights, with its columns of out.
+    parts: Vec<(GroupedMatmul, usize)>,
+}
+
+impl ExpertsPlan {
+    /// Of a problem that says nothing of how the weights are packed.
+    pub(crate) fn new(
+        phase: &Phase<'_>,
+        weights: &ProjectionWeight,
+        problem: GroupedMatmulProblem,
+    ) -> Result<Self, Error> {
+        let part = |n: usize, weight| {
+            let problem = GroupedMatmulProblem { n, weight, ..problem };
+            Ok((GroupedMatmul::plan(phase.stream.device(), problem)?, n))
+        };
+        let kind = weights.kind();
+        let parts = match kind.is_empty() {
+            true => vec![part(problem.n, None)?],
+            false => {
+                kind.into_iter().map(|(n, layout)| part(n, Some(layout))).collect::<Result<_, Error>>()?
+            }
+        };
+        Ok(ExpertsPlan { parts })
+    }
+
+    pub(crate) fn reports(&self) -> impl Iterator<Item = OptimizationReport> + use<'_> {
+        self.parts.iter().map(|(plan, _)| plan.optimization_report())
+    }
+
+    /// Runs the products of rows that `offsets` share out, which `order` names if they are gathered.
+    pub(crate) fn run(
+        &self,
+        stream: &Stream,
+        weights: &ProjectionWeight,
+        (x, offsets, order): (TensorView<'_>, TensorView<'_>, Option<TensorView<'_>>),
+        mut out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        let mut start = 0;
+        for (part, (plan, cols)) in self.parts.iter().enumerate() {
+            let end = start + cols;
+            let out = out.reborrow().slice(1, start..end)?;
+            let args = match weights {
+                ProjectionWeight::Plain(weight) => GroupedMatmulArgs::new(x, weight.view(), offsets, out),
+                ProjectionWeight::Packed(parts) => GroupedMatmulArgs::new(x, &parts[part], offsets, out),
+            };
+            plan.run(stream, GroupedMatmulArgs { order, ..args })?;
             start = end;
         }
         Ok(())

@@ -11,8 +11,12 @@ use std::error::Error as StdError;
 use std::path::{Path, PathBuf};
 
 use host::ops::sampling::SamplingParams;
+use host::weight::{Codes, Scheme};
 use host::{DType, Device};
-use models::{Checkpoint, Logits, Model, Session, SessionOptions, SessionSampler};
+use models::{
+    Checkpoint, FeedForward, Logits, Model, ProjectionWeight, Quantise, Session, SessionOptions,
+    SessionSampler,
+};
 use testkit::compare::relative_l2;
 use testkit::golden::{self, Array};
 use testkit::gpu::workspace_root;
@@ -106,6 +110,62 @@ fn logits_and_greedy_tokens() -> Outcome {
         assert!(error <= 1e-5, "{name}: logits: {error:.2e}");
         let want = ids(&case["greedy"]);
         assert_eq!(greedy(&mut session, &prompts[0], want.len())?, want, "{name}");
+    }
+    Ok(())
+}
+
+/// Codes of the parts of a model's experts, gate and up and then down; none of plain ones.
+fn codes_of_experts(model: &Model) -> Vec<Vec<Codes>> {
+    let codes = |weight: &ProjectionWeight| match weight {
+        ProjectionWeight::Plain(_) => Vec::new(),
+        ProjectionWeight::Packed(parts) => parts.iter().map(|part| part.layout().codes).collect(),
+    };
+    let moes = model.decoder().layers.iter().filter_map(|layer| match &layer.feed_forward {
+        FeedForward::Moe(moe) => Some(moe),
+        _ => None,
+    });
+    moes.flat_map(|moe| [codes(&moe.gate_up), codes(&moe.down)]).collect()
+}
+
+/// Experts are on the device as they are in the file.
+#[test]
+fn experts_stay_quantised() -> Outcome {
+    for (name, codes) in
+        [("awq_int4_moe", Codes::Int4), ("fp8_block_moe", Codes::E4m3), ("gguf_moe_mxfp4", Codes::E2m1)]
+    {
+        let checkpoint = Checkpoint::open(&checkpoint(name))?;
+        let load =
+            |quantise| Model::quantised(&Device::cpu(), &checkpoint, DType::F32, quantise, &mut |_| {});
+        assert_eq!(codes_of_experts(&load(Quantise::AsStored)?), [vec![codes], vec![codes]], "{name}");
+        assert_eq!(codes_of_experts(&load(Quantise::Dense)?), [vec![], vec![]], "{name}");
+    }
+    Ok(())
+}
+
+/// Experts of a float checkpoint by every named scheme: near what they are, and gate and up apart where their global scales differ.
+#[test]
+fn experts_are_quantised_as_they_load() -> Outcome {
+    let folder = golden::folder("qwen3_moe");
+    let case = golden::load(&folder.join("case.safetensors"))?;
+    let input = &case["input_ids"];
+    let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+    let checkpoint = Checkpoint::open(&folder)?;
+    for (name, scheme) in Scheme::NAMED {
+        let model =
+            Model::quantised(&Device::cpu(), &checkpoint, DType::F32, Quantise::By(scheme), &mut |_| {})?;
+        let all = codes_of_experts(&model);
+        assert!(!all.is_empty() && all.iter().flatten().all(|codes| *codes == scheme.codes), "{name}");
+        let parts = if name == "nvfp4" { 2 } else { 1 };
+        assert_eq!((all[0].len(), all[1].len()), (parts, 1), "{name}");
+        let mut session = model.session(SessionOptions {
+            capacity: 96,
+            chunk: 64,
+            logits: Logits::All,
+            ..SessionOptions::default()
+        })?;
+        let error = relative_l2(&logits(&mut session, &prompts)?, case["logits"].f32().expect("logits"));
+        println!("{name}: {error:.2e}");
+        assert!(error < 0.4 && error > 1e-4, "{name}: {error:.2e}");
     }
     Ok(())
 }

@@ -21,7 +21,7 @@ use crate::harness::{
 };
 
 /// A matrix of random codes and scales, and the values that they stand for.
-struct Source {
+pub(crate) struct Source {
     size: [usize; 2],
     layout: WeightLayout,
     codes: Vec<u8>,
@@ -29,7 +29,7 @@ struct Source {
     zeros: Vec<u8>,
     minimums: Vec<u32>,
     supers: Vec<[u16; 2]>,
-    global: f32,
+    pub(crate) global: f32,
 }
 
 impl Source {
@@ -38,7 +38,7 @@ impl Source {
         if self.layout.group == 0 { 1 } else { k.div_ceil(self.layout.group as usize) }
     }
 
-    fn new([n, k]: [usize; 2], layout: WeightLayout, seed: u64) -> Self {
+    pub(crate) fn new([n, k]: [usize; 2], layout: WeightLayout, seed: u64) -> Self {
         let mut random = Rng::new(seed);
         let mut byte = |below: usize| random.below(below) as u8;
         let codes = (0..n * k)
@@ -83,7 +83,7 @@ impl Source {
     }
 
     /// What it stands for, by the definition.
-    fn values(&self) -> Vec<f64> {
+    pub(crate) fn values(&self) -> Vec<f64> {
         let [n, k] = self.size;
         let number = |bits: u32, factor: f32| -> f64 {
             match self.layout.scale {
@@ -159,7 +159,7 @@ impl WeightSource for Source {
 }
 
 /// Every layout that kernels take, but for blocks of more rows.
-fn layouts() -> Vec<WeightLayout> {
+pub(crate) fn layouts() -> Vec<WeightLayout> {
     let mut layouts = Vec::new();
     for codes in Codes::ALL {
         for group in [0, 16, 32, 64, 128, 256] {

@@ -7,6 +7,10 @@
 use super::matmul::{MMA_ROW_BYTES, MMA_STAGES, THREADS, WARPS, WGMMA_ROW_BYTES};
 use crate::{Arch, DType};
 
+mod packed;
+
+pub use packed::{PACKED_MMA_VARIANTS, PACKED_VARIANTS, UNPACK_VARIANTS, packed_smem_bytes};
+
 /// Sizes and strides of one launch, in elements.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -43,6 +47,23 @@ pub struct GroupedMatmulDims {
 
 const _: () = assert!(size_of::<GroupedMatmulDims>() == 56);
 impl crate::Params for GroupedMatmulDims {}
+
+/// Which experts are unpacked: those with rows of `first .. first + experts`, to matrices `[n, k]` one after the other.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UnpackDims {
+    /// The first of them.
+    pub first: u32,
+    /// How many.
+    pub experts: u32,
+    /// Rows of a weight.
+    pub n: u32,
+    /// Columns of a weight.
+    pub k: u32,
+}
+
+const _: () = assert!(size_of::<UnpackDims>() == 16);
+impl crate::Params for UnpackDims {}
 
 /// Rows of a box of x in the `Wgmma` tiles.
 pub const WGMMA_X_ROWS: u32 = 32;

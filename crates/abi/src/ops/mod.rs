@@ -25,7 +25,9 @@ macro_rules! for_each_operator {
             embedding_bag "embedding_bag" [VARIANTS];
             gated_delta "gated_delta" [VARIANTS];
             glu "glu" [VARIANTS];
-            grouped_matmul "grouped_matmul" [VARIANTS MMA_VARIANTS WGMMA_VARIANTS];
+            grouped_matmul "grouped_matmul" [
+                VARIANTS MMA_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS PACKED_MMA_VARIANTS UNPACK_VARIANTS
+            ];
             kv_append "kv_append" [VARIANTS];
             layernorm "layernorm" [VARIANTS];
             matmul "matmul" [

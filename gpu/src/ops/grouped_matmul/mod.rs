@@ -8,6 +8,7 @@
 //! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `matmul::few_rows_mma` |
 //! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `matmul::mma_sync` |
 //! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
+//! | packed | few, of packed weights; and what unpacks them for many | up to 64 rows of an expert by some columns: `packed` |
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the others.
 //!
@@ -32,6 +33,7 @@
 //! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an access
 //!    out of bounds.
 
+mod packed;
 #[cfg(not(lacks_wgmma))]
 mod wgmma;
 

@@ -6,9 +6,11 @@ use abi::ops::matmul::MatmulDims;
 use half::{bf16, f16};
 
 use super::GroupedMatmulArgs;
-use crate::ops::matmul::cpu::sums;
+use crate::ops::matmul::MatmulB;
+use crate::ops::matmul::cpu::{packed_sums, sums};
 use crate::ops::parallel::SharedSlice;
 use crate::tensor::FloatElement;
+use crate::weight::cpu::Packed;
 
 pub(super) fn run(dtype: DType, dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
     match dtype {
@@ -19,7 +21,11 @@ pub(super) fn run(dtype: DType, dims: &GroupedMatmulDims, args: &mut GroupedMatm
 }
 
 fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
-    let (x, w) = (args.x.host_slice::<T>(), args.w.host_slice::<T>());
+    let x = args.x.host_slice::<T>();
+    let (w, packed) = match &args.w {
+        MatmulB::Matrix(w) => (w.host_slice::<T>(), None),
+        MatmulB::Packed(weight) => (&[][..], Some(Packed::new(weight))),
+    };
     let offsets = args.offsets.host_slice::<u32>();
     let order = args.order.as_ref().map(|order| order.host_slice::<u32>());
     let out = SharedSlice::new(args.out.host_slice_mut::<T>());
@@ -52,13 +58,17 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
         };
         let w = w.get(expert * dims.w_expert_stride as usize..).unwrap_or_default();
         let w_row = |row: usize| if k == 0 { &[] } else { &w[row * dims.w_stride as usize..][..k] };
-        sums(row_of, w_row, &own, |row, col, sums| {
+        let store = |row: usize, col: usize, sums: &[f32]| {
             let to = (start as usize + row) * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (GroupedMatmul::run), and each stretch of a row is stored once.
             let out = unsafe { out.part(to, sums.len()) };
             for (out, &sum) in std::iter::zip(out, sums) {
                 *out = T::from_f32(sum);
             }
-        });
+        };
+        match &packed {
+            Some(packed) => packed_sums(row_of, (packed, expert), &own, store),
+            None => sums(row_of, w_row, &own, store),
+        }
     }
 }

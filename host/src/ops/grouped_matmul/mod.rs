@@ -2,6 +2,7 @@
 
 mod cases;
 mod cpu;
+mod packed;
 pub mod reference;
 mod select;
 
@@ -14,17 +15,21 @@ use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::ops::matmul::{matrix_map, rows_aligned};
+use crate::ops::matmul::{MatmulB, PackedVariant, matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
+use crate::weight::{Layout, Weight};
+use packed::PackedKernels;
 
 pub use abi::ops::grouped_matmul::{
-    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, GroupedMatmulCase, samples};
+pub use packed::{GroupedPackedChoice, GroupedPackedChoices, select as select_packed};
 pub use select::{GroupedMatmulChoice, select};
 
 const OP: &str = "grouped_matmul";
@@ -56,12 +61,14 @@ pub struct GroupedMatmulProblem {
     pub dtype: DType,
     /// Which row of x a row of out is made of.
     pub from: GroupedRows,
+    /// How the weights are packed; none if they are plain matrices.
+    pub weight: Option<Layout>,
 }
 
 impl GroupedMatmulProblem {
-    /// With what it must have. The other fields do nothing: `from: GroupedRows::Sorted`.
+    /// With what it must have. The other fields do nothing: `from: GroupedRows::Sorted`, `weight: None`.
     pub fn new(rows: usize, experts: usize, n: usize, k: usize, dtype: DType) -> Self {
-        GroupedMatmulProblem { rows, experts, n, k, dtype, from: GroupedRows::Sorted }
+        GroupedMatmulProblem { rows, experts, n, k, dtype, from: GroupedRows::Sorted, weight: None }
     }
 }
 
@@ -70,8 +77,9 @@ impl GroupedMatmulProblem {
 pub struct GroupedMatmulArgs<'a> {
     /// `[rows, k]`; `[rows / fan_out, k]` if its rows are gathered.
     pub x: TensorView<'a>,
-    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features.
-    pub w: TensorView<'a>,
+    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features; or packed ones of as many experts, as
+    /// planned.
+    pub w: MatmulB<'a>,
     /// `[experts + 1]` u32: rows `offsets[e]..offsets[e + 1]` of out are expert e's. Ascending, at most `rows`.
     pub offsets: TensorView<'a>,
     /// `[rows]` u32, there if rows are gathered.
@@ -84,11 +92,11 @@ impl<'a> GroupedMatmulArgs<'a> {
     /// With what it must have. The other fields do nothing: `order: None`.
     pub fn new(
         x: TensorView<'a>,
-        w: TensorView<'a>,
+        w: impl Into<MatmulB<'a>>,
         offsets: TensorView<'a>,
         out: TensorViewMut<'a>,
     ) -> Self {
-        GroupedMatmulArgs { x, w, offsets, order: None, out }
+        GroupedMatmulArgs { x, w: w.into(), offsets, order: None, out }
     }
 }
 
@@ -107,6 +115,9 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// per expert on average, and for more. Among the products of one kind, which the number of rows alone decides, a row's result depends
 /// on that row and its expert, not on the other rows, their number or their experts. On the CPU it depends on whether its expert has
 /// up to 8 rows or more, and beyond 8 on which place among them it has.
+/// **Packed weights**: up to some rows per expert on average kernels read the weights as they are packed, of the experts that have rows
+/// only; these sum in orders of their own, which the planned number of rows decides. For more the experts that have rows are
+/// unpacked, some at a time, into memory of the plan, rounded to `dtype`, and multiplied as plain matrices.
 /// **Aliasing**: out may not overlap the other tensors.
 /// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
@@ -122,7 +133,7 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// let stream = device.stream()?;
 /// let (tokens, top_k, experts, n, k, dtype) = (4, 8, 128, 1536, 2048, DType::BF16);
 /// let from = GroupedRows::Gathered { fan_out: top_k };
-/// let problem = GroupedMatmulProblem { rows: tokens * top_k, experts, n, k, dtype, from };
+/// let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(tokens * top_k, experts, n, k, dtype) };
 /// let product = GroupedMatmul::plan(&device, problem)?;
 /// let x = Tensor::zeros(&stream, &[tokens, k], dtype)?;
 /// let w = Tensor::zeros(&stream, &[experts, n, k], dtype)?;
@@ -130,7 +141,7 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// let order = Tensor::zeros(&stream, &[tokens * top_k], DType::U32)?;
 /// let mut out = Tensor::empty(&stream, &[tokens * top_k, n], dtype)?;
 /// let order = Some(order.view());
-/// let args = GroupedMatmulArgs { x: x.view(), w: w.view(), offsets: offsets.view(), order, out: out.view_mut() };
+/// let args = GroupedMatmulArgs { order, ..GroupedMatmulArgs::new(x.view(), w.view(), offsets.view(), out.view_mut()) };
 /// product.run(&stream, args)?;
 /// # Ok(())
 /// # }
@@ -146,6 +157,35 @@ planned!(
     Planned
 );
 
+impl GroupedMatmul {
+    /// Plans a product with packed weights by a kernel of the caller's choice, for all numbers of rows; an error if it
+    /// cannot do the problem. One of the tensor cores is left out where an operand's address or stride does not suit it.
+    pub fn plan_packed_with(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        variant: &'static PackedVariant,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        let planned = match device.limits() {
+            Some(limits) => {
+                Planned::with_packed(device, problem, packed::forced(&limits, &problem, variant)?)
+            }
+            None => Planned::new(device, problem, Vec::new(), Vec::new()),
+        };
+        Ladder::from_rung(device, problem, planned).map(GroupedMatmul)
+    }
+
+    /// Plans a product with packed weights by choices of the caller's, as [`select_packed`] makes them.
+    pub fn plan_packed(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        choices: GroupedPackedChoices,
+    ) -> Result<Self, Error> {
+        check_problem(&problem)?;
+        Ladder::from_rung(device, problem, Planned::with_packed(device, problem, choices)).map(GroupedMatmul)
+    }
+}
+
 /// A product, planned for a floor of a card, or the CPU.
 #[derive(Debug)]
 pub(crate) struct Planned {
@@ -155,6 +195,8 @@ pub(crate) struct Planned {
     kernels: Vec<(GroupedMatmulChoice, Entry)>,
     /// The tensor cores' kernels, which take operands in pieces of 16 bytes; none on other cards.
     tensor: Vec<(GroupedMatmulChoice, Entry)>,
+    /// Those for packed weights, in the place of all others.
+    packed: Option<Box<PackedKernels>>,
 }
 
 impl Rung for Planned {
@@ -165,13 +207,23 @@ impl Rung for Planned {
 
     fn supports(device: &Device, problem: &GroupedMatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+        let Some(limits) = device.limits() else { return Ok(()) };
+        if let Some(layout) = &problem.weight
+            && select_packed(&limits, problem, layout)?.dense_from.is_none()
+        {
+            return Ok(());
+        }
+        // Packed weights of many rows are multiplied as plain ones.
+        select(&limits, problem).map(|_| ())
     }
 
     fn plan(device: &Device, problem: GroupedMatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
         match device.limits() {
             None => Self::new(device, problem, Vec::new(), Vec::new()),
+            Some(limits) if let Some(layout) = &problem.weight => {
+                Self::with_packed(device, problem, select_packed(&limits, &problem, layout)?)
+            }
             Some(limits) => {
                 let tensor = select::tensor(&limits, &problem)?;
                 Self::new(device, problem, select(&limits, &problem)?, tensor)
@@ -214,6 +266,18 @@ impl Rung for Planned {
             return Ok(());
         }
         let rows = dims.rows as usize;
+        if let (Some(kernels), MatmulB::Packed(weight)) = (&self.packed, args.w) {
+            // No rows or columns: nothing is launched.
+            if rows == 0 || dims.n == 0 {
+                return Ok(());
+            }
+            let GroupedMatmulArgs { x, w, offsets, order, .. } = *args;
+            let args = GroupedMatmulArgs { x, w, offsets, order, out: args.out.reborrow() };
+            return kernels.run(stream, (args, weight), dims);
+        }
+        let MatmulB::Matrix(w) = args.w else {
+            return at.refuse("w", "matrices, as planned", "packed weights");
+        };
         let operands = A_IN_PIECES | B_IN_PIECES;
         let in_pieces = self.k_in_pieces() && dims.access & operands == operands && rows > 0 && dims.n > 0;
         let Some((choice, entry)) = self.kernel(rows, in_pieces) else {
@@ -227,15 +291,15 @@ impl Rung for Planned {
         dims.slots = kind;
         let blocks = slots * u64::from(dims.col_blocks);
         let grid = if rows == 0 { 0 } else { check_blocks(OP, "out", blocks)? };
-        let GroupedMatmulArgs { x, w, offsets, order, out } = &*args;
+        let GroupedMatmulArgs { x, offsets, order, out, .. } = &*args;
         let [offsets, order, out] = [(*offsets).into(), (*order).into(), out.into()];
         let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
-            let params = [(*x).into(), (*w).into(), offsets, order, out, (&dims).into()];
+            let params = [(*x).into(), w.into(), offsets, order, out, (&dims).into()];
             // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
             // looks at for the tensor cores; the grid has every column of every slot; threads and shared memory are the tile's.
             return unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) };
         };
-        let w_map = self.map_of_weights(w, &dims, bn / 2)?;
+        let w_map = self.map_of_weights(&w, &dims, bn / 2)?;
         // Rows that lie over each other, as after a broadcast, are not for tensor maps.
         let by_tma = dims.fan_out == 0 && (dims.x_rows <= 1 || dims.x_stride >= dims.k);
         let x_map = if by_tma {
@@ -254,18 +318,25 @@ impl Rung for Planned {
 
     // If every expert has rows.
     fn report(&self) -> OptimizationReport {
-        let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = self.problem;
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight } = self.problem;
         let x_rows = match from {
             GroupedRows::Sorted => rows,
             GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
         };
         let last = self.kernel(rows, self.k_in_pieces());
+        let bits = weight.map_or(8.0 * dtype.bytes() as f32, |layout| layout.bits_per_weight(k as u32));
+        let expert_bytes = count((n as f64 * k as f64 * f64::from(bits) / 8.0) as usize);
+        let most_rows = rows;
         let [rows, x_rows, experts, n, k] = [rows, x_rows, experts, n, k].map(count);
         let work = Work {
             problem: format!("[{rows}, {k}] · {experts} of [{n}, {k}]ᵀ {dtype}"),
-            bytes: (experts.min(rows) * n * k + x_rows * k + rows * n) * count(dtype.bytes()),
+            bytes: experts.min(rows) * expert_bytes + (x_rows * k + rows * n) * count(dtype.bytes()),
             flops: count(2) * rows * n * k,
         };
+        if let Some(packed) = &self.packed {
+            let (entry, cut) = packed.report(most_rows);
+            return OptimizationReport::new(OP, &self.device, entry, work, cut);
+        }
         let cut = |choice: &GroupedMatmulChoice| {
             let tile = choice.variant.tile;
             Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() }
@@ -276,6 +347,15 @@ impl Rung for Planned {
 }
 
 impl Planned {
+    fn with_packed(
+        device: &Device,
+        problem: GroupedMatmulProblem,
+        choices: GroupedPackedChoices,
+    ) -> Result<Self, Error> {
+        let packed = Some(Box::new(PackedKernels::new(device, &problem, choices)?));
+        Ok(Planned { packed, ..Self::new(device, problem, Vec::new(), Vec::new())? })
+    }
+
     fn new(
         device: &Device,
         problem: GroupedMatmulProblem,
@@ -289,7 +369,7 @@ impl Planned {
         };
         let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
         let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
-        Ok(Planned { device: device.clone(), problem, kernels, tensor })
+        Ok(Planned { device: device.clone(), problem, kernels, tensor, packed: None })
     }
 
     /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were
@@ -335,8 +415,8 @@ impl Planned {
     }
 
     fn check(&self, at: &Check<'_>, args: &GroupedMatmulArgs<'_>) -> Result<GroupedMatmulDims, Error> {
-        let GroupedMatmulArgs { x, w, offsets, order, out } = args;
-        let GroupedMatmulProblem { rows: most, experts, n, k, dtype, from } = self.problem;
+        let GroupedMatmulArgs { x, offsets, order, out, .. } = args;
+        let GroupedMatmulProblem { rows: most, experts, n, k, dtype, from, .. } = self.problem;
         let [out_stride] = at.elements("out", out.as_view(), dtype, &[None, Some(n)])?;
         let len = out.shape()[0];
         let rows = at.planned("out", "rows", len, most)?;
@@ -348,7 +428,17 @@ impl Planned {
             }
         };
         let [x_stride] = at.elements("x", *x, dtype, &[x_rows, k].map(Some))?;
-        let [w_expert_stride, w_stride] = at.elements("w", *w, dtype, &[experts, n, k].map(Some))?;
+        // Packed weights are as matrices of their size to all that follows, which reads none of them.
+        let w = match (args.w, self.problem.weight) {
+            (MatmulB::Matrix(w), None) => w,
+            (MatmulB::Packed(weight), Some(layout)) => {
+                self.check_weight(at, weight, layout)?;
+                weight.outline_of_experts(dtype)?
+            }
+            (MatmulB::Matrix(_), Some(_)) => return at.refuse("w", "packed weights, as planned", "matrices"),
+            (MatmulB::Packed(_), None) => return at.refuse("w", "matrices, as planned", "packed weights"),
+        };
+        let [w_expert_stride, w_stride] = at.elements("w", w, dtype, &[experts, n, k].map(Some))?;
         at.contiguous("offsets", *offsets, DType::U32, &[Some(experts + 1)])?;
         if let Some(order) = at.given("order", from != GroupedRows::Sorted, *order, ["planned"; 2])? {
             at.contiguous("order", order, DType::U32, &[Some(len)])?;
@@ -358,7 +448,7 @@ impl Planned {
         let mut access = 0;
         for (flag, is_set) in [
             (A_IN_PIECES, rows_aligned(*x, per_piece)),
-            (B_IN_PIECES, rows_aligned(*w, per_piece)),
+            (B_IN_PIECES, rows_aligned(w, per_piece)),
             (OUT_IN_QUADS, rows_aligned(out.as_view(), 4)),
             (OUT_IN_PIECES, rows_aligned(out.as_view(), per_piece)),
         ] {
@@ -381,10 +471,23 @@ impl Planned {
             slots: 0,
         })
     }
+
+    /// Checks that packed weights are the planned ones.
+    fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout) -> Result<(), Error> {
+        let GroupedMatmulProblem { experts, n, k, .. } = self.problem;
+        if weight.layout() != layout {
+            return at.refuse("w", format!("{layout:?}, as planned"), format!("{:?}", weight.layout()));
+        }
+        let got = [weight.experts(), weight.n(), weight.k()];
+        if got != [experts, n, k] {
+            return at.refuse("w", format!("experts and sizes {:?}", [experts, n, k]), format!("{got:?}"));
+        }
+        Ok(())
+    }
 }
 
 fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
-    let GroupedMatmulProblem { rows, experts, n, k, dtype, from } = *problem;
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight } = *problem;
     for (name, size) in [("rows", rows), ("experts", experts), ("n", n), ("k", k)] {
         check_size(OP, "problem", name, size)?;
     }
@@ -399,6 +502,12 @@ fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));
+    }
+    if let Some(layout) = weight
+        && let Some(expected) = layout.problem()
+    {
+        let got = format!("{layout:?}");
+        return Err(Error::invalid(OP, "problem", format!("weights with {expected}"), got));
     }
     Ok(())
 }

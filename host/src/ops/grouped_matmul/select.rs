@@ -156,7 +156,7 @@ mod tests {
         ];
         for (rows, experts, dtype, entry) in table {
             let from = GroupedRows::Sorted;
-            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from };
+            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from, weight: None };
             let choices = select(&LIMITS, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
@@ -176,7 +176,7 @@ mod tests {
         ];
         for (rows, experts, dtype, entry) in table {
             let from = GroupedRows::Sorted;
-            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from };
+            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from, weight: None };
             let choices = tensor(&ampere, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
@@ -193,7 +193,7 @@ mod tests {
     fn more_blocks_than_a_grid_has() {
         let (rows, n) = (1 << 30, 1 << 30);
         let (dtype, from) = (DType::F32, GroupedRows::Sorted);
-        let problem = GroupedMatmulProblem { rows, experts: 2, n, k: 1, dtype, from };
+        let problem = GroupedMatmulProblem { rows, experts: 2, n, k: 1, dtype, from, weight: None };
         let message = select(&LIMITS, &problem).unwrap_err().to_string();
         assert!(
             message.starts_with("grouped_matmul: problem: expected at most 2^31 - 1 blocks"),

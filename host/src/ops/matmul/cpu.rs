@@ -118,16 +118,16 @@ fn products<T: FloatElement, O: FloatElement>(
         };
         let a_row = |row: usize| &a[row * dims.a_stride as usize..][..k];
         match &packed {
-            Some(packed) => packed_sums(a_row, packed, dims, store),
+            Some(packed) => packed_sums(a_row, (packed, 0), dims, store),
             None => sums(a_row, b_row, dims, store),
         }
     }
 }
 
-/// As [`sums`], of a packed weight: rows of tiles are decoded by turns, 16 columns at a time.
-fn packed_sums<'a, T: FloatElement>(
+/// As [`sums`], of an expert's packed weight: rows of tiles are decoded by turns, 16 columns at a time.
+pub(crate) fn packed_sums<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    packed: &Packed<'_>,
+    (packed, expert): (&Packed<'_>, usize),
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
@@ -141,7 +141,7 @@ fn packed_sums<'a, T: FloatElement>(
         let first = block * ROWS;
         let cols = ROWS.min(n - first);
         let mut weights = vec![0.0; ROWS * stride];
-        packed.row_block(0, block, &mut weights);
+        packed.row_block(expert, block, &mut weights);
         for row in 0..m {
             let mut sums = [0.0; ROWS];
             for (col, sum) in sums[..cols].iter_mut().enumerate() {

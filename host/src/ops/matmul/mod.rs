@@ -35,6 +35,7 @@ pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
 pub(crate) use check::{Shapes, check_bias, rows_aligned};
 pub use packed::{PackedChoice, PackedChoices, select as select_packed};
+pub(crate) use packed::{split_log2 as packed_split_log2, takes};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
@@ -353,10 +354,19 @@ impl Rung for Planned {
 
     fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
-        if problem.weight.is_some() {
-            return Ok(());
-        }
-        device.limits().map_or(Ok(()), |limits| select(&limits, problem).map(|_| ()))
+        let Some(limits) = device.limits() else { return Ok(()) };
+        let plain = match &problem.weight {
+            None => *problem,
+            Some(layout) => {
+                let choices = select_packed(&limits, problem, layout);
+                if choices.dense_from.is_none() {
+                    return Ok(());
+                }
+                // Its stripes are multiplied as plain matrices.
+                MatmulProblem { n: choices.stripe, weight: None, ..*problem }
+            }
+        };
+        select(&limits, &plain).map(|_| ())
     }
 
     fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {

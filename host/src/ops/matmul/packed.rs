@@ -98,7 +98,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
 }
 
 /// Whether kernels of this kind of groups take a layout.
-fn takes(group: u32, layout: &Layout) -> bool {
+pub(crate) fn takes(group: u32, layout: &Layout) -> bool {
     match group {
         TILE_K => layout.is_wide(),
         16 => !layout.minimums,
@@ -138,7 +138,7 @@ pub(super) fn forced(
 
 /// Warps that share a column's k: until all multiprocessors have work, but at least two tiles for each. It decides the order of a sum, so
 /// it does not depend on the number of rows.
-fn split_log2(limits: &DeviceLimits, n: usize, k: usize) -> u32 {
+pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize) -> u32 {
     let (blocks, tiles) = (n.div_ceil(TILE_ROWS as usize), k.div_ceil(TILE_K as usize));
     let wanted = WARPS_PER_SM * limits.num_sms.max(1) as usize;
     (0..WARPS.ilog2()).take_while(|split| blocks << split < wanted && tiles >= 4 << split).count() as u32
