@@ -244,6 +244,7 @@ impl PtxModule {
 
 /// Whether machine code for a floor runs on a card of this compute capability: within a generation, and of Hopper's
 /// special instructions there alone.
+#[cfg(any(feature = "cuda", test))]
 pub(crate) fn cubin_runs_on(arch: Arch, (major, minor): (u32, u32)) -> bool {
     let generation = match arch {
         Arch::Sm61 => 6,
