@@ -8,6 +8,8 @@ mod chat;
 mod check;
 mod decode;
 mod interrupt;
+#[path = "../language/mod.rs"]
+mod language;
 mod logits;
 mod options;
 #[path = "../output/mod.rs"]

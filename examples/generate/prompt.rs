@@ -4,9 +4,10 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use text::{ChatOptions, ChatTemplate, Codec, Message, Vocabulary, from_json};
-use warpforge::models::{Gguf, ModelConfig};
+use text::{ChatOptions, ChatTemplate, Codec, Message, from_json};
+use warpforge::models::ModelConfig;
 
+use crate::language;
 use crate::options::Options;
 use crate::output::Failure;
 
@@ -51,23 +52,16 @@ fn read(input: impl Read) -> Result<String, Failure> {
 
 /// The model's tokenizer; none if it has none and there are ids.
 pub fn codec(options: &Options, config: &ModelConfig) -> Result<Option<Codec>, Failure> {
-    if options.model.is_file() {
-        let file = Gguf::open(&options.model)?;
-        return match file.vocabulary()? {
-            Some(known) => {
-                let (tokens, types, merges) = (&known.tokens, &known.types, &known.merges);
-                let own = Vocabulary { model: known.model, pre: known.pre, tokens, types, merges };
-                let first = known.bos.filter(|_| known.adds_bos);
-                Ok(Some(Codec::new(own.tokenizer()?, first)?))
-            }
-            None if options.ids.is_some() => Ok(None),
-            None => Err(format!("no tokenizer in {}; --ids takes token ids", options.model.display()).into()),
-        };
-    }
-    if options.ids.is_some() && !options.model.join("tokenizer.json").exists() {
+    let is_file = options.model.is_file();
+    if options.ids.is_some() && !is_file && !options.model.join("tokenizer.json").exists() {
         return Ok(None);
     }
-    Ok(Some(Codec::from_dir(&options.model, config.bos_token_id)?))
+    match language::codec(&options.model, config)? {
+        None if options.ids.is_none() => {
+            Err(format!("no tokenizer in {}; --ids takes token ids", options.model.display()).into())
+        }
+        codec => Ok(codec),
+    }
 }
 
 /// A conversation: what was said so far, and the template that makes text of it.
@@ -80,7 +74,7 @@ pub struct Conversation {
 
 impl Conversation {
     pub fn new(options: &Options) -> Result<Self, Failure> {
-        let template = template(&options.model)?.ok_or_else(|| no_template(&options.model))?;
+        let template = language::template(&options.model)?.ok_or_else(|| no_template(&options.model))?;
         let mut variables = Vec::new();
         for variable in &options.template_variable {
             let parts = variable.split_once('=');
@@ -106,24 +100,6 @@ impl Conversation {
     pub fn answered(&mut self, text: &str) {
         self.messages.push(Message::text("assistant", text));
     }
-}
-
-/// The template of a folder, or of a GGUF file.
-fn template(model: &Path) -> Result<Option<ChatTemplate>, Failure> {
-    if !model.is_file() {
-        return Ok(ChatTemplate::from_dir(model)?);
-    }
-    let file = Gguf::open(model)?;
-    let Some(source) = file.text("tokenizer.chat_template")? else { return Ok(None) };
-    let vocabulary = file.vocabulary()?;
-    let mut tokens = Vec::new();
-    for (name, key) in [("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")] {
-        let id = file.unsigned(&format!("tokenizer.ggml.{key}_token_id"))?;
-        let id = id.and_then(|id| usize::try_from(id).ok());
-        let token = vocabulary.as_ref().zip(id).and_then(|(known, id)| known.tokens.get(id));
-        tokens.extend(token.map(|token| (name, *token)));
-    }
-    Ok(Some(ChatTemplate::new(source, &tokens)?))
 }
 
 fn no_template(model: &Path) -> String {
