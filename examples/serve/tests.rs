@@ -1,0 +1,456 @@
+//! The whole server over the demo model, on the CPU.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+
+use axum::Router;
+use axum::body::{Body, to_bytes};
+use axum::http::{Request, StatusCode};
+use axum::response::Response;
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tower::ServiceExt;
+use warpforge::Device;
+use warpforge::models::{SessionOptions, SessionSampler};
+use warpforge::ops::sampling::SamplingParams;
+
+use super::*;
+
+type Outcome = Result<(), Failure>;
+
+const TEMPLATE: &str =
+    "{% for m in messages %}# {{ m.role }}\n\n{{ m.content }}\n\n{% endfor %}# {{ who or 'assistant' }}\n\n";
+const PROMPTS: [&str; 4] = ["The borrow checker", "fn main() {\n    let", "A vector", "An iterator that"];
+
+fn demo() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo-model")
+}
+
+/// A server in this process.
+struct Server {
+    router: Router,
+    served: Arc<Served>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Over the demo model with a chat template.
+    fn start(arguments: &[&str]) -> Result<Self, Failure> {
+        let folder = tempfile::tempdir()?;
+        for file in std::fs::read_dir(demo())? {
+            let file = file?;
+            std::fs::copy(file.path(), folder.path().join(file.file_name()))?;
+        }
+        std::fs::write(folder.path().join("chat_template.jinja"), TEMPLATE)?;
+        let model = folder.path().to_str().ok_or("a path")?;
+        let all = ["serve", "--device", "cpu", "--name", "demo", "--context", "256", "--model", model];
+        let (served, thread) = start(&Options::parse_from([&all, arguments].concat()))?;
+        Ok(Server { router: http::router(served.clone()), served, thread: Some(thread) })
+    }
+
+    async fn send(&self, method: &str, path: &str, body: impl Into<Body>) -> Result<Response, Failure> {
+        let request = Request::builder().method(method).uri(path).body(body.into())?;
+        Ok(self.router.clone().oneshot(request).await?)
+    }
+
+    async fn post(&self, path: &str, body: &Value) -> Result<(StatusCode, Value), Failure> {
+        let response = self.send("POST", path, body.to_string()).await?;
+        let status = response.status();
+        Ok((status, serde_json::from_str(&text(response).await?)?))
+    }
+
+    /// The text of a completion and how it ended.
+    async fn complete(&self, body: &Value) -> Result<(String, String), Failure> {
+        let (status, value) = self.post("/v1/completions", body).await?;
+        assert_eq!(status, StatusCode::OK, "{value}");
+        let choice = &value["choices"][0];
+        let of = |name: &str| choice[name].as_str().map(str::to_owned).ok_or_else(|| format!("{value}"));
+        Ok((of("text")?, of("finish_reason")?))
+    }
+
+    /// Waits until nothing runs; then every page is free again.
+    async fn idle(&self) -> Outcome {
+        for _ in 0..3000 {
+            let counts = self.served.engine.counts();
+            if counts.running + counts.waiting == 0 {
+                assert_eq!(counts.batch.free_pages, counts.batch.pages);
+                assert_eq!(counts.batch.sequences, 0);
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Err("requests go on".into())
+    }
+
+    async fn until_cancelled(&self, count: u64) -> Outcome {
+        for _ in 0..3000 {
+            if self.served.engine.counts().cancelled == count {
+                return self.idle().await;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Err(format!("{} requests were cancelled", self.served.engine.counts().cancelled).into())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.served.engine.stop();
+        if let Some(thread) = self.thread.take() {
+            assert!(thread.join().is_ok() || std::thread::panicking(), "the engine has panicked");
+        }
+    }
+}
+
+async fn text(response: Response) -> Result<String, Failure> {
+    Ok(String::from_utf8(to_bytes(response.into_body(), usize::MAX).await?.to_vec())?)
+}
+
+/// The data of events, whose last is [DONE].
+fn events(text: &str) -> Result<Vec<Value>, Failure> {
+    let mut data: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert_eq!(data.pop(), Some("[DONE]"), "{text}");
+    Ok(data.into_iter().map(serde_json::from_str).collect::<Result<_, _>>()?)
+}
+
+fn greedy(prompt: &str, max_tokens: usize) -> Value {
+    json!({ "model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0 })
+}
+
+/// What `generate` writes: a session of one sequence.
+fn generated(served: &Served, ids: &[u32], most: usize) -> Result<String, Failure> {
+    let model = Model::load(&Device::cpu(), &demo(), DType::F32, &mut |_| {})?;
+    let mut session = model.session(SessionOptions { capacity: 256, ..SessionOptions::default() })?;
+    let mut sampler = SessionSampler::new(&session, SamplingParams::default())?;
+    session.prefill(0, ids)?;
+    let mut new = Vec::new();
+    while new.len() < most {
+        let id = sampler.sample(&session)?[0];
+        new.push(id);
+        if model.config().eos_token_ids.contains(&id) {
+            break;
+        }
+        session.decode(&[id])?;
+    }
+    Ok(served.codec.decode(&new)?)
+}
+
+/// The greedy texts that transformers has written, and what `generate` makes of a conversation.
+#[tokio::test]
+async fn answers_are_the_models() -> Outcome {
+    let server = Server::start(&[])?;
+    let expected: Value = serde_json::from_str(&std::fs::read_to_string(demo().join("expected.json"))?)?;
+    for case in expected.as_array().ok_or("cases")? {
+        let ids =
+            |name: &str| -> Result<Vec<u32>, Failure> { Ok(serde_json::from_value(case[name].clone())?) };
+        let new = ids("greedy")?;
+        let ends = new.iter().any(|id| server.served.config.eos_token_ids.contains(id));
+        let want = (server.served.codec.decode(&new)?, if ends { "stop" } else { "length" }.to_owned());
+        let prompt = case["prompt"].as_str().ok_or("a prompt")?;
+        assert_eq!(server.complete(&greedy(prompt, new.len())).await?, want, "{prompt:?}");
+        let mut by_ids = greedy("", new.len());
+        by_ids["prompt"] = json!(ids("ids")?);
+        assert_eq!(server.complete(&by_ids).await?, want, "{prompt:?}");
+    }
+
+    let body = json!({
+        "model": "demo", "temperature": 0, "max_completion_tokens": 24, "user": "somebody", "n": 1,
+        "messages": [
+            { "role": "system", "content": "Terse." },
+            { "role": "user", "content": [{ "type": "text", "text": "What is" }, { "type": "text", "text": "a slice?" }] },
+        ],
+        "chat_template_kwargs": { "who": "answer" },
+    });
+    // Jinja leaves a template's last line end out.
+    let rendered = "# system\n\nTerse.\n\n# user\n\nWhat is\na slice?\n\n# answer\n";
+    let ids = server.served.codec.encode_rendered(rendered)?;
+    let want = generated(&server.served, &ids, 24)?;
+    let (status, value) = server.post("/v1/chat/completions", &body).await?;
+    assert_eq!(status, StatusCode::OK, "{value}");
+    assert_eq!(value["object"], "chat.completion");
+    assert_eq!(value["choices"][0]["message"], json!({ "role": "assistant", "content": want }));
+    assert_eq!(value["usage"]["prompt_tokens"], ids.len());
+    server.idle().await
+}
+
+/// Pieces make up the whole, of both kinds, with stop strings and seeds.
+#[tokio::test]
+async fn streams() -> Outcome {
+    let server = Server::start(&[])?;
+    let (whole, _) = server.complete(&greedy(PROMPTS[0], 40)).await?;
+    let stop: String = whole.chars().skip(30).take(5).collect();
+    for more in [
+        json!({}),
+        json!({ "stop": [stop, "\u{0}"] }),
+        json!({ "temperature": 0.9, "top_k": 40, "seed": -7 }),
+    ] {
+        for (path, is_chat) in [("/v1/completions", false), ("/v1/chat/completions", true)] {
+            let mut body = if is_chat {
+                json!({ "model": "demo", "temperature": 0, "max_tokens": 40,
+                    "messages": [{ "role": "user", "content": PROMPTS[0] }] })
+            } else {
+                greedy(PROMPTS[0], 40)
+            };
+            for (name, value) in more.as_object().ok_or("an object")? {
+                body[name] = value.clone();
+            }
+            let (status, whole) = server.post(path, &body).await?;
+            assert_eq!(status, StatusCode::OK, "{whole}");
+            body["stream"] = true.into();
+            body["stream_options"] = json!({ "include_usage": true });
+            let response = server.send("POST", path, body.to_string()).await?;
+            assert_eq!(response.headers()["content-type"], "text/event-stream");
+            let mut events = events(&text(response).await?)?;
+            let usage = events.pop().ok_or("usage")?;
+            assert_eq!((&usage["usage"], &usage["choices"]), (&whole["usage"], &json!([])));
+            let choice = |event: &Value| event["choices"][0].clone();
+            let last = choice(events.last().ok_or("a last one")?);
+            assert_eq!(last["finish_reason"], whole["choices"][0]["finish_reason"]);
+            assert!(events[..events.len() - 1].iter().all(|event| choice(event)["finish_reason"].is_null()));
+            let of = |event: &Value| {
+                let choice = choice(event);
+                let text = if is_chat { &choice["delta"]["content"] } else { &choice["text"] };
+                text.as_str().unwrap_or_default().to_owned()
+            };
+            let want = &whole["choices"][0];
+            let want = if is_chat { &want["message"]["content"] } else { &want["text"] };
+            assert!(events.len() > 3, "{events:?}");
+            assert_eq!(events.iter().map(of).collect::<String>(), want.as_str().ok_or("a text")?);
+        }
+    }
+    let mut body = greedy(PROMPTS[0], 40);
+    body["stop"] = stop.clone().into();
+    let before = whole.split(&stop).next().ok_or("a text")?.to_owned();
+    assert_eq!(server.complete(&body).await?, (before, "stop".into()));
+    server.idle().await
+}
+
+/// Clients at once get what they get alone, also where pages are few and requests lose theirs; and nothing is left.
+#[tokio::test]
+async fn many_clients() -> Outcome {
+    let server =
+        Server::start(&["--sequences", "16", "--queue", "48", "--cache-mib", "2", "--step-tokens", "64"])?;
+    let bodies: Vec<Value> = (0..64)
+        .map(|client: usize| {
+            let mut body = greedy(PROMPTS[client % PROMPTS.len()], 40 + 8 * (client % 5));
+            if client % 3 == 1 {
+                body["temperature"] = 0.8.into();
+                body["top_p"] = 0.9.into();
+                body["seed"] = client.into();
+            }
+            body
+        })
+        .collect();
+    let mut alone = Vec::new();
+    for body in &bodies {
+        alone.push(server.complete(body).await?);
+    }
+    server.idle().await?;
+    let server = Arc::new(server);
+    let tasks: Vec<_> = bodies
+        .into_iter()
+        .map(|body| {
+            let server = server.clone();
+            tokio::spawn(async move { server.complete(&body).await.map_err(|error| error.to_string()) })
+        })
+        .collect();
+    for (client, (task, want)) in std::iter::zip(tasks, alone).enumerate() {
+        assert_eq!(task.await??, want, "client {client}");
+    }
+    server.idle().await?;
+    let counts = server.served.engine.counts();
+    assert!(counts.batch.preemptions > 0, "{counts:?}");
+    assert_eq!((counts.stopped + counts.cut, counts.cancelled, counts.failed), (128, 0, 0));
+    let metrics = text(server.send("GET", "/metrics", "").await?).await?;
+    let pages = counts.batch.pages;
+    for line in [
+        format!("serve_free_pages {pages}"),
+        format!("serve_pages {pages}"),
+        "serve_requests_running 0".into(),
+    ] {
+        assert!(metrics.lines().any(|own| own == line), "{line}: {metrics}");
+    }
+    Ok(())
+}
+
+/// Each refusal has its status, the field's name and OpenAI's form.
+#[tokio::test]
+async fn bad_requests() -> Outcome {
+    let server = Server::start(&[])?;
+    let bad = StatusCode::BAD_REQUEST;
+    for (more, status, param, code) in [
+        (json!({ "model": "other" }), StatusCode::NOT_FOUND, "model", "model_not_found"),
+        (json!({ "model": null }), bad, "model", ""),
+        (json!({ "prompt": null }), bad, "prompt", ""),
+        (json!({ "prompt": ["a", "b"] }), bad, "prompt", ""),
+        (json!({ "prompt": [1, -1] }), bad, "prompt", ""),
+        (json!({ "temperature": -1 }), bad, "temperature", ""),
+        (json!({ "temperature": "hot" }), bad, "temperature", ""),
+        (json!({ "temperature": 1e-40 }), bad, "temperature", ""),
+        (json!({ "top_p": 0 }), bad, "top_p", ""),
+        (json!({ "top_k": -2 }), bad, "top_k", ""),
+        (json!({ "seed": 1.5 }), bad, "seed", ""),
+        (json!({ "max_tokens": 0 }), bad, "max_tokens", ""),
+        (json!({ "max_tokens": 256 }), bad, "prompt", "context_length_exceeded"),
+        (json!({ "prompt": "a ".repeat(600) }), bad, "prompt", "context_length_exceeded"),
+        (json!({ "stop": "" }), bad, "stop", ""),
+        (json!({ "stop": ["a", "b", "c", "d", "e"] }), bad, "stop", ""),
+        (json!({ "stream": 1 }), bad, "stream", ""),
+        (json!({ "stream_options": {} }), bad, "stream_options", "unsupported_parameter"),
+        (json!({ "n": 2 }), bad, "n", "unsupported_parameter"),
+        (json!({ "logprobs": 1 }), bad, "logprobs", "unsupported_parameter"),
+        (json!({ "echo": true }), bad, "echo", "unsupported_parameter"),
+        (json!({ "presence_penalty": 0.5 }), bad, "presence_penalty", "unsupported_parameter"),
+        (json!({ "messages": [] }), bad, "messages", "unsupported_parameter"),
+        (json!({ "no_such": 1 }), bad, "no_such", "unsupported_parameter"),
+    ] {
+        let mut body = greedy(PROMPTS[0], 1);
+        for (name, value) in more.as_object().ok_or("an object")? {
+            body[name] = value.clone();
+        }
+        let (got, value) = server.post("/v1/completions", &body).await?;
+        let error = &value["error"];
+        assert_eq!((got, &error["param"]), (status, &json!(param)), "{more}: {value}");
+        assert_eq!(error["code"].as_str().unwrap_or_default(), code, "{more}: {value}");
+        assert_eq!(error["type"], "invalid_request_error", "{value}");
+        assert!(error["message"].as_str().is_some_and(|message| message.starts_with(param)), "{value}");
+    }
+    // What says nothing else than what happens anyway is fine.
+    let mut body = greedy(PROMPTS[0], 1);
+    for (name, value) in [
+        ("n", json!(1)),
+        ("presence_penalty", json!(0.0)),
+        ("logprobs", Value::Null),
+        ("suffix", Value::Null),
+    ] {
+        body[name] = value;
+    }
+    server.complete(&body).await?;
+
+    let user = |content: Value| json!({ "messages": [{ "role": "user", "content": content }] });
+    for (more, param) in [
+        (json!({ "messages": [] }), "messages"),
+        (json!({ "messages": ["a"] }), "messages[0]"),
+        (json!({ "messages": [{ "content": "a" }] }), "messages[0].role"),
+        (user(Value::Null), "messages[0].content"),
+        (user(json!([{ "type": "image_url", "image_url": {} }])), "messages[0].content[0].type"),
+        (json!({ "tools": [{ "type": "function" }] }), "tools"),
+        (json!({ "response_format": { "type": "json_object" } }), "response_format"),
+    ] {
+        let mut body = json!({ "model": "demo", "messages": [{ "role": "user", "content": "a" }] });
+        for (name, value) in more.as_object().ok_or("an object")? {
+            body[name] = value.clone();
+        }
+        let (got, value) = server.post("/v1/chat/completions", &body).await?;
+        assert_eq!((got, &value["error"]["param"]), (bad, &json!(param)), "{more}: {value}");
+    }
+
+    let too_large = StatusCode::PAYLOAD_TOO_LARGE;
+    for (method, path, body, status) in [
+        ("POST", "/v1/completions", "{".to_owned(), bad),
+        ("POST", "/v1/completions", "[]".to_owned(), bad),
+        ("POST", "/v1/completions", "[".repeat(100_000), bad),
+        ("POST", "/v1/completions", " ".repeat(3 << 20), too_large),
+        ("GET", "/v1/completions", String::new(), StatusCode::METHOD_NOT_ALLOWED),
+        ("GET", "/v1/none", String::new(), StatusCode::NOT_FOUND),
+        ("GET", "/v1/models/none", String::new(), StatusCode::NOT_FOUND),
+    ] {
+        let response = server.send(method, path, body).await?;
+        assert_eq!(response.status(), status, "{method} {path}");
+        let value: Value = serde_json::from_str(&text(response).await?)?;
+        assert!(value["error"]["message"].is_string(), "{value}");
+    }
+    for path in ["/v1/models", "/v1/models/demo", "/health", "/metrics"] {
+        assert_eq!(server.send("GET", path, "").await?.status(), StatusCode::OK, "{path}");
+    }
+    let models: Value = serde_json::from_str(&text(server.send("GET", "/v1/models", "").await?).await?)?;
+    assert_eq!(models["data"][0]["id"], "demo");
+    server.idle().await
+}
+
+/// A full server says so; one who leaves makes room, whether he runs or waits.
+#[tokio::test]
+async fn clients_that_leave() -> Outcome {
+    let server = Server::start(&["--sequences", "1", "--queue", "1"])?;
+    let mut long = greedy(PROMPTS[0], 200);
+    long["stream"] = true.into();
+    let want = server.complete(&greedy(PROMPTS[1], 8)).await?;
+
+    let mut running = server.send("POST", "/v1/completions", long.to_string()).await?.into_body();
+    let first = running.frame().await.ok_or("a piece")??;
+    assert!(first.into_data().is_ok_and(|data| data.starts_with(b"data: {")));
+    let waiting = server.send("POST", "/v1/completions", long.to_string()).await?;
+    let refused = server.send("POST", "/v1/completions", long.to_string()).await?;
+    assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(refused.headers()["retry-after"], "1");
+    let value: Value = serde_json::from_str(&text(refused).await?)?;
+    assert_eq!(value["error"]["code"], "rate_limit_exceeded");
+    drop((running, waiting));
+    server.until_cancelled(2).await?;
+    assert_eq!(server.complete(&greedy(PROMPTS[1], 8)).await?, want);
+    // A whole answer that nobody waits for any more.
+    let mut whole = greedy(PROMPTS[0], 200);
+    whole["stop"] = "\u{0}".into();
+    let answer = server.send("POST", "/v1/completions", whole.to_string());
+    assert!(tokio::time::timeout(Duration::from_millis(50), answer).await.is_err());
+    server.until_cancelled(3).await?;
+    assert_eq!(server.complete(&greedy(PROMPTS[1], 8)).await?, want);
+    server.idle().await
+}
+
+/// Writes a request, and reads all that comes.
+fn by_socket(address: SocketAddr, body: &Value) -> Result<String, String> {
+    let exchange = || -> std::io::Result<String> {
+        let (mut socket, body) = (TcpStream::connect(address)?, body.to_string());
+        let head =
+            format!("POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n", body.len());
+        socket.write_all((head + &body).as_bytes())?;
+        let mut answer = String::new();
+        socket.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    exchange().map_err(|error| error.to_string())
+}
+
+/// After a signal what runs is finished, if there is time for it, else it is told; nothing new is taken.
+#[tokio::test]
+async fn the_end() -> Outcome {
+    for grace in [Duration::from_secs(60), Duration::ZERO] {
+        let server = Server::start(&[])?;
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let (sender, mut receiver) = tokio::sync::mpsc::channel::<()>(1);
+        let mut body = greedy(PROMPTS[0], 100);
+        body["stream"] = true.into();
+        let client = tokio::task::spawn_blocking(move || by_socket(address, &body));
+        let engine = server.served.engine.clone();
+        // The second signal never comes.
+        let signal = async || match receiver.recv().await {
+            Some(()) => {}
+            None => std::future::pending().await,
+        };
+        let end = async move {
+            while engine.counts().new_tokens < 3 {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            sender.send(()).await
+        };
+        let (outcome, sent) = tokio::join!(serve(listener, server.served.clone(), signal, grace), end);
+        outcome?;
+        sent?;
+        let answer = client.await??;
+        if grace.is_zero() {
+            assert!(answer.contains("the server stops") && !answer.contains("[DONE]"), "{answer}");
+            assert_eq!(server.send("GET", "/health", "").await?.status(), StatusCode::SERVICE_UNAVAILABLE);
+            let (status, _) = server.post("/v1/completions", &greedy("a", 1)).await?;
+            assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+        } else {
+            assert!(answer.contains("[DONE]"), "{answer}");
+            assert!(TcpStream::connect(address).is_err());
+        }
+        server.idle().await?;
+    }
+    Ok(())
+}
