@@ -1,6 +1,8 @@
 //! A checkpoint: a model's configuration and its tensors under their published names, whatever files they are in and
 //! however they are stored there.
 
+use std::borrow::Cow;
+use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -13,6 +15,7 @@ use super::gguf::{Gguf, Named};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
 use super::{ModelConfig, ModelError, TensorProblem, Weights};
+use host::Error;
 
 /// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
 /// written to while this value lives.
@@ -25,18 +28,37 @@ pub struct Checkpoint {
 
 #[derive(Debug)]
 enum Source {
-    Safetensors {
-        weights: Weights,
-        quantised: Option<QuantConfig>,
-        /// Whether names lack what they begin with in a published model with a head: an embeddings model is saved
-        /// without.
-        is_bare: bool,
-    },
-    Gguf {
-        file: Box<Gguf>,
-        tower: Option<Box<Gguf>>,
-        is_permuted: bool,
-    },
+    Safetensors { weights: Weights, quantised: Option<QuantConfig>, names: Names },
+    Gguf { file: Box<Gguf>, tower: Option<Box<Gguf>>, is_permuted: bool },
+}
+
+/// What a folder's tensors are called.
+enum Names {
+    /// As in published models.
+    Published,
+    /// Without what they begin with in a published model with a head: an embeddings model is saved so.
+    Bare,
+    /// As the caller says.
+    Custom(Box<dyn Fn(&str) -> StoredName + Send + Sync>),
+}
+
+impl fmt::Debug for Names {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Names::Published => "Published",
+            Names::Bare => "Bare",
+            Names::Custom(_) => "Custom",
+        })
+    }
+}
+
+/// Where a checkpoint has a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoredName {
+    /// All of the tensor of this name.
+    Whole(String),
+    /// These of its rows, along the first dimension: a part of projections that are stored as one.
+    Rows(String, Range<usize>),
 }
 
 /// A tensor of a checkpoint.
@@ -94,7 +116,8 @@ impl Checkpoint {
             }
             let has_embeddings = BARE_EMBEDDINGS.iter().any(|name| weights.contains(name));
             let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
-            let source = Source::Safetensors { weights, quantised, is_bare };
+            let names = if is_bare { Names::Bare } else { Names::Published };
+            let source = Source::Safetensors { weights, quantised, names };
             return Ok(Checkpoint { path: path.into(), config, source });
         }
         let file = Box::new(Gguf::open(path)?);
@@ -102,6 +125,24 @@ impl Checkpoint {
         let config = ModelConfig::from_gguf(&file, tower.as_deref())?;
         let is_permuted = file.text("general.architecture")? == Some("llama");
         Ok(Checkpoint { path: path.into(), config, source: Source::Gguf { file, tower, is_permuted } })
+    }
+
+    /// Opens the safetensors of a folder as a model of this configuration, whose tensors are where `names` says: it is
+    /// asked for each tensor by the name that it has in [`Model::tensors`](super::Model::tensors). A
+    /// `quantization_config` in `config.json` is read as in published models.
+    ///
+    /// # Errors
+    /// Those of [`ModelConfig::check`] and [`Weights::open`]; [`ModelError::Unsupported`] for weights that are
+    /// quantised in a way that is not read.
+    pub fn open_custom(
+        path: &Path,
+        config: ModelConfig,
+        names: impl Fn(&str) -> StoredName + Send + Sync + 'static,
+    ) -> Result<Checkpoint, Error> {
+        config.check()?;
+        let (weights, quantised) = (Weights::open(path)?, quantisation(path)?);
+        let source = Source::Safetensors { weights, quantised, names: Names::Custom(Box::new(names)) };
+        Ok(Checkpoint { path: path.into(), config, source })
     }
 
     /// The model's configuration.
@@ -146,29 +187,22 @@ impl Checkpoint {
     /// Whether two published names are of tensors of the same type, shape and elements.
     pub(super) fn is_same(&self, first: &str, second: &str) -> bool {
         match &self.source {
-            Source::Safetensors { weights, .. } => {
-                weights.is_same(self.name_in_file(first), self.name_in_file(second))
-            }
+            Source::Safetensors { weights, names, .. } => match (names.place(first), names.place(second)) {
+                ((first, None), (second, None)) => weights.is_same(&first, &second),
+                (first, second) => first == second,
+            },
             // One of them is left out there.
             Source::Gguf { .. } => false,
-        }
-    }
-
-    /// What a safetensors file calls the tensor of this published name.
-    fn name_in_file<'n>(&self, name: &'n str) -> &'n str {
-        match &self.source {
-            Source::Safetensors { is_bare: true, .. } => name.strip_prefix(PREFIX).unwrap_or(name),
-            _ => name,
         }
     }
 
     /// Whether there is a tensor of this published name.
     pub(super) fn contains(&self, name: &str) -> bool {
         match &self.source {
-            Source::Safetensors { weights, quantised, .. } => {
-                let name = self.name_in_file(name);
+            Source::Safetensors { weights, quantised, names } => {
+                let (name, _) = names.place(name);
                 let has_blocks = quantised.as_ref().is_some_and(QuantConfig::has_blocks);
-                weights.contains(name) || has_blocks && weights.contains(&format!("{name}_blocks"))
+                weights.contains(&name) || has_blocks && weights.contains(&format!("{name}_blocks"))
             }
             Source::Gguf { .. } => self.named().is_some_and(|named| named.contains(name)),
         }
@@ -206,9 +240,9 @@ impl Checkpoint {
 
     fn stored_type(&self, name: &str) -> String {
         match &self.source {
-            Source::Safetensors { weights, .. } => weights
-                .raw(self.name_in_file(name))
-                .map_or_else(String::new, |tensor| tensor.dtype.to_string()),
+            Source::Safetensors { weights, names, .. } => {
+                weights.raw(&names.place(name).0).map_or_else(String::new, |tensor| tensor.dtype.to_string())
+            }
             Source::Gguf { .. } => String::new(),
         }
     }
@@ -225,14 +259,15 @@ impl Checkpoint {
     fn find(&self, name: &str) -> Result<Option<Stored<'_>>, TensorProblem> {
         match &self.source {
             Source::Gguf { .. } => self.named().map_or(Ok(None), |named| named.tensor(name)),
-            Source::Safetensors { weights, quantised, .. } => {
-                let name = self.name_in_file(name);
-                if let Some(quantised) = quantised
-                    && let Some((shape, matrix)) = quantised_tensor(weights, quantised, name)?
-                {
-                    return Ok(Some(Stored { shape, data: Data::Quantised(matrix) }));
-                }
-                Ok(weights.raw(name).map(|tensor| {
+            Source::Safetensors { weights, quantised, names } => {
+                let (name, rows) = names.place(name);
+                let stored = match quantised {
+                    Some(quantised) => quantised_tensor(weights, quantised, &name)?,
+                    None => None,
+                };
+                let stored = stored.map(|(shape, matrix)| Stored { shape, data: Data::Quantised(matrix) });
+                let stored = stored.or_else(|| {
+                    let tensor = weights.raw(&name)?;
                     let dtype = match tensor.dtype {
                         Dtype::F32 => DType::F32,
                         Dtype::F16 => DType::F16,
@@ -240,10 +275,60 @@ impl Checkpoint {
                         // No float that can be loaded as it is.
                         _ => DType::I8,
                     };
-                    Stored { shape: tensor.shape.into(), data: Data::Dense { dtype, bytes: tensor.bytes } }
-                }))
+                    Some(Stored {
+                        shape: tensor.shape.into(),
+                        data: Data::Dense { dtype, bytes: tensor.bytes },
+                    })
+                });
+                match (stored, rows) {
+                    (Some(stored), Some(rows)) => stored.rows(&name, rows).map(Some),
+                    (stored, _) => Ok(stored),
+                }
             }
         }
+    }
+}
+
+impl Names {
+    /// What a file calls the tensor of this published name, and which of its rows are that.
+    fn place<'n>(&self, name: &'n str) -> (Cow<'n, str>, Option<Range<usize>>) {
+        match self {
+            Names::Published => (name.into(), None),
+            Names::Bare => (name.strip_prefix(PREFIX).unwrap_or(name).into(), None),
+            Names::Custom(names) => match names(name) {
+                StoredName::Whole(name) => (name.into(), None),
+                StoredName::Rows(name, rows) => (name.into(), Some(rows)),
+            },
+        }
+    }
+}
+
+impl Stored<'_> {
+    /// Some of its rows.
+    fn rows(self, name: &str, rows: Range<usize>) -> Result<Self, TensorProblem> {
+        let count = self.shape.first().copied().unwrap_or(0);
+        if rows.is_empty() || rows.end > count {
+            let (expected, got) = (format!("rows {} to {}", rows.start, rows.end), format!("{count} rows"));
+            return Err(TensorProblem::Unfit { name: name.into(), expected, got });
+        }
+        let shape = [&[rows.len()], &self.shape[1..]].concat();
+        let data = match self.data {
+            Data::Dense { dtype, bytes } => {
+                // The file's reader has found as many bytes as the shape wants.
+                let row = bytes.len() / count;
+                Data::Dense { dtype, bytes: &bytes[rows.start * row..rows.end * row] }
+            }
+            Data::Quantised(matrix) => {
+                let (cols, order) = (matrix.k(), rows.map(|row| (0, row as u32)).collect());
+                Data::Rows { cols, parts: vec![Data::Quantised(matrix)], order }
+            }
+            // Of files of ggml alone.
+            Data::Rows { .. } | Data::Values(_) => {
+                let (expected, got) = ("a tensor as it is stored".into(), "one that is put together".into());
+                return Err(TensorProblem::Unfit { name: name.into(), expected, got });
+            }
+        };
+        Ok(Stored { shape, data })
     }
 }
 

@@ -27,7 +27,7 @@ pub use batch::{
     Batch, BatchError, BatchOptions, BatchStats, RequestId, ScheduledStep, Scheduler, SequenceId, StepOutput,
     Work, WorkLogits,
 };
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{
     Architecture, AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, GenerationConfig,
     LatentConfig, LayerConfig, MixerConfig, MlpConfig, ModelConfig, MoeConfig, NormConfig, PixelConfig,

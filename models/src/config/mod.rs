@@ -87,6 +87,8 @@ pub enum Architecture {
     Qwen2,
     /// GLM-4.7-Flash: latent attention; experts, chosen by sigmoid scores with a correction.
     Glm4MoeLite,
+    /// One of a caller's own: see [`ModelConfig::of_decoder`].
+    Custom,
 }
 
 /// The numbers of a text decoder.
@@ -454,6 +456,15 @@ impl ModelConfig {
                 let (decoder, vision) = qwen3_vl::read(&fields)?;
                 (decoder, Some(vision))
             }
+            // No model type is read as one.
+            Architecture::Custom => {
+                let (path, supported) = (path.into(), Architecture::MODEL_TYPES);
+                return Err(ModelError::UnknownModelType {
+                    path,
+                    found: "one of a caller's own".into(),
+                    supported,
+                });
+            }
         };
         // Where the decoder's own fields are.
         let text = match architecture {
@@ -483,6 +494,24 @@ impl ModelConfig {
         config.read_token_ids(&fields)?;
         config.unread_keys = root.as_object().map_or(Vec::new(), |map| seen.unread(map));
         Ok(config)
+    }
+
+    /// An architecture of a caller's own, made of the parts that a decoder has here: text alone, without ids that begin
+    /// or end anything.
+    ///
+    /// The caller reads its `config.json` into a [`DecoderConfig`], and tells
+    /// [`Checkpoint::open_custom`](super::Checkpoint::open_custom) what its tensors are called.
+    pub fn of_decoder(decoder: DecoderConfig) -> Self {
+        ModelConfig {
+            architecture: Architecture::Custom,
+            decoder,
+            vision: None,
+            dtype: None,
+            eos_token_ids: Vec::new(),
+            bos_token_id: None,
+            generation: GenerationConfig::default(),
+            unread_keys: Vec::new(),
+        }
     }
 
     /// Takes the ids that `fields` states and keeps the others. A negative id is one that no token has.
