@@ -46,12 +46,13 @@ fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(
     }
 }
 
-/// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, or a scheme's name ([`Scheme::NAMED`]).
+/// What becomes of the weights of a model's projections. As text: `as-stored`, `dense`, or a scheme's name
+/// ([`Scheme::NAMED`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
-    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised: tables, and
-    /// columns in an order of their own (GPTQ's `desc_act`).
+    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised:
+    /// tables, and columns in an order of their own (GPTQ's `desc_act`).
     #[default]
     AsStored,
     /// All are dequantised.
@@ -300,8 +301,8 @@ impl<'a> Loader<'a> {
     }
 
     /// Matrices of all experts, `[experts, rows, cols]`: the tensor `fused` if the checkpoint has it, else those that
-    /// `parts` names for each expert, of equal heights, above each other. Packed if all of them are quantised in layouts that kernels
-    /// take, a part's alike in all experts.
+    /// `parts` names for each expert, of equal heights, above each other. Packed if all of them are quantised in
+    /// layouts that kernels take, a part's alike in all experts.
     pub(super) fn of_experts(
         &mut self,
         fused: &str,

@@ -22,7 +22,7 @@ impl Recording {
     ///
     /// # Safety
     /// - What `enqueue` uses, tensors and plans, is the same at each call, and lives as long as the stream has work of
-    /// it.
+    ///   it.
     /// - Nothing but `stream` uses it meanwhile, and all calls are for the same stream.
     pub(super) unsafe fn run(
         &mut self,

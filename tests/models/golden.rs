@@ -236,8 +236,8 @@ fn experts_in_one_tensor() -> Outcome {
     Ok(())
 }
 
-/// Mixtures whose experts stay quantised, prompt and decode, against transformers with the dequantised weights: in f32 by ordinary
-/// arithmetic, in bf16 by tensor cores.
+/// Mixtures whose experts stay quantised, prompt and decode, against transformers with the dequantised weights: in f32
+/// by ordinary arithmetic, in bf16 by tensor cores.
 fn quantised_experts(device: &Device) -> Outcome {
     for name in ["awq_int4_moe", "fp8_block_moe", "gguf_moe_mxfp4"] {
         let folder = workspace_root().join("tests/golden-quant").join(name);

@@ -1,7 +1,7 @@
 //! Weights that are not plain matrices: quantised, and packed in the order in which kernels read them.
 //!
-//! A [`Weight`] is made once from a [`WeightSource`] and never changes: a plan, a graph or a kernel may rely on that. What its
-//! layout is and how it lies in memory is said in [`abi::weight`].
+//! A [`Weight`] is made once from a [`WeightSource`] and never changes: a plan, a graph or a kernel may rely on that.
+//! What its layout is and how it lies in memory is said in [`abi::weight`].
 
 pub(crate) mod cpu;
 mod pack;
@@ -132,7 +132,8 @@ impl<S: WeightSource> WeightSource for RowScales<S> {
     }
 }
 
-/// The rows of a gate and of up in turn, as one weight: what a gated product takes. Both have the same size, layout and global scale.
+/// The rows of a gate and of up in turn, as one weight: what a gated product takes. Both have the same size, layout
+/// and global scale.
 pub struct GateUp<'a>(pub &'a dyn WeightSource, pub &'a dyn WeightSource);
 
 impl GateUp<'_> {
@@ -329,13 +330,14 @@ impl Counts {
 impl Weight {
     /// Packs a matrix and uploads it. Takes some megabytes of host memory, whatever its size.
     ///
-    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a size of 2^31 or more; [`Error::OutOfMemory`];
-    /// [`Error::Driver`].
+    /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a size of 2^31 or more;
+    /// [`Error::OutOfMemory`]; [`Error::Driver`].
     pub fn pack(stream: &Stream, source: &dyn WeightSource) -> Result<Self, Error> {
         pack::pack(stream, 1, |_| Ok(source))
     }
 
-    /// Packs the weights of several experts, all of one size and layout, as one. `source` makes that of an expert when its turn comes.
+    /// Packs the weights of several experts, all of one size and layout, as one. `source` makes that of an expert when
+    /// its turn comes.
     ///
     /// **Errors**: as [`Weight::pack`], those of `source`, and for no experts or such that differ.
     pub fn pack_experts<S: WeightSource>(
@@ -346,8 +348,8 @@ impl Weight {
         pack::pack(stream, experts, source)
     }
 
-    /// A weight with codes that are drawn and one scale for all, so that values come to about 0.02: to measure what has no checkpoint at
-    /// hand. The same for the same seed.
+    /// A weight with codes that are drawn and one scale for all, so that values come to about 0.02: to measure what
+    /// has no checkpoint at hand. The same for the same seed.
     ///
     /// **Errors**: as [`Weight::pack`].
     pub fn random(
@@ -443,7 +445,8 @@ impl Weight {
         Param::Address(self.device_globals.as_ref().map_or(0, |globals| globals.view().address()))
     }
 
-    /// Bytes as they are packed, for tests and for saving: codes, scales, zero points, minimums, super scales, those of the minimums.
+    /// Bytes as they are packed, for tests and for saving: codes, scales, zero points, minimums, super scales, those
+    /// of the minimums.
     pub fn parts(&self) -> [Option<&Tensor>; 6] {
         [
             Some(&self.codes),
@@ -461,7 +464,7 @@ impl Views for &Weight {
         let Weight { layout, experts, n, k, .. } = **self;
         let mut copy = |tensor: &Tensor| mirror.tensor(name, tensor);
         let (codes, scales) = (copy(&self.codes)?, copy(&self.scales)?);
-        let mut optional = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| copy(tensor)).transpose();
+        let mut optional = |tensor: &Option<Tensor>| tensor.as_ref().map(&mut copy).transpose();
         let weight = Weight {
             zeros: optional(&self.zeros)?,
             minimums: optional(&self.minimums)?,

@@ -36,7 +36,8 @@ pub use rope::{RopeConfig, RopeKind, YarnRope};
 pub(super) const MAX_CONFIG_BYTES: u64 = 1 << 22;
 /// Largest size, count or position: kernels take them as 32-bit integers.
 const MAX_SIZE: usize = i32::MAX as usize;
-/// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation: a name for each expert of each layer.
+/// Bound on the layer count, so that a wrong file cannot ask for an absurd allocation: a name for each expert of each
+/// layer.
 const MAX_LAYERS: usize = 1 << 10;
 /// Most heads: kernels have them as a grid's second axis, and as a batch of products.
 const MAX_HEADS: usize = (1 << 16) - 1;
@@ -62,8 +63,8 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// How its next tokens are to be chosen, if nobody says otherwise.
     pub generation: GenerationConfig,
-    /// Keys of `config.json` that nobody asked for and that may be of effect elsewhere, with dots between the levels. Those that
-    /// transformers ignores for the model type have none here either.
+    /// Keys of `config.json` that nobody asked for and that may be of effect elsewhere, with dots between the levels.
+    /// Those that transformers ignores for the model type have none here either.
     pub unread_keys: Vec<String>,
 }
 
@@ -197,7 +198,8 @@ pub struct AttentionConfig {
     pub qk_norm: bool,
     /// The sliding window in tokens, the query's own position included; `None` attends to everything before.
     pub window: Option<usize>,
-    /// Whether the attended values are multiplied by the sigmoid of a gate, which the q projection gives beside each head.
+    /// Whether the attended values are multiplied by the sigmoid of a gate, which the q projection gives beside each
+    /// head.
     pub output_gate: bool,
 }
 
@@ -229,8 +231,8 @@ impl DeltaNetConfig {
     }
 }
 
-/// Latent attention (MLA): all heads' keys and values are made of one latent row per token. A head of q and k has a part that
-/// is not rotated, *nope*, and one that is, *rope*, which is the same for the keys of all heads.
+/// Latent attention (MLA): all heads' keys and values are made of one latent row per token. A head of q and k has a
+/// part that is not rotated, *nope*, and one that is, *rope*, which is the same for the keys of all heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LatentConfig {
     /// Heads.
@@ -391,14 +393,15 @@ impl VisionConfig {
 }
 
 impl ModelConfig {
-    /// Reads `config.json` in `dir`; where there are such files, the token ids of `generation_config.json` over it, with what that
-    /// says of sampling; and for a model that sees, how images are made ready, of `image_processor` in `processor_config.json` or
-    /// of `preprocessor_config.json`. In the place of a folder it takes a GGUF file, which has all of it in its metadata.
+    /// Reads `config.json` in `dir`; where there are such files, the token ids of `generation_config.json` over it,
+    /// with what that says of sampling; and for a model that sees, how images are made ready, of `image_processor` in
+    /// `processor_config.json` or of `preprocessor_config.json`. In the place of a folder it takes a GGUF file, which
+    /// has all of it in its metadata.
     ///
     /// # Errors
-    /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for any of the files, those
-    /// of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each other;
-    /// [`ModelError::Gguf`] for a GGUF file.
+    /// [`ModelError::Missing`] or [`ModelError::Unreadable`] for `config.json`, [`ModelError::Json`] for any of the
+    /// files, those of [`ModelConfig::from_json`], and [`ModelError::Inconsistent`] where the files contradict each
+    /// other; [`ModelError::Gguf`] for a GGUF file.
     pub fn from_dir(dir: &Path) -> Result<ModelConfig, ModelError> {
         if dir.is_file() {
             return ModelConfig::from_gguf(&Gguf::open(dir)?, None);
@@ -429,8 +432,8 @@ impl ModelConfig {
 
     /// Reads the text of a `config.json`; `path` is for messages only.
     ///
-    /// Absent keys take the defaults of the model type. Of those that nobody asked for, [`Self::unread_keys`] has the ones that
-    /// may be of effect elsewhere; what would change results and is not built is an error.
+    /// Absent keys take the defaults of the model type. Of those that nobody asked for, [`Self::unread_keys`] has the
+    /// ones that may be of effect elsewhere; what would change results and is not built is an error.
     ///
     /// # Errors
     /// [`ModelError::Json`], [`ModelError::Field`], [`ModelError::UnknownModelType`], [`ModelError::Unsupported`] and

@@ -142,7 +142,8 @@ fn experts_stay_quantised() -> Outcome {
     Ok(())
 }
 
-/// Experts of a float checkpoint by every named scheme: near what they are, and gate and up apart where their global scales differ.
+/// Experts of a float checkpoint by every named scheme: near what they are, and gate and up apart where their global
+/// scales differ.
 #[test]
 fn experts_are_quantised_as_they_load() -> Outcome {
     let folder = golden::folder("qwen3_moe");

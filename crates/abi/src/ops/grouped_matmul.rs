@@ -1,8 +1,8 @@
 //! Grouped matrix product, each group of rows with a weight of its own: parameters and entry points.
 //!
-//! The tiles are cut as those of [`super::matmul`]. A launch has a block for each pair of a *slot*, which is a place for a tile's
-//! rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are counted from the
-//! number of rows and experts, and some stay empty.
+//! The tiles are cut as those of [`super::matmul`]. A launch has a block for each pair of a *slot*, which is a place
+//! for a tile's rows, and a stretch of columns. Where the groups begin is known on the device only, so slots are
+//! counted from the number of rows and experts, and some stay empty.
 
 use super::matmul::{MMA_ROW_BYTES, MMA_STAGES, THREADS, WARPS, WGMMA_ROW_BYTES};
 use crate::{Arch, DType};
@@ -158,7 +158,8 @@ impl GroupedMatmulTile {
                 WARPS * rows * cols * 4
             }
             GroupedMatmulTile::Mma { bm, bn, .. } => MMA_STAGES * (bm + bn) * MMA_ROW_BYTES,
-            // Stages, two boxes of 64 × 64 elements for each warpgroup that multiplies, a tile and two barriers a stage.
+            // Stages, two boxes of 64 × 64 elements for each warpgroup that multiplies, a tile and two barriers a
+            // stage.
             GroupedMatmulTile::Wgmma { bm, bn, stages } => {
                 stages * (bm + bn) * WGMMA_ROW_BYTES + bm / 64 * 2 * 64 * 128 + 32 * stages
             }

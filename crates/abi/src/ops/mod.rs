@@ -3,8 +3,9 @@
 //! A table is written once, as a macro that hands its rows to another: here they become the list that the host chooses
 //! from, in `gpu` the entry points themselves. An entry is named `<op>_<dtype>__<tile>__<floor>`.
 //!
-//! [`for_each_operator!`](crate::for_each_operator) is the one list of operators: it makes the modules here, in `gpu`, `host`, the tests and
-//! the benches. Files that a macro declares are not found by `cargo fmt`; `cargo xtask fmt` formats them too.
+//! [`for_each_operator!`](crate::for_each_operator) is the one list of operators: it makes the modules here, in `gpu`,
+//! `host`, the tests and the benches. Files that a macro declares are not found by `cargo fmt`; `cargo xtask fmt`
+//! formats them too.
 //!
 //! Nobody else makes a row, nor a copy of one to change: what a kernel may be asked follows from its row.
 

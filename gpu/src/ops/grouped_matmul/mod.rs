@@ -8,9 +8,10 @@
 //! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `matmul::few_rows_mma` |
 //! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `matmul::mma_sync` |
 //! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
-//! | packed | few, of packed weights; and what unpacks them for many | up to 64 rows of an expert by some columns: `packed` |
+//! | packed | few, of packed weights; and to unpack them | up to 64 rows of an expert by some columns: `packed` |
 //!
-//! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the others.
+//! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the
+//! others.
 //!
 //! Which expert and rows a block has it finds itself, from the offsets in device memory: block b has slot
 //! `b / col_blocks`, of either kind (`abi::ops::grouped_matmul`). Those of `Wgmma` walk over the tiles that there are.
@@ -23,15 +24,16 @@
 //! slots of tiles 0: e0 rows 0–3; 1: e0 row 4; 2: e1, empty; 3: e2 rows 0–3; …
 //! ```
 //!
-//! 1. A lane compares every 32nd offset with the slot and the warp adds up: all loads are under way together, where a binary
-//!    search would wait for each. An empty slot costs a block that ends there.
-//! 2. The blocks of a slot are neighbours, and so are the slots of an expert: x and the weights are read from memory once. With
-//!    the columns of a row of tiles beside each other an expert's weight, 3 to 13 MB, stays in L2 while its rows go by, however
-//!    many they are; with the rows beside each other it would be the rows that have to stay, which may be all that there are.
-//! 3. Rows of x are gathered through the order as they are loaded; no sorted copy of x is made. A thread of an `Mma` tile copies
-//!    pieces of the same rows in every step, and keeps where they begin in registers.
-//! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an access
-//!    out of bounds.
+//! 1. A lane compares every 32nd offset with the slot and the warp adds up: all loads are under way together, where a
+//!    binary search would wait for each. An empty slot costs a block that ends there.
+//! 2. The blocks of a slot are neighbours, and so are the slots of an expert: x and the weights are read from memory
+//!    once. With the columns of a row of tiles beside each other an expert's weight, 3 to 13 MB, stays in L2 while its
+//!    rows go by, however many they are; with the rows beside each other it would be the rows that have to stay, which
+//!    may be all that there are.
+//! 3. Rows of x are gathered through the order as they are loaded; no sorted copy of x is made. A thread of an `Mma`
+//!    tile copies pieces of the same rows in every step, and keeps where they begin in registers.
+//! 4. What the offsets and the order say is bounded by the sizes of the launch: wrong ones give wrong rows, never an
+//!    access out of bounds.
 
 mod packed;
 #[cfg(not(lacks_wgmma))]
@@ -123,8 +125,8 @@ fn product(dims: &GroupedMatmulDims) -> MatmulDims {
 /// The row of x that a sorted row is made of.
 ///
 /// # Safety
-/// - `sorted` is below the number of rows; `order`, if there is a fan-out, holds a number for every row of out — checked in
-///   `GroupedMatmul::run`.
+/// - `sorted` is below the number of rows; `order`, if there is a fan-out, holds a number for every row of out —
+///   checked in `GroupedMatmul::run`.
 #[inline(always)]
 unsafe fn x_number(order: *const u32, dims: &GroupedMatmulDims, sorted: u32) -> u32 {
     if dims.fan_out == 0 {
@@ -190,8 +192,8 @@ unsafe fn tile<T, const EDGE: u32, const PER: usize>(
     }
 }
 
-/// What a block does where rows are counted from the first of all groups: the end of the group and where the block begins are
-/// all of the group that a main loop's registers hold.
+/// What a block does where rows are counted from the first of all groups: the end of the group and where the block
+/// begins are all of the group that a main loop's registers hold.
 struct Stretch<T> {
     /// The expert's weight.
     w: *const T,
@@ -334,7 +336,8 @@ unsafe fn tensor_tile<
 
 macro_rules! body {
     (Simt, $type:ident, $args:tt, $bm:literal, $bn:literal, $bk:literal) => {
-        // SAFETY: blocks of 256 threads, col_blocks of them per slot, shared memory for both buffers — GroupedMatmul::run.
+        // SAFETY: blocks of 256 threads, col_blocks of them per slot, shared memory for both buffers —
+        // GroupedMatmul::run.
         unsafe { tile::<$type, $bm, { $bm / 16 }> $args }
     };
     (Gemv, $type:ident, $args:tt, $rows:literal, $cols:literal, $unroll:literal) => {
@@ -347,8 +350,8 @@ macro_rules! body {
     };
     (Mma, $type:ident, $args:tt, $bm:literal, $bn:literal, $threads:literal) => {{
         const EDGE: usize = mma_sync::warp_edge($bm, $bn, $threads);
-        // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the weights in
-        // pieces — GroupedMatmul::run.
+        // SAFETY: blocks of the tile's threads, col_blocks of them per slot, shared memory for its stages, x and the
+        // weights in pieces — GroupedMatmul::run.
         unsafe {
             tensor_tile::<
                 $type,

@@ -207,7 +207,7 @@ unsafe fn multiply<C: Code, T: Element, const ROWS: usize>(
 #[cfg(not(lacks_mma_sync))]
 #[inline(always)]
 const fn piece_address(row: u32, quad_of_step: u32, piece: u32) -> u32 {
-    row * A_LINE + quad_of_step * 32 + (piece ^ row % 2) * 16
+    row * A_LINE + quad_of_step * 32 + (piece ^ (row % 2)) * 16
 }
 
 /// Bytes of a row of a tile of a.

@@ -77,8 +77,8 @@ impl GroupedMatmulProblem {
 pub struct GroupedMatmulArgs<'a> {
     /// `[rows, k]`; `[rows / fan_out, k]` if its rows are gathered.
     pub x: TensorView<'a>,
-    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features; or packed ones of as many experts, as
-    /// planned.
+    /// `[experts, n, k]`: weights as checkpoints store them, out features × in features; or packed ones of as many
+    /// experts, as planned.
     pub w: MatmulB<'a>,
     /// `[experts + 1]` u32: rows `offsets[e]..offsets[e + 1]` of out are expert e's. Ascending, at most `rows`.
     pub offsets: TensorView<'a>,
@@ -107,22 +107,26 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// Groups may be of any size, also empty. Their bounds are read on the device, so that a recorded graph is right for
 /// whatever [`super::moe_permute`] found: only `rows` decides about the launch. An empty sum (k = 0) is 0.
 ///
-/// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once. On tensor cores the sums of 16 products are
-/// cut off below the 25th bit. Where Σ|x·w| is more than 3.4e38, out may be infinite or NaN, by the order of the sums.
-/// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in different
-/// orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of 16 bytes: on Hopper for up
-/// to 31 rows, and for more; else for up to 16 rows per expert on average, and for more. By ordinary arithmetic also for up to 16 rows
-/// per expert on average, and for more. Among the products of one kind, which the number of rows alone decides, a row's result depends
-/// on that row and its expert, not on the other rows, their number or their experts. On the CPU it depends on whether its expert has
-/// up to 8 rows or more, and beyond 8 on which place among them it has.
-/// **Packed weights**: up to some rows per expert on average kernels read the weights as they are packed, of the experts that have rows
-/// only; these sum in orders of their own, which the planned number of rows decides. For more the experts that have rows are
-/// unpacked, some at a time, into memory of the plan, rounded to `dtype`, and multiplied as plain matrices.
+/// **Arithmetic**: products and sums in f32, whatever the type; out is rounded once. On tensor cores the sums of 16
+/// products are cut off below the 25th bit. Where Σ|x·w| is more than 3.4e38, out may be infinite or NaN, by the order
+/// of the sums.
+/// **Determinism**: bitwise the same from run to run. On a card there are several kinds of kernels, which sum in
+/// different orders. For f16 and bf16 from sm_80 on, where k and the addresses and strides of x and w are multiples of
+/// 16 bytes: on Hopper for up to 31 rows, and for more; else for up to 16 rows per expert on average, and for more. By
+/// ordinary arithmetic also for up to 16 rows per expert on average, and for more. Among the products of one kind,
+/// which the number of rows alone decides, a row's result depends on that row and its expert, not on the other rows,
+/// their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
+/// on which place among them it has.
+/// **Packed weights**: up to some rows per expert on average kernels read the weights as they are packed, of the
+/// experts that have rows only; these sum in orders of their own, which the planned number of rows decides. For more
+/// the experts that have rows are unpacked, some at a time, into memory of the plan, rounded to `dtype`, and
+/// multiplied as plain matrices.
 /// **Aliasing**: out may not overlap the other tensors.
-/// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of bounds.
+/// **Bounds**: offsets and order are not checked on the host. Wrong ones give wrong rows, never an access out of
+/// bounds.
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the kernels by ordinary arithmetic on all floors; tensor cores for f16 and bf16 from sm_80 on, Hopper's own for
-/// many rows from sm_90a on.
+/// **Architectures**: the kernels by ordinary arithmetic on all floors; tensor cores for f16 and bf16 from sm_80 on,
+/// Hopper's own for many rows from sm_90a on.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -141,7 +145,8 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// let order = Tensor::zeros(&stream, &[tokens * top_k], DType::U32)?;
 /// let mut out = Tensor::empty(&stream, &[tokens * top_k, n], dtype)?;
 /// let order = Some(order.view());
-/// let args = GroupedMatmulArgs { order, ..GroupedMatmulArgs::new(x.view(), w.view(), offsets.view(), out.view_mut()) };
+/// let args = GroupedMatmulArgs::new(x.view(), w.view(), offsets.view(), out.view_mut());
+/// let args = GroupedMatmulArgs { order, ..args };
 /// product.run(&stream, args)?;
 /// # Ok(())
 /// # }
@@ -159,7 +164,8 @@ planned!(
 
 impl GroupedMatmul {
     /// Plans a product with packed weights by a kernel of the caller's choice, for all numbers of rows; an error if it
-    /// cannot do the problem. One of the tensor cores is left out where an operand's address or stride does not suit it.
+    /// cannot do the problem. One of the tensor cores is left out where an operand's address or stride does not suit
+    /// it.
     pub fn plan_packed_with(
         device: &Device,
         problem: GroupedMatmulProblem,
@@ -191,7 +197,8 @@ impl GroupedMatmul {
 pub(crate) struct Planned {
     device: Device,
     problem: GroupedMatmulProblem,
-    /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride; none on the CPU.
+    /// Kernels for every number of rows up to the planned one, fewest first, which take any address and stride; none
+    /// on the CPU.
     kernels: Vec<(GroupedMatmulChoice, Entry)>,
     /// The tensor cores' kernels, which take operands in pieces of 16 bytes; none on other cards.
     tensor: Vec<(GroupedMatmulChoice, Entry)>,
@@ -295,8 +302,9 @@ impl Rung for Planned {
         let [offsets, order, out] = [(*offsets).into(), (*order).into(), out.into()];
         let GroupedMatmulTile::Wgmma { bn, .. } = tile else {
             let params = [(*x).into(), w.into(), offsets, order, out, (&dims).into()];
-            // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `kernel`
-            // looks at for the tensor cores; the grid has every column of every slot; threads and shared memory are the tile's.
+            // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned,
+            // which `kernel` looks at for the tensor cores; the grid has every column of every slot; threads and
+            // shared memory are the tile's.
             return unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) };
         };
         let w_map = self.map_of_weights(&w, &dims, bn / 2)?;
@@ -312,7 +320,8 @@ impl Rung for Planned {
         // Its blocks walk over the tiles.
         let grid = grid.min(self.device.profile().num_sms);
         let params = [(&dims).into(), (&x_map).into(), (&w_map).into(), (*x).into(), offsets, order, out];
-        // SAFETY: as above; the blocks walk over the slots and their columns, and the maps have x's and the weights' sizes and strides.
+        // SAFETY: as above; the blocks walk over the slots and their columns, and the maps have x's and the weights'
+        // sizes and strides.
         unsafe { entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 

@@ -58,8 +58,8 @@ pub enum Act {
     None,
     /// The activation of each element.
     Of(Activation),
-    /// A gated linear unit: b is two weights, that of the gate and that of up, and out is the activation of the gate's product
-    /// times up's.
+    /// A gated linear unit: b is two weights, that of the gate and that of up, and out is the activation of the gate's
+    /// product times up's.
     Gated(Activation),
 }
 
@@ -96,8 +96,8 @@ pub enum Precision {
     /// Exactly.
     #[default]
     Full,
-    /// Tensor cores may leave aside the lower 13 bits of both factors, as tf32 has it: each is up to 2^-10 too small, and
-    /// a NaN that has bits there only is taken as an infinity.
+    /// Tensor cores may leave aside the lower 13 bits of both factors, as tf32 has it: each is up to 2^-10 too small,
+    /// and a NaN that has bits there only is taken as an infinity.
     Tf32,
 }
 
@@ -157,18 +157,18 @@ impl MatmulProblem {
     }
 }
 
-/// The tensors of a run: matrices, or for several products stacks of them. Rows and matrices may have any stride, elements of
-/// a row are neighbours.
+/// The tensors of a run: matrices, or for several products stacks of them. Rows and matrices may have any stride,
+/// elements of a row are neighbours.
 #[derive(Debug)]
 pub struct MatmulArgs<'a> {
     /// `[m, k]` or `[batch, m, k]`.
     pub a: TensorView<'a>,
     /// `[n, k]` or `[batch, n, k]`: a weight as checkpoints store it, out features × in features. Of a gated product
-    /// `[2 n, k]` or `[batch, 2 n, k]`: the gate's rows, then up's. Or a packed weight as planned, of a gated product with the rows
-    /// of the gate and of up in turn ([`GateUp`](crate::weight::GateUp)).
+    /// `[2 n, k]` or `[batch, 2 n, k]`: the gate's rows, then up's. Or a packed weight as planned, of a gated product
+    /// with the rows of the gate and of up in turn ([`GateUp`](crate::weight::GateUp)).
     pub b: MatmulB<'a>,
-    /// The rows of up, if they are not in b: then both are `[n, k]` or `[batch, n, k]`, of the same strides. Interleaved rows are
-    /// two such views of every second row.
+    /// The rows of up, if they are not in b: then both are `[n, k]` or `[batch, n, k]`, of the same strides.
+    /// Interleaved rows are two such views of every second row.
     pub up: Option<TensorView<'a>>,
     /// `[n]`, of a gated product `[2 n]` with the gate's first; there if it was planned, the same for all products.
     pub bias: Option<TensorView<'a>>,
@@ -241,29 +241,30 @@ impl Views for Residual<'_> {
 
 /// Matrix product with a transposed right operand, a linear layer: `out[i, j] = Σ_l a[i, l] · b[j, l] + bias[j]`.
 ///
-/// With an [`Epilogue`] it is `act(scale · Σ + bias) + residual`, and gated
-/// `act(scale · Σ a · gate + bias) · (scale · Σ a · up + bias') + residual`: SwiGLU with SiLU, GEGLU with a GELU (Shazeer, "GLU
-/// Variants Improve Transformer", 2020). The sums never go through memory. |x| times 2^-22 is the most by which the
-/// activation of x errs, as a sum errs that is x; what it makes of large negative x may be 0 below 2^-126.
+/// With an [`Epilogue`] it is `act(scale · Σ + bias) + residual`, and gated `act(scale · Σ a · gate + bias) · (scale ·
+/// Σ a · up + bias') + residual`: SwiGLU with SiLU, GEGLU with a GELU (Shazeer, "GLU Variants Improve Transformer",
+/// 2020). The sums never go through memory. |x| times 2^-22 is the most by which the activation of x errs, as a sum
+/// errs that is x; what it makes of large negative x may be 0 below 2^-126.
 ///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
-/// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is rounded
-/// once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16 to 64 are
-/// added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and where it suits them;
-/// the sums of 8 products are cut off then. Where Σ|a·b|, before the scale, or with bias and residual is more than 3.4e38, out may be
-/// infinite or NaN, by the order of the sums.
-/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different orders. For f16
-/// and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few rows, and more. Few are up to 64, on
-/// Hopper up to 16; and there is a kind for up to 128 where tiles of 64 × 64 are at most three to eight multiprocessors and k is at least
-/// 1024, or tiles of 64 × 128 one to four (of more than 64 rows, one to three) and k is at least 4096. Else: up to 16 rows, and more, which
-/// for tf32 are two kinds where the addresses differ in that. Among the products of one kind a row's result
-/// depends on that row alone, not on the others or their number. On the CPU that holds for up to 8 rows. A product among others may
-/// differ in the last bits from the same one alone, since the planned number decides how many warps share a sum.
+/// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is
+/// rounded once. On tensor cores the sums of 16 products are cut off below the 25th bit; where out is f32, those of 16
+/// to 64 are added in f32. f32 itself is multiplied there only if [`Precision::Tf32`] allows it, from 17 rows on and
+/// where it suits them; the sums of 8 products are cut off then. Where Σ|a·b|, before the scale, or with bias and
+/// residual is more than 3.4e38, out may be infinite or NaN, by the order of the sums.
+/// **Determinism**: bitwise the same from run to run. A card has several kinds of kernels, which sum in different
+/// orders. For f16 and bf16 from sm_80 on, where addresses, strides and k are multiples of 16 bytes: one row, few
+/// rows, and more. Few are up to 64, on Hopper up to 16; and there is a kind for up to 128 where tiles of 64 × 64 are
+/// at most three to eight multiprocessors and k is at least 1024, or tiles of 64 × 128 one to four (of more than 64
+/// rows, one to three) and k is at least 4096. Else: up to 16 rows, and more, which for tf32 are two kinds where the
+/// addresses differ in that. Among the products of one kind a row's result depends on that row alone, not on the
+/// others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
+/// from the same one alone, since the planned number decides how many warps share a sum.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
-/// **Architectures**: the SIMT kernels on all floors; tensor cores for f16, bf16 and tf32 from sm_80 on, with Hopper's own kernels for
-/// single products from sm_90a on.
+/// **Architectures**: the SIMT kernels on all floors; tensor cores for f16, bf16 and tf32 from sm_80 on, with Hopper's
+/// own kernels for single products from sm_90a on.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -598,8 +599,8 @@ impl Planned {
             Some(up) => matrix(dtype, up.address(), [n, dims.k, dims.b_stride], b_box)?,
             None => b_map,
         };
-        // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill 16
-        // bytes would be written over.
+        // TMA loads single elements at a tensor's edge, but stores them in whole words: a tail of n that does not fill
+        // 16 bytes would be written over.
         let whole_boxes = up.is_none() || bn.is_multiple_of(128);
         let persists = matches!(variant.tile, MatmulTile::Wgmma { .. });
         let in_boxes = persists
@@ -661,9 +662,9 @@ impl Planned {
             (&dims).into(),
             how.into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which `fastest`
-        // looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit; shared memory is the
-        // tile's.
+        // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which
+        // `fastest` looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit;
+        // shared memory is the tile's.
         unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], &params) }
     }
 }
@@ -677,8 +678,9 @@ fn residual<'a>(args: &MatmulArgs<'_>) -> Param<'a> {
     })
 }
 
-/// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product. A k that is not a
-/// multiple of a piece is left out for all numbers of rows alike. Rows that lie over each other, as after a broadcast, are not for tensor maps.
+/// Whether both operands can be taken in pieces of 16 bytes, as the tensor cores' kernels do, and there is a product.
+/// A k that is not a multiple of a piece is left out for all numbers of rows alike. Rows that lie over each other, as
+/// after a broadcast, are not for tensor maps.
 pub(crate) fn in_pieces(dims: &MatmulDims, dtype: DType) -> bool {
     let operands = A_IN_PIECES | B_IN_PIECES;
     dims.access & operands == operands

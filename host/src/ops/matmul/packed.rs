@@ -1,5 +1,5 @@
-//! Products with a packed weight: few rows by kernels that read it as it is, many by the dense product's, for which stripes of it are
-//! unpacked.
+//! Products with a packed weight: few rows by kernels that read it as it is, many by the dense product's, for which
+//! stripes of it are unpacked.
 
 use std::cmp::Reverse;
 
@@ -136,8 +136,8 @@ pub(super) fn forced(
     Ok(choices)
 }
 
-/// Warps that share a column's k: until all multiprocessors have work, but at least two tiles for each. It decides the order of a sum, so
-/// it does not depend on the number of rows.
+/// Warps that share a column's k: until all multiprocessors have work, but at least two tiles for each. It decides the
+/// order of a sum, so it does not depend on the number of rows.
 pub(crate) fn split_log2(limits: &DeviceLimits, n: usize, k: usize) -> u32 {
     let (blocks, tiles) = (n.div_ceil(TILE_ROWS as usize), k.div_ceil(TILE_K as usize));
     let wanted = WARPS_PER_SM * limits.num_sms.max(1) as usize;
@@ -256,9 +256,9 @@ impl PackedKernels {
             how.into(),
             (&of_weight).into(),
         ];
-        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the planned ones; the
-        // grid covers the product exactly; rows of a are aligned where the tensor cores' kernels take them; shared memory is the
-        // tile's.
+        // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the
+        // planned ones; the grid covers the product exactly; rows of a are aligned where the tensor cores' kernels
+        // take them; shared memory is the tile's.
         unsafe { entry.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params) }
     }
 
@@ -356,8 +356,8 @@ impl Dense {
             ];
             let tiles = (rows as u32).div_ceil(TILE_ROWS) * of_weight.tiles;
             let blocks = tiles.div_ceil(WARPS).min(8 * num_sms).max(1);
-            // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 16 rows; the stripe is of the
-            // workspace, which nobody else has entered.
+            // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 16 rows; the stripe
+            // is of the workspace, which nobody else has entered.
             unsafe { self.unpack.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
             let (b, up) = if gated {
                 // The rows of the gate and of up in turn.
