@@ -615,7 +615,7 @@ macro_rules! entry {
 
 macro_rules! entries {
     ($($entry:ident => $type:ident, $dtype:ident, $codes:ident, $floor:ident, Simt { rows: $rows:literal };)*) => {
-        $(entry!($entry, $type, 2, |a, packed, end| multiply::<$codes, $type, $rows>(a, &packed, end));)*
+        $(entry!($entry, $type, 1, |a, packed, end| multiply::<$codes, $type, $rows>(a, &packed, end));)*
     };
 }
 abi::matmul_packed_table!(entries);
