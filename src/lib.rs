@@ -39,7 +39,7 @@
 //! | [`embedding_bag`](ops::embedding_bag) | weighted sums of rows |
 //! | [`gated_delta`](ops::gated_delta) | the gated delta rule |
 //! | [`glu`](ops::glu) | SwiGLU, GEGLU, activations |
-//! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights |
+//! | [`grouped_matmul`](ops::grouped_matmul) | rows times experts' weights, packed too |
 //! | [`kv_append`](ops::kv_append) | rows to a cache |
 //! | [`layernorm`](ops::layernorm) | layer norm, residual |
 //! | [`matmul`](ops::matmul) | `act(scale · a · bᵀ + bias) + residual`; b also 4- and 8-bit integers, fp8, fp4 |
