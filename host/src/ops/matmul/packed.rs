@@ -355,7 +355,8 @@ impl Dense {
                 (&of_weight).into(),
             ];
             let tiles = (rows as u32).div_ceil(TILE_ROWS) * of_weight.tiles;
-            let blocks = tiles.div_ceil(WARPS).min(8 * num_sms).max(1);
+            // None where k is 0: the stripe has no elements, and its product is empty sums.
+            let blocks = tiles.div_ceil(WARPS).min(8 * num_sms);
             // SAFETY: the weight has these rows of tiles, since a stripe begins at a multiple of 16 rows; the stripe
             // is of the workspace, which nobody else has entered.
             unsafe { self.unpack.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
