@@ -205,7 +205,7 @@ mod tests {
             let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
             fs::set_permissions(at(path), mode).unwrap();
         };
-        // Six tests, of which two are skipped by name, as libtest does it.
+        // Seven tests, of which two are skipped by name, as libtest does it.
         script(
             "programs/test/ops",
             r#"skips=(); filters=()
@@ -213,7 +213,7 @@ mod tests {
                 --list) list=1 ;; --skip) skips+=("$2"); shift ;; --format) shift ;; -*) ;; *) filters+=("$1") ;;
             esac; shift; done
             count=0
-            for name in a::one a::two b::bad faults::x every_kernel_is_simulated sampling::ties; do
+            for name in a::one a::two b::bad c::cpu faults::x every_kernel_is_simulated sampling::ties; do
                 for skip in "${skips[@]}"; do [[ $name == *$skip* ]] && continue 2; done
                 found=$((${#filters[@]} == 0))
                 for filter in "${filters[@]}"; do [[ $name == *$filter* ]] && found=1; done
@@ -223,13 +223,16 @@ mod tests {
             done
             [[ -n $list ]] || echo "test result: ok. $count passed; 0 failed;""#,
         );
-        // A finding of synccheck, wherever the bad test is.
+        // A finding of synccheck, wherever the bad test is, and nothing to look at where the other runs alone.
         script(
             "bin/compute-sanitizer",
             r#"tool="$2"; shift 4; "$@"
             if [[ $tool == synccheck && "$*" == *b::bad* ]]; then
                 echo "========= Barrier error detected. Divergent thread(s) in warp."
                 echo "========= ERROR SUMMARY: 1 error"; exit 86
+            fi
+            if [[ "$*" != *[ab]::* ]]; then
+                echo "========= Error: Target application terminated before first instrumented API call"; exit 255
             fi"#,
         );
         let archive = at("bundle/programs.tar.xz");
@@ -243,7 +246,7 @@ mod tests {
         let path = format!("{}:{}", at("bin").display(), std::env::var("PATH").unwrap());
         let mut run = Command::new(at("bundle/run"));
         run.arg("sanitize").args(arguments).current_dir(at("checkout")).env("PATH", path);
-        run.env("TMPDIR", place.path()).env("WARPFORGE_PARTS", "2").env_remove("WARPFORGE_SANITIZERS");
+        run.env("TMPDIR", place.path()).env("WARPFORGE_PROCESSES", "2").env_remove("WARPFORGE_SANITIZERS");
         if !tools.is_empty() {
             run.env("WARPFORGE_SANITIZERS", tools);
         }
@@ -254,39 +257,28 @@ mod tests {
     #[test]
     fn every_tool_sees_every_test_and_a_finding_fails() {
         let lines = |text: &str| -> Vec<String> {
-            let of_parts = |line: &&str| line.contains(" tests ");
-            let mut lines: Vec<String> = text
-                .lines()
-                .filter(of_parts)
-                .map(|line| {
-                    let words: Vec<&str> = line.split_whitespace().collect();
-                    format!("{} {} {} {}", words[0], words[1], words[2], words[6..].join(" "))
-                })
-                .collect();
-            lines.sort();
-            lines
+            text.lines().filter(|line| line.contains(" tests passed")).map(str::to_string).collect()
         };
         let (text, status) = sanitize(&[], "");
         assert_eq!(status, Some(86), "{text}");
         assert_eq!(
             lines(&text),
             [
-                "initcheck ops.1 2 no finding",
-                "initcheck ops.2 2 no finding",
-                "memcheck ops.1 2 no finding",
-                "memcheck ops.2 2 no finding",
-                "racecheck ops.1 2 no finding",
-                "racecheck ops.2 1 no finding",
-                "synccheck ops.1 2 FINDINGS: ERROR SUMMARY: 1 error",
-                "synccheck ops.2 2 no finding",
+                "memcheck   5 of 5 tests passed, findings in 0 runs",
+                "racecheck  4 of 4 tests passed, findings in 0 runs",
+                "synccheck  5 of 5 tests passed, findings in 1 runs",
+                "initcheck  5 of 5 tests passed, findings in 0 runs",
             ],
             "{text}"
         );
+        assert!(text.contains("FINDINGS: ERROR SUMMARY: 1 error"), "{text}");
         assert!(text.contains("Divergent thread(s) in warp"), "{text}");
-        let (text, status) = sanitize(&["a::"], "synccheck");
-        assert_eq!((lines(&text).len(), status), (2, Some(0)), "{text}");
-        let (text, status) = sanitize(&["nothing_like_it"], "memcheck");
-        assert_eq!((lines(&text).len(), status), (0, Some(1)), "{text}");
+        for (filter, tool, count, passed) in
+            [("a::", "synccheck", 1, 0), ("c::", "initcheck", 1, 0), ("nothing_like_it", "memcheck", 0, 1)]
+        {
+            let (text, status) = sanitize(&[filter], tool);
+            assert_eq!((lines(&text).len(), status), (count, Some(passed)), "{text}");
+        }
     }
 
     #[test]

@@ -12,8 +12,8 @@ usage() {
     cat <<'TEXT'
 Usage, from the root of the repository (the programs read its files):
   run test [ARGS]          every test; one that finds no GPU fails. ARGS go to the test programs (a filter, --nocapture)
-  run sanitize [ARGS]      all GPU tests under compute-sanitizer, with few property cases, in several processes, each with its part of
-                           the tests; a line for each tool and part. ARGS choose the tests (filters, --skip NAME)
+  run sanitize [ARGS]      all GPU tests under compute-sanitizer, with few property cases, in several processes, each with some of the
+                           tests; what is found, and a line for each tool. ARGS choose the tests (filters, --skip NAME)
   run bench OUTDIR [ARGS]  every benchmark and its peers in PyTorch, if there is one; ours.jsonl and peers.jsonl in OUTDIR are
                            what `cargo xtask bench-report OUTDIR` reads. ARGS go to the benchmarks (filters, which the
                            peers get too; --floor=sm_80, --energy=all)
@@ -23,8 +23,8 @@ Usage, from the root of the repository (the programs read its files):
 Environment
   WARPFORGE_CASES           property cases per test (sanitize: 2 unless set)
   WARPFORGE_SANITIZERS      compute-sanitizer's tools (memcheck racecheck synccheck initcheck)
-  WARPFORGE_PARTS           processes side by side of sanitize (as many as cores, 8 at most)
-  WARPFORGE_SANITIZER_LOGS  where sanitize leaves a log for each tool and part (a temporary folder)
+  WARPFORGE_PROCESSES       processes side by side of sanitize (as many as cores, 16 at most)
+  WARPFORGE_SANITIZER_LOGS  where sanitize leaves a log for each tool and process (a temporary folder)
   WARPFORGE_PEERS_LIMIT     seconds after which no further peer is timed (240 unless set); 0: no peers
   WARPFORGE_STEP_LIMIT      longest time of a step of `all`, in seconds (0, none)
 TEXT
@@ -76,67 +76,85 @@ tests_of() {
     "$1" --list --format terse "${skipped[@]}" ${args[@]+"${args[@]}"} | sed -n 's/: test$//p'
 }
 
-# checked SANITIZER TOOL PROGRAM NAMES LOG: the tests named in a file under one tool. Prints what came of it, as its last line, and is 0 if
-# nothing did.
+# checked SANITIZER TOOL PROGRAM NAMES: the tests named in a file under one tool; the log is beside it. Prints what came of it where that is
+# a finding or a failure, and is 0 if it is neither.
 checked() {
-    local names status=0 start="$SECONDS" passed
+    local names status=0 log="$4.log" passed verdict=""
     mapfile -t names <"$4"
-    "$1" --tool "$2" --error-exitcode 86 "$3" --test-threads=1 --exact "${names[@]}" >"$5" 2>&1 || status=$?
-    passed="$(sed -n 's/^test result: .* \([0-9][0-9]*\) passed;.*/\1/p' "$5" | tail -n 1)"
-    local verdict="no finding"
-    if grep -qi 'device not supported' "$5"; then
+    "$1" --tool "$2" --error-exitcode 86 "$3" --test-threads=1 --exact "${names[@]}" >"$log" 2>&1 || status=$?
+    passed="$(sed -n 's/^test result: .* \([0-9][0-9]*\) passed;.*/\1/p' "$log" | tail -n 1)"
+    if grep -qi 'device not supported' "$log"; then
         verdict="compute-sanitizer does not support this device or its virtual machine"
         status="$unavailable"
     elif ((status == 86)); then
-        verdict="FINDINGS: $(sed -n 's/^=* *\(ERROR SUMMARY: .*\|RACECHECK SUMMARY: .*\)/\1/p' "$5" | tail -n 1)"
+        verdict="FINDINGS: $(sed -n 's/^=* *\(ERROR SUMMARY: .*\|RACECHECK SUMMARY: .*\)/\1/p' "$log" | tail -n 1)"
+    elif [[ "$passed" == "${#names[@]}" ]] && grep -q 'terminated before first instrumented API call' "$log"; then
+        # Tests of what needs no GPU: there was nothing to look at.
+        status=0
     elif ((status != 0)); then
         verdict="FAILED with status $status"
     elif [[ "$passed" != "${#names[@]}" ]]; then
         verdict="FAILED: ${passed:-none} passed"
         status=1
     fi
-    printf '%-10s %-22s %4d tests %5d s  %s\n' "$2" "$(basename "$4")" "${#names[@]}" $((SECONDS - start)) "$verdict"
-    if ((status != 0 && status != unavailable)); then
-        # The first finding with its place, and the end.
-        grep -m 1 -A 12 '^========= \(Error\|Warning\|Invalid\|Barrier\|Warpgroup\|Uninitialized\|Race\)' "$5"
-        tail -n 8 "$5"
-        echo "    whole log: $5"
+    if [[ -n "$verdict" ]]; then
+        printf '%-10s %-22s %s\n' "$2" "$(basename "$4")" "$verdict"
+        # The tests, the first finding with its place, and the end.
+        printf '    %s\n' "${names[@]}"
+        grep -m 1 -A 12 '^========= \(Error\|Warning\|Invalid\|Barrier\|Warpgroup\|Uninitialized\|Race\)' "$log"
+        grep -v 'falls back to' "$log" | tail -n 25
+        echo "    whole log: $log"
     fi
     return "$status"
 }
 
+# totals LOGS TOOL: a line for a tool.
+totals() {
+    local passed=0 all=0 folder="$1/$2"
+    [[ -d "$folder" ]] || return 0
+    passed="$(cat "$folder"/*.log 2>/dev/null | sed -n 's/^test result: .* \([0-9][0-9]*\) passed;.*/\1/p' | awk '{ sum += $1 } END { print sum + 0 }')"
+    all="$(find "$folder" -type f ! -name '*.log' -exec cat {} + | wc -l)"
+    printf '%-10s %d of %d tests passed, findings in %d runs\n' "$2" "$passed" "$all" \
+        "$(grep -lE 'SUMMARY: [1-9]' "$folder"/*.log 2>/dev/null | wc -l)"
+}
+
 sanitize() {
-    local sanitizer logs parts program tool name part status=0 one running=0
+    local sanitizer logs processes program tool name part status=0 one running=0
     sanitizer="$(find_sanitizer)" || {
         echo "run: compute-sanitizer is not installed" >&2
         return "$unavailable"
     }
     export WARPFORGE_CASES="${WARPFORGE_CASES:-2}"
-    parts="$(nproc)"
-    parts="${WARPFORGE_PARTS:-$((parts < 8 ? parts : 8))}"
+    processes="$(nproc)"
+    processes="${WARPFORGE_PROCESSES:-$((processes < 16 ? processes : 16))}"
     logs="${WARPFORGE_SANITIZER_LOGS:-$(mktemp -d)}"
     mkdir -p "$logs" || fail "cannot make $logs"
-    local count=0
-    for tool in ${WARPFORGE_SANITIZERS:-memcheck racecheck synccheck initcheck}; do
+    # The driver's own size holds not all kernels, and what it assembles for one tool serves the next.
+    export CUDA_CACHE_MAXSIZE="${CUDA_CACHE_MAXSIZE:-4294967296}"
+    local count=0 tools
+    read -ra tools <<<"${WARPFORGE_SANITIZERS:-memcheck racecheck synccheck initcheck}"
+    for tool in "${tools[@]}"; do
+        rm -rf "${logs:?}/$tool"
+        mkdir -p "$logs/$tool"
         for name in "${sanitized[@]}"; do
             program="$bundle/test/$name"
             [[ -f "$program" ]] || continue
-            mkdir -p "$logs/$tool"
-            rm -f "$logs/$tool/$name".*
-            # In turns, so that the tests of an operator, which take alike, are in different parts.
-            tests_of "$program" "$tool" | awk -v parts="$parts" -v file="$logs/$tool/$name." \
-                '{ print > (file (NR - 1) % parts + 1) }'
+            # In turns, so that the tests of an operator, which take alike, are in different processes; few in each, so that none is waited
+            # for alone.
+            tests_of "$program" "$tool" >"$logs/$tool.names"
+            awk -v parts="$(($(wc -l <"$logs/$tool.names") / 4 + 1))" -v file="$logs/$tool/$name." \
+                '{ print > (file (NR - 1) % parts + 1) }' "$logs/$tool.names"
             for part in "$logs/$tool/$name".*; do
-                [[ -s "$part" ]] || continue
+                [[ -s "$part" && "$part" != *.log ]] || continue
                 count=$((count + 1))
-                if ((running >= parts)); then
+                if ((running >= processes)); then
                     one=0
                     wait -n || one=$?
                     running=$((running - 1))
                     # A finding outweighs a tool that is not supported.
                     if ((one != 0 && (status == 0 || status == unavailable))); then status="$one"; fi
                 fi
-                checked "$sanitizer" "$tool" "$program" "$part" "$part.log" &
+                checked "$sanitizer" "$tool" "$program" "$part" &
                 running=$((running + 1))
             done
         done
@@ -151,6 +169,7 @@ sanitize() {
         echo "run: no test has such a name" >&2
         return 1
     fi
+    for tool in "${tools[@]}"; do totals "$logs" "$tool"; done
     return "$status"
 }
 

@@ -2,11 +2,11 @@
 
 use abi::ops::attention::AttentionDims;
 use cuda_std::cvt::Element;
-use cuda_std::{barrier, fence, global, mbarrier, shared, thread, warp};
+use cuda_std::{fence, global, mbarrier, shared, thread, warp};
 
 use super::super::{Pages, offset};
 use super::walk::{Border, Places, Turn, Walk};
-use super::{CLEANER_WARPS, CLEANERS, ROW_BYTES};
+use super::{CLEANER_WARPS, ROW_BYTES};
 use crate::matmul::multiplicand::{Multiplicand, finite_halves, not_finite};
 
 /// Threads of the warps that clean.
@@ -75,15 +75,15 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
                 }
                 piece += CLEANER_THREADS;
             }
-            if warp::any(warp::FULL_MASK, found) && thread::lane() == 0 {
-                shared::store_u32(places.mark(border.round, member / 32), border.round);
-            }
+            let found = warp::any(warp::FULL_MASK, found);
             fence::proxy_async_shared();
-            // Marks and values of all cleaners come before what one of them tells, and so does what they have read of
-            // the border, whose place the loader takes again when the consumers have given these values back. racecheck
-            // reports marks and borders: of the chain of barriers (this one, `full_v`, `empty_v`) it follows the last.
-            barrier::sync(CLEANERS, CLEANER_THREADS);
-            if member == 0 {
+            // The warp's values, and what it has read of the border, whose place the loader takes again when the
+            // consumers have given these values back, come before its arrival.
+            warp::sync_warp(warp::FULL_MASK);
+            if thread::lane() == 0 {
+                if found {
+                    shared::store_u32(places.mark(border.round, member / 32), border.round);
+                }
                 mbarrier::arrive(full);
             }
             warp::sync_warp(warp::FULL_MASK);

@@ -7,7 +7,7 @@ use cuda_std::{mbarrier, thread, tma};
 use super::super::tile::Tile;
 use super::super::{Pages, Tables};
 use super::walk::{Border, NONE, Places, Step, TileWords, Tiles, Turn, Walk};
-use super::{Maps, ROW_BYTES};
+use super::{CLEANER_WARPS, Maps, ROW_BYTES};
 
 /// The thread that loads.
 ///
@@ -93,6 +93,13 @@ pub(super) unsafe fn load<
                         Border::new::<KEYS>(turn, last - first, tiles.round).store(places, border);
                         full = places.raw_v(border);
                         counts = counts & !7 | (counts + 1) & 7;
+                    } else {
+                        // What is not cleaned lacks the cleaners' arrivals, but for one, which tells the bytes.
+                        let mut others = 1;
+                        while others < CLEANER_WARPS {
+                            mbarrier::arrive(full);
+                            others += 1;
+                        }
                     }
                     mbarrier::arrive_expect_tx(full, KEYS * DIM_V * 2);
                     let at = places.stage_v(turn);

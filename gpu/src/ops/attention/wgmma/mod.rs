@@ -87,10 +87,9 @@ use walk::{END, MARKS, Places, STEPS, Step, TileWords, Turn};
 
 /// Bytes of a row of a box: 64 elements.
 const ROW_BYTES: u32 = 128;
-/// Named barriers: the consumers' turns, their own, and the cleaners'.
+/// Named barriers: the consumers' turns, and their own.
 const TURN: u32 = 1;
 const OWN: u32 = 4;
-const CLEANERS: u32 = 7;
 const CLEANER_WARPS: u32 = 3;
 
 /// The tensor maps of a launch, of `[sequence, head, token, column]`; of k and v a sequence may be a page.
@@ -160,7 +159,8 @@ pub(super) unsafe fn tiles<
                 if stage < 1 << wgmma_stages_log2(DIM) {
                     mbarrier::init(places.full_k(turn), 1);
                     mbarrier::init(places.empty_k(turn), CONSUMERS);
-                    mbarrier::init(places.full_v(turn), 1);
+                    // Each of the cleaners' warps arrives at a border.
+                    mbarrier::init(places.full_v(turn), CLEANER_WARPS);
                     mbarrier::init(places.empty_v(turn), CONSUMERS);
                 }
                 mbarrier::init(places.raw_v(turn), 1);
