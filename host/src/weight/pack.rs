@@ -66,6 +66,7 @@ pub(super) fn pack<S: WeightSource>(
     if differ && layout.stored_scale() == ScaleType::E4m3 {
         weight.device_globals = Some(Tensor::from_slice(stream, &[experts], &weight.globals)?);
     }
+    stream.synchronize()?;
     Ok(weight)
 }
 
@@ -163,6 +164,7 @@ pub(super) fn random(
     fill(stream, weight.minimums.as_mut(), std::iter::repeat(0))?;
     fill(stream, weight.supers.as_mut(), half.into_iter().cycle())?;
     fill(stream, weight.super_minimums.as_mut(), half.into_iter().cycle())?;
+    stream.synchronize()?;
     Ok(weight)
 }
 

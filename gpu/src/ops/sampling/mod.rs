@@ -931,11 +931,20 @@ impl<T: Element> Row<'_, T> {
                 let gathers =
                     step == gathering && (step >= step::WEIGH || state.above + here <= u64::from(MAX_LISTED));
                 self.walk::<PIECE>(step, record, &state, gathers);
-            } else if member == 0 {
-                // No sums, which the next step reads all the same.
-                let numbers = record.slices(0).add(2 * self.slice as usize);
-                global::store(numbers, 0u64);
-                global::store(numbers.add(1), 0u64);
+            } else {
+                // No sums and no bins, which the next step reads all the same.
+                if dims.slices == 1 && search_of(step).is_some() {
+                    let mut bin = member;
+                    while bin < BINS {
+                        global::store(record.histogram(0).add(bin as usize), 0u64);
+                        bin += THREADS;
+                    }
+                }
+                if member == 0 {
+                    let numbers = record.slices(0).add(2 * self.slice as usize);
+                    global::store(numbers, 0u64);
+                    global::store(numbers.add(1), 0u64);
+                }
             }
         }
     }
