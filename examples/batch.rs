@@ -54,8 +54,8 @@ fn run() -> Result<(), Failure> {
 
     while let Some(step) = scheduler.step()? {
         let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
-        for (request, row) in step.requests {
-            let row = &logits[row * vocab..][..vocab];
+        for (request, rows) in step.requests {
+            let row = &logits[rows.start * vocab..][..vocab];
             let Some(best) = (0..vocab).max_by(|&a, &b| row[a].total_cmp(&row[b])) else { continue };
             let is_end = config.eos_token_ids.contains(&(best as u32));
             if !is_end {

@@ -24,8 +24,8 @@ mod vision;
 mod weights;
 
 pub use batch::{
-    Batch, BatchError, BatchOptions, BatchStats, RequestId, ScheduledStep, Scheduler, SequenceId, StepOutput,
-    Work, WorkLogits,
+    Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, NgramDraft, RequestId,
+    RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput, TokenLogprobs, Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

@@ -480,8 +480,8 @@ fn a_scheduler_answers_all() -> Outcome {
         while let Some(step) = scheduler.step()? {
             let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
             assert!(step.tokens <= 40);
-            for (request, row) in step.requests {
-                let row = &logits[row * vocab..][..vocab];
+            for (request, rows) in step.requests {
+                let row = &logits[rows.start * vocab..][..vocab];
                 let best =
                     (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("a token") as u32;
                 let answer = got.entry(request).or_default();

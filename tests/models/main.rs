@@ -5,6 +5,7 @@ mod files;
 mod golden;
 mod images;
 mod published;
+mod sampling;
 mod session;
 mod variants;
 

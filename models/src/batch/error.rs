@@ -93,6 +93,16 @@ pub enum BatchError {
         /// Rows that there are.
         most: usize,
     },
+    /// Chosen tokens that are not one for each draft of a computed request, and one more.
+    #[error("{tokens} tokens for {id}, which has {drafted} drafts: expected one more, behind a step")]
+    Drafts {
+        /// The request.
+        id: RequestId,
+        /// The tokens.
+        tokens: usize,
+        /// Its drafts.
+        drafted: usize,
+    },
     /// A recurrent state cannot go back.
     #[error("{id} cannot be cut to {tokens} tokens: its recurrent state is of {computed}; pre-empt it first")]
     Recurrent {

@@ -4,10 +4,12 @@
 //! The others are *pending*. A step computes some pending tokens of some sequences, so that a prompt in chunks, a
 //! decode step, several drafted tokens and a sequence that lost its pages are all the same.
 
+mod draft;
 mod error;
 mod inputs;
 mod options;
 mod pages;
+mod sampler;
 mod scheduler;
 mod work;
 
@@ -26,8 +28,10 @@ use host::{Error, OptimizationReport, Stream, Tensor, nvtx};
 use inputs::{Filled, Inputs, NOWHERE};
 use pages::{Pages, Prefix};
 
+pub use draft::NgramDraft;
 pub use error::BatchError;
 pub use options::BatchOptions;
+pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
 pub use work::{BatchStats, SequenceId, StepOutput, Work, WorkLogits};
 
@@ -455,8 +459,15 @@ impl Batch {
         if self.options.prefix_cache && !self.is_recurrent {
             self.register(work);
         }
+        Ok(StepOutput { logits: self.logits()?, rows: &self.rows })
+    }
+
+    /// The logits of the last step, as its output has them: to look at sequences' tokens beside.
+    ///
+    /// **Errors**: none but those of views.
+    pub fn logits(&self) -> Result<LogitRows<'_>, Error> {
         let logits = self.logits.view().slice(0, 0..self.filled.logits.len())?;
-        Ok(StepOutput { logits: LogitRows::new(logits, &self.stream), rows: &self.rows })
+        Ok(LogitRows::new(logits, &self.stream))
     }
 
     /// In a debug build: that all pages are accounted for.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::ops::Range;
 
 use super::{Batch, BatchError, SequenceId, Work, WorkLogits};
 use crate::LogitRows;
@@ -19,9 +20,9 @@ impl fmt::Display for RequestId {
 /// What a step of a scheduler gives.
 #[derive(Clone, Debug)]
 pub struct ScheduledStep<'a> {
-    /// Requests none of whose tokens are pending any more, from the oldest on, each with the row of `logits` that its
-    /// next token is to be chosen from.
-    pub requests: Vec<(RequestId, usize)>,
+    /// Requests none of whose tokens are pending any more, from the oldest on, each with the rows of `logits` that its
+    /// next tokens are to be chosen from: one, and one more for each token that was drafted.
+    pub requests: Vec<(RequestId, Range<usize>)>,
     /// `[rows, vocab]` f32 on the device, until the next step.
     pub logits: LogitRows<'a>,
     /// Tokens that were computed, of all requests.
@@ -34,6 +35,10 @@ pub struct ScheduledStep<'a> {
 /// budget ([`BatchOptions::max_step_tokens`](super::BatchOptions::max_step_tokens)) is spent. A request waits until the
 /// batch has a place for it and pages for its prompt. Where pages run out the youngest requests are pre-empted, and go
 /// on, before any that wait, once there are pages for all that they had. The oldest request always goes on.
+///
+/// **Speculation**: what may come behind a request's last token can be [drafted](Self::draft); a step computes it along,
+/// and [`Self::accept`] keeps what was chosen anyway. Tokens chosen by the same parameters are the same with and without
+/// drafts, as far as the logits are.
 ///
 /// ```no_run
 /// # extern crate models as warpforge;
@@ -49,8 +54,8 @@ pub struct ScheduledStep<'a> {
 /// # let choose = |_: &[f32]| 0;
 /// while let Some(step) = scheduler.step()? {
 ///     let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
-///     for (request, row) in step.requests {
-///         let token = choose(&logits[row * vocab..][..vocab]);
+///     for (request, rows) in step.requests {
+///         let token = choose(&logits[rows.start * vocab..][..vocab]);
 ///         if scheduler.tokens(request)?.len() < 32 {
 ///             scheduler.push(request, token)?;
 ///         } else {
@@ -75,6 +80,8 @@ struct Running {
     sequence: SequenceId,
     /// Pre-empted.
     is_paused: bool,
+    /// How many of its last tokens are drafts.
+    drafted: usize,
 }
 
 impl Scheduler {
@@ -117,7 +124,7 @@ impl Scheduler {
         self.running.get(&id).map(|running| running.sequence).ok_or(BatchError::UnknownRequest { id })
     }
 
-    /// A request's tokens, its prompt and those that were pushed.
+    /// A request's tokens: its prompt, those that were pushed, and drafts.
     pub fn tokens(&self, id: RequestId) -> Result<&[u32], BatchError> {
         match self.waiting.iter().find(|(waiting, _)| *waiting == id) {
             Some((_, prompt)) => Ok(prompt),
@@ -125,18 +132,84 @@ impl Scheduler {
         }
     }
 
-    /// Appends the token that was chosen for a request.
+    /// Appends the token that was chosen for a request. Drafts are forgotten.
     ///
     /// **Errors**: those of [`Batch::push`]: at [`BatchError::TooLong`] it has to be finished.
     /// [`BatchError::UnknownRequest`] also of one that waits.
     pub fn push(&mut self, id: RequestId, token: u32) -> Result<(), BatchError> {
+        self.keep_drafts(id, 0)?;
         self.batch.push(self.sequence(id)?, token)
+    }
+
+    /// Appends what may come behind the token that was pushed last: the next step computes it along, for logits behind
+    /// each. Returns how many tokens were taken: as many as the capacity has room for beside one more, none where a
+    /// recurrent state could not go back, nor behind a prompt that is not computed yet. A step forgets drafts that its
+    /// budget, its pages or its rows of logits have no room for.
+    ///
+    /// **Errors**: [`BatchError::UnknownRequest`], also of one that waits; [`Error::Invalid`](host::Error::Invalid) for
+    /// a token that the model has not.
+    pub fn draft(&mut self, id: RequestId, tokens: &[u32]) -> Result<usize, BatchError> {
+        let sequence = self.sequence(id)?;
+        self.batch.model().config().decoder.check_ids(tokens)?;
+        self.keep_drafts(id, 0)?;
+        let options = &self.batch.options;
+        let room = (options.capacity - 1).saturating_sub(self.batch.tokens(sequence)?.len());
+        let is_open = self.batch.pending(sequence)? == 1 && !self.batch.is_recurrent;
+        let taken = if is_open { tokens.len().min(room) } else { 0 };
+        for &token in &tokens[..taken] {
+            self.batch.push(sequence, token)?;
+        }
+        if let Some(running) = self.running.get_mut(&id) {
+            running.drafted = taken;
+        }
+        Ok(taken)
+    }
+
+    /// Appends the tokens that were chosen from a request's rows of the last step, as many as it had rows: up to the
+    /// first that differs from its draft, and that one too. Returns how many tokens the request has got, at least one.
+    ///
+    /// Where each token is chosen by a step of the random numbers of its own, as [`Self::push`] would have it, the
+    /// tokens are distributed exactly as without drafts: a row is chosen from only behind drafts that were chosen.
+    ///
+    /// **Errors**: those of [`Self::push`]; [`BatchError::Drafts`] for another number of tokens.
+    pub fn accept(&mut self, id: RequestId, chosen: &[u32]) -> Result<usize, BatchError> {
+        let sequence = self.sequence(id)?;
+        let drafted = self.running.get(&id).map_or(0, |running| running.drafted);
+        let computed = self.batch.pending(sequence)? == 0;
+        let Some((&last, before)) =
+            chosen.split_last().filter(|(_, before)| before.len() == drafted && computed)
+        else {
+            return Err(BatchError::Drafts { id, tokens: chosen.len(), drafted });
+        };
+        let tokens = self.batch.tokens(sequence)?;
+        let drafts = &tokens[tokens.len() - drafted..];
+        let kept = std::iter::zip(drafts, before).take_while(|(draft, token)| draft == token).count();
+        let next = before.get(kept).copied().unwrap_or(last);
+        self.keep_drafts(id, kept)?;
+        if let Some(running) = self.running.get_mut(&id) {
+            running.drafted = 0;
+        }
+        self.batch.push(sequence, next)?;
+        Ok(kept + 1)
+    }
+
+    /// Forgets a request's drafts but for the first so many.
+    fn keep_drafts(&mut self, id: RequestId, kept: usize) -> Result<(), BatchError> {
+        let Some(running) = self.running.get_mut(&id).filter(|running| running.drafted > kept) else {
+            return Ok(());
+        };
+        let len = self.batch.tokens(running.sequence)?.len() - running.drafted + kept;
+        running.drafted = kept;
+        self.batch.truncate(running.sequence, len)
     }
 
     /// Another request that is what this one, which is in the batch, is: for several continuations of a prompt.
     ///
+    /// Drafts are forgotten.
+    ///
     /// **Errors**: those of [`Batch::fork`]; [`BatchError::UnknownRequest`] also of one that waits.
     pub fn fork(&mut self, id: RequestId) -> Result<RequestId, BatchError> {
+        self.keep_drafts(id, 0)?;
         let own = self.running.get(&id).copied().ok_or(BatchError::UnknownRequest { id })?;
         let sequence = self.batch.fork(own.sequence)?;
         let fork = self.next_id();
@@ -170,6 +243,12 @@ impl Scheduler {
             if self.batch.pages_for(&work)? <= self.batch.free_pages() {
                 break (requests, work);
             }
+            let drafted = self.running.iter().filter(|(_, running)| running.drafted > 0);
+            let drafted: Vec<_> = drafted.map(|(&id, _)| id).collect();
+            if !drafted.is_empty() {
+                drafted.into_iter().try_for_each(|id| self.keep_drafts(id, 0))?;
+                continue;
+            }
             let mut active = self.running.values_mut().filter(|running| !running.is_paused);
             match (active.next(), active.next_back()) {
                 (Some(_), Some(youngest)) => {
@@ -183,8 +262,8 @@ impl Scheduler {
         let output = self.batch.step(&work)?;
         let rows = std::iter::zip(requests, output.rows());
         let mut requests: Vec<_> =
-            rows.filter(|(_, rows)| !rows.is_empty()).map(|(id, rows)| (id, rows.start)).collect();
-        requests.sort();
+            rows.filter(|(_, rows)| !rows.is_empty()).map(|(id, rows)| (id, rows.clone())).collect();
+        requests.sort_by_key(|&(id, _)| id);
         let tokens = work.iter().map(|work| work.tokens).sum();
         Ok(Some(ScheduledStep { requests, logits: output.logits(), tokens }))
     }
@@ -219,7 +298,7 @@ impl Scheduler {
             let sequence = self.batch.add(prompt)?;
             free = free.saturating_sub(needed);
             if let Some((id, _)) = self.waiting.pop_front() {
-                self.running.insert(id, Running { sequence, is_paused: false });
+                self.running.insert(id, Running { sequence, is_paused: false, drafted: 0 });
             }
         }
         Ok(())
@@ -236,22 +315,43 @@ impl Scheduler {
         Ok(free)
     }
 
-    /// The work of a step, and whose it is.
-    fn plan(&self) -> Result<(Vec<RequestId>, Vec<Work>), BatchError> {
-        let options = &self.batch.options;
+    /// The work of a step, and whose it is. Drafts that it has no room for are forgotten: beside prompts all of them.
+    fn plan(&mut self) -> Result<(Vec<RequestId>, Vec<Work>), BatchError> {
+        let options = self.batch.options;
         let mut pending = Vec::new();
         for (&id, running) in self.running.iter().filter(|(_, running)| !running.is_paused) {
-            pending.push((id, running.sequence, self.batch.pending(running.sequence)?));
+            let tokens = self.batch.pending(running.sequence)?;
+            pending.push((id, running.sequence, tokens - running.drafted, running.drafted));
         }
-        let (ones, prompts): (Vec<_>, Vec<_>) =
-            pending.into_iter().filter(|&(.., tokens)| tokens > 0).partition(|&(.., tokens)| tokens == 1);
+        let (ones, prompts): (Vec<_>, Vec<_>) = pending
+            .into_iter()
+            .filter(|&(_, _, tokens, _)| tokens > 0)
+            .partition(|&(_, _, tokens, _)| tokens == 1);
         let (mut budget, mut severals) = (options.max_step_tokens, options.max_severals());
+        let (mut spare_tokens, mut spare_rows) =
+            (budget.saturating_sub(ones.len()), options.logit_rows().saturating_sub(ones.len()));
+        if !prompts.is_empty() {
+            spare_rows = 0;
+        }
         let (mut requests, mut work) = (Vec::new(), Vec::new());
-        for (id, sequence, pending) in ones.into_iter().chain(prompts) {
+        for (id, sequence, _, drafted) in ones {
+            let drafted = if severals > 0 { drafted.min(spare_tokens).min(spare_rows) } else { 0 };
+            self.keep_drafts(id, drafted)?;
+            if budget == 0 {
+                continue;
+            }
+            spare_tokens -= drafted;
+            spare_rows -= drafted;
+            budget -= 1 + drafted;
+            severals -= usize::from(drafted > 0);
+            requests.push(id);
+            work.push(Work { id: sequence, tokens: 1 + drafted, logits: WorkLogits::All });
+        }
+        for (id, sequence, pending, _) in prompts {
             let most = if severals > 0 { budget } else { budget.min(1) };
             let tokens = pending.min(most);
             // A prompt has its turn in chunks, or where there are none.
-            if tokens == 0 || (tokens == 1 && pending > 1 && severals == 0 && options.max_severals() > 0) {
+            if tokens == 0 || (tokens == 1 && severals == 0 && options.max_severals() > 0) {
                 continue;
             }
             budget -= tokens;
