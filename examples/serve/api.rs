@@ -9,7 +9,7 @@ use warpforge::models::GenerationConfig;
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Error};
 
-use crate::engine::Refused;
+use crate::engine::{MAX_BIAS, MAX_TOP_LOGPROBS, Refused};
 
 /// What a client is told, as OpenAI's errors are.
 #[derive(Debug)]
@@ -125,6 +125,10 @@ pub struct Call {
     pub prompt: Prompt,
     pub max_tokens: Option<usize>,
     pub sampling: SamplingParams,
+    /// What is added to the logits of some tokens.
+    pub bias: Vec<(u32, f32)>,
+    /// Whether log-probabilities are asked for, and those of how many most probable tokens.
+    pub logprobs: Option<usize>,
     pub stop: Vec<String>,
     pub stream: bool,
     pub include_usage: bool,
@@ -150,13 +154,15 @@ impl Call {
             max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
         }
         let sampling = fields.sampling(own, seed)?;
+        let bias = fields.bias()?;
+        let logprobs = fields.logprobs(is_chat)?;
         let stop = fields.stop()?;
         let stream = fields.flag("stream")?;
         let include_usage = fields.stream_options(stream)?;
         // It names a person, for whoever counts them.
         fields.0.remove("user");
         fields.neutral()?;
-        Ok(Call { model, prompt, max_tokens, sampling, stop, stream, include_usage })
+        Ok(Call { model, prompt, max_tokens, sampling, bias, logprobs, stop, stream, include_usage })
     }
 }
 
@@ -242,6 +248,11 @@ impl Fields {
         let top_k = self.get("top_k", expected, read)?;
         let top_p = self.number("top_p", "a number above 0 and at most 1", f64::MIN_POSITIVE, 1.0)?;
         let min_p = self.number("min_p", "a number from 0 to 1", 0.0, 1.0)?;
+        let typical_p = self.number("typical_p", "a number above 0 and at most 1", f64::MIN_POSITIVE, 1.0)?;
+        // OpenAI's, and that of transformers and vLLM.
+        let [presence, frequency] = ["presence_penalty", "frequency_penalty"]
+            .map(|name| self.number(name, "a number from -2 to 2", -2.0, 2.0));
+        let repetition = self.number("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0)?;
         let read = |value: &Value| value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
         let asked = self.get("seed", "a whole number of 64 bits", read)?;
         let params = SamplingParams {
@@ -249,12 +260,16 @@ impl Fields {
             top_k: top_k.map_or(own.top_k, |k| u32::try_from(k).ok().filter(|&k| k > 0)),
             top_p: top_p.unwrap_or(own.top_p),
             min_p: min_p.unwrap_or(0.0),
+            typical_p: typical_p.unwrap_or(1.0),
+            presence_penalty: presence?.unwrap_or(0.0),
+            frequency_penalty: frequency?.unwrap_or(0.0),
+            repetition_penalty: repetition.unwrap_or(1.0),
             seed: asked.unwrap_or(seed),
             ..SamplingParams::default()
         };
         // What the operator refuses beside.
-        let problem =
-            SamplingProblem { features: SamplingFeatures::DRAWS, ..SamplingProblem::new(1, 1, DType::F32) };
+        let features = SamplingFeatures { typical_p: true, history: 1, ..SamplingFeatures::DRAWS };
+        let problem = SamplingProblem { features, ..SamplingProblem::new(1, 1, DType::F32) };
         match problem.write_params(&[params], &mut [0; PARAMS_LEN]) {
             Ok(()) => Ok(params),
             Err(Error::Invalid { argument, expected, got, .. }) => {
@@ -265,6 +280,45 @@ impl Fields {
                 })
             }
             Err(error) => Err(ApiError::bad(error.to_string())),
+        }
+    }
+
+    /// Of tokens by their ids, as texts.
+    fn bias(&mut self) -> Result<Vec<(u32, f32)>, ApiError> {
+        let expected = format!("an object of numbers from -100 to 100 by token ids, at most {MAX_BIAS}");
+        let read = |value: &Value| {
+            let entry = |(id, value): (&String, &Value)| {
+                let value = value.as_f64().filter(|value| (-100.0..=100.0).contains(value))?;
+                Some((id.parse::<u32>().ok()?, value as f32))
+            };
+            let mut entries: Vec<_> = value.as_object()?.iter().map(entry).collect::<Option<_>>()?;
+            entries.sort_by_key(|&(id, _)| id);
+            // Two texts may be the same number.
+            let is_set = entries.windows(2).all(|pair| pair[0].0 != pair[1].0);
+            (is_set && entries.len() <= MAX_BIAS).then_some(entries)
+        };
+        Ok(self.get("logit_bias", &expected, read)?.unwrap_or_default())
+    }
+
+    /// How many most probable tokens' log-probabilities are asked for, if any are.
+    fn logprobs(&mut self, is_chat: bool) -> Result<Option<usize>, ApiError> {
+        let most = |most: usize| {
+            move |value: &Value| usize::try_from(value.as_u64()?).ok().filter(|&count| count <= most)
+        };
+        if !is_chat {
+            // As a request without any.
+            if self.0.get("logprobs").is_some_and(|value| *value == false) {
+                self.0.remove("logprobs");
+            }
+            return self.get("logprobs", "a whole number from 0 to 5", most(5));
+        }
+        let is_asked = self.flag("logprobs")?;
+        let expected = format!("a whole number from 0 to {MAX_TOP_LOGPROBS}");
+        let top = self.get("top_logprobs", &expected, most(MAX_TOP_LOGPROBS))?;
+        match (is_asked, top) {
+            (false, Some(1..)) => Err(ApiError::unsupported("top_logprobs", "goes with logprobs: true")),
+            (false, _) => Ok(None),
+            (true, top) => Ok(Some(top.unwrap_or(0))),
         }
     }
 
@@ -303,11 +357,7 @@ impl Fields {
         for (name, value) in &self.0 {
             let allowed = match name.as_str() {
                 "n" | "best_of" => json!(1),
-                "presence_penalty" | "frequency_penalty" | "top_logprobs" => json!(0),
-                "repetition_penalty" => json!(1),
-                "logit_bias" => json!({}),
                 "echo" | "store" => json!(false),
-                "logprobs" if value.is_boolean() => json!(false),
                 "tools" | "functions" => json!([]),
                 "tool_choice" => json!("none"),
                 "response_format" => json!({ "type": "text" }),

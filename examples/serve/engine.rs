@@ -7,13 +7,18 @@ use std::time::Instant;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use warpforge::models::{BatchError, BatchOptions, BatchStats, Model, RequestId, Scheduler};
-use warpforge::ops::sampling::{
-    NO_TOKEN, PARAMS_LEN, Sampler, SamplingArgs, SamplingFeatures, SamplingParams, SamplingProblem,
+use warpforge::models::{
+    BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, Model, NgramDraft, RequestId,
+    RowSampling, Scheduler, TokenLogprobs,
 };
-use warpforge::{DType, Error, Stream, Tensor, TensorView};
+use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures, SamplingParams};
 
 use crate::output::{Failure, note};
+
+/// Most tokens that a request gives a bias.
+pub const MAX_BIAS: usize = 300;
+/// Most probable tokens whose log-probabilities a request may ask for.
+pub const MAX_TOP_LOGPROBS: usize = 20;
 
 /// What a client asks the model for.
 #[derive(Debug)]
@@ -22,12 +27,15 @@ pub struct Request {
     /// Most tokens of the answer, at least 1; the prompt's and these fit into the batch's capacity.
     pub max_tokens: usize,
     pub sampling: SamplingParams,
+    /// What is added to the logits of some tokens.
+    pub bias: Vec<(u32, f32)>,
+    pub logprobs: bool,
 }
 
 /// What comes back.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub enum Event {
-    Token(u32),
+    Token(u32, Option<TokenLogprobs>),
     /// The last one. A token that ends the text is not sent as one.
     End(Finish),
     /// The last one, with the reason.
@@ -62,6 +70,8 @@ pub struct Counts {
     pub failed: u64,
     pub prompt_tokens: u64,
     pub new_tokens: u64,
+    pub drafted_tokens: u64,
+    pub accepted_tokens: u64,
     pub first_tokens: u64,
     pub first_token_seconds: f64,
     /// The last step went wrong.
@@ -99,15 +109,24 @@ impl Engine {
         model: &Model,
         options: BatchOptions,
         queue: usize,
+        draft: NgramDraft,
     ) -> Result<(Self, JoinHandle<()>), Failure> {
-        let scheduler = Scheduler::new(model.batch(options)?);
-        let chooser = Chooser::new(&scheduler)?;
+        let batch = model.batch(options)?;
+        let features = SamplingFeatures {
+            typical_p: true,
+            history: options.capacity,
+            bias: MAX_BIAS,
+            logprobs: Some(MAX_TOP_LOGPROBS),
+            ..SamplingFeatures::DRAWS
+        };
+        let sampler = BatchSampler::new(&batch, features)?;
+        let scheduler = Scheduler::new(batch);
         let (messages, receiver) = unbounded_channel();
         let counts = Arc::new(Mutex::new(Counts { batch: scheduler.batch().stats(), ..Counts::default() }));
         let places = Arc::new(Semaphore::new(options.max_sequences.saturating_add(queue)));
         let end_tokens = model.config().eos_token_ids.clone();
         let engine = Engine { messages, places, counts: counts.clone() };
-        let work = Worker { scheduler, chooser, end_tokens, active: BTreeMap::new(), counts };
+        let work = Worker { scheduler, sampler, draft, end_tokens, active: BTreeMap::new(), counts };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || work.run(receiver))?;
         Ok((engine, thread))
     }
@@ -143,7 +162,8 @@ fn lock(counts: &Mutex<Counts>) -> MutexGuard<'_, Counts> {
 
 struct Worker {
     scheduler: Scheduler,
-    chooser: Chooser,
+    sampler: BatchSampler,
+    draft: NgramDraft,
     end_tokens: Vec<u32>,
     active: BTreeMap<RequestId, Active>,
     counts: Arc<Mutex<Counts>>,
@@ -213,28 +233,74 @@ impl Worker {
             return Ok(());
         }
         let stream = self.scheduler.batch().stream().clone();
-        let Some(step) = self.scheduler.step()? else {
+        let Some(requests) = self.scheduler.step()?.map(|step| step.requests) else {
             return Err("requests that the scheduler has nothing to do for".into());
         };
-        let requests = step.requests;
-        let rows = requests.iter().filter_map(|(id, row)| {
-            let own = self.active.get(id)?;
-            Some((*row, SamplingParams { step: own.written as u64, ..own.request.sampling }))
-        });
-        let ids = self.chooser.choose(&stream, step.logits.view(), rows)?;
-        for (request, row) in requests {
-            self.write(request, ids[row]);
+        let logits = self.scheduler.batch().logits()?;
+        let mut rows = Vec::new();
+        for (id, places) in &requests {
+            let Some(own) = self.active.get(id) else { continue };
+            let Request { prompt, sampling, bias, logprobs, .. } = &own.request;
+            let tokens = self.scheduler.tokens(*id)?;
+            // Without the drafts, which are known behind each of their rows.
+            let known = tokens.len() + 1 - places.len();
+            for (drafted, row) in places.clone().enumerate() {
+                let params = SamplingParams {
+                    step: (own.written + drafted) as u64,
+                    prompt_len: prompt.len() as u32,
+                    ..*sampling
+                };
+                let history = &tokens[..known + drafted];
+                rows.push(RowSampling { row, params, history, bias, allowed: None, logprobs: *logprobs });
+            }
+        }
+        let mut chosen = self.sampler.choose(&stream, logits.view(), &rows)?.into_iter();
+        drop(rows);
+        for (id, places) in requests {
+            if self.active.contains_key(&id) {
+                let chosen: Vec<ChosenToken> = chosen.by_ref().take(places.len()).collect();
+                self.write(id, chosen);
+            }
         }
         Ok(())
     }
 
-    /// The next token of a request.
-    fn write(&mut self, id: RequestId, token: u32) {
-        let Some(own) = self.active.get_mut(&id) else { return };
-        if token == NO_TOKEN {
-            self.finish(id, Some(Event::Failed("no logit is a number".into())));
-            return;
+    /// What was chosen for a request: behind its last token, and behind each draft.
+    fn write(&mut self, id: RequestId, chosen: Vec<ChosenToken>) {
+        let tokens: Vec<u32> = chosen.iter().map(|choice| choice.token).collect();
+        let taken = match self.scheduler.accept(id, &tokens) {
+            Ok(taken) => taken,
+            Err(error) => {
+                let is_nan = tokens.contains(&NO_TOKEN);
+                let reason = if is_nan { "no logit is a number".into() } else { error.to_string() };
+                self.finish(id, Some(Event::Failed(reason)));
+                return;
+            }
+        };
+        {
+            let mut counts = lock(&self.counts);
+            counts.drafted_tokens += tokens.len() as u64 - 1;
+            counts.accepted_tokens += taken as u64 - 1;
         }
+        for ChosenToken { token, logprobs } in chosen.into_iter().take(taken) {
+            if !self.write_token(id, token, logprobs) {
+                return;
+            }
+        }
+        let Some(own) = self.active.get(&id) else { return };
+        let most = self.draft.tokens.min(own.request.max_tokens - own.written - 1);
+        if most > 0
+            && let Ok(tokens) = self.scheduler.tokens(id)
+        {
+            let drafts = NgramDraft { tokens: most, ..self.draft }.draft(tokens).to_vec();
+            // One that cannot be drafted is chosen as any other.
+            let _ = self.scheduler.draft(id, &drafts);
+        }
+    }
+
+    /// The next token of a request, whose last one it may be. Whether it goes on.
+    fn write_token(&mut self, id: RequestId, token: u32, logprobs: Option<TokenLogprobs>) -> bool {
+        let Some(own) = self.active.get_mut(&id) else { return false };
         own.written += 1;
         let is_last = own.written == own.request.max_tokens;
         {
@@ -247,15 +313,14 @@ impl Worker {
         }
         if self.end_tokens.contains(&token) {
             self.finish(id, Some(Event::End(Finish::Stop)));
-            return;
+            return false;
         }
         // One that has gone is found before the next step.
-        let _ = own.events.send(Event::Token(token));
+        let _ = own.events.send(Event::Token(token, logprobs));
         if is_last {
             self.finish(id, Some(Event::End(Finish::Length)));
-        } else if let Err(error) = self.scheduler.push(id, token) {
-            self.finish(id, Some(Event::Failed(error.to_string())));
         }
+        !is_last
     }
 
     /// Ends a request; its pages are free before its client hears of it.
@@ -272,7 +337,7 @@ impl Worker {
                 Some(Event::End(Finish::Length)) => counts.cut += 1,
                 Some(Event::Failed(_)) => counts.failed += 1,
                 Some(Event::Stopped) => counts.cancelled += 1,
-                Some(Event::Token(_)) | None => {}
+                Some(Event::Token(..)) | None => {}
             }
         }
         self.publish();
@@ -292,51 +357,5 @@ impl Worker {
         counts.batch = self.scheduler.batch().stats();
         counts.running = self.scheduler.num_running();
         counts.waiting = self.scheduler.num_waiting();
-    }
-}
-
-/// Chooses a token for each row of logits, by the row's own settings.
-struct Chooser {
-    problem: SamplingProblem,
-    plan: Sampler,
-    params: Tensor,
-    ids: Tensor,
-    rows: Vec<SamplingParams>,
-    words: Vec<u32>,
-}
-
-impl Chooser {
-    fn new(scheduler: &Scheduler) -> Result<Self, Error> {
-        let (batch, model) = (scheduler.batch(), scheduler.batch().model());
-        let rows = batch.options().max_logits.max(batch.options().max_sequences);
-        let problem = SamplingProblem {
-            features: SamplingFeatures::DRAWS,
-            ..SamplingProblem::new(rows, model.config().decoder.vocab_size, DType::F32)
-        };
-        let plan = Sampler::plan(model.device(), problem)?;
-        let params = Tensor::empty(batch.stream(), &[rows, PARAMS_LEN], DType::U32)?;
-        let ids = Tensor::empty(batch.stream(), &[rows], DType::U32)?;
-        Ok(Chooser { problem, plan, params, ids, rows: Vec::new(), words: Vec::new() })
-    }
-
-    /// The tokens of all rows; those that nobody asks for are of no account.
-    fn choose(
-        &mut self,
-        stream: &Stream,
-        logits: TensorView<'_>,
-        asked: impl Iterator<Item = (usize, SamplingParams)>,
-    ) -> Result<Vec<u32>, Error> {
-        let rows = logits.shape()[0];
-        self.rows.clear();
-        self.rows.resize(rows, SamplingParams::default());
-        asked.for_each(|(row, params)| self.rows[row] = params);
-        self.words.resize(rows * PARAMS_LEN, 0);
-        self.problem.write_params(&self.rows, &mut self.words)?;
-        let mut params = self.params.view_mut().slice(0, 0..rows)?;
-        params.write(stream, &self.words)?;
-        let ids = self.ids.view_mut().slice(0, 0..rows)?;
-        let args = SamplingArgs { params: Some(params.as_view()), ..SamplingArgs::new(logits, ids) };
-        self.plan.run(stream, args)?;
-        self.ids.view().slice(0, 0..rows)?.to_vec(stream)
     }
 }

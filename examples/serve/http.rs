@@ -20,7 +20,7 @@ use axum::{Json, Router};
 use serde_json::{Value, json};
 use text::{ChatOptions, ChatTemplate, Codec, StreamedText, TextError};
 use tokio::sync::mpsc::{Receiver, UnboundedReceiver, channel};
-use warpforge::models::ModelConfig;
+use warpforge::models::{ModelConfig, TokenLogprobs};
 
 use crate::api::{ApiError, Call, Prompt};
 use crate::engine::{Engine, Event, Finish, Request};
@@ -158,7 +158,11 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
     if call.model != served.name {
         return Err(ApiError::unknown_model(&call.model, &served.name));
     }
-    let Call { prompt, max_tokens, sampling, stop, stream, include_usage, .. } = call;
+    let Call { prompt, max_tokens, sampling, bias, logprobs, stop, stream, include_usage, .. } = call;
+    let vocab = served.config.decoder.vocab_size;
+    if let Some(&(id, _)) = bias.iter().find(|&&(id, _)| id as usize >= vocab) {
+        return Err(ApiError::value("logit_bias", &format!("token ids below {vocab}"), &json!(id)));
+    }
     let param = prompt.param();
     // Megabytes of text take a while.
     let encoder = served.clone();
@@ -174,39 +178,45 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
     let kind = if is_chat { "chatcmpl" } else { "cmpl" };
     let id = format!("{kind}-{:x}-{number:x}", served.created);
     let prompt_tokens = prompt.len();
-    let events = served.engine.submit(Request { prompt, max_tokens, sampling })?;
+    let request = Request { prompt, max_tokens, sampling, bias, logprobs: logprobs.is_some() };
+    let events = served.engine.submit(request)?;
     let form = Form { id, is_chat, created: now(), prompt_tokens };
+    let wanted = logprobs.map(|top| Wanted { is_chat, top });
     if !stream {
-        let mut writer = Writer::new(&served.codec, stop, events);
-        let mut text = String::new();
+        let mut writer = Writer::new(&served.codec, stop, events, wanted);
+        let (mut text, mut logprobs) = (String::new(), wanted.map(|wanted| wanted.none()));
         let finish = loop {
-            let (piece, finish) = writer.next().await?;
-            text += &piece;
-            if let Some(finish) = finish {
+            let next = writer.next().await?;
+            text += &next.text;
+            if let (Some(all), Some(own)) = (&mut logprobs, next.logprobs) {
+                append(all, own);
+            }
+            if let Some(finish) = next.finish {
                 break finish;
             }
         };
-        return Ok(Json(form.whole(&served.name, &text, finish, writer.tokens)).into_response());
+        return Ok(Json(form.whole(&served.name, &text, finish, logprobs, writer.tokens)).into_response());
     }
     let (pieces, receiver) = channel(PIECES);
     tokio::spawn(async move {
         let send = async |data: String| pieces.send(sse::Event::default().data(data)).await.is_ok();
         // The writer, and with it the request, goes with the client.
         let write = async {
-            let mut writer = Writer::new(&served.codec, stop, events);
+            let mut writer = Writer::new(&served.codec, stop, events, wanted);
             if is_chat && !send(form.piece(&served.name, Delta::Role).to_string()).await {
                 return;
             }
             loop {
-                let (piece, finish) = match writer.next().await {
+                let Next { text, logprobs, finish } = match writer.next().await {
                     Ok(next) => next,
                     Err(error) => {
                         send(error.to_json().to_string()).await;
                         return;
                     }
                 };
-                if !piece.is_empty() && !send(form.piece(&served.name, Delta::Text(&piece)).to_string()).await
-                {
+                let has_any = !text.is_empty() || logprobs.is_some();
+                let piece = Delta::Text(&text, logprobs);
+                if has_any && !send(form.piece(&served.name, piece).to_string()).await {
                     return;
                 }
                 let Some(finish) = finish else { continue };
@@ -233,47 +243,135 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
 
 /// Text from tokens, up to a stop string.
 struct Writer<'a> {
+    codec: &'a Codec,
     text: Option<(StreamedText<'a>, StopText)>,
     events: UnboundedReceiver<Event>,
+    wanted: Option<Wanted>,
     /// Tokens that the model has written.
     tokens: usize,
+    /// Characters of the tokens whose log-probabilities have been written.
+    offset: usize,
+}
+
+/// What comes next of an answer.
+struct Next {
+    text: String,
+    /// Of the token, in OpenAI's form.
+    logprobs: Option<Value>,
+    /// At the end why it ends.
+    finish: Option<&'static str>,
 }
 
 impl<'a> Writer<'a> {
-    fn new(codec: &'a Codec, stops: Vec<String>, events: UnboundedReceiver<Event>) -> Self {
-        Writer { text: Some((StreamedText::new(Some(codec)), StopText::new(stops))), events, tokens: 0 }
+    fn new(
+        codec: &'a Codec,
+        stops: Vec<String>,
+        events: UnboundedReceiver<Event>,
+        wanted: Option<Wanted>,
+    ) -> Self {
+        let text = Some((StreamedText::new(Some(codec)), StopText::new(stops)));
+        Writer { codec, text, events, wanted, tokens: 0, offset: 0 }
     }
 
-    /// What comes next, and at the end why it ends. Not to be asked again then.
-    async fn next(&mut self) -> Result<(String, Option<&'static str>), ApiError> {
+    /// What comes next. Not to be asked again behind the end.
+    async fn next(&mut self) -> Result<Next, ApiError> {
         let failed = |error: TextError| ApiError::internal(error.to_string());
         let Some(event) = self.events.recv().await else {
             return Err(ApiError::internal("the engine has ended"));
         };
         match (event, &mut self.text) {
-            (Event::Token(id), Some((text, stop))) => {
+            (Event::Token(id, found), Some((text, stop))) => {
                 self.tokens += 1;
                 let (piece, is_stopped) = stop.push(&text.push(id).map_err(failed)?);
                 if is_stopped {
                     // Cancels what is left of the request.
                     self.events.close();
                 }
-                Ok((piece, is_stopped.then_some("stop")))
+                let logprobs = match (self.wanted, found) {
+                    (Some(wanted), Some(found)) => {
+                        let (value, characters) =
+                            wanted.of_token(self.codec, id, &found, self.offset).map_err(failed)?;
+                        self.offset += characters;
+                        Some(value)
+                    }
+                    _ => None,
+                };
+                Ok(Next { text: piece, logprobs, finish: is_stopped.then_some("stop") })
             }
             (Event::End(finish), text) => {
                 self.tokens += usize::from(finish == Finish::Stop);
                 let reason = if finish == Finish::Stop { "stop" } else { "length" };
-                let Some((text, mut stop)) = text.take() else { return Ok((String::new(), Some(reason))) };
+                let end = |text, finish| Next { text, logprobs: None, finish: Some(finish) };
+                let Some((text, mut stop)) = text.take() else { return Ok(end(String::new(), reason)) };
                 let (mut piece, is_stopped) = stop.push(&text.finish().map_err(failed)?);
                 if is_stopped {
-                    return Ok((piece, Some("stop")));
+                    return Ok(end(piece, "stop"));
                 }
                 piece += &stop.finish();
-                Ok((piece, Some(reason)))
+                Ok(end(piece, reason))
             }
             (Event::Failed(reason), _) => Err(ApiError::internal(reason)),
             (Event::Stopped, _) => Err(ApiError::stopped()),
-            (Event::Token(_), None) => Err(ApiError::internal("a token behind the end")),
+            (Event::Token(..), None) => Err(ApiError::internal("a token behind the end")),
+        }
+    }
+}
+
+/// Log-probabilities that a request asks for: of the tokens, and of so many most probable ones in their places.
+#[derive(Clone, Copy)]
+struct Wanted {
+    is_chat: bool,
+    top: usize,
+}
+
+impl Wanted {
+    /// Those of no tokens.
+    fn none(self) -> Value {
+        if self.is_chat {
+            json!({ "content": [] })
+        } else {
+            json!({ "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [] })
+        }
+    }
+
+    /// Those of a token, and how many characters it has. JSON has no infinities: a token that cannot come has −9999, as
+    /// in OpenAI's API.
+    fn of_token(
+        self,
+        codec: &Codec,
+        id: u32,
+        found: &TokenLogprobs,
+        offset: usize,
+    ) -> Result<(Value, usize), TextError> {
+        let number = |logprob: f32| if logprob.is_finite() { logprob } else { -9999.0 };
+        let text = codec.decode(&[id])?;
+        let top =
+            found.top.iter().take(self.top).map(|&(id, logprob)| Ok((codec.decode(&[id])?, number(logprob))));
+        let top: Vec<(String, f32)> = top.collect::<Result<_, TextError>>()?;
+        let characters = text.chars().count();
+        if self.is_chat {
+            let entry = |text: &str, logprob: f32| {
+                // Part of a character is no text, and the codec does not tell its bytes.
+                let bytes = (!text.contains('\u{fffd}')).then_some(text.as_bytes());
+                json!({ "token": text, "logprob": logprob, "bytes": bytes })
+            };
+            let mut own = entry(&text, number(found.chosen));
+            own["top_logprobs"] = top.iter().map(|(text, logprob)| entry(text, *logprob)).collect();
+            return Ok((json!({ "content": [own] }), characters));
+        }
+        let top: Value = top.into_iter().map(|(text, logprob)| (text, json!(logprob))).collect();
+        let value = json!({ "tokens": [text], "token_logprobs": [number(found.chosen)], "top_logprobs": [top],
+            "text_offset": [offset] });
+        Ok((value, characters))
+    }
+}
+
+/// Appends the lists of an object to those of another.
+fn append(all: &mut Value, own: Value) {
+    let Value::Object(own) = own else { return };
+    for (name, list) in own {
+        if let (Some(all), Value::Array(list)) = (all[&name].as_array_mut(), list) {
+            all.extend(list);
         }
     }
 }
@@ -289,7 +387,7 @@ struct Form {
 /// What a piece of a stream has.
 enum Delta<'a> {
     Role,
-    Text(&'a str),
+    Text(&'a str, Option<Value>),
     End(&'static str),
 }
 
@@ -304,8 +402,8 @@ impl Form {
         json!({ "prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens })
     }
 
-    fn whole(&self, model: &str, text: &str, finish: &str, tokens: usize) -> Value {
-        let mut choice = json!({ "index": 0, "finish_reason": finish, "logprobs": null });
+    fn whole(&self, model: &str, text: &str, finish: &str, logprobs: Option<Value>, tokens: usize) -> Value {
+        let mut choice = json!({ "index": 0, "finish_reason": finish, "logprobs": logprobs });
         if self.is_chat {
             choice["message"] = json!({ "role": "assistant", "content": text });
         } else {
@@ -317,16 +415,22 @@ impl Form {
     }
 
     fn piece(&self, model: &str, delta: Delta<'_>) -> Value {
-        let finish = if let Delta::End(finish) = delta { Some(finish) } else { None };
-        let mut choice = json!({ "index": 0, "finish_reason": finish, "logprobs": null });
+        let mut choice = json!({ "index": 0, "finish_reason": null, "logprobs": null });
+        let (text, message) = match delta {
+            Delta::Role => ("", json!({ "role": "assistant", "content": "" })),
+            Delta::Text(text, logprobs) => {
+                choice["logprobs"] = logprobs.into();
+                (text, json!({ "content": text }))
+            }
+            Delta::End(finish) => {
+                choice["finish_reason"] = finish.into();
+                ("", json!({}))
+            }
+        };
         if self.is_chat {
-            choice["delta"] = match delta {
-                Delta::Role => json!({ "role": "assistant", "content": "" }),
-                Delta::Text(text) => json!({ "content": text }),
-                Delta::End(_) => json!({}),
-            };
+            choice["delta"] = message;
         } else {
-            choice["text"] = if let Delta::Text(text) = delta { text } else { "" }.into();
+            choice["text"] = text.into();
         }
         self.of(model, ["text_completion", "chat.completion.chunk"], json!([choice]))
     }

@@ -29,7 +29,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use warpforge::DType;
-use warpforge::models::{BatchOptions, Model, ModelConfig};
+use warpforge::models::{BatchOptions, Model, ModelConfig, NgramDraft};
 
 /// What clients have to read the end in, after requests were cancelled.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -114,10 +114,12 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
     let batch = BatchOptions {
         max_sequences: options.sequences,
         max_step_tokens: options.step_tokens,
-        max_logits: options.sequences,
         capacity,
         ..BatchOptions::default()
     };
+    // Drafts have rows of their own, for as many sequences as a step has several tokens of.
+    let drafts = options.draft.saturating_mul(batch.max_prompts.min(options.sequences));
+    let batch = BatchOptions { max_logits: options.sequences.saturating_add(drafts), ..batch };
     let batch = batch.with_cache_bytes(&config, dtype, options.cache_mib.saturating_mul(1 << 20));
     batch.check().map_err(|error| {
         format!(
@@ -133,6 +135,7 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
     if template.is_none() {
         note(format_args!("no chat template: /v1/chat/completions has nothing to make a prompt with"));
     }
-    let (engine, thread) = Engine::start(&model, batch, options.queue)?;
+    let draft = NgramDraft { tokens: options.draft, ..NgramDraft::default() };
+    let (engine, thread) = Engine::start(&model, batch, options.queue, draft)?;
     Ok((Arc::new(Served::new(name, config, codec, template, capacity, engine)), thread))
 }

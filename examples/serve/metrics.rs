@@ -27,11 +27,13 @@ pub fn text(counts: &Counts) -> String {
     let of_first: [(&str, &dyn Display); 2] =
         [("_sum", &counts.first_token_seconds), ("_count", &counts.first_tokens)];
     put("first_token_seconds", "summary", "From a request to its first token.", &of_first);
-    let singles: [(&str, &str, &str, &dyn Display); 13] = [
+    let singles: [(&str, &str, &str, &dyn Display); 15] = [
         ("requests_running", "gauge", "Requests in the batch.", &counts.running),
         ("requests_waiting", "gauge", "Requests that wait for a place in it.", &counts.waiting),
         ("prompt_tokens_total", "counter", "Tokens of prompts.", &counts.prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens that the model has written.", &counts.new_tokens),
+        ("drafted_tokens_total", "counter", "Tokens that were drafted.", &counts.drafted_tokens),
+        ("accepted_tokens_total", "counter", "Drafted tokens that were chosen.", &counts.accepted_tokens),
         ("steps_total", "counter", "Forward passes.", &batch.steps),
         ("computed_tokens_total", "counter", "Tokens of all forward passes.", &batch.computed_tokens),
         ("reused_tokens_total", "counter", "Tokens that the prefix cache had.", &batch.reused_tokens),

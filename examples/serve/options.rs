@@ -41,6 +41,10 @@ pub struct Options {
     /// Tokens of a forward pass: longer ones read prompts faster, shorter ones keep answers fluent.
     #[arg(long, default_value_t = 512)]
     pub step_tokens: usize,
+    /// Tokens that are drafted from what the text has repeated before, and verified in one pass. 0: none. What is
+    /// written does not depend on it but for rounding; answers that quote their prompts come sooner.
+    #[arg(long, default_value_t = 0)]
+    pub draft: usize,
     /// Most memory for the caches, in MiB.
     #[arg(long, default_value_t = 4096)]
     pub cache_mib: usize,

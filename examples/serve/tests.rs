@@ -227,6 +227,103 @@ async fn streams() -> Outcome {
     server.idle().await
 }
 
+/// Log-probabilities are of the tokens that are written, in both forms, whole and in pieces; the most probable of a
+/// greedy answer are its own.
+#[tokio::test]
+async fn logprobs() -> Outcome {
+    let server = Server::start(&[])?;
+    let mut body = greedy(PROMPTS[0], 12);
+    body["logprobs"] = 3.into();
+    let (status, value) = server.post("/v1/completions", &body).await?;
+    assert_eq!(status, StatusCode::OK, "{value}");
+    let (written, logprobs) = (&value["choices"][0]["text"], &value["choices"][0]["logprobs"]);
+    let list = |name: &str| logprobs[name].as_array().cloned().unwrap_or_default();
+    let [tokens, chosen, top, offsets] =
+        ["tokens", "token_logprobs", "top_logprobs", "text_offset"].map(list);
+    assert_eq!([tokens.len(), chosen.len(), top.len(), offsets.len()], [12; 4]);
+    let joined: String = tokens.iter().filter_map(Value::as_str).collect();
+    assert_eq!(joined, written.as_str().ok_or("a text")?);
+    for i in 0..12 {
+        let (own, top) = (chosen[i].as_f64().ok_or("a number")?, top[i].as_object().ok_or("an object")?);
+        assert_eq!(top[tokens[i].as_str().ok_or("a text")?].as_f64(), Some(own));
+        assert!(own <= 0.0 && (1..=3).contains(&top.len()));
+        assert!(top.values().all(|other| other.as_f64().is_some_and(|other| other <= own)));
+        let before: usize = tokens[..i].iter().filter_map(Value::as_str).map(|t| t.chars().count()).sum();
+        assert_eq!(offsets[i], before);
+    }
+    let mut chat = json!({ "model": "demo", "temperature": 0, "max_tokens": 8, "logprobs": true, "top_logprobs": 2,
+        "messages": [{ "role": "user", "content": PROMPTS[0] }] });
+    let (status, whole) = server.post("/v1/chat/completions", &chat).await?;
+    assert_eq!(status, StatusCode::OK, "{whole}");
+    let content = whole["choices"][0]["logprobs"]["content"].as_array().ok_or("a list")?;
+    assert!(!content.is_empty() && content.len() <= 8);
+    for entry in content {
+        let bytes = entry["token"].as_str().map(str::as_bytes);
+        assert_eq!(entry["bytes"], json!(bytes));
+        assert_eq!(entry["top_logprobs"][0]["logprob"], entry["logprob"]);
+        assert_eq!(entry["top_logprobs"].as_array().map(Vec::len), Some(2));
+    }
+    chat["stream"] = true.into();
+    let response = server.send("POST", "/v1/chat/completions", chat.to_string()).await?;
+    let events = events(&text(response).await?)?;
+    let pieces = events.iter().filter_map(|event| event["choices"][0]["logprobs"]["content"].as_array());
+    assert_eq!(&pieces.flatten().cloned().collect::<Vec<_>>(), content);
+    // Nobody who has not asked gets any.
+    let (_, value) = server.post("/v1/completions", &greedy(PROMPTS[0], 2)).await?;
+    assert!(value["choices"][0]["logprobs"].is_null());
+    server.idle().await
+}
+
+/// A bias decides, and penalties keep a text from repeating itself; other requests beside them are as they are alone.
+#[tokio::test]
+async fn penalties_and_biases() -> Outcome {
+    let server = Server::start(&[])?;
+    let plain = greedy(PROMPTS[0], 60);
+    let (want, _) = server.complete(&plain).await?;
+    let id = server.served.codec.encode("!")?.pop().ok_or("a token")?;
+    let mut biased = plain.clone();
+    biased["logit_bias"] = json!({ id.to_string(): 100 });
+    let mut penalised = plain.clone();
+    penalised["repetition_penalty"] = 50.0.into();
+    penalised["presence_penalty"] = 2.into();
+    penalised["frequency_penalty"] = 2.into();
+    let (biased, penalised, plain) =
+        tokio::join!(server.complete(&biased), server.complete(&penalised), server.complete(&plain));
+    assert_eq!(plain?.0, want);
+    assert_eq!(biased?.0, server.served.codec.decode(&[id; 60])?);
+    // No token comes twice, nor one of the prompt.
+    let penalised = penalised?.0;
+    assert_ne!(penalised, want);
+    server.idle().await
+}
+
+/// Drafts change nothing but the number of passes.
+#[tokio::test]
+async fn drafts() -> Outcome {
+    let plain = Server::start(&[])?;
+    let drafting = Server::start(&["--draft", "6"])?;
+    for more in [
+        json!({}),
+        json!({ "temperature": 0.7, "seed": 11, "top_k": 20 }),
+        json!({ "frequency_penalty": 0.5, "stop": "zz" }),
+    ] {
+        // What repeats itself.
+        for prompt in ["let a = 1;\nlet b = 1;\nlet a = 1;\nlet b", PROMPTS[0]] {
+            let mut body = greedy(prompt, 80);
+            for (name, value) in more.as_object().ok_or("an object")? {
+                body[name] = value.clone();
+            }
+            assert_eq!(drafting.complete(&body).await?, plain.complete(&body).await?, "{body}");
+        }
+    }
+    let [plain, drafting] = [&plain, &drafting].map(|server| server.served.engine.counts());
+    assert_eq!(drafting.new_tokens, plain.new_tokens);
+    assert_eq!((plain.drafted_tokens, plain.accepted_tokens), (0, 0));
+    assert!(drafting.accepted_tokens > 0 && drafting.accepted_tokens <= drafting.drafted_tokens);
+    assert!(drafting.batch.steps < plain.batch.steps, "{drafting:?} {plain:?}");
+    Ok(())
+}
+
 /// Clients at once get what they get alone, also where pages are few and requests lose theirs; and nothing is left.
 #[tokio::test]
 async fn many_clients() -> Outcome {
@@ -300,9 +397,18 @@ async fn bad_requests() -> Outcome {
         (json!({ "stream": 1 }), bad, "stream", ""),
         (json!({ "stream_options": {} }), bad, "stream_options", "unsupported_parameter"),
         (json!({ "n": 2 }), bad, "n", "unsupported_parameter"),
-        (json!({ "logprobs": 1 }), bad, "logprobs", "unsupported_parameter"),
+        (json!({ "logprobs": 6 }), bad, "logprobs", ""),
+        (json!({ "logprobs": true }), bad, "logprobs", ""),
+        (json!({ "top_logprobs": 1 }), bad, "top_logprobs", "unsupported_parameter"),
+        (json!({ "typical_p": 0 }), bad, "typical_p", ""),
+        (json!({ "logit_bias": { "a": 1 } }), bad, "logit_bias", ""),
+        (json!({ "logit_bias": { "1": 101 } }), bad, "logit_bias", ""),
+        (json!({ "logit_bias": { "1": 1, "01": 2 } }), bad, "logit_bias", ""),
+        (json!({ "logit_bias": { "4000000000": 1 } }), bad, "logit_bias", ""),
         (json!({ "echo": true }), bad, "echo", "unsupported_parameter"),
-        (json!({ "presence_penalty": 0.5 }), bad, "presence_penalty", "unsupported_parameter"),
+        (json!({ "presence_penalty": 2.5 }), bad, "presence_penalty", ""),
+        (json!({ "frequency_penalty": "a" }), bad, "frequency_penalty", ""),
+        (json!({ "repetition_penalty": 0 }), bad, "repetition_penalty", ""),
         (json!({ "messages": [] }), bad, "messages", "unsupported_parameter"),
         (json!({ "no_such": 1 }), bad, "no_such", "unsupported_parameter"),
     ] {
@@ -337,6 +443,9 @@ async fn bad_requests() -> Outcome {
         (user(Value::Null), "messages[0].content"),
         (user(json!([{ "type": "image_url", "image_url": {} }])), "messages[0].content[0].type"),
         (json!({ "tools": [{ "type": "function" }] }), "tools"),
+        (json!({ "logprobs": 1 }), "logprobs"),
+        (json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
+        (json!({ "top_logprobs": 1 }), "top_logprobs"),
         (json!({ "response_format": { "type": "json_object" } }), "response_format"),
     ] {
         let mut body = json!({ "model": "demo", "messages": [{ "role": "user", "content": "a" }] });
