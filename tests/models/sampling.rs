@@ -37,6 +37,9 @@ fn model(name: &str) -> Result<Model, Error> {
     Model::load(&Device::cpu(), &golden::folder(name), DType::F32, &mut |_| {})
 }
 
+/// The answer to each prompt, and how many steps they took.
+type Answers = (Vec<Vec<u32>>, usize);
+
 /// Where drafts come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Drafts {
@@ -54,7 +57,7 @@ fn answers(
     options: BatchOptions,
     drafts: Drafts,
     known: &[Vec<u32>],
-) -> Result<(Vec<Vec<u32>>, usize), Box<dyn StdError>> {
+) -> Result<Answers, Box<dyn StdError>> {
     const TOKENS: usize = 24;
     let prompts: [&[u32]; 4] = [&[5, 9, 100, 7, 3, 5, 9, 100], &[1, 2], &[40, 41, 42, 43, 40, 41], &[77]];
     let random = SamplingParams { temperature: 0.9, top_k: Some(30), top_p: 0.95, ..Default::default() };
