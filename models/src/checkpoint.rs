@@ -2,6 +2,7 @@
 //! however they are stored there.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
 use super::gguf::{Gguf, Named};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
-use super::{ModelConfig, ModelError, TensorProblem, Weights};
+use super::{Model, ModelConfig, ModelError, TensorProblem, Weights};
 use host::Error;
 
 /// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
@@ -28,7 +29,7 @@ pub struct Checkpoint {
 
 #[derive(Debug)]
 enum Source {
-    Safetensors { weights: Weights, quantised: Option<QuantConfig>, names: Names },
+    Safetensors { weights: Box<Weights>, quantised: Option<QuantConfig>, names: Names },
     Gguf { file: Box<Gguf>, tower: Option<Box<Gguf>>, is_permuted: bool },
 }
 
@@ -117,7 +118,7 @@ impl Checkpoint {
             let has_embeddings = BARE_EMBEDDINGS.iter().any(|name| weights.contains(name));
             let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
             let names = if is_bare { Names::Bare } else { Names::Published };
-            let source = Source::Safetensors { weights, quantised, names };
+            let source = Source::Safetensors { weights: Box::new(weights), quantised, names };
             return Ok(Checkpoint { path: path.into(), config, source });
         }
         let file = Box::new(Gguf::open(path)?);
@@ -140,7 +141,7 @@ impl Checkpoint {
         names: impl Fn(&str) -> StoredName + Send + Sync + 'static,
     ) -> Result<Checkpoint, Error> {
         config.check()?;
-        let (weights, quantised) = (Weights::open(path)?, quantisation(path)?);
+        let (weights, quantised) = (Box::new(Weights::open(path)?), quantisation(path)?);
         let source = Source::Safetensors { weights, quantised, names: Names::Custom(Box::new(names)) };
         Ok(Checkpoint { path: path.into(), config, source })
     }
@@ -148,6 +149,39 @@ impl Checkpoint {
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// The folder, or the GGUF file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The folder and the tensors of safetensors of which none is quantised; none for a GGUF file.
+    ///
+    /// # Errors
+    /// [`ModelError::Unsupported`] if they are quantised.
+    pub(super) fn float_weights(&self) -> Result<Option<(&Path, &Weights)>, ModelError> {
+        match &self.source {
+            Source::Gguf { .. } => Ok(None),
+            Source::Safetensors { quantised: Some(_), .. } => Err(ModelError::Unsupported {
+                path: self.path.join("config.json"),
+                field: "quantization_config".into(),
+                value: "of weights that are quantised already".into(),
+                supported: &["weights of floats"],
+            }),
+            Source::Safetensors { weights, quantised: None, .. } => Ok(Some((&self.path, &**weights))),
+        }
+    }
+
+    /// What the files call the projections and experts of the model, each with those that it is one product with.
+    pub(super) fn projections(&self) -> Result<BTreeMap<String, Vec<String>>, Error> {
+        let Source::Safetensors { names, .. } = &self.source else { return Ok(BTreeMap::new()) };
+        let mut projections = BTreeMap::new();
+        for product in Model::listed(&self.config)?.projections {
+            let product: Vec<String> = product.iter().map(|name| names.place(name).0.into_owned()).collect();
+            projections.extend(product.iter().map(|name| (name.clone(), product.clone())));
+        }
+        Ok(projections)
     }
 
     /// The GGUF file, if it is one: it has the tokenizer.

@@ -11,7 +11,7 @@ use super::layers::ProjectionWeight;
 use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
 use super::{ModelError, TensorProblem};
-use host::weight::{GateUp, Layout, Quantised, Scheme, Stack, Weight, WeightSource};
+use host::weight::{GateUp, Layout, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource};
 use host::{Error, Stream, Tensor};
 
 /// How far loading is.
@@ -39,7 +39,7 @@ pub(super) struct Loader<'a> {
 pub(super) type Progress<'a> = &'a mut dyn FnMut(LoadProgress) -> ControlFlow<()>;
 
 /// Tells it. **Errors**: [`ModelError::Stopped`] if it does not go on.
-fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(), Error> {
+pub(super) fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(), Error> {
     match progress(LoadProgress { loaded_bytes, total_bytes }) {
         ControlFlow::Continue(()) => Ok(()),
         ControlFlow::Break(()) => Err(ModelError::Stopped { loaded_bytes, total_bytes }.into()),
@@ -78,12 +78,24 @@ enum Source<'a> {
     Check(&'a Checkpoint, Problems),
     Checkpoint(&'a Checkpoint),
     /// Notes names and shapes, and hands out empty tensors.
-    List(Vec<(String, Vec<usize>)>),
+    List {
+        tensors: Vec<(String, Vec<usize>)>,
+        projections: Vec<Vec<String>>,
+    },
     /// A block of random elements, which all tensors are made of.
     Random {
         block: Tensor,
         start: usize,
     },
+}
+
+/// What a model asks for.
+#[derive(Default)]
+pub(super) struct Listed {
+    /// Names and shapes.
+    pub(super) tensors: Vec<(String, Vec<usize>)>,
+    /// Names of the projections and experts; those together that are one product.
+    pub(super) projections: Vec<Vec<String>>,
 }
 
 /// What does not fit: how much, and of very much the first.
@@ -163,14 +175,14 @@ impl<'a> Loader<'a> {
         stream: &'a Stream,
         dtype: DType,
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
-    ) -> Result<Vec<(String, Vec<usize>)>, Error> {
-        let source = Source::List(Vec::new());
+    ) -> Result<Listed, Error> {
+        let source = Source::List { tensors: Vec::new(), projections: Vec::new() };
         let mut silent = |_| ControlFlow::Continue(());
         let mut loader = Loader::new(stream, dtype, source, &mut silent);
         build(&mut loader)?;
         Ok(match loader.source {
-            Source::List(tensors) => tensors,
-            _ => Vec::new(),
+            Source::List { tensors, projections } => Listed { tensors, projections },
+            _ => Listed::default(),
         })
     }
 
@@ -203,6 +215,7 @@ impl<'a> Loader<'a> {
         parts: &[(String, usize)],
         cols: usize,
     ) -> Result<ProjectionWeight, Error> {
+        self.note_projection(parts.iter().map(|(name, _)| name));
         if let Some(layout) = self.random_layout() {
             let rows = parts.iter().map(|(_, rows)| rows).sum();
             let weight = Weight::random(self.stream, layout, 1, [rows, cols], rows as u64)?;
@@ -226,6 +239,7 @@ impl<'a> Loader<'a> {
         parts: &[(String, usize); 2],
         cols: usize,
     ) -> Result<ProjectionWeight, Error> {
+        self.note_projection(parts.iter().map(|(name, _)| name));
         if let Some(layout) = self.random_layout() {
             let rows = parts.iter().map(|(_, rows)| rows).sum();
             // Neighbouring rows are of different weights.
@@ -241,6 +255,13 @@ impl<'a> Loader<'a> {
             return Ok(ProjectionWeight::Packed(self.pack(&[&GateUp(&**gate, &**up)])?));
         }
         Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?))
+    }
+
+    /// While it is listed what there is: these are what [`Quantise::By`] quantises.
+    fn note_projection<'n>(&mut self, names: impl Iterator<Item = &'n String>) {
+        if let Source::List { projections, .. } = &mut self.source {
+            projections.push(names.cloned().collect());
+        }
     }
 
     /// The layout of random weights, if they are to be quantised.
@@ -262,9 +283,23 @@ impl<'a> Loader<'a> {
             return Ok(None);
         }
         let unusable = |problem| checkpoint.unusable(1, vec![problem]);
+        let stored = |name: &str, rows: usize| checkpoint.tensor(name, &[rows, cols]).map_err(unusable);
+        let global = match self.quantise {
+            Quantise::By(scheme) if scheme.scale == ScaleType::E4m3 => {
+                let own = |(name, rows): &(String, usize)| {
+                    let Stored { data, .. } = stored(name, *rows)?;
+                    let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
+                    Ok::<_, Error>(Quantised::new([*rows, cols], scheme, read)?.global())
+                };
+                // One factor for all of them, so that they are one product.
+                let globals = parts.iter().map(own).collect::<Result<Vec<f32>, _>>()?;
+                globals.into_iter().reduce(f32::max)
+            }
+            _ => None,
+        };
         let mut sources: Vec<Box<dyn WeightSource + 'a>> = Vec::new();
         for (name, rows) in parts {
-            let Stored { data, .. } = checkpoint.tensor(name, &[*rows, cols]).map_err(unusable)?;
+            let Stored { data, .. } = stored(name, *rows)?;
             let unfit = |got| {
                 let expected = "finite scales".to_owned();
                 unusable(TensorProblem::Unfit { name: name.clone(), expected, got })
@@ -279,7 +314,7 @@ impl<'a> Loader<'a> {
                 }
                 (data @ Data::Dense { .. }, Quantise::By(scheme)) => {
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    sources.push(Box::new(Quantised::new([*rows, cols], scheme, read)?));
+                    sources.push(Box::new(Quantised::with_global([*rows, cols], scheme, read, global)?));
                 }
                 _ => return Ok(None),
             }
@@ -319,6 +354,7 @@ impl<'a> Loader<'a> {
         let is_fused = self.contains(fused);
         let names: Vec<Vec<String>> =
             if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts).map(parts).collect() };
+        names.iter().flatten().for_each(|name| self.note_projection([name].into_iter()));
         if let Source::Checkpoint(checkpoint) = self.source
             && self.quantise != Quantise::Dense
             && let Some(packed) = self.packed_experts(checkpoint, (&names, is_fused), shape)?
@@ -350,7 +386,7 @@ impl<'a> Loader<'a> {
     fn checkpoint(&self) -> Option<&Checkpoint> {
         match &self.source {
             Source::Check(checkpoint, _) | Source::Checkpoint(checkpoint) => Some(checkpoint),
-            Source::List(_) | Source::Random { .. } => None,
+            Source::List { .. } | Source::Random { .. } => None,
         }
     }
 
@@ -417,7 +453,7 @@ impl<'a> Loader<'a> {
                 }
                 Tensor::empty(stream, &[0], dtype)
             }
-            Source::List(tensors) => {
+            Source::List { tensors, .. } => {
                 tensors.extend(parts.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone())));
                 Tensor::empty(stream, &[0], dtype)
             }

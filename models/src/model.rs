@@ -9,7 +9,7 @@ use abi::DType;
 
 use super::decoder::Decoder;
 use super::error::{Excerpt, list};
-use super::loader::{LoadProgress, Loader, Quantise};
+use super::loader::{Listed, LoadProgress, Loader, Quantise};
 use super::{Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
 use host::Error;
@@ -146,6 +146,11 @@ impl Model {
     ///
     /// **Errors**: those of [`ModelConfig::check`].
     pub fn tensors(config: &ModelConfig) -> Result<Vec<(String, Vec<usize>)>, Error> {
+        Ok(Self::listed(config)?.tensors)
+    }
+
+    /// The same, with the names of what [`Quantise::By`] quantises.
+    pub(super) fn listed(config: &ModelConfig) -> Result<Listed, Error> {
         config.check()?;
         Loader::list(&Device::cpu().stream()?, DType::BF16, |loader| build(config, loader))
     }

@@ -56,6 +56,8 @@ const READABLE: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::I8, DT
 #[derive(Debug)]
 pub struct Weights {
     dir: PathBuf,
+    /// Of the files, as many.
+    paths: Vec<PathBuf>,
     files: Vec<Mmap>,
     tensors: BTreeMap<String, Entry>,
 }
@@ -113,7 +115,7 @@ impl Weights {
         let single = dir.join("model.safetensors");
         if exists(&single)? {
             let (file, tensors) = map(&single, 0)?;
-            return Ok(Weights { dir: dir.into(), files: vec![file], tensors });
+            return Ok(Weights { dir: dir.into(), paths: vec![single], files: vec![file], tensors });
         }
         let index = dir.join("model.safetensors.index.json");
         if exists(&index)? {
@@ -124,7 +126,7 @@ impl Weights {
     }
 
     fn open_sharded(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
-        let mut files = Vec::new();
+        let (mut paths, mut files) = (Vec::new(), Vec::new());
         let mut tensors = BTreeMap::new();
         for (shard, names) in read_index(index)? {
             let path = dir.join(shard);
@@ -138,9 +140,10 @@ impl Weights {
                 return Err(ModelError::NotInShard { path, tensors: absent });
             }
             files.push(file);
+            paths.push(path);
             tensors.extend(found.into_iter().filter_map(|name| held.remove_entry(&name)));
         }
-        Ok(Weights { dir: dir.into(), files, tensors })
+        Ok(Weights { dir: dir.into(), paths, files, tensors })
     }
 
     /// The names of all tensors, in order.
@@ -153,6 +156,22 @@ impl Weights {
         let is_float =
             |entry: &Entry| matches!(entry.dtype, Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16);
         self.tensors.iter().map(move |(name, entry)| (name.as_str(), is_float(entry)))
+    }
+
+    /// The files.
+    pub(super) fn paths(&self) -> &[PathBuf] {
+        &self.paths
+    }
+
+    /// The tensors of a file, by its place among the paths, in the order of their names.
+    pub(super) fn of_file(&self, file: usize) -> impl Iterator<Item = RawTensor<'_>> {
+        let own = self.tensors.iter().filter(move |(_, entry)| entry.file == file);
+        own.map(|(name, entry)| RawTensor {
+            name,
+            dtype: entry.dtype,
+            shape: &entry.shape,
+            bytes: &self.files[entry.file][entry.bytes.clone()],
+        })
     }
 
     /// Whether there is a tensor of this name.

@@ -6,6 +6,7 @@ mod golden;
 mod images;
 mod published;
 mod sampling;
+mod saving;
 mod session;
 mod variants;
 

@@ -328,8 +328,8 @@ impl Counts {
 }
 
 impl Weight {
-    /// Packs a matrix, uploads it, and waits until it is there: products of any stream may take it. Takes some megabytes
-    /// of host memory, whatever its size.
+    /// Packs a matrix, uploads it, and waits until it is there: products of any stream may take it. Takes some
+    /// megabytes of host memory, whatever its size.
     ///
     /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, or a size of 2^31 or more;
     /// [`Error::OutOfMemory`]; [`Error::Driver`].

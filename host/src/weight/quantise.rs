@@ -104,6 +104,19 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
     /// **Errors**: [`Error::Invalid`] for a layout that kernels cannot take, a scale type that is no scheme's, or a
     /// value that is not finite.
     pub fn new(size: [usize; 2], scheme: Scheme, rows: R) -> Result<Self, Error> {
+        Self::with_global(size, scheme, rows, None)
+    }
+
+    /// The same with this factor of all scales, where the scheme has one ([`ScaleType::E4m3`]): that of another matrix
+    /// whose values are larger, so that both can be one weight.
+    ///
+    /// **Errors**: as [`Quantised::new`].
+    pub fn with_global(
+        size: [usize; 2],
+        scheme: Scheme,
+        rows: R,
+        global: Option<f32>,
+    ) -> Result<Self, Error> {
         let layout = scheme.layout();
         if let Some(problem) = layout.problem() {
             return Err(Error::invalid(OP, "scheme", problem, format!("{scheme:?}")));
@@ -143,7 +156,8 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
         let magnitude = |[low, high]: [f32; 2]| high.max(-low);
         if scheme.scale == ScaleType::E4m3 {
             let all = blocks.iter().copied().map(magnitude).fold(0.0, f32::max);
-            quantised.global = if all > 0.0 { all / (448.0 * scheme.largest()) } else { 1.0 };
+            let own = if all > 0.0 { all / (448.0 * scheme.largest()) } else { 1.0 };
+            quantised.global = global.unwrap_or(own);
         }
         for range in blocks {
             let wanted = if scheme.asymmetric {

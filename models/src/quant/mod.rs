@@ -8,11 +8,13 @@ mod formats;
 mod ggml;
 mod levels;
 mod pack;
+mod save;
 
 use std::sync::{Arc, LazyLock};
 
 pub use ggml::GgmlType;
 pub use levels::ScaleType;
+pub use save::{QuantReport, QuantisedTensor};
 
 pub(super) use codes::Codes;
 pub(super) use formats::{Module, RawTensor, mxfp4_blocks};

@@ -1,0 +1,229 @@
+//! Quantised checkpoints that are written, read again, and refused.
+
+use std::ops::ControlFlow;
+
+use half::bf16;
+use safetensors::tensor::TensorView as StoredView;
+use safetensors::{Dtype, SafeTensors};
+use testkit::golden;
+use warpforge::Error;
+use warpforge::models::{Checkpoint, LoadProgress, ModelError, QuantReport, Quantise};
+use warpforge::weight::{ScaleType, Scheme};
+
+use super::*;
+
+/// The small models' columns are no multiples of 128.
+const INT4: Scheme = Scheme { group: 32, ..Scheme::INT4 };
+
+const SCHEMES: [(&str, Scheme); 8] = [
+    ("int8", Scheme::INT8),
+    ("int4", INT4),
+    ("int4 with zero points", Scheme { asymmetric: true, scale: ScaleType::F16, ..INT4 }),
+    ("int8 with zero points", Scheme { asymmetric: true, group: 32, scale: ScaleType::F16, ..Scheme::INT8 }),
+    ("fp8", Scheme { group: 64, rows: 32, ..Scheme::FP8 }),
+    ("fp8 by channel", Scheme::FP8_CHANNEL),
+    ("mxfp4", Scheme::MXFP4),
+    ("nvfp4", Scheme::NVFP4),
+];
+
+fn save(from: &Path, scheme: &Scheme, to: &Path) -> Result<QuantReport, Error> {
+    Checkpoint::open(from)?.save_quantised(scheme, to, &mut |_| ControlFlow::Continue(()))
+}
+
+fn logits(model: &Model) -> Result<Vec<f32>, Error> {
+    let mut session = model.session(SessionOptions { capacity: 16, ..SessionOptions::default() })?;
+    let stream = session.stream().clone();
+    session.prefill(0, &[5, 9, 100, 7, 3])?.to_vec::<f32>(&stream)
+}
+
+/// What is written is what a model quantises itself to as it loads.
+#[test]
+fn what_is_written_is_what_is_quantised() -> Outcome {
+    let device = Device::cpu();
+    let mut are_whole = 0;
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let folder = golden::folder(name);
+        for (title, scheme) in SCHEMES {
+            let place = tempfile::tempdir()?;
+            let target = place.path().join("a").join(name);
+            let mut told = LoadProgress { loaded_bytes: 0, total_bytes: 0 };
+            let mut progress = |so_far: LoadProgress| {
+                assert!(
+                    so_far.loaded_bytes >= told.loaded_bytes && so_far.loaded_bytes <= so_far.total_bytes
+                );
+                told = so_far;
+                ControlFlow::Continue(())
+            };
+            let checkpoint = Checkpoint::open(&folder)?;
+            let report = checkpoint.save_quantised(&scheme, &target, &mut progress)?;
+            assert_eq!(told.loaded_bytes, told.total_bytes);
+            assert_eq!(report.bytes_before, told.total_bytes);
+            let is_ragged = |(_, reason): &(String, String)| reason.contains("no whole groups");
+            assert!(report.kept.iter().all(is_ragged), "{:?}", report.kept);
+
+            let saved = Model::load(&device, &target, DType::F32, &mut |_| {})?;
+            assert!(saved.report().unused_tensors.is_empty(), "{name} {title}: {}", saved.report());
+            let made = Model::quantised(&device, &checkpoint, DType::F32, Quantise::By(scheme), &mut |_| {})?;
+            let (got, want) = (logits(&saved)?, logits(&made)?);
+            let error = relative_l2(&got, &want);
+            // A model quantises ragged groups too.
+            let bound = if report.kept.is_empty() { 1e-5 } else { 0.3 };
+            assert!(error <= bound, "{name} {title}: {error:.2e}");
+            are_whole += usize::from(report.kept.is_empty());
+            let plain = logits(&Model::load(&device, &folder, DType::F32, &mut |_| {})?)?;
+            assert!(relative_l2(&got, &plain) > 1e-4, "{name} {title}: nothing is quantised");
+
+            // The report is of the files.
+            let file = std::fs::read(target.join("model.safetensors"))?;
+            let file = SafeTensors::deserialize(&file)?;
+            let bytes: usize = file.tensors().iter().map(|(_, tensor)| tensor.data().len()).sum();
+            assert_eq!(report.bytes_after, bytes as u64);
+            for tensor in &report.tensors {
+                let module = tensor.name.strip_suffix("weight").ok_or("a weight")?;
+                let own = file.tensors().into_iter().filter(|(name, _)| name.starts_with(module));
+                let own: usize = own.map(|(_, tensor)| tensor.data().len()).sum();
+                assert_eq!((tensor.bytes_after, own > 0), (own as u64, true));
+                assert!(tensor.bytes_after < tensor.bytes_before);
+                assert!(tensor.relative_error > 0.0 && tensor.relative_error < 0.3, "{tensor:?}");
+            }
+            let table = report.to_string();
+            assert_eq!(table.lines().count(), report.tensors.len() + report.kept.len() + 2);
+            let entries: Vec<_> = std::fs::read_dir(place.path().join("a"))?.collect::<Result<_, _>>()?;
+            assert_eq!(entries.len(), 1, "{entries:?}");
+        }
+    }
+    assert!(are_whole >= 20, "{are_whole}");
+    Ok(())
+}
+
+/// A folder with some tensors, in so many files.
+fn checkpoint_of(
+    folder: &Path,
+    files: usize,
+    change: impl Fn(&str, &mut Vec<u8>, Dtype),
+) -> Result<(), Box<dyn StdError>> {
+    let from = golden::folder("qwen3");
+    std::fs::copy(from.join("config.json"), folder.join("config.json"))?;
+    std::fs::write(folder.join("tokenizer.json"), "{}")?;
+    std::fs::write(folder.join("pytorch_model.bin"), "not to be copied")?;
+    let bytes = std::fs::read(from.join("model.safetensors"))?;
+    let stored = SafeTensors::deserialize(&bytes)?;
+    let mut tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, tensor) in stored.tensors() {
+        let mut data = tensor.data().to_vec();
+        change(&name, &mut data, tensor.dtype());
+        tensors.push((name, tensor.dtype(), tensor.shape().to_vec(), data));
+    }
+    let mut index = serde_json::Map::new();
+    for file in 0..files {
+        let name = format!("model-{:05}-of-{files:05}.safetensors", file + 1);
+        let own = tensors.iter().skip(file).step_by(files);
+        let views: Result<Vec<_>, _> = own
+            .map(|(name, dtype, shape, data)| {
+                index.insert(name.clone(), format!("model-{:05}-of-{files:05}.safetensors", file + 1).into());
+                StoredView::new(*dtype, shape.clone(), data).map(|view| (name.clone(), view))
+            })
+            .collect();
+        let name = if files == 1 { "model.safetensors".to_owned() } else { name };
+        safetensors::serialize_to_file(views?, None, &folder.join(name))?;
+    }
+    if files > 1 {
+        let index = serde_json::json!({ "weight_map": index });
+        std::fs::write(folder.join("model.safetensors.index.json"), index.to_string())?;
+    }
+    Ok(())
+}
+
+/// Files stay files, what else is in the folder is copied, and the config keeps what it has.
+#[test]
+fn shards() -> Outcome {
+    let place = tempfile::tempdir()?;
+    let (from, to) = (place.path().join("from"), place.path().join("to"));
+    std::fs::create_dir(&from)?;
+    checkpoint_of(&from, 3, |_, _, _| {})?;
+    // An empty folder gives way.
+    std::fs::create_dir(&to)?;
+    let report = save(&from, &INT4, &to)?;
+    let whole = place.path().join("whole");
+    save(&golden::folder("qwen3"), &INT4, &whole)?;
+    let device = Device::cpu();
+    let load = |folder: &Path| Model::load(&device, folder, DType::F32, &mut |_| {});
+    assert_eq!(logits(&load(&to)?)?, logits(&load(&whole)?)?);
+    let mut names: Vec<String> = std::fs::read_dir(&to)?
+        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
+        .collect::<Result<_, _>>()?;
+    names.sort();
+    assert_eq!(
+        names,
+        [
+            "config.json",
+            "model-00001-of-00003.safetensors",
+            "model-00002-of-00003.safetensors",
+            "model-00003-of-00003.safetensors",
+            "model.safetensors.index.json",
+            "tokenizer.json",
+        ]
+    );
+    let json = |path: PathBuf| -> Result<serde_json::Value, Box<dyn StdError>> {
+        Ok(serde_json::from_str(&std::fs::read_to_string(path)?)?)
+    };
+    let (before, mut after) = (json(from.join("config.json"))?, json(to.join("config.json"))?);
+    let quantisation = after.as_object_mut().and_then(|map| map.remove("quantization_config"));
+    assert_eq!(before, after);
+    let quantisation = quantisation.ok_or("a quantization_config")?;
+    assert_eq!(quantisation["format"], "pack-quantized");
+    assert!(quantisation["ignore"].as_array().is_some_and(|all| all.contains(&"lm_head".into())));
+    let index = json(to.join("model.safetensors.index.json"))?;
+    assert_eq!(index["metadata"]["total_size"], report.bytes_after);
+    Ok(())
+}
+
+/// What cannot be quantised stays, and is named; what is wrong is refused, and leaves nothing.
+#[test]
+fn what_stays_and_what_is_refused() -> Outcome {
+    let place = tempfile::tempdir()?;
+    let golden = golden::folder("qwen3");
+    let to = place.path().join("to");
+    // Columns of the small models are no whole groups.
+    let report = save(&golden, &Scheme { group: 48, ..Scheme::INT4 }, &to);
+    let message = report.err().ok_or("a layout that kernels cannot take")?.to_string();
+    assert!(message.contains("group"), "{message}");
+    let wide = Scheme { group: 256, ..Scheme::INT4 };
+    let report = save(&golden, &wide, &to)?;
+    assert!(!report.kept.is_empty() && report.kept[0].1.contains("whole groups of 256"), "{:?}", report.kept);
+    // And is read as it is.
+    Model::load(&Device::cpu(), &to, DType::F32, &mut |_| {})?;
+
+    let refused = |from: &Path, scheme: &Scheme, to: &Path, want: &[&str]| -> Outcome {
+        let error = save(from, scheme, to).err().ok_or_else(|| format!("{want:?}"))?.to_string();
+        assert!(want.iter().all(|want| error.contains(want)), "{error}: {want:?}");
+        Ok(())
+    };
+    refused(&golden, &INT4, &to, &["to", "there already"])?;
+    let new = place.path().join("new");
+    refused(&golden, &Scheme { rows: 16, ..INT4 }, &new, &["scheme"])?;
+    refused(&golden, &Scheme { rows: 1, ..Scheme::FP8 }, &new, &["scheme"])?;
+    refused(&golden::folder("../golden-quant/fp8_block"), &INT4, &new, &["quantization_config"])?;
+    let bad = place.path().join("bad");
+    std::fs::create_dir(&bad)?;
+    let name = "model.layers.1.mlp.up_proj.weight";
+    checkpoint_of(&bad, 2, |own, data, dtype| {
+        if own == name {
+            match dtype {
+                Dtype::BF16 => data[..2].copy_from_slice(&bf16::NAN.to_le_bytes()),
+                _ => data[..4].copy_from_slice(&f32::NAN.to_le_bytes()),
+            }
+        }
+    })?;
+    refused(&bad, &INT4, &new, &[name, "finite"])?;
+    // Stopped half-way.
+    let mut calls = 0;
+    let stopped = Checkpoint::open(&golden)?.save_quantised(&INT4, &new, &mut |_| {
+        calls += 1;
+        if calls == 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let is_stopped = |error: &Error| matches!(error, Error::Model(error) if matches!(error.downcast_ref(), Some(ModelError::Stopped { .. })));
+    assert!(stopped.as_ref().err().is_some_and(is_stopped), "{stopped:?}");
+    assert_eq!(std::fs::read_dir(place.path())?.count(), 2, "the folder and the bad one");
+    Ok(())
+}
