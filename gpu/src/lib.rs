@@ -9,6 +9,7 @@
 
 pub mod matmul;
 pub mod ops;
+pub mod pages;
 pub mod tile;
 
 /// Where this source is: for the build script of `warpforge`, whose feature `build-images` compiles it.
