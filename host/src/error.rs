@@ -140,8 +140,10 @@ pub enum Error {
     },
     /// The device has not enough memory.
     #[error(
-        "out of memory on {device}: {requested} bytes requested; this pool has {in_use} in use of {reserved} reserved{}",
-        free_of(*free, *total)
+        "out of memory on {device}: {requested} bytes requested; this pool has {in_use} in use of {reserved} reserved{}{}{}",
+        in_pieces(*reserved - *in_use, *largest_free),
+        free_of(*free, *total),
+        too_many(*requested, *free, *total)
     )]
     OutOfMemory {
         /// The device's name.
@@ -152,6 +154,8 @@ pub enum Error {
         in_use: usize,
         /// Bytes that the pool has taken from the device.
         reserved: usize,
+        /// Bytes of the pool's largest free piece, after all that could go back to the device did.
+        largest_free: usize,
         /// Free bytes as the device, or the host's system, reports them; 0 where `total` is.
         free: usize,
         /// Bytes of the device altogether; 0 where nothing says.
@@ -196,6 +200,22 @@ const REFUSALS: [u32; 17] = [
     801, // CUDA_ERROR_NOT_SUPPORTED
     912, // CUDA_ERROR_INVALID_CLUSTER_SIZE
 ];
+
+/// What of a pool is free and could not go back to the device, since it lies between memory in use.
+fn in_pieces(free: usize, largest: usize) -> String {
+    match free {
+        0 => String::new(),
+        _ => format!(", and {free} free between what is in use, at most {largest} in one piece"),
+    }
+}
+
+/// By how much a request is above what the device says is free.
+fn too_many(requested: usize, free: usize, total: usize) -> String {
+    match requested.checked_sub(free) {
+        Some(over) if total != 0 && over != 0 => format!(", {over} too few"),
+        _ => String::new(),
+    }
+}
 
 /// The end of an out of memory: what the device says, if it does.
 fn free_of(free: usize, total: usize) -> String {

@@ -288,8 +288,14 @@ impl Pool {
 
     fn out_of_memory(&self, requested: usize) -> Error {
         let (free, total, device) = self.backing.report();
-        let PoolStats { in_use_bytes: in_use, reserved_bytes: reserved, .. } = self.lock().stats;
-        Error::OutOfMemory { device, requested, in_use, reserved, free, total }
+        let stats = self.stats();
+        let PoolStats {
+            in_use_bytes: in_use,
+            reserved_bytes: reserved,
+            largest_free_bytes: largest_free,
+            ..
+        } = stats;
+        Error::OutOfMemory { device, requested, in_use, reserved, largest_free, free, total }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

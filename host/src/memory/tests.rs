@@ -335,12 +335,38 @@ fn out_of_memory() -> Result<(), Error> {
     assert_eq!(
         error.to_string(),
         "out of memory on the ledger: 5000 bytes requested; this pool has 61440 in use of 61440 reserved; \
-         the device has 4096 free of 65536"
+         the device has 4096 free of 65536, 904 too few"
     );
     // A failed allocation leaves no trace, and what is given back can be had again.
     assert_eq!((pool.stats().num_live, pool.stats().in_use_bytes), (2, 61440));
     drop((held, large));
     pool.allocate(60 << 10, &stream)?;
+    Ok(())
+}
+
+/// What lies free between blocks in use cannot go back: the error says how much that is, and of what size.
+#[test]
+fn out_of_memory_in_pieces() -> Result<(), Error> {
+    const MIB: usize = 1 << 20;
+    let (_, pool, stream) = pool(40 * MIB);
+    let whole = pool.allocate(32 * MIB, &stream)?;
+    drop(whole);
+    let mut blocks = Vec::new();
+    for _ in 0..8 {
+        blocks.push(pool.allocate(4 * MIB, &stream)?);
+    }
+    // Three pieces: one of two blocks and two of one.
+    for index in [6, 4, 2, 1] {
+        drop(blocks.remove(index));
+    }
+    let error = pool.allocate(12 * MIB, &stream).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "out of memory on the ledger: 12582912 bytes requested; this pool has 16777216 in use of 33554432 reserved, and \
+         16777216 free between what is in use, at most 8388608 in one piece; the device has 8388608 free of 41943040, \
+         4194304 too few"
+    );
+    assert!(matches!(error, Error::OutOfMemory { largest_free, .. } if largest_free == 8 * MIB));
     Ok(())
 }
 
