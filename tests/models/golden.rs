@@ -194,9 +194,21 @@ fn demo_model_writes_the_expected_text() -> Outcome {
 /// Experts as transformers stacks them in memory, gate rows above up rows, give what those of the published files do.
 #[test]
 fn experts_in_one_tensor() -> Outcome {
-    let golden = golden::folder("qwen3_moe");
     let folder = tempfile::tempdir()?;
-    std::fs::copy(golden.join("config.json"), folder.path().join("config.json"))?;
+    with_experts_in_one_tensor(folder.path())?;
+    let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
+        let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
+        let stream = session.stream().clone();
+        session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
+    };
+    assert_eq!(logits(folder.path())?, logits(&golden::folder("qwen3_moe"))?);
+    Ok(())
+}
+
+/// The mixture with each layer's experts in one tensor.
+pub(super) fn with_experts_in_one_tensor(folder: &Path) -> Outcome {
+    let golden = golden::folder("qwen3_moe");
+    std::fs::copy(golden.join("config.json"), folder.join("config.json"))?;
     let bytes = std::fs::read(golden.join("model.safetensors"))?;
     let all = safetensors::SafeTensors::deserialize(&bytes)?;
     let mut tensors: Vec<(String, safetensors::Dtype, Vec<usize>, Vec<u8>)> = Vec::new();
@@ -226,14 +238,7 @@ fn experts_in_one_tensor() -> Outcome {
             Ok((name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data)?))
         })
         .collect::<Result<_, safetensors::SafeTensorError>>()?;
-    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors"))?;
-    let logits = |folder: &Path| -> Result<Vec<f32>, warpforge::Error> {
-        let mut session = session(&Device::cpu(), folder, DType::F32, SessionOptions::default())?;
-        let stream = session.stream().clone();
-        session.prefill(0, &[3, 1, 4, 1, 5])?.to_vec(&stream)
-    };
-    assert_eq!(logits(folder.path())?, logits(&golden)?);
-    Ok(())
+    Ok(safetensors::serialize_to_file(views, None, &folder.join("model.safetensors"))?)
 }
 
 /// Mixtures whose experts stay quantised, prompt and decode, against transformers with the dequantised weights: in f32

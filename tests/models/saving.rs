@@ -124,13 +124,10 @@ fn checkpoint_of(
                 StoredView::new(*dtype, shape.clone(), data).map(|view| (name.clone(), view))
             })
             .collect();
-        let name = if files == 1 { "model.safetensors".to_owned() } else { name };
         safetensors::serialize_to_file(views?, None, &folder.join(name))?;
     }
-    if files > 1 {
-        let index = serde_json::json!({ "weight_map": index });
-        std::fs::write(folder.join("model.safetensors.index.json"), index.to_string())?;
-    }
+    let index = serde_json::json!({ "weight_map": index });
+    std::fs::write(folder.join("model.safetensors.index.json"), index.to_string())?;
     Ok(())
 }
 
@@ -175,6 +172,45 @@ fn shards() -> Outcome {
     assert!(quantisation["ignore"].as_array().is_some_and(|all| all.contains(&"lm_head".into())));
     let index = json(to.join("model.safetensors.index.json"))?;
     assert_eq!(index["metadata"]["total_size"], report.bytes_after);
+
+    // One file that an index names is found by an index.
+    let (from, to) = (place.path().join("one"), place.path().join("one quantised"));
+    std::fs::create_dir(&from)?;
+    checkpoint_of(&from, 1, |_, _, _| {})?;
+    save(&from, &INT4, &to)?;
+    assert!(to.join("model-00001-of-00001.safetensors").is_file());
+    assert_eq!(logits(&load(&to)?)?, logits(&load(&whole)?)?);
+    Ok(())
+}
+
+/// Experts that lie in one tensor stay as they are, and the report says so.
+#[test]
+fn experts_in_one_tensor() -> Outcome {
+    let place = tempfile::tempdir()?;
+    let (from, to) = (place.path().join("from"), place.path().join("to"));
+    std::fs::create_dir(&from)?;
+    super::golden::with_experts_in_one_tensor(&from)?;
+    let report = save(&from, &INT4, &to)?;
+    let fused: Vec<_> = report.kept.iter().filter(|(_, reason)| reason.contains("one tensor")).collect();
+    assert_eq!(fused.len(), 6, "{:?}", report.kept);
+    assert!(report.tensors.iter().all(|tensor| !tensor.name.contains("experts")));
+    let device = Device::cpu();
+    let load = |folder: &Path| Model::load(&device, folder, DType::F32, &mut |_| {});
+    let error = relative_l2(&logits(&load(&to)?)?, &logits(&load(&from)?)?);
+    assert!(error > 1e-4 && error < 0.3, "{error:.2e}");
+    Ok(())
+}
+
+/// A folder beside the target that is somebody else's stays.
+#[test]
+fn what_is_not_ours_stays() -> Outcome {
+    let place = tempfile::tempdir()?;
+    let foreign = place.path().join(format!(".to.{}.part", std::process::id()));
+    std::fs::create_dir(&foreign)?;
+    std::fs::write(foreign.join("file"), "")?;
+    let error = save(&golden::folder("qwen3"), &INT4, &place.path().join("to")).err().ok_or("refused")?;
+    assert!(error.to_string().contains(".part"), "{error}");
+    assert!(foreign.join("file").is_file());
     Ok(())
 }
 

@@ -1,7 +1,8 @@
-//! Quantised checkpoints written: compressed-tensors in safetensors, as transformers and vLLM read them.
+//! Quantised checkpoints written: compressed-tensors in safetensors, as transformers reads them.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::ops::ControlFlow;
@@ -24,6 +25,8 @@ use super::RawTensor;
 const OP: &str = "save_quantised";
 /// What tensors of modules are called.
 const WEIGHT: &str = ".weight";
+/// The name of a file with all weights.
+const WHOLE: &str = "model.safetensors";
 /// Endings of files that hold weights.
 const WEIGHT_FILES: [&str; 8] = ["safetensors", "bin", "pt", "pth", "gguf", "onnx", "msgpack", "h5"];
 
@@ -84,9 +87,10 @@ impl fmt::Display for QuantReport {
 
 impl Checkpoint {
     /// Writes this checkpoint, of floats in safetensors, with its projections and experts quantised: a folder
-    /// `target` that [`Checkpoint::open`], transformers and vLLM read (compressed-tensors: `pack-quantized`,
+    /// `target` that [`Checkpoint::open`] and transformers read (compressed-tensors: `pack-quantized`,
     /// `float-quantized`, `mxfp4-pack-quantized` or `nvfp4-pack-quantized`). Tables, head, router, norms and all else
-    /// stay as they are, and so do projections whose columns are no whole groups. Other files of the folder are
+    /// stay as they are, and so do projections whose columns are no whole groups, and experts that lie in one tensor;
+    /// the report names the latter two. Other files of the folder are
     /// copied.
     ///
     /// The folder appears under its name once all is in it. Host memory is for the scales of a file's tensors, and one
@@ -123,8 +127,9 @@ impl Checkpoint {
         fs::create_dir_all(parent).map_err(unwritten(parent))?;
         // Beside it, so that it can be renamed; gone with an error.
         let name = target.file_name().unwrap_or_default().to_string_lossy();
-        let beside = Beside(parent.join(format!(".{name}.{}.part", std::process::id())));
-        fs::create_dir(&beside.0).map_err(unwritten(&beside.0))?;
+        let beside = parent.join(format!(".{name}.{}.part", std::process::id()));
+        fs::create_dir(&beside).map_err(unwritten(&beside))?;
+        let beside = Beside(beside);
 
         let wanted = self.projections()?;
         let mut writer = Writer {
@@ -152,7 +157,8 @@ impl Checkpoint {
             let path = beside.0.join(name);
             fs::write(&path, text).map_err(unwritten(&path))
         };
-        if weights.paths().len() > 1 {
+        // Without an index there is one file, of this name.
+        if !matches!(weights.paths(), [only] if only.file_name() == Some(OsStr::new(WHOLE))) {
             let index = json!({ "metadata": { "total_size": report.bytes_after }, "weight_map": index });
             write("model.safetensors.index.json", format!("{index:#}\n"))?;
         }
@@ -493,6 +499,10 @@ impl<'a> Writer<'a, '_> {
 
     /// A tensor's module and matrix, if it is to be quantised and can be; if it stays it is noted why.
     fn quantised(&mut self, tensor: RawTensor<'a>) -> Result<Option<(String, Matrix<'a>)>, Error> {
+        if tensor.shape.len() == 3 && tensor.name.contains(".experts.") {
+            let reason = "all experts in one tensor, for which compressed-tensors has no form".to_owned();
+            self.report.kept.push((tensor.name.to_owned(), reason));
+        }
         let (Some(module), &[n, k]) = (tensor.name.strip_suffix(WEIGHT), tensor.shape) else {
             return Ok(None);
         };
