@@ -326,7 +326,7 @@ pub(crate) mod tests {
         assert_eq!(
             Tensor::empty(&stream, &[1000], DType::I8).unwrap_err().to_string(),
             "out of memory on Script: 1000 bytes requested; this pool has 512 in use of 512 reserved; the device has 512 \
-             free of 1024"
+             free of 1024, 488 too few"
         );
         Ok(())
     }

@@ -73,61 +73,200 @@ impl<'a> Packed<'a> {
 
     /// The values of a row of tiles, [`ROWS`] rows of `tiles · 64`, of which those beyond k are not the matrix's.
     pub(crate) fn row_block(&self, expert: usize, block: usize, values: &mut [f32]) {
-        let Counts { row_blocks, tiles, stretches, per_stretch, supers } = self.counts;
-        let layout = &self.weight.layout;
+        #[cfg(target_arch = "x86_64")]
+        if std::arch::is_x86_feature_detected!("avx2") {
+            // SAFETY: the CPU has what the function is compiled for, as it has just said.
+            return unsafe { self.row_block_by_avx2(expert, block, values) };
+        }
+        self.row_block_by(expert, block, values);
+    }
+
+    /// The same instructions for wider vectors.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2")]
+    fn row_block_by_avx2(&self, expert: usize, block: usize, values: &mut [f32]) {
+        self.row_block_by(expert, block, values);
+    }
+
+    #[inline(always)]
+    fn row_block_by(&self, expert: usize, block: usize, values: &mut [f32]) {
+        let Counts { row_blocks, tiles, .. } = self.counts;
         let block_of_all = expert * row_blocks + block;
-        let tile_bytes = layout.codes.tile_bytes() as usize;
-        let stored = layout.stored_scale();
-        let scale_bytes = stored.bytes() as usize;
-        let tile_k = TILE_K as usize;
-        let stride = tiles * tile_k;
-        let group = if layout.group == 0 { usize::MAX } else { layout.group as usize };
+        let tile_bytes = self.weight.layout.codes.tile_bytes() as usize;
+        let stride = tiles * TILE;
+        let has_minimums = self.weight.layout.minimums;
+        let has_supers = self.weight.layout.scale.has_supers();
+        // Steps that share a scale.
+        let steps = STEPS / self.counts.per_stretch;
+        let mut levels = [[Level { scale: 0.0, minimum: 0.0, zero: 0.0 }; STEPS]; ROWS];
+        let mut known = usize::MAX;
         for tile in 0..tiles {
             let codes = &self.codes[(block_of_all * tiles + tile) * tile_bytes..][..tile_bytes];
-            let stretch = if group <= tile_k { tile } else { tile * tile_k / group };
-            for step in 0..4 {
-                let i = if per_stretch > 1 { step * 16 / group } else { 0 };
-                for row in 0..ROWS {
-                    let of_row = scale_place(row as u32) as usize;
-                    let index = if layout.rows > 1 {
-                        (block_of_all / (layout.rows as usize / ROWS) * stretches + stretch) * 2
-                    } else {
-                        ((block_of_all * stretches + stretch) * ROWS + of_row) * per_stretch + i
-                    };
-                    let of = |supers_of: &[u8]| {
-                        if layout.scale.has_supers() {
-                            let place =
-                                (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS + of_row;
-                            f16::from_le_bytes([supers_of[2 * place], supers_of[2 * place + 1]]).to_f32()
-                        } else {
-                            self.weight.globals[expert]
-                        }
-                    };
-                    let scale = number(stored, &self.scales[index * scale_bytes..], of(self.supers));
-                    let minimum = if layout.minimums {
-                        let bytes = &self.minimums[index * scale_bytes..];
-                        number(stored, bytes, of(self.super_minimums))
-                    } else {
-                        0.0
-                    };
-                    let zero = if layout.zeros { self.zeros[index] } else { layout.zero() };
-                    let out = &mut values[row * stride + tile * tile_k + 16 * step..][..16];
-                    for (col, out) in out.iter_mut().enumerate() {
-                        let (word, bit) = layout.codes.place(row as u32, (16 * step + col) as u32);
-                        let byte = codes[word as usize * 4 + bit as usize / 8];
-                        let code = if layout.codes.bits() == 4 { byte >> (bit % 8) & 15 } else { byte };
-                        let value = match layout.codes {
-                            Codes::Int4 | Codes::Int8 => f32::from(i16::from(code) - i16::from(zero)),
-                            Codes::E2m1 => e2m1(code),
-                            Codes::E4m3 => e4m3(code),
-                        };
-                        *out = value * scale;
-                        if layout.minimums {
-                            *out -= minimum;
-                        }
+            let mut decoded = [[0.0f32; TILE]; ROWS];
+            match self.weight.layout.codes {
+                Codes::Int4 => decode_nibbles(codes, &mut decoded, |code| code as f32),
+                Codes::E2m1 => decode_nibbles(codes, &mut decoded, |code| {
+                    // Sign, exponent and mantissa where f32 has them, and its bias made up for.
+                    f32::from_bits((code & 8) << 28 | (code & 7) << 22) * 2f32.powi(126)
+                }),
+                Codes::Int8 => decode_bytes(codes, &mut decoded, |code| code as f32),
+                Codes::E4m3 => decode_bytes(codes, &mut decoded, |code| {
+                    let value = f32::from_bits((code & 0x80) << 24 | (code & 0x7f) << 20) * 2f32.powi(120);
+                    if code & 0x7f == 0x7f { f32::NAN } else { value }
+                }),
+            }
+            // Groups of several tiles have theirs from the first.
+            let stretch = self.stretch(tile);
+            if stretch != known || has_supers {
+                known = stretch;
+                for (row, levels) in levels.iter_mut().enumerate() {
+                    for step in (0..STEPS).step_by(steps) {
+                        levels[step..step + steps].fill(self.level(expert, block_of_all, tile, row, step));
                     }
                 }
             }
+            for (row, (decoded, levels)) in std::iter::zip(&decoded, &levels).enumerate() {
+                let out = &mut values[row * stride + tile * TILE..][..TILE];
+                for (step, &Level { scale, minimum, zero }) in levels.iter().enumerate() {
+                    for i in step * 16..step * 16 + 16 {
+                        out[i] = (decoded[i] - zero) * scale;
+                    }
+                    if has_minimums {
+                        out[step * 16..][..16].iter_mut().for_each(|out| *out -= minimum);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Where the scales of a tile begin, in stretches.
+    #[inline(always)]
+    fn stretch(&self, tile: usize) -> usize {
+        let group = self.weight.layout.group as usize;
+        if group != 0 && group <= TILE { tile } else { (tile * TILE).checked_div(group).unwrap_or(0) }
+    }
+
+    /// What the codes of a row of a tile become values by, in a step of 16 columns.
+    #[inline(always)]
+    fn level(&self, expert: usize, block_of_all: usize, tile: usize, row: usize, step: usize) -> Level {
+        let Counts { stretches, per_stretch, supers, .. } = self.counts;
+        let layout = &self.weight.layout;
+        let stored = layout.stored_scale();
+        let scale_bytes = stored.bytes() as usize;
+        let stretch = self.stretch(tile);
+        let i = step * per_stretch / STEPS;
+        let of_row = scale_place(row as u32) as usize;
+        let index = if layout.rows > 1 {
+            (block_of_all / (layout.rows as usize / ROWS) * stretches + stretch) * 2
+        } else {
+            ((block_of_all * stretches + stretch) * ROWS + of_row) * per_stretch + i
+        };
+        let of = |supers_of: &[u8]| {
+            if layout.scale.has_supers() {
+                let place = (block_of_all * supers + tile / (SUPER_K / TILE_K) as usize) * ROWS + of_row;
+                f16::from_le_bytes([supers_of[2 * place], supers_of[2 * place + 1]]).to_f32()
+            } else {
+                self.weight.globals[expert]
+            }
+        };
+        let scale = number(stored, &self.scales[index * scale_bytes..], of(self.supers));
+        let minimum = if layout.minimums {
+            number(stored, &self.minimums[index * scale_bytes..], of(self.super_minimums))
+        } else {
+            0.0
+        };
+        let zero = if layout.zeros { self.zeros[index] } else { layout.zero() };
+        Level { scale, minimum, zero: f32::from(zero) }
+    }
+}
+
+/// Columns of a tile, and its steps of 16.
+const TILE: usize = TILE_K as usize;
+const STEPS: usize = TILE / 16;
+
+/// A value is `(code − zero) · scale − minimum`.
+#[derive(Clone, Copy)]
+struct Level {
+    scale: f32,
+    minimum: f32,
+    zero: f32,
+}
+
+/// The codes of a tile of four bits each, by [`Codes::place`]: a lane's word has four columns of a row and of that eight
+/// rows below.
+#[inline(always)]
+fn decode_nibbles(codes: &[u8], out: &mut [[f32; TILE]; ROWS], value: impl Fn(u32) -> f32) {
+    const SHIFTS: [u32; 4] = [0, 16, 8, 24];
+    let (upper, lower) = out.split_at_mut(ROWS / 2);
+    for (row, words) in codes.chunks_exact(64).enumerate() {
+        for (index, word) in words.chunks_exact(4).enumerate() {
+            let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+            let first = index % STEPS * 16 + index / STEPS * 4;
+            for (i, shift) in SHIFTS.into_iter().enumerate() {
+                upper[row][first + i] = value(word >> shift & 15);
+                lower[row][first + i] = value(word >> (shift + 4) & 15);
+            }
+        }
+    }
+}
+
+/// The same of eight bits each: a lane's word has two columns of either row.
+#[inline(always)]
+fn decode_bytes(codes: &[u8], out: &mut [[f32; TILE]; ROWS], value: impl Fn(u32) -> f32) {
+    let (upper, lower) = out.split_at_mut(ROWS / 2);
+    for (half, codes) in codes.chunks_exact(512).enumerate() {
+        for (row, words) in codes.chunks_exact(64).enumerate() {
+            for (index, word) in words.chunks_exact(4).enumerate() {
+                let (step, pair, lane) = (half * 2 + index % 4 / 2, index % 2, index / 4);
+                let first = step * 16 + lane * 4 + pair * 2;
+                for i in 0..2 {
+                    upper[row][first + i] = value(word[i].into());
+                    lower[row][first + i] = value(word[i + 2].into());
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every code of every place, as [`Codes::place`] has it.
+    #[test]
+    fn codes_are_where_the_layout_says() {
+        for codes in Codes::ALL {
+            let bytes: Vec<u8> =
+                (0..codes.tile_bytes()).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+            let mut decoded = [[0.0; TILE]; ROWS];
+            match codes.bits() {
+                4 => decode_nibbles(&bytes, &mut decoded, |code| code as f32),
+                _ => decode_bytes(&bytes, &mut decoded, |code| code as f32),
+            }
+            for (row, decoded) in decoded.iter().enumerate() {
+                for (col, &got) in decoded.iter().enumerate() {
+                    let (word, bit) = codes.place(row as u32, col as u32);
+                    let byte = bytes[word as usize * 4 + bit as usize / 8];
+                    let want = if codes.bits() == 4 { byte >> (bit % 8) & 15 } else { byte };
+                    assert_eq!(got, f32::from(want), "{codes:?} {row} {col}");
+                }
+            }
+        }
+    }
+
+    /// Floats by their bits are those of the tables.
+    #[test]
+    fn floats_by_their_bits() {
+        for code in 0..16u8 {
+            let bits = u32::from(code);
+            let value = f32::from_bits((bits & 8) << 28 | (bits & 7) << 22) * 2f32.powi(126);
+            assert_eq!(value.to_bits(), e2m1(code).to_bits(), "{code}");
+        }
+        for code in 0..=255u8 {
+            let bits = u32::from(code);
+            let value = f32::from_bits((bits & 0x80) << 24 | (bits & 0x7f) << 20) * 2f32.powi(120);
+            let value = if bits & 0x7f == 0x7f { f32::NAN } else { value };
+            assert!(value == e4m3(code) || (value.is_nan() && e4m3(code).is_nan()), "{code}");
         }
     }
 }

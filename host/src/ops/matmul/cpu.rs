@@ -2,9 +2,10 @@
 //!
 //! Few rows: dot products, parallel over columns, since reading b is what takes the time. More rows: tiles, parallel
 //! over them, whose panels are widened to f32 and multiplied by the `gemm` crate, or without that feature by dot
-//! products. Either needs a few panels of scratch per thread, allocated when a thread first computes.
+//! products. All of it needs scratch of each thread, which grows to what is needed and stays.
 
 use std::cell::RefCell;
+use std::thread::LocalKey;
 
 use abi::DType;
 use abi::ops::glu::Activation;
@@ -14,6 +15,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::{MatmulArgs, Residual};
+use crate::ops::dot::{dot, dot_bf16};
 use crate::ops::glu::cpu::act;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{FloatElement, TensorView};
@@ -32,6 +34,25 @@ const PANEL: usize = 512;
 thread_local! {
     /// A panel of a, one of b, and a tile of sums.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// Rows of a, and the rows of a tile of a packed weight.
+    static ROWS_IN_F32: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static BLOCK: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `body` with so many numbers of this thread's, whatever they are: they are allocated when there are more than
+/// ever before. A thread that waits in `body` may do other work, which finds none and allocates its own.
+fn with_buffer<R>(
+    buffer: &'static LocalKey<RefCell<Vec<f32>>>,
+    len: usize,
+    body: impl FnOnce(&mut [f32]) -> R,
+) -> R {
+    let mut own = buffer.take();
+    if own.len() < len {
+        own.resize(len, 0.0);
+    }
+    let result = body(&mut own[..len]);
+    buffer.replace(own);
+    result
 }
 
 /// Calls `body` with this thread's scratch.
@@ -133,22 +154,35 @@ pub(crate) fn packed_sums<'a, T: FloatElement>(
 ) {
     let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
     let stride = k.next_multiple_of(TILE_K as usize);
-    let mut rows = vec![0.0; m * k];
-    for (row, values) in rows.chunks_mut(k.max(1)).enumerate() {
-        widen(a_row(row), values);
-    }
-    for_rows(n.div_ceil(ROWS), m * n * k, |block| {
-        let first = block * ROWS;
-        let cols = ROWS.min(n - first);
-        let mut weights = vec![0.0; ROWS * stride];
-        packed.row_block(expert, block, &mut weights);
-        for row in 0..m {
-            let mut sums = [0.0; ROWS];
-            for (col, sum) in sums[..cols].iter_mut().enumerate() {
-                *sum = dot(&rows[row * k..][..k], &weights[col * stride..][..k]);
-            }
-            store(row, first, &sums[..cols]);
+    with_buffer(&ROWS_IN_F32, m * k, |rows| {
+        for (row, values) in rows.chunks_mut(k.max(1)).enumerate() {
+            widen(a_row(row), values);
         }
+        let rows = &*rows;
+        let blocks = if m > DOT_MAX_ROWS { TILE_COLS / 2 / ROWS } else { 1 };
+        for_rows(n.div_ceil(blocks * ROWS), m * n * k, |part| {
+            let first = part * blocks * ROWS;
+            let cols = (blocks * ROWS).min(n - first);
+            with_buffer(&BLOCK, blocks * ROWS * stride + m * cols, |buffer| {
+                let (weights, sums) = buffer.split_at_mut(blocks * ROWS * stride);
+                for (block, weights) in weights.chunks_mut((ROWS * stride).max(1)).enumerate() {
+                    if block * ROWS < cols {
+                        packed.row_block(expert, part * blocks + block, weights);
+                    }
+                }
+                if blocks > 1 {
+                    sums.fill(0.0);
+                    multiply([m, cols, k], (rows, k), (weights, stride), (sums, cols));
+                } else {
+                    for (row, sums) in sums.chunks_mut(cols).enumerate() {
+                        for (col, sum) in sums.iter_mut().enumerate() {
+                            *sum = dot(&rows[row * k..][..k], &weights[col * stride..][..k]);
+                        }
+                    }
+                }
+                sums.chunks(cols).enumerate().for_each(|(row, sums)| store(row, first, sums));
+            });
+        });
     });
 }
 
@@ -181,17 +215,22 @@ fn widen<T: FloatElement>(values: &[T], out: &mut [f32]) {
     }
 }
 
-fn dot(x: &[f32], y: &[f32]) -> f32 {
-    const LANES: usize = 16;
-    let mut lanes = [0.0; LANES];
-    let (x, y) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
-    let rest = std::iter::zip(x.remainder(), y.remainder()).map(|(x, y)| x * y).sum::<f32>();
-    for (x, y) in std::iter::zip(x, y) {
-        for i in 0..LANES {
-            lanes[i] += x[i] * y[i];
-        }
+/// The same, without a copy where they are in f32.
+fn widened<'v, T: FloatElement>(values: &'v [T], buffer: &'v mut [f32]) -> &'v [f32] {
+    if T::DTYPE == DType::F32 {
+        return bytemuck::cast_slice(values);
     }
-    lanes.iter().sum::<f32>() + rest
+    let buffer = &mut buffer[..values.len()];
+    widen(values, buffer);
+    buffer
+}
+
+/// The dot product of a row in f32 and one as it is; the buffer has room for it.
+fn dot_with<T: FloatElement>(x: &[f32], y: &[T], buffer: &mut [f32]) -> f32 {
+    match T::DTYPE {
+        DType::BF16 => dot_bf16(x, bytemuck::cast_slice(y)),
+        _ => dot(x, widened(y, buffer)),
+    }
 }
 
 /// As [`sums`].
@@ -205,18 +244,22 @@ fn dots<'a, T: FloatElement>(
     for_rows(n.div_ceil(DOT_COLS), n * k, |block| {
         let first = block * DOT_COLS;
         let cols = DOT_COLS.min(n - first);
-        with_scratch(|a_panel, b_panel, sums| {
-            sums[..m * DOT_COLS].fill(0.0);
-            for start in (0..k).step_by(PANEL) {
-                let len = PANEL.min(k - start);
-                for row in 0..m {
-                    widen(&a_row(row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
+        with_buffer(&BLOCK, (m + 1) * k + m * DOT_COLS, |buffer| {
+            let (rows, buffer) = buffer.split_at_mut(m * k);
+            let (b_buffer, sums) = buffer.split_at_mut(k);
+            for row in 0..m {
+                widen(a_row(row), &mut rows[row * k..][..k]);
+            }
+            // Rows of b as they lie in memory, one after the other.
+            for col in 0..cols {
+                let b = b_row(first + col);
+                if m == 1 {
+                    sums[col] = dot_with(rows, b, b_buffer);
+                    continue;
                 }
-                for col in 0..cols {
-                    widen(&b_row(first + col)[start..][..len], &mut b_panel[..len]);
-                    for row in 0..m {
-                        sums[row * DOT_COLS + col] += dot(&a_panel[row * PANEL..][..len], &b_panel[..len]);
-                    }
+                let b = widened(b, b_buffer);
+                for row in 0..m {
+                    sums[row * DOT_COLS + col] = dot(&rows[row * k..][..k], b);
                 }
             }
             for row in 0..m {
@@ -249,7 +292,7 @@ fn tiles<'a, T: FloatElement>(
                     let from = &b_row(first_col + col)[start..][..len];
                     widen(from, &mut b_panel[col * PANEL..][..len]);
                 }
-                multiply([rows, cols, len], a_panel, b_panel, sums);
+                multiply([rows, cols, len], (a_panel, PANEL), (b_panel, PANEL), (sums, TILE_COLS));
             }
             for row in 0..rows {
                 store(first_row + row, first_col, &sums[row * TILE_COLS..][..cols]);
@@ -258,15 +301,22 @@ fn tiles<'a, T: FloatElement>(
     });
 }
 
-/// Adds to a tile of sums the products of rows of a panel of a and rows of a panel of b.
+/// Adds to sums the products of rows of a and rows of b, each with its stride.
 #[cfg(feature = "gemm")]
-fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sums: &mut [f32]) {
-    assert!(rows <= TILE_ROWS && cols <= TILE_COLS && len <= PANEL);
-    assert!(a_panel.len() >= rows * PANEL && b_panel.len() >= cols * PANEL && sums.len() >= rows * TILE_COLS);
-    let (a, b, sums) = (a_panel.as_ptr(), b_panel.as_ptr(), sums.as_mut_ptr());
-    let (tile_stride, panel_stride) = (TILE_COLS as isize, PANEL as isize);
-    // SAFETY: `rows` and `cols` rows of `len` in panels of stride PANEL, and a tile of stride TILE_COLS that nothing
-    // else points into — the assertions, and the borrows.
+fn multiply(
+    [rows, cols, len]: [usize; 3],
+    (a, a_stride): (&[f32], usize),
+    (b, b_stride): (&[f32], usize),
+    (sums, stride): (&mut [f32], usize),
+) {
+    let spans = |count: usize, stride: usize, len: usize, held: usize| {
+        count == 0 || len <= stride && (count - 1) * stride + len <= held
+    };
+    assert!(spans(rows, a_stride, len, a.len()) && spans(cols, b_stride, len, b.len()));
+    assert!(spans(rows, stride, cols, sums.len()));
+    let (a, b, sums) = (a.as_ptr(), b.as_ptr(), sums.as_mut_ptr());
+    // SAFETY: `rows` and `cols` rows of `len`, and as many rows of sums, which nothing else points into, are within
+    // their slices — the assertions, and the borrows.
     unsafe {
         gemm::gemm(
             rows,
@@ -274,13 +324,13 @@ fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sum
             len,
             sums,
             1,
-            tile_stride,
+            stride as isize,
             true,
             a,
             1,
-            panel_stride,
+            a_stride as isize,
             b,
-            panel_stride,
+            b_stride as isize,
             1,
             1.0f32,
             1.0f32,
@@ -294,11 +344,15 @@ fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sum
 
 /// The same by dot products, slower.
 #[cfg(not(feature = "gemm"))]
-fn multiply([rows, cols, len]: [usize; 3], a_panel: &[f32], b_panel: &[f32], sums: &mut [f32]) {
+fn multiply(
+    [rows, cols, len]: [usize; 3],
+    (a, a_stride): (&[f32], usize),
+    (b, b_stride): (&[f32], usize),
+    (sums, stride): (&mut [f32], usize),
+) {
     for row in 0..rows {
-        let a = &a_panel[row * PANEL..][..len];
         for col in 0..cols {
-            sums[row * TILE_COLS + col] += dot(a, &b_panel[col * PANEL..][..len]);
+            sums[row * stride + col] += dot(&a[row * a_stride..][..len], &b[col * b_stride..][..len]);
         }
     }
 }
