@@ -36,8 +36,9 @@
 //! - Where the reference is finite, an infinity of its sign passes if `|reference| + bound` rounds to infinity in the
 //!   storage type, and a NaN or infinity passes if the naive result overflowed to just that on the way.
 //! - Where the sizes of a sum's terms add up to more than f32 holds ([`Tolerance::on_the_way`]), the order of the terms
-//!   decides whether partial sums overflow, and to what: any infinity and NaN passes, and behind an activation a zero
-//!   ([`Tolerance::activated`]), which it makes of one. Another finite result is held to the bound as ever.
+//!   decides whether partial sums overflow, and to what: any infinity and NaN passes, and behind an activation
+//!   the zero that it makes of one, with what is added to it ([`Tolerance::activated`]). Another finite
+//!   result is held to the bound as ever.
 //! - In f32 and bf16 a zero passes for a subnormal (`|reference| − bound` below the smallest normal number), since
 //!   kernels may be built to flush. f16 subnormals are normal numbers in f32 arithmetic and are never flushed.
 
@@ -83,9 +84,9 @@ pub struct Tolerance<'a> {
     /// If the formula has sums in f32: for each element the largest that the sizes of one's terms add up to. By default
     /// those of [`Scale::Given`].
     pub on_the_way: Option<&'a [f64]>,
-    /// Whether an activation comes behind the sums: it makes a zero of an infinity, which passes where a sum may
-    /// overflow.
-    pub activated: bool,
+    /// If an activation comes behind the sums, what is added to its results (zeros for nothing): it makes a zero of an
+    /// infinity, so the sum of that zero and this passes where a sum may overflow.
+    pub activated: Option<&'a [f64]>,
     /// Multiple of the naive error. Other than 2 is an exception to be explained where it stands.
     pub factor: f64,
     /// Multiple of the ulp. Other than 2 is an exception to be explained where it stands.
@@ -102,7 +103,7 @@ impl<'a> Tolerance<'a> {
             roundings,
             terms: None,
             on_the_way,
-            activated: false,
+            activated: None,
             factor: 2.0,
             ulps: 2.0,
         }
@@ -299,6 +300,9 @@ pub fn check_within_naive(
     if let Some(sums) = on_the_way {
         same_length("on_the_way", sums.len(), reference.len())?;
     }
+    if let Some(added) = activated {
+        same_length("activated", added.len(), reference.len())?;
+    }
     let of_terms = terms.map_or(0.0, |terms| ulp(terms, 1.0) / 4.0);
     let chance = (2f64.powi(-24) * (roundings as f64).sqrt()).max(of_terms);
 
@@ -329,7 +333,8 @@ pub fn check_within_naive(
         let allowed = factor * naive_error * m + ulps * ulp(dtype, expected);
         let error = if same_kind(got, expected) { 0.0 } else { (got - expected).abs() };
         let adds_too_much = on_the_way.is_some_and(|sums| sums[index] > f64::from(f32::MAX));
-        let passes = if adds_too_much && (!got.is_finite() || activated && got == 0.0) {
+        let is_added = |added: &[f64]| (got - added[index]).abs() <= ulps * ulp(dtype, added[index]);
+        let passes = if adds_too_much && (!got.is_finite() || activated.is_some_and(is_added)) {
             true
         } else if !expected.is_finite() {
             same_kind(got, expected)
@@ -515,6 +520,13 @@ mod tests {
         assert!(!check(f64::INFINITY, 1e38, Some(&[2e38])));
         let scale = Tolerance::new(DType::F32, Scale::Element, 3);
         assert!(check_within_naive(&[f64::NAN], &[1e38], &[1e38], &scale).is_err());
+        // Behind an activation, what it makes of an infinity and what is added.
+        for (got, added, passes) in
+            [(0.0, 0.0, true), (5e15, 5e15, true), (5e15, 0.0, false), (0.0, 5e15, false)]
+        {
+            let sums = Tolerance { on_the_way: Some(&[4e38]), activated: Some(&[added]), ..scale };
+            assert_eq!(check_within_naive(&[got], &[1e38], &[1e38], &sums).is_ok(), passes, "{got} {added}");
+        }
         let short = Tolerance { on_the_way: Some(&[]), ..scale };
         assert!(matches!(check_within_naive(&[1.0], &[1.0], &[1.0], &short), Err(Mismatch::Length { .. })));
     }

@@ -90,7 +90,6 @@ macro_rules! operators {
 }
 abi::for_each_operator!(operators);
 
-pub(crate) mod dot;
 pub(crate) mod packed;
 pub(crate) mod parallel;
 pub mod reference;

@@ -192,8 +192,8 @@ struct Level {
     zero: f32,
 }
 
-/// The codes of a tile of four bits each, by [`Codes::place`]: a lane's word has four columns of a row and of that eight
-/// rows below.
+/// The codes of a tile of four bits each, by [`Codes::place`]: a lane's word has four columns of a row and of that
+/// eight rows below.
 #[inline(always)]
 fn decode_nibbles(codes: &[u8], out: &mut [[f32; TILE]; ROWS], value: impl Fn(u32) -> f32) {
     const SHIFTS: [u32; 4] = [0, 16, 8, 24];

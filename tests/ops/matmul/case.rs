@@ -323,6 +323,8 @@ pub(super) struct Expected {
     terms: Vec<f64>,
     /// The sizes of a product's terms added up, before the scale, or of what becomes of it.
     sums: Vec<f64>,
+    /// The residual, or zeros.
+    added: Vec<f64>,
 }
 
 impl Expected {
@@ -368,6 +370,7 @@ impl Expected {
                 store(out_dtype),
             ),
             terms,
+            added: residual.map_or_else(|| vec![0.0; m * n], <[f64]>::to_vec),
         }
     }
 
@@ -381,7 +384,7 @@ impl Expected {
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
         let tolerance = Tolerance {
             on_the_way: Some(&self.sums),
-            activated: problem.epilogue.act != Act::None,
+            activated: (problem.epilogue.act != Act::None).then_some(&self.added),
             ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps)
         };
         check(what, got, &self.want, &self.naive, &tolerance)

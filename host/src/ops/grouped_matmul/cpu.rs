@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use super::GroupedMatmulArgs;
 use crate::ops::matmul::MatmulB;
-use crate::ops::matmul::cpu::{packed_sums, sums};
+use crate::ops::matmul::cpu::{Strided, packed_sums, sums};
 use crate::ops::parallel::SharedSlice;
 use crate::tensor::FloatElement;
 use crate::weight::cpu::Packed;
@@ -57,7 +57,7 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
             if k == 0 { &[] } else { &x[from * dims.x_stride as usize..][..k] }
         };
         let w = w.get(expert * dims.w_expert_stride as usize..).unwrap_or_default();
-        let w_row = |row: usize| if k == 0 { &[] } else { &w[row * dims.w_stride as usize..][..k] };
+        let own_w = Strided { values: w, stride: dims.w_stride as usize, len: k };
         let store = |row: usize, col: usize, sums: &[f32]| {
             let to = (start as usize + row) * dims.out_stride as usize + col;
             // SAFETY: rows do not overlap (GroupedMatmul::run), and each stretch of a row is stored once.
@@ -68,7 +68,7 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
         };
         match &packed {
             Some(packed) => packed_sums(row_of, (packed, expert), &own, store),
-            None => sums(row_of, w_row, &own, store),
+            None => sums(row_of, own_w, &own, store),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! products. All of it needs scratch of each thread, which grows to what is needed and stays.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::thread::LocalKey;
 
 use abi::DType;
@@ -14,8 +15,8 @@ use abi::weight::TILE_K;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::dot::{dot, dot_bf16};
 use super::{MatmulArgs, Residual};
-use crate::ops::dot::{dot, dot_bf16};
 use crate::ops::glu::cpu::act;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{FloatElement, TensorView};
@@ -27,7 +28,7 @@ const DOT_MAX_ROWS: usize = 8;
 /// Columns that a thread takes at a time, by dot products.
 const DOT_COLS: usize = 32;
 /// Rows and columns of a tile, and elements of k of a panel.
-const TILE_ROWS: usize = 64;
+const TILE_ROWS: usize = 128;
 const TILE_COLS: usize = 128;
 const PANEL: usize = 512;
 
@@ -107,12 +108,6 @@ fn products<T: FloatElement, O: FloatElement>(
         let a = a.get(product * dims.a_batch_stride as usize..).unwrap_or_default();
         let b = b.get(product * dims.b_batch_stride as usize..).unwrap_or_default();
         let up = up.map(|up| up.get(product * dims.b_batch_stride as usize..).unwrap_or_default());
-        // Gated: the rows of the gate and of up in turn, so that a stretch of sums has both.
-        let b_row = |row: usize| match up {
-            None => &b[row * dims.b_stride as usize..][..k],
-            Some(_) if row.is_multiple_of(2) => &b[row / 2 * dims.b_stride as usize..][..k],
-            Some(up) => &up[row / 2 * dims.b_stride as usize..][..k],
-        };
         let biased = |col: usize, sum: f32| sum * how.scale + bias.map_or(0.0, |bias| bias[col].to_f32());
         let n = if gated { dims.n as usize / 2 } else { dims.n as usize };
         let value = |col: usize, sums: &[f32], i: usize| match gated {
@@ -137,10 +132,20 @@ fn products<T: FloatElement, O: FloatElement>(
                 });
             }
         };
-        let a_row = |row: usize| &a[row * dims.a_stride as usize..][..k];
-        match &packed {
-            Some(packed) => packed_sums(a_row, (packed, 0), dims, store),
-            None => sums(a_row, b_row, dims, store),
+        let a = Strided { values: a, stride: dims.a_stride as usize, len: k };
+        match (&packed, up) {
+            (Some(packed), _) => packed_sums(|row| a.row(row), (packed, 0), dims, store),
+            (None, None) => {
+                sums(a, Strided { values: b, stride: dims.b_stride as usize, len: k }, dims, store)
+            }
+            (None, Some(up)) => {
+                // The rows of the gate and of up in turn, so that a stretch of sums has both.
+                let b_row = |row: usize| {
+                    let values = if row.is_multiple_of(2) { b } else { up };
+                    &values[row / 2 * dims.b_stride as usize..][..k]
+                };
+                sums(a, b_row, dims, store);
+            }
         }
     }
 }
@@ -187,18 +192,71 @@ pub(crate) fn packed_sums<'a, T: FloatElement>(
 }
 
 /// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 32;
-/// `a_row` and `b_row` give the operands' rows.
+/// a and b are the operands' rows.
 pub(crate) fn sums<'a, T: FloatElement>(
-    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    a: impl Rows<'a, T>,
+    b: impl Rows<'a, T>,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
     if dims.m as usize <= DOT_MAX_ROWS {
-        dots(a_row, b_row, dims, store);
+        dots(a, b, dims, store);
     } else {
-        tiles(a_row, b_row, dims, store);
+        tiles(a, b, dims, store);
     }
+}
+
+/// The rows of an operand, wherever they are.
+pub(crate) trait Rows<'a, T: FloatElement>: Sync {
+    fn row(&self, row: usize) -> &'a [T];
+
+    /// All of them, and how far they are apart, if they are evenly.
+    fn strided(&self) -> Option<(&'a [T], usize)> {
+        None
+    }
+}
+
+impl<'a, T: FloatElement, F: Fn(usize) -> &'a [T] + Sync> Rows<'a, T> for F {
+    fn row(&self, row: usize) -> &'a [T] {
+        self(row)
+    }
+}
+
+/// Rows of so many elements that are evenly apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Strided<'a, T> {
+    pub(crate) values: &'a [T],
+    pub(crate) stride: usize,
+    pub(crate) len: usize,
+}
+
+impl<'a, T: FloatElement> Rows<'a, T> for Strided<'a, T> {
+    fn row(&self, row: usize) -> &'a [T] {
+        // No elements have no place.
+        if self.len == 0 { &[] } else { &self.values[row * self.stride..][..self.len] }
+    }
+
+    fn strided(&self) -> Option<(&'a [T], usize)> {
+        Some((self.values, self.stride))
+    }
+}
+
+/// Columns of some rows in f32, and how far the rows are apart: as they are where that is possible, else in `buffer`.
+fn panel<'b, 'a: 'b, T: FloatElement>(
+    from: &impl Rows<'a, T>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    buffer: &'b mut [f32],
+) -> (&'b [f32], usize) {
+    if T::DTYPE == DType::F32
+        && let Some((values, stride)) = from.strided()
+    {
+        return (&bytemuck::cast_slice(values)[rows.start * stride + columns.start..], stride);
+    }
+    for (row, out) in std::iter::zip(rows, buffer.chunks_exact_mut(PANEL)) {
+        widen(&from.row(row)[columns.clone()], &mut out[..columns.len()]);
+    }
+    (buffer, PANEL)
 }
 
 /// `values` in f32.
@@ -235,8 +293,8 @@ fn dot_with<T: FloatElement>(x: &[f32], y: &[T], buffer: &mut [f32]) -> f32 {
 
 /// As [`sums`].
 fn dots<'a, T: FloatElement>(
-    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    a: impl Rows<'a, T>,
+    b: impl Rows<'a, T>,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
@@ -248,11 +306,11 @@ fn dots<'a, T: FloatElement>(
             let (rows, buffer) = buffer.split_at_mut(m * k);
             let (b_buffer, sums) = buffer.split_at_mut(k);
             for row in 0..m {
-                widen(a_row(row), &mut rows[row * k..][..k]);
+                widen(a.row(row), &mut rows[row * k..][..k]);
             }
             // Rows of b as they lie in memory, one after the other.
             for col in 0..cols {
-                let b = b_row(first + col);
+                let b = b.row(first + col);
                 if m == 1 {
                     sums[col] = dot_with(rows, b, b_buffer);
                     continue;
@@ -271,8 +329,8 @@ fn dots<'a, T: FloatElement>(
 
 /// As [`sums`].
 fn tiles<'a, T: FloatElement>(
-    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
-    b_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    a: impl Rows<'a, T>,
+    b: impl Rows<'a, T>,
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
@@ -285,14 +343,10 @@ fn tiles<'a, T: FloatElement>(
             sums.fill(0.0);
             for start in (0..k).step_by(PANEL) {
                 let len = PANEL.min(k - start);
-                for row in 0..rows {
-                    widen(&a_row(first_row + row)[start..][..len], &mut a_panel[row * PANEL..][..len]);
-                }
-                for col in 0..cols {
-                    let from = &b_row(first_col + col)[start..][..len];
-                    widen(from, &mut b_panel[col * PANEL..][..len]);
-                }
-                multiply([rows, cols, len], (a_panel, PANEL), (b_panel, PANEL), (sums, TILE_COLS));
+                let columns = start..start + len;
+                let a = panel(&a, first_row..first_row + rows, columns.clone(), a_panel);
+                let b = panel(&b, first_col..first_col + cols, columns, b_panel);
+                multiply([rows, cols, len], a, b, (sums, TILE_COLS));
             }
             for row in 0..rows {
                 store(first_row + row, first_col, &sums[row * TILE_COLS..][..cols]);
@@ -310,10 +364,10 @@ fn multiply(
     (sums, stride): (&mut [f32], usize),
 ) {
     let spans = |count: usize, stride: usize, len: usize, held: usize| {
-        count == 0 || len <= stride && (count - 1) * stride + len <= held
+        count == 0 || (count - 1) * stride + len <= held
     };
     assert!(spans(rows, a_stride, len, a.len()) && spans(cols, b_stride, len, b.len()));
-    assert!(spans(rows, stride, cols, sums.len()));
+    assert!(spans(rows, stride, cols, sums.len()) && (rows < 2 || cols <= stride));
     let (a, b, sums) = (a.as_ptr(), b.as_ptr(), sums.as_mut_ptr());
     // SAFETY: `rows` and `cols` rows of `len`, and as many rows of sums, which nothing else points into, are within
     // their slices — the assertions, and the borrows.

@@ -3,6 +3,7 @@
 mod cases;
 mod check;
 pub(crate) mod cpu;
+mod dot;
 mod packed;
 pub mod reference;
 pub(crate) mod select;
