@@ -55,7 +55,7 @@ pub struct Options {
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
     /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded:
-    /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4.
+    /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.

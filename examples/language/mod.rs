@@ -1,5 +1,8 @@
 //! Tokenizer and chat template of a model's files: a folder, or a GGUF file.
 
+// Each program uses what it needs.
+#![allow(dead_code)]
+
 use std::path::Path;
 
 use text::{ChatTemplate, Codec, Vocabulary};

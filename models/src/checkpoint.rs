@@ -472,11 +472,19 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// A row of floats that are not quantised.
+    /// A row of as many values as it has: NaN where a scale is not finite.
     pub(super) fn floats(&self, row: usize, out: &mut [f32]) {
-        if let Data::Dense { dtype, bytes } = self {
-            let len = out.len() * dtype.bytes();
-            decode(*dtype, &bytes[row * len..(row + 1) * len], out);
+        if self.row(row, out).is_err() {
+            out.fill(f32::NAN);
+        }
+    }
+
+    /// Whether any of it is quantised.
+    pub(super) fn is_quantised(&self) -> bool {
+        match self {
+            Data::Quantised(_) => true,
+            Data::Rows { parts, .. } => parts.iter().any(Data::is_quantised),
+            Data::Dense { .. } | Data::Values(_) => false,
         }
     }
 

@@ -59,6 +59,20 @@ pub enum Quantise {
     Dense,
     /// Those that are not quantised are, by this scheme, as they are loaded.
     By(Scheme),
+    /// All are by this scheme as they are loaded; those that are quantised already from the values that they stand for,
+    /// so with the errors of both.
+    Requantise(Scheme),
+}
+
+impl Quantise {
+    /// The scheme by which this tensor of a file is quantised.
+    fn scheme(self, data: &Data<'_>) -> Option<Scheme> {
+        match self {
+            Quantise::By(scheme) if !data.is_quantised() => Some(scheme),
+            Quantise::Requantise(scheme) => Some(scheme),
+            Quantise::AsStored | Quantise::Dense | Quantise::By(_) => None,
+        }
+    }
 }
 
 impl std::str::FromStr for Quantise {
@@ -68,7 +82,10 @@ impl std::str::FromStr for Quantise {
         match text {
             "as-stored" => Ok(Quantise::AsStored),
             "dense" => Ok(Quantise::Dense),
-            _ => text.parse().map(Quantise::By),
+            _ => match text.strip_prefix("requantise-") {
+                Some(scheme) => scheme.parse().map(Quantise::Requantise),
+                None => text.parse().map(Quantise::By),
+            },
         }
     }
 }
@@ -267,7 +284,9 @@ impl<'a> Loader<'a> {
     /// The layout of random weights, if they are to be quantised.
     fn random_layout(&self) -> Option<Layout> {
         match (&self.source, self.quantise) {
-            (Source::Random { .. }, Quantise::By(scheme)) => Some(scheme.layout()),
+            (Source::Random { .. }, Quantise::By(scheme) | Quantise::Requantise(scheme)) => {
+                Some(scheme.layout())
+            }
             _ => None,
         }
     }
@@ -285,7 +304,7 @@ impl<'a> Loader<'a> {
         let unusable = |problem| checkpoint.unusable(1, vec![problem]);
         let stored = |name: &str, rows: usize| checkpoint.tensor(name, &[rows, cols]).map_err(unusable);
         let global = match self.quantise {
-            Quantise::By(scheme) if scheme.scale == ScaleType::E4m3 => {
+            Quantise::By(scheme) | Quantise::Requantise(scheme) if scheme.scale == ScaleType::E4m3 => {
                 let own = |(name, rows): &(String, usize)| {
                     let Stored { data, .. } = stored(name, *rows)?;
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
@@ -304,19 +323,19 @@ impl<'a> Loader<'a> {
                 let expected = "finite scales".to_owned();
                 unusable(TensorProblem::Unfit { name: name.clone(), expected, got })
             };
-            match (data, self.quantise) {
-                (Data::Quantised(matrix), _) => {
+            match (self.quantise.scheme(&data), data) {
+                (Some(scheme), data) => {
+                    let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
+                    sources.push(Box::new(Quantised::with_global([*rows, cols], scheme, read, global)?));
+                }
+                (None, Data::Quantised(matrix)) => {
                     let Some(source) = Packable::new(matrix) else { return Ok(None) };
                     if let Some(got) = source.unsound() {
                         return Err(unfit(got).into());
                     }
                     sources.push(Box::new(source));
                 }
-                (data @ Data::Dense { .. }, Quantise::By(scheme)) => {
-                    let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    sources.push(Box::new(Quantised::with_global([*rows, cols], scheme, read, global)?));
-                }
-                _ => return Ok(None),
+                (None, _) => return Ok(None),
             }
         }
         Ok(Some(sources))

@@ -52,9 +52,9 @@ impl<'a> Places<'a, '_> {
     /// How a part of an expert is packed; none if it cannot be.
     fn layout(&self, expert: usize, part: usize) -> Result<Option<Layout>, Error> {
         let (_, data, first) = self.tensor(expert, part)?;
-        Ok(match (&data, self.quantise) {
-            (Data::Dense { .. }, Quantise::By(scheme)) => Some(scheme.layout()),
-            _ => self.packable(data, first).map(|source| source.layout()),
+        Ok(match self.quantise.scheme(&data) {
+            Some(scheme) => Some(scheme.layout()),
+            None => self.packable(data, first).map(|source| source.layout()),
         })
     }
 
@@ -64,12 +64,12 @@ impl<'a> Places<'a, '_> {
         let unfit = |expected: &str, got: String| {
             self.unusable(TensorProblem::Unfit { name: name.into(), expected: expected.into(), got })
         };
-        let source: Source<'a> = match (data, self.quantise) {
-            (data @ Data::Dense { .. }, Quantise::By(scheme)) => {
+        let source: Source<'a> = match self.quantise.scheme(&data) {
+            Some(scheme) => {
                 let read = move |row: usize, values: &mut [f32]| data.floats(first + row, values);
                 Box::new(Quantised::new(self.size, scheme, read)?)
             }
-            (data, _) => {
+            None => {
                 let source = self.packable(data, first);
                 let source = source.ok_or_else(|| unfit("a layout that can be packed", "another".into()))?;
                 if let Some(got) = source.unsound() {

@@ -114,6 +114,36 @@ fn logits_and_greedy_tokens() -> Outcome {
     Ok(())
 }
 
+/// What is quantised is quantised once more, by another scheme: also what can only be dequantised otherwise, and rows
+/// in another order.
+#[test]
+fn quantised_by_another_scheme() -> Outcome {
+    for name in GOLDEN {
+        let case = case(name)?;
+        let input = &case["input_ids"];
+        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+        let stored = Checkpoint::open(&checkpoint(name))?;
+        let of = |quantise: &str| -> Result<Vec<f32>, host::Error> {
+            let device = Device::cpu();
+            let model = Model::quantised(&device, &stored, DType::F32, quantise.parse()?, &mut |_| {})?;
+            let options =
+                SessionOptions { capacity: 96, chunk: 64, logits: Logits::All, ..SessionOptions::default() };
+            logits(&mut model.session(options)?, &prompts)
+        };
+        let want = case["logits"].f32().expect("logits");
+        let [by_8, by_4, by_none] =
+            ["requantise-int8", "requantise-mxfp4", "int8"].map(|quantise| of(quantise));
+        let error = relative_l2(&by_8?, want);
+        assert!(error > 1e-4 && error < 0.1, "{name}: {error:.2e}");
+        let error = relative_l2(&by_4?, want);
+        assert!(error < 0.7, "{name}: {error:.2e}");
+        // By itself a scheme is for what is not quantised, of which there is nothing, or little.
+        let error = relative_l2(&by_none?, want);
+        assert!(error < 0.05, "{name}: {error:.2e}");
+    }
+    Ok(())
+}
+
 /// Codes of the parts of a model's experts, gate and up and then down; none of plain ones.
 fn codes_of_experts(model: &Model) -> Vec<Vec<Codes>> {
     let codes = |weight: &ProjectionWeight| match weight {
