@@ -70,8 +70,8 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, Choice, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event,
-    F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, Need, NeededDriver, OptLevel,
-    OptimizationReport, Place, Pool, PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample,
+    F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need, NeededDriver,
+    OptLevel, OptimizationReport, Place, Pool, PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample,
     SampleTensor, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, ops,
     simulator, weight,
 };

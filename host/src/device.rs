@@ -45,6 +45,12 @@ struct Shared {
     fallen: Mutex<Vec<String>>,
 }
 
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.pool.say_leaks();
+    }
+}
+
 /// What runs a device's work.
 pub(crate) enum Backend {
     Cpu,

@@ -75,6 +75,10 @@ impl Stream {
         match self.0 {}
     }
 
+    pub(crate) fn can_be_waited_for(&self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
     pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
         match self.0 {}
     }

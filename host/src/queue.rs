@@ -61,6 +61,14 @@ impl Queue {
         }
     }
 
+    /// Whether the caller may wait for it, which would end a recording.
+    pub(crate) fn can_be_waited_for(&self) -> Result<bool, Error> {
+        match self {
+            Queue::Cuda(stream) => stream.can_be_waited_for(),
+            Queue::Cpu | Queue::Simulated(..) => Ok(true),
+        }
+    }
+
     /// The same as [`Queue::wait_for`] for memory that both use, where the caller has not asked for a wait: by one for
     /// a queue that is recorded this one's work would be recorded as well.
     pub(crate) fn follow(&self, other: &Queue) -> Result<(), Error> {

@@ -159,7 +159,7 @@ pub(crate) mod tests {
             self.log.lock().unwrap().push(line);
         }
 
-        fn said(&self) -> Vec<String> {
+        pub(crate) fn said(&self) -> Vec<String> {
             std::mem::take(&mut self.log.lock().unwrap())
         }
     }

@@ -118,6 +118,7 @@ impl Tensor {
     ///
     /// **Errors**: [`Error::Invalid`] for more than [`MAX_RANK`] dimensions or a size beyond the address space;
     /// [`Error::OutOfMemory`] and [`Error::Driver`] from the device.
+    #[track_caller]
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let dims = Dims::new(shape)?;
         let bytes = dims.checked_bytes("Tensor::empty", "shape", dtype)?;
@@ -133,6 +134,7 @@ impl Tensor {
     /// A tensor whose elements are all zero.
     ///
     /// **Errors**: as [`Tensor::empty`].
+    #[track_caller]
     pub fn zeros(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Self, Error> {
         let mut tensor = Self::empty(stream, shape, dtype)?;
         tensor.view_mut().fill_zero(stream)?;
@@ -142,6 +144,7 @@ impl Tensor {
     /// A tensor of these elements, outermost dimension first. [`TensorViewMut::write`] is for a tensor that is there.
     ///
     /// **Errors**: as [`Tensor::empty`], and [`Error::Invalid`] for more or fewer elements than `shape` has.
+    #[track_caller]
     pub fn from_slice<T: Element>(stream: &Stream, shape: &[usize], data: &[T]) -> Result<Self, Error> {
         let mut tensor = Self::empty(stream, shape, T::DTYPE)?;
         tensor.view_mut().upload("Tensor::from_slice", stream, T::DTYPE, bytemuck::cast_slice(data))?;
@@ -151,6 +154,7 @@ impl Tensor {
     /// A tensor of elements given as their bytes in little-endian order.
     ///
     /// **Errors**: as [`Tensor::from_slice`].
+    #[track_caller]
     pub fn from_bytes(stream: &Stream, shape: &[usize], dtype: DType, data: &[u8]) -> Result<Self, Error> {
         let mut tensor = Self::empty(stream, shape, dtype)?;
         tensor.view_mut().upload("Tensor::from_bytes", stream, dtype, data)?;
@@ -181,6 +185,7 @@ impl Tensor {
     /// A tensor of its own with the same elements, copied in `stream`'s order.
     ///
     /// **Errors**: as [`Tensor::empty`], and [`Error::Invalid`] for another device's stream.
+    #[track_caller]
     pub fn try_clone(&self, stream: &Stream) -> Result<Self, Error> {
         let mut copy = Self::empty(stream, &self.shape, self.dtype)?;
         stream.copy(self.view(), copy.view_mut())?;

@@ -104,6 +104,12 @@ impl Stream {
         unsafe { driver::stream_query(self.stream) }.map_err(failed("cuStreamQuery"))
     }
 
+    /// Whether the caller may wait for it: not while anything is recorded, also by another library in this stream.
+    pub(crate) fn can_be_waited_for(&self) -> Result<bool, Error> {
+        let Some(_no_recording) = NoRecording::begin() else { return Ok(false) };
+        self.is_recorded().map(|is_recorded| !is_recorded)
+    }
+
     /// Whether what is enqueued is recorded: a stream that waits for this one would be recorded too.
     pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
         self.context.enter()?;

@@ -16,15 +16,19 @@
 //! of those who also need more from the device.
 
 mod book;
+mod checks;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::panic::Location;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::backing::{Backing, Released};
 use crate::error::Error;
 use crate::queue::Queue;
 use book::{Book, PieceId, SegmentId};
+pub use checks::MemoryFault;
+use checks::{Checks, GUARD_BYTES, Guarded};
 
 /// What a pool holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,6 +76,8 @@ pub struct Pool {
     growth: Mutex<()>,
     /// Never held while the device is waited for.
     state: Mutex<State>,
+    /// None until they are started.
+    checks: OnceLock<Checks>,
 }
 
 #[derive(Debug)]
@@ -83,7 +89,10 @@ struct State {
 /// Memory from a pool; goes back to it when dropped.
 #[derive(Debug)]
 pub(crate) struct Block {
-    address: u64,
+    /// Where the piece begins.
+    start: u64,
+    /// Bytes of the guard band before the block, and of the least behind it; 0 without checks.
+    guard: usize,
     requested: usize,
     class: usize,
     /// None of no bytes.
@@ -95,7 +104,11 @@ pub(crate) struct Block {
 impl Block {
     /// Address on the device; aligned to 256 bytes. Not to be read if the block has no bytes.
     pub(crate) fn address(&self) -> u64 {
-        self.address
+        self.start + self.guard as u64
+    }
+
+    fn guarded(&self) -> Guarded {
+        Guarded { start: self.start, block_bytes: self.class, bytes: self.requested }
     }
 
     /// The memory goes back in this queue's order. Whoever used it before has been waited for by that queue.
@@ -107,7 +120,13 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let Some(piece) = self.piece else { return };
-        self.pool.backing.assign(self.address, self.class, 0);
+        if self.guard > 0
+            && let Some(checks) = self.pool.checks.get()
+            && !checks.end(self.guarded(), &self.queue)
+        {
+            return;
+        }
+        self.pool.backing.assign(self.start, self.class, 0);
         let mut state = self.pool.lock();
         state.stats.requested_bytes -= self.requested;
         state.stats.in_use_bytes -= self.class;
@@ -135,7 +154,31 @@ impl Pool {
     pub(crate) fn new(backing: Box<dyn Backing>) -> Arc<Self> {
         let book = Book::new(backing.divided_from());
         let state = Mutex::new(State { book, stats: PoolStats::default() });
-        Arc::new(Pool { backing, growth: Mutex::default(), state })
+        Arc::new(Pool { backing, growth: Mutex::default(), state, checks: OnceLock::new() })
+    }
+
+    /// From here on tensors have guard bands, which are looked at when they are dropped, and what they leave is filled
+    /// with a pattern, which must be there when the memory is given out again or back to the device. What is found is
+    /// written to standard error and listed by [`Pool::faults`]; so are tensors that outlive their device, each with
+    /// the call that made it.
+    ///
+    /// This is for finding mistakes of unsafe code and of kernels, and takes its time: every allocation and every drop
+    /// wait for the stream's work and copy all of the block. While a graph is recorded nothing is checked. Tensors that
+    /// are there already are not checked.
+    pub fn start_checks(&self) {
+        self.checks.get_or_init(Checks::default);
+    }
+
+    /// What the checks have found so far; nothing if [`Pool::start_checks`] was not called.
+    pub fn faults(&self) -> Vec<MemoryFault> {
+        self.checks.get().map(Checks::faults).unwrap_or_default()
+    }
+
+    /// The device ends.
+    pub(crate) fn say_leaks(&self) {
+        if let Some(checks) = self.checks.get() {
+            checks.say_leaks();
+        }
     }
 
     /// What the pool holds now.
@@ -145,16 +188,45 @@ impl Pool {
     }
 
     /// Memory for use in `queue`'s order.
+    #[track_caller]
     pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, queue: &Queue) -> Result<Block, Error> {
-        let class = size_class(bytes);
-        let (piece, address) = match class {
+        let (allocated, checks) = (Location::caller(), self.checks.get());
+        let guard = match checks {
+            Some(_) if bytes > 0 && queue.can_be_waited_for()? => GUARD_BYTES,
+            _ => 0,
+        };
+        let class = size_class(bytes + 2 * guard);
+        let (piece, start) = match class {
             0 => (None, 0),
             _ => {
-                let (piece, address) = self.allocate_class(class, bytes, queue)?;
-                (Some(piece), address)
+                let (piece, start) = self.allocate_class(class, bytes, queue)?;
+                (Some(piece), start)
             }
         };
-        Ok(Block { address, requested: bytes, class, piece, queue: queue.clone(), pool: self.clone() })
+        let mut block = Block {
+            start,
+            guard: 0,
+            requested: bytes,
+            class,
+            piece,
+            queue: queue.clone(),
+            pool: self.clone(),
+        };
+        if let Some(checks) = checks {
+            match guard {
+                0 => checks.forget(&(start..start + class as u64)),
+                // Where that fails the block is dropped as one that is not checked.
+                _ => checks.begin(block.guarded(), queue, allocated)?,
+            }
+            block.guard = guard;
+        }
+        if guard > 0 {
+            self.backing.assign(start, guard, 0);
+        }
+        if class > 0 {
+            self.backing.assign(block.address(), class - guard, bytes);
+        }
+        Ok(block)
     }
 
     fn allocate_class(&self, class: usize, bytes: usize, queue: &Queue) -> Result<(PieceId, u64), Error> {
@@ -180,7 +252,7 @@ impl Pool {
         state.stats.num_from_device += 1;
         // The room was made for this block as one in use, whatever has been given back since.
         state.stats.peak_in_use_bytes = state.stats.peak_in_use_bytes.max(limit);
-        Ok(self.begin_use(&mut state, piece, class, bytes))
+        Ok(Self::begin_use(&mut state, piece, class, bytes))
     }
 
     /// A free block; none if the device has to be asked for more.
@@ -209,14 +281,13 @@ impl Pool {
         }
         Ok(piece.map(|piece| {
             state.stats.num_reused += 1;
-            self.begin_use(&mut state, piece, class, bytes)
+            Self::begin_use(&mut state, piece, class, bytes)
         }))
     }
 
     /// Enters a block into the statistics.
-    fn begin_use(&self, state: &mut State, piece: PieceId, class: usize, bytes: usize) -> (PieceId, u64) {
+    fn begin_use(state: &mut State, piece: PieceId, class: usize, bytes: usize) -> (PieceId, u64) {
         let address = state.book.address(piece);
-        self.backing.assign(address, class, bytes);
         let stats = &mut state.stats;
         stats.num_allocations += 1;
         stats.num_live += 1;
@@ -259,8 +330,9 @@ impl Pool {
         if ids.is_empty() {
             return Ok(0);
         }
+        let checked = self.checks.get().map_or(Ok(()), |checks| checks.before_release(&places));
         // SAFETY: free memory of this pool, withdrawn from its book: nobody has the addresses, or gets them.
-        let released = unsafe { self.backing.release(&places) };
+        let released = checked.and_then(|()| unsafe { self.backing.release(&places) });
         let mut state = self.lock();
         let put_back = |state: &mut State| {
             for &id in &ids {
@@ -269,8 +341,11 @@ impl Pool {
         };
         match released {
             Ok(Released::Gone(outcome)) => {
-                for &id in &ids {
+                for (&id, &(address, bytes)) in ids.iter().zip(&places) {
                     state.book.remove(id);
+                    if let Some(checks) = self.checks.get() {
+                        checks.forget(&(address..address + bytes as u64));
+                    }
                 }
                 state.stats.reserved_bytes -= bytes;
                 outcome.map(|()| bytes)

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use host::{Arch, DType, Device, Error, Fallback, Image, Ptx, Stream, Tensor};
+use host::{Arch, DType, Device, Error, Fallback, Image, Ptx, Stream, Tensor, TensorViewMut};
 
 const INSIDE: &str = "DRIVER_FAULTS_INSIDE";
 
@@ -129,11 +129,56 @@ fn program_that_goes_on() -> Result<(), Error> {
     Ok(())
 }
 
+/// A program whose pool is checked, with three mistakes: bytes behind a tensor, a tensor that was dropped, and one that
+/// outlives its device. It writes how many were found.
+fn program_that_is_checked() -> Result<(), Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    let device = unsafe { Device::cuda_with_images(0, IMAGES)? };
+    device.pool().start_checks();
+    let (stream, other) = (device.stream()?, device.stream()?);
+    let write = |stream: &Stream, address: u64| {
+        // SAFETY: memory of the pool that nobody uses.
+        let mut view = unsafe { TensorViewMut::from_raw(&device, address, &[4], &[1], DType::I8)? };
+        view.write(stream, &[7i8; 4])
+    };
+    let tensor = Tensor::zeros(&stream, &[100], DType::F32)?;
+    assert_eq!(tensor.to_vec::<f32>(&stream)?, [0.0; 100]);
+    write(&stream, tensor.view().address() + 400)?;
+    drop(tensor);
+    // Memory of another stream, written while it is nobody's.
+    let mut large = Tensor::zeros(&stream, &[4096], DType::I8)?;
+    let address = large.view().address();
+    let mut inner = Some(Tensor::zeros(&stream, &[500], DType::I8)?);
+    // What is dropped while a graph is recorded is not looked at, and the recording goes on.
+    let graph = stream.capture(|stream| {
+        drop(inner.take());
+        drop(Tensor::empty(stream, &[500], DType::I8)?);
+        large.view_mut().fill_zero(stream)
+    })?;
+    drop((large, graph));
+    write(&stream, address + 1000)?;
+    let again = Tensor::from_slice(&other, &[4096], &[7i8; 4096])?;
+    assert!(again.to_vec::<i8>(&other)?.iter().all(|&value| value == 7));
+    drop(again);
+    device.pool().trim()?;
+    std::mem::forget(Tensor::zeros(&other, &[3], DType::F32)?);
+    let pool = device.pool().clone();
+    drop((stream, other, device));
+    eprintln!("faults: {}", pool.faults().len());
+    eprintln!("the work is done");
+    Ok(())
+}
+
 /// In the fake driver's process: runs the program and prints its end.
 #[test]
 fn inside() {
     let Some(which) = std::env::var_os(INSIDE) else { return };
-    match if which == "goes on" { program_that_goes_on() } else { program() } {
+    let result = match which.to_str() {
+        Some("goes on") => program_that_goes_on(),
+        Some("checked") => program_that_is_checked(),
+        _ => program(),
+    };
+    match result {
         Ok(()) => eprintln!("the program is right"),
         Err(error) => {
             let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
@@ -268,4 +313,42 @@ fn refusals_fall_back() {
         assert!(fallen.contains(name), "{name}: {fallen:?}");
     }
     assert!(!fallen.contains("cuMemcpyHtoDAsync_v2") && !fallen.contains("cuStreamCreate"), "{fallen:?}");
+}
+
+/// The pool's checks find mistakes on a card too. Where the driver fails they are not found, and nothing else happens:
+/// no panic, no fault that is none.
+#[test]
+fn checks_of_the_pool() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let whole = run_program("checked", folder, 0, (0, false));
+    assert!(whole.contains("the program is right") && whole.contains("faults: 3"), "{whole}");
+    for (what, place) in [
+        (
+            "4 byte(s) from offset 400 of a tensor of 400 bytes were written, which are not its own",
+            "dropped in",
+        ),
+        (
+            "4 byte(s) from offset 1000 of a tensor of 4096 bytes were written after it was dropped",
+            "dropped in",
+        ),
+        ("a tensor of 12 bytes is still there after its device", "allocated at"),
+    ] {
+        let said =
+            whole.lines().find(|line| line.contains(what)).unwrap_or_else(|| panic!("{what}: {whole}"));
+        assert!(said.contains("driver_faults/main.rs") && said.contains(place), "{said}");
+    }
+    let calls: usize = line(&whole, "fake driver: ", " calls").expect("a count").parse().expect("a number");
+    // Every other one: those that open the device have their test above, and what finds a fault takes its time.
+    let fail_in_turn = &|first: usize| {
+        for call in (2 * first..=calls).step_by(8) {
+            let text = run_program("checked", folder, call, (999, false));
+            let found = text.matches("warpforge: ").count();
+            let is_told = text.contains("the program fails: ") || text.contains("the program is right");
+            assert!(is_told && found <= 3, "{call}: {text}");
+        }
+    };
+    std::thread::scope(|scope| (1..=4).for_each(|first| drop(scope.spawn(move || fail_in_turn(first)))));
 }
