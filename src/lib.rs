@@ -71,9 +71,9 @@ pub use images::IMAGES;
 pub use host::{
     Arch, Choice, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event,
     F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need, NeededDriver,
-    OptLevel, OptimizationReport, Place, Pool, PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample,
-    SampleTensor, Stream, Tensor, TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, ops,
-    simulator, weight,
+    OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats, ProgramImages,
+    Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor, TensorCores, TensorView,
+    TensorViewMut, UnknownArch, UnknownDType, ops, simulator, weight,
 };
 
 #[cfg(feature = "models")]

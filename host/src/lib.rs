@@ -38,7 +38,7 @@ pub use error::{DriverError, Error};
 pub use fp8::F8E4M3;
 pub use images::{EmbeddedKernel, Image, NeededDriver, ProgramImages, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
-pub use memory::{MemoryFault, Pool, PoolStats};
+pub use memory::{MemoryFault, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats, SizeCount};
 pub use plan::Choice;
 pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};
 pub use sample::{Sample, SampleTensor};

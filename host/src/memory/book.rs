@@ -13,6 +13,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+use super::{PoolPiece, PoolSegment};
 use crate::error::Error;
 use crate::queue::Queue;
 
@@ -144,6 +145,24 @@ impl Book {
     pub(super) fn largest_free(&self) -> usize {
         let largest = |sizes: &Sizes| sizes.last().map_or(0, |&(bytes, ..)| bytes);
         self.lists.iter().map(|list| largest(&list.whole).max(largest(&list.pieces))).max().unwrap_or(0)
+    }
+
+    /// All segments, in no order, with their pieces.
+    pub(super) fn segments(&self) -> Vec<PoolSegment> {
+        let mut is_there = vec![true; self.segments.items.len()];
+        for &id in &self.segments.vacant {
+            is_there[id as usize] = false;
+        }
+        let ids = (0u32..).zip(is_there).filter(|&(_, is_there)| is_there).map(|(id, _)| SegmentId(id));
+        ids.map(|id| {
+            let (address, bytes) = self.place_of(id);
+            let piece = |&id: &PieceId| {
+                let piece = self.piece(id);
+                PoolPiece { bytes: piece.bytes, is_live: matches!(piece.state, PieceState::Live) }
+            };
+            PoolSegment { address, bytes, pieces: self.pieces_of(id).iter().map(piece).collect() }
+        })
+        .collect()
     }
 
     /// Enters a segment that the device gave, all of it one live piece.

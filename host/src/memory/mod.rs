@@ -8,15 +8,16 @@
 //! waiting, since the stream itself runs the two in order. Another stream takes it at once where the old one's work is
 //! done, and else waits for an event of the old one, on the device.
 //!
-//! Before the pool would hold more than was in use at its peak (rounded up to size classes), what lay unused longest
-//! goes back to the device, which waits for the device's work; so it does when the device has no more to give, and on
-//! [`Pool::trim`]. Only what the device gave in one call can go back, and only when nothing of it is in use, so the
+//! Before the pool would hold more than was in use at its peak (rounded up to size classes), or more than its
+//! [soft limit](Pool::set_soft_limit), what lay unused longest goes back to the device, which waits for the device's
+//! work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave in one call can go back, and only when nothing of it is in use, so the
 //! pool can hold more than its peak by the free parts between blocks in use. A workload that repeats its sizes comes to
 //! all of this at its start only. While the device is waited for, others reuse what is free: no lock is held but that
 //! of those who also need more from the device.
 
 mod book;
 mod checks;
+mod map;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +30,7 @@ use crate::queue::Queue;
 use book::{Book, PieceId, SegmentId};
 pub use checks::MemoryFault;
 use checks::{Checks, GUARD_BYTES, Guarded};
+pub use map::{PoolMap, PoolPiece, PoolSegment, SizeCount};
 
 /// What a pool holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,8 +41,10 @@ pub struct PoolStats {
     pub in_use_bytes: usize,
     /// Bytes that the pool has taken from the device and not given back.
     pub reserved_bytes: usize,
-    /// Most of `in_use_bytes` so far.
+    /// Most of `in_use_bytes` so far, or since [`Pool::reset_peaks`].
     pub peak_in_use_bytes: usize,
+    /// Most of `reserved_bytes`, likewise.
+    pub peak_reserved_bytes: usize,
     /// Live tensors, without those of no bytes.
     pub num_live: usize,
     /// Allocations so far, without those of no bytes.
@@ -57,6 +61,11 @@ impl PoolStats {
     /// Bytes that the pool holds and nobody uses.
     pub fn free_bytes(&self) -> usize {
         self.reserved_bytes - self.in_use_bytes
+    }
+
+    /// The share of allocations that the device was not asked for; 0 before the first.
+    pub fn reuse_rate(&self) -> f64 {
+        self.num_reused as f64 / self.num_allocations.max(1) as f64
     }
 
     /// How far the free bytes are from one piece: 0 where they are one, towards 1 where they are many.
@@ -84,6 +93,16 @@ pub struct Pool {
 struct State {
     book: Book,
     stats: PoolStats,
+    /// Most that was in use so far, or would have been with what room was made for: what the pool may hold.
+    bound: usize,
+    /// See [`Pool::set_soft_limit`].
+    soft_limit: usize,
+}
+
+impl State {
+    fn stats_now(&self) -> PoolStats {
+        PoolStats { largest_free_bytes: self.book.largest_free(), ..self.stats }
+    }
 }
 
 /// Memory from a pool; goes back to it when dropped.
@@ -153,7 +172,7 @@ fn size_class(bytes: usize) -> usize {
 impl Pool {
     pub(crate) fn new(backing: Box<dyn Backing>) -> Arc<Self> {
         let book = Book::new(backing.divided_from());
-        let state = Mutex::new(State { book, stats: PoolStats::default() });
+        let state = Mutex::new(State { book, stats: PoolStats::default(), bound: 0, soft_limit: usize::MAX });
         Arc::new(Pool { backing, growth: Mutex::default(), state, checks: OnceLock::new() })
     }
 
@@ -183,8 +202,31 @@ impl Pool {
 
     /// What the pool holds now.
     pub fn stats(&self) -> PoolStats {
+        self.lock().stats_now()
+    }
+
+    /// What the pool holds now, piece by piece. For people and tools: it takes as long as there are pieces, and nobody
+    /// allocates meanwhile.
+    pub fn map(&self) -> PoolMap {
         let state = self.lock();
-        PoolStats { largest_free_bytes: state.book.largest_free(), ..state.stats }
+        let mut segments = state.book.segments();
+        segments.sort_by_key(|segment| segment.address);
+        PoolMap { stats: state.stats_now(), segments }
+    }
+
+    /// The peaks of the statistics begin anew, at what there is now. What the pool may hold stays bounded by its peak
+    /// since its beginning.
+    pub fn reset_peaks(&self) {
+        let State { stats, .. } = &mut *self.lock();
+        stats.peak_in_use_bytes = stats.in_use_bytes;
+        stats.peak_reserved_bytes = stats.reserved_bytes;
+    }
+
+    /// Before the pool would hold more than so many bytes, what is free goes back to the device, though the pool held
+    /// more at its peak. What tensors need can exceed it. There is none at first, as with `usize::MAX`; nothing goes
+    /// back before the pool grows next.
+    pub fn set_soft_limit(&self, bytes: usize) {
+        self.lock().soft_limit = bytes;
     }
 
     /// Memory for use in `queue`'s order.
@@ -238,7 +280,7 @@ impl Pool {
         if let Some(reused) = self.reuse(class, bytes, queue)? {
             return Ok(reused);
         }
-        let limit = self.make_room(class)?;
+        let bound = self.make_room(class)?;
         let address = match self.backing.allocate(class)? {
             Some(address) => address,
             None => {
@@ -248,10 +290,12 @@ impl Pool {
         };
         let mut state = self.lock();
         let piece = state.book.add(address, class);
-        state.stats.reserved_bytes += class;
-        state.stats.num_from_device += 1;
+        let stats = &mut state.stats;
+        stats.reserved_bytes += class;
+        stats.peak_reserved_bytes = stats.peak_reserved_bytes.max(stats.reserved_bytes);
+        stats.num_from_device += 1;
         // The room was made for this block as one in use, whatever has been given back since.
-        state.stats.peak_in_use_bytes = state.stats.peak_in_use_bytes.max(limit);
+        state.bound = state.bound.max(bound);
         Ok(Self::begin_use(&mut state, piece, class, bytes))
     }
 
@@ -294,16 +338,21 @@ impl Pool {
         stats.requested_bytes += bytes;
         stats.in_use_bytes += class;
         stats.peak_in_use_bytes = stats.peak_in_use_bytes.max(stats.in_use_bytes);
+        state.bound = state.bound.max(stats.in_use_bytes);
         (piece, address)
     }
 
-    /// Gives what lay free longest back, until `class` more bytes do not exceed the peak: which that is with them.
+    /// Gives what lay free longest back, until `class` more bytes exceed neither the peak, which is returned as it is with
+    /// them, nor the soft limit.
     fn make_room(&self, class: usize) -> Result<usize, Error> {
-        let PoolStats { in_use_bytes, peak_in_use_bytes, reserved_bytes, .. } = self.lock().stats;
-        let limit = peak_in_use_bytes.max(in_use_bytes + class);
-        let surplus = (reserved_bytes + class).saturating_sub(limit);
+        let state = self.lock();
+        let PoolStats { in_use_bytes, reserved_bytes, .. } = state.stats;
+        let needed = in_use_bytes + class;
+        let bound = state.bound.max(needed);
+        let surplus = (reserved_bytes + class).saturating_sub(bound.min(state.soft_limit.max(needed)));
+        drop(state);
         self.give_back(|bytes| bytes < surplus)?;
-        Ok(limit)
+        Ok(bound)
     }
 
     /// Gives everything that is free back to the device, after waiting for its work. Returns how many bytes that were:

@@ -187,6 +187,7 @@ fn run_sequence(
         );
         let PoolStats { reserved_bytes, num_reused, num_from_device, largest_free_bytes, .. } = stats;
         prop_assert!(largest_free_bytes <= stats.free_bytes(), "{:?}", stats);
+        expected.peak_reserved_bytes = expected.peak_reserved_bytes.max(reserved_bytes);
         let seen = PoolStats { reserved_bytes, num_reused, num_from_device, largest_free_bytes, ..expected };
         prop_assert_eq!(stats, seen);
         // More than the peak is held only where nothing can go back: pieces of segments that are in use.
@@ -313,7 +314,7 @@ fn threads() {
     });
     let stats = pool.stats();
     assert_eq!((stats.num_live, stats.in_use_bytes, stats.requested_bytes), (0, 0, 0));
-    assert!(stats.reserved_bytes <= stats.peak_in_use_bytes);
+    assert!(stats.reserved_bytes <= pool.lock().bound);
     assert_eq!(stats.reserved_bytes, ledger.held_bytes());
     assert_eq!(pool.trim().unwrap(), stats.reserved_bytes);
     assert_eq!(ledger.held_bytes(), 0);
@@ -419,6 +420,99 @@ fn contents_survive_their_neighbours() -> Result<(), Error> {
     for (tensor, data) in live {
         assert_eq!(tensor.to_vec::<u32>(&stream)?, data);
     }
+    Ok(())
+}
+
+/// The map has each byte once, and its counts are those of the statistics.
+#[test]
+fn a_map() -> Result<(), Error> {
+    const MIB: usize = 1 << 20;
+    let (_ledger, pool, queue) = pool(usize::MAX / 2);
+    assert_eq!((pool.map().segments, pool.map().sizes(), pool.stats().reuse_rate()), (vec![], vec![], 0.0));
+    drop(pool.allocate(8 * MIB, &queue)?);
+    let held = [2 * MIB, MIB, 100, 100, 3000].map(|bytes| pool.allocate(bytes, &queue).unwrap());
+    drop(pool.allocate(600, &queue)?);
+    let [first, ..] = held;
+    drop(first);
+    let map = pool.map();
+    let pieces: Vec<Vec<(usize, bool)>> = map
+        .segments
+        .iter()
+        .map(|segment| segment.pieces.iter().map(|piece| (piece.bytes, piece.is_live)).collect())
+        .collect();
+    // The others of `held` live on.
+    assert_eq!(
+        pieces,
+        [
+            vec![(2 * MIB, false), (MIB, true), (5 * MIB, false)],
+            vec![(512, true)],
+            vec![(512, true)],
+            vec![(3072, true)],
+            vec![(1024, false)]
+        ]
+    );
+    let sizes: Vec<_> = map.sizes().iter().map(|size| (size.bytes, size.num_live, size.num_free)).collect();
+    let expected = [(512, 2, 0), (1024, 0, 1), (3072, 1, 0), (MIB, 1, 0), (2 * MIB, 0, 1), (5 * MIB, 0, 1)];
+    assert_eq!(sizes, expected);
+    let stats = map.stats;
+    assert_eq!(stats, pool.stats());
+    assert_eq!((stats.num_live, stats.in_use_bytes, stats.reserved_bytes), (4, MIB + 4096, 8 * MIB + 5120));
+    assert_eq!((stats.num_allocations, stats.num_reused, stats.reuse_rate()), (7, 2, 2.0 / 7.0));
+    assert_eq!(stats.fragmentation(), 1.0 - (5 * MIB) as f64 / (7 * MIB + 1024) as f64);
+    pool.trim()?;
+    assert_eq!(pool.map().segments.len(), 4);
+    Ok(())
+}
+
+#[test]
+fn peaks_begin_anew() -> Result<(), Error> {
+    let (ledger, pool, queue) = pool(usize::MAX / 2);
+    let peaks = || (pool.stats().peak_in_use_bytes, pool.stats().peak_reserved_bytes);
+    drop([pool.allocate(4096, &queue)?, pool.allocate(8192, &queue)?]);
+    assert_eq!(peaks(), (12288, 12288));
+    pool.reset_peaks();
+    assert_eq!(peaks(), (0, 12288));
+    let held = pool.allocate(4096, &queue)?;
+    assert_eq!(peaks(), (4096, 12288));
+    // What may be held is no question of marks.
+    drop(pool.allocate(8192, &queue)?);
+    assert_eq!((asked(&ledger), pool.stats().reserved_bytes), ([2, 0], 12288));
+    pool.trim()?;
+    pool.reset_peaks();
+    assert_eq!(peaks(), (4096, 4096));
+    drop(pool.allocate(1024, &queue)?);
+    assert_eq!(peaks(), (5120, 5120));
+    drop(held);
+    Ok(())
+}
+
+/// What is free goes back before the limit is exceeded, and what is needed exceeds it.
+#[test]
+fn a_soft_limit() -> Result<(), Error> {
+    let (ledger, pool, queue) = pool(usize::MAX / 2);
+    let round = || -> Result<(), Error> {
+        [3072, 4096, 5120, 6144].into_iter().try_for_each(|bytes| pool.allocate(bytes, &queue).map(drop))
+    };
+    drop([3072, 4096, 5120, 6144].map(|bytes| pool.allocate(bytes, &queue).unwrap()));
+    round()?;
+    assert_eq!((asked(&ledger), pool.stats().reserved_bytes), ([4, 0], 18432));
+    pool.set_soft_limit(10 << 10);
+    // Nothing grows, so nothing goes.
+    round()?;
+    assert_eq!((asked(&ledger), pool.stats().reserved_bytes), ([4, 0], 18432));
+    drop(pool.allocate(1024, &queue)?);
+    let reserved = pool.stats().reserved_bytes;
+    assert!((1024..=10 << 10).contains(&reserved), "{reserved}");
+    round()?;
+    assert!(pool.stats().reserved_bytes <= 10 << 10);
+    let large = pool.allocate(20 << 10, &queue)?;
+    assert_eq!(pool.stats().reserved_bytes, 20 << 10);
+    let more = pool.allocate(1024, &queue)?;
+    assert_eq!(pool.stats().reserved_bytes, 21 << 10);
+    drop((large, more));
+    pool.set_soft_limit(usize::MAX);
+    drop(pool.allocate(4096, &queue)?);
+    assert!(pool.stats().reserved_bytes >= 4096);
     Ok(())
 }
 
