@@ -7,7 +7,7 @@ mod language;
 #[path = "../output/mod.rs"]
 mod output;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -165,6 +165,8 @@ fn surprise(logits: &[f32], token: u32) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]

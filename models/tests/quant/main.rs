@@ -131,8 +131,7 @@ fn quantised_by_another_scheme() -> Outcome {
             logits(&mut model.session(options)?, &prompts)
         };
         let want = case["logits"].f32().expect("logits");
-        let [by_8, by_4, by_none] =
-            ["requantise-int8", "requantise-mxfp4", "int8"].map(|quantise| of(quantise));
+        let [by_8, by_4, by_none] = ["requantise-int8", "requantise-mxfp4", "int8"].map(of);
         let error = relative_l2(&by_8?, want);
         assert!(error > 1e-4 && error < 0.1, "{name}: {error:.2e}");
         let error = relative_l2(&by_4?, want);
