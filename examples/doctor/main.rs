@@ -1,14 +1,17 @@
 //! What is on this machine and does it work: `cargo run --example doctor`.
 //!
 //! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the
-//! program holds, on every device and floor, and compares its text with what it should write.
+//! program holds, on every device and floor, and compares its text with what it should write. With `--memory` it draws
+//! what the pools hold then.
 
 mod demo;
 mod facts;
+mod memory;
 #[path = "../output/mod.rs"]
 mod output;
 mod table;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -25,6 +28,9 @@ struct Options {
     /// Everything as one JSON object, at the end.
     #[arg(long)]
     json: bool,
+    /// A map of each device's memory while the demo model is there; with a file's name as a picture (SVG) too.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    memory: Option<Option<PathBuf>>,
 }
 
 fn main() -> ExitCode {
@@ -69,6 +75,7 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
     let demo = Demo::unpack()?;
     let mut tests = Vec::new();
     let mut last = None;
+    let mut pools = Vec::new();
     for device in &cards.devices {
         let (fact, session) = facts::self_test(&demo, device);
         let outcome = match fact["error"].as_str() {
@@ -77,6 +84,10 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
         };
         say(format!("  {}: {outcome}\n", device.describe()))?;
         tests.push(fact);
+        // While the session has its tensors. Floors of a card share a pool.
+        if session.is_some() {
+            pools.push((device.describe(), device.pool().map()));
+        }
         last = session.map(|session| (device.describe(), facts::choices(&session))).or(last);
     }
     let failed = tests.iter().filter(|test| test["ok"] == false).count();
@@ -84,13 +95,24 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
         let columns = [("phase", "phase"), ("operator", "operator"), ("variant", "kernel"), ("why", "why")];
         say(format!("\nwhat the demo model's operators choose on {device}\n{}", table(choices, &columns)))?;
     }
+    if let Some(file) = &options.memory {
+        for (device, map) in &pools {
+            say(format!("\nmemory of {device}\n{}", memory::text(map)))?;
+        }
+        if let Some(file) = file {
+            let failed = |error| format!("cannot write {}: {error}", file.display());
+            std::fs::write(file, memory::svg(&pools)).map_err(failed)?;
+        }
+    }
     if options.json {
+        let memory = pools.iter().map(|(device, map)| json!({"device": device, "pool": memory::facts(map)}));
         let all = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "images": images,
             "cards": cards.facts,
             "no_cards": cards.none,
             "tests": tests,
+            "memory": memory.collect::<Vec<_>>(),
             "choices": last.map(|(device, choices)| json!({"device": device, "operators": choices})),
         });
         output::write(format_args!("{}\n", serde_json::to_string_pretty(&all)?))?;
