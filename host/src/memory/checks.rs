@@ -1,9 +1,9 @@
 //! A pool's checks: guard bands, poison, and who allocated and dropped what.
 //!
-//! A checked block lies between two guard bands, all filled with [`POISON`] when it is given out. When it is dropped the
-//! bands must be as they were, and its own bytes become poison too, which must still be so when the memory is given out
-//! again or goes back to the device. Contents are looked at and written in the order of the block's queue, whose work
-//! is waited for.
+//! A checked block lies between two guard bands, all filled with [`POISON`] when it is given out. When it is dropped
+//! the bands must be as they were, and its own bytes become poison too, which must still be so when the memory is given
+//! out again or goes back to the device. Contents are looked at and written in the order of the block's queue, whose
+//! work is waited for.
 
 #[cfg(test)]
 mod tests;

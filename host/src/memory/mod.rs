@@ -10,14 +10,16 @@
 //!
 //! Before the pool would hold more than was in use at its peak (rounded up to size classes), or more than its
 //! [soft limit](Pool::set_soft_limit), what lay unused longest goes back to the device, which waits for the device's
-//! work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave in one call can go back, and only when nothing of it is in use, so the
-//! pool can hold more than its peak by the free parts between blocks in use. A workload that repeats its sizes comes to
-//! all of this at its start only. While the device is waited for, others reuse what is free: no lock is held but that
-//! of those who also need more from the device.
+//! work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave in one call
+//! can go back, and only when nothing of it is in use, so the pool can hold more than its peak by the free parts
+//! between blocks in use. A workload that repeats its sizes comes to all of this at its start only. While the device is
+//! waited for, others reuse what is free: no lock is held but that of those who also need more from the device.
 
 mod book;
 mod checks;
 mod map;
+#[cfg(test)]
+mod proof;
 #[cfg(test)]
 mod tests;
 
@@ -342,8 +344,8 @@ impl Pool {
         (piece, address)
     }
 
-    /// Gives what lay free longest back, until `class` more bytes exceed neither the peak, which is returned as it is with
-    /// them, nor the soft limit.
+    /// Gives what lay free longest back, until `class` more bytes exceed neither the peak, which is returned as it is
+    /// with them, nor the soft limit.
     fn make_room(&self, class: usize) -> Result<usize, Error> {
         let state = self.lock();
         let PoolStats { in_use_bytes, reserved_bytes, .. } = state.stats;

@@ -12,14 +12,14 @@ use abi::DType;
 
 /// A device of so many bytes that hands out addresses which nobody touches, and checks what comes back.
 #[derive(Debug)]
-struct Ledger {
-    held: Mutex<HashMap<u64, usize>>,
+pub(super) struct Ledger {
+    pub(super) held: Mutex<HashMap<u64, usize>>,
     capacity: usize,
     next: AtomicUsize,
     num_allocated: AtomicUsize,
     num_refused: AtomicUsize,
     num_synchronized: AtomicUsize,
-    is_recording: AtomicBool,
+    pub(super) is_recording: AtomicBool,
     left: Mutex<Vec<(u64, usize)>>,
 }
 
@@ -37,7 +37,7 @@ impl Ledger {
         })
     }
 
-    fn held_bytes(&self) -> usize {
+    pub(super) fn held_bytes(&self) -> usize {
         self.held.lock().unwrap().values().sum()
     }
 }
@@ -74,7 +74,7 @@ impl Backing for Arc<Ledger> {
     }
 }
 
-fn pool(capacity: usize) -> (Arc<Ledger>, Arc<Pool>, Queue) {
+pub(super) fn pool(capacity: usize) -> (Arc<Ledger>, Arc<Pool>, Queue) {
     let ledger = Ledger::new(capacity);
     let pool = Pool::new(Box::new(ledger.clone()));
     (ledger, pool, Queue::Cpu)
@@ -219,7 +219,7 @@ proptest! {
 }
 
 /// Numbers below a bound, the same for the same seed (Marsaglia, *Xorshift RNGs*, 2003).
-fn random(seed: u64) -> impl Fn(usize) -> usize {
+pub(super) fn random(seed: u64) -> impl Fn(usize) -> usize {
     let state = std::cell::Cell::new(seed | 1);
     move |bound| {
         let mut x = state.get();
@@ -403,7 +403,21 @@ fn a_dropped_pool_gives_everything_back() -> Result<(), Error> {
 
 #[test]
 fn contents_survive_their_neighbours() -> Result<(), Error> {
-    let stream = Device::cpu().stream()?;
+    survive_their_neighbours(&Device::cpu())
+}
+
+#[test]
+fn checked_contents_survive_their_neighbours() -> Result<(), Error> {
+    let device = Device::cpu();
+    device.pool().start_checks();
+    survive_their_neighbours(&device)?;
+    device.pool().trim()?;
+    assert_eq!(device.pool().faults(), []);
+    Ok(())
+}
+
+fn survive_their_neighbours(device: &Device) -> Result<(), Error> {
+    let stream = device.stream()?;
     let random = random(7);
     let mut live: Vec<(Tensor, Vec<u32>)> = Vec::new();
     for round in 0..2000 {
@@ -537,7 +551,7 @@ fn sizes_that_alternate() -> Result<(), Error> {
 }
 
 /// A stream of its own kind for the pool, which never has work under way.
-fn other_queue() -> Queue {
+pub(super) fn other_queue() -> Queue {
     let script = crate::simulator::tests::Script::new((8, 0), Ok(()));
     Device::simulated(script).unwrap().stream().unwrap().queue().clone()
 }
