@@ -1,0 +1,75 @@
+//! What an operator does not take.
+
+use candle_core::quantized::GgmlDType;
+
+/// Why an operator has not run. Candle's error carries it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refused {
+    /// A tensor that is not in the host's memory.
+    #[error(
+        "{op} takes tensors on the CPU so far, and not on {device}: bring them by `to_device(&Device::Cpu)`"
+    )]
+    Device {
+        /// The operator.
+        op: &'static str,
+        /// Where the tensor is.
+        device: &'static str,
+    },
+    /// Elements of a type that the operator does not have.
+    #[error("{op}: {argument}: expected {expected}, got {got:?}")]
+    DType {
+        /// The operator.
+        op: &'static str,
+        /// The tensor's name.
+        argument: &'static str,
+        /// The types that it may have.
+        expected: &'static str,
+        /// The type that it has.
+        got: candle_core::DType,
+    },
+    /// A tensor of another shape than is wanted.
+    #[error("{op}: {argument}: expected {expected}, got {got:?}")]
+    Shape {
+        /// The operator.
+        op: &'static str,
+        /// The tensor's name.
+        argument: &'static str,
+        /// What it may be.
+        expected: &'static str,
+        /// What it is.
+        got: Vec<usize>,
+    },
+    /// A layout that reaches beyond its storage.
+    #[error("{op}: {argument}: its layout reaches beyond its {len} elements")]
+    Layout {
+        /// The operator.
+        op: &'static str,
+        /// The tensor's name.
+        argument: &'static str,
+        /// Elements of the storage.
+        len: usize,
+    },
+    /// A quantised tensor of a type that is not read.
+    #[error("quantised matmul of {got:?}: expected Q4_0, Q4_1 or Q8_0")]
+    Ggml {
+        /// The type that it has.
+        got: GgmlDType,
+    },
+    /// What warpforge says.
+    #[error(transparent)]
+    Host(#[from] host::Error),
+    /// What candle says.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+impl From<Refused> for candle_core::Error {
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Candle(error) => error,
+            Refused::Device { device: "CUDA", .. } => candle_core::Error::Cuda(Box::new(refused)),
+            other => candle_core::Error::wrap(other),
+        }
+    }
+}
