@@ -132,6 +132,10 @@ impl Stream {
 pub(crate) struct Event(Infallible);
 
 impl Event {
+    pub(crate) fn query(&self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
     pub(crate) fn elapsed_ms(&self, _earlier: &Event) -> Result<f32, Error> {
         match self.0 {}
     }

@@ -306,7 +306,7 @@ pub(crate) mod tests {
         stream.copy(from, to)?;
         assert_eq!(tensor.to_vec::<u32>(&stream)?, [0, 1, 1, 2, 3, 4, 5, 6, 7]);
         let start = stream.record()?;
-        assert!(stream.record()?.elapsed_ms(&start)? >= 0.0);
+        assert!(stream.record()?.elapsed_ms(&start)? >= 0.0 && start.query()?);
         stream.synchronize()?;
         assert_eq!(
             stream.capture(|_| Ok(())).unwrap_err().to_string(),

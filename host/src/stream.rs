@@ -108,6 +108,17 @@ enum EventKind {
 }
 
 impl Event {
+    /// Whether this point is reached, as far as can be told without waiting: while anything is being recorded
+    /// ([`Stream::capture`]) it is said not to be, since the question would end the recording.
+    ///
+    /// **Errors**: [`Error::Driver`], also for work before this point that failed.
+    pub fn query(&self) -> Result<bool, Error> {
+        match &self.0 {
+            EventKind::Host(_) => Ok(true),
+            EventKind::Cuda(event) => event.query(),
+        }
+    }
+
     /// Milliseconds that the device took from `earlier` to this point; waits until it is reached.
     pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
         match (&self.0, &earlier.0) {

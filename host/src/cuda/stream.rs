@@ -304,6 +304,15 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
+    /// Whether it is reached; not known, and so said not to be, while anything is recorded: the driver counts the
+    /// question among the calls that may not be made then.
+    pub(crate) fn query(&self) -> Result<bool, Error> {
+        let Some(_no_recording) = NoRecording::try_begin() else { return Ok(false) };
+        self.context.enter()?;
+        // SAFETY: live while `self` is.
+        unsafe { driver::event_query(self.event) }.map_err(failed("cuEventQuery"))
+    }
+
     /// Milliseconds from `earlier` to this one, after waiting for this one.
     pub(crate) fn elapsed_ms(&self, earlier: &Event) -> Result<f32, Error> {
         self.context.enter()?;

@@ -80,6 +80,7 @@ CALL(cuStreamWaitEvent, Stream *stream, void *event, unsigned flags) (void)strea
 CALL(cuEventCreate, void **event, unsigned flags) (void)flags; *event = malloc(1); DONE
 CALL(cuEventDestroy_v2, void *event) free(event); DONE
 CALL(cuEventRecord, void *event, Stream *stream) (void)event; (void)stream; DONE
+CALL(cuEventQuery, void *event) (void)event; DONE
 CALL(cuEventSynchronize, void *event) (void)event; DONE
 CALL(cuEventElapsedTime, float *ms, void *start, void *end) (void)start; (void)end; *ms = 1; DONE
 

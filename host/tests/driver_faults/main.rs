@@ -66,8 +66,10 @@ fn program() -> Result<(), Error> {
     run(&mut b, &stream)?;
 
     let (start, end) = (stream.record()?, stream.record()?);
-    assert_eq!(end.elapsed_ms(&start)?, 1.0);
+    assert_eq!((end.elapsed_ms(&start)?, end.query()?), (1.0, true));
     let graph = stream.capture(|stream| {
+        // It cannot be asked while something is recorded.
+        assert!(!end.query()?);
         stream.wait_for(&other)?;
         b.view_mut().fill_zero(stream)?;
         run(&mut b, stream)
@@ -272,6 +274,7 @@ fn every_call_fails_in_turn() {
         "cuPointerGetAttributes",
         "cuThreadExchangeStreamCaptureMode",
         "cuStreamQuery",
+        "cuEventQuery",
         "cuStreamIsCapturing",
     ] {
         assert!(minded.contains(name), "{name}: {minded:?}");
