@@ -62,6 +62,8 @@
 //! must be done by then, or be waited for by that stream. A plan that has memory of its own (**Streams** in its
 //! documentation) orders its runs by itself.
 
+#[cfg(all(doctest, feature = "models"))]
+mod book;
 mod device;
 mod images;
 

@@ -87,6 +87,13 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     report.optional("peers' script", python(&["--version"]), peers)?;
     let mut doc = workspace(&["doc"], &["--no-deps"]);
     report.step("documentation", || run_command(doc.env("RUSTDOCFLAGS", "-D warnings")))?;
+    // Its programs are among the tests of the documentation.
+    let mdbook = |args: &[&str]| {
+        let mut mdbook = Command::new("mdbook");
+        mdbook.current_dir(root).args(args);
+        mdbook
+    };
+    report.optional("book", mdbook(&["--version"]), mdbook(&["build", "docs/book"]))?;
     if backend == Backend::Cuda {
         let without = |command: &str, features: &[&str]| {
             let package = [command, "--package", "warpforge", "--no-default-features", "--all-targets"];
