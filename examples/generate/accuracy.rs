@@ -14,7 +14,7 @@ use clap::Parser;
 use output::{Failure, note};
 use warpforge::models::{Checkpoint, Logits, Model, Quantise, SessionOptions};
 use warpforge::weight::{ScaleType, Scheme};
-use warpforge::{DType, Device, DeviceChoice, Error};
+use warpforge::{DType, Device, DeviceChoice};
 
 /// Compares a model with what quantising makes of it, over a text that it was not trained on. Writes a table.
 #[derive(Parser)]
@@ -26,11 +26,12 @@ struct Options {
     /// The text, in UTF-8.
     #[arg(long)]
     text: PathBuf,
-    /// Tokens of the text that are read, from its beginning.
-    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
+    /// Tokens of the text that are read, from its beginning. The logits of all of them are kept, tokens · vocab · 4
+    /// bytes.
+    #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(2..=1 << 16))]
     tokens: u32,
     /// Tokens that the model sees at once: the text is cut into windows of so many.
-    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(2..=1 << 16))]
     window: u32,
     /// auto, cpu, cuda or cuda:N.
     #[arg(long, default_value = "auto")]
@@ -55,13 +56,14 @@ fn run(options: &Options) -> Result<(), Failure> {
         return Err(format!("{}: expected two tokens at least", options.text.display()).into());
     }
     let device = options.device.open()?;
-    let measure = |dtype, quantise| measure(&device, &checkpoint, dtype, quantise, &windows);
+    let measure = |dtype, quantise, beside: Option<&[f32]>| {
+        measure(&device, &checkpoint, (dtype, quantise), &windows, beside)
+    };
 
     let tokens: usize = windows.iter().map(|window| window.len()).sum();
     note(format_args!("{tokens} tokens in windows of {}, on {}", options.window, device.describe()));
-    let dense = measure(DType::F32, Quantise::Dense)?;
-    let (rows, own) = (dense.logits.len() / config.decoder.vocab_size, dense.perplexity());
-    note(format_args!("logits of {rows} tokens"));
+    let dense = measure(DType::F32, Quantise::Dense, None)?;
+    let own = dense.perplexity();
     output::write(format_args!(
         "| weights | activations | error of the logits | perplexity | change |\n|---|---|---|---|---|\n\
          | dense, f32 | f32 | | {own:.3} | |\n"
@@ -71,9 +73,9 @@ fn run(options: &Options) -> Result<(), Failure> {
     let requantised = requantised.map(|(name, scheme)| (name, DType::F32, Quantise::Requantise(scheme)));
     let stored = [("as stored".to_owned(), DType::F32, Quantise::AsStored)];
     for (name, dtype, quantise) in plain.into_iter().chain(stored).chain(requantised) {
-        let line = match measure(dtype, quantise) {
+        let line = match measure(dtype, quantise, Some(&dense.logits)) {
             Ok(made) => {
-                let error = 100.0 * made.error(&dense);
+                let error = 100.0 * made.error();
                 let (perplexity, change) = (made.perplexity(), 100.0 * (made.perplexity() / own - 1.0));
                 format!("| {name} | {dtype} | {error:.2} % | {perplexity:.3} | {change:+.2} % |\n")
             }
@@ -98,9 +100,12 @@ fn schemes() -> Vec<(String, Scheme)> {
 }
 
 /// What a model has said of the text.
+#[derive(Default)]
 struct Measured {
-    /// Of all tokens, one row after the other.
+    /// Of all tokens, one row after the other, where there were none to compare with.
     logits: Vec<f32>,
+    /// The sums of the squares of the differences to those, and of the squares of those.
+    squares: [f64; 2],
     /// Minus the logarithms of the probabilities of those tokens that have one before them, added up.
     surprise: f64,
     predicted: usize,
@@ -111,23 +116,21 @@ impl Measured {
         (self.surprise / self.predicted as f64).exp()
     }
 
-    /// The root of the sum of the squares of the differences, over that of the other's own.
-    fn error(&self, other: &Measured) -> f64 {
-        let pairs = std::iter::zip(&self.logits, &other.logits);
-        let [error, all] = pairs.fold([0.0f64; 2], |[error, all], (&own, &other)| {
-            [error + f64::from(own - other).powi(2), all + f64::from(other).powi(2)]
-        });
-        (error / all).sqrt()
+    /// The root of the differences' squares over the others'.
+    fn error(&self) -> f64 {
+        let [differences, all] = self.squares;
+        (differences / all).sqrt()
     }
 }
 
+/// Reads the windows; beside the logits that another model had of them, or keeping its own.
 fn measure(
     device: &Device,
     checkpoint: &Checkpoint,
-    dtype: DType,
-    quantise: Quantise,
+    (dtype, quantise): (DType, Quantise),
     windows: &[&[u32]],
-) -> Result<Measured, Error> {
+    beside: Option<&[f32]>,
+) -> Result<Measured, Failure> {
     let model = Model::quantised(device, checkpoint, dtype, quantise, &mut |_| {})?;
     let longest = windows.iter().map(|window| window.len()).max().unwrap_or(0);
     let options = SessionOptions {
@@ -139,18 +142,35 @@ fn measure(
     let mut session = model.session(options)?;
     let stream = session.stream().clone();
     let vocab = checkpoint.config().decoder.vocab_size;
-    let mut measured = Measured { logits: Vec::new(), surprise: 0.0, predicted: 0 };
+    let mut measured = Measured::default();
+    if beside.is_none() {
+        let tokens: usize = windows.iter().map(|window| window.len()).sum();
+        let failed =
+            |_| format!("no memory for the logits of {tokens} tokens, {vocab} each: give fewer by --tokens");
+        measured.logits.try_reserve_exact(tokens * vocab).map_err(failed)?;
+    }
+    let mut others = beside.unwrap_or_default();
     for window in windows {
         session.truncate(0, 0)?;
-        let first = measured.logits.len();
-        session.prefill_with(0, window, &mut |_, _| Ok(()), &mut |_, rows| {
-            measured.logits.extend(rows.to_vec::<f32>(&stream)?);
+        let mut rows = Vec::new();
+        session.prefill_with(0, window, &mut |_, _| Ok(()), &mut |_, chunk| {
+            rows.extend(chunk.to_vec::<f32>(&stream)?);
             Ok(())
         })?;
-        for (row, &next) in std::iter::zip(measured.logits[first..].chunks_exact(vocab), &window[1..]) {
+        for (row, &next) in std::iter::zip(rows.chunks_exact(vocab), &window[1..]) {
             measured.surprise += surprise(row, next);
             measured.predicted += 1;
         }
+        if beside.is_none() {
+            measured.logits.extend(rows);
+            continue;
+        }
+        let (own, rest) = others.split_at(rows.len());
+        others = rest;
+        let pairs = std::iter::zip(&rows, own);
+        measured.squares = pairs.fold(measured.squares, |[differences, all], (&row, &own)| {
+            [differences + f64::from(row - own).powi(2), all + f64::from(own).powi(2)]
+        });
     }
     Ok(measured)
 }
@@ -182,14 +202,16 @@ mod tests {
         let checkpoint = Checkpoint::open(&folder)?;
         let codec = language::codec(&folder, checkpoint.config())?.ok_or("a tokenizer")?;
         let ids = codec.encode("Returns an iterator over the elements of the slice, in order.")?;
-        let of = |quantise| measure(&Device::cpu(), &checkpoint, DType::F32, quantise, &[&ids]);
-        let dense = of(Quantise::Dense)?;
+        let of = |quantise, beside: Option<&[f32]>| {
+            measure(&Device::cpu(), &checkpoint, (DType::F32, quantise), &[&ids], beside)
+        };
+        let dense = of(Quantise::Dense, None)?;
         assert_eq!(dense.predicted, ids.len() - 1);
         assert!(dense.perplexity() > 1.0 && dense.perplexity() < 200.0, "{}", dense.perplexity());
-        assert_eq!(dense.error(&dense), 0.0);
-        let [int8, int4] = [Scheme::INT8, Scheme::INT4]
-            .map(|scheme| of(Quantise::Requantise(scheme)).map(|made| made.error(&dense)));
-        let (int8, int4) = (int8?, int4?);
+        let error = |quantise| of(quantise, Some(&dense.logits)).map(|made| made.error());
+        assert_eq!(error(Quantise::Dense)?, 0.0);
+        let int8 = error(Quantise::Requantise(Scheme::INT8))?;
+        let int4 = error(Quantise::Requantise(Scheme::INT4))?;
         assert!(int8 > 1e-5 && int8 < 0.03 && int4 > 2.0 * int8 && int4 < 0.5, "{int8} {int4}");
         Ok(())
     }

@@ -51,7 +51,7 @@ pub enum Refused {
         len: usize,
     },
     /// A quantised tensor of a type that is not read.
-    #[error("quantised matmul of {got:?}: expected Q4_0, Q4_1 or Q8_0")]
+    #[error("quantised matmul of {got:?}: expected Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K")]
     Ggml {
         /// The type that it has.
         got: GgmlDType,

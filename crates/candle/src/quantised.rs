@@ -1,12 +1,12 @@
 //! Products with quantised weights.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Module, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Module, Result, Shape, Tensor};
 use host::ops::matmul as ops;
-use host::weight::{Codes, Layout as Packing, Quantised, ScaleType, Scheme, Weight, WeightSource};
+use host::weight::{Quantised, Scheme, Weight, WeightSource};
+use models::{GgmlType, QuantMatrix};
 
 use crate::Refused;
 use crate::operand::{Operand, Output, cpu};
@@ -19,28 +19,35 @@ pub struct QuantisedMatmul {
 }
 
 impl QuantisedMatmul {
-    /// Of a tensor from a GGUF file: Q4_0, Q4_1 or Q8_0, whose codes and scales are kept.
+    /// Of a tensor from a GGUF file, whose codes and scales are kept: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
     ///
     /// **Errors**: candle's, around a [`Refused`].
     pub fn from_qtensor(tensor: &QTensor) -> Result<Self> {
         let (n, k) = tensor.shape().dims2()?;
+        let device = match tensor.device() {
+            Device::Cpu => None,
+            Device::Cuda(_) => Some("CUDA"),
+            Device::Metal(_) => Some("Metal"),
+        };
+        if let Some(device) = device {
+            return Err(Refused::Device { op: OP, device }.into());
+        }
         let got = tensor.dtype();
         let kind = match got {
-            GgmlDType::Q4_0 => Kind::Q4_0,
-            GgmlDType::Q4_1 => Kind::Q4_1,
-            GgmlDType::Q8_0 => Kind::Q8_0,
+            GgmlDType::Q4_0 => GgmlType::Q4_0,
+            GgmlDType::Q4_1 => GgmlType::Q4_1,
+            GgmlDType::Q5_0 => GgmlType::Q5_0,
+            GgmlDType::Q5_1 => GgmlType::Q5_1,
+            GgmlDType::Q8_0 => GgmlType::Q8_0,
+            GgmlDType::Q4K => GgmlType::Q4K,
+            GgmlDType::Q5K => GgmlType::Q5K,
+            GgmlDType::Q6K => GgmlType::Q6K,
             _ => return Err(Refused::Ggml { got }.into()),
         };
-        if !matches!(tensor.device(), candle_core::Device::Cpu) {
-            return Err(Refused::Device { op: OP, device: "CUDA" }.into());
-        }
-        let blocks = Blocks { kind, size: [n, k], data: tensor.data()? };
-        // Rows are whole blocks, as candle has checked; or the reads below would be outside.
-        let expected = "rows of whole blocks";
-        if !k.is_multiple_of(BLOCK) || blocks.data.len() != n * (k / BLOCK) * kind.bytes() {
-            return Err(Refused::Shape { op: OP, argument: "weight", expected, got: vec![n, k] }.into());
-        }
-        Self::pack(&blocks)
+        let data = tensor.data()?;
+        let source = QuantMatrix::of_blocks([n, k], kind, &data).and_then(QuantMatrix::weight_source);
+        let (argument, expected, got) = ("weight", "rows of whole blocks", vec![n, k]);
+        Self::pack(&source.ok_or(Refused::Shape { op: OP, argument, expected, got })?)
     }
 
     /// Quantises a weight `[n, k]` of floats.
@@ -104,98 +111,5 @@ impl CustomOp1 for QuantisedMatmul {
 impl Module for QuantisedMatmul {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         x.apply_op1(self.clone())
-    }
-}
-
-/// Elements of a block.
-const BLOCK: usize = 32;
-
-/// A type of ggml's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
-    /// A scale, then 32 codes of 4 bits around 8: the lower halves of 16 bytes, then the upper ones.
-    Q4_0,
-    /// The same with a minimum behind the scale, around 0.
-    Q4_1,
-    /// A scale, then 32 bytes with a sign.
-    Q8_0,
-}
-
-impl Kind {
-    /// Bytes of a block.
-    fn bytes(self) -> usize {
-        match self {
-            Kind::Q4_0 => 18,
-            Kind::Q4_1 => 20,
-            Kind::Q8_0 => 34,
-        }
-    }
-}
-
-/// A tensor of ggml's blocks.
-struct Blocks<'a> {
-    kind: Kind,
-    size: [usize; 2],
-    data: Cow<'a, [u8]>,
-}
-
-impl Blocks<'_> {
-    fn block(&self, row: usize, group: usize) -> &[u8] {
-        let bytes = self.kind.bytes();
-        &self.data[(row * (self.size[1] / BLOCK) + group) * bytes..][..bytes]
-    }
-}
-
-impl WeightSource for Blocks<'_> {
-    fn size(&self) -> [usize; 2] {
-        self.size
-    }
-
-    fn layout(&self) -> Packing {
-        Packing {
-            codes: if self.kind == Kind::Q8_0 { Codes::Int8 } else { Codes::Int4 },
-            group: BLOCK as u32,
-            rows: 1,
-            scale: ScaleType::F16,
-            zeros: false,
-            minimums: self.kind == Kind::Q4_1,
-        }
-    }
-
-    fn codes(&self, row: usize, codes: &mut [u8]) {
-        for (group, codes) in codes.chunks_exact_mut(BLOCK).enumerate() {
-            let block = self.block(row, group);
-            match self.kind {
-                Kind::Q8_0 => {
-                    for (code, byte) in codes.iter_mut().zip(&block[2..]) {
-                        // From around 0 to around the zero point, 128.
-                        *code = byte ^ 0x80;
-                    }
-                }
-                Kind::Q4_0 | Kind::Q4_1 => {
-                    let (low, high) = codes.split_at_mut(BLOCK / 2);
-                    let bytes = &block[self.kind.bytes() - BLOCK / 2..];
-                    for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
-                        (*low, *high) = (byte & 15, byte >> 4);
-                    }
-                }
-            }
-        }
-    }
-
-    fn scale(&self, row: usize, group: usize) -> u32 {
-        let block = self.block(row, group);
-        u16::from_le_bytes([block[0], block[1]]).into()
-    }
-
-    fn minimum(&self, row: usize, group: usize) -> u32 {
-        match self.kind {
-            // Ggml adds it, a layout subtracts it: the sign is the other one.
-            Kind::Q4_1 => {
-                let block = self.block(row, group);
-                (u16::from_le_bytes([block[2], block[3]]) ^ 0x8000).into()
-            }
-            Kind::Q4_0 | Kind::Q8_0 => 0,
-        }
     }
 }

@@ -193,11 +193,17 @@ fn matmul_agrees() -> Result<()> {
 /// Against the product with what candle makes of the quantised weight.
 #[test]
 fn quantised_products_agree() -> Result<()> {
-    let (n, k) = (24, 96);
-    let weight = drawn(15, &[n, k], DType::F32);
-    for dtype in TYPES {
+    const BLOCKS_OF_32: [GgmlDType; 5] =
+        [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q5_0, GgmlDType::Q5_1, GgmlDType::Q8_0];
+    const BLOCKS_OF_256: [GgmlDType; 3] = [GgmlDType::Q4K, GgmlDType::Q5K, GgmlDType::Q6K];
+    let n = 24;
+    for (dtype, (k, kinds)) in TYPES
+        .into_iter()
+        .flat_map(|dtype| [(96, &BLOCKS_OF_32[..]), (512, &BLOCKS_OF_256)].map(|kinds| (dtype, kinds)))
+    {
+        let weight = drawn(15, &[n, k], DType::F32);
         let x = drawn(16, &[2, 3, k], dtype);
-        for of in [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q8_0] {
+        for &of in kinds {
             let quantised = QTensor::quantize(&weight, of)?;
             let wanted =
                 wide(&x).broadcast_matmul(&quantised.dequantize(&Device::Cpu)?.t()?.contiguous()?)?;
@@ -210,16 +216,13 @@ fn quantised_products_agree() -> Result<()> {
             assert_close(&layer.forward(&many)?, &wanted, if dtype == DType::F32 { 2e-5 } else { 4e-2 });
         }
         let wanted = wide(&x).broadcast_matmul(&weight.t()?.contiguous()?)?;
-        // Half a step of 1 / 127 in each of 96 products of at most 1.
-        assert_close(
-            &QuantisedMatmul::quantise(&weight, Scheme::INT8)?.forward(&x)?,
-            &wanted,
-            0.5 / 127.0 * 96.0,
-        );
+        // Half a step of 1 / 127 in each of the products of at most 1.
+        let layer = QuantisedMatmul::quantise(&weight, Scheme::INT8)?;
+        assert_close(&layer.forward(&x)?, &wanted, 0.5 / 127.0 * k as f32);
     }
     let error =
-        QuantisedMatmul::from_qtensor(&QTensor::quantize(&drawn(1, &[2, 256], DType::F32), GgmlDType::Q6K)?);
-    assert!(error.unwrap_err().to_string().contains("expected Q4_0, Q4_1 or Q8_0"));
+        QuantisedMatmul::from_qtensor(&QTensor::quantize(&drawn(1, &[2, 256], DType::F32), GgmlDType::Q2K)?);
+    assert!(error.unwrap_err().to_string().contains("Q2K: expected Q4_0, Q4_1"));
     Ok(())
 }
 

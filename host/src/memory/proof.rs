@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use proptest::prelude::*;
 
@@ -236,32 +235,4 @@ fn eight_threads_and_four_streams() {
     assert_eq!((stats.num_live, stats.in_use_bytes, stats.requested_bytes), (0, 0, 0));
     assert_eq!(pool.trim().unwrap(), stats.reserved_bytes);
     assert_eq!(ledger.held_bytes(), 0);
-}
-
-/// What an allocation and a drop of a block that is there take: for people, with `--release`.
-#[test]
-#[ignore = "prints times"]
-fn times() {
-    const ROUNDS: u32 = 1_000_000;
-    let (_ledger, pool, first) = pool(usize::MAX / 2);
-    let queues: Vec<Queue> = std::iter::once(first).chain((1..8).map(|_| other_queue())).collect();
-    for bytes in [4096, 4 << 20] {
-        for num_threads in [1, 8] {
-            let start = Instant::now();
-            std::thread::scope(|scope| {
-                for queue in &queues[..num_threads] {
-                    let pool = &pool;
-                    scope.spawn(move || {
-                        for _ in 0..ROUNDS {
-                            drop(std::hint::black_box(pool.allocate(bytes, queue)));
-                        }
-                    });
-                }
-            });
-            let each = start.elapsed() / ROUNDS;
-            println!(
-                "{bytes} bytes, {num_threads} threads with a stream each: {each:?} for one of each thread"
-            );
-        }
-    }
 }

@@ -23,6 +23,7 @@ pub(super) use levels::{Factor, Scales, Zeros};
 pub(crate) use pack::Packable;
 
 use host::F8E4M3;
+use host::weight::WeightSource;
 
 /// What a code stands for before it is scaled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,8 +116,9 @@ impl<'a> QuantMatrix<'a> {
         QuantMatrix { n, k, element, layout, group_of: None, rows: None }
     }
 
-    /// Of ggml's blocks; none if `kind` is not quantised, or `data` has another length than `[n, k]` of them.
-    pub(super) fn of_blocks([n, k]: [usize; 2], kind: GgmlType, data: &'a [u8]) -> Option<Self> {
+    /// Of ggml's blocks, row after row; none if `kind` is not quantised, or `data` has another length than `[n, k]` of
+    /// them.
+    pub fn of_blocks([n, k]: [usize; 2], kind: GgmlType, data: &'a [u8]) -> Option<Self> {
         let element = kind.element()?;
         if n.checked_mul(kind.row_bytes(k)?)? != data.len() {
             return None;
@@ -141,6 +143,12 @@ impl<'a> QuantMatrix<'a> {
             None => rows.into(),
         };
         QuantMatrix { n, rows: Some(rows), ..self }
+    }
+
+    /// What a [`Weight`](host::weight::Weight) is packed from; none for what the kernels have no layout for: columns in
+    /// another order than their groups, groups that are no power of two, or scales that cannot be kept as they are.
+    pub fn weight_source(self) -> Option<impl WeightSource + use<'a>> {
+        Packable::new(self)
     }
 
     /// Rows.

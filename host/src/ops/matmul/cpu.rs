@@ -299,30 +299,32 @@ fn dots<'a, T: FloatElement>(
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
     let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
-    for_rows(n.div_ceil(DOT_COLS), n * k, |block| {
-        let first = block * DOT_COLS;
-        let cols = DOT_COLS.min(n - first);
-        with_buffer(&BLOCK, (m + 1) * k + m * DOT_COLS, |buffer| {
-            let (rows, buffer) = buffer.split_at_mut(m * k);
-            let (b_buffer, sums) = buffer.split_at_mut(k);
-            for row in 0..m {
-                widen(a.row(row), &mut rows[row * k..][..k]);
-            }
-            // Rows of b as they lie in memory, one after the other.
-            for col in 0..cols {
-                let b = b.row(first + col);
-                if m == 1 {
-                    sums[col] = dot_with(rows, b, b_buffer);
-                    continue;
+    with_buffer(&ROWS_IN_F32, m * k, |rows| {
+        for (row, values) in rows.chunks_mut(k.max(1)).enumerate() {
+            widen(a.row(row), values);
+        }
+        let rows = &*rows;
+        for_rows(n.div_ceil(DOT_COLS), n * k, |block| {
+            let first = block * DOT_COLS;
+            let cols = DOT_COLS.min(n - first);
+            with_buffer(&BLOCK, k + m * DOT_COLS, |buffer| {
+                let (b_buffer, sums) = buffer.split_at_mut(k);
+                // Rows of b as they lie in memory, one after the other.
+                for col in 0..cols {
+                    let b = b.row(first + col);
+                    if m == 1 {
+                        sums[col] = dot_with(rows, b, b_buffer);
+                        continue;
+                    }
+                    let b = widened(b, b_buffer);
+                    for row in 0..m {
+                        sums[row * DOT_COLS + col] = dot(&rows[row * k..][..k], b);
+                    }
                 }
-                let b = widened(b, b_buffer);
                 for row in 0..m {
-                    sums[row * DOT_COLS + col] = dot(&rows[row * k..][..k], b);
+                    store(row, first, &sums[row * DOT_COLS..][..cols]);
                 }
-            }
-            for row in 0..m {
-                store(row, first, &sums[row * DOT_COLS..][..cols]);
-            }
+            });
         });
     });
 }
