@@ -130,6 +130,18 @@ pub enum Error {
         /// What was wrong, and how to see it again.
         report: String,
     },
+    /// A rank of a group cannot go on: another one did not come in time, has ended, or came with another call.
+    #[error("{op}: rank {rank} of {size}: {reason}")]
+    Group {
+        /// The collective.
+        op: &'static str,
+        /// The rank that says so.
+        rank: usize,
+        /// Ranks of the group.
+        size: usize,
+        /// What happened.
+        reason: String,
+    },
     /// Any other driver call failed.
     #[error("{call} failed")]
     Driver {

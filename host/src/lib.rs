@@ -13,6 +13,7 @@ mod cuda;
 pub mod device;
 mod error;
 mod fp8;
+pub mod group;
 mod images;
 mod kernel;
 mod ladder;
