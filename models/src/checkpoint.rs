@@ -15,7 +15,7 @@ use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
 use super::gguf::{Gguf, Named};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
-use super::{Model, ModelConfig, ModelError, TensorProblem, Weights};
+use super::{Model, ModelConfig, ModelError, Quantise, TensorProblem, Weights};
 use host::Error;
 
 /// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
@@ -182,6 +182,22 @@ impl Checkpoint {
             projections.extend(product.iter().map(|name| (name.clone(), product.clone())));
         }
         Ok(projections)
+    }
+
+    /// How many neighbouring columns and rows of its projections may not be parted from each other, where it has them
+    /// quantised or they are as they are loaded.
+    pub(super) fn unit(&self, quantise: Quantise) -> Result<usize, Error> {
+        let stored = match (&self.source, quantise) {
+            (_, Quantise::Dense | Quantise::Requantise(_)) => 1,
+            (Source::Safetensors { quantised: None, .. }, _) => 1,
+            _ => {
+                let projections = Model::listed(&self.config)?.projections;
+                // A name that does not fit is said when all are checked.
+                let matrices = projections.iter().flatten().filter_map(|name| self.quantised(name).ok()?);
+                matrices.map(|matrix| matrix.unit()).max().unwrap_or(1)
+            }
+        };
+        Ok(stored.max(quantise.unit()))
     }
 
     /// The GGUF file, if it is one: it has the tokenizer.

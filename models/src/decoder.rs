@@ -1,15 +1,20 @@
 //! A whole decoder: its weights, its operators planned for a phase, and the forward pass.
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::config::DecoderConfig;
 use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Plans, Step};
 use super::loader::Loader;
+use super::part::{Cut, Part};
 use host::Error;
+use host::group::Communicator;
+use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
 use host::ops::rmsnorm::{RmsNorm, RmsNormArgs};
-use host::{Kernel, OptimizationReport};
+use host::{Kernel, OptimizationReport, Stream};
 use host::{Tensor, TensorView, TensorViewMut};
 
 /// One layer: norm, mixer, norm, feed-forward, each pair around a residual.
@@ -52,8 +57,10 @@ pub struct Decoder {
     pub layers: Vec<DecoderLayer>,
     /// Gain of the final norm.
     pub norm: Tensor,
-    /// `[vocab, hidden]`; none if the embedding serves as the head.
+    /// `[vocab, hidden]`, at a rank of a group its rows of it; none if the embedding serves as the head.
     pub head: Option<Tensor>,
+    /// The tokens that are of this rank.
+    rows: Range<usize>,
 }
 
 impl Decoder {
@@ -69,18 +76,25 @@ impl Decoder {
             (true, true, true) => (name.as_str(), !loader.is_same(&name, HEAD)),
             (true, false, _) => (name.as_str(), false),
         };
-        let embedding = loader.matrix(table, vocab_size, hidden_size)?;
+        let embedding = loader.matrix(table, vocab_size.into(), hidden_size)?;
         let layers = (0..config.layers.len())
             .map(|index| DecoderLayer::new(config, loader, prefix, index))
             .collect::<Result<_, _>>()?;
         let norm = loader.gain(&format!("{prefix}.norm.weight"), hidden_size)?;
-        let head = if has_head { Some(loader.matrix(HEAD, vocab_size, hidden_size)?) } else { None };
-        Ok(Decoder { embedding, layers, norm, head })
+        let rows = loader.part().tokens(vocab_size);
+        let head_rows = Cut::range(vocab_size, rows.clone());
+        let head = if has_head { Some(loader.matrix(HEAD, head_rows, hidden_size)?) } else { None };
+        Ok(Decoder { embedding, layers, norm, head, rows })
     }
 
-    /// The matrix of the output head.
-    pub fn head(&self) -> &Tensor {
-        self.head.as_ref().unwrap_or(&self.embedding)
+    /// The matrix of the output head, at a rank of a group its rows of it.
+    ///
+    /// **Errors**: none of a decoder that has been loaded.
+    pub fn head(&self) -> Result<TensorView<'_>, Error> {
+        match &self.head {
+            Some(head) => Ok(head.view()),
+            None => self.embedding.view().slice(0, self.rows.clone()),
+        }
     }
 }
 
@@ -131,6 +145,8 @@ pub(super) struct DecoderBlock {
     of_layer: Vec<(usize, usize)>,
     /// Of the rows of logits.
     heads: Plans<Head>,
+    /// With the other ranks of a group, if there is one.
+    shared: Option<Shared>,
     /// The residual stream, without the last sublayer's output, which is in `projected`.
     residual: Tensor,
     normed: Tensor,
@@ -150,6 +166,52 @@ struct Head {
     /// The tokens that are asked for by number.
     choose: Option<Embedding>,
     product: Matmul,
+}
+
+/// What a rank has in common with the others of its group.
+#[derive(Debug)]
+struct Shared {
+    rank: Communicator,
+    /// From a rank's logits to those of all.
+    copy: Copy,
+    /// `[rows, most]` f32: logits of this rank's tokens, and those of all ranks, `[ranks, rows, most]`.
+    own: Tensor,
+    all: Tensor,
+}
+
+impl Shared {
+    fn new(phase: &Phase<'_>, rank: &Communicator) -> Result<Self, Error> {
+        let (stream, rows) = (phase.stream, phase.logit_rows);
+        let most = phase.config.vocab_size.div_ceil(rank.size());
+        let (src, dst) = (DType::F32, DType::F32);
+        let copy = CopyProblem { elements: rows.saturating_mul(most), src, dst };
+        Ok(Shared {
+            rank: rank.clone(),
+            copy: Copy::plan(stream.device(), copy)?,
+            own: Tensor::empty(stream, &[rows, most], DType::F32)?,
+            all: Tensor::empty(stream, &[rank.size() * rows, most], DType::F32)?,
+        })
+    }
+
+    /// The logits of all tokens, of those that each rank has.
+    fn gather(&mut self, stream: &Stream, mut out: TensorViewMut<'_>) -> Result<(), Error> {
+        let &[rows, vocab_size] = out.shape() else {
+            return Err(Error::invalid("Session", "logits", "[rows, vocab]", format!("{:?}", out.shape())));
+        };
+        let (ranks, most) = (self.rank.size(), self.own.shape()[1]);
+        let own = self.own.view().slice(0, 0..rows)?;
+        if rows == 1 && ranks * most == vocab_size {
+            return self.rank.all_gather(stream, own, out);
+        }
+        let mut all = self.all.view_mut().slice(0, 0..ranks * rows)?;
+        self.rank.all_gather(stream, own, all.reborrow())?;
+        for rank in 0..ranks {
+            let tokens = Part::new(rank, ranks, 1).tokens(vocab_size);
+            let src = all.as_view().slice(0, rank * rows..(rank + 1) * rows)?.slice(1, 0..tokens.len())?;
+            self.copy.run(stream, CopyArgs { src, dst: out.reborrow().slice(1, tokens)? })?;
+        }
+        Ok(())
+    }
 }
 
 /// Logits that a forward pass gives.
@@ -194,7 +256,7 @@ impl DecoderBlock {
             let product = MatmulProblem {
                 batch: 1,
                 m: rows,
-                n: vocab_size,
+                n: decoder.rows.len().max(1),
                 k: hidden_size,
                 dtype,
                 out_dtype: DType::F32,
@@ -212,6 +274,7 @@ impl DecoderBlock {
             feed_forwards,
             of_layer,
             heads: heads?,
+            shared: phase.rank.map(|rank| Shared::new(phase, rank)).transpose()?,
             residual: hidden()?,
             normed: hidden()?,
             projected: hidden()?,
@@ -243,8 +306,18 @@ impl DecoderBlock {
         observe: &mut Observer<'_>,
     ) -> Result<(), Error> {
         let (stream, tokens) = (step.stream, step.tokens);
-        let Self { plans, mixers, feed_forwards, of_layer, heads, residual, normed: all, projected, chosen } =
-            self;
+        let Self {
+            plans,
+            mixers,
+            feed_forwards,
+            of_layer,
+            heads,
+            shared,
+            residual,
+            normed: all,
+            projected,
+            chosen,
+        } = self;
         let DecoderPlans { embedding, norm } = plans.holding(tokens)?;
         let mut residual = residual.view_mut().slice(0, 0..tokens)?;
         let mut normed = all.view_mut().slice(0, 0..tokens)?;
@@ -273,6 +346,9 @@ impl DecoderBlock {
             observe(Observed::LayerInput(index), residual.as_view())?;
             observe(Observed::MixerInput(index), normed.as_view())?;
             mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
+            if let Some(Shared { rank, .. }) = &shared {
+                rank.all_reduce(stream, projected.reborrow())?;
+            }
             observe(Observed::MixerOutput(index), projected.as_view())?;
             let args = RmsNormArgs {
                 x: projected.as_view(),
@@ -289,6 +365,9 @@ impl DecoderBlock {
                 normed.as_view(),
                 projected.reborrow(),
             )?;
+            if let Some(Shared { rank, .. }) = &shared {
+                rank.all_reduce(stream, projected.reborrow())?;
+            }
             observe(Observed::FeedForwardOutput(index), projected.as_view())?;
             if let Some(rows) = step.visual {
                 rows.add(stream, index, projected.reborrow())?;
@@ -315,7 +394,14 @@ impl DecoderBlock {
             }
             _ => all.view().slice(0, tokens - rows..tokens)?,
         };
-        product.run(stream, MatmulArgs::new(a, decoder.head().view(), out))
+        let Some(shared) = shared else {
+            return product.run(stream, MatmulArgs::new(a, decoder.head()?, out));
+        };
+        if !decoder.rows.is_empty() {
+            let own = shared.own.view_mut().slice(0, 0..rows)?.slice(1, 0..decoder.rows.len())?;
+            product.run(stream, MatmulArgs::new(a, decoder.head()?, own))?;
+        }
+        shared.gather(stream, out)
     }
 }
 

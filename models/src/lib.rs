@@ -15,6 +15,7 @@ mod hub;
 mod layers;
 mod loader;
 mod model;
+mod part;
 mod quant;
 mod recording;
 mod sampler;

@@ -2,16 +2,20 @@
 
 mod experts;
 
+use std::collections::HashSet;
 use std::ops::{ControlFlow, Range};
 
 use abi::DType;
 
 use super::checkpoint::{Checkpoint, Data, Stored};
 use super::layers::ProjectionWeight;
+use super::part::{Cut, Part};
 use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
 use super::{ModelError, TensorProblem};
-use host::weight::{GateUp, Layout, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource};
+use host::weight::{
+    GateUp, Layout, Part as WeightPart, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource,
+};
 use host::{Error, Stream, Tensor};
 
 /// How far loading is.
@@ -33,6 +37,7 @@ pub(super) struct Loader<'a> {
     total_bytes: u64,
     progress: Progress<'a>,
     quantise: Quantise,
+    part: Part,
 }
 
 /// Who is told how far loading is, and says whether it goes on.
@@ -65,6 +70,14 @@ pub enum Quantise {
 }
 
 impl Quantise {
+    /// How many neighbouring columns and rows may not be parted from each other, for the scheme's sake.
+    pub(super) fn unit(self) -> usize {
+        match self {
+            Quantise::By(scheme) | Quantise::Requantise(scheme) => scheme.group.max(1) as usize,
+            Quantise::AsStored | Quantise::Dense => 1,
+        }
+    }
+
     /// The scheme by which this tensor of a file is quantised.
     fn scheme(self, data: &Data<'_>) -> Option<Scheme> {
         match self {
@@ -120,6 +133,8 @@ pub(super) struct Listed {
 struct Problems {
     count: usize,
     first: Vec<TensorProblem>,
+    /// Tensors that have been looked at.
+    seen: HashSet<String>,
 }
 
 impl Problems {
@@ -129,43 +144,75 @@ impl Problems {
     }
 }
 
+/// A tensor of the files, and what is taken of it.
+struct Piece<'n> {
+    name: &'n str,
+    /// The tensor's.
+    shape: Vec<usize>,
+    /// Elements of a row.
+    row: usize,
+    rows: Cut,
+    /// Of each row.
+    cols: Range<usize>,
+}
+
+impl<'n> Piece<'n> {
+    /// These rows of a vector or a matrix, of each of which `cols` are taken.
+    fn new(name: &'n str, rows: &Cut, row_shape: &[usize], cols: Option<&Cut>) -> Self {
+        let row = row_shape.iter().product();
+        let cols = cols.and_then(|cols| cols.ranges.first().cloned()).unwrap_or(0..row);
+        Piece { name, shape: [&[rows.of], row_shape].concat(), row, rows: rows.clone(), cols }
+    }
+
+    /// Elements that are taken.
+    fn len(&self) -> usize {
+        self.rows.len().saturating_mul(self.cols.len())
+    }
+
+    /// Where in the tensor the first of them is.
+    fn start(&self) -> usize {
+        self.rows.ranges.first().map_or(0, |rows| rows.start) * self.row + self.cols.start
+    }
+}
+
 /// Elements that are converted at a time, through one buffer; a row that has more is converted whole.
 const BUFFER_ELEMS: usize = 1 << 22;
 /// Elements of the random block: a prime, so that rows do not repeat in step with their length.
 const RANDOM_BLOCK: usize = 1_048_573;
 
 impl<'a> Loader<'a> {
-    /// Runs `build` twice on a checkpoint: to check that all its tensors are there, and to load them.
+    /// Runs `build` twice on a checkpoint: to check that all its tensors are there, and to load what is a rank's part.
     pub(super) fn from_checkpoint<T>(
         checkpoint: &'a Checkpoint,
-        stream: &'a Stream,
+        (stream, part): (&'a Stream, Part),
         (dtype, quantise): (DType, Quantise),
         progress: Progress<'a>,
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
         let source = Source::Check(checkpoint, Problems::default());
         let mut silent = |_| ControlFlow::Continue(());
-        let mut checker = Loader::new(stream, dtype, source, &mut silent);
+        let mut checker = Loader { part, ..Loader::new(stream, dtype, source, &mut silent) };
         build(&mut checker)?;
         let total_bytes = checker.total_bytes;
-        if let Source::Check(_, Problems { count, first }) = checker.source
+        if let Source::Check(_, Problems { count, first, .. }) = checker.source
             && count > 0
         {
             return Err(checkpoint.unusable(count, first).into());
         }
         let source = Source::Checkpoint(checkpoint);
-        build(&mut Loader { total_bytes, quantise, ..Loader::new(stream, dtype, source, progress) })
+        build(&mut Loader { total_bytes, quantise, part, ..Loader::new(stream, dtype, source, progress) })
     }
 
     fn new(stream: &'a Stream, dtype: DType, source: Source<'a>, progress: Progress<'a>) -> Self {
-        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise: Quantise::Dense }
+        let (quantise, part) = (Quantise::Dense, Part::WHOLE);
+        Loader { stream, dtype, source, loaded_bytes: 0, total_bytes: 0, progress, quantise, part }
     }
 
     /// Random weights: normal with a standard deviation of 0.02, stored gains of 1, and zeros for a tensor of another
     /// type than `dtype`. For tests and measurements.
     pub(super) fn random<T>(
         seed: u64,
-        stream: &'a Stream,
+        (stream, part): (&'a Stream, Part),
         (dtype, quantise): (DType, Quantise),
         build: impl Fn(&mut Loader<'_>) -> Result<T, Error>,
     ) -> Result<T, Error> {
@@ -184,7 +231,7 @@ impl<'a> Loader<'a> {
         let block = Tensor::from_bytes(stream, &[RANDOM_BLOCK], dtype, &encode(&values, dtype))?;
         let source = Source::Random { block, start: 0 };
         let mut go_on = |_| ControlFlow::Continue(());
-        build(&mut Loader { quantise, ..Loader::new(stream, dtype, source, &mut go_on) })
+        build(&mut Loader { quantise, part, ..Loader::new(stream, dtype, source, &mut go_on) })
     }
 
     /// Names and shapes of what `build` asks for.
@@ -208,34 +255,40 @@ impl<'a> Loader<'a> {
         self.stream
     }
 
-    /// A matrix `[rows, cols]`.
-    pub(super) fn matrix(&mut self, name: &str, rows: usize, cols: usize) -> Result<Tensor, Error> {
-        self.stacked(&[(name.into(), rows)], cols)
+    /// What is loaded of a model.
+    pub(super) fn part(&self) -> Part {
+        self.part
+    }
+
+    /// Rows of a matrix `[rows, cols]`.
+    pub(super) fn matrix(&mut self, name: &str, rows: Cut, cols: usize) -> Result<Tensor, Error> {
+        self.stacked(&[(name.into(), rows)], &cols.into())
     }
 
     /// A tensor of more dimensions as a matrix: all but the first in one.
     pub(super) fn flattened(&mut self, name: &str, rows: usize, rest: &[usize]) -> Result<Tensor, Error> {
-        self.load(self.dtype, &[(name, [&[rows], rest].concat())], &[rows, rest.iter().product()])
+        let piece = Piece::new(name, &rows.into(), rest, None);
+        self.load(self.dtype, &[piece], &[rows, rest.iter().product()])
     }
 
-    /// Matrices of the same width above each other: their names and rows.
-    pub(super) fn stacked(&mut self, parts: &[(String, usize)], cols: usize) -> Result<Tensor, Error> {
-        let shapes: Vec<(&str, Vec<usize>)> =
-            parts.iter().map(|(name, rows)| (name.as_str(), vec![*rows, cols])).collect();
-        let rows = parts.iter().map(|(_, rows)| rows).sum();
-        self.load(self.dtype, &shapes, &[rows, cols])
+    /// Rows of matrices of the same width above each other.
+    pub(super) fn stacked(&mut self, parts: &[(String, Cut)], cols: &Cut) -> Result<Tensor, Error> {
+        let pieces = matrices(parts, cols);
+        self.load(self.dtype, &pieces, &[height(parts), cols.len()])
     }
 
     /// Matrices of the same width above each other, packed if all of them are quantised in layouts that kernels take.
     pub(super) fn projection(
         &mut self,
-        parts: &[(String, usize)],
-        cols: usize,
+        parts: &[(String, Cut)],
+        cols: &Cut,
     ) -> Result<ProjectionWeight, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
-        if let Some(layout) = self.random_layout() {
-            let rows = parts.iter().map(|(_, rows)| rows).sum();
-            let weight = Weight::random(self.stream, layout, 1, [rows, cols], rows as u64)?;
+        let rows = height(parts);
+        if let Some(layout) = self.random_layout()
+            && rows * cols.len() > 0
+        {
+            let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let Some(sources) = self.packable(parts, cols)? else {
@@ -253,15 +306,17 @@ impl<'a> Loader<'a> {
     /// A gate and up: packed with their rows in turn if both are quantised alike, else above each other.
     pub(super) fn gate_up(
         &mut self,
-        parts: &[(String, usize); 2],
-        cols: usize,
+        parts: &[(String, Cut); 2],
+        cols: &Cut,
     ) -> Result<ProjectionWeight, Error> {
         self.note_projection(parts.iter().map(|(name, _)| name));
-        if let Some(layout) = self.random_layout() {
-            let rows = parts.iter().map(|(_, rows)| rows).sum();
+        let rows = height(parts);
+        if let Some(layout) = self.random_layout()
+            && rows * cols.len() > 0
+        {
             // Neighbouring rows are of different weights.
             let layout = Layout { rows: 1, ..layout };
-            let weight = Weight::random(self.stream, layout, 1, [rows, cols], rows as u64)?;
+            let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         if let Some(sources) = self.packable(parts, cols)?
@@ -294,21 +349,21 @@ impl<'a> Loader<'a> {
     /// The sources of packed weights, if all parts can be packed; while it is only checked what is there, none.
     fn packable(
         &self,
-        parts: &[(String, usize)],
-        cols: usize,
+        parts: &[(String, Cut)],
+        cols: &Cut,
     ) -> Result<Option<Vec<Box<dyn WeightSource + 'a>>>, Error> {
         let &Source::Checkpoint(checkpoint) = &self.source else { return Ok(None) };
-        if self.quantise == Quantise::Dense {
+        if self.quantise == Quantise::Dense || height(parts) * cols.len() == 0 {
             return Ok(None);
         }
         let unusable = |problem| checkpoint.unusable(1, vec![problem]);
-        let stored = |name: &str, rows: usize| checkpoint.tensor(name, &[rows, cols]).map_err(unusable);
+        let stored = |name: &str, rows: &Cut| checkpoint.tensor(name, &[rows.of, cols.of]).map_err(unusable);
         let global = match self.quantise {
             Quantise::By(scheme) | Quantise::Requantise(scheme) if scheme.scale == ScaleType::E4m3 => {
-                let own = |(name, rows): &(String, usize)| {
-                    let Stored { data, .. } = stored(name, *rows)?;
+                let own = |(name, rows): &(String, Cut)| {
+                    let Stored { data, .. } = stored(name, rows)?;
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    Ok::<_, Error>(Quantised::new([*rows, cols], scheme, read)?.global())
+                    Ok::<_, Error>(Quantised::new([rows.of, cols.of], scheme, read)?.global())
                 };
                 // One factor for all of them, so that they are one product.
                 let globals = parts.iter().map(own).collect::<Result<Vec<f32>, _>>()?;
@@ -318,25 +373,27 @@ impl<'a> Loader<'a> {
         };
         let mut sources: Vec<Box<dyn WeightSource + 'a>> = Vec::new();
         for (name, rows) in parts {
-            let Stored { data, .. } = stored(name, *rows)?;
+            let Stored { data, .. } = stored(name, rows)?;
             let unfit = |got| {
                 let expected = "finite scales".to_owned();
                 unusable(TensorProblem::Unfit { name: name.clone(), expected, got })
             };
-            match (self.quantise.scheme(&data), data) {
+            let source: Box<dyn WeightSource + 'a> = match (self.quantise.scheme(&data), data) {
                 (Some(scheme), data) => {
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
-                    sources.push(Box::new(Quantised::with_global([*rows, cols], scheme, read, global)?));
+                    Box::new(Quantised::with_global([rows.of, cols.of], scheme, read, global)?)
                 }
                 (None, Data::Quantised(matrix)) => {
                     let Some(source) = Packable::new(matrix) else { return Ok(None) };
                     if let Some(got) = source.unsound() {
                         return Err(unfit(got).into());
                     }
-                    sources.push(Box::new(source));
+                    Box::new(source)
                 }
                 (None, _) => return Ok(None),
-            }
+            };
+            let Some(source) = part_of(source, rows, cols) else { return Ok(None) };
+            sources.push(source);
         }
         Ok(Some(sources))
     }
@@ -354,20 +411,24 @@ impl<'a> Loader<'a> {
         Ok(weights)
     }
 
-    /// Matrices of all experts, `[experts, rows, cols]`: the tensor `fused` if the checkpoint has it, else those that
-    /// `parts` names for each expert, of equal heights, above each other. Packed if all of them are quantised in
-    /// layouts that kernels take, a part's alike in all experts.
+    /// Matrices of all experts, of each these rows and columns, `[experts, rows, cols]`: the tensor `fused` if the
+    /// checkpoint has it, else those that `parts` names for each expert, of equal heights, above each other. Packed if
+    /// all of them are quantised in layouts that kernels take, a part's alike in all experts.
     pub(super) fn of_experts(
         &mut self,
         fused: &str,
-        shape: [usize; 3],
+        experts: usize,
+        [rows, cols]: [&Cut; 2],
         parts: impl Fn(usize) -> Vec<String>,
     ) -> Result<ProjectionWeight, Error> {
-        let [experts, rows, cols] = shape;
-        if let Some(layout) = self.random_layout() {
-            let whole = rows.is_multiple_of(layout.rows as usize);
+        let shape = [experts, rows.len(), cols.len()];
+        if let Some(layout) = self.random_layout()
+            && shape.iter().product::<usize>() > 0
+        {
+            let whole = rows.len().is_multiple_of(layout.rows as usize);
             let layout = Layout { rows: if whole { layout.rows } else { 1 }, ..layout };
-            let weight = Weight::random(self.stream, layout, experts, [rows, cols], rows as u64)?;
+            let size = [rows.len(), cols.len()];
+            let weight = Weight::random(self.stream, layout, experts, size, rows.len() as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let is_fused = self.contains(fused);
@@ -376,19 +437,26 @@ impl<'a> Loader<'a> {
         names.iter().flatten().for_each(|name| self.note_projection([name].into_iter()));
         if let Source::Checkpoint(checkpoint) = self.source
             && self.quantise != Quantise::Dense
-            && let Some(packed) = self.packed_experts(checkpoint, (&names, is_fused), shape)?
+            && shape.iter().product::<usize>() > 0
+            && let Some(packed) =
+                self.packed_experts(checkpoint, (&names, is_fused.then_some(experts)), [rows, cols])?
         {
             return Ok(ProjectionWeight::Packed(packed));
         }
         if is_fused {
-            let fused = self.load(self.dtype, &[(fused, shape.to_vec())], &shape)?;
-            return Ok(ProjectionWeight::Plain(fused));
+            let all = Piece {
+                shape: vec![experts, rows.of, cols.of],
+                ..Piece::new(fused, &rows.repeated(experts), &[cols.of], Some(cols))
+            };
+            return Ok(ProjectionWeight::Plain(self.load(self.dtype, &[all], &shape)?));
         }
-        let shapes: Vec<(&str, Vec<usize>)> = names
-            .iter()
-            .flat_map(|names| names.iter().map(|name| (name.as_str(), vec![rows / names.len(), cols])))
-            .collect();
-        Ok(ProjectionWeight::Plain(self.load(self.dtype, &shapes, &shape)?))
+        let of_expert = |names: &'_ Vec<String>| -> Vec<(String, Cut)> {
+            let part = |(part, name): (usize, &String)| (name.clone(), rows.within(names.len(), part));
+            names.iter().enumerate().map(part).collect()
+        };
+        let parts: Vec<(String, Cut)> = names.iter().flat_map(of_expert).collect();
+        let pieces = matrices(&parts, cols);
+        Ok(ProjectionWeight::Plain(self.load(self.dtype, &pieces, &shape)?))
     }
 
     /// Whether the checkpoint has a tensor of this name.
@@ -409,47 +477,22 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Matrices above each other (`row` is the shape of a row), with the rows of all of them then in another order:
-    /// ranges of rows, each row in one.
-    pub(super) fn reordered(
-        &mut self,
-        parts: &[(String, usize)],
-        row: &[usize],
-        order: &[Range<usize>],
-    ) -> Result<Tensor, Error> {
-        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
-        let shapes: Vec<(&str, Vec<usize>)> =
-            parts.iter().map(|(name, rows)| (name.as_str(), [&[*rows], row].concat())).collect();
-        let tensor = self.load(self.dtype, &shapes, &[&[rows], row].concat())?;
-        // While it is only checked what is there, and of random rows, the order is of no account.
-        if !matches!(self.source, Source::Checkpoint(_)) {
-            return Ok(tensor);
-        }
-        let mut reordered = Tensor::empty(self.stream, tensor.shape(), self.dtype)?;
-        let mut end = 0;
-        for range in order {
-            let to = reordered.view_mut().slice(0, end..end + range.len())?;
-            self.stream.copy(tensor.view().slice(0, range.clone())?, to)?;
-            end += range.len();
-        }
-        Ok(reordered)
-    }
-
     /// The taps of a depthwise convolution, `[channels, width]`; a checkpoint has them as `[channels, 1, width]`.
-    pub(super) fn depthwise(&mut self, name: &str, channels: usize, width: usize) -> Result<Tensor, Error> {
-        self.load(self.dtype, &[(name, vec![channels, 1, width])], &[channels, width])
+    pub(super) fn depthwise(&mut self, name: &str, channels: Cut, width: usize) -> Result<Tensor, Error> {
+        let piece = Piece::new(name, &channels, &[1, width], None);
+        self.load(self.dtype, &[piece], &[channels.len(), width])
     }
 
-    /// Vectors one after another: their names and lengths.
-    pub(super) fn vectors(&mut self, parts: &[(String, usize)]) -> Result<Tensor, Error> {
+    /// Elements of vectors, one after another.
+    pub(super) fn vectors(&mut self, parts: &[(String, Cut)]) -> Result<Tensor, Error> {
         self.vectors_as(self.dtype, parts)
     }
 
     /// The same in a type of their own.
-    pub(super) fn vectors_as(&mut self, dtype: DType, parts: &[(String, usize)]) -> Result<Tensor, Error> {
-        let shapes: Vec<(&str, Vec<usize>)> =
-            parts.iter().map(|(name, len)| (name.as_str(), vec![*len])).collect();
-        self.load(dtype, &shapes, &[parts.iter().map(|(_, len)| len).sum()])
+    pub(super) fn vectors_as(&mut self, dtype: DType, parts: &[(String, Cut)]) -> Result<Tensor, Error> {
+        let pieces: Vec<Piece<'_>> =
+            parts.iter().map(|(name, places)| Piece::new(name, places, &[], None)).collect();
+        self.load(dtype, &pieces, &[height(parts)])
     }
 
     /// The gains of a norm.
@@ -457,54 +500,62 @@ impl<'a> Loader<'a> {
         if let Source::Random { .. } = self.source {
             return Tensor::from_bytes(self.stream, &[len], self.dtype, &encode(&vec![1.0; len], self.dtype));
         }
-        self.vectors(&[(name.into(), len)])
+        self.vectors(&[(name.into(), len.into())])
     }
 
-    fn load(&mut self, dtype: DType, parts: &[(&str, Vec<usize>)], shape: &[usize]) -> Result<Tensor, Error> {
+    fn load(&mut self, dtype: DType, pieces: &[Piece<'_>], shape: &[usize]) -> Result<Tensor, Error> {
         let stream = self.stream;
         match &mut self.source {
             Source::Check(checkpoint, problems) => {
-                for (name, shape) in parts {
-                    problems.extend(checkpoint.tensor(name, shape).err());
+                for piece in pieces {
                     // A wrong file's shapes are reported as such at the end; until then their size may be anything.
-                    let bytes = shape.iter().fold(dtype.bytes(), |bytes, &size| bytes.saturating_mul(size));
+                    let bytes = piece.len().saturating_mul(dtype.bytes());
                     self.total_bytes = self.total_bytes.saturating_add(bytes as u64);
+                    if problems.seen.insert(piece.name.to_owned()) {
+                        problems.extend(checkpoint.tensor(piece.name, &piece.shape).err());
+                    }
                 }
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::List { tensors, .. } => {
-                tensors.extend(parts.iter().map(|(name, shape)| ((*name).to_owned(), shape.clone())));
+                for Piece { name, shape, .. } in pieces {
+                    // One of which rows are taken in several places is there several times in a row.
+                    if !pieces[..]
+                        .iter()
+                        .take_while(|other| !std::ptr::eq(other.name, *name))
+                        .any(|other| other.name == *name)
+                    {
+                        tensors.push(((*name).to_owned(), shape.clone()));
+                    }
+                }
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::Checkpoint(checkpoint) => {
-                let unusable = |problem| checkpoint.unusable(1, vec![problem]);
+                let checkpoint = *checkpoint;
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
                 let (len, mut done) = (tensor.len(), 0);
                 let mut buffer = Vec::new();
-                for (name, shape) in parts {
-                    let Stored { data, .. } = checkpoint.tensor(name, shape).map_err(unusable)?;
-                    let (pieces, piece) = data.pieces();
-                    let step = (BUFFER_ELEMS / piece.max(1)).max(1);
-                    for start in (0..pieces).step_by(step) {
-                        let range = start..pieces.min(start + step);
-                        let elements = range.len() * piece;
-                        let bytes = match data.borrow(range.clone(), dtype) {
-                            Some(bytes) => bytes,
-                            None => {
-                                buffer.resize(elements * dtype.bytes(), 0);
-                                data.read(range, dtype, &mut buffer).map_err(|got| {
-                                    let (name, expected) = ((*name).to_owned(), "finite scales".to_owned());
-                                    unusable(TensorProblem::Unfit { name, expected, got })
-                                })?;
-                                &buffer
-                            }
-                        };
-                        let mut target =
-                            tensor.view_mut().reshape(&[len])?.slice(0, done..done + elements)?;
-                        target.write_bytes(stream, bytes)?;
-                        done += elements;
-                        self.loaded_bytes += bytes.len() as u64;
-                        tell(self.progress, self.loaded_bytes, self.total_bytes)?;
+                for piece in pieces {
+                    let unfit = |got| {
+                        let (name, expected) = (piece.name.to_owned(), "finite scales".to_owned());
+                        checkpoint.unusable(1, vec![TensorProblem::Unfit { name, expected, got }])
+                    };
+                    let Stored { data, .. } = checkpoint
+                        .tensor(piece.name, &piece.shape)
+                        .map_err(|problem| checkpoint.unusable(1, vec![problem]))?;
+                    let step = (BUFFER_ELEMS / piece.cols.len().max(1)).max(1);
+                    for rows in &piece.rows.ranges {
+                        for start in rows.clone().step_by(step) {
+                            let rows = start..rows.end.min(start + step);
+                            let elements = rows.len() * piece.cols.len();
+                            let bytes = read(&data, piece, rows, dtype, &mut buffer).map_err(unfit)?;
+                            let mut target =
+                                tensor.view_mut().reshape(&[len])?.slice(0, done..done + elements)?;
+                            target.write_bytes(stream, bytes)?;
+                            done += elements;
+                            self.loaded_bytes += bytes.len() as u64;
+                            tell(self.progress, self.loaded_bytes, self.total_bytes)?;
+                        }
                     }
                 }
                 Ok(tensor)
@@ -513,19 +564,93 @@ impl<'a> Loader<'a> {
             Source::Random { block, .. } if block.dtype() != dtype => Tensor::zeros(stream, shape, dtype),
             Source::Random { block, start } => {
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
-                let len = tensor.len();
+                let (len, whole) =
+                    (tensor.len(), pieces.iter().map(|piece| piece.rows.of * piece.row).sum::<usize>());
+                // Ranks that have the same of a tensor have the same numbers, and those that have not, others.
+                let mut at = (*start + pieces.first().map_or(0, Piece::start)) % RANDOM_BLOCK;
                 let mut done = 0;
                 while done < len {
-                    let part = (RANDOM_BLOCK - *start).min(len - done);
+                    let part = (RANDOM_BLOCK - at).min(len - done);
                     let target = tensor.view_mut().reshape(&[len])?.slice(0, done..done + part)?;
-                    stream.copy(block.view().slice(0, *start..*start + part)?, target)?;
+                    stream.copy(block.view().slice(0, at..at + part)?, target)?;
                     done += part;
-                    *start = (*start + part) % RANDOM_BLOCK;
+                    at = (at + part) % RANDOM_BLOCK;
                 }
+                *start = (*start + whole) % RANDOM_BLOCK;
                 Ok(tensor)
             }
         }
     }
+}
+
+/// Rows of matrices, of each these columns.
+fn matrices<'n>(parts: &'n [(String, Cut)], cols: &Cut) -> Vec<Piece<'n>> {
+    parts.iter().map(|(name, rows)| Piece::new(name, rows, &[cols.of], Some(cols))).collect()
+}
+
+/// Rows of all of them.
+fn height(parts: &[(String, Cut)]) -> usize {
+    parts.iter().map(|(_, rows)| rows.len()).sum()
+}
+
+/// Whether a weight of this layout has these rows and columns by themselves.
+fn can_be_cut(layout: &Layout, rows: &Cut, cols: &Cut) -> bool {
+    let is_all = rows.is_all() && cols.is_all();
+    is_all
+        || matches!(&cols.ranges[..], [own] if WeightPart::<&dyn WeightSource>::fits(layout, [rows.of, cols.of], &rows.ranges, own))
+}
+
+/// These rows and columns of a weight; none if that is not between its groups and blocks.
+fn part_of<'a>(
+    source: Box<dyn WeightSource + 'a>,
+    rows: &Cut,
+    cols: &Cut,
+) -> Option<Box<dyn WeightSource + 'a>> {
+    match &cols.ranges[..] {
+        _ if rows.is_all() && cols.is_all() => Some(source),
+        [cols] => Some(Box::new(WeightPart::new(source, rows.ranges.clone(), cols.clone())?)),
+        _ => None,
+    }
+}
+
+/// Rows of a tensor in this type, of each the columns that are taken: from the file, or through the buffer. Of floats
+/// nothing else is read.
+fn read<'b>(
+    data: &Data<'b>,
+    piece: &Piece<'_>,
+    rows: Range<usize>,
+    dtype: DType,
+    buffer: &'b mut Vec<u8>,
+) -> Result<&'b [u8], String> {
+    let (row, cols) = (piece.row, &piece.cols);
+    // In what they can be read: elements, or rows.
+    let (_, unit) = data.pieces();
+    let units = |elements: Range<usize>| elements.start / unit.max(1)..elements.end / unit.max(1);
+    if cols.len() == row {
+        let all = units(rows.start * row..rows.end * row);
+        if let Some(bytes) = data.borrow(all.clone(), dtype) {
+            return Ok(bytes);
+        }
+        buffer.resize(rows.len() * row * dtype.bytes(), 0);
+        data.read(all, dtype, buffer)?;
+        return Ok(buffer);
+    }
+    let width = cols.len() * dtype.bytes();
+    buffer.resize(rows.len() * width, 0);
+    let mut whole = vec![0; if unit == 1 { 0 } else { row * dtype.bytes() }];
+    for (out, index) in std::iter::zip(buffer.chunks_exact_mut(width.max(1)), rows) {
+        let start = index * row;
+        let own = start + cols.start..start + cols.end;
+        if unit != 1 {
+            data.read(units(start..start + row), dtype, &mut whole)?;
+            out.copy_from_slice(&whole[cols.start * dtype.bytes()..][..width]);
+        } else if let Some(bytes) = data.borrow(own.clone(), dtype) {
+            out.copy_from_slice(bytes);
+        } else {
+            data.read(own, dtype, out)?;
+        }
+    }
+    Ok(buffer)
 }
 
 /// Values in their storage type.

@@ -7,12 +7,15 @@ use std::sync::Arc;
 
 use abi::DType;
 
+use super::config::DecoderConfig;
 use super::decoder::Decoder;
 use super::error::{Excerpt, list};
 use super::loader::{Listed, LoadProgress, Loader, Quantise};
+use super::part::Part;
 use super::{Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
 use host::Device;
 use host::Error;
+use host::group::Communicator;
 
 /// A model on a device. Cheap to clone; the weights are shared and never written.
 #[derive(Clone, Debug)]
@@ -23,6 +26,8 @@ pub struct Model {
     tower: Option<Arc<VisionTower>>,
     dtype: DType,
     report: Arc<LoadReport>,
+    /// Of a group, which has the model together; and what of the decoder is here then.
+    rank: Option<(Communicator, Arc<DecoderConfig>)>,
 }
 
 /// What of a model's files was not used. Its text is a line, with the first names of each kind.
@@ -106,15 +111,47 @@ impl Model {
         quantise: Quantise,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Self, Error> {
+        Self::load_part((device, None), checkpoint, dtype, quantise, progress)
+    }
+
+    /// A rank's part of a model that the ranks of a group have together: all of them load the same files, and then
+    /// make the same calls. Each has its share of the heads of attention and delta nets, of the columns of gated MLPs
+    /// and of every expert, and of the tokens of the head; of the files it reads that alone. The results are the same
+    /// at all ranks.
+    ///
+    /// A quantised weight that would be cut inside of a group or block is dequantised.
+    ///
+    /// **Errors**: as [`Model::quantised_while`].
+    pub fn of_rank(
+        rank: &Communicator,
+        checkpoint: &Checkpoint,
+        dtype: DType,
+        quantise: Quantise,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<Self, Error> {
+        Self::load_part((rank.device(), Some(rank)), checkpoint, dtype, quantise, progress)
+    }
+
+    fn load_part(
+        (device, rank): (&Device, Option<&Communicator>),
+        checkpoint: &Checkpoint,
+        dtype: DType,
+        quantise: Quantise,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<Self, Error> {
         let config = checkpoint.config().clone();
         check(&config, dtype)?;
+        let part = match rank {
+            Some(rank) => Part::new(rank.rank(), rank.size(), checkpoint.unit(quantise)?),
+            None => Part::WHOLE,
+        };
         let stream = device.stream()?;
         let build = |loader: &mut Loader<'_>| build(&config, loader);
-        let parts = Loader::from_checkpoint(checkpoint, &stream, (dtype, quantise), progress, build)?;
+        let parts = Loader::from_checkpoint(checkpoint, (&stream, part), (dtype, quantise), progress, build)?;
         stream.synchronize()?;
         let unused_tensors = checkpoint.unused_tensors();
         let report = LoadReport { unread_keys: config.unread_keys.clone(), unused_tensors };
-        Ok(Self { report: Arc::new(report), ..Self::new(device, config, parts, dtype) })
+        Ok(Self { report: Arc::new(report), ..Self::new((device, rank), part, config, parts, dtype) })
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
@@ -135,11 +172,34 @@ impl Model {
         quantise: Quantise,
         seed: u64,
     ) -> Result<Self, Error> {
+        Self::random_part((device, None), config, dtype, quantise, seed)
+    }
+
+    /// The same as a rank's part of it: see [`Model::of_rank`]. What all ranks have is the same at all of them.
+    pub fn random_of_rank(
+        rank: &Communicator,
+        config: ModelConfig,
+        dtype: DType,
+        quantise: Quantise,
+        seed: u64,
+    ) -> Result<Self, Error> {
+        Self::random_part((rank.device(), Some(rank)), config, dtype, quantise, seed)
+    }
+
+    fn random_part(
+        (device, rank): (&Device, Option<&Communicator>),
+        config: ModelConfig,
+        dtype: DType,
+        quantise: Quantise,
+        seed: u64,
+    ) -> Result<Self, Error> {
         check(&config, dtype)?;
+        let part = rank.map_or(Part::WHOLE, |rank| Part::new(rank.rank(), rank.size(), quantise.unit()));
         let stream = device.stream()?;
-        let parts = Loader::random(seed, &stream, (dtype, quantise), |loader| build(&config, loader))?;
+        let parts =
+            Loader::random(seed, (&stream, part), (dtype, quantise), |loader| build(&config, loader))?;
         stream.synchronize()?;
-        Ok(Self::new(device, config, parts, dtype))
+        Ok(Self::new((device, rank), part, config, parts, dtype))
     }
 
     /// Names and shapes of the tensors that a model of this configuration takes from a checkpoint, experts one by one.
@@ -156,14 +216,28 @@ impl Model {
     }
 
     fn new(
-        device: &Device,
+        (device, rank): (&Device, Option<&Communicator>),
+        part: Part,
         config: ModelConfig,
         (decoder, tower): (Decoder, Option<VisionTower>),
         dtype: DType,
     ) -> Self {
         let (decoder, tower) = (Arc::new(decoder), tower.map(Arc::new));
         let report = Arc::default();
-        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype, report }
+        let own = rank
+            .filter(|rank| rank.size() > 1)
+            .map(|rank| (rank.clone(), Arc::new(part.of(&config.decoder))));
+        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype, report, rank: own }
+    }
+
+    /// The rank that it is a part at, if there are others.
+    pub fn rank(&self) -> Option<&Communicator> {
+        self.rank.as_ref().map(|(rank, _)| rank)
+    }
+
+    /// What of the decoder is here.
+    pub(super) fn own_decoder(&self) -> &DecoderConfig {
+        self.rank.as_ref().map_or(&self.config.decoder, |(_, own)| own)
     }
 
     /// Where it is.

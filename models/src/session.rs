@@ -147,7 +147,7 @@ impl Session {
         options.check(model.config())?;
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
-        let config = &model.config().decoder;
+        let config = model.own_decoder();
         let &DecoderConfig { vocab_size, .. } = config;
         let (stream, dtype) = (model.device().stream()?, model.dtype());
         let prefill_rows = match logits {
@@ -159,8 +159,8 @@ impl Session {
             let (ragged, page_tokens, pages) = (false, None, 0);
             let group = GroupPhase { sequences, seq, tokens, ragged, capacity, page_tokens, pages };
             let (stream, groups) = (&stream, &[group]);
-            let phase =
-                Phase { stream, config, dtype, tokens, sizes: &[], groups, logit_rows, chooses: false };
+            let (rank, sizes, chooses) = (model.rank(), [].as_slice(), false);
+            let phase = Phase { stream, config, dtype, tokens, sizes, groups, logit_rows, chooses, rank };
             DecoderBlock::new(&phase, model.decoder())
         };
         let (prefill, decode) = (block(1, chunk, prefill_rows)?, block(batch, 1, batch)?);

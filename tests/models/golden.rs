@@ -4,12 +4,18 @@ use testkit::golden;
 
 use super::*;
 
-/// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens; on a
-/// simulated card of the first sequence alone, and some of the tokens.
+/// Logits, hidden states layer by layer and greedy tokens in f32, with the prompt in pieces of `chunk` tokens.
 fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
-    let (sequences, tokens) =
-        if matches!(device.place(), Place::Simulated(_)) { (1, 6) } else { (usize::MAX, usize::MAX) };
-    let mut session = session(device, &case.folder, DType::F32, options(case, chunk))?;
+    session_matches(&mut session(device, &case.folder, DType::F32, options(case, chunk))?, case).map(|_| ())
+}
+
+/// The same of a session in f32; on a simulated card of the first sequence alone, and some of the tokens. Gives the
+/// logits.
+pub(super) fn session_matches(session: &mut Session, case: &Case) -> Result<Vec<f32>, Box<dyn StdError>> {
+    let device = session.model().device().clone();
+    let is_simulated = matches!(device.place(), Place::Simulated(_));
+    let (sequences, tokens) = if is_simulated { (1, 6) } else { (usize::MAX, usize::MAX) };
+    let mut all = Vec::new();
     let (grids, patches) = case.images();
     let visuals = visuals((&grids, patches));
     let num_layers = session.model().config().decoder.layers.len();
@@ -60,10 +66,11 @@ fn matches_transformers(device: &Device, case: &Case, chunk: usize) -> Outcome {
         assert!(error <= 1e-4, "{}, {device:?}, sequence {index}: logits: {error:.2e}", case.name);
         if let (0, Some(mut want)) = (index, case.greedy()) {
             want.truncate(tokens);
-            assert_eq!(go_on(&mut session, want.len())?, want, "{}, {device:?}: greedy tokens", case.name);
+            assert_eq!(go_on(session, want.len())?, want, "{}, {device:?}: greedy tokens", case.name);
         }
+        all.extend(logits);
     }
-    Ok(())
+    Ok(all)
 }
 
 #[test]

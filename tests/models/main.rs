@@ -3,6 +3,7 @@
 mod batch;
 mod files;
 mod golden;
+mod group;
 mod images;
 mod published;
 mod sampling;

@@ -8,7 +8,7 @@ mod pack;
 mod quantise;
 
 use std::fmt;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 
 use abi::DType;
 use abi::weight::{SUPER_K, TILE_K, TILE_ROWS, WeightDims};
@@ -129,6 +129,97 @@ impl<S: WeightSource> WeightSource for RowScales<S> {
 
     fn global(&self) -> f32 {
         self.0.global()
+    }
+}
+
+/// Some of a matrix's rows, in this order, and of each these columns.
+pub struct Part<S> {
+    source: S,
+    rows: Vec<Range<usize>>,
+    cols: Range<usize>,
+}
+
+impl<S: WeightSource> Part<S> {
+    /// None if they are not in the matrix, or what shares a scale is not taken as a whole: groups of columns, blocks of
+    /// rows (but for the last block).
+    pub fn new(source: S, rows: Vec<Range<usize>>, cols: Range<usize>) -> Option<Self> {
+        let fits = Self::fits(&source.layout(), source.size(), &rows, &cols);
+        fits.then_some(Part { source, rows, cols })
+    }
+
+    /// Whether a matrix of this layout and size can be cut there.
+    pub fn fits(layout: &Layout, [n, k]: [usize; 2], rows: &[Range<usize>], cols: &Range<usize>) -> bool {
+        let block = layout.rows as usize;
+        let group = match layout.group as usize {
+            _ if layout.scale.has_supers() => SUPER_K as usize,
+            0 => 1,
+            group => group,
+        };
+        let last = rows.len().saturating_sub(1);
+        let is_whole = |(index, range): (usize, &Range<usize>)| {
+            let ends = index == last || range.end.is_multiple_of(block);
+            range.start <= range.end && range.end <= n && range.start.is_multiple_of(block) && ends
+        };
+        let are_rows = rows.iter().enumerate().all(is_whole);
+        let are_cols = cols.start <= cols.end && cols.end <= k && cols.start.is_multiple_of(group);
+        let ends = cols.end == k || cols.end.is_multiple_of(group);
+        are_rows && are_cols && ends
+    }
+
+    fn row(&self, mut row: usize) -> usize {
+        for range in &self.rows {
+            if row < range.len() {
+                return range.start + row;
+            }
+            row -= range.len();
+        }
+        // There is none; the source says so.
+        usize::MAX
+    }
+
+    fn group(&self, group: usize) -> usize {
+        // One of all of a row is the first.
+        self.cols.start.checked_div(self.source.layout().group as usize).map_or(group, |first| first + group)
+    }
+}
+
+impl<S: WeightSource> WeightSource for Part<S> {
+    fn size(&self) -> [usize; 2] {
+        [self.rows.iter().map(ExactSizeIterator::len).sum(), self.cols.len()]
+    }
+
+    fn layout(&self) -> Layout {
+        self.source.layout()
+    }
+
+    fn codes(&self, row: usize, codes: &mut [u8]) {
+        let [_, k] = self.source.size();
+        if self.cols == (0..k) {
+            return self.source.codes(self.row(row), codes);
+        }
+        let mut all = vec![0; k];
+        self.source.codes(self.row(row), &mut all);
+        codes.copy_from_slice(&all[self.cols.clone()]);
+    }
+
+    fn scale(&self, row: usize, group: usize) -> u32 {
+        self.source.scale(self.row(row), self.group(group))
+    }
+
+    fn zero(&self, row: usize, group: usize) -> u8 {
+        self.source.zero(self.row(row), self.group(group))
+    }
+
+    fn minimum(&self, row: usize, group: usize) -> u32 {
+        self.source.minimum(self.row(row), self.group(group))
+    }
+
+    fn supers(&self, row: usize, stretch: usize) -> [u16; 2] {
+        self.source.supers(self.row(row), self.cols.start / SUPER_K as usize + stretch)
+    }
+
+    fn global(&self) -> f32 {
+        self.source.global()
     }
 }
 

@@ -119,7 +119,7 @@ impl Batch {
         options.check()?;
         let BatchOptions { max_sequences, max_step_tokens: tokens, capacity, page_tokens, pages, .. } =
             options;
-        let config = &model.config().decoder;
+        let config = model.own_decoder();
         let &DecoderConfig { vocab_size, .. } = config;
         let (stream, dtype, logit_rows) = (model.device().stream()?, model.dtype(), options.logit_rows());
         let (ones, severals) = (options.max_ones(), options.max_severals());
@@ -144,6 +144,7 @@ impl Batch {
             groups: &groups,
             logit_rows,
             chooses: true,
+            rank: model.rank(),
         };
         let block = DecoderBlock::new(&phase, model.decoder())?;
         let cache = |mixer| Cache::new(mixer, &stream, dtype, [pages, page_tokens], max_sequences);

@@ -7,6 +7,7 @@ use abi::DType;
 use super::{Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::Stream;
 use host::ops::attention::{self, AttentionProblem, Mask};
@@ -40,19 +41,21 @@ impl SelfAttention {
             config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (q, k, v, o) = (name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj"));
-        let (q_rows, kv_rows) = (heads_q * head_dim, heads_kv * head_dim);
-        let rows = [(q.as_str(), q_rows), (k.as_str(), kv_rows), (v.as_str(), kv_rows)];
+        let part = loader.part();
+        let [q_heads, kv_heads] = part.heads(config);
+        let q_rows = Cut::range(heads_q, q_heads.clone()).times(head_dim);
+        let kv_rows = Cut::range(heads_kv, kv_heads).times(head_dim);
+        let (k, v) = ((k.as_str(), kv_rows.clone()), (v.as_str(), kv_rows));
+        let cols = hidden_size.into();
         let qkv = if output_gate {
             // A checkpoint has the rows of each head's q, then those of its gate.
-            let head = |part: usize| {
-                (part..2 * heads_q).step_by(2).map(|part| part * head_dim..(part + 1) * head_dim)
+            let rows = |gate: usize| {
+                let ranges = q_heads.clone().map(|head| 2 * head + gate..2 * head + gate + 1).collect();
+                (q.as_str(), Cut { of: 2 * heads_q, ranges }.times(head_dim))
             };
-            let key_values = 2 * q_rows..2 * q_rows + 2 * kv_rows;
-            let order: Vec<_> = head(0).chain([key_values]).chain(head(1)).collect();
-            Linear::reordered(loader, &[(&q, 2 * q_rows), rows[1], rows[2]], hidden_size, bias, &order)?
-                .into()
+            Linear::new(loader, &[rows(0), k, v, rows(1)], &cols, bias)?.into()
         } else {
-            Projection::new(loader, &rows, hidden_size, bias)?
+            Projection::new(loader, &[(q.as_str(), q_rows.clone()), k, v], &cols, bias)?
         };
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
@@ -60,7 +63,12 @@ impl SelfAttention {
             qkv,
             q_norm,
             k_norm,
-            o: Projection::new(loader, &[(o.as_str(), hidden_size)], q_rows, output_bias)?,
+            o: Projection::new(
+                loader,
+                &[(o.as_str(), hidden_size.into())],
+                &q_rows,
+                output_bias && part.is_first(),
+            )?,
         })
     }
 }
@@ -137,8 +145,7 @@ impl AttentionBlock {
         config: &AttentionConfig,
         weights: &SelfAttention,
     ) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, window, output_gate } =
-            config;
+        let &AttentionConfig { heads_q, heads_kv, head_dim, qk_norm, window, output_gate, .. } = config;
         let &Phase { stream, dtype, .. } = phase;
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
         let (device, norm) = (stream.device(), phase.config.norm);
@@ -165,10 +172,10 @@ impl AttentionBlock {
             };
             let gate = GluProblem { rows: tokens, cols: q_cols, dtype, activation: Activation::Sigmoid };
             Ok(AttentionPlans {
-                qkv: ProjectionPlan::new(&phase, &weights.qkv, qkv_cols, hidden_size, bias)?,
+                qkv: ProjectionPlan::new(&phase, &weights.qkv, qkv_cols, hidden_size)?,
                 norm_rope: QkNormRope::plan(device, norm_rope)?,
                 gate: output_gate.then(|| Glu::plan(device, gate)).transpose()?,
-                o: ProjectionPlan::new(&phase, &weights.o, hidden_size, q_cols, output_bias)?,
+                o: ProjectionPlan::new(&phase, &weights.o, hidden_size, q_cols)?,
             })
         })?;
         let attention = phase.groups.iter().map(|group| group.attention(phase, problem));

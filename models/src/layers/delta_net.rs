@@ -1,10 +1,13 @@
 //! The gated delta net: linear attention with a state of fixed size.
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::{GroupPhase, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::DeltaNetConfig;
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::Stream;
 use host::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProblem};
@@ -48,29 +51,41 @@ impl DeltaNet {
         // A checkpoint has them by key head: q | k | v | z of the first, of the second, …; then b | a in the same way.
         let group = heads_v / heads_k;
         let (values, per_head) = (group * dim_v, 2 * dim_k + 2 * group * dim_v);
-        let by_head = |first: usize, per_head: usize, start: usize, len: usize| {
-            (0..heads_k).map(move |head| {
-                let start = first + head * per_head + start;
-                start..start + len
-            })
+        let heads = loader.part().key_heads(config);
+        let by_head = |per_head: usize, parts: &[Range<usize>]| {
+            let of_part = |part: &Range<usize>| {
+                let (start, end) = (part.start, part.end);
+                heads.clone().map(move |head| head * per_head + start..head * per_head + end)
+            };
+            Cut { of: heads_k * per_head, ranges: parts.iter().flat_map(of_part).collect() }
         };
-        let gates = heads_k * per_head;
-        let order: Vec<_> = by_head(0, per_head, 0, dim_k)
-            .chain(by_head(0, per_head, dim_k, dim_k))
-            .chain(by_head(0, per_head, 2 * dim_k, values))
-            .chain(by_head(0, per_head, 2 * dim_k + values, values))
-            .chain(by_head(gates, 2 * group, 0, group))
-            .chain(by_head(gates, 2 * group, group, group))
-            .collect();
-        let rows = [(qkvz.as_str(), gates), (ba.as_str(), 2 * heads_v)];
-        let per_value_head = |part: &str| [(name(part), heads_v)];
+        let ends = [0, dim_k, 2 * dim_k, 2 * dim_k + values, per_head];
+        let parts = [0, 1, 2, 3].map(|part| ends[part]..ends[part + 1]);
+        let rows = [
+            (qkvz.as_str(), by_head(per_head, &parts)),
+            (ba.as_str(), by_head(2 * group, &[0..group, group..2 * group])),
+        ];
+        let own_values = Cut::range(heads_k, heads.clone()).times(group);
+        // Those of q, of k and of v.
+        let mut channels = Cut::range(heads_k, heads.clone()).times(dim_k).repeated(2);
+        let keys = channels.of;
+        channels.of = config.channels();
+        channels
+            .ranges
+            .extend(own_values.times(dim_v).ranges.iter().map(|range| keys + range.start..keys + range.end));
+        let per_value_head = |part: &str| [(name(part), own_values.clone())];
         Ok(DeltaNet {
-            input: Linear::reordered(loader, &rows, hidden_size, false, &order)?,
-            conv: loader.depthwise(&name("conv1d.weight"), config.channels(), conv_width)?,
+            input: Linear::new(loader, &rows, &hidden_size.into(), false)?,
+            conv: loader.depthwise(&name("conv1d.weight"), channels, conv_width)?,
             a_log: loader.vectors_as(DType::F32, &per_value_head("A_log"))?,
             dt_bias: loader.vectors_as(DType::F32, &per_value_head("dt_bias"))?,
             norm: loader.gain(&name("norm.weight"), dim_v)?,
-            out: Projection::new(loader, &[(out.as_str(), hidden_size)], heads_v * dim_v, false)?,
+            out: Projection::new(
+                loader,
+                &[(out.as_str(), hidden_size.into())],
+                &own_values.times(dim_v),
+                false,
+            )?,
         })
     }
 }
@@ -167,7 +182,7 @@ impl DeltaNetBlock {
             Ok(DeltaNetPlans {
                 input: phase.matmul(cols, hidden_size, false)?,
                 norm: RmsNorm::plan(device, norm)?,
-                out: ProjectionPlan::new(&phase, &weights.out, hidden_size, heads_v * dim_v, false)?,
+                out: ProjectionPlan::new(&phase, &weights.out, hidden_size, heads_v * dim_v)?,
             })
         })?;
         let over_time = |group: &GroupPhase| -> Result<_, Error> {

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::config::LatentConfig;
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::Stream;
 use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
@@ -49,23 +50,26 @@ impl LatentAttention {
         let &LatentConfig { heads, q_latent, latent, value, bias, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (q_a, kv_a) = (name("q_a_proj"), name("kv_a_proj_with_mqa"));
-        let (q_cols, cached) = (heads * config.head_dim(), config.row());
+        let part = loader.part();
+        let heads = Cut::range(heads, part.latent_heads(config));
+        let (q_cols, cached, hidden) = (heads.times(config.head_dim()), config.row(), hidden_size.into());
         let (a, q_norm, q_b) = match q_latent {
             Some(width) => (
-                Projection::new(loader, &[(&q_a, width), (&kv_a, cached)], hidden_size, bias)?,
+                Projection::new(loader, &[(&q_a, width.into()), (&kv_a, cached.into())], &hidden, bias)?,
                 Some(loader.gain(&name("q_a_layernorm.weight"), width)?),
-                Projection::new(loader, &[(&name("q_b_proj"), q_cols)], width, false)?,
+                Projection::new(loader, &[(&name("q_b_proj"), q_cols)], &width.into(), false)?,
             ),
             None => (
-                Projection::new(loader, &[(&kv_a, cached)], hidden_size, bias)?,
+                Projection::new(loader, &[(&kv_a, cached.into())], &hidden, bias)?,
                 None,
-                Projection::new(loader, &[(&name("q_proj"), q_cols)], hidden_size, false)?,
+                Projection::new(loader, &[(&name("q_proj"), q_cols)], &hidden, false)?,
             ),
         };
         let kv_norm = loader.gain(&name("kv_a_layernorm.weight"), latent)?;
-        let kv_b = loader.matrix(&name("kv_b_proj.weight"), heads * (config.nope + value), latent)?;
+        let kv_b = loader.matrix(&name("kv_b_proj.weight"), heads.times(config.nope + value), latent)?;
         let k_b = transposed_keys(config, loader.stream(), &kv_b)?;
-        let o = Projection::new(loader, &[(&name("o_proj"), hidden_size)], heads * value, bias)?;
+        let o_bias = bias && part.is_first();
+        let o = Projection::new(loader, &[(&name("o_proj"), hidden)], &heads.times(value), o_bias)?;
         Ok(LatentAttention { a, q_b, q_norm, kv_norm, kv_b, k_b, o })
     }
 
@@ -77,11 +81,13 @@ impl LatentAttention {
 
 /// The key parts of `kv_b`, `[heads, latent, nope]`; no elements while the loader only notes what it will load.
 fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Result<Tensor, Error> {
-    let &LatentConfig { heads, nope, latent, value, .. } = config;
+    let &LatentConfig { nope, latent, value, .. } = config;
     let dtype = kv_b.dtype();
     if kv_b.is_empty() {
         return Tensor::empty(stream, &[0], dtype);
     }
+    // A rank of a group has some of them.
+    let heads = kv_b.shape()[0] / (nope + value);
     let mut k_b = Tensor::empty(stream, &[heads, latent, nope], dtype)?;
     let keys = kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, 0..nope)?;
     let copy = Copy::plan(stream.device(), CopyProblem { elements: keys.len(), src: dtype, dst: dtype })?;
@@ -191,7 +197,7 @@ struct Naive {
 
 impl LatentPlans {
     fn new(phase: &Phase<'_>, config: &LatentConfig, weights: &LatentAttention) -> Result<Self, Error> {
-        let &LatentConfig { heads, q_latent, latent, rope, value, bias, eps, style, .. } = config;
+        let &LatentConfig { heads, q_latent, latent, rope, value, eps, style, .. } = config;
         let &Phase { dtype, stream, tokens, .. } = phase;
         let (device, hidden_size) = (stream.device(), phase.config.hidden_size);
         let norm = |cols| {
@@ -205,14 +211,14 @@ impl LatentPlans {
         let (q_cols, a_cols) = (heads * config.head_dim(), q_latent.unwrap_or(0) + config.row());
         let append = KvAppendProblem { tokens, heads: 1, head_dim: config.row(), dtype };
         Ok(LatentPlans {
-            a: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size, bias)?,
+            a: ProjectionPlan::new(phase, &weights.a, a_cols, hidden_size)?,
             q_norm: q_latent.map(norm).transpose()?,
             kv_norm: norm(latent)?,
-            q_b: ProjectionPlan::new(phase, &weights.q_b, q_cols, q_latent.unwrap_or(hidden_size), false)?,
+            q_b: ProjectionPlan::new(phase, &weights.q_b, q_cols, q_latent.unwrap_or(hidden_size))?,
             q_rope: rotated(heads)?,
             k_rope: rotated(1)?,
             append: KvAppend::plan(device, append)?,
-            o: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value, bias)?,
+            o: ProjectionPlan::new(phase, &weights.o, hidden_size, heads * value)?,
         })
     }
 

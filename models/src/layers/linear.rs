@@ -1,8 +1,7 @@
 //! Linear layers.
 
-use std::ops::Range;
-
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::Stream;
 use host::ops::matmul::{Matmul, MatmulArgs};
@@ -21,31 +20,15 @@ impl Linear {
     /// Several projections of the same input as one: their rows above each other.
     pub(crate) fn new(
         loader: &mut Loader<'_>,
-        parts: &[(&str, usize)],
-        cols: usize,
+        parts: &[(&str, Cut)],
+        cols: &Cut,
         bias: bool,
     ) -> Result<Self, Error> {
-        let named = |suffix: &str| -> Vec<(String, usize)> {
-            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
+        let named = |suffix: &str| -> Vec<(String, Cut)> {
+            parts.iter().map(|(name, rows)| (format!("{name}.{suffix}"), rows.clone())).collect()
         };
         let weight = loader.stacked(&named("weight"), cols)?;
         let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
-        Ok(Linear { weight, bias })
-    }
-
-    /// The same with the rows of all of them in another order: ranges of rows, each row in one.
-    pub(crate) fn reordered(
-        loader: &mut Loader<'_>,
-        parts: &[(&str, usize)],
-        cols: usize,
-        bias: bool,
-        order: &[Range<usize>],
-    ) -> Result<Self, Error> {
-        let named = |suffix: &str| -> Vec<(String, usize)> {
-            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
-        };
-        let weight = loader.reordered(&named("weight"), &[cols], order)?;
-        let bias = if bias { Some(loader.reordered(&named("bias"), &[], order)?) } else { None };
         Ok(Linear { weight, bias })
     }
 

@@ -5,6 +5,7 @@ use abi::ops::glu::Activation;
 use super::{Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::OptimizationReport;
 use host::{Tensor, TensorView, TensorViewMut};
@@ -28,11 +29,12 @@ impl Mlp {
         prefix: &str,
     ) -> Result<Self, Error> {
         let &MlpConfig { intermediate_size, activation } = config;
+        let inner = Cut::range(intermediate_size, loader.part().columns(config));
         let (gate, up, down) =
             (format!("{prefix}.gate_proj"), format!("{prefix}.up_proj"), format!("{prefix}.down_proj"));
         Ok(Mlp {
-            gate_up: Projection::gate_up(loader, [&gate, &up], intermediate_size, hidden_size)?,
-            down: Projection::new(loader, &[(down.as_str(), hidden_size)], intermediate_size, false)?,
+            gate_up: Projection::gate_up(loader, [&gate, &up], &inner, &hidden_size.into())?,
+            down: Projection::new(loader, &[(down.as_str(), hidden_size.into())], &inner, false)?,
             activation,
         })
     }
@@ -64,7 +66,7 @@ impl MlpBlock {
         let plans = phase.plans(|phase| {
             Ok(MlpPlans {
                 gate_up: ProjectionPlan::gated(&phase, &weights.gate_up, inner, hidden_size, activation)?,
-                down: ProjectionPlan::new(&phase, &weights.down, hidden_size, inner, false)?,
+                down: ProjectionPlan::new(&phase, &weights.down, hidden_size, inner)?,
             })
         })?;
         Ok(MlpBlock { plans, activated: phase.rows(&[inner])? })

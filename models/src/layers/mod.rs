@@ -31,6 +31,7 @@ pub(super) use group::{Group, GroupPhase, Keys, Span, Visible};
 use host::Error;
 use host::OptimizationReport;
 use host::Stream;
+use host::group::Communicator;
 use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
@@ -135,6 +136,8 @@ pub(super) struct Phase<'a> {
     pub(super) logit_rows: usize,
     /// Whether they may be of tokens by number.
     pub(super) chooses: bool,
+    /// The rank of a group whose part of the model it is, if there are others.
+    pub(super) rank: Option<&'a Communicator>,
 }
 
 impl<'a> Phase<'a> {
@@ -356,6 +359,8 @@ impl FeedForward {
 /// A mixer planned for one phase, with the memory between its operators.
 #[derive(Debug)]
 pub(super) enum MixerBlock {
+    /// Of a rank that has none of the heads.
+    Idle,
     Attention(Box<AttentionBlock>),
     DeltaNet(Box<DeltaNetBlock>),
     Latent(Box<LatentBlock>),
@@ -364,7 +369,13 @@ pub(super) enum MixerBlock {
 impl MixerBlock {
     /// For layers whose weights are quantised as these are.
     pub(super) fn new(phase: &Phase<'_>, config: &MixerConfig, weights: &Mixer) -> Result<Self, Error> {
+        let heads = match config {
+            MixerConfig::Attention(config) => config.heads_q,
+            MixerConfig::DeltaNet(config) => config.heads_k,
+            MixerConfig::Latent(config) => config.heads,
+        };
         match (config, weights) {
+            _ if heads == 0 => Ok(MixerBlock::Idle),
             (MixerConfig::Attention(config), Mixer::Attention(weights)) => {
                 Ok(MixerBlock::Attention(Box::new(AttentionBlock::new(phase, config, weights)?)))
             }
@@ -380,6 +391,7 @@ impl MixerBlock {
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         match self {
+            MixerBlock::Idle => Vec::new(),
             MixerBlock::Attention(block) => block.reports(),
             MixerBlock::DeltaNet(block) => block.reports(),
             MixerBlock::Latent(block) => block.reports(),
@@ -392,9 +404,10 @@ impl MixerBlock {
         weights: &Mixer,
         cache: &mut Cache,
         x: TensorView<'_>,
-        out: TensorViewMut<'_>,
+        mut out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         match (self, weights, cache) {
+            (MixerBlock::Idle, ..) => out.fill_zero(step.stream),
             (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
                 block.run(step, weights, cache, x, out)
             }
@@ -415,6 +428,8 @@ impl MixerBlock {
 #[expect(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub(super) enum FeedForwardBlock {
+    /// Of a rank that has none of the columns.
+    Idle,
     Mlp(MlpBlock),
     Moe(MoeBlock),
 }
@@ -427,6 +442,9 @@ impl FeedForwardBlock {
         weights: &FeedForward,
     ) -> Result<Self, Error> {
         match (config, weights) {
+            (FeedForwardConfig::Mlp(config), _) if config.intermediate_size == 0 => {
+                Ok(FeedForwardBlock::Idle)
+            }
             (FeedForwardConfig::Mlp(config), FeedForward::Mlp(weights)) => {
                 Ok(FeedForwardBlock::Mlp(MlpBlock::new(phase, config, weights)?))
             }
@@ -439,6 +457,7 @@ impl FeedForwardBlock {
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         match self {
+            FeedForwardBlock::Idle => Vec::new(),
             FeedForwardBlock::Mlp(block) => block.reports(),
             FeedForwardBlock::Moe(block) => block.reports(),
         }
@@ -449,9 +468,10 @@ impl FeedForwardBlock {
         step: &Step<'_>,
         weights: &FeedForward,
         x: TensorView<'_>,
-        out: TensorViewMut<'_>,
+        mut out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         match (self, weights) {
+            (FeedForwardBlock::Idle, _) => out.fill_zero(step.stream),
             (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => block.run(step, weights, x, out),
             (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => block.run(step, weights, x, out),
             _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),

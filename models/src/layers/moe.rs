@@ -7,6 +7,7 @@ use super::projection::ExpertsPlan;
 use super::{Linear, Mlp, Phase, Plans, ProjectionKind, ProjectionWeight, Step};
 use crate::config::MoeConfig;
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::Error;
 use host::ops::glu::{Glu, GluArgs, GluProblem};
 use host::ops::grouped_matmul::{GroupedMatmulProblem, GroupedRows};
@@ -42,27 +43,30 @@ impl Moe {
         let &MoeConfig { num_experts, expert, correction_bias, shared, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
         let (router, shared_gate) = (name("gate"), name("shared_expert_gate"));
-        let mut rows = vec![(router.as_str(), num_experts)];
+        let mut rows = vec![(router.as_str(), num_experts.into())];
         if config.has_shared_gate() {
-            rows.push((shared_gate.as_str(), 1));
+            rows.push((shared_gate.as_str(), 1.into()));
         }
         let of_expert = |expert: usize, part: &str| format!("{prefix}.experts.{expert}.{part}.weight");
-        let (gate_up_rows, down_rows) = (2 * expert.intermediate_size, hidden_size);
+        let inner = Cut::range(expert.intermediate_size, loader.part().columns(&expert));
         let gate_up = loader.of_experts(
             &name("experts.gate_up_proj"),
-            [num_experts, gate_up_rows, hidden_size],
+            num_experts,
+            [&inner.repeated(2), &hidden_size.into()],
             |expert| vec![of_expert(expert, "gate_proj"), of_expert(expert, "up_proj")],
         )?;
         let down = loader.of_experts(
             &name("experts.down_proj"),
-            [num_experts, down_rows, expert.intermediate_size],
+            num_experts,
+            [&hidden_size.into(), &inner],
             |expert| vec![of_expert(expert, "down_proj")],
         )?;
-        let bias = correction_bias
-            .then(|| loader.vectors_as(DType::F32, &[(name("gate.e_score_correction_bias"), num_experts)]));
+        let bias = correction_bias.then(|| {
+            loader.vectors_as(DType::F32, &[(name("gate.e_score_correction_bias"), num_experts.into())])
+        });
         let shared = shared.map(|shared| Mlp::new(&shared.mlp, hidden_size, loader, &name(shared.name)));
         Ok(Moe {
-            router: Linear::new(loader, &rows, hidden_size, false)?,
+            router: Linear::new(loader, &rows, &hidden_size.into(), false)?,
             correction_bias: bias.transpose()?,
             gate_up,
             down,
@@ -105,10 +109,16 @@ struct MoePlans {
     logits: Matmul,
     router: MoeRouter,
     permute: MoePermute,
+    /// Of the experts; none at a rank that has none of their columns.
+    experts: Option<ExpertPlans>,
+    combine: MoeCombine,
+}
+
+#[derive(Debug)]
+struct ExpertPlans {
     gate_up: ExpertsPlan,
     glu: Glu,
     down: ExpertsPlan,
-    combine: MoeCombine,
 }
 
 impl MoePlans {
@@ -148,13 +158,19 @@ impl MoePlans {
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
+        let from = GroupedRows::Gathered { fan_out: top_k };
+        let plans = || -> Result<_, Error> {
+            Ok(ExpertPlans {
+                gate_up: product(&moe.gate_up, 2 * inner, hidden_size, from)?,
+                glu: Glu::plan(device, glu)?,
+                down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted)?,
+            })
+        };
         Ok(MoePlans {
             logits: Matmul::plan(device, logits)?,
             router: MoeRouter::plan(device, choice)?,
             permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
-            gate_up: product(&moe.gate_up, 2 * inner, hidden_size, GroupedRows::Gathered { fan_out: top_k })?,
-            glu: Glu::plan(device, glu)?,
-            down: product(&moe.down, hidden_size, inner, GroupedRows::Sorted)?,
+            experts: (inner > 0).then(plans).transpose()?,
             combine: MoeCombine::plan(device, combine)?,
         })
     }
@@ -165,9 +181,11 @@ impl MoePlans {
             self.router.optimization_report(),
             self.permute.optimization_report(),
         ];
-        reports.extend(self.gate_up.reports());
-        reports.push(self.glu.optimization_report());
-        reports.extend(self.down.reports());
+        if let Some(ExpertPlans { gate_up, glu, down }) = &self.experts {
+            reports.extend(gate_up.reports());
+            reports.push(glu.optimization_report());
+            reports.extend(down.reports());
+        }
         reports.push(self.combine.optimization_report());
         reports
     }
@@ -178,12 +196,14 @@ impl MoeBlock {
         let &MoeConfig { num_experts: experts, top_k, expert, .. } = config;
         let &Phase { stream, dtype, tokens, .. } = phase;
         let (hidden_size, rows, inner) = (phase.config.hidden_size, tokens * top_k, expert.intermediate_size);
-        let shared = config.shared.zip(moe.shared.as_ref());
+        let shared = config.shared.filter(|shared| shared.mlp.intermediate_size > 0);
+        let shared = shared.zip(moe.shared.as_ref());
         let shared = shared.map(|(shared, weights)| MlpBlock::new(phase, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         Ok(MoeBlock {
             config: *config,
             plans: phase.plans(|phase| MoePlans::new(&phase, config, moe))?,
+            shared_out: shared.is_some().then(|| phase.rows(&[hidden_size])).transpose()?,
             shared: shared.transpose()?,
             logits: empty(&[tokens, config.router_rows()], DType::F32)?,
             ids: empty(&[tokens, top_k], DType::U32)?,
@@ -193,8 +213,11 @@ impl MoeBlock {
             order: empty(&[rows], DType::U32)?,
             gate_up: empty(&[rows, 2 * inner], dtype)?,
             activated: empty(&[rows, inner], dtype)?,
-            projected: empty(&[rows, hidden_size], dtype)?,
-            shared_out: config.shared.map(|_| phase.rows(&[hidden_size])).transpose()?,
+            // Zeros stay where there is nothing of the experts.
+            projected: match inner {
+                0 => Tensor::zeros(stream, &[rows, hidden_size], dtype)?,
+                _ => empty(&[rows, hidden_size], dtype)?,
+            },
         })
     }
 
@@ -243,13 +266,15 @@ impl MoeBlock {
         let mut gate_up = self.gate_up.view_mut().slice(0, pairs.clone())?;
         let mut activated = self.activated.view_mut().slice(0, pairs.clone())?;
         let mut projected = self.projected.view_mut().slice(0, pairs)?;
-        let pairs = (x, offsets, Some(order.as_view()));
-        plans.gate_up.run(stream, &weights.gate_up, pairs, gate_up.reborrow())?;
-        let gate = gate_up.as_view().slice(1, 0..inner)?;
-        let up = gate_up.as_view().slice(1, inner..2 * inner)?;
-        plans.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
-        let pairs = (activated.as_view(), offsets, None);
-        plans.down.run(stream, &weights.down, pairs, projected.reborrow())?;
+        if let Some(experts) = &plans.experts {
+            let pairs = (x, offsets, Some(order.as_view()));
+            experts.gate_up.run(stream, &weights.gate_up, pairs, gate_up.reborrow())?;
+            let gate = gate_up.as_view().slice(1, 0..inner)?;
+            let up = gate_up.as_view().slice(1, inner..2 * inner)?;
+            experts.glu.run(stream, GluArgs { gate, up: Some(up), out: activated.reborrow() })?;
+            let pairs = (activated.as_view(), offsets, None);
+            experts.down.run(stream, &weights.down, pairs, projected.reborrow())?;
+        }
 
         let mut shared_out = self.shared_out.as_mut().map(Tensor::view_mut);
         if let (Some(block), Some(mlp), Some(shared_out)) =
@@ -257,7 +282,7 @@ impl MoeBlock {
         {
             block.run(step, mlp, x, shared_out.reborrow().slice(0, rows.clone())?)?;
         }
-        let has_gate = self.config.has_shared_gate();
+        let has_gate = self.config.has_shared_gate() && shared_out.is_some();
         let gate = has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?;
         let shared = shared_out.as_ref().map(|shared| shared.as_view().slice(0, rows)).transpose()?;
         let args = MoeCombineArgs {

@@ -2,6 +2,7 @@
 
 use super::{Linear, Phase};
 use crate::loader::Loader;
+use crate::part::Cut;
 use host::ops::glu::Activation;
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem};
 use host::ops::matmul::{Act, Matmul, MatmulArgs};
@@ -34,26 +35,26 @@ impl Projection {
     /// Several projections of the same input as one: their rows above each other.
     pub(crate) fn new(
         loader: &mut Loader<'_>,
-        parts: &[(&str, usize)],
-        cols: usize,
+        parts: &[(&str, Cut)],
+        cols: &Cut,
         bias: bool,
     ) -> Result<Self, Error> {
-        let named = |suffix: &str| -> Vec<(String, usize)> {
-            parts.iter().map(|&(name, rows)| (format!("{name}.{suffix}"), rows)).collect()
+        let named = |suffix: &str| -> Vec<(String, Cut)> {
+            parts.iter().map(|(name, rows)| (format!("{name}.{suffix}"), rows.clone())).collect()
         };
         let weight = loader.projection(&named("weight"), cols)?;
         let bias = if bias { Some(loader.vectors(&named("bias"))?) } else { None };
         Ok(Projection { weight, bias })
     }
 
-    /// A gate and up, of `rows` rows each.
+    /// A gate and up, these rows of each.
     pub(crate) fn gate_up(
         loader: &mut Loader<'_>,
         parts: [&str; 2],
-        rows: usize,
-        cols: usize,
+        rows: &Cut,
+        cols: &Cut,
     ) -> Result<Self, Error> {
-        let weight = loader.gate_up(&parts.map(|name| (format!("{name}.weight"), rows)), cols)?;
+        let weight = loader.gate_up(&parts.map(|name| (format!("{name}.weight"), rows.clone())), cols)?;
         Ok(Projection { weight, bias: None })
     }
 
@@ -101,14 +102,8 @@ pub(crate) struct ProjectionPlan {
 
 impl ProjectionPlan {
     /// `[tokens, k] · [n, k]ᵀ`.
-    pub(crate) fn new(
-        phase: &Phase<'_>,
-        weights: &Projection,
-        n: usize,
-        k: usize,
-        bias: bool,
-    ) -> Result<Self, Error> {
-        let kind = weights.kind();
+    pub(crate) fn new(phase: &Phase<'_>, weights: &Projection, n: usize, k: usize) -> Result<Self, Error> {
+        let (kind, bias) = (weights.kind(), weights.bias.is_some());
         let part = |rows: usize, layout| Ok((phase.product(rows, k, bias, Act::None, layout)?, rows));
         let parts = match kind.is_empty() {
             true => vec![part(n, None)?],

@@ -1,8 +1,9 @@
 //! Experts that stay quantised.
 
-use super::{Loader, Quantise, tell};
+use super::{Loader, Quantise, can_be_cut, part_of, tell};
 use crate::TensorProblem;
 use crate::checkpoint::{Checkpoint, Data, Stored};
+use crate::part::Cut;
 use crate::quant::Packable;
 use host::Error;
 use host::weight::{Layout, Quantised, RowScales, ScaleType, Stack, Weight, WeightSource};
@@ -15,8 +16,11 @@ struct Places<'a, 'n> {
     names: &'n [Vec<String>],
     /// Experts that share a tensor.
     fused: Option<usize>,
-    /// Rows and columns of a part.
+    /// Rows and columns of a part in the files.
     size: [usize; 2],
+    /// What is taken of each part.
+    rows: Vec<Cut>,
+    cols: &'n Cut,
     quantise: Quantise,
 }
 
@@ -53,8 +57,15 @@ impl<'a> Places<'a, '_> {
     fn layout(&self, expert: usize, part: usize) -> Result<Option<Layout>, Error> {
         let (_, data, first) = self.tensor(expert, part)?;
         Ok(match self.quantise.scheme(&data) {
-            Some(scheme) => Some(scheme.layout()),
-            None => self.packable(data, first).map(|source| source.layout()),
+            Some(scheme) => {
+                let layout = scheme.layout();
+                can_be_cut(&layout, &self.rows[part], self.cols).then_some(layout)
+            }
+            None => {
+                let source = self.packable(data, first);
+                let source = source.and_then(|source| part_of(Box::new(source), &self.rows[part], self.cols));
+                source.map(|source| source.layout())
+            }
         })
     }
 
@@ -78,8 +89,10 @@ impl<'a> Places<'a, '_> {
                 Box::new(source)
             }
         };
+        let cut = part_of(source, &self.rows[part], self.cols);
+        let source = cut.ok_or_else(|| unfit("a layout that can be cut there", "another".into()))?;
         let blocks = source.layout().rows as usize;
-        let [rows, _] = self.size;
+        let [rows, _] = source.size();
         Ok(if rows.is_multiple_of(blocks) { source } else { Box::new(RowScales(source)) })
     }
 }
@@ -90,16 +103,17 @@ impl<'a> Loader<'a> {
     pub(super) fn packed_experts(
         &mut self,
         checkpoint: &'a Checkpoint,
-        (names, is_fused): (&[Vec<String>], bool),
-        [experts, rows, cols]: [usize; 3],
+        (names, fused): (&[Vec<String>], Option<usize>),
+        [rows, cols]: [&Cut; 2],
     ) -> Result<Option<Vec<Weight>>, Error> {
-        let parts = names.first().map_or(0, Vec::len);
+        let (parts, experts) = (names.first().map_or(0, Vec::len), fused.unwrap_or(names.len()));
         if parts == 0 || experts == 0 {
             return Ok(None);
         }
-        let (quantise, size) = (self.quantise, [rows / parts, cols]);
-        let fused = is_fused.then_some(experts);
-        let places = Places { checkpoint, names, fused, size, quantise };
+        let (quantise, size) = (self.quantise, [rows.of / parts, cols.of]);
+        let own_rows: Vec<Cut> = (0..parts).map(|part| rows.within(parts, part)).collect();
+        let of_part = rows.len() / parts;
+        let places = Places { checkpoint, names, fused, size, rows: own_rows, cols, quantise };
         let mut layouts = Vec::new();
         for part in 0..parts {
             let Some(layout) = places.layout(0, part)? else { return Ok(None) };
@@ -116,7 +130,7 @@ impl<'a> Loader<'a> {
         let Loader { stream, dtype, loaded_bytes, total_bytes, progress, .. } = self;
         let mut weights = Vec::new();
         for first in (0..parts).step_by(together) {
-            let bytes = (together * size[0] * cols * dtype.bytes()) as u64;
+            let bytes = (together * of_part * cols.len() * dtype.bytes()) as u64;
             let weight = Weight::pack_experts(stream, experts, |expert| {
                 let sources = (first..first + together).map(|part| places.source(expert, part));
                 let stack = Stack::new(sources.collect::<Result<Vec<_>, Error>>()?);

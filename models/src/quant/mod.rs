@@ -182,6 +182,17 @@ impl<'a> QuantMatrix<'a> {
         }
     }
 
+    /// How many neighbouring columns and rows may not be parted from each other: those of a group, of a block, of a
+    /// super block.
+    pub(crate) fn unit(&self) -> usize {
+        let columns = match self.scale_type() {
+            ScaleType::F16TimesU6 | ScaleType::F16TimesI8 => 256,
+            _ if self.group_k() >= self.k => 1,
+            _ => self.group_k(),
+        };
+        columns.max(if self.block_n() >= self.n { 1 } else { self.block_n() })
+    }
+
     /// Groups of a row.
     pub fn groups(&self) -> usize {
         self.k.div_ceil(self.group_k())

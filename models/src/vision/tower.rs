@@ -38,7 +38,7 @@ impl LayerNormWeights {
     fn new(loader: &mut Loader<'_>, prefix: &str, len: usize) -> Result<Self, Error> {
         Ok(LayerNormWeights {
             weight: loader.gain(&format!("{prefix}.weight"), len)?,
-            bias: loader.vectors(&[(format!("{prefix}.bias"), len)])?,
+            bias: loader.vectors(&[(format!("{prefix}.bias"), len.into())])?,
         })
     }
 
@@ -78,7 +78,7 @@ impl VisionBlock {
         let &VisionConfig { hidden_size, intermediate_size, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
         let mut linear = |part: &str, rows: usize, cols: usize| {
-            Linear::new(loader, &[(name(part).as_str(), rows)], cols, true)
+            Linear::new(loader, &[(name(part).as_str(), rows.into())], &cols.into(), true)
         };
         let qkv = linear("attn.qkv", 3 * hidden_size, hidden_size)?;
         let proj = linear("attn.proj", hidden_size, hidden_size)?;
@@ -110,7 +110,7 @@ impl PatchMerger {
     ) -> Result<Self, Error> {
         let merged = config.patches_per_token() * config.hidden_size;
         let mut linear = |part: &str, rows: usize| {
-            Linear::new(loader, &[(format!("{prefix}.{part}").as_str(), rows)], merged, true)
+            Linear::new(loader, &[(format!("{prefix}.{part}").as_str(), rows.into())], &merged.into(), true)
         };
         let (fc1, fc2) = (linear("linear_fc1", merged)?, linear("linear_fc2", config.out_hidden_size)?);
         let norm = LayerNormWeights::new(loader, &format!("{prefix}.norm"), norm_cols)?;
@@ -140,10 +140,10 @@ impl VisionTower {
         let patch = [channels, temporal_patch_size, patch_size, patch_size];
         let patch_embed = Linear {
             weight: loader.flattened(&name("patch_embed.proj.weight"), hidden_size, &patch)?,
-            bias: Some(loader.vectors(&[(name("patch_embed.proj.bias"), hidden_size)])?),
+            bias: Some(loader.vectors(&[(name("patch_embed.proj.bias"), hidden_size.into())])?),
         };
         let rows = config.position_grid * config.position_grid;
-        let positions = loader.matrix(&name("pos_embed.weight"), rows, hidden_size)?;
+        let positions = loader.matrix(&name("pos_embed.weight"), rows.into(), hidden_size)?;
         let blocks = (0..config.depth)
             .map(|index| VisionBlock::new(config, loader, &name(&format!("blocks.{index}"))))
             .collect::<Result<_, _>>()?;

@@ -1,0 +1,171 @@
+//! Models that the ranks of a group have together.
+
+use std::ops::ControlFlow;
+
+use warpforge::group::{Communicator, Group};
+use warpforge::models::{BatchError, BatchOptions, Checkpoint, Quantise, Scheduler};
+
+use super::golden::session_matches;
+use super::*;
+
+fn part(rank: &Communicator, folder: &Path, dtype: DType) -> Result<Model, warpforge::Error> {
+    let mut go_on = |_| ControlFlow::Continue(());
+    Model::of_rank(rank, &Checkpoint::open(folder)?, dtype, Quantise::AsStored, &mut go_on)
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// What transformers computed, at every rank, with the same bits at all of them.
+fn group_matches(group: &Group, case: &Case, chunk: usize) -> Outcome {
+    let logits = group.run(|rank| -> Result<Vec<u32>, String> {
+        let of_rank = || -> Result<_, Box<dyn StdError>> {
+            let model = part(rank, &case.folder, DType::F32)?;
+            assert!(model.report().is_empty(), "{}", model.report());
+            Ok(bits(&session_matches(&mut model.session(options(case, chunk))?, case)?))
+        };
+        of_rank().map_err(|error| error.to_string())
+    });
+    let logits = logits.into_iter().collect::<Result<Vec<_>, _>>()?;
+    assert!(logits.iter().all(|of_rank| *of_rank == logits[0]), "{}: ranks differ", case.name);
+    Ok(())
+}
+
+fn cpus(size: usize) -> Result<Group, warpforge::Error> {
+    Group::new(&vec![Device::cpu(); size])
+}
+
+/// Also more ranks than there are heads, and numbers that divide nothing.
+#[test]
+fn golden_f32_over_cpus() -> Outcome {
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        for (size, chunk) in [(1, 64), (2, 64), (3, 16), (4, 64), (8, 29)] {
+            group_matches(&cpus(size)?, &case, chunk)?;
+        }
+    }
+    Ok(())
+}
+
+/// With the kernels that a rank's sizes get: a test for each model, so that they run side by side.
+mod golden_f32_over_simulated_cards {
+    use super::*;
+
+    macro_rules! models {
+        ($($name:ident over $size:literal,)*) => {$(
+            #[test]
+            fn $name() -> Outcome {
+                let card = |_| Device::simulated(Arc::new(Card::new(Arch::Sm90a)));
+                let devices = (0..$size).map(card).collect::<Result<Vec<_>, _>>()?;
+                group_matches(&Group::new(&devices)?, &Case::load(stringify!($name))?, 64)
+            }
+        )*};
+    }
+
+    models! {
+        qwen3 over 4,
+        qwen3_moe over 2,
+        qwen3_next over 2,
+        glm4_moe_lite over 3,
+    }
+}
+
+#[test]
+fn golden_f32_over_cards() -> Outcome {
+    let count = Device::cuda_count().unwrap_or(0);
+    if count < 2 {
+        testkit::gpu::skip(&format!("groups were not run on cards: there are {count}"));
+        return Ok(());
+    }
+    let devices = (0..count).map(Device::cuda).collect::<Result<Vec<_>, _>>()?;
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        for size in 2..=count {
+            group_matches(&Group::new(&devices[..size])?, &case, 64)?;
+        }
+    }
+    Ok(())
+}
+
+/// Half precision: a rank's part of a sum is rounded once more, which may cost as much again.
+#[test]
+fn golden_bf16_over_cpus() -> Outcome {
+    for name in GOLDEN {
+        let case = Case::load(name)?;
+        let errors = cpus(2)?.run(|rank| -> Result<(f64, f64), warpforge::Error> {
+            let mut session = part(rank, &case.folder, DType::BF16)?.session(options(&case, 64))?;
+            let (grids, patches) = case.images();
+            let stream = session.stream().clone();
+            let (mut got, mut want, mut yardstick) = (Vec::new(), Vec::new(), Vec::new());
+            for (index, prompt) in case.prompts().iter().enumerate() {
+                session.truncate(0, 0)?;
+                let visuals = visuals((&grids, patches));
+                session.prefill_visual_with(0, prompt, &visuals, &mut |_, _| Ok(()), &mut |_, rows| {
+                    got.extend(rows.to_vec::<f32>(&stream)?);
+                    Ok(())
+                })?;
+                want.extend_from_slice(case.sequence("logits", index));
+                yardstick.extend_from_slice(case.sequence("logits_bf16_hf", index));
+            }
+            Ok((relative_l2(&got, &want), 2.0 * relative_l2(&yardstick, &want)))
+        });
+        for error in errors {
+            let (error, allowed) = error?;
+            println!("{name}: error {error:.4}, allowed {allowed:.4}");
+            assert!(error <= allowed, "{name}: error {error:.4}, allowed {allowed:.4}");
+        }
+    }
+    Ok(())
+}
+
+/// Tokens after each prompt, all prompts at once, in pages.
+fn together(model: Model, prompts: &[Vec<u32>]) -> Result<Vec<Vec<u32>>, BatchError> {
+    let options = BatchOptions { max_sequences: 4, capacity: 96, ..BatchOptions::default() };
+    let mut scheduler = Scheduler::new(model.batch(options)?);
+    let requests: Vec<_> = prompts.iter().map(|prompt| scheduler.submit(prompt)).collect::<Result<_, _>>()?;
+    let mut answers: Vec<Vec<u32>> = vec![Vec::new(); prompts.len()];
+    while let Some(step) = scheduler.step()? {
+        let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
+        for (request, rows) in step.requests {
+            let row = &logits[rows.start * vocab..][..vocab];
+            let best = (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("a token") as u32;
+            let answer = &mut answers[requests.iter().position(|&id| id == request).expect("one of them")];
+            answer.push(best);
+            if answer.len() == 6 { scheduler.finish(request)? } else { scheduler.push(request, best)? }
+        }
+    }
+    Ok(answers)
+}
+
+/// Sequences that come and go: the same tokens at every rank as on one device.
+#[test]
+fn batches_over_cpus() -> Outcome {
+    for name in ["qwen3", "qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let case = Case::load(name)?;
+        let prompts = case.prompts();
+        let alone = together(Model::load(&Device::cpu(), &case.folder, DType::F32, &mut |_| {})?, &prompts)?;
+        for of_rank in cpus(2)?.run(|rank| together(part(rank, &case.folder, DType::F32)?, &prompts)) {
+            assert_eq!(of_rank?, alone, "{name}");
+        }
+    }
+    Ok(())
+}
+
+/// A rank whose files are missing does not leave the others waiting.
+#[test]
+fn a_rank_that_cannot_load() -> Outcome {
+    let case = Case::load("qwen3")?;
+    let results = cpus(3)?.run(|rank| -> Result<(), warpforge::Error> {
+        let folder = if rank.rank() == 1 { case.folder.join("absent") } else { case.folder.clone() };
+        let mut session = part(rank, &folder, DType::F32)?.session(options(&case, 64))?;
+        session.prefill(0, &[1, 2, 3]).map(|_| ())
+    });
+    let messages: Vec<String> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+    assert!(messages[1].contains("absent") && !messages[1].contains("rank"), "{messages:?}");
+    for rank in [0, 2] {
+        let start = format!("all_reduce: rank {rank} of 3: rank 1 has ended: ");
+        assert!(messages[rank].starts_with(&start) && messages[rank].contains("absent"), "{messages:?}");
+    }
+    Ok(())
+}
