@@ -9,6 +9,7 @@ use warpforge::models::{Session, SessionSampler, Visual};
 use crate::check::Check;
 use crate::interrupt;
 use crate::output::{self, Failure};
+use crate::ranks::Followers;
 
 /// A session that writes, and what it needs for that.
 pub struct Writer<'a> {
@@ -21,6 +22,8 @@ pub struct Writer<'a> {
     pub is_shown: bool,
     /// Looks at every tensor.
     pub check: Option<Check>,
+    /// The other devices of a group.
+    pub followers: Followers,
     stream: Stream,
 }
 
@@ -35,7 +38,14 @@ pub struct Answer {
 impl<'a> Writer<'a> {
     pub fn new(session: Session, sampler: SessionSampler, codec: Option<&'a Codec>, eos: &'a [u32]) -> Self {
         let stream = session.stream().clone();
-        Writer { session, sampler, codec, eos, max_new_tokens: 0, is_shown: true, check: None, stream }
+        let (is_shown, check, followers) = (true, None, Followers::default());
+        Writer { session, sampler, codec, eos, max_new_tokens: 0, is_shown, check, followers, stream }
+    }
+
+    /// As [`Session::truncate`] of its sequence, at all devices.
+    pub fn truncate(&mut self, len: usize) -> Result<(), warpforge::Error> {
+        self.followers.truncate(len);
+        self.session.truncate(0, len)
     }
 
     /// Runs a prompt, and shows its logits. Returns how long it took.
@@ -47,6 +57,7 @@ impl<'a> Writer<'a> {
         wants_logits: bool,
     ) -> Result<Duration, Failure> {
         let started = Instant::now();
+        self.followers.prefill(ids, visuals);
         let (stream, check) = (&self.stream, std::cell::RefCell::new(&mut self.check));
         self.session.prefill_visual_with(
             0,
@@ -99,6 +110,7 @@ impl<'a> Writer<'a> {
     }
 
     fn decode(&mut self, id: u32) -> Result<(), Failure> {
+        self.followers.decode(id);
         let (stream, Some(check)) = (&self.stream, &mut self.check) else {
             self.session.decode(&[id])?;
             return Ok(());

@@ -44,9 +44,9 @@ pub fn talk(
             .into());
         }
         let known = reusable(&mut cached, &ids);
-        if writer.session.truncate(0, known).is_err() {
+        if writer.truncate(known).is_err() {
             // A recurrent state cannot go back.
-            writer.session.truncate(0, 0)?;
+            writer.truncate(0)?;
             cached.clear();
         }
         let new = &ids[cached.len()..];

@@ -16,8 +16,11 @@ mod options;
 mod output;
 mod pictures;
 mod prompt;
+mod ranks;
 
+use std::ops::ControlFlow;
 use std::process::ExitCode;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use answer::{Writer, print_speed};
@@ -29,8 +32,12 @@ use options::Options;
 use output::{Failure, note};
 use pictures::Pictures;
 use prompt::Conversation;
+use ranks::Followers;
 use text::Codec;
-use warpforge::models::{Checkpoint, Logits, Model, ModelConfig, SessionOptions, SessionSampler};
+use warpforge::group::{Communicator, Group};
+use warpforge::models::{
+    Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler,
+};
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
 
@@ -40,7 +47,8 @@ fn main() -> ExitCode {
 
 /// Everything that is known before the weights are.
 struct Plan {
-    device: Device,
+    /// One, or those of a group.
+    devices: Vec<Device>,
     config: ModelConfig,
     dtype: DType,
     codec: Option<Codec>,
@@ -57,8 +65,36 @@ enum Task {
 }
 
 fn run(options: &Options) -> Result<ExitCode, Failure> {
-    let Plan { device, config, dtype, codec, sampling, session, task, dump } = plan(options)?;
-    let model = load(options, &device, dtype)?;
+    let plan = plan(options)?;
+    if let [device] = &plan.devices[..] {
+        let model = load(options, device, None, plan.dtype)?;
+        return lead(options, plan, model, Followers::default());
+    }
+    let group = Group::new(&plan.devices)?;
+    note(format_args!("a group of {}", plan.devices.len()));
+    let (dtype, session) = (plan.dtype, plan.session);
+    let (followers, orders) = Followers::new(plan.devices.len() - 1);
+    let orders: Vec<Mutex<_>> = orders.into_iter().map(Mutex::new).collect();
+    let leader = Mutex::new(Some((plan, followers)));
+    let outcomes = group.run(|rank| {
+        let taken = match rank.rank() {
+            0 => leader.lock().map_err(|_| "the leader was taken")?.take(),
+            other => {
+                let orders = orders[other - 1].lock().map_err(|_| "the orders were taken")?;
+                return ranks::follow(rank, options, (dtype, session), &orders).map(|()| None);
+            }
+        };
+        let (plan, followers) = taken.ok_or("there is one leader")?;
+        let model = load(options, rank.device(), Some(rank), dtype)?;
+        lead(options, plan, model, followers).map(Some)
+    });
+    let first = outcomes.into_iter().next().ok_or("a group has ranks")?;
+    Ok(first?.unwrap_or(ExitCode::SUCCESS))
+}
+
+/// Does what there is to do, with a model or its first part.
+fn lead(options: &Options, plan: Plan, model: Model, followers: Followers) -> Result<ExitCode, Failure> {
+    let Plan { config, codec, sampling, session, task, dump, .. } = plan;
     let session = model.session(session)?;
     if options.report {
         for (phase, reports) in session.optimization_reports() {
@@ -70,6 +106,7 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
     interrupt::watch()?;
     let sampler = SessionSampler::new(&session, sampling)?;
     let mut writer = Writer::new(session, sampler, codec.as_ref(), &config.eos_token_ids);
+    writer.followers = followers;
     writer.max_new_tokens = options.max_new_tokens();
     writer.is_shown = !options.print_ids;
     writer.check = options.check.then(Check::default);
@@ -100,7 +137,8 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
 fn plan(options: &Options) -> Result<Plan, Failure> {
     let config = ModelConfig::from_dir(&options.model)?;
     let sampling = options.sampling(&config.generation)?;
-    let device = options.device.open()?.with_level(options.level);
+    let devices = options.devices()?;
+    let device = &devices[0];
     let checkpoint_dtype = config.dtype.unwrap_or(DType::BF16);
     let dtype =
         options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
@@ -138,14 +176,17 @@ fn plan(options: &Options) -> Result<Plan, Failure> {
         session
     };
     session.check(&config)?;
-    check_memory(&device, &config, dtype, capacity)?;
+    // A group's ranks have parts of it.
+    if devices.len() == 1 {
+        check_memory(device, &config, dtype, capacity)?;
+    }
     if capacity > most {
         note(format_args!(
             "warning: prompt and continuation are up to {capacity} tokens; the model was made for {most}"
         ));
     }
     let dump = options.dump_logits.as_deref().map(LogitsFile::create).transpose()?;
-    Ok(Plan { device, config, dtype, codec, sampling, session, task, dump })
+    Ok(Plan { devices, config, dtype, codec, sampling, session, task, dump })
 }
 
 fn task(options: &Options, config: &ModelConfig, codec: Option<&Codec>) -> Result<Task, Failure> {
@@ -206,15 +247,25 @@ fn host_memory() -> Option<usize> {
     line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
 }
 
-fn load(options: &Options, device: &Device, dtype: DType) -> Result<Model, Failure> {
+fn load(
+    options: &Options,
+    device: &Device,
+    rank: Option<&Communicator>,
+    dtype: DType,
+) -> Result<Model, Failure> {
     let started = Instant::now();
     let bar = ProgressBar::new(0)
         .with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
     let checkpoint = Checkpoint::open(&options.model)?;
-    let model = Model::quantised(device, &checkpoint, dtype, options.quant, &mut |progress| {
-        bar.set_length(progress.total_bytes);
-        bar.set_position(progress.loaded_bytes);
-    })?;
+    let mut progress = |so_far: LoadProgress| {
+        bar.set_length(so_far.total_bytes);
+        bar.set_position(so_far.loaded_bytes);
+        ControlFlow::Continue(())
+    };
+    let model = match rank {
+        Some(rank) => Model::of_rank(rank, &checkpoint, dtype, options.quant, &mut progress)?,
+        None => Model::quantised_while(device, &checkpoint, dtype, options.quant, &mut progress)?,
+    };
     bar.finish_and_clear();
     note(format_args!("loaded in {:.2} s", started.elapsed().as_secs_f64()));
     if !model.report().is_empty() {

@@ -6,7 +6,7 @@ use clap::Parser;
 use warpforge::models::{GenerationConfig, Quantise, cached_repo};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
-use warpforge::{DType, DeviceChoice, OptLevel};
+use warpforge::{DType, Device, DeviceChoice, OptLevel};
 
 use crate::output::Failure;
 
@@ -51,6 +51,9 @@ pub struct Options {
     /// auto, cpu, cuda or cuda:N.
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
+    /// Devices that have the model together, each a part of it: 0,1 are cuda:0 and cuda:1. Of cards NCCL is needed.
+    #[arg(long, value_delimiter = ',', value_parser = parse_device, conflicts_with = "device")]
+    pub devices: Vec<DeviceChoice>,
     /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
@@ -87,6 +90,11 @@ pub struct Options {
     pub report: bool,
 }
 
+/// A number is a card's ordinal.
+fn parse_device(text: &str) -> Result<DeviceChoice, String> {
+    text.parse().map(DeviceChoice::Cuda).or_else(|_| text.parse())
+}
+
 fn parse_dtype(text: &str) -> Result<DType, String> {
     let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
@@ -110,6 +118,13 @@ impl Options {
             self.model = folder;
         }
         Ok(self)
+    }
+
+    /// The device, or those of a group.
+    pub fn devices(&self) -> Result<Vec<Device>, Failure> {
+        let choices = if self.devices.is_empty() { vec![self.device] } else { self.devices.clone() };
+        let devices = choices.into_iter().map(|choice| Ok(choice.open()?.with_level(self.level)));
+        devices.collect()
     }
 
     /// Most tokens of an answer.
@@ -187,6 +202,13 @@ mod tests {
     }
 
     #[test]
+    fn devices_by_number_or_name() {
+        let devices = of(&["--devices", "0,cuda:3,cpu"]).devices;
+        assert_eq!(devices, [DeviceChoice::Cuda(0), DeviceChoice::Cuda(3), DeviceChoice::Cpu]);
+        assert!(of(&[]).devices.is_empty());
+    }
+
+    #[test]
     fn what_does_not_go_together() {
         for arguments in [
             &["--prompt", "a", "--ids", "1"][..],
@@ -194,6 +216,8 @@ mod tests {
             &["--system", "a"],
             &["--chat", "--print-ids"],
             &["--dtype", "i8"],
+            &["--device", "cpu", "--devices", "0,1"],
+            &["--devices", "0,tpu"],
         ] {
             assert!(Options::try_parse_from([&["generate"], arguments].concat()).is_err(), "{arguments:?}");
         }

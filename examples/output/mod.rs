@@ -13,7 +13,7 @@ const CLOSED_PIPE: u8 = 128 + 13;
 pub const INTERRUPTED: u8 = 128 + 2;
 
 /// Why an example ends early.
-pub type Failure = Box<dyn std::error::Error>;
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The reader of standard output has gone: no error, but nothing more to do.
 #[derive(Debug)]

@@ -8,8 +8,10 @@ mod writer;
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use host::group::Group;
 use host::ops::sampling::SamplingParams;
 use host::weight::{Codes, Scheme};
 use host::{DType, Device};
@@ -110,6 +112,53 @@ fn logits_and_greedy_tokens() -> Outcome {
         assert!(error <= 1e-5, "{name}: logits: {error:.2e}");
         let want = ids(&case["greedy"]);
         assert_eq!(greedy(&mut session, &prompts[0], want.len())?, want, "{name}");
+    }
+    Ok(())
+}
+
+/// Over the ranks of a group: the same logits, of weights that stay packed where they can be cut.
+#[test]
+fn parts_of_ranks() -> Outcome {
+    let packed = |model: &Model| -> usize {
+        let is_packed =
+            |weight: &ProjectionWeight| usize::from(matches!(weight, ProjectionWeight::Packed(_)));
+        let of = |layer: &models::DecoderLayer| match &layer.feed_forward {
+            FeedForward::Mlp(mlp) => is_packed(&mlp.gate_up.weight) + is_packed(&mlp.down.weight),
+            FeedForward::Moe(moe) => is_packed(&moe.gate_up) + is_packed(&moe.down),
+            _ => 0,
+        };
+        model.decoder().layers.iter().map(of).sum()
+    };
+    for name in GOLDEN {
+        let case = case(name)?;
+        let input = &case["input_ids"];
+        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+        let want = case["logits"].f32().expect("logits");
+        let stored = Checkpoint::open(&checkpoint(name))?;
+        let whole = Model::from_checkpoint(&Device::cpu(), &stored, DType::F32, &mut |_| {})?;
+        for size in [2, 3] {
+            let group = Group::new(&vec![Device::cpu(); size])?;
+            let parts = group.run(|rank| -> Result<(f64, usize), host::Error> {
+                let mut go_on = |_| ControlFlow::Continue(());
+                let model = Model::of_rank(rank, &stored, DType::F32, Quantise::AsStored, &mut go_on)?;
+                let packed = packed(&model);
+                let options = SessionOptions {
+                    capacity: 96,
+                    chunk: 64,
+                    logits: Logits::All,
+                    ..SessionOptions::default()
+                };
+                Ok((relative_l2(&logits(&mut model.session(options)?, &prompts)?, want), packed))
+            });
+            for (rank, part) in parts.into_iter().enumerate() {
+                let (error, packed_here) = part?;
+                println!(
+                    "{name}, rank {rank} of {size}: {error:.2e}, {packed_here} of {} packed",
+                    packed(&whole)
+                );
+                assert!(error <= 1e-5, "{name}, rank {rank} of {size}: {error:.2e}");
+            }
+        }
     }
     Ok(())
 }
