@@ -1,0 +1,1 @@
+//! Groups of the CPU, and meetings of ranks.
