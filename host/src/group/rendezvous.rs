@@ -567,3 +567,7 @@ fn take_file(path: &Path, who: &Who) -> Result<Id, Error> {
         std::thread::sleep(PAUSE.min(who.left()));
     }
 }
+
+#[cfg(test)]
+#[path = "rendezvous_tests.rs"]
+mod tests;

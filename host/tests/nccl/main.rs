@@ -254,9 +254,7 @@ fn joined(
     Ok(std::thread::scope(|scope| {
         let begin = |(rank, meeting): (usize, &Rendezvous)| {
             let (device, meeting, work) = (devices[rank].clone(), meeting.clone(), &work);
-            scope.spawn(move || {
-                work(Communicator::join(&device, rank, RANKS, &meeting, JOIN)?)
-            })
+            scope.spawn(move || work(Communicator::join(&device, rank, RANKS, &meeting, JOIN)?))
         };
         let threads: Vec<_> = meetings.iter().enumerate().map(begin).collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
