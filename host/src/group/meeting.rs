@@ -37,6 +37,9 @@ struct Table {
     changed: Condvar,
 }
 
+/// Type and elements of each, in order.
+type Letters = VecDeque<(DType, Vec<u8>)>;
+
 #[derive(Debug, Default)]
 struct State {
     /// Meetings that were held.
@@ -46,7 +49,7 @@ struct State {
     /// The last one. All have it before the next is held, since each comes there only then.
     last: Option<Arc<Vec<Call>>>,
     /// What is on its way, from one rank to another.
-    mail: HashMap<(usize, usize), VecDeque<(DType, Vec<u8>)>>,
+    mail: HashMap<(usize, usize), Letters>,
     /// Why nobody meets here any more.
     broken: Option<String>,
 }

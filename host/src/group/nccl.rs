@@ -1,14 +1,15 @@
 //! Ranks on cards, whose collectives NCCL carries.
 //!
-//! Communicators do not block (`cuda_loader::nccl`), and stay so: a call returns as soon as NCCL has begun, and is
-//! waited for here by asking how far it is, until the deadline. So no rank that has died or never comes can keep
-//! another one. The price is a thread that NCCL starts for each call; what a graph replays pays nothing.
+//! Communicators do not block (`cuda_loader::nccl`), and stay so: a call returns as soon as NCCL has begun,
+//! and is waited for here by asking how far it is, until the deadline. So no rank that has died or never
+//! comes can keep another one. The price is a thread that NCCL starts for each call; what a graph replays
+//! pays nothing.
 //!
-//! What goes wrong at one rank is the end of all ranks of the group in this process: their communicators are aborted,
-//! so that work in their streams ends, and every later call says why. Ranks of other processes find out when they wait
-//! for longer than the timeout.
+//! What goes wrong at one rank is the end of all ranks of the group in this process: their communicators are
+//! aborted, so that work in their streams ends, and every later call says why. Ranks of other processes find
+//! out when they wait for longer than the timeout.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -26,8 +27,8 @@ use crate::queue::Queue;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// How long an abort is waited for. NCCL tells the kernels at once; what it frees may take longer, and then does so
-/// alone.
+/// How long an abort is waited for. NCCL tells the kernels at once; what it frees may take longer, and then
+/// does so alone.
 const ABORT: Duration = Duration::from_secs(2);
 /// How long the last rank of a process waits for its communicators to end in order, at most.
 const ENDING: Duration = Duration::from_secs(10);
@@ -42,11 +43,81 @@ struct House {
 
 #[derive(Debug, Default)]
 struct HouseState {
+    /// Where all ranks are in this process: their calls, which NCCL would not compare.
+    ledger: Option<Ledger>,
     members: Vec<Weak<Member>>,
     /// Why nobody calls NCCL any more.
     broken: Option<String>,
     /// Communicators that end in threads of their own.
     endings: Vec<Receiver<()>>,
+}
+
+/// What ranks call, of which those that belong together must be alike: NCCL writes as much as the sender says,
+/// wherever the receiver's tensor ends.
+#[derive(Debug, Default)]
+struct Ledger(BTreeMap<Lane, Calls>);
+
+/// Calls that belong together, by their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Lane {
+    /// Of all ranks.
+    All,
+    /// From one rank to another.
+    Pair(usize, usize),
+}
+
+#[derive(Debug, Default)]
+struct Calls {
+    /// How many each rank has made.
+    made: BTreeMap<usize, usize>,
+    /// How many all have made.
+    gone: usize,
+    /// Those behind them: what the first rank came with, which that was, and how many have come.
+    open: VecDeque<(Call, usize, usize)>,
+}
+
+/// What ranks must have in common.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Call {
+    AllReduce(DType, usize),
+    AllGather(DType, usize),
+    ReduceScatter(DType, usize),
+    Broadcast(DType, usize, usize),
+    Passed(DType, usize),
+}
+
+impl Call {
+    fn is_of_nothing(self) -> bool {
+        match self {
+            Call::AllReduce(_, len)
+            | Call::AllGather(_, len)
+            | Call::ReduceScatter(_, len)
+            | Call::Broadcast(_, len, _)
+            | Call::Passed(_, len) => len == 0,
+        }
+    }
+}
+
+impl Ledger {
+    /// Writes down what a rank comes with; `Err` says with whose call it does not go together.
+    fn write(&mut self, lane: Lane, ranks: usize, rank: usize, call: Call) -> Result<(), String> {
+        let calls = self.0.entry(lane).or_default();
+        let made = calls.made.entry(rank).or_default();
+        let index = *made - calls.gone;
+        *made += 1;
+        match calls.open.get_mut(index) {
+            None => calls.open.push_back((call, rank, 1)),
+            Some((other, first, _)) if *other != call => {
+                return Err(format!("rank {first} came with {other:?} and rank {rank} with {call:?}"));
+            }
+            Some((_, _, come)) => *come += 1,
+        }
+        while calls.open.front().is_some_and(|(_, _, come)| *come == ranks) {
+            calls.open.pop_front();
+            calls.gone += 1;
+        }
+        Ok(())
+    }
 }
 
 /// A rank's communicator.
@@ -104,6 +175,7 @@ impl Nccl {
         let [first, ..] = devices else { return Ok(Vec::new()) };
         let id = nccl::unique_id().map_err(no_id(op, first))?;
         let house = House::new(devices.len(), timeout);
+        lock(&house.state).ledger = Some(Ledger::default());
         let end = deadline(timeout);
         let open = |rank, device: &Device| Member::open(op, &house, rank, context(op, device)?, &id, end);
         std::thread::scope(|scope| {
@@ -147,6 +219,7 @@ impl Nccl {
         &self,
         op: &'static str,
         stream: &Stream,
+        calls: &[(Lane, Call)],
         call: impl FnOnce(&nccl::Communicator, CUstream) -> Result<State, NcclError>,
     ) -> Result<(), Error> {
         let member = &self.0;
@@ -154,6 +227,15 @@ impl Nccl {
             return Err(stream.of_another(op, member.context.profile().place));
         };
         let _turn = lock(&member.turn);
+        if let Some(reason) = member.house.broken() {
+            return Err(member.failed(op, &reason));
+        }
+        for &(lane, call) in calls {
+            member.write(op, lane, call)?;
+        }
+        if calls.iter().all(|(_, call)| call.is_of_nothing()) {
+            return Ok(());
+        }
         member.context.enter()?;
         // A graph's kernels use the communicator's memory.
         queue.hold(member);
@@ -251,6 +333,19 @@ impl Member {
         self.failed(op, reason)
     }
 
+    /// Compares a call with the other ranks', as far as they are here.
+    fn write(&self, op: &'static str, lane: Lane, call: Call) -> Result<(), Error> {
+        let ranks = if lane == Lane::All { self.house.size } else { 2 };
+        let written = match &mut lock(&self.house.state).ledger {
+            Some(ledger) => ledger.write(lane, ranks, self.rank, call),
+            None => Ok(()),
+        };
+        written.map_err(|reason| {
+            self.house.break_off(|| reason.clone());
+            self.failed(op, &reason)
+        })
+    }
+
     /// Calls NCCL, unless the group has ended.
     fn call<T>(
         &self,
@@ -312,7 +407,8 @@ impl Drop for Member {
     }
 }
 
-/// Ends a communicator in order: after its work, and with the other ranks. Where that does not come it is aborted.
+/// Ends a communicator in order: after its work, and with the other ranks. Where that does not come it is
+/// aborted.
 fn end(context: &Context, communicator: nccl::Communicator, _done: Sender<()>) {
     let until = deadline(ENDING);
     let _ = context.enter();
@@ -359,23 +455,19 @@ fn bytes(x: TensorView<'_>) -> usize {
 impl Transport for Nccl {
     fn all_reduce(&self, stream: &Stream, x: TensorViewMut<'_>) -> Result<(), Error> {
         let x = x.as_view();
-        if x.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("all_reduce", stream, |communicator, queue| {
-            // SAFETY: the stream is live while `stream` is, and of this rank's device, as the view's memory is, which is
-            // without gaps: `Communicator::check`. The memory stays for the stream's work: the pool reuses it in that
-            // order. The last call is ready: `turn`.
+        let calls = [(Lane::All, Call::AllReduce(x.dtype(), x.len()))];
+        self.enqueue("all_reduce", stream, &calls, |communicator, queue| {
+            // SAFETY: the stream is live while `stream` is, and of this rank's device, as the view's memory
+            // is, which is without gaps: `Communicator::check`. The memory stays for the stream's work: the
+            // pool reuses it in that order. The last call is ready: `turn`.
             unsafe { communicator.all_reduce(x.address(), x.address(), x.len(), summed(x.dtype()), queue) }
         })
     }
 
     fn all_gather(&self, stream: &Stream, x: TensorView<'_>, out: TensorViewMut<'_>) -> Result<(), Error> {
-        if x.is_empty() {
-            return Ok(());
-        }
         let to = out.as_view().address();
-        self.enqueue("all_gather", stream, |communicator, queue| {
+        let calls = [(Lane::All, Call::AllGather(x.dtype(), x.len()))];
+        self.enqueue("all_gather", stream, &calls, |communicator, queue| {
             // SAFETY: as in `all_reduce`; `out` has the elements of all ranks: `group::same`.
             unsafe { communicator.all_gather(x.address(), to, bytes(x), DataType::U8, queue) }
         })
@@ -388,10 +480,8 @@ impl Transport for Nccl {
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let out = out.as_view();
-        if out.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("reduce_scatter", stream, |communicator, queue| {
+        let calls = [(Lane::All, Call::ReduceScatter(x.dtype(), x.len()))];
+        self.enqueue("reduce_scatter", stream, &calls, |communicator, queue| {
             // SAFETY: as in `all_reduce`; `x` has `out.len()` elements for each rank: `group::same`.
             unsafe {
                 let data_type = summed(x.dtype());
@@ -402,20 +492,16 @@ impl Transport for Nccl {
 
     fn broadcast(&self, stream: &Stream, x: TensorViewMut<'_>, root: usize) -> Result<(), Error> {
         let x = x.as_view();
-        if x.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("broadcast", stream, |communicator, queue| {
+        let calls = [(Lane::All, Call::Broadcast(x.dtype(), x.len(), root))];
+        self.enqueue("broadcast", stream, &calls, |communicator, queue| {
             // SAFETY: as in `all_reduce`.
             unsafe { communicator.broadcast(x.address(), bytes(x), DataType::U8, root as u32, queue) }
         })
     }
 
     fn send(&self, stream: &Stream, x: TensorView<'_>, to: usize) -> Result<(), Error> {
-        if x.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("send", stream, |communicator, queue| {
+        let calls = [(Lane::Pair(self.0.rank, to), Call::Passed(x.dtype(), x.len()))];
+        self.enqueue("send", stream, &calls, |communicator, queue| {
             // SAFETY: as in `all_reduce`.
             unsafe { communicator.send(x.address(), bytes(x), DataType::U8, to as u32, queue) }
         })
@@ -423,10 +509,8 @@ impl Transport for Nccl {
 
     fn recv(&self, stream: &Stream, out: TensorViewMut<'_>, from: usize) -> Result<(), Error> {
         let out = out.as_view();
-        if out.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("recv", stream, |communicator, queue| {
+        let calls = [(Lane::Pair(from, self.0.rank), Call::Passed(out.dtype(), out.len()))];
+        self.enqueue("recv", stream, &calls, |communicator, queue| {
             // SAFETY: as in `all_reduce`.
             unsafe { communicator.recv(out.address(), bytes(out), DataType::U8, from as u32, queue) }
         })
@@ -439,10 +523,11 @@ impl Transport for Nccl {
         (out, from): (TensorViewMut<'_>, usize),
     ) -> Result<(), Error> {
         let out = out.as_view();
-        if x.is_empty() && out.is_empty() {
-            return Ok(());
-        }
-        self.enqueue("exchange", stream, |communicator, queue| {
+        let calls = [
+            (Lane::Pair(self.0.rank, to), Call::Passed(x.dtype(), x.len())),
+            (Lane::Pair(from, self.0.rank), Call::Passed(out.dtype(), out.len())),
+        ];
+        self.enqueue("exchange", stream, &calls, |communicator, queue| {
             communicator.grouped(|communicator| {
                 if !x.is_empty() {
                     // SAFETY: as in `all_reduce`.
@@ -481,5 +566,35 @@ impl Transport for Nccl {
 
     fn leave(&self, reason: &str) {
         self.0.house.break_off(|| format!("rank {} has ended: {reason}", self.0.rank));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_belong_together_are_compared_in_their_order() {
+        let mut ledger = Ledger::default();
+        let sum = |len| Call::AllReduce(DType::F32, len);
+        let mut all = |rank, call| ledger.write(Lane::All, 3, rank, call);
+        // Rank 0 is ahead by two.
+        for len in [1, 2, 3] {
+            assert_eq!(all(0, sum(len)), Ok(()));
+        }
+        assert_eq!((all(2, sum(1)), all(1, sum(1)), all(1, sum(2))), (Ok(()), Ok(()), Ok(())));
+        let other = Call::AllReduce(DType::F16, 2);
+        assert_eq!(
+            all(2, other),
+            Err("rank 0 came with AllReduce(F32, 2) and rank 2 with AllReduce(F16, 2)".into())
+        );
+        // Pairs have an order of their own, whoever is first.
+        let mut pair =
+            |from, to, rank, len| ledger.write(Lane::Pair(from, to), 2, rank, Call::Passed(DType::I8, len));
+        assert_eq!((pair(0, 1, 1, 5), pair(1, 0, 1, 6), pair(0, 1, 0, 5)), (Ok(()), Ok(()), Ok(())));
+        assert!(pair(1, 0, 0, 5).is_err());
+        // What all have made is not kept.
+        assert_eq!(ledger.0[&Lane::Pair(0, 1)].open.len(), 0);
+        assert_eq!(ledger.0[&Lane::All].open.len(), 2);
     }
 }

@@ -1,16 +1,18 @@
 //! How ranks in processes of their own find each other: each gets the 128 bytes that rank 0 has made.
 //!
-//! Every rank says `Hello` and rank 0 answers, by TCP or by files, with the same bytes. Each side checks that the other
-//! one speaks this protocol, has the same version of NCCL, and means a group of the same size. A `Hello` has a random
-//! number, which the answer repeats, so that nobody takes an answer that was for another run.
+//! Every rank says `Hello` and rank 0 answers, by TCP or by files, with the same bytes. Each side checks
+//! that the other one speaks this protocol, has the same version of NCCL, and means a group of the same
+//! size. A `Hello` has a random number, which the answer repeats, so that nobody takes an answer that was
+//! for another run.
 //!
 //! # Files
 //!
-//! Rank r writes `PATH.r` with its `Hello`, rank 0 writes `PATH` with an answer to each `Hello` that it sees, and again
-//! where one changes. Rank r takes only an answer to its own number, then writes into `PATH.r` rank 0's number as
-//! well. Rank 0 waits for that from everyone and removes the files. So what an earlier run has left, wherever it ended,
-//! is never taken: an old `PATH` has no answer to a new number, and an old `PATH.r` is replaced when rank r comes.
-//! Files come to their names by renaming, so none is ever seen in part.
+//! Rank r writes `PATH.r` with its `Hello`, rank 0 writes `PATH` with an answer to each `Hello` that it
+//! sees, and again where one changes. Rank r takes only an answer to its own number, then writes into
+//! `PATH.r` rank 0's number as well. Rank 0 waits for that from everyone and removes the files. So what an
+//! earlier run has left, wherever it ended, is never taken: an old `PATH` has no answer to a new number, and
+//! an old `PATH.r` is replaced when rank r comes. Files come to their names by renaming, so none is ever
+//! seen in part.
 
 use std::fs;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -25,12 +27,13 @@ use crate::error::Error;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rendezvous {
-    /// A file in a folder that all processes can write, of which there is none after the meeting. Beside it they write
-    /// others, whose names begin with its name. What an earlier run has left there does no harm; two groups that meet at
-    /// the same time need a file each.
+    /// A file in a folder that all processes can write, of which there is none after the meeting. Beside it
+    /// they write others, whose names begin with its name. What an earlier run has left there does no harm;
+    /// two groups that meet at the same time need a file each.
     File(PathBuf),
-    /// An address of rank 0's machine, at which rank 0 listens and to which the others connect. Whoever can connect to
-    /// it can take a rank's place, so it is for networks that are trusted, as NCCL's own traffic is.
+    /// An address of rank 0's machine, at which rank 0 listens and to which the others connect. Whoever can
+    /// connect to it can take a rank's place, so it is for networks that are trusted, as NCCL's own traffic
+    /// is.
     Tcp(SocketAddr),
 }
 

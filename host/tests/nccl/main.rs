@@ -1,6 +1,6 @@
-//! Groups of cards whose collectives NCCL carries: both NCCL and the driver are fakes, built here from C (`cc`; without
-//! one the tests say so and pass). Devices are the host, streams are busy until all ranks have come, and calls fail,
-//! stay in progress or hang as they are told.
+//! Groups of cards whose collectives NCCL carries: both NCCL and the driver are fakes, built here from C
+//! (`cc`; without one the tests say so and pass). Devices are the host, streams are busy until all ranks
+//! have come, and calls fail, stay in progress or hang as they are told.
 //!
 //! A process finds its libraries at its start, so each case runs this binary again.
 
@@ -10,7 +10,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use host::group::{Communicator, Group, Rendezvous};
@@ -114,7 +113,8 @@ fn collectives(rank: &Communicator) -> Result<(), Error> {
     let x = Tensor::from_slice(&stream, &[6], &values(own))?;
     let sums: Vec<f32> = (0..6).map(|index| (30 + 3 * index) as f32).collect();
 
-    // Before the first collective: what is behind it in the stream waits for the other ranks, and who uploads waits too.
+    // Before the first collective: what is behind it in the stream waits for the other ranks, and who
+    // uploads waits too.
     let mut sum = Tensor::from_slice(&stream, &[6], &values(own))?;
     let mut part = Tensor::zeros(&stream, &[2], DType::F32)?;
     let mut all = Tensor::zeros(&stream, &[RANKS, 6], DType::F32)?;
@@ -208,7 +208,6 @@ fn program_of_a_rank_that(how: &str) -> Result<(), Error> {
     let timeout = if how == "does not come" { TIMEOUT } else { Duration::from_secs(30) };
     let group = Group::with_timeout(&devices, timeout)?;
     let begin = Instant::now();
-    let was_first = AtomicBool::new(false);
     let work = |rank: &Communicator| {
         let stream = rank.device().stream()?;
         let mut x = Tensor::zeros(&stream, &[4], DType::F32)?;
@@ -218,10 +217,14 @@ fn program_of_a_rank_that(how: &str) -> Result<(), Error> {
             match how {
                 "fails" => return Err(Error::invalid("test", "x", "one thing", "another")),
                 "panics" => panic!("as it is to"),
+                "comes with another call" => {
+                    let mut other = Tensor::zeros(&stream, &[5], DType::F32)?;
+                    let error = rank.all_reduce(&stream, other.view_mut()).unwrap_err();
+                    assert!(error.to_string().contains("and rank 1 with AllReduce(F32, 5)"), "{error}");
+                }
                 // It is there, and does something else.
                 _ => std::thread::sleep(3 * TIMEOUT),
             }
-            was_first.store(true, Ordering::SeqCst);
             return Ok(());
         }
         rank.all_reduce(&stream, x.view_mut())?;
@@ -406,7 +409,7 @@ fn recorded_collectives_keep_their_communicator() {
 #[test]
 fn a_rank_that_does_not_come_or_ends_is_no_hang() {
     let Some(folder) = fakes() else { return };
-    for how in ["does not come", "fails", "panics"] {
+    for how in ["does not come", "fails", "panics", "comes with another call"] {
         let text = run(folder, how, &[]);
         assert!(text.contains("the program is right"), "{how}: {text}");
         for rank in [0, 2] {
@@ -414,6 +417,7 @@ fn a_rank_that_does_not_come_or_ends_is_no_hang() {
             let heard = said(&text, &heard).unwrap_or_else(|| panic!("{how}: {text}"));
             let reason = match how {
                 "does not come" => "the other ranks did not come within 300ms",
+                "comes with another call" => "AllReduce(F32, 4) and rank 1 with AllReduce(F32, 5)",
                 "fails" => "rank 1 has ended: test: x: expected one thing, got another",
                 _ => "rank 1 has ended: it panicked",
             };

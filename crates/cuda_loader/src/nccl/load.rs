@@ -70,9 +70,8 @@ macro_rules! functions {
         impl Functions {
             /// `Err` is the name that the library lacks.
             ///
-            /// # Safety
-            /// `address` returns only NCCL's function of that name, and the library stays loaded for the life of the
-            /// process.
+            /// # Safety `address` returns only NCCL's function of that name, and the library stays loaded
+            /// for the life of the process.
             #[cfg_attr(not(all(target_os = "linux", target_pointer_width = "64")), allow(dead_code))]
             unsafe fn find(
                 address: impl Fn(&std::ffi::CStr) -> Option<*mut c_void>,
@@ -84,8 +83,8 @@ macro_rules! functions {
                             Err(_) => panic!("a symbol name has exactly one nul, at its end"),
                         };
                     let found = address(NAME).ok_or($name)?;
-                    // SAFETY: not null, and NCCL's function of this name (the caller), whose signature in `nccl.h` this
-                    // is.
+                    // SAFETY: not null, and NCCL's function of this name (the caller), whose signature in
+                    // `nccl.h` this is.
                     unsafe {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(found)
                     }
@@ -215,8 +214,8 @@ mod platform {
         // SAFETY: runs the library's initializers: NCCL's, made to be loaded by programs.
         let file = unsafe { File::open(Some(name), RTLD_NOW | RTLD_LOCAL) }
             .map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))?;
-        // SAFETY: each address comes from this library under the symbol's own name; the library is forgotten below and
-        // so never unloaded, or the table goes with it.
+        // SAFETY: each address comes from this library under the symbol's own name; the library is forgotten
+        // below and so never unloaded, or the table goes with it.
         let functions = unsafe { Functions::find(|symbol| address(&file, symbol)) }
             .map_err(|symbol| format!("it has no function {symbol}"))?;
         let mut code: c_int = 0;
@@ -238,7 +237,8 @@ mod platform {
     }
 
     fn address(file: &File, symbol: &CStr) -> Option<*mut c_void> {
-        // SAFETY: the symbol's address is only read as an address here; `Functions::find` states what is called.
+        // SAFETY: the symbol's address is only read as an address here; `Functions::find` states what is
+        // called.
         let found = unsafe { file.get::<*mut c_void>(symbol.to_bytes_with_nul()) };
         found.ok().map(|symbol| *symbol).filter(|address| !address.is_null())
     }

@@ -1,18 +1,21 @@
 //! NCCL, found when the program runs: collectives between cards.
 //!
-//! [`load`] looks for the library in this order, and the first that can be used is taken for the life of the process:
+//! [`load`] looks for the library in this order, and the first that can be used is taken for the life of the
+//! process:
 //!
 //! 1. the file that the environment variable `WARPFORGE_NCCL` names; if there is one, nothing else is tried;
 //! 2. `libnccl.so.2`, then `libnccl.so`, where the system looks for shared libraries;
 //! 3. `nvidia/nccl/lib/libnccl.so.2`, where PyPI's packages have it, in the folders of `PYTHONPATH`, in
-//!    `lib/python3*/site-packages` of `VIRTUAL_ENV`, and in the same beside each folder of `PATH` that has a `python3`.
+//!    `lib/python3*/site-packages` of `VIRTUAL_ENV`, and in the same beside each folder of `PATH` that has a
+//!    `python3`.
 //!
 //! # Communicators do not block
 //!
-//! Every [`Communicator`] is made with `blocking = 0`: no call waits for another rank, so that a rank that never comes
-//! can be given up. A call that has more to do answers [`State::InProgress`]; until [`Communicator::state`] says
-//! [`State::Ready`] no other call may be made, but for [`Communicator::abort`]. NCCL does that work in a thread that it
-//! starts for the call. When it is ready, the call's work is in the stream.
+//! Every [`Communicator`] is made with `blocking = 0`: no call waits for another rank, so that a rank that
+//! never comes can be given up. A call that has more to do answers [`State::InProgress`]; until
+//! [`Communicator::state`] says [`State::Ready`] no other call may be made, but for [`Communicator::abort`].
+//! NCCL does that work in a thread that it starts for the call. When it is ready, the call's work is in the
+//! stream.
 //!
 //! The calling thread's current context says on which device a communicator is made.
 
@@ -44,7 +47,8 @@ impl fmt::Debug for UniqueId {
     }
 }
 
-/// `ncclConfig_t` as of 2.17: what comes after it in later versions is left out, and `size` and `version` say so.
+/// `ncclConfig_t` as of 2.17: what comes after it in later versions is left out, and `size` and `version`
+/// say so.
 #[repr(C)]
 #[derive(Debug)]
 struct Config {
@@ -183,8 +187,8 @@ unsafe fn words(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
 }
 
-/// A rank's communicator. Dropped, it is [aborted](Communicator::abort), which is right only for one that failed:
-/// [`Communicator::finalize`] and [`Communicator::destroy`] are the way out of the others.
+/// A rank's communicator. Dropped, it is [aborted](Communicator::abort), which is right only for one that
+/// failed: [`Communicator::finalize`] and [`Communicator::destroy`] are the way out of the others.
 ///
 /// Not usable from two threads at once: NCCL does not lock it.
 #[derive(Debug)]
@@ -193,12 +197,13 @@ pub struct Communicator {
     functions: &'static Functions,
 }
 
-// SAFETY: NCCL binds a communicator to no thread; it asks only that its use be serialised, and it is not `Sync`.
+// SAFETY: NCCL binds a communicator to no thread; it asks only that its use be serialised, and it is not
+// `Sync`.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// Begins to make rank `rank` of `size`, on the device of the calling thread's context. It can be used once
-    /// [`Communicator::state`] is [`State::Ready`], which takes all ranks.
+    /// Begins to make rank `rank` of `size`, on the device of the calling thread's context. It can be used
+    /// once [`Communicator::state`] is [`State::Ready`], which takes all ranks.
     ///
     /// An error may leave a communicator behind that NCCL wants to be aborted; that is done here.
     pub fn init(id: &UniqueId, rank: u32, size: u32) -> Result<Self, UniqueIdError> {
@@ -207,8 +212,8 @@ impl Communicator {
         let number = |value: u32| c_int::try_from(value).unwrap_or(c_int::MAX);
         let mut raw: RawComm = std::ptr::null_mut();
         let mut config = Config::nonblocking();
-        // SAFETY: `raw` and `config` are writable, locals; `config` is of the size that it says and NCCL reads no
-        // further.
+        // SAFETY: `raw` and `config` are writable, locals; `config` is of the size that it says and NCCL
+        // reads no further.
         let status = unsafe {
             (functions.comm_init_rank_config)(&mut raw, number(size), *id, number(rank), &mut config)
         };
@@ -224,8 +229,8 @@ impl Communicator {
         Ok(communicator)
     }
 
-    /// How far its last call is, or what has gone wrong since: also in work that is in a stream already, as far as NCCL
-    /// sees it. Waits for nothing, makes no call of the driver, and so ends no recording.
+    /// How far its last call is, or what has gone wrong since: also in work that is in a stream already, as
+    /// far as NCCL sees it. Waits for nothing, makes no call of the driver, and so ends no recording.
     pub fn state(&self) -> Result<State, NcclError> {
         const CALL: &str = "ncclCommGetAsyncError";
         let mut status: c_int = SUCCESS;
@@ -237,9 +242,8 @@ impl Communicator {
 
     /// Sums `count` elements at `from` over all ranks into `to`, which may be the same.
     ///
-    /// # Safety
-    /// `stream` is live and of the communicator's device, and so is the memory of `count` elements at both addresses
-    /// until the stream has passed this; the last call is ready.
+    /// # Safety `stream` is live and of the communicator's device, and so is the memory of `count` elements
+    /// at both addresses until the stream has passed this; the last call is ready.
     pub unsafe fn all_reduce(
         &self,
         from: CUdeviceptr,
@@ -376,15 +380,16 @@ impl Communicator {
         self.functions.state("ncclGroupEnd", status, self.raw)
     }
 
-    /// Begins to end it: lets what is enqueued end. When [`Communicator::state`] is ready again it can be destroyed.
+    /// Begins to end it: lets what is enqueued end. When [`Communicator::state`] is ready again it can be
+    /// destroyed.
     pub fn finalize(&self) -> Result<State, NcclError> {
         // SAFETY: `raw` is live, owned by `self`.
         let status = unsafe { (self.functions.comm_finalize)(self.raw) };
         self.functions.state("ncclCommFinalize", status, self.raw)
     }
 
-    /// Frees it, after [`Communicator::finalize`]. May wait until the other ranks of this machine do the same, and
-    /// until the graphs are gone in which its calls were recorded.
+    /// Frees it, after [`Communicator::finalize`]. May wait until the other ranks of this machine do the
+    /// same, and until the graphs are gone in which its calls were recorded.
     pub fn destroy(self) -> Result<State, NcclError> {
         let (raw, functions) = (self.raw, self.functions);
         std::mem::forget(self);
@@ -393,8 +398,8 @@ impl Communicator {
         functions.state("ncclCommDestroy", status, std::ptr::null_mut())
     }
 
-    /// Ends what runs, with results that mean nothing, and frees it. It waits for no other rank, but those of other
-    /// ranks go on until they are aborted too.
+    /// Ends what runs, with results that mean nothing, and frees it. It waits for no other rank, but those
+    /// of other ranks go on until they are aborted too.
     pub fn abort(self) -> Result<State, NcclError> {
         let (raw, functions) = (self.raw, self.functions);
         std::mem::forget(self);

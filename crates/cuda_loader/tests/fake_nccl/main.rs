@@ -1,6 +1,6 @@
-//! NCCL against a fake, built here from C: where it is looked for, what is said where there is none, and that every call
-//! arrives with its arguments and every answer comes back. Needs a C compiler (`cc`); without one the tests say so and
-//! pass.
+//! NCCL against a fake, built here from C: where it is looked for, what is said where there is none, and
+//! that every call arrives with its arguments and every answer comes back. Needs a C compiler (`cc`);
+//! without one the tests say so and pass.
 //!
 //! A process looks for NCCL once, so each case runs this binary again, with its environment.
 
@@ -58,7 +58,8 @@ fn fakes() -> Option<&'static (PathBuf, PathBuf)> {
     files.as_ref()
 }
 
-/// What a process of this binary writes that does `what` with this environment and none of its own that matters.
+/// What a process of this binary writes that does `what` with this environment and none of its own that
+/// matters.
 fn run(what: &str, environment: &[(&str, &OsStr)]) -> String {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
