@@ -53,6 +53,15 @@ impl Queue {
         }
     }
 
+    /// The same, and none where it cannot be told.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn progress(&self) -> Result<Option<bool>, Error> {
+        match self {
+            Queue::Cuda(stream) => stream.progress(),
+            Queue::Cpu | Queue::Simulated(..) => Ok(Some(true)),
+        }
+    }
+
     /// Whether what is enqueued is being recorded.
     pub(crate) fn is_recorded(&self) -> Result<bool, Error> {
         match self {

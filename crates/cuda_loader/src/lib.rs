@@ -23,10 +23,15 @@
 //!
 //! Elsewhere than on 64-bit Linux and Windows [`load`] returns [`LoadError::UnsupportedPlatform`], and every driver
 //! function answers 3.
+//!
+//! # NCCL
+//!
+//! [`nccl`] finds NCCL in the same way, where collectives between cards are wanted.
 
 pub mod driver;
 mod error;
 mod load;
+pub mod nccl;
 // Where no driver can be loaded nothing fills the table.
 #[cfg_attr(not(all(any(target_os = "linux", windows), target_pointer_width = "64")), allow(dead_code))]
 mod symbols;

@@ -94,7 +94,7 @@ impl Context {
     }
 
     /// Makes this context the calling thread's: every driver call below wants that first.
-    fn enter(&self) -> Result<(), Error> {
+    pub(crate) fn enter(&self) -> Result<(), Error> {
         self.primary.enter()
     }
 }

@@ -1,7 +1,8 @@
 //! Streams, events and recorded graphs.
 
+use std::any::Any;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 
 use cuda_loader::driver::sys::{CUevent, CUstream};
 use cuda_loader::driver::{self, LaunchAttributes, Overlap};
@@ -20,7 +21,12 @@ pub(crate) struct Stream {
     owner: Owner,
     event: CUevent,
     context: Arc<Context>,
+    /// While a graph is recorded by [`Stream::capture`]: what it needs as long as it is there.
+    held: Mutex<Option<Held>>,
 }
+
+/// What recorded work needs beside memory.
+type Held = Vec<Arc<dyn Any + Send + Sync>>;
 
 /// Who destroys a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +46,7 @@ impl Stream {
         context.enter()?;
         let stream = driver::stream_create().map_err(failed("cuStreamCreate"))?;
         match driver::event_create(driver::Timing::Disabled) {
-            Ok(event) => Ok(Stream { stream, owner: Owner::Library, event, context }),
+            Ok(event) => Ok(Stream { stream, owner: Owner::Library, event, context, held: Mutex::default() }),
             Err(error) => {
                 // The first error is told.
                 // SAFETY: just made, and not used.
@@ -57,7 +63,7 @@ impl Stream {
     pub(crate) unsafe fn of_caller(context: Arc<Context>, handle: *mut c_void) -> Result<Self, Error> {
         context.enter()?;
         let event = driver::event_create(driver::Timing::Disabled).map_err(failed("cuEventCreate"))?;
-        Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context })
+        Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context, held: Mutex::default() })
     }
 
     /// Whose stream it is. Devices of an ordinal share its primary context.
@@ -95,13 +101,32 @@ impl Stream {
     /// Whether all work so far is done; not known, and so said not to be, while anything is recorded, since the
     /// question would end a recording.
     pub(crate) fn is_done(&self) -> Result<bool, Error> {
-        let Some(_no_recording) = NoRecording::try_begin() else { return Ok(false) };
+        self.progress().map(|done| done == Some(true))
+    }
+
+    /// The same, and none where it is not known.
+    pub(crate) fn progress(&self) -> Result<Option<bool>, Error> {
+        let Some(_no_recording) = NoRecording::try_begin() else { return Ok(None) };
         // Also by another library, of a stream that is its own.
         if self.is_recorded()? {
-            return Ok(false);
+            return Ok(None);
         }
         // SAFETY: live while `self` is.
-        unsafe { driver::stream_query(self.stream) }.map_err(failed("cuStreamQuery"))
+        unsafe { driver::stream_query(self.stream) }.map(Some).map_err(failed("cuStreamQuery"))
+    }
+
+    /// Keeps something as long as the graph that is being recorded of this stream, if there is one.
+    pub(crate) fn hold(&self, what: &Arc<impl Any + Send + Sync>) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(held) = &mut *held
+            && !held.iter().any(|other| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(what)))
+        {
+            held.push(what.clone());
+        }
+    }
+
+    fn take_held(&self) -> Held {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default()
     }
 
     /// Whether the caller may wait for it: not while anything is recorded, also by another library in this stream.
@@ -205,10 +230,11 @@ impl Stream {
         let _pools = FreesLeft;
         let recording = Recording::begin(self)?;
         enqueue()?;
-        let graph = recording.end()?;
+        // In this order: the graph is dropped before what it needs.
+        let (held, graph) = recording.end()?;
         // SAFETY: the recorded work's addresses are the caller's contract, at the launch.
         let exec = unsafe { graph.instantiate() }.map_err(failed("cuGraphInstantiate"))?;
-        Ok(Graph { exec: Mutex::new(exec), context: self.context.clone() })
+        Ok(Graph { exec: Mutex::new(exec), context: self.context.clone(), _held: held })
     }
 
     /// A marker in the stream with a time.
@@ -255,14 +281,17 @@ impl<'a> Recording<'a> {
         stream.context.enter()?;
         // SAFETY: live while `stream` is.
         unsafe { driver::stream_begin_capture(stream.stream) }.map_err(failed("cuStreamBeginCapture"))?;
+        *stream.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(Held::new());
         Ok(Recording { stream, has_ended: false, _recording: recording })
     }
 
-    fn end(mut self) -> Result<driver::Graph, Error> {
+    fn end(mut self) -> Result<(Held, driver::Graph), Error> {
         self.stream.context.enter()?;
         self.has_ended = true;
         // SAFETY: live while the stream is.
-        unsafe { driver::stream_end_capture(self.stream.stream) }.map_err(failed("cuStreamEndCapture"))
+        let graph = unsafe { driver::stream_end_capture(self.stream.stream) };
+        let graph = graph.map_err(failed("cuStreamEndCapture"))?;
+        Ok((self.stream.take_held(), graph))
     }
 }
 
@@ -273,6 +302,8 @@ impl Drop for Recording<'_> {
             // SAFETY: live while the stream is.
             let _ = unsafe { driver::stream_end_capture(self.stream.stream) };
         }
+        // Nothing of a recording that failed is there any more.
+        drop(self.stream.take_held());
     }
 }
 
@@ -339,6 +370,8 @@ impl Drop for Event {
 pub(crate) struct Graph {
     exec: Mutex<driver::GraphExec>,
     context: Arc<Context>,
+    /// Goes after the graph.
+    _held: Held,
 }
 
 impl Drop for Graph {

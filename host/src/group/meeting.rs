@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use abi::DType;
 use half::{bf16, f16};
 
-use super::Transport;
+use super::{Transport, deadline};
 use crate::error::Error;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -37,6 +37,9 @@ struct Table {
     changed: Condvar,
 }
 
+/// Type and elements of each, in order.
+type Letters = VecDeque<(DType, Vec<u8>)>;
+
 #[derive(Debug, Default)]
 struct State {
     /// Meetings that were held.
@@ -46,7 +49,7 @@ struct State {
     /// The last one. All have it before the next is held, since each comes there only then.
     last: Option<Arc<Vec<Call>>>,
     /// What is on its way, from one rank to another.
-    mail: HashMap<(usize, usize), VecDeque<(DType, Vec<u8>)>>,
+    mail: HashMap<(usize, usize), Letters>,
     /// Why nobody meets here any more.
     broken: Option<String>,
 }
@@ -81,7 +84,7 @@ impl Meeting {
         missing: impl Fn(&State) -> String,
     ) -> Result<T, Error> {
         let Table { timeout, changed, .. } = &*self.table;
-        let end = Instant::now() + *timeout;
+        let end = deadline(*timeout);
         loop {
             if let Some(reason) = &state.broken {
                 return Err(self.failed(op, reason.as_str()));
@@ -205,6 +208,22 @@ impl Transport for Meeting {
             return Err(self.failed("recv", reason));
         }
         out.write_bytes(stream, &bytes)
+    }
+
+    fn exchange(
+        &self,
+        stream: &Stream,
+        (x, to): (TensorView<'_>, usize),
+        (out, from): (TensorViewMut<'_>, usize),
+    ) -> Result<(), Error> {
+        // What is sent waits in the host's memory.
+        self.send(stream, x, to)?;
+        self.recv(stream, out, from)
+    }
+
+    fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
+        // Ranks wait for each other in the calls.
+        stream.synchronize()
     }
 
     fn leave(&self, reason: &str) {

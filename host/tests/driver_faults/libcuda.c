@@ -1,6 +1,8 @@
 // A driver whose device is the host: memory is allocated, copied and filled, kernels do nothing, and work is done when it is enqueued.
 //
 // FAKE_FAIL=n: the call of number n, from 1 on, answers FAKE_CODE instead of doing anything; with FAKE_STICKY all later ones too.
+// FAKE_DEVICES=n: how many devices there are, 1 unless set.
+// A fake NCCL (crates/cuda_loader/tests/fake_nccl) makes a stream busy; what comes after that in the stream waits.
 // On stderr: the call that fails, and at the end how many there were.
 
 #include <stddef.h>
@@ -8,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static int calls, fail_at, code, sticky;
 static const char *last = "nothing";
@@ -39,11 +42,25 @@ static int fails(const char *name) {
 
 #define DONE return 0; }
 
-typedef struct { int is_capturing; } Stream;
+typedef struct { int is_capturing; int busy; } Stream;
+
+static _Thread_local void *current;
+
+static int is_busy(Stream *stream) { return __atomic_load_n(&stream->busy, __ATOMIC_SEQ_CST) > 0; }
+
+static void wait_for(Stream *stream) {
+    while (!stream->is_capturing && is_busy(stream)) usleep(100);
+}
+
+// Of the fake NCCL, which is no caller that is to be counted.
+unsigned cuCtxGetCurrent(void **context) { *context = current; return 0; }
 
 CALL(cuInit, unsigned flags) (void)flags; DONE
 CALL(cuDriverGetVersion, int *version) *version = 12040; DONE
-CALL(cuDeviceGetCount, int *count) *count = 1; DONE
+CALL(cuDeviceGetCount, int *count) 
+    const char *devices = getenv("FAKE_DEVICES");
+    *count = devices ? atoi(devices) : 1;
+DONE
 CALL(cuDeviceGet, int *device, int ordinal) *device = ordinal; DONE
 CALL(cuDeviceGetName, char *name, int length, int device) (void)device; snprintf(name, (size_t)length, "fake"); DONE
 CALL(cuDeviceTotalMem_v2, size_t *bytes, int device) (void)device; *bytes = 1 << 30; DONE
@@ -52,9 +69,9 @@ CALL(cuDeviceGetAttribute, int *value, int attribute, int device)
     // Compute capability 6.1; blocks of at most 48 KiB.
     *value = attribute == 75 ? 6 : attribute == 76 ? 1 : attribute == 97 ? 48 << 10 : 64;
 DONE
-CALL(cuDevicePrimaryCtxRetain, void **context, int device) (void)device; *context = (void *)64; DONE
+CALL(cuDevicePrimaryCtxRetain, void **context, int device) *context = (void *)(uintptr_t)(64 + device); DONE
 CALL(cuDevicePrimaryCtxRelease_v2, int device) (void)device; DONE
-CALL(cuCtxSetCurrent, void *context) (void)context; DONE
+CALL(cuCtxSetCurrent, void *context) current = context; DONE
 CALL(cuCtxSynchronize, void) DONE
 
 CALL(cuMemAlloc_v2, uint64_t *address, size_t bytes)
@@ -74,8 +91,8 @@ DONE
 
 CALL(cuStreamCreate, Stream **stream, unsigned flags) (void)flags; *stream = calloc(1, sizeof **stream); DONE
 CALL(cuStreamDestroy_v2, Stream *stream) free(stream); DONE
-CALL(cuStreamSynchronize, Stream *stream) (void)stream; DONE
-CALL(cuStreamQuery, Stream *stream) (void)stream; DONE
+CALL(cuStreamSynchronize, Stream *stream) wait_for(stream); DONE
+CALL(cuStreamQuery, Stream *stream) if (is_busy(stream)) return 600; DONE
 CALL(cuStreamWaitEvent, Stream *stream, void *event, unsigned flags) (void)stream; (void)event; (void)flags; DONE
 CALL(cuEventCreate, void **event, unsigned flags) (void)flags; *event = malloc(1); DONE
 CALL(cuEventDestroy_v2, void *event) free(event); DONE
@@ -85,17 +102,19 @@ CALL(cuEventSynchronize, void *event) (void)event; DONE
 CALL(cuEventElapsedTime, float *ms, void *start, void *end) (void)start; (void)end; *ms = 1; DONE
 
 CALL(cuMemcpyHtoDAsync_v2, uint64_t to, const void *from, size_t bytes, Stream *stream)
-    (void)stream;
+    wait_for(stream);
     memcpy((void *)(uintptr_t)to, from, bytes);
 DONE
 CALL(cuMemcpyDtoHAsync_v2, void *to, uint64_t from, size_t bytes, Stream *stream)
-    (void)stream;
+    wait_for(stream);
     memcpy(to, (const void *)(uintptr_t)from, bytes);
 DONE
 CALL(cuMemcpyDtoDAsync_v2, uint64_t to, uint64_t from, size_t bytes, Stream *stream)
+    wait_for(stream);
     if (!stream->is_capturing) memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
 DONE
 CALL(cuMemsetD8Async, uint64_t to, unsigned char value, size_t bytes, Stream *stream)
+    wait_for(stream);
     if (!stream->is_capturing) memset((void *)(uintptr_t)to, value, bytes);
 DONE
 

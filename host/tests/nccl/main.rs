@@ -1,0 +1,528 @@
+//! Groups of cards whose collectives NCCL carries: both NCCL and the driver are fakes, built here from C
+//! (`cc`; without one the tests say so and pass). Devices are the host, streams are busy until all ranks
+//! have come, and calls fail, stay in progress or hang as they are told.
+//!
+//! A process finds its libraries at its start, so each case runs this binary again.
+
+#![cfg(all(feature = "cuda", target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use host::group::{Communicator, Group, Rendezvous};
+use host::{Arch, DType, Device, Error, Image, Ptx, Tensor};
+
+const INSIDE: &str = "NCCL_TEST_INSIDE";
+/// How long the groups here wait for a rank that does not come.
+const TIMEOUT: Duration = Duration::from_millis(300);
+/// What a wait may take beyond that on a busy machine, with what an abort is waited for.
+const SLACK: Duration = Duration::from_secs(8);
+/// The same where ranks meet first.
+const JOIN: Duration = Duration::from_millis(800);
+const RANKS: usize = 3;
+
+static IMAGES: &[Image] = &[Image {
+    family: "rmsnorm",
+    arch: Arch::Sm61,
+    ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
+}];
+
+/// The folder with both fakes, or none without a C compiler or their sources.
+fn fakes() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let build = || {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("nccl");
+        std::fs::create_dir_all(&folder).expect("the temporary folder is writable");
+        let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+        for (source, name) in [
+            ("tests/driver_faults/libcuda.c", "libcuda.so.1"),
+            ("../crates/cuda_loader/tests/fake_nccl/libnccl.c", "libnccl.so.2"),
+        ] {
+            let source = own.join(source);
+            if !source.is_file() {
+                return None;
+            }
+            let mut compiler = Command::new("cc");
+            compiler.args([
+                "-shared",
+                "-fPIC",
+                "-O1",
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-pthread",
+                "-DSTREAMS",
+                "-o",
+            ]);
+            let status = compiler.arg(folder.join(name)).arg(&source).arg("-ldl").status().ok()?;
+            assert!(status.success(), "cc failed on {}", source.display());
+        }
+        Some(folder)
+    };
+    let folder = FOLDER.get_or_init(build).as_deref();
+    if folder.is_none() {
+        eprintln!("skipped: no C compiler (cc), or no source of the fakes");
+    }
+    folder
+}
+
+/// What a process writes that runs this program with both fakes. One that does not end is a failure.
+fn run(folder: &Path, program: &str, environment: &[(&str, &str)]) -> String {
+    let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
+    command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
+    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder).env("FAKE_DEVICES", RANKS.to_string());
+    command.env_remove("WARPFORGE_NCCL").envs(environment.iter().copied());
+    let files = tempfile::tempdir().expect("a folder");
+    let path = files.path().join("text");
+    let file = std::fs::File::create(&path).expect("a file");
+    command.stdout(file.try_clone().expect("a file")).stderr(file).stdin(Stdio::null());
+    let mut child = command.spawn().expect("this binary runs");
+    let end = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("it can be waited for") {
+            break Some(status);
+        }
+        if Instant::now() > end {
+            child.kill().expect("it can be ended");
+            child.wait().expect("it has ended");
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let text = std::fs::read_to_string(&path).expect("a text");
+    assert!(
+        status.is_some_and(|status| status.success()) && text.contains("1 passed"),
+        "{program} with {environment:?}, {status:?}: {text}"
+    );
+    text
+}
+
+fn devices() -> Result<Vec<Device>, Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    (0..RANKS).map(|ordinal| unsafe { Device::cuda_with_images(ordinal, IMAGES) }).collect()
+}
+
+/// All collectives, of a rank of three.
+fn collectives(rank: &Communicator) -> Result<(), Error> {
+    let stream = rank.device().stream()?;
+    let own = rank.rank();
+    let values = |rank: usize| (0..6).map(|index| (10 * rank + index) as f32).collect::<Vec<f32>>();
+    let x = Tensor::from_slice(&stream, &[6], &values(own))?;
+    let sums: Vec<f32> = (0..6).map(|index| (30 + 3 * index) as f32).collect();
+
+    // Before the first collective: what is behind it in the stream waits for the other ranks, and who
+    // uploads waits too.
+    let mut sum = Tensor::from_slice(&stream, &[6], &values(own))?;
+    let mut part = Tensor::zeros(&stream, &[2], DType::F32)?;
+    let mut all = Tensor::zeros(&stream, &[RANKS, 6], DType::F32)?;
+    let mut of_last = Tensor::from_slice(&stream, &[6], &values(own))?;
+    let mut of_left = Tensor::zeros(&stream, &[6], DType::F32)?;
+    let mut passed = Tensor::zeros(&stream, &[6], DType::F32)?;
+    let mut nothing = Tensor::zeros(&stream, &[0], DType::F32)?;
+
+    rank.all_reduce(&stream, sum.view_mut())?;
+    rank.reduce_scatter(&stream, x.view(), part.view_mut())?;
+    rank.all_gather(&stream, x.view(), all.view_mut())?;
+    rank.broadcast(&stream, of_last.view_mut(), RANKS - 1)?;
+    let (left, right) = ((own + RANKS - 1) % RANKS, (own + 1) % RANKS);
+    rank.exchange(&stream, (x.view(), right), (of_left.view_mut(), left))?;
+    match own {
+        0 => rank.send(&stream, x.view(), 1)?,
+        1 => rank.recv(&stream, passed.view_mut(), 0)?,
+        _ => {}
+    }
+    // Of nothing: nobody is called.
+    rank.all_reduce(&stream, nothing.view_mut())?;
+    rank.synchronize(&stream)?;
+
+    assert_eq!(sum.to_vec::<f32>(&stream)?, sums);
+    assert_eq!(part.to_vec::<f32>(&stream)?, sums[2 * own..2 * own + 2]);
+    assert_eq!(all.to_vec::<f32>(&stream)?, (0..RANKS).flat_map(values).collect::<Vec<f32>>());
+    assert_eq!(of_last.to_vec::<f32>(&stream)?, values(RANKS - 1));
+    assert_eq!(of_left.to_vec::<f32>(&stream)?, values(left));
+    assert_eq!(passed.to_vec::<f32>(&stream)?, if own == 1 { values(0) } else { vec![0.0; 6] });
+
+    // bf16, whose sums here are exact.
+    let halves = [half::bf16::from_f32(1.5); 5];
+    let mut sum = Tensor::from_slice(&stream, &[5], &halves)?;
+    rank.all_reduce(&stream, sum.view_mut())?;
+    rank.synchronize(&stream)?;
+    assert_eq!(sum.to_vec::<half::bf16>(&stream)?, [half::bf16::from_f32(4.5); 5]);
+    Ok(())
+}
+
+fn first_error(results: Vec<Result<(), Error>>) -> Result<(), Error> {
+    let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+    // What went wrong itself, before what it did to the others.
+    let is_of_another = |text: String| text.contains("has ended") || text.contains("did not come");
+    errors.sort_by_key(|error| is_of_another(error.to_string()));
+    errors.into_iter().next().map_or(Ok(()), Err)
+}
+
+fn program_of_a_group() -> Result<(), Error> {
+    let group = Group::with_timeout(&devices()?, Duration::from_secs(2))?;
+    first_error(group.run(collectives))?;
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// A recorded collective keeps its communicator, and is launched when the group is long gone.
+fn program_that_records() -> Result<(), Error> {
+    let group = Group::with_timeout(&devices()?, TIMEOUT)?;
+    let recorded = group.run(|rank| {
+        let stream = rank.device().stream()?;
+        let mut x = Tensor::zeros(&stream, &[4], DType::F32)?;
+        let graph = stream.capture(|stream| {
+            rank.all_reduce(stream, x.view_mut())?;
+            let error = rank.synchronize(stream).unwrap_err();
+            assert!(error.to_string().contains("expected one that is not being recorded"), "{error}");
+            rank.all_reduce(stream, x.view_mut())
+        })?;
+        // A recording that fails keeps nothing.
+        let failed = stream.capture(|stream| {
+            rank.all_reduce(stream, x.view_mut())?;
+            Err(Error::invalid("test", "x", "nothing", "something"))
+        });
+        assert!(failed.is_err());
+        Ok::<_, Error>((graph, x, stream))
+    });
+    drop(group);
+    eprintln!("the group is dropped");
+    for graph in recorded {
+        let (graph, x, stream) = graph?;
+        // SAFETY: the tensor is there, and nobody else uses it.
+        unsafe { graph.launch(&stream)? };
+        stream.synchronize()?;
+        drop((graph, x));
+    }
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// Rank 1 ends in a way of its own; the others wait for it, and must hear of it.
+fn program_of_a_rank_that(how: &str) -> Result<(), Error> {
+    let devices = devices()?;
+    let timeout = if how == "does not come" { TIMEOUT } else { Duration::from_secs(30) };
+    let group = Group::with_timeout(&devices, timeout)?;
+    let begin = Instant::now();
+    let work = |rank: &Communicator| {
+        let stream = rank.device().stream()?;
+        let mut x = Tensor::zeros(&stream, &[4], DType::F32)?;
+        if rank.rank() == 1 {
+            // So that the others are waiting.
+            std::thread::sleep(TIMEOUT / 2);
+            match how {
+                "fails" => return Err(Error::invalid("test", "x", "one thing", "another")),
+                "panics" => panic!("as it is to"),
+                "comes with another call" => {
+                    let mut other = Tensor::zeros(&stream, &[5], DType::F32)?;
+                    let error = rank.all_reduce(&stream, other.view_mut()).unwrap_err();
+                    assert!(error.to_string().contains("and rank 1 with AllReduce(F32, 5)"), "{error}");
+                }
+                // It is there, and does something else.
+                _ => std::thread::sleep(3 * TIMEOUT),
+            }
+            return Ok(());
+        }
+        rank.all_reduce(&stream, x.view_mut())?;
+        let error = rank.synchronize(&stream).unwrap_err();
+        eprintln!("rank {} hears: {error}", rank.rank());
+        assert!(matches!(error, Error::Group { op: "synchronize", size: RANKS, .. }), "{error:?}");
+        // The stream's work has ended, so this does not hang, and every later call says why.
+        stream.synchronize()?;
+        let again = rank.all_reduce(&stream, x.view_mut()).unwrap_err();
+        assert!(matches!(again, Error::Group { op: "all_reduce", .. }), "{again:?}");
+        Ok(())
+    };
+    let results = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| group.run(work)));
+    assert_eq!(results.is_err(), how == "panics");
+    let limit = if how == "does not come" { 3 * TIMEOUT + SLACK } else { SLACK };
+    assert!(begin.elapsed() < limit, "{:?}", begin.elapsed());
+    if let Ok(results) = results {
+        assert!(results[0].is_ok() && results[2].is_ok() && results[1].is_err() == (how == "fails"));
+    }
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// Threads that are as processes: each has a device, and all but the file or the address is its own.
+fn joined(
+    meetings: &[Rendezvous],
+    work: impl Fn(Communicator) -> Result<(), Error> + Sync,
+) -> Result<Vec<Result<(), Error>>, Error> {
+    let devices = devices()?;
+    Ok(std::thread::scope(|scope| {
+        let begin = |(rank, meeting): (usize, &Rendezvous)| {
+            let (device, meeting, work) = (devices[rank].clone(), meeting.clone(), &work);
+            scope.spawn(move || work(Communicator::join(&device, rank, RANKS, &meeting, JOIN)?))
+        };
+        let threads: Vec<_> = meetings.iter().enumerate().map(begin).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    }))
+}
+
+fn meetings() -> (tempfile::TempDir, [Rendezvous; 2]) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = Rendezvous::File(folder.path().join("meeting"));
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    (folder, [file, Rendezvous::Tcp(free.expect("a free port"))])
+}
+
+fn program_that_joins() -> Result<(), Error> {
+    let (_folder, both) = meetings();
+    for meeting in both {
+        first_error(joined(&[meeting.clone(), meeting.clone(), meeting], |rank| collectives(&rank))?)?;
+    }
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// A rank that has met the others, and then does not start NCCL or does not come to a call.
+fn program_whose_rank_is_gone() -> Result<(), Error> {
+    let (_folder, [meeting, _]) = meetings();
+    let begin = Instant::now();
+    let results = joined(&[meeting.clone(), meeting.clone(), meeting], |rank| {
+        let stream = rank.device().stream()?;
+        let mut x = Tensor::zeros(&stream, &[4], DType::F32)?;
+        if rank.rank() == 2 {
+            // Longer than the others wait.
+            std::thread::sleep(3 * JOIN);
+            return Ok(());
+        }
+        rank.all_reduce(&stream, x.view_mut())?;
+        rank.synchronize(&stream)
+    })?;
+    assert!(begin.elapsed() < 3 * JOIN + 2 * SLACK, "{:?}", begin.elapsed());
+    for result in &results[..2] {
+        let error = result.as_ref().unwrap_err().to_string();
+        assert!(error.contains("the other ranks did not come within 800ms"), "{error}");
+    }
+    assert!(results[2].is_ok(), "{results:?}");
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// What is refused before NCCL is asked, or since there is none.
+fn program_that_is_refused() -> Result<(), Error> {
+    let devices = devices()?;
+    let twice = [devices[0].clone(), devices[1].clone(), devices[0].clone()];
+    let error = Group::new(&twice).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "Group: devices: expected a card of its own for each rank, got cuda:0 for ranks 0 and 2"
+    );
+    // A card alone needs no NCCL.
+    let alone = Group::new(&devices[..1])?;
+    first_error(alone.run(|rank| {
+        let stream = rank.device().stream()?;
+        let mut x = Tensor::from_slice(&stream, &[2], &[1.0f32, 2.0])?;
+        rank.all_reduce(&stream, x.view_mut())?;
+        rank.synchronize(&stream)?;
+        assert_eq!(x.to_vec::<f32>(&stream)?, [1.0, 2.0]);
+        Ok(())
+    }))?;
+    eprintln!("the work is done");
+    let meeting = Rendezvous::File("/nowhere/meeting".into());
+    let joined = Communicator::join(&devices[0], 0, 2, &meeting, TIMEOUT).unwrap_err();
+    eprintln!("join: {joined}");
+    Group::new(&devices).map(|_| ())
+}
+
+/// In the fakes' process: runs the program and prints its end.
+#[test]
+fn inside() {
+    let Some(which) = std::env::var_os(INSIDE) else { return };
+    let result = match which.to_str() {
+        Some("group") => program_of_a_group(),
+        Some("records") => program_that_records(),
+        Some("joins") => program_that_joins(),
+        Some("gone") => program_whose_rank_is_gone(),
+        Some("refused") => program_that_is_refused(),
+        Some(how) => program_of_a_rank_that(how),
+        None => panic!("{which:?}"),
+    };
+    match result {
+        Ok(()) => eprintln!("the program is right"),
+        Err(error) => eprintln!("the program fails: {error}"),
+    }
+}
+
+/// What stands behind these words, which may not be at a line's beginning.
+fn said<'a>(text: &'a str, before: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| line.split_once(before)).map(|(_, said)| said)
+}
+
+fn numbers(text: &str, of: &str) -> usize {
+    let line = text.lines().find(|line| line.starts_with("fake nccl: ") && line.ends_with(of));
+    let line = line.unwrap_or_else(|| panic!("{of}: {text}"));
+    line.split(' ').nth(2).and_then(|number| number.parse().ok()).expect("a number")
+}
+
+#[test]
+fn collectives_of_a_group() {
+    let Some(folder) = fakes() else { return };
+    for progress in ["0", "1", "7"] {
+        for program in ["group", "joins"] {
+            let text = run(folder, program, &[("FAKE_NCCL_PROGRESS", progress)]);
+            assert!(text.contains("the program is right"), "{text}");
+            // All were ended, and in order.
+            assert_eq!(numbers(&text, " alive"), 0, "{text}");
+            assert!(!text.contains("destroyed before"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn each_communicator_is_made_in_its_device_s_context() {
+    let Some(folder) = fakes() else { return };
+    let files = tempfile::tempdir().expect("a folder");
+    let log = files.path().join("log");
+    let text = run(folder, "group", &[("FAKE_NCCL_LOG", log.to_str().expect("a name"))]);
+    assert!(text.contains("the program is right"), "{text}");
+    let log = std::fs::read_to_string(log).expect("the fake has written it");
+    for rank in 0..RANKS {
+        let line =
+            format!("ncclCommInitRankConfig rank={rank} size={RANKS} context={} blocking=0", 64 + rank);
+        assert_eq!(log.matches(&line).count(), 1, "{line}: {log}");
+        assert_eq!(log.matches(&format!("ncclCommDestroy rank={rank}")).count(), 1, "{log}");
+    }
+    assert!(!log.contains("ncclCommAbort"), "{log}");
+}
+
+#[test]
+fn recorded_collectives_keep_their_communicator() {
+    let Some(folder) = fakes() else { return };
+    let files = tempfile::tempdir().expect("a folder");
+    let log = files.path().join("log");
+    let environment = [("FAKE_NCCL_LOG", log.to_str().expect("a name")), ("FAKE_NCCL_PROGRESS", "2")];
+    let text = run(folder, "records", &environment);
+    assert!(text.contains("the program is right"), "{text}");
+    let log = std::fs::read_to_string(log).expect("the fake has written it");
+    // Three calls of each rank while it is recorded, then the ends.
+    assert_eq!(log.matches("ncclAllReduce").count(), 3 * RANKS, "{log}");
+    assert_eq!((log.matches("ncclCommDestroy").count(), numbers(&text, " alive")), (RANKS, 0), "{log}");
+}
+
+#[test]
+fn a_rank_that_does_not_come_or_ends_is_no_hang() {
+    let Some(folder) = fakes() else { return };
+    for how in ["does not come", "fails", "panics", "comes with another call"] {
+        let text = run(folder, how, &[]);
+        assert!(text.contains("the program is right"), "{how}: {text}");
+        for rank in [0, 2] {
+            let heard = format!("rank {rank} hears: synchronize: rank {rank} of {RANKS}: ");
+            let heard = said(&text, &heard).unwrap_or_else(|| panic!("{how}: {text}"));
+            let reason = match how {
+                "does not come" => "the other ranks did not come within 300ms",
+                "comes with another call" => "AllReduce(F32, 4) and rank 1 with AllReduce(F32, 5)",
+                "fails" => "rank 1 has ended: test: x: expected one thing, got another",
+                _ => "rank 1 has ended: it panicked",
+            };
+            assert!(heard.ends_with(reason), "{how}: {heard}");
+        }
+        assert_eq!(numbers(&text, " alive"), 0, "{text}");
+    }
+    let text = run(folder, "gone", &[]);
+    assert!(text.contains("the program is right"), "{text}");
+    // An abort that does not come back is left to itself.
+    let text = run(folder, "does not come", &[("FAKE_NCCL_ABORT_HANGS", "1")]);
+    assert!(text.contains("the program is right"), "{text}");
+}
+
+#[test]
+fn what_stays_in_progress_is_given_up() {
+    let Some(folder) = fakes() else { return };
+    for (call, op) in [
+        ("ncclCommInitRankConfig", "Group"),
+        ("ncclAllReduce", "all_reduce"),
+        ("ncclReduceScatter", "reduce_scatter"),
+        ("ncclAllGather", "all_gather"),
+        ("ncclBroadcast", "broadcast"),
+    ] {
+        let begin = Instant::now();
+        let text = run(folder, "group", &[("FAKE_NCCL_HANG", call)]);
+        let message = said(&text, "the program fails: ");
+        let message = message.unwrap_or_else(|| panic!("{call}: {text}"));
+        assert!(message.starts_with(&format!("{op}: rank ")), "{call}: {message}");
+        assert!(message.ends_with("the other ranks did not come within 2s"), "{call}: {message}");
+        assert!(begin.elapsed() < Duration::from_secs(2) + SLACK, "{call}: {:?}", begin.elapsed());
+        assert_eq!(numbers(&text, " alive"), 0, "{call}: {text}");
+    }
+    // An end in order that does not come is an abort.
+    let text = run(folder, "group", &[("FAKE_NCCL_HANG", "ncclCommFinalize")]);
+    assert!(text.contains("the program is right"), "{text}");
+    assert_eq!(numbers(&text, " alive"), 0, "{text}");
+}
+
+#[test]
+fn every_call_fails_in_turn() {
+    let Some(folder) = fakes() else { return };
+    for program in ["group", "joins"] {
+        let whole = run(folder, program, &[("FAKE_NCCL_PROGRESS", "1")]);
+        let calls = numbers(&whole, " calls");
+        assert!(calls > 30, "{calls}");
+        let fail_at = &|variable: &str, at: usize| {
+            let at = at.to_string();
+            let environment = [("FAKE_NCCL_PROGRESS", "1"), (variable, &*at), ("FAKE_NCCL_CODE", "6")];
+            let text = run(folder, program, &environment);
+            let (_, rest) = text.split_once("fake nccl: ncc").unwrap_or_else(|| panic!("{at}: {text}"));
+            let name = rest.split(' ').next().unwrap_or_default();
+            let is_end = ["lCommFinalize", "lCommDestroy", "lCommAbort"].contains(&name);
+            // What fails when all is dropped is nobody's error.
+            if !text.contains("the program is right") {
+                let message = said(&text, "the program fails: ");
+                let message = message.unwrap_or_else(|| panic!("{at}: {text}"));
+                let words = format!("ncc{name}: remote process exited (6): the fake lets ");
+                assert!(message.contains(&words), "{at}: {message}: {text}");
+            } else {
+                assert!(is_end || variable == "FAKE_NCCL_FAIL_STATE", "{at}, ncc{name}: {text}");
+            }
+            assert_eq!(numbers(&text, " alive"), 0, "{at}: {text}");
+        };
+        let step = if program == "group" { 1 } else { 7 };
+        std::thread::scope(|scope| {
+            for first in 0..2 {
+                scope.spawn(move || {
+                    (1 + first..=calls).step_by(2 * step).for_each(|at| fail_at("FAKE_NCCL_FAIL", at));
+                    (1 + first..30).step_by(4).for_each(|at| fail_at("FAKE_NCCL_FAIL_STATE", at));
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn refusals_say_what_is_wrong() {
+    let Some(folder) = fakes() else { return };
+    let text = run(folder, "refused", &[("WARPFORGE_NCCL", "/nowhere/libnccl.so")]);
+    assert!(text.contains("the work is done"), "{text}");
+    for start in ["the program fails: Group: ", "join: Communicator::join: "] {
+        let message = said(&text, start).expect("an error");
+        assert!(
+            message.starts_with("not supported on fake (cuda:0, sm_61): NCCL cannot be loaded"),
+            "{message}"
+        );
+        assert!(message.contains("/nowhere/libnccl.so (") && message.contains("pip install"), "{message}");
+    }
+    let text = run(folder, "refused", &[]);
+    let message = said(&text, "join: ").expect("an error");
+    assert!(message.starts_with("Communicator::join: meeting: expected a file"), "{message}");
+    assert!(text.contains("the program is right"), "{text}");
+}
+
+/// On the CPU ranks of several processes have no way to exchange; arguments are looked at first.
+#[test]
+fn join_is_for_cards() {
+    let join = |rank, size| {
+        let address = SocketAddr::from(([127, 0, 0, 1], 9));
+        Communicator::join(&Device::cpu(), rank, size, &Rendezvous::Tcp(address), TIMEOUT)
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(join(0, 2).contains("one process's memory"), "{}", join(0, 2));
+    assert_eq!(join(2, 2), "Communicator::join: rank: expected a rank below 2, got 2");
+    assert_eq!(join(0, 0), "Communicator::join: size: expected 1 to 65536 ranks, got 0");
+}
