@@ -190,7 +190,10 @@ fn program_that_records() -> Result<(), Error> {
         Ok::<_, Error>((graph, x, stream))
     });
     drop(group);
-    eprintln!("the group is dropped");
+    // No communicator ends before the graph that has its work.
+    let log = std::env::var_os("FAKE_NCCL_LOG").expect("the fake writes down its calls");
+    let log = std::fs::read_to_string(log).expect("the fake has written it");
+    assert!(!log.contains("ncclCommFinalize") && !log.contains("ncclCommAbort"), "{log}");
     for graph in recorded {
         let (graph, x, stream) = graph?;
         // SAFETY: the tensor is there, and nobody else uses it.
