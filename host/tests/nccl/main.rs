@@ -105,34 +105,39 @@ fn devices() -> Result<Vec<Device>, Error> {
     (0..RANKS).map(|ordinal| unsafe { Device::cuda_with_images(ordinal, IMAGES) }).collect()
 }
 
-/// All collectives, of a rank of three.
+/// All collectives.
 fn collectives(rank: &Communicator) -> Result<(), Error> {
     let stream = rank.device().stream()?;
-    let own = rank.rank();
-    let values = |rank: usize| (0..6).map(|index| (10 * rank + index) as f32).collect::<Vec<f32>>();
-    let x = Tensor::from_slice(&stream, &[6], &values(own))?;
-    let sums: Vec<f32> = (0..6).map(|index| (30 + 3 * index) as f32).collect();
+    let (own, size) = (rank.rank(), rank.size());
+    let len = 2 * size;
+    let values = |rank: usize| (0..len).map(|index| (10 * rank + index) as f32).collect::<Vec<f32>>();
+    let x = Tensor::from_slice(&stream, &[len], &values(own))?;
+    let sums: Vec<f32> =
+        (0..len).map(|index| (0..size).map(|rank| (10 * rank + index) as f32).sum()).collect();
 
-    // Before the first collective: what is behind it in the stream waits for the other ranks, and who
-    // uploads waits too.
-    let mut sum = Tensor::from_slice(&stream, &[6], &values(own))?;
+    // Before the first collective: what is behind it in the stream waits for the other ranks, and who uploads
+    // waits too.
+    let mut sum = Tensor::from_slice(&stream, &[len], &values(own))?;
     let mut part = Tensor::zeros(&stream, &[2], DType::F32)?;
-    let mut all = Tensor::zeros(&stream, &[RANKS, 6], DType::F32)?;
-    let mut of_last = Tensor::from_slice(&stream, &[6], &values(own))?;
-    let mut of_left = Tensor::zeros(&stream, &[6], DType::F32)?;
-    let mut passed = Tensor::zeros(&stream, &[6], DType::F32)?;
+    let mut all = Tensor::zeros(&stream, &[size, len], DType::F32)?;
+    let mut of_last = Tensor::from_slice(&stream, &[len], &values(own))?;
+    let mut of_left = Tensor::zeros(&stream, &[len], DType::F32)?;
+    let mut passed = Tensor::zeros(&stream, &[len], DType::F32)?;
     let mut nothing = Tensor::zeros(&stream, &[0], DType::F32)?;
 
     rank.all_reduce(&stream, sum.view_mut())?;
     rank.reduce_scatter(&stream, x.view(), part.view_mut())?;
     rank.all_gather(&stream, x.view(), all.view_mut())?;
-    rank.broadcast(&stream, of_last.view_mut(), RANKS - 1)?;
-    let (left, right) = ((own + RANKS - 1) % RANKS, (own + 1) % RANKS);
-    rank.exchange(&stream, (x.view(), right), (of_left.view_mut(), left))?;
+    rank.broadcast(&stream, of_last.view_mut(), size - 1)?;
+    let (left, right) = ((own + size - 1) % size, (own + 1) % size);
     match own {
+        _ if size == 1 => {}
         0 => rank.send(&stream, x.view(), 1)?,
         1 => rank.recv(&stream, passed.view_mut(), 0)?,
         _ => {}
+    }
+    if size > 1 {
+        rank.exchange(&stream, (x.view(), right), (of_left.view_mut(), left))?;
     }
     // Of nothing: nobody is called.
     rank.all_reduce(&stream, nothing.view_mut())?;
@@ -140,17 +145,22 @@ fn collectives(rank: &Communicator) -> Result<(), Error> {
 
     assert_eq!(sum.to_vec::<f32>(&stream)?, sums);
     assert_eq!(part.to_vec::<f32>(&stream)?, sums[2 * own..2 * own + 2]);
-    assert_eq!(all.to_vec::<f32>(&stream)?, (0..RANKS).flat_map(values).collect::<Vec<f32>>());
-    assert_eq!(of_last.to_vec::<f32>(&stream)?, values(RANKS - 1));
-    assert_eq!(of_left.to_vec::<f32>(&stream)?, values(left));
-    assert_eq!(passed.to_vec::<f32>(&stream)?, if own == 1 { values(0) } else { vec![0.0; 6] });
+    assert_eq!(all.to_vec::<f32>(&stream)?, (0..size).flat_map(values).collect::<Vec<f32>>());
+    assert_eq!(of_last.to_vec::<f32>(&stream)?, values(size - 1));
+    if size > 1 {
+        assert_eq!(of_left.to_vec::<f32>(&stream)?, values(left));
+    }
+    assert_eq!(passed.to_vec::<f32>(&stream)?, if own == 1 { values(0) } else { vec![0.0; len] });
 
-    // bf16, whose sums here are exact.
-    let halves = [half::bf16::from_f32(1.5); 5];
-    let mut sum = Tensor::from_slice(&stream, &[5], &halves)?;
+    // bf16 and f16, whose sums here are exact.
+    let total = 1.5 * size as f32;
+    let mut sum = Tensor::from_slice(&stream, &[5], &[half::bf16::from_f32(1.5); 5])?;
+    let mut other = Tensor::from_slice(&stream, &[5], &[half::f16::from_f32(1.5); 5])?;
     rank.all_reduce(&stream, sum.view_mut())?;
+    rank.all_reduce(&stream, other.view_mut())?;
     rank.synchronize(&stream)?;
-    assert_eq!(sum.to_vec::<half::bf16>(&stream)?, [half::bf16::from_f32(4.5); 5]);
+    assert_eq!(sum.to_vec::<half::bf16>(&stream)?, [half::bf16::from_f32(total); 5]);
+    assert_eq!(other.to_vec::<half::f16>(&stream)?, [half::f16::from_f32(total); 5]);
     Ok(())
 }
 
@@ -190,7 +200,10 @@ fn program_that_records() -> Result<(), Error> {
         Ok::<_, Error>((graph, x, stream))
     });
     drop(group);
-    eprintln!("the group is dropped");
+    // No communicator ends before the graph that has its work.
+    let log = std::env::var_os("FAKE_NCCL_LOG").expect("the fake writes down its calls");
+    let log = std::fs::read_to_string(log).expect("the fake has written it");
+    assert!(!log.contains("ncclCommFinalize") && !log.contains("ncclCommAbort"), "{log}");
     for graph in recorded {
         let (graph, x, stream) = graph?;
         // SAFETY: the tensor is there, and nobody else uses it.
@@ -331,6 +344,176 @@ fn program_that_is_refused() -> Result<(), Error> {
     Group::new(&devices).map(|_| ())
 }
 
+/// What cards must do: collectives, also recorded, and ranks that do not come. With the fakes nothing is
+/// computed by a graph.
+fn program_of_cards() -> Result<(), Error> {
+    let is_fake = std::env::var_os("FAKE_DEVICES").is_some();
+    let count = Device::cuda_count()?;
+    // SAFETY: no kernel of the images is run.
+    let open = |ordinal| unsafe { Device::cuda_with_images(ordinal, IMAGES) };
+    let devices: Vec<Device> = (0..count).map(open).collect::<Result<_, _>>()?;
+    let begin = Instant::now();
+    let group = Group::with_timeout(&devices, Duration::from_secs(60))?;
+    eprintln!("{count} cards: a group in {:?}", begin.elapsed());
+    first_error(group.run(collectives))?;
+    eprintln!("collectives: right");
+
+    // In place, twice in the graph, launched twice: the sum, and three times the number of ranks' multiple.
+    first_error(group.run(|rank| {
+        let stream = rank.device().stream()?;
+        let data = vec![1.0f32 + rank.rank() as f32; 100_000];
+        let mut x = Tensor::from_slice(&stream, &[data.len()], &data)?;
+        let mut warm = Tensor::zeros(&stream, &[data.len()], DType::F32)?;
+        rank.all_reduce(&stream, warm.view_mut())?;
+        rank.synchronize(&stream)?;
+        let graph = stream.capture(|stream| {
+            rank.all_reduce(stream, x.view_mut())?;
+            rank.all_reduce(stream, x.view_mut())
+        })?;
+        for _ in 0..2 {
+            // SAFETY: the tensor is there until the stream is waited for, and nobody else uses it.
+            unsafe { graph.launch(&stream)? };
+        }
+        rank.synchronize(&stream)?;
+        let size = rank.size() as f32;
+        let expected = size * (size + 1.0) / 2.0 * size.powi(3);
+        let found = x.to_vec::<f32>(&stream)?;
+        assert!(is_fake || found.iter().all(|&value| value == expected), "{} is not {expected}", found[0]);
+        // What a call costs on the host, and to the end of its work.
+        let begin = Instant::now();
+        for _ in 0..100 {
+            rank.all_reduce(&stream, warm.view_mut())?;
+        }
+        let called = begin.elapsed() / 100;
+        rank.synchronize(&stream)?;
+        if rank.rank() == 0 {
+            eprintln!("all_reduce of 400 kB: {called:?} a call, {:?} with its work", begin.elapsed() / 100);
+        }
+        Ok(())
+    }))?;
+    drop(group);
+    eprintln!("recorded collectives: right");
+
+    for is_connected in [false, true] {
+        for fails in [false, true] {
+            let timeout = Duration::from_secs(if fails { 60 } else { 3 });
+            let group = Group::with_timeout(&devices, timeout)?;
+            if is_connected {
+                first_error(group.run(collectives))?;
+            }
+            let begin = Instant::now();
+            let results = group.run(|rank| {
+                let stream = rank.device().stream()?;
+                let mut x = Tensor::zeros(&stream, &[4096], DType::F32)?;
+                if rank.rank() == 0 {
+                    std::thread::sleep(Duration::from_secs(if fails { 1 } else { 5 }));
+                    return if fails {
+                        Err(Error::invalid("test", "x", "one thing", "another"))
+                    } else {
+                        Ok(())
+                    };
+                }
+                let result = rank.all_reduce(&stream, x.view_mut()).and_then(|()| rank.synchronize(&stream));
+                let error = result.expect_err("rank 0 has not come");
+                assert!(matches!(error, Error::Group { .. }), "{error}");
+                eprintln!("rank {} after {:?}: {error}", rank.rank(), begin.elapsed());
+                // The card is as it was: its work has ended.
+                stream.synchronize()
+            });
+            assert!(begin.elapsed() < Duration::from_secs(5) + SLACK, "{:?}", begin.elapsed());
+            assert!(results[1..].iter().all(Result::is_ok), "{results:?}");
+        }
+    }
+    eprintln!("ranks that do not come: given up");
+    Ok(())
+}
+
+/// A process's rank: `CARD` is its rank, the size, what it does and where it meets the others.
+fn program_of_one_card() -> Result<(), Error> {
+    let card = std::env::var("CARD").expect("a card");
+    let words: Vec<&str> = card.splitn(5, ' ').collect();
+    let [rank, size, what, kind, place] = words[..] else { panic!("{card}") };
+    let (rank, size): (usize, usize) = (rank.parse().expect("a rank"), size.parse().expect("a size"));
+    let meeting = match kind {
+        "file" => Rendezvous::File(place.into()),
+        _ => Rendezvous::Tcp(place.parse().expect("an address")),
+    };
+    // SAFETY: no kernel of the images is run.
+    let device = unsafe { Device::cuda_with_images(rank, IMAGES)? };
+    let communicator = Communicator::join(&device, rank, size, &meeting, Duration::from_secs(20))?;
+    collectives(&communicator)?;
+    if what == "dies" {
+        if rank + 1 == size {
+            // As one that is killed: nothing is dropped.
+            std::process::exit(3);
+        }
+        let stream = device.stream()?;
+        let mut x = Tensor::zeros(&stream, &[4096], DType::F32)?;
+        let begin = Instant::now();
+        let result =
+            communicator.all_reduce(&stream, x.view_mut()).and_then(|()| communicator.synchronize(&stream));
+        let error = result.expect_err("a rank has died");
+        assert!(matches!(error, Error::Group { .. }), "{error}");
+        eprintln!("rank {rank} after {:?}: {error}", begin.elapsed());
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// On a machine with two cards or more and NCCL, in one process and in one for each card. `REQUIRE_GPUS=2`
+/// makes a machine with fewer a failure.
+#[test]
+fn cards_exchange() {
+    if std::env::var_os(INSIDE).is_some() {
+        return;
+    }
+    let count = Device::cuda_count().unwrap_or(0);
+    if count < 2 {
+        assert!(std::env::var_os("REQUIRE_GPUS").is_none(), "this machine has {count} cards");
+        eprintln!("skipped: this machine has {count} cards");
+        return;
+    }
+    let begin = |program: &str, card: Option<String>| {
+        let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
+        command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, program);
+        command.envs(card.map(|card| ("CARD", card))).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("this binary runs")
+    };
+    let end = |child: std::process::Child| {
+        let output = child.wait_with_output().expect("it ends");
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        eprintln!("{text}");
+        (output.status.code(), text.contains("the program is right"))
+    };
+    assert_eq!(end(begin("cards", None)), (Some(0), true));
+    let folder = tempfile::tempdir().expect("a folder");
+    let (_other, [_, Rendezvous::Tcp(address)]) = meetings() else { panic!("an address") };
+    let file = folder.path().join("meeting");
+    for what in ["runs", "dies"] {
+        for place in [format!("file {}", file.display()), format!("tcp {address}")] {
+            let card = |rank| begin("one card", Some(format!("{rank} {count} {what} {place}")));
+            let children: Vec<_> = (0..count).map(card).collect();
+            for (rank, child) in children.into_iter().enumerate() {
+                let expected =
+                    if what == "dies" && rank + 1 == count { (Some(3), false) } else { (Some(0), true) };
+                assert_eq!(end(child), expected, "rank {rank} of {count} {what}, {place}");
+            }
+        }
+    }
+}
+
+/// The programs for cards, with the fakes, as far as they go there.
+#[test]
+fn programs_for_cards_end() {
+    let Some(folder) = fakes() else { return };
+    let text = run(folder, "cards", &[("FAKE_NCCL_PROGRESS", "1")]);
+    assert!(text.contains("the program is right"), "{text}");
+    let files = tempfile::tempdir().expect("a folder");
+    let card = format!("0 1 runs file {}", files.path().join("meeting").display());
+    let text = run(folder, "one card", &[("CARD", &card)]);
+    assert!(text.contains("the program is right"), "{text}");
+}
+
 /// In the fakes' process: runs the program and prints its end.
 #[test]
 fn inside() {
@@ -341,6 +524,8 @@ fn inside() {
         Some("joins") => program_that_joins(),
         Some("gone") => program_whose_rank_is_gone(),
         Some("refused") => program_that_is_refused(),
+        Some("cards") => program_of_cards(),
+        Some("one card") => program_of_one_card(),
         Some(how) => program_of_a_rank_that(how),
         None => panic!("{which:?}"),
     };

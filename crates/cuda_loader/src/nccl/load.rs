@@ -72,7 +72,6 @@ macro_rules! functions {
             ///
             /// # Safety `address` returns only NCCL's function of that name, and the library stays loaded
             /// for the life of the process.
-            #[cfg_attr(not(all(target_os = "linux", target_pointer_width = "64")), allow(dead_code))]
             unsafe fn find(
                 address: impl Fn(&std::ffi::CStr) -> Option<*mut c_void>,
             ) -> Result<Self, &'static str> {
