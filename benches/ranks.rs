@@ -4,7 +4,7 @@
 //! Timed by the clock at rank 0 around a call and its synchronisation, the choice of the next tokens included, as in
 //! `--bench ops`; the first two calls, which warm up and record, are left out, and the median is told.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
@@ -58,7 +58,7 @@ impl Named {
     fn new(name: &str) -> Result<Self, Failure> {
         let (name, layers) = name.split_once('@').map_or((name, None), |(name, layers)| (name, Some(layers)));
         let (file, scheme) = name.split_once(':').map_or((name, None), |(file, scheme)| (file, Some(scheme)));
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/configs");
+        let folder = testkit::gpu::workspace_root().join("assets/configs");
         let path = folder.join(format!("{file}.json"));
         let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
         let mut json: Value = serde_json::from_str(&text)?;
