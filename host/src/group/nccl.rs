@@ -52,8 +52,8 @@ struct HouseState {
     endings: Vec<Receiver<()>>,
 }
 
-/// What ranks call, of which those that belong together must be alike: NCCL writes as much as the sender says,
-/// wherever the receiver's tensor ends.
+/// What ranks call, of which those that belong together must be alike: NCCL writes as much as the sender
+/// says, wherever the receiver's tensor ends.
 #[derive(Debug, Default)]
 struct Ledger(BTreeMap<Lane, Calls>);
 
@@ -402,19 +402,19 @@ impl Drop for Member {
         // NCCL may wait for the other ranks' ends, which may be dropped by this thread, later.
         let (done, ended) = channel::<()>();
         lock(&self.house.state).endings.push(ended);
-        let context = self.context.clone();
-        in_thread(move || end(&context, communicator, done));
+        let (context, broken) = (self.context.clone(), self.house.broken());
+        in_thread(move || end(&context, communicator, broken.is_some(), done));
     }
 }
 
-/// Ends a communicator in order: after its work, and with the other ranks. Where that does not come it is
-/// aborted.
-fn end(context: &Context, communicator: nccl::Communicator, _done: Sender<()>) {
+/// Ends a communicator in order: after its work, and with the other ranks. Where that does not come, or the
+/// group was broken off while it was made, it is aborted.
+fn end(context: &Context, communicator: nccl::Communicator, is_broken: bool, _done: Sender<()>) {
     let until = deadline(ENDING);
     let _ = context.enter();
-    let mut state = communicator.finalize();
+    let mut state = if is_broken { Ok(State::InProgress) } else { communicator.finalize() };
     let mut pause = Pause::default();
-    while state == Ok(State::InProgress) && Instant::now() < until {
+    while !is_broken && state == Ok(State::InProgress) && Instant::now() < until {
         pause.wait();
         state = communicator.state();
     }
