@@ -11,7 +11,6 @@
 
 mod output;
 
-use std::error::Error;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -38,7 +37,7 @@ const TOKENS: usize = 24;
 const DTYPE: DType = DType::BF16;
 const EPS: f32 = 1e-6;
 
-type Outcome<T> = Result<T, Box<dyn Error>>;
+type Outcome<T> = Result<T, output::Failure>;
 
 /// Reproducible values around 0, of this deviation.
 fn random(stream: &Stream, shape: &[usize], deviation: f32, seed: u64) -> Outcome<Tensor> {
