@@ -75,7 +75,7 @@ pub use host::{
     F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need, NeededDriver,
     OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats, ProgramImages,
     Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor, TensorCores, TensorView,
-    TensorViewMut, UnknownArch, UnknownDType, ops, simulator, weight,
+    TensorViewMut, UnknownArch, UnknownDType, group, ops, simulator, weight,
 };
 
 #[cfg(feature = "models")]

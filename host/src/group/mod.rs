@@ -23,6 +23,7 @@
 //! ```
 
 mod meeting;
+mod peer;
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -37,6 +38,8 @@ use crate::profile::Place;
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use meeting::Meeting;
+
+pub use peer::PeerOptions;
 
 const OP: &str = "Group";
 /// How long a rank waits for the others, if nobody says otherwise.
@@ -62,6 +65,11 @@ pub(crate) trait Transport: Send + Sync + fmt::Debug {
 
     /// From another rank, which sends as much.
     fn recv(&self, stream: &Stream, out: TensorViewMut<'_>, from: usize) -> Result<(), Error>;
+
+    /// What has failed of the work of earlier calls, as far as that is known by now.
+    fn status(&self) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// Says that this rank will not come any more: the others' calls fail from here on.
     fn leave(&self, reason: &str);
@@ -109,13 +117,37 @@ impl Group {
                 return Err(Error::Unsupported { op: OP, device: first.describe(), reason });
             }
         };
+        Ok(Self::of(devices, transports))
+    }
+
+    /// A rank on each of these cards, of which all access each other's memory: sums are made by kernels of the
+    /// library's own, for few bytes sooner than by other ways. Simulated cards do it too, each group of them with
+    /// their launches at the same time.
+    ///
+    /// A rank's calls of [`Communicator::all_reduce`] run one after the other, in whatever streams they are; of
+    /// recorded ones the caller sees to that, and that the group is there until they have run. All ranks make the
+    /// same calls in the same order, replays among them. A rank that does not come ends the kernels of the others
+    /// after [`PeerOptions::timeout`]: their `x` is then no sum, and their next call, or
+    /// [`Communicator::synchronize`], is an [`Error::Group`].
+    ///
+    /// **Errors**: [`Error::Unsupported`] where the devices are no cards, too many, or cannot access each other's
+    /// memory; [`Error::Invalid`] for options that do not fit.
+    pub fn over_peers(devices: &[Device], options: PeerOptions) -> Result<Self, Error> {
+        let rest = match devices.first().map(Device::place) {
+            Some(Place::Simulated(_)) => Meeting::transports(devices.len(), options.timeout),
+            _ => Vec::new(),
+        };
+        Ok(Self::of(devices, peer::transports(devices, options, rest)?))
+    }
+
+    fn of(devices: &[Device], transports: Vec<Arc<dyn Transport>>) -> Self {
         let rank = |(rank, (device, transport)): (usize, (&Device, Arc<dyn Transport>))| Communicator {
             device: device.clone(),
             rank,
-            size,
+            size: devices.len(),
             transport,
         };
-        Ok(Group { ranks: std::iter::zip(devices, transports).enumerate().map(rank).collect() })
+        Group { ranks: std::iter::zip(devices, transports).enumerate().map(rank).collect() }
     }
 
     /// The ranks.
@@ -175,6 +207,16 @@ impl Communicator {
         self.check(OP, "x", stream, x.as_view())?;
         sums(OP, x.dtype())?;
         if self.size == 1 { Ok(()) } else { self.transport.all_reduce(stream, x) }
+    }
+
+    /// Waits for the stream's work, as [`Stream::synchronize`] does, and says what has failed of this rank's
+    /// collectives so far.
+    ///
+    /// **Errors**: [`Error::Group`] where a rank did not come in time; those of [`Stream::synchronize`].
+    pub fn synchronize(&self, stream: &Stream) -> Result<(), Error> {
+        stream.expect_place("Communicator::synchronize", self.device.place())?;
+        stream.synchronize()?;
+        self.transport.status()
     }
 
     /// Lays the ranks' tensors one after another: `out[r · len ..] = x_r`, of any type, without gaps.
