@@ -24,7 +24,7 @@ mod images {
     use std::fmt::Write as _;
     use std::path::{Path, PathBuf};
 
-    use abi::{Arch, ops::FAMILIES};
+    use abi::{Arch, families};
     use cuda_builder::{BuildError, CudaBuilder, DeviceToolchain, split_kernels};
 
     /// A floor's list of images, and that of all: Rust, which names the files beside it by the compiler's variable
@@ -109,8 +109,8 @@ mod images {
         std::fs::create_dir_all(folder).map_err(io(folder))?;
         let file = |name: &str| format!("concat!(env!({:?}), {:?})", variable(arch), format!("/{name}"));
         let mut list = String::new();
-        for family in FAMILIES {
-            let ptx = CudaBuilder::new(source).arch(arch.into()).features([*family]).locked().build()?;
+        for family in families() {
+            let ptx = CudaBuilder::new(source).arch(arch.into()).features([family]).locked().build()?;
             let text = read(ptx)?;
             let (head, kernels) = split_kernels(&text);
             let _ = writeln!(

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::param::MAX_PARAMS;
 use crate::profile::{Place, Resources};
 use crate::queue::Queue;
-use crate::simulator::{Launch, Simulator};
+use crate::simulator::{Launch, Simulator, Together};
 use crate::stream::Stream;
 
 pub(crate) use crate::param::Param;
@@ -132,6 +132,22 @@ impl Entry {
         block: [u32; 3],
         params: &[Param<'_>],
     ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(stream, grid, block, params, None) }
+    }
+
+    /// The same of a kernel that waits for those of the group's other ranks.
+    ///
+    /// # Safety
+    /// - As for [`Entry::launch`].
+    pub(crate) unsafe fn launch_with(
+        &self,
+        stream: &Stream,
+        grid: [u32; 3],
+        block: [u32; 3],
+        params: &[Param<'_>],
+        together: Option<Together>,
+    ) -> Result<(), Error> {
         if params.len() > MAX_PARAMS {
             let expected = format!("at most {MAX_PARAMS} parameters");
             return Err(Error::invalid(self.kernel.name, "params", expected, params.len().to_string()));
@@ -145,7 +161,8 @@ impl Entry {
             (Code::Simulated(simulator, arch), Queue::Simulated(..)) => {
                 let (entry, smem_bytes) = (self.kernel.name, self.dynamic_smem_bytes);
                 let cluster = self.cluster;
-                let launch = Launch { entry, arch: *arch, grid, block, cluster, smem_bytes, params };
+                let launch =
+                    Launch { entry, arch: *arch, grid, block, cluster, smem_bytes, params, together };
                 if let Some(source) = simulator.refuses(&launch) {
                     return Err(Error::Launch { entry, grid, block, smem_bytes, source });
                 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use abi::Arch;
 
@@ -54,7 +55,18 @@ pub trait Simulator: fmt::Debug + Send + Sync {
     /// Encodes a tensor map. Which rule it breaks is text for people.
     fn tensor_map(&self, tiled: &Tiled) -> Result<TensorMap, String>;
 
-    /// Runs a kernel to its end. What it found wrong is text for people.
+    /// The number by which other simulated cards know this one's memory; none where they cannot access it.
+    fn peer_id(&self) -> Option<u64> {
+        None
+    }
+
+    /// Lets kernels of this card access the memory of that number: whether they can.
+    fn enable_peer(&self, _peer: u64) -> bool {
+        false
+    }
+
+    /// Runs a kernel to its end; one that waits for kernels of other cards, at the same time as those. What it found
+    /// wrong is text for people.
     ///
     /// # Safety
     /// - The parameters are of the types that the kernel declares, in order.
@@ -78,6 +90,21 @@ pub struct Launch<'a> {
     pub smem_bytes: u32,
     /// The kernel's parameters, in order.
     pub params: &'a [Param<'a>],
+    /// The launches of other cards that it waits for, if it does.
+    pub together: Option<Together>,
+}
+
+/// A launch that waits for those of the other ranks of a group, which other threads make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Together {
+    /// The group's number.
+    pub group: u64,
+    /// Whose launch this is.
+    pub rank: usize,
+    /// Ranks of the group.
+    pub size: usize,
+    /// How long to wait for the others' launches before it runs without those that have not come.
+    pub timeout: Duration,
 }
 
 /// A simulator's memory behind the pool.

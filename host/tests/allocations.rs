@@ -6,6 +6,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use host::group::{Group, PeerOptions};
 use host::simulator::{Launch, Simulator, TensorMap, Tiled};
 use host::{Arch, DType, Device, Error, HardwareProfile, Place, Sample, Tensor, TensorCores, ops};
 
@@ -66,6 +67,12 @@ impl Simulator for Idle {
     fn read(&self, _address: u64, _data: &mut [u8]) {}
     fn fill_zero(&self, _address: u64, _bytes: usize) {}
     fn copy(&self, _from: u64, _to: u64, _bytes: usize) {}
+    fn peer_id(&self) -> Option<u64> {
+        Some(0)
+    }
+    fn enable_peer(&self, _peer: u64) -> bool {
+        true
+    }
     fn has_kernel(&self, _entry: &str, _: Arch) -> bool {
         true
     }
@@ -107,5 +114,21 @@ fn runs_allocate_nothing() -> Result<(), Error> {
             }
         }
     }
+    Ok(())
+}
+
+/// A sum over peers, in one stream and in another one by turns, is a launch and no more.
+#[test]
+fn sums_over_peers_allocate_nothing() -> Result<(), Error> {
+    let card = || Device::simulated(Arc::new(Idle { next: AtomicU64::new(256) }));
+    let group = Group::over_peers(&[card()?, card()?], PeerOptions::default())?;
+    let rank = &group.ranks()[0];
+    let streams = [rank.device().stream()?, rank.device().stream()?];
+    let mut x = Tensor::zeros(&streams[0], &[1000], DType::BF16)?;
+    let mut call = |stream| rank.all_reduce(stream, x.view_mut());
+    call(&streams[0])?;
+    let before = ALLOCATIONS.get();
+    streams.iter().try_for_each(&mut call)?;
+    assert_eq!(ALLOCATIONS.get() - before, 0);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask fmt`: `cargo fmt`, and the operators' sources, whose modules are made by a macro
-//! (`abi::for_each_operator!`), where `cargo fmt` does not find them.
+//! `cargo xtask fmt`: `cargo fmt`, and the operators' and collectives' sources, whose modules are made by macros
+//! (`abi::for_each_operator!`, `abi::for_each_collective!`), where `cargo fmt` does not find them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,8 +7,16 @@ use std::process::Command;
 use crate::error::Error;
 use crate::process::{cargo, run as run_command};
 
-/// Where each operator has a file or a folder.
-const FOLDERS: [&str; 5] = ["crates/abi/src/ops", "gpu/src/ops", "host/src/ops", "tests/ops", "benches/ops"];
+/// Where each operator or collective has a file or a folder.
+const FOLDERS: [&str; 7] = [
+    "crates/abi/src/ops",
+    "crates/abi/src/collectives",
+    "gpu/src/ops",
+    "gpu/src/collectives",
+    "host/src/ops",
+    "tests/ops",
+    "benches/ops",
+];
 
 /// Formats all, or with `--check` says what is not formatted.
 pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
@@ -16,7 +24,7 @@ pub fn run(root: &Path, args: &[&str]) -> Result<(), Error> {
     run_command(&mut operators(root, args))
 }
 
-/// `rustfmt` on the roots of the operators' modules, from which it finds the rest.
+/// `rustfmt` on the roots of those modules, from which it finds the rest.
 pub fn operators(root: &Path, args: &[&str]) -> Command {
     let mut rustfmt = Command::new("rustfmt");
     rustfmt.args(["--edition", "2024"]).args(args).current_dir(root);

@@ -149,11 +149,11 @@ impl Entry {
 driver_symbols! {
     // Called by crate::driver; cust_raw declares them too.
     called {
-        cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount cuDeviceGetName
+        cuCtxEnablePeerAccess cuCtxSetCurrent cuCtxSynchronize cuDeviceCanAccessPeer cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount cuDeviceGetName
         cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDeviceTotalMem_v2 cuEventCreate
         cuEventDestroy_v2 cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize
         cuFuncGetAttribute cuFuncSetAttribute cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags
-        cuGraphLaunch cuLaunchKernel cuMemAlloc_v2 cuMemFree_v2 cuMemGetInfo_v2 cuMemcpyDtoDAsync_v2
+        cuGraphLaunch cuLaunchKernel cuMemAlloc_v2 cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemcpyDtoDAsync_v2
         cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD32Async cuMemsetD8Async cuModuleGetFunction
         cuModuleLoadDataEx cuModuleUnload cuOccupancyMaxActiveBlocksPerMultiprocessor cuPointerGetAttributes
         cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing
@@ -173,11 +173,11 @@ driver_symbols! {
     cust {
         cuArray3DCreate_v2 cuArray3DGetDescriptor_v2 cuArrayCreate_v2 cuArrayDestroy cuArrayGetDescriptor_v2
         cuArrayGetPlane cuArrayGetSparseProperties cuCtxAttach cuCtxCreate_v2 cuCtxCreate_v3 cuCtxDestroy_v2
-        cuCtxDetach cuCtxDisablePeerAccess cuCtxEnablePeerAccess cuCtxGetApiVersion cuCtxGetCacheConfig
+        cuCtxDetach cuCtxDisablePeerAccess cuCtxGetApiVersion cuCtxGetCacheConfig
         cuCtxGetCurrent cuCtxGetDevice cuCtxGetExecAffinity cuCtxGetFlags cuCtxGetLimit
         cuCtxGetSharedMemConfig cuCtxGetStreamPriorityRange cuCtxPopCurrent_v2 cuCtxPushCurrent_v2
         cuCtxResetPersistingL2Cache cuCtxSetCacheConfig cuCtxSetLimit cuCtxSetSharedMemConfig
-        cuDestroyExternalMemory cuDestroyExternalSemaphore cuDeviceCanAccessPeer cuDeviceComputeCapability
+        cuDestroyExternalMemory cuDestroyExternalSemaphore cuDeviceComputeCapability
         cuDeviceGetByPCIBusId cuDeviceGetDefaultMemPool cuDeviceGetExecAffinitySupport
         cuDeviceGetGraphMemAttribute cuDeviceGetLuid cuDeviceGetMemPool cuDeviceGetNvSciSyncAttributes
         cuDeviceGetP2PAttribute cuDeviceGetPCIBusId cuDeviceGetProperties cuDeviceGetTexture1DLinearMaxWidth
@@ -214,8 +214,8 @@ driver_symbols! {
         cuLaunchHostFunc cuLinkAddData_v2 cuLinkAddFile_v2 cuLinkComplete cuLinkCreate_v2 cuLinkDestroy
         cuMemAddressFree cuMemAddressReserve cuMemAdvise cuMemAllocAsync cuMemAllocFromPoolAsync
         cuMemAllocHost_v2 cuMemAllocManaged cuMemAllocPitch_v2 cuMemCreate cuMemExportToShareableHandle
-        cuMemFreeAsync cuMemFreeHost cuMemGetAccess cuMemGetAddressRange_v2 cuMemGetAllocationGranularity
-        cuMemGetAllocationPropertiesFromHandle cuMemHostAlloc cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
+        cuMemFreeAsync cuMemGetAccess cuMemGetAddressRange_v2 cuMemGetAllocationGranularity
+        cuMemGetAllocationPropertiesFromHandle cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
         cuMemHostRegister_v2 cuMemHostUnregister cuMemImportFromShareableHandle cuMemMap cuMemMapArrayAsync
         cuMemPoolCreate cuMemPoolDestroy cuMemPoolExportPointer cuMemPoolExportToShareableHandle
         cuMemPoolGetAccess cuMemPoolGetAttribute cuMemPoolImportFromShareableHandle cuMemPoolImportPointer

@@ -1,7 +1,11 @@
-//! Atomics on global memory, with scope and order spelled out.
+//! Atomics on global memory, with scope and order spelled out: those with `system` in their names are atomic and
+//! ordered for all devices, the others for one.
 //!
 //! Rust's own atomics compile to relaxed operations on this target whatever order they name, and to compile errors on
 //! sm_61. On sm_61 the ordered forms are the relaxed ones between `membar.gl`.
+
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::sim::Scope;
 
 /// How far an operation is ordered.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -173,7 +177,7 @@ pub unsafe fn load_u32(pointer: *const u32, order: Order) -> u32 {
         value
     } else {
         if crate::sim::is_running() {
-            return crate::sim::atomic_load(pointer, order, "ld.volatile.global.u32");
+            return crate::sim::atomic_load(pointer, order, Scope::Device, "ld.volatile.global.u32");
         }
         // SAFETY: the caller's promise.
         let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer.cast_mut()) };
@@ -201,7 +205,71 @@ pub unsafe fn store_u32(pointer: *mut u32, value: u32, order: Order) {
         }
     } else {
         if crate::sim::is_running() {
-            return crate::sim::atomic_store(pointer, value, order, "st.volatile.global.u32");
+            return crate::sim::atomic_store(pointer, value, order, Scope::Device, "st.volatile.global.u32");
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer) };
+        cell.store(value, core::sync::atomic::Ordering::SeqCst);
+    })
+}
+
+/// Looks at a word that threads of other devices change: for loops that wait. What they wrote before their
+/// [`store_release_system_u32`] is visible after it.
+///
+/// `ld.acquire.sys.global.u32 d, [pointer];`, on sm_61 `ld.volatile.global.u32` followed by `membar.sys`.
+///
+/// # Safety
+/// - *aligned(4)* and *in-bounds(the buffer of `pointer`)*, of this device or of one whose memory it may access; other
+///   threads access it only by atomics meanwhile.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn load_acquire_system_u32(pointer: *const u32) -> u32 {
+    device!({
+        let value: u32;
+        // SAFETY: the caller's promise. Other threads write it, so it is read every time.
+        unsafe {
+            #[cfg(not(lacks_memory_model))]
+            core::arch::asm!("ld.acquire.sys.global.u32 {}, [{}];", out(reg32) value, in(reg64) pointer,
+                options(nostack));
+            #[cfg(lacks_memory_model)]
+            core::arch::asm!("ld.volatile.global.u32 {}, [{}]; membar.sys;", out(reg32) value, in(reg64) pointer,
+                options(nostack));
+        }
+        value
+    } else {
+        if crate::sim::is_running() {
+            return crate::sim::atomic_load(pointer, Order::Acquire, Scope::System, "ld.acquire.sys.global.u32");
+        }
+        // SAFETY: the caller's promise.
+        let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer.cast_mut()) };
+        cell.load(core::sync::atomic::Ordering::SeqCst)
+    })
+}
+
+/// Writes a word that threads of other devices look at. What this thread did and saw before is visible to whoever reads
+/// the word by [`load_acquire_system_u32`].
+///
+/// `st.release.sys.global.u32 [pointer], value;`, on sm_61 `st.volatile.global.u32` after `membar.sys`.
+///
+/// # Safety
+/// - As for [`load_acquire_system_u32`].
+#[inline(always)]
+#[cfg_attr(not(target_arch = "nvptx64"), track_caller)]
+pub unsafe fn store_release_system_u32(pointer: *mut u32, value: u32) {
+    device!({
+        // SAFETY: the caller's promise.
+        unsafe {
+            #[cfg(not(lacks_memory_model))]
+            core::arch::asm!("st.release.sys.global.u32 [{}], {};", in(reg64) pointer, in(reg32) value,
+                options(nostack));
+            #[cfg(lacks_memory_model)]
+            core::arch::asm!("membar.sys; st.volatile.global.u32 [{}], {};", in(reg64) pointer, in(reg32) value,
+                options(nostack));
+        }
+    } else {
+        if crate::sim::is_running() {
+            const INSTRUCTION: &str = "st.release.sys.global.u32";
+            return crate::sim::atomic_store(pointer, value, Order::Release, Scope::System, INSTRUCTION);
         }
         // SAFETY: the caller's promise.
         let cell = unsafe { core::sync::atomic::AtomicU32::from_ptr(pointer) };
@@ -250,7 +318,9 @@ mod tests {
                 assert_eq!(load_u32(&cell, order), 5);
                 assert_eq!(compare_exchange_u32(&mut cell, 5, 9, order), 5);
                 assert_eq!(load_u32(&cell, order), 9);
-                store_u32(&mut cell, 11, order);
+                store_u32(&mut cell, 10, order);
+                assert_eq!(load_acquire_system_u32(&cell), 10);
+                store_release_system_u32(&mut cell, 11);
                 assert_eq!(add_f32(&mut sum, 0.25), 1.5);
             }
             assert_eq!((cell, sum), (11, 1.75));

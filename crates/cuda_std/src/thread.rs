@@ -89,6 +89,19 @@ pub unsafe fn sync_threads() {
     })
 }
 
+/// `%globaltimer`: nanoseconds of a clock that all multiprocessors share. Some cards renew it once in a microsecond.
+#[inline(always)]
+pub fn global_timer_ns() -> u64 {
+    device!({
+        let time: u64;
+        // SAFETY: reading a special register has no precondition. Another value each time: not pure.
+        unsafe { core::arch::asm!("mov.u64 {}, %globaltimer;", out(reg64) time, options(nomem, nostack)) };
+        time
+    } else {
+        crate::sim::timer()
+    })
+}
+
 /// The same value, of which the compiler knows nothing any more. `mov.u32 d, a;`
 ///
 /// It starts the counter of a loop with barriers and large bodies: LLVM unrolls loops whose number of rounds it knows.

@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 use std::env;
 use std::ffi::c_void;
-use std::fmt::Write;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::fmt::{Display, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use abi::{Arch, DType};
 use cuda_std::sim::tensor_map::{self, Element, Fill};
@@ -22,6 +22,9 @@ use host::{DriverError, Place};
 use gpu as _;
 
 use crate::strategies::Rng;
+use together::Request;
+
+mod together;
 
 /// A simulated card, to be made a device by `Device::simulated`.
 #[derive(Debug)]
@@ -30,7 +33,7 @@ pub struct Card {
     /// Fewer than it has.
     num_sms: Option<u32>,
     base_seed: u64,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 /// What there is to know of a card.
@@ -96,7 +99,7 @@ impl Card {
     fn of(model: Model) -> Self {
         let base_seed = parse_seed(env::var("WARPFORGE_SIM_SEED").ok().as_deref())
             .unwrap_or_else(|message| panic!("{message}"));
-        Card { model, num_sms: None, base_seed, state: Mutex::default() }
+        Card { model, num_sms: None, base_seed, state: Arc::default() }
     }
 
     /// The same with one multiprocessor, on which a block of a kernel whose blocks stay does all of the work.
@@ -128,9 +131,13 @@ impl Card {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A kernel that panicked has left bytes half written at worst.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // A kernel that panicked has left bytes half written at worst.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The seed of all launches where `WARPFORGE_SIM_SEED` gives no other.
@@ -147,7 +154,7 @@ fn parse_seed(value: Option<&str>) -> Result<u64, String> {
 
 /// The seed of one launch: of everything about it but its addresses, which depend on what ran before.
 fn launch_seed(base: u64, launch: &Launch<'_>) -> u64 {
-    let Launch { entry, arch, grid, block, cluster, smem_bytes, params } = *launch;
+    let Launch { entry, arch, grid, block, cluster, smem_bytes, params, .. } = *launch;
     let mut text = format!("{entry} {arch} {grid:?} {block:?} {cluster} {smem_bytes}");
     for param in params {
         if let Param::Struct(value) = param {
@@ -212,6 +219,15 @@ impl Simulator for Card {
         self.write(to, &data);
     }
 
+    fn peer_id(&self) -> Option<u64> {
+        Some(together::enter(&self.state))
+    }
+
+    fn enable_peer(&self, peer: u64) -> bool {
+        self.lock().memory.enable_peer(peer);
+        true
+    }
+
     fn has_kernel(&self, entry: &str, _: Arch) -> bool {
         let kernel = sim::kernel(entry);
         self.lock().loaded.extend(kernel.map(|kernel| kernel.name));
@@ -243,7 +259,7 @@ impl Simulator for Card {
 
     #[allow(unsafe_code)]
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), String> {
-        let Launch { entry, arch, grid, block, cluster, smem_bytes, params } = *launch;
+        let Launch { entry, arch, grid, block, cluster, smem_bytes, params, together } = *launch;
         let kernel = sim::kernel(entry).ok_or("no crate of this program has the kernel")?;
         let sizes: Vec<usize> = params.iter().map(Param::bytes).collect();
         if sizes != kernel.params {
@@ -263,6 +279,12 @@ impl Simulator for Card {
         let cluster = [cluster, 1, 1];
         let simulated =
             sim::Launch { kernel: entry, grid, block, cluster, shared_bytes: smem_bytes, arch, seed };
+        if let Some(together) = together {
+            let request = Request::new(kernel, &simulated, params, &self.state);
+            // SAFETY: as below.
+            let ran = unsafe { request.run(together) };
+            return ran.map_err(|report| self.explain(launch, &report));
+        }
         let addresses: Vec<*const c_void> = params.iter().map(Param::address).collect();
         let state = &mut *self.lock();
         // SAFETY: as many parameters as the kernel declares, of its sizes; their types — the caller.
@@ -366,7 +388,7 @@ impl Simulator for Refusing {
 
 impl Card {
     /// The report, the launch, and how to see it again.
-    fn explain(&self, launch: &Launch<'_>, report: &sim::Report) -> String {
+    fn explain(&self, launch: &Launch<'_>, report: &dyn Display) -> String {
         let Launch { grid, block, smem_bytes, params, .. } = launch;
         let mut text =
             format!("{report}\nwith grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory,");
@@ -397,8 +419,8 @@ mod tests {
     #[test]
     fn every_kernel_of_the_tables_is_there() {
         let card = Card::new(Arch::Sm61);
-        for family in abi::ops::FAMILIES {
-            for entry in abi::ops::entries(family) {
+        for family in abi::families() {
+            for entry in abi::entries(family) {
                 assert!(card.has_kernel(entry, Arch::Sm61), "{entry}");
             }
         }
@@ -419,7 +441,7 @@ mod tests {
 
     fn launch<'a>(entry: &'static str, threads: u32, params: &'a [Param<'a>]) -> Launch<'a> {
         let (grid, block) = ([1, 1, 1], [threads, 1, 1]);
-        Launch { entry, arch: Arch::Sm61, grid, block, cluster: 1, smem_bytes: 0, params }
+        Launch { entry, arch: Arch::Sm61, grid, block, cluster: 1, smem_bytes: 0, params, together: None }
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 mod memory;
 mod module;
+mod peer;
 mod primary;
 mod recording;
 mod stream;
@@ -21,6 +22,7 @@ use crate::tensor_map::{TensorMap, Tiled};
 
 pub(crate) use memory::DeviceMemory;
 pub(crate) use module::{EntryHandle, Modules};
+pub(crate) use peer::HostWord;
 pub(crate) use stream::{Event, Graph, LaunchFailure, Stream};
 
 impl From<cuda_loader::DriverError> for DriverError {

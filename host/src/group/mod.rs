@@ -29,6 +29,7 @@ mod nccl;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_nccl.rs"]
 mod nccl;
+mod peer;
 #[cfg_attr(not(any(test, feature = "cuda")), allow(dead_code))]
 mod rendezvous;
 #[cfg(test)]
@@ -48,6 +49,8 @@ use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use meeting::Meeting;
 use nccl::Nccl;
+
+pub use peer::PeerOptions;
 pub use rendezvous::Rendezvous;
 
 const OP: &str = "Group";
@@ -142,15 +145,47 @@ impl Group {
             Place::Cpu | Place::Simulated(_) => Meeting::transports(size, timeout),
             // It has nobody to exchange with.
             Place::Cuda(_) if size == 1 => Meeting::transports(size, timeout),
-            Place::Cuda(_) => Nccl::transports(OP, devices, timeout)?,
+            Place::Cuda(_) => {
+                let nccl = Nccl::transports(OP, devices, timeout)?;
+                let options = PeerOptions { timeout, ..PeerOptions::default() };
+                match peer::transports(devices, options, nccl.clone()) {
+                    // Too many of them, cards that do not access each other's memory, or no kernels in this build.
+                    Err(Error::Unsupported { .. } | Error::MissingImage { .. }) => nccl,
+                    transports => transports?,
+                }
+            }
         };
+        Ok(Self::of(devices, transports))
+    }
+
+    /// A rank on each of these cards, of which all access each other's memory: sums are made by kernels of the
+    /// library's own, for few bytes sooner than by other ways. Simulated cards do it too, each group of them with
+    /// their launches at the same time.
+    ///
+    /// A rank's calls of [`Communicator::all_reduce`] run one after the other, in whatever streams they are; of
+    /// recorded ones the caller sees to that, and that the group is there until they have run. All ranks make the
+    /// same calls in the same order, replays among them. A rank that does not come ends the kernels of the others
+    /// after [`PeerOptions::timeout`]: their `x` is then no sum, and their next call, or
+    /// [`Communicator::synchronize`], is an [`Error::Group`].
+    ///
+    /// **Errors**: [`Error::Unsupported`] where the devices are no cards, too many, or cannot access each other's
+    /// memory; [`Error::Invalid`] for options that do not fit.
+    pub fn over_peers(devices: &[Device], options: PeerOptions) -> Result<Self, Error> {
+        let rest = match devices.first().map(Device::place) {
+            Some(Place::Simulated(_)) => Meeting::transports(devices.len(), options.timeout),
+            _ => Vec::new(),
+        };
+        Ok(Self::of(devices, peer::transports(devices, options, rest)?))
+    }
+
+    fn of(devices: &[Device], transports: Vec<Arc<dyn Transport>>) -> Self {
         let rank = |(rank, (device, transport)): (usize, (&Device, Arc<dyn Transport>))| Communicator {
             device: device.clone(),
             rank,
-            size,
+            size: devices.len(),
             transport,
         };
-        Ok(Group { ranks: std::iter::zip(devices, transports).enumerate().map(rank).collect() })
+        Group { ranks: std::iter::zip(devices, transports).enumerate().map(rank).collect() }
     }
 
     /// The ranks.

@@ -113,6 +113,28 @@ impl PrimaryContext {
     }
 }
 
+/// Whether kernels of a device can access the memory of another one.
+pub fn can_access_peer(device: CUdevice, peer: CUdevice) -> Result<bool, DriverError> {
+    let mut can: c_int = 0;
+    // SAFETY: `can` is writable — a local; devices are ordinals that the driver checks, not pointers.
+    check(unsafe { ffi::cuDeviceCanAccessPeer(&mut can, device, peer) })?;
+    Ok(can != 0)
+}
+
+/// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
+const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
+
+/// Lets kernels of the calling thread's current context access all memory that another device's primary context has
+/// and will have. That they may already is no error.
+pub fn enable_peer_access(peer: CUdevice) -> Result<(), DriverError> {
+    let peer = PrimaryContext::retain(peer)?;
+    // SAFETY: the peer's context is live while it is held.
+    match unsafe { ffi::cuCtxEnablePeerAccess(peer.context, 0) } {
+        PEER_ACCESS_ALREADY_ENABLED => Ok(()),
+        code => check(code),
+    }
+}
+
 /// Waits for all work of the calling thread's current context.
 pub fn synchronize_context() -> Result<(), DriverError> {
     // SAFETY: of no parameters.

@@ -48,9 +48,13 @@ through_slots! {
     pub(super) fn cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> u32;
     pub(super) fn cuCtxSetCurrent(context: CUcontext) -> u32;
     pub(super) fn cuCtxSynchronize() -> u32;
+    pub(super) fn cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice) -> u32;
+    pub(super) fn cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) -> u32;
 
     pub(super) fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) -> u32;
     pub(super) fn cuMemFree_v2(address: CUdeviceptr) -> u32;
+    pub(super) fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint) -> u32;
+    pub(super) fn cuMemFreeHost(address: *mut c_void) -> u32;
     pub(super) fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32;
 
     pub(super) fn cuModuleLoadDataEx(

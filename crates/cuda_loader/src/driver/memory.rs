@@ -27,6 +27,25 @@ pub unsafe fn mem_free(address: CUdeviceptr) -> Result<(), DriverError> {
     check(unsafe { ffi::cuMemFree_v2(address) })
 }
 
+/// Memory of the host that kernels of all devices access, at the same address; to be given back by [`mem_free_host`].
+pub fn mem_host_alloc(bytes: usize) -> Result<*mut c_void, DriverError> {
+    /// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTALLOC_DEVICEMAP`.
+    const FLAGS: c_uint = 1 | 2;
+    let mut address: *mut c_void = std::ptr::null_mut();
+    // SAFETY: `address` is writable — a local.
+    check(unsafe { ffi::cuMemHostAlloc(&mut address, bytes, FLAGS) })?;
+    Ok(address)
+}
+
+/// Gives memory of the host back.
+///
+/// # Safety
+/// The address is [`mem_host_alloc`]'s, and neither used nor given back afterwards; no work that uses it is queued.
+pub unsafe fn mem_free_host(address: *mut c_void) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's.
+    check(unsafe { ffi::cuMemFreeHost(address) })
+}
+
 /// Bytes of the current context's device: free, and all.
 pub fn mem_get_info() -> Result<(usize, usize), DriverError> {
     let (mut free, mut total) = (0, 0);

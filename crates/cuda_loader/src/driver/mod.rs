@@ -24,8 +24,8 @@ pub mod sys;
 mod tensor_map;
 
 pub use device::{
-    DeviceAttribute, PrimaryContext, device_attribute, device_get, device_name, device_total_memory,
-    synchronize_context,
+    DeviceAttribute, PrimaryContext, can_access_peer, device_attribute, device_get, device_name,
+    device_total_memory, enable_peer_access, synchronize_context,
 };
 pub use function::{
     FuncAttribute, LaunchAttributes, Overlap, func_attribute, launch_kernel, launch_kernel_ex,
@@ -35,8 +35,8 @@ pub use graph::{
     Graph, GraphExec, RelaxedCapture, stream_begin_capture, stream_end_capture, stream_is_capturing,
 };
 pub use memory::{
-    is_known_memory, mem_alloc, mem_free, mem_get_info, memcpy_dtod_async, memcpy_dtoh_async,
-    memcpy_htod_async, memset_d8_async, memset_d32_async,
+    is_known_memory, mem_alloc, mem_free, mem_free_host, mem_get_info, mem_host_alloc, memcpy_dtod_async,
+    memcpy_dtoh_async, memcpy_htod_async, memset_d8_async, memset_d32_async,
 };
 pub use module::{ModuleError, module_get_function, module_load_cubin, module_load_data, module_unload};
 pub use stream::{

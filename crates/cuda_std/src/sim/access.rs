@@ -1,10 +1,12 @@
 //! Loads, stores, atomics and fences.
 
 use core::mem::{MaybeUninit, size_of};
+use core::ops::RangeInclusive;
 use core::panic::Location;
 use std::format;
 use std::rc::Rc;
 use std::string::String;
+use std::vec::Vec;
 
 use super::clock::{Covers, Frame, Stamp, join};
 use super::machine::{CLUSTER_WINDOW, Machine, SHARED_BASE, attempt, pause, with};
@@ -60,7 +62,10 @@ impl Machine {
                 if !address.is_multiple_of(align) {
                     return Err(self.misaligned(space, align, kind));
                 }
-                let (memory, unit) = self.memory_and_unit();
+                let Some(device) = self.holder(address, bytes) else {
+                    return Err(self.outside(space, bytes, kind));
+                };
+                let (memory, unit) = self.memory_of_and_unit(device);
                 let Some((index, offset)) = memory.find(address, bytes) else {
                     return Err(self.outside(space, bytes, kind));
                 };
@@ -117,9 +122,14 @@ impl Machine {
     fn name(&mut self, space: Space) -> String {
         match space {
             Space::Global(address) => {
-                let (memory, _) = self.memory_and_unit();
+                let other = self.other_holder(address);
+                let own = self.unit().device;
+                let (memory, _) = self.memory_of_and_unit(other.unwrap_or(own));
                 match memory.find(address, 1) {
-                    Some((index, offset)) => format!("byte {offset} of `{}`", memory.buffer(index).name),
+                    Some((index, offset)) => {
+                        let of_card = other.map_or(String::new(), |device| format!(" of card {device}"));
+                        format!("byte {offset} of `{}`{of_card}", memory.buffer(index).name)
+                    }
                     None => memory.describe(address),
                 }
             }
@@ -142,7 +152,10 @@ impl Machine {
 
     pub(super) fn outside(&mut self, space: Space, bytes: usize, kind: Kind) -> Failure {
         let bounds = match space {
-            Space::Global(address) => self.memory_and_unit().0.describe(address),
+            Space::Global(address) => match self.other_holder(address) {
+                Some(_) => format!("{}, in which peer access is not enabled or ends", self.name(space)),
+                None => self.memory_and_unit().0.describe(address),
+            },
             Space::Shared(_) | Space::OwnShared(_) => {
                 format!("{}, of which there are {} bytes", self.name(space), self.shared_bytes)
             }
@@ -269,15 +282,22 @@ pub(crate) unsafe fn store_global<T: Copy>(pointer: *mut T, value: T, instructio
     store(Space::Global(pointer.addr()), value, Kind::Write, instruction, Location::caller());
 }
 
+/// How far an atomic is one, and orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Scope {
+    Device,
+    System,
+}
+
 /// A look at a word of global memory that other threads change.
 #[track_caller]
-pub(crate) fn atomic_load(pointer: *const u32, order: Order, instruction: &str) -> u32 {
+pub(crate) fn atomic_load(pointer: *const u32, order: Order, scope: Scope, instruction: &str) -> u32 {
     let line = Location::caller();
     attempt(instruction, line, |machine| machine.poll(line));
     pause();
     attempt(instruction, line, |machine| {
         let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicRead, None, line)?;
-        machine.acquire(place.addr(), order);
+        machine.acquire(place.addr(), order, scope);
         // SAFETY: `access` found four bytes there.
         Ok(unsafe { place.cast::<u32>().read_unaligned() })
     })
@@ -285,13 +305,13 @@ pub(crate) fn atomic_load(pointer: *const u32, order: Order, instruction: &str) 
 
 /// A store to a word of global memory that other threads look at.
 #[track_caller]
-pub(crate) fn atomic_store(pointer: *mut u32, value: u32, order: Order, instruction: &str) {
+pub(crate) fn atomic_store(pointer: *mut u32, value: u32, order: Order, scope: Scope, instruction: &str) {
     let line = Location::caller();
     attempt(instruction, line, |machine| {
         let place = machine.access(Space::Global(pointer.addr()), 4, 4, Kind::AtomicWrite, None, line)?;
         // What was released here before belongs to the value that is gone.
-        machine.released.remove(&place.addr());
-        machine.release(place.addr(), order);
+        machine.forget_released(place.addr());
+        machine.release(place.addr(), order, scope);
         machine.progress();
         // SAFETY: as in `atomic_load`; the machine alone touches them now.
         unsafe { place.cast::<u32>().write_unaligned(value) };
@@ -359,8 +379,8 @@ fn atomic<T: Copy + PartialEq>(
         let new = change(old);
         // SAFETY: as above.
         unsafe { place.write_unaligned(new) };
-        machine.acquire(place.addr(), order);
-        machine.release(place.addr(), order);
+        machine.acquire(place.addr(), order, Scope::Device);
+        machine.release(place.addr(), order, Scope::Device);
         if new == old {
             machine.poll(line)?;
         } else {
@@ -376,26 +396,53 @@ fn atomic<T: Copy + PartialEq>(
 
 impl Machine {
     /// What a thread learns by reading a location atomically: at once, or with its next fence.
-    fn acquire(&mut self, location: usize, order: Order) {
-        let Some(released) = self.released.get(&location).cloned() else { return };
+    ///
+    /// What threads of another card have released counts only where both say that it reaches so far; of fences none
+    /// does.
+    fn acquire(&mut self, location: usize, order: Order, scope: Scope) {
+        let device = self.unit().device;
+        let acquires = matches!(order, Order::Acquire | Order::AcqRel);
+        let reaches = |releaser: usize, its: Scope| {
+            releaser == device || acquires && its == Scope::System && scope == Scope::System
+        };
+        let released = self.released.range(of_location(location));
+        let released = released.filter(|(key, _)| reaches(key.1, key.2)).map(|(_, frame)| frame.clone());
+        let released: Vec<Rc<Frame>> = released.collect();
         let thread = self.thread();
-        match order {
-            Order::Acquire | Order::AcqRel => thread.clock.acquire_foreign(&released),
-            Order::Relaxed | Order::Release => release_into(&mut thread.observed, released),
+        for frame in released {
+            if acquires {
+                thread.clock.acquire_foreign(&frame);
+            } else {
+                release_into(&mut thread.observed, frame);
+            }
+        }
+    }
+
+    /// A location has a value that nobody has released yet.
+    fn forget_released(&mut self, location: usize) {
+        while let Some((&key, _)) = self.released.range(of_location(location)).next() {
+            self.released.remove(&key);
         }
     }
 
     /// What others learn by reading what a thread writes to a location atomically.
-    fn release(&mut self, location: usize, order: Order) {
+    fn release(&mut self, location: usize, order: Order, scope: Scope) {
+        let device = self.unit().device;
         let thread = self.thread();
-        let released = match order {
-            Order::Release | Order::AcqRel => Some(thread.clock.release_foreign()),
-            Order::Relaxed | Order::Acquire => thread.fenced.clone(),
+        let (released, scope) = match order {
+            Order::Release | Order::AcqRel => (Some(thread.clock.release_foreign()), scope),
+            Order::Relaxed | Order::Acquire => (thread.fenced.clone(), Scope::Device),
         };
         if let Some(released) = released {
-            join(self.released.entry(location).or_insert_with(|| Rc::new(Frame::default())), &released);
+            let entry = self.released.entry((location, device, scope));
+            join(entry.or_insert_with(|| Rc::new(Frame::default())), &released);
         }
     }
+}
+
+/// The keys of what was released through a location.
+fn of_location(location: usize) -> RangeInclusive<(usize, usize, Scope)> {
+    (location, 0, Scope::Device)..=(location, usize::MAX, Scope::System)
 }
 
 /// A load of shared memory of the cluster, aligned to its size.

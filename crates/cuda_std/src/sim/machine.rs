@@ -4,17 +4,18 @@ use core::cell::Cell;
 use std::any::Any;
 use std::borrow::ToOwned;
 use std::boxed::Box;
-use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::format;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::string::String;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::vec::Vec;
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult};
 
+use super::access::Scope;
 use super::clock::{Clock, Frame, Stamp};
 use super::copies::{Copies, Moment, Pending, Stores};
 use super::limits::{check, volume};
@@ -62,7 +63,8 @@ enum Policy {
 }
 
 pub(super) struct Machine {
-    memory: *mut Memory,
+    /// Of each card.
+    memories: Vec<*mut Memory>,
     kernel_name: String,
     pub(super) arch: Arch,
     seed: u64,
@@ -70,8 +72,8 @@ pub(super) struct Machine {
     block: [u32; 3],
     cluster: [u32; 3],
     pub(super) shared_bytes: u32,
-    /// What every thread calls; alive as long as the machine.
-    kernel: *const dyn Fn(),
+    /// What every thread of a card calls; alive as long as the machine.
+    kernels: Vec<*const dyn Fn()>,
     pub(super) random: Random,
     policy: Policy,
     units: Vec<Option<Box<Unit>>>,
@@ -87,10 +89,12 @@ pub(super) struct Machine {
     lines: Lines,
     pub(super) pending: Vec<Pending>,
     pub(super) moment: Moment,
-    /// What was released through each location of memory.
-    pub(super) released: BTreeMap<usize, Rc<Frame>>,
+    /// What was released through each location of memory, by threads of which card, and how far.
+    pub(super) released: BTreeMap<(usize, usize, Scope), Rc<Frame>>,
     /// Polls since anything changed.
     idle: u64,
+    /// The cards' clock.
+    nanoseconds: u64,
     /// Accesses of the running thread since it was resumed.
     steps: u64,
     pub(super) statistics: Statistics,
@@ -102,6 +106,10 @@ const MAX_STEPS: u64 = 200_000_000;
 const MAX_IDLE: u64 = 200_000;
 /// The same, after which another unit starts: it may be what they wait for.
 const PATIENCE: u64 = 500;
+/// The same, after which time flies for those who look at the clock: what they wait for does not come.
+const TIME_FLIES: u64 = 20_000;
+/// Stacks that are kept for the next threads; each takes two of a process's mappings, which are bounded.
+const MAX_KEPT_STACKS: usize = 12 << 10;
 /// A kernel's frames, unoptimised, with the simulator's on top.
 const STACK_BYTES: usize = 256 << 10;
 /// First address of a block's shared memory, as the newer cards have it: address 0 is nobody's.
@@ -111,7 +119,13 @@ pub(super) const CLUSTER_WINDOW: u32 = 1 << 24;
 
 std::thread_local! {
     static MACHINE: Cell<*mut Machine> = const { Cell::new(core::ptr::null_mut()) };
-    static STACKS: RefCell<Vec<DefaultStack>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Stacks that no thread uses.
+static STACKS: Mutex<Vec<DefaultStack>> = Mutex::new(Vec::new());
+
+fn kept_stacks() -> MutexGuard<'static, Vec<DefaultStack>> {
+    STACKS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether this host thread runs a kernel now.
@@ -160,6 +174,11 @@ pub(crate) fn register(register: Register, name: &str) -> u32 {
     with(name, |machine| machine.registers[register as usize])
 }
 
+/// `%globaltimer`: nanoseconds, which pass with the accesses of all threads; fast where all of them only wait.
+pub(crate) fn timer() -> u64 {
+    with("%globaltimer", Machine::time)
+}
+
 /// Gives the processor away until the thread is woken.
 pub(super) fn suspend() {
     let yielder = with("suspend", |machine| machine.thread().yielder.get());
@@ -194,13 +213,59 @@ impl Machine {
         &mut self.unit()[index]
     }
 
-    /// Memory, and the unit of the running thread.
+    /// Its card's memory, and the unit of the running thread.
     #[inline]
     pub(super) fn memory_and_unit(&mut self) -> (&mut Memory, &mut Unit) {
+        let device = self.unit().device;
+        self.memory_of_and_unit(device)
+    }
+
+    /// The memory of a card, and the unit of the running thread.
+    #[inline]
+    pub(super) fn memory_of_and_unit(&mut self, device: usize) -> (&mut Memory, &mut Unit) {
         let slot = self.current.slot;
-        // SAFETY: `run` holds the memory's borrow for as long as the machine lives, and gives it to nobody else.
-        let memory = unsafe { &mut *self.memory };
+        // SAFETY: `run` holds the memories' borrows for as long as the machine lives, and gives them to nobody else.
+        let memory = unsafe { &mut *self.memories[device] };
         (memory, self.units[slot].as_deref_mut().expect("a resident unit"))
+    }
+
+    /// The card in whose memory the running thread's access falls: its own, or one whose memory it may access.
+    #[inline]
+    pub(super) fn holder(&mut self, address: usize, bytes: usize) -> Option<usize> {
+        let own = self.unit().device;
+        if self.memories.len() == 1 {
+            return Some(own);
+        }
+        // SAFETY: as in `memory_of_and_unit`; shared borrows that end here.
+        let memories = || self.memories.iter().map(|&memory| unsafe { &*memory });
+        let own_memory = memories().nth(own)?;
+        if own_memory.find(address, bytes).is_some() {
+            return Some(own);
+        }
+        memories().position(|memory| own_memory.has_peer(memory) && memory.find(address, bytes).is_some())
+    }
+
+    /// The card that has an address, if it is another than the running thread's.
+    pub(super) fn other_holder(&mut self, address: usize) -> Option<usize> {
+        let own = self.unit().device;
+        // SAFETY: as in `holder`.
+        let mut memories = self.memories.iter().map(|&memory| unsafe { &*memory });
+        memories.position(|memory| memory.find(address, 1).is_some()).filter(|&device| device != own)
+    }
+
+    /// The clock, which goes by the accesses of all threads.
+    fn time(&mut self) -> u64 {
+        const SECOND: u64 = 1_000_000_000;
+        self.nanoseconds = (self.nanoseconds + 32).max(self.statistics.accesses);
+        if self.idle > TIME_FLIES {
+            self.nanoseconds += SECOND;
+        }
+        self.nanoseconds
+    }
+
+    /// The units of a card's grid.
+    fn units_per_device(&self) -> u32 {
+        volume(self.grid) / volume(self.cluster)
     }
 
     #[inline]
@@ -275,6 +340,8 @@ impl Machine {
         if self.report.is_some() {
             return;
         }
+        let several = self.memories.len() > 1;
+        let device = thread.filter(|_| several).map(|ThreadId { slot, .. }| self.unit_at(slot).device);
         let thread = thread.map(|ThreadId { slot, thread }| {
             let unit = self.unit_at(slot);
             let thread = &unit.threads[thread];
@@ -283,6 +350,7 @@ impl Machine {
         self.report = Some(Report {
             defect: failure.0,
             kernel: self.kernel_name.clone(),
+            device,
             arch: self.arch,
             seed: self.seed,
             thread,
@@ -329,9 +397,12 @@ impl Machine {
             None => String::new(),
         };
         let [block, cluster] = [self.grid, self.cluster];
+        let (device, index) =
+            (stamp.unit() / self.units_per_device(), stamp.unit() % self.units_per_device());
+        let place = if self.memories.len() > 1 { format!(" of card {device}{place}") } else { place };
         let resident = self.units.iter().flatten().find(|unit| unit.id == stamp.unit());
         let Some(unit) = resident else {
-            let first = first_block(stamp.unit(), block, cluster);
+            let first = first_block(index, block, cluster);
             let what = if cluster == [1; 3] { "block" } else { "the cluster of block" };
             return format!("{what} {}{place}", Index(first));
         };
@@ -411,7 +482,8 @@ impl Machine {
     }
 
     fn new_unit(&self, id: u32) -> Unit {
-        let [first_x, first_y, first_z] = first_block(id, self.grid, self.cluster);
+        let (device, index) = (id / self.units_per_device(), id % self.units_per_device());
+        let [first_x, first_y, first_z] = first_block(index, self.grid, self.cluster);
         let frame = Rc::new(Frame::default());
         let threads_of_block = volume(self.block) as usize;
         let mut blocks = Vec::new();
@@ -422,7 +494,7 @@ impl Machine {
             for linear in 0..threads_of_block as u32 {
                 let actor = threads.len() as u32;
                 threads.push(Thread {
-                    coroutine: Some(self.coroutine()),
+                    coroutine: Some(self.coroutine(device as usize)),
                     yielder: Cell::new(core::ptr::null()),
                     block: rank as usize,
                     index: unravel(linear, self.block),
@@ -462,14 +534,14 @@ impl Machine {
         }
         let live = threads.len();
         let cluster_barrier = ClusterBarrier::default();
-        Unit { id, blocks, threads, agents: Vec::new(), cluster_barrier, live }
+        Unit { id, device: device as usize, blocks, threads, agents: Vec::new(), cluster_barrier, live }
     }
 
-    fn coroutine(&self) -> Coroutine<(), (), (), DefaultStack> {
-        let pooled = STACKS.with_borrow_mut(Vec::pop);
+    fn coroutine(&self, device: usize) -> Coroutine<(), (), (), DefaultStack> {
+        let pooled = kept_stacks().pop();
         let stack =
             pooled.unwrap_or_else(|| DefaultStack::new(STACK_BYTES).expect("memory for a thread's stack"));
-        let kernel = self.kernel;
+        let kernel = self.kernels[device];
         Coroutine::with_stack(stack, move |yielder, ()| {
             with("start", |machine| machine.thread().yielder.set(yielder));
             // SAFETY: `run` keeps the kernel until every coroutine has ended or was unwound.
@@ -530,7 +602,7 @@ impl Machine {
             // Its shared memory's addresses will be another's.
             let shared = self.unit_at(slot).blocks.iter().map(|block| block.shared.as_ptr_range());
             let shared: Vec<_> = shared.map(|range| range.start.addr()..range.end.addr()).collect();
-            self.released.retain(|location, _| !shared.iter().any(|range| range.contains(location)));
+            self.released.retain(|(location, ..), _| !shared.iter().any(|range| range.contains(location)));
             self.units[slot] = None;
             self.resident -= 1;
         }
@@ -557,16 +629,24 @@ fn first_block(unit: u32, grid: [u32; 3], cluster: [u32; 3]) -> [u32; 3] {
     [0, 1, 2].map(|i| index[i] * cluster[i])
 }
 
-/// Runs a grid.
-pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -> Result<Statistics, Report> {
+/// Runs a grid on each of the first cards, as many as there are kernels, at the same time.
+pub(super) fn run(
+    memories: &mut [&mut Memory],
+    launch: &Launch<'_>,
+    kernels: &[&dyn Fn()],
+) -> Result<Statistics, Report> {
     assert!(!is_running(), "a kernel cannot launch a kernel");
-    // SAFETY: only the lifetime changes. The machine, which alone calls it, is dropped before this function returns.
-    let kernel: *const dyn Fn() = unsafe { core::mem::transmute(kernel) };
+    assert!(!kernels.is_empty() && kernels.len() <= memories.len(), "a card for each kernel");
+    // SAFETY: only the lifetime changes. The machine, which alone calls them, is dropped before this function returns.
+    let kernel = |kernel: &&dyn Fn()| unsafe { core::mem::transmute::<&dyn Fn(), *const dyn Fn()>(*kernel) };
+    let kernels: Vec<*const dyn Fn()> = kernels.iter().map(kernel).collect();
+    let num_running = kernels.len();
+    let memories: Vec<*mut Memory> = memories.iter_mut().map(|memory| &raw mut **memory).collect();
     let mut random = Random(launch.seed);
     let policy = [Policy::Random, Policy::Random, Policy::Newest, Policy::Mixed][random.below(4)];
     let moment = [Moment::Any, Moment::Any, Moment::Soon, Moment::Late][random.below(4)];
     let mut machine = Machine {
-        memory,
+        memories,
         kernel_name: launch.kernel.to_owned(),
         arch: launch.arch,
         seed: launch.seed,
@@ -574,7 +654,7 @@ pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -
         block: launch.block,
         cluster: launch.cluster,
         shared_bytes: launch.shared_bytes,
-        kernel,
+        kernels,
         random,
         policy,
         units: Vec::new(),
@@ -590,6 +670,7 @@ pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -
         moment,
         released: BTreeMap::new(),
         idle: 0,
+        nanoseconds: 0,
         steps: 0,
         statistics: Statistics::default(),
     };
@@ -597,13 +678,13 @@ pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -
         machine.fail(failure, None, None);
         return Err(machine.report.take().expect("the failure"));
     }
-    let units = volume(launch.grid) / volume(launch.cluster);
+    let units = machine.units_per_device() * num_running as u32;
     machine.waiting_units = (0..units).collect();
     for i in (1..units as usize).rev() {
         let j = machine.random.below(i + 1);
         machine.waiting_units.swap(i, j);
     }
-    let side_by_side = 1 + machine.random.below(3);
+    let side_by_side = num_running * (1 + machine.random.below(3));
     let machine: *mut Machine = &mut machine;
     MACHINE.set(machine);
     // SAFETY: the local above, reached only through this pointer from here on, on this thread; each borrow ends before
@@ -639,7 +720,10 @@ pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -
                     (*machine).thread().coroutine = Some(coroutine);
                 }
                 Ok(CoroutineResult::Return(())) => {
-                    STACKS.with_borrow_mut(|stacks| stacks.push(coroutine.into_stack()));
+                    let mut stacks = kept_stacks();
+                    if stacks.len() < MAX_KEPT_STACKS {
+                        stacks.push(coroutine.into_stack());
+                    }
                     let line = (*machine).thread().line;
                     if let Err(failure) = (*machine).leave() {
                         (*machine).fail(failure, Some(id), line);
@@ -656,7 +740,9 @@ pub(super) fn run(memory: &mut Memory, launch: &Launch<'_>, kernel: &dyn Fn()) -
             }
         }
         let report = (*machine).report.take();
-        (*(*machine).memory).settle();
+        for memory in (*machine).memories.clone() {
+            (*memory).settle();
+        }
         let statistics = (*machine).statistics;
         report.map_or(Ok(statistics), Err)
     }

@@ -1,5 +1,6 @@
 //! Global memory: buffers at real addresses, wide apart, with a shadow each.
 
+use core::sync::atomic::{AtomicU64, Ordering};
 use std::alloc::{self, Layout};
 use std::borrow::ToOwned;
 use std::cell::Cell;
@@ -18,8 +19,11 @@ const ALIGN: usize = 256;
 ///
 /// Addresses are those of the host's memory, so that kernels can do pointer arithmetic on them. The functions of the
 /// host (`write`, `read`, …) panic on a range that is not inside one buffer: that is a mistake of the test.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Memory {
+    id: u64,
+    /// The memories of other cards that kernels of this one may access.
+    peers: Vec<u64>,
     /// Ordered by address.
     buffers: Vec<Buffer>,
     /// Index of the buffer that was found last.
@@ -57,10 +61,41 @@ impl Drop for Buffer {
     }
 }
 
+impl Default for Memory {
+    fn default() -> Self {
+        Memory::new()
+    }
+}
+
 impl Memory {
     /// No buffers.
     pub fn new() -> Self {
-        Memory::default()
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Memory { id, peers: Vec::new(), buffers: Vec::new(), last: Cell::new(0) }
+    }
+
+    /// The number of this memory, which no other has.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Kernels of this card may access the memory of this number from here on, where both cards run them together
+    /// ([`simulate_together`](super::simulate_together)).
+    pub fn enable_peer(&mut self, id: u64) {
+        if !self.peers.contains(&id) {
+            self.peers.push(id);
+        }
+    }
+
+    /// The numbers of the memories that kernels of this card may access beside its own.
+    pub fn peers(&self) -> &[u64] {
+        &self.peers
+    }
+
+    /// Whether kernels of this card may access another's memory.
+    pub(super) fn has_peer(&self, other: &Memory) -> bool {
+        self.peers.contains(&other.id)
     }
 
     /// A buffer of uninitialised bytes at an address that is a multiple of 256. `name` is for reports.

@@ -74,7 +74,7 @@ pub use report::{Defect, Report};
 
 pub(crate) use access::*;
 pub(crate) use copies::*;
-pub(crate) use machine::{is_running, register};
+pub(crate) use machine::{is_running, register, timer};
 pub(crate) use matrix::*;
 pub(crate) use mbarrier::*;
 pub(crate) use printf::printf;
@@ -147,5 +147,21 @@ pub struct Statistics {
 ///
 /// **Errors**: the first defect. Memory is then as the defect left it.
 pub fn simulate(memory: &mut Memory, launch: &Launch<'_>, kernel: impl Fn()) -> Result<Statistics, Report> {
-    machine::run(memory, launch, &kernel)
+    machine::run(&mut [memory], launch, &[&kernel])
+}
+
+/// Runs the same grid on several cards at once: each with its memory and its kernel, whose parameters are its own. More
+/// memories than kernels are of cards that run nothing.
+///
+/// A kernel may access the memory of another card if its own has [enabled](Memory::enable_peer) that. Accesses of
+/// several cards are ordered as those of several blocks are, but by what releases and acquires at system scope alone.
+///
+/// # Panics
+/// If there is no kernel, or not a memory for each.
+pub fn simulate_together(
+    memories: &mut [&mut Memory],
+    launch: &Launch<'_>,
+    kernels: &[&dyn Fn()],
+) -> Result<Statistics, Report> {
+    machine::run(memories, launch, kernels)
 }

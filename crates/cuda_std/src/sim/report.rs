@@ -44,6 +44,8 @@ pub struct Report {
     pub arch: Arch,
     /// The seed of the simulation.
     pub seed: u64,
+    /// The card of that thread, where the kernel ran on several.
+    pub device: Option<usize>,
     /// Block and thread, if one is to blame.
     pub thread: Option<([u32; 3], [u32; 3])>,
     /// The kernel's source line.
@@ -55,6 +57,9 @@ pub struct Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "kernel `{}`", self.kernel)?;
+        if let Some(device) = self.device {
+            write!(f, ", card {device}")?;
+        }
         if let Some((block, thread)) = self.thread {
             write!(f, ", block {}, thread {}", Index(block), Index(thread))?;
         }

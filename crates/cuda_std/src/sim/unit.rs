@@ -163,6 +163,8 @@ pub(super) struct Block {
 /// What can synchronise within itself: a cluster, or a block.
 pub(super) struct Unit {
     pub(super) id: u32,
+    /// The card that it runs on.
+    pub(super) device: usize,
     pub(super) blocks: Vec<Block>,
     pub(super) threads: Vec<Thread>,
     /// Names of the actors beyond the threads.

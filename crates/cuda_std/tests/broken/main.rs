@@ -21,6 +21,7 @@ mod harness;
 mod limits;
 mod mbarriers;
 mod order;
+mod peers;
 mod races;
 mod tensors;
 mod uninitialised;
