@@ -95,7 +95,7 @@ impl<'a> Writer<'a> {
                 break;
             }
             if self.is_shown {
-                output::write(format_args!("{}", text.push(id)?))?;
+                output::write(format_args!("{}", output::for_reader(text.push(id)?)))?;
             }
             if ids.len() < self.max_new_tokens {
                 self.decode(id)?;
@@ -104,7 +104,7 @@ impl<'a> Writer<'a> {
         self.stream.synchronize()?;
         let time = started.elapsed();
         if self.is_shown {
-            output::write(format_args!("{}\n", text.finish()?))?;
+            output::write(format_args!("{}\n", output::for_reader(text.finish()?)))?;
         }
         Ok(Answer { ids, is_interrupted: answer.is_interrupted(), time })
     }

@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use std::fmt::Arguments;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 /// The status of a program whose reader has gone: what a shell shows for the signal that ends others there.
@@ -60,6 +60,12 @@ pub fn end(program: &str, outcome: Result<ExitCode, Failure>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Text of a model for standard output: as it is, but without what steers a terminal where that is one.
+pub fn for_reader(text: impl Into<String>) -> String {
+    let text = text.into();
+    if io::stdout().is_terminal() { printable(&text) } else { text }
 }
 
 /// Text from files without what steers a terminal.

@@ -61,6 +61,10 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         tests.env("REQUIRE_DEVICE_TOOLCHAIN", "1");
     }
     report.step("tests", || run_command(&mut tests))?;
+    // No package of the workspace asks for the feature.
+    let named = ["--package", "warpforge", "--lib", "--no-default-features", "--features", "serde"];
+    let mut by_name = cargo(root, &[&["test"], &named[..], &["choices_by_name"]].concat());
+    report.step("names by serde", || run_command(&mut by_name))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =

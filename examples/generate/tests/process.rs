@@ -1,0 +1,119 @@
+//! `generate` as a process: its streams, its status, its signals.
+#![cfg(unix)]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/demo-model")
+}
+
+/// With the demo model on the CPU.
+fn generate(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_generate"));
+    command.arg("--model").arg(demo()).args(arguments).stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+const CPU: [&str; 2] = ["--device", "cpu"];
+
+fn error(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_prompt_from_a_pipe() -> Outcome {
+    let mut child =
+        generate(&CPU).args(["--max-new-tokens", "3", "--print-ids"]).stdin(Stdio::piped()).spawn()?;
+    child.stdin.take().ok_or("a pipe")?.write_all(b"The sea")?;
+    let piped = child.wait_with_output()?;
+    let given =
+        generate(&CPU).args(["--max-new-tokens", "3", "--print-ids", "--prompt", "The sea"]).output()?;
+    assert!(piped.status.success(), "{}", error(&piped));
+    assert_eq!(piped.stdout, given.stdout);
+    assert!(!serde_json::from_slice::<Vec<u32>>(&piped.stdout)?.is_empty());
+    Ok(())
+}
+
+/// Quietly, with the status that a shell shows for it.
+#[test]
+fn a_closed_pipe() -> Outcome {
+    for shows in [&["--print-ids"][..], &[]] {
+        let mut child = generate(&CPU).args(["--prompt", "The sea"]).args(shows).spawn()?;
+        drop(child.stdout.take());
+        let output = child.wait_with_output()?;
+        assert_eq!(output.status.code(), Some(141), "{}", error(&output));
+        assert!(!error(&output).contains("generate:"), "{}", error(&output));
+    }
+    Ok(())
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk() -> Outcome {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full")?;
+    let output = generate(&CPU).args(["--prompt", "The sea"]).stdout(full).output()?;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(error(&output).contains("generate: cannot write to standard output: "), "{}", error(&output));
+    Ok(())
+}
+
+/// Nobody is there to be told, and the answer is written all the same.
+#[test]
+fn a_closed_standard_error() -> Outcome {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" 2>&-", env!("CARGO_BIN_EXE_generate"), "--model"]);
+    shell.arg(demo()).args(CPU).args(["--ids", "5,9,100", "--max-new-tokens", "3", "--print-ids"]);
+    let output = shell.stdin(Stdio::null()).stdout(Stdio::piped()).output()?;
+    assert!(output.status.success(), "{:?}", output.status);
+    assert_eq!(serde_json::from_slice::<Vec<u32>>(&output.stdout)?.len(), 3);
+    Ok(())
+}
+
+#[test]
+fn an_empty_folder() -> Outcome {
+    let folder = tempfile::tempdir()?;
+    let mut command = Command::new(env!("CARGO_BIN_EXE_generate"));
+    let output = command.arg("--model").arg(folder.path()).args(["--prompt", "a"]).output()?;
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+    let missing = format!("generate: {} does not exist\n", folder.path().join("config.json").display());
+    assert!(error(&output).ends_with(&missing), "{}", error(&output));
+    Ok(())
+}
+
+/// Ctrl-C ends an answer at a token, with the figures.
+#[test]
+fn an_interrupt() -> Outcome {
+    let mut child = generate(&CPU).args(["--prompt", "The sea", "--max-new-tokens", "100000"]).spawn()?;
+    let mut shown = BufReader::new(child.stdout.take().ok_or("a pipe")?);
+    // An answer is under way.
+    let mut first = [0];
+    shown.read_exact(&mut first)?;
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status()?;
+    assert!(sent.success());
+    let mut rest = Vec::new();
+    shown.read_to_end(&mut rest)?;
+    let mut told = String::new();
+    for line in BufReader::new(child.stderr.take().ok_or("a pipe")?).lines() {
+        told += &(line? + "\n");
+    }
+    assert_eq!(child.wait()?.code(), Some(130), "{told}");
+    assert!(told.contains("; continuation: "), "{told}");
+    Ok(())
+}
+
+/// Over several devices: the same tokens.
+#[test]
+fn several_devices() -> Outcome {
+    let ids = |devices: &[&str]| -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+        let output = generate(devices).args(["--prompt", "The sea", "--print-ids"]).output()?;
+        assert!(output.status.success(), "{}", error(&output));
+        Ok(output.stdout)
+    };
+    assert_eq!(ids(&CPU)?, ids(&["--devices", "cpu,cpu,cpu"])?);
+    Ok(())
+}
