@@ -284,7 +284,9 @@ impl Communicator {
     /// - **Determinism**: the same bits at every rank, and from run to run.
     /// - It returns when all ranks have come, and a rank that comes with another call is an [`Error::Group`].
     ///
-    /// On cards, by NCCL:
+    /// On cards of one process that access each other's memory, up to some megabytes, by kernels of the library's
+    /// own: arithmetic and determinism are those, and the call and recordings are as with NCCL. Other sums on cards,
+    /// by NCCL:
     ///
     /// - **Arithmetic**: in NCCL's order, which depends on the size, the number of ranks and how the cards
     ///   are connected; sums of f16 and bf16 may be rounded after each addition.
@@ -297,7 +299,9 @@ impl Communicator {
     ///   much, so that NCCL has made its connections. All ranks launch such graphs alike.
     ///
     /// On cards whoever needs the result on the host waits by [`Communicator::synchronize`], which gives up
-    /// a rank that does not come. A graph keeps the communicators whose calls were recorded in its stream.
+    /// a rank that does not come. A graph keeps the communicators whose calls were recorded in its stream. Groups
+    /// that have a card in common must not have calls under way at the same time: kernels that wait for other ranks
+    /// take the room of those that are waited for.
     ///
     /// **Errors**: [`Error::Invalid`] for a tensor that does not fit, [`Error::Group`] where a rank does not
     /// come in time, has ended, or comes with another call. After that every call of the group is one: make

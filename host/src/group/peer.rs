@@ -30,7 +30,7 @@ const ALL_REDUCE: &str = "all_reduce";
 /// bytes, two-shot up to so many, and beyond them another transport if the group has one. Of two ranks each reads as
 /// much either way, and one-shot waits once.
 const CHOICE: [(usize, usize, usize); 3] =
-    [(2, 8 << 20, 8 << 20), (4, 512 << 10, 8 << 20), (MAX_RANKS, 256 << 10, 8 << 20)];
+    [(2, 16 << 20, 16 << 20), (4, 512 << 10, 8 << 20), (MAX_RANKS, 256 << 10, 8 << 20)];
 
 fn choose(options: &PeerOptions, size: usize, bytes: usize) -> Option<Shots> {
     let &(_, one, two) = CHOICE.iter().find(|row| size <= row.0)?;
@@ -390,7 +390,7 @@ impl Transport for Peer {
             None => stream.synchronize(),
         };
         // They say what was missing.
-        self.check("synchronize")?;
+        self.check(ALL_REDUCE)?;
         waited
     }
 
@@ -412,8 +412,8 @@ mod tests {
         let one = Some(Shots::One);
         for (size, bytes, expected) in [
             (2, 1, one),
-            (2, 8 << 20, one),
-            (2, (8 << 20) + 1, None),
+            (2, 16 << 20, one),
+            (2, (16 << 20) + 1, None),
             (3, 512 << 10, one),
             (4, (512 << 10) + 2, Some(Shots::Two)),
             (5, 256 << 10, one),
