@@ -79,7 +79,7 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     let archive = folder.join("programs.tar.xz");
     let mut tar = Command::new("tar");
     // The window holds all programs: what each has of the images is found in the one before.
-    tar.env("XZ_OPT", "--lzma2=preset=6,dict=192MiB").arg("--create").arg("--xz").arg("--file").arg(&archive);
+    tar.env("XZ_OPT", "--lzma2=preset=6,dict=512MiB").arg("--create").arg("--xz").arg("--file").arg(&archive);
     run_command(tar.arg("--directory").arg(&staged).args(KINDS))?;
     let bytes = write_script(&folder.join("run"))? + at(&archive, fs::metadata)?.len();
     println!("{bytes:>11} packed, in {}", folder.display());

@@ -17,6 +17,8 @@ Usage, from the root of the repository (the programs read its files):
   run bench OUTDIR [ARGS]  every benchmark and its peers in PyTorch, if there is one; ours.jsonl and peers.jsonl in OUTDIR are
                            what `cargo xtask bench-report OUTDIR` reads. ARGS go to the benchmarks (filters, which the
                            peers get too; --floor=sm_80, --energy=all)
+  run scaling OUTDIR       sums over 2, 4, 8 … cards beside NCCL and PyTorch, and whole models over 1, 2, 4, 8 …: sums.N.jsonl, peers.N.jsonl and
+                           models.jsonl in OUTDIR. WARPFORGE_MODELS chooses the models
   run example NAME [ARGS]  one example
   run all OUTDIR           tests, sanitizer, benchmarks, demo: one log each in OUTDIR, then a table
 
@@ -65,7 +67,7 @@ args=()
 plain() { "$1" ${args[@]+"${args[@]}"}; }
 
 # Programs whose tests run kernels. Those of the loader provoke driver errors, which the sanitizer would count.
-sanitized=(ops models agreement)
+sanitized=(ops models agreement group)
 
 # tests_of PROGRAM TOOL: the names of the tests for a tool, one a line.
 tests_of() {
@@ -215,6 +217,31 @@ bench() {
     return "$status"
 }
 
+# scaling OUTDIR: what several cards make of sums and of models; none that fails keeps the others from running.
+scaling() {
+    local out="$1" cards count devices status=0 counts=(1)
+    local models="${WARPFORGE_MODELS:-qwen3-4b-instruct-2507,qwen3-coder-30b-a3b-instruct,glm-4.7-flash,qwen3-coder-next,qwen3-coder-next:fp8}"
+    mkdir -p "$out" || fail "cannot make $out"
+    rm -f "$out"/{sums.*,peers.*,models}.jsonl
+    cards="$(nvidia-smi --list-gpus | wc -l)"
+    ((cards > 1)) || fail "there are $cards cards"
+    if [[ -z "${WARPFORGE_NCCL:-}" ]] && command -v python3 >/dev/null; then
+        # PyTorch's, if there is one.
+        WARPFORGE_NCCL="$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0] + "/lib/libnccl.so.2")' 2>/dev/null || true)"
+        if [[ -n "$WARPFORGE_NCCL" ]]; then export WARPFORGE_NCCL; else unset WARPFORGE_NCCL; fi
+    fi
+    for ((count = 2; count <= cards; count *= 2)); do
+        counts+=("$count")
+        devices="$(seq --separator=, 0 $((count - 1)))"
+        echo "=== sums of $count cards"
+        "$bundle/bench/group" --devices "$devices" --json "$out/sums.$count.jsonl" || status=$?
+        python3 benches/peers/all_reduce.py --ranks "$count" --json "$out/peers.$count.jsonl" || status=$?
+    done
+    echo "=== models"
+    "$bundle/bench/ranks" --models "$models" --ranks "$(IFS=,; echo "${counts[*]}")" --batches 1,8,32 --json "$out/models.jsonl" || status=$?
+    return "$status"
+}
+
 all() {
     local out="$1" step log status verdict failed=0 start table="" words
     mkdir -p "$out" || fail "cannot make $out"
@@ -252,7 +279,7 @@ case "$mode" in
         usage
         exit 0
         ;;
-    test | sanitize | bench | example | all) ;;
+    test | sanitize | bench | scaling | example | all) ;;
     *)
         usage >&2
         exit 2
@@ -282,6 +309,10 @@ case "$mode" in
     bench)
         (($# > 0)) || fail "bench OUTDIR [ARGS]"
         bench "$@"
+        ;;
+    scaling)
+        (($# == 1)) || fail "scaling OUTDIR"
+        scaling "$1"
         ;;
     example)
         (($# > 0)) || fail "which example? There are: $(ls "$bundle/example")"
