@@ -3,8 +3,7 @@
 //! `cargo bench --bench group -- [--devices 0,1] [--max-bytes N] [--json FILE]`. A rank is a thread. Every way is
 //! checked at every size, for a call and for a recorded graph of them, and then timed: two launches of the graph, of
 //! which the first brings the ranks together and the second lies between two events; the median of the slowest rank's.
-//! Bus bandwidth is what a link must carry at least, 2 (n − 1) / n times the bytes, over the time. On one card, with
-//! `--devices 0,0`, it says whether it works and nothing of speed.
+//! Bus bandwidth is what a link must carry at least, 2 (n − 1) / n times the bytes, over the time.
 
 use std::fs::File;
 use std::io::Write;
@@ -141,7 +140,7 @@ fn main() -> Result<(), Failure> {
         options.devices.iter().map(|&ordinal| Device::cuda(ordinal)).collect::<Result<_, _>>()?;
     let size = devices.len();
     if size < 2 {
-        return Err("a group needs two ranks: `--devices 0,0` has both on one card".into());
+        return Err("a group needs two cards".into());
     }
     let mut ways = ways(&devices);
     ways.retain(|way| options.way.as_ref().is_none_or(|wanted| way.name.contains(wanted.as_str())));

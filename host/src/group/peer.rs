@@ -205,6 +205,11 @@ fn connect(devices: &[Device], options: PeerOptions) -> Result<Exchanges, Error>
     }
     for (rank, device) in devices.iter().enumerate() {
         for (other, peer) in devices.iter().enumerate().filter(|&(other, _)| other != rank) {
+            // Nothing says that two kernels of one card run at the same time, and these wait for each other.
+            if device.place() == peer.place() && matches!(device.place(), Place::Cuda(_)) {
+                let got = format!("{} for ranks {rank} and {other}", device.place());
+                return Err(Error::invalid(OP, "devices", "a card of its own for each rank", got));
+            }
             if !enable(device, peer)? {
                 let reason =
                     format!("rank {rank} cannot access the memory of rank {other}, {}", peer.describe());
