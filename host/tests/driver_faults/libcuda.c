@@ -69,6 +69,8 @@ CALL(cuDeviceGetAttribute, int *value, int attribute, int device)
     // Compute capability 6.1; blocks of at most 48 KiB.
     *value = attribute == 75 ? 6 : attribute == 76 ? 1 : attribute == 97 ? 48 << 10 : 64;
 DONE
+// Each with memory of its own.
+CALL(cuDeviceCanAccessPeer, int *can, int device, int peer) (void)device; (void)peer; *can = 0; DONE
 CALL(cuDevicePrimaryCtxRetain, void **context, int device) *context = (void *)(uintptr_t)(64 + device); DONE
 CALL(cuDevicePrimaryCtxRelease_v2, int device) (void)device; DONE
 CALL(cuCtxSetCurrent, void *context) current = context; DONE
