@@ -234,8 +234,8 @@ mod tests {
         assert!(Cut::from(7).is_all());
         assert_eq!(cut.times(3), Cut { of: 18, ranges: vec![3..6, 12..18] });
         assert_eq!(cut.repeated(2), Cut { of: 12, ranges: vec![1..2, 4..6, 7..8, 10..12] });
-        assert_eq!(cut.within(2, 0), Cut { of: 3, ranges: vec![1..2] });
-        assert_eq!(cut.within(2, 1), Cut { of: 3, ranges: vec![1..3] });
+        assert_eq!(cut.within(2, 0), Cut::range(3, 1..2));
+        assert_eq!(cut.within(2, 1), Cut::range(3, 1..3));
     }
 
     #[test]

@@ -11,9 +11,10 @@ use crate::process::{cargo, output, run as run_command};
 const RUN: &str = include_str!("bundle_run.sh");
 /// The kinds of targets that are bundled, in cargo's words. Each gets a folder of its name.
 const KINDS: [&str; 3] = ["test", "bench", "example"];
-/// Tests that have nothing to do with a card: of the tree and the PTX, and of `cuda_loader` on machines without a
-/// driver.
-const NEED_NO_CARD: [&str; 4] = ["tree", "images", "no_driver", "fake_driver"];
+/// What has nothing to do with a card: tests of the tree and the PTX, of `cuda_loader` on machines without a driver or
+/// NCCL, and examples of which each holds the device images once more.
+const NEED_NO_CARD: [&str; 8] =
+    ["tree", "images", "no_driver", "fake_driver", "fake_nccl", "accuracy", "batch", "quantise"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
@@ -79,7 +80,7 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     let archive = folder.join("programs.tar.xz");
     let mut tar = Command::new("tar");
     // The window holds all programs: what each has of the images is found in the one before.
-    tar.env("XZ_OPT", "--lzma2=preset=6,dict=512MiB").arg("--create").arg("--xz").arg("--file").arg(&archive);
+    tar.env("XZ_OPT", "--lzma2=preset=6,dict=192MiB").arg("--create").arg("--xz").arg("--file").arg(&archive);
     run_command(tar.arg("--directory").arg(&staged).args(KINDS))?;
     let bytes = write_script(&folder.join("run"))? + at(&archive, fs::metadata)?.len();
     println!("{bytes:>11} packed, in {}", folder.display());
