@@ -518,13 +518,9 @@ impl<'a> Loader<'a> {
                 Tensor::empty(stream, &[0], dtype)
             }
             Source::List { tensors, .. } => {
-                for Piece { name, shape, .. } in pieces {
-                    // One of which rows are taken in several places is there several times in a row.
-                    if !pieces[..]
-                        .iter()
-                        .take_while(|other| !std::ptr::eq(other.name, *name))
-                        .any(|other| other.name == *name)
-                    {
+                for (index, Piece { name, shape, .. }) in pieces.iter().enumerate() {
+                    // One of which rows are taken in several places is there several times.
+                    if pieces[..index].iter().all(|other| other.name != *name) {
                         tensors.push(((*name).to_owned(), shape.clone()));
                     }
                 }

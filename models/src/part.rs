@@ -42,7 +42,15 @@ impl Cut {
             let start = index * self.of;
             self.ranges.iter().map(move |range| start + range.start..start + range.end)
         };
-        Cut { of: self.of * times, ranges: (0..times).flat_map(of).collect() }
+        // What is taken as a whole stays so.
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for range in (0..times).flat_map(of) {
+            match ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => ranges.push(range),
+            }
+        }
+        Cut { of: self.of * times, ranges }
     }
 
     /// Which of them are in one of so many equal parts, counted from the part's start.
@@ -234,6 +242,7 @@ mod tests {
         assert!(Cut::from(7).is_all());
         assert_eq!(cut.times(3), Cut { of: 18, ranges: vec![3..6, 12..18] });
         assert_eq!(cut.repeated(2), Cut { of: 12, ranges: vec![1..2, 4..6, 7..8, 10..12] });
+        assert_eq!(Cut::from(3).repeated(2), Cut::from(6));
         assert_eq!(cut.within(2, 0), Cut::range(3, 1..2));
         assert_eq!(cut.within(2, 1), Cut::range(3, 1..3));
     }
