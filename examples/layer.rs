@@ -53,18 +53,7 @@ fn random(stream: &Stream, shape: &[usize], deviation: f32, seed: u64) -> Outcom
 
 fn product(device: &Device, n: usize, k: usize, epilogue: Epilogue) -> Outcome<Matmul> {
     let (precision, bias) = (Precision::Full, Bias::None);
-    let problem = MatmulProblem {
-        batch: 1,
-        m: BATCH,
-        n,
-        k,
-        dtype: DTYPE,
-        out_dtype: DTYPE,
-        precision,
-        bias,
-        epilogue,
-        weight: None,
-    };
+    let problem = MatmulProblem { precision, bias, epilogue, ..MatmulProblem::new(BATCH, n, k, DTYPE) };
     Ok(Matmul::plan(device, problem)?)
 }
 

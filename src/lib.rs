@@ -71,11 +71,11 @@ pub use device::DeviceChoice;
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, Choice, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error, Event,
-    F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need, NeededDriver,
-    OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats, ProgramImages,
-    Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor, TensorCores, TensorView,
-    TensorViewMut, UnknownArch, UnknownDType, group, ops, simulator, weight,
+    Arch, Choice, Constant, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error,
+    Event, F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need,
+    NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats,
+    ProgramImages, Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor, TensorCores,
+    TensorView, TensorViewMut, UnknownArch, UnknownDType, group, ops, simulator, weight,
 };
 
 #[cfg(feature = "models")]

@@ -88,6 +88,26 @@ fn kernels_that_overlap_wait() {
     }
 }
 
+/// Kernels that read constants ahead have their loads on the way before they let the next kernel start, whose own would
+/// come first, and before they wait.
+#[test]
+fn constants_are_loaded_ahead() {
+    let mut found = 0;
+    for image in IMAGES.iter().filter(|image| image.family == "matmul") {
+        for entry in kernels(image).filter(|entry| entry.name.contains("__ahead__")) {
+            let (before, _) =
+                entry.body.split_once("griddepcontrol.launch_dependents").expect("a next kernel");
+            assert!(!before.contains("griddepcontrol.wait"), "{image:?}: {}", entry.name);
+            // Two columns of four pieces.
+            assert_eq!(count_instructions(before, "ld.global.nc"), 8, "{image:?}: {}", entry.name);
+            assert_eq!(count_instructions(before, "ld.global"), 8, "{image:?}: {}", entry.name);
+            found += 1;
+        }
+    }
+    let images = IMAGES.iter().filter(|image| image.family == "matmul" && image.arch == Arch::Sm90a);
+    assert_eq!(found, 2 * images.count());
+}
+
 /// Registers alone: a call is a panic path or a function that was not inlined.
 #[test]
 fn no_local_memory_no_calls() {

@@ -1,12 +1,12 @@
 //! The matrix product at the shapes of its cases.
 
-use abi::ops::matmul::{MMA_VARIANTS, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{AHEAD_VARIANTS, MMA_VARIANTS, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, Precision, reference,
 };
 use warpforge::weight::{Codes, Layout, Quantised, ScaleType, Scheme, Weight, WeightSource};
-use warpforge::{DType, Stream, Tensor};
+use warpforge::{Constant, DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row, floats};
 
@@ -15,7 +15,8 @@ const CHECKED: usize = 64;
 
 struct Set {
     a: Tensor,
-    b: Tensor,
+    /// A weight.
+    b: Constant,
     out: Tensor,
 }
 
@@ -198,8 +199,7 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let &MatmulCase { batch, m, n, k, act, dtype, precision, .. } = case;
     let epilogue = Epilogue::of(act);
     let bias = Bias::None;
-    let problem =
-        MatmulProblem { batch, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue, weight: None };
+    let problem = MatmulProblem { batch, precision, bias, epilogue, ..MatmulProblem::new(m, n, k, dtype) };
     // The gate's rows, then up's.
     let (b_rows, activation) = match act {
         Act::None => (n, None),
@@ -215,7 +215,12 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
         shape["tf32"] = json!(true);
     }
     let named = bencher.kernel.as_deref();
-    let mut variants = VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).chain(WGMMA_VARIANTS);
+    let mut variants = VARIANTS
+        .iter()
+        .chain(AHEAD_VARIANTS)
+        .chain(MMA_VARIANTS)
+        .chain(STREAM_VARIANTS)
+        .chain(WGMMA_VARIANTS);
     let plan = match variants.find(|variant| Some(variant.entry) == named) {
         Some(variant) => Matmul::plan_with(&bencher.device, problem, variant)?,
         None => Matmul::plan(&bencher.device, problem)?,
@@ -227,7 +232,7 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     }
     let mut sets = bencher.sets(|bencher, seed| {
         let a = bencher.random(&[batch * m, k], dtype, seed)?;
-        let b = bencher.random(&[batch * b_rows, k], dtype, 1000 + seed)?;
+        let b = Constant::new(bencher.random(&[batch * b_rows, k], dtype, 1000 + seed)?, &bencher.stream)?;
         Ok(Set { a, b, out: Tensor::empty(&bencher.stream, &[batch * m, n], dtype)? })
     })?;
     let run = |stream: &Stream, set: &mut Set| {

@@ -32,6 +32,9 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// no user any more.
     fn assign(&self, _address: u64, _block_bytes: usize, _usable: usize) {}
 
+    /// Says whether a block holds what no kernel writes from here on.
+    fn set_constant(&self, _address: u64, _is_constant: bool) {}
+
     /// Free and total bytes, both 0 where they are not known, and the device's name; asked where `allocate` has just
     /// given nothing.
     fn report(&self) -> (usize, usize, String);

@@ -44,4 +44,4 @@ pub use plan::Choice;
 pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};
 pub use sample::{Sample, SampleTensor};
 pub use stream::{Event, Graph, Stream};
-pub use tensor::{Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};
+pub use tensor::{Constant, Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};

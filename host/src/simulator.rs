@@ -32,6 +32,10 @@ pub trait Simulator: fmt::Debug + Send + Sync {
     /// it held before is nobody's business any more.
     fn assign(&self, address: u64, block_bytes: usize, usable: usize);
 
+    /// Says whether the block that an address is in holds what no kernel writes from here on; kernels may read that
+    /// before they have waited for those ahead.
+    fn set_constant(&self, _address: u64, _is_constant: bool) {}
+
     /// Writes bytes from the host.
     fn write(&self, address: u64, data: &[u8]);
 
@@ -146,6 +150,10 @@ impl Backing for SimulatedMemory {
 
     fn assign(&self, address: u64, block_bytes: usize, usable: usize) {
         self.simulator.assign(address, block_bytes, usable);
+    }
+
+    fn set_constant(&self, address: u64, is_constant: bool) {
+        self.simulator.set_constant(address, is_constant);
     }
 
     fn report(&self) -> (usize, usize, String) {

@@ -12,12 +12,14 @@ use crate::memory::Block;
 use crate::profile::Place;
 use crate::stream::Stream;
 
+mod constant;
 mod mirror;
 mod view;
 
 #[cfg(test)]
 mod tests;
 
+pub use constant::Constant;
 pub(crate) use mirror::{Mirror, Views, views};
 use view::RawView;
 pub use view::{TensorView, TensorViewMut};
@@ -268,6 +270,7 @@ impl Tensor {
             strides: self.shape.contiguous_strides(),
             dtype: self.dtype,
             place: self.place,
+            constant: false,
         }
     }
 }

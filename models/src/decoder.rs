@@ -5,27 +5,27 @@ use std::ops::Range;
 use abi::DType;
 
 use super::config::DecoderConfig;
-use super::layers::{Cache, FeedForward, FeedForwardBlock, Mixer, MixerBlock, Phase, Plans, Step};
+use super::layers::{Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerBlock, Phase, Plans, Step};
 use super::loader::Loader;
 use super::part::{Cut, Part};
 use host::Error;
 use host::group::Communicator;
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use host::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormArgs};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport, Stream};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// One layer: norm, mixer, norm, feed-forward, each pair around a residual.
 #[derive(Debug)]
 pub struct DecoderLayer {
     /// Gain of the norm before the mixer.
-    pub input_norm: Tensor,
+    pub input_norm: Constant,
     /// What mixes the tokens.
     pub mixer: Mixer,
     /// Gain of the norm before the feed-forward part.
-    pub post_attention_norm: Tensor,
+    pub post_attention_norm: Constant,
     /// What follows.
     pub feed_forward: FeedForward,
 }
@@ -52,13 +52,13 @@ impl DecoderLayer {
 #[derive(Debug)]
 pub struct Decoder {
     /// `[vocab, hidden]`.
-    pub embedding: Tensor,
+    pub embedding: Constant,
     /// The layers.
     pub layers: Vec<DecoderLayer>,
     /// Gain of the final norm.
-    pub norm: Tensor,
+    pub norm: Constant,
     /// `[vocab, hidden]`, at a rank of a group its rows of it; none if the embedding serves as the head.
-    pub head: Option<Tensor>,
+    pub head: Option<Constant>,
     /// The tokens that are of this rank.
     rows: Range<usize>,
 }
@@ -254,16 +254,8 @@ impl DecoderBlock {
             let rows = part.tokens;
             let chosen = EmbeddingProblem { tokens: rows, vocab: phase.tokens, cols: hidden_size, dtype };
             let product = MatmulProblem {
-                batch: 1,
-                m: rows,
-                n: decoder.rows.len().max(1),
-                k: hidden_size,
-                dtype,
                 out_dtype: DType::F32,
-                precision: Precision::Full,
-                bias: Bias::None,
-                epilogue: Epilogue::NONE,
-                weight: None,
+                ..MatmulProblem::new(rows, decoder.rows.len().max(1), hidden_size, dtype)
             };
             let choose = phase.chooses.then(|| Embedding::plan(device, chosen)).transpose()?;
             Ok(Head { choose, product: Matmul::plan(device, product)? })
@@ -296,16 +288,23 @@ impl DecoderBlock {
         reports
     }
 
-    /// The forward pass.
+    /// The forward pass. Where nobody observes it, parts of a layer may work on the residual itself.
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
         decoder: &Decoder,
         caches: &mut [Cache],
         logits: Option<LogitArgs<'_>>,
-        observe: &mut Observer<'_>,
+        mut observe: Option<&mut Observer<'_>>,
     ) -> Result<(), Error> {
         let (stream, tokens) = (step.stream, step.tokens);
+        let is_observed = observe.is_some();
+        let mut observe = |what: Observed, rows: TensorView<'_>| match &mut observe {
+            Some(observe) => observe(what, rows),
+            None => Ok(()),
+        };
+        // Whether `projected` is still to be added to the residual.
+        let mut is_pending = false;
         let Self {
             plans,
             mixers,
@@ -329,35 +328,29 @@ impl DecoderBlock {
         }
         for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
             let (mixer, feed_forward) = of_layer[index];
-            let weight = layer.input_norm.view();
-            let out = normed.reborrow();
-            let args = if index == 0 {
-                RmsNormArgs { x: residual.as_view(), residual: None, weight, gate: None, out }
+            let may_be_in_place = !is_observed && step.visual.is_none();
+            let gain = layer.input_norm.view();
+            if may_be_in_place && !is_pending && mixers[mixer].works_in_place(tokens) {
+                let rows = InPlace { residual: residual.reborrow(), gain };
+                mixers[mixer].run_in_place(step, &layer.mixer, cache, rows)?;
             } else {
-                RmsNormArgs {
-                    x: projected.as_view(),
-                    residual: Some(residual.reborrow()),
-                    weight,
-                    gate: None,
-                    out,
+                norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
+                observe(Observed::LayerInput(index), residual.as_view())?;
+                observe(Observed::MixerInput(index), normed.as_view())?;
+                mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
+                if let Some(Shared { rank, .. }) = &shared {
+                    rank.all_reduce(stream, projected.reborrow())?;
                 }
-            };
-            norm.run(stream, args)?;
-            observe(Observed::LayerInput(index), residual.as_view())?;
-            observe(Observed::MixerInput(index), normed.as_view())?;
-            mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
-            if let Some(Shared { rank, .. }) = &shared {
-                rank.all_reduce(stream, projected.reborrow())?;
+                observe(Observed::MixerOutput(index), projected.as_view())?;
+                is_pending = true;
             }
-            observe(Observed::MixerOutput(index), projected.as_view())?;
-            let args = RmsNormArgs {
-                x: projected.as_view(),
-                residual: Some(residual.reborrow()),
-                weight: layer.post_attention_norm.view(),
-                gate: None,
-                out: normed.reborrow(),
-            };
-            norm.run(stream, args)?;
+            let gain = layer.post_attention_norm.view();
+            if may_be_in_place && !is_pending && feed_forwards[feed_forward].works_in_place(tokens) {
+                let rows = InPlace { residual: residual.reborrow(), gain };
+                feed_forwards[feed_forward].run_in_place(step, &layer.feed_forward, rows)?;
+                continue;
+            }
+            norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
             observe(Observed::FeedForwardInput(index), normed.as_view())?;
             feed_forwards[feed_forward].run(
                 step,
@@ -372,15 +365,10 @@ impl DecoderBlock {
             if let Some(rows) = step.visual {
                 rows.add(stream, index, projected.reborrow())?;
             }
+            is_pending = true;
         }
-        let args = RmsNormArgs {
-            x: projected.as_view(),
-            residual: Some(residual.reborrow()),
-            weight: decoder.norm.view(),
-            gate: None,
-            out: normed.reborrow(),
-        };
-        norm.run(stream, args)?;
+        let gain = decoder.norm.view();
+        norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
         observe(Observed::FinalNorm, normed.as_view())?;
         let Some(LogitArgs { tokens: which, out }) = logits else { return Ok(()) };
         let rows = out.shape()[0];
@@ -403,6 +391,24 @@ impl DecoderBlock {
         }
         shared.gather(stream, out)
     }
+}
+
+/// The norm of the residual, to which what a part has left is added first if that is pending.
+fn norm_sum(
+    stream: &Stream,
+    norm: &RmsNorm,
+    weight: TensorView<'_>,
+    (projected, is_pending): (&TensorViewMut<'_>, bool),
+    residual: &mut TensorViewMut<'_>,
+    out: TensorViewMut<'_>,
+) -> Result<(), Error> {
+    let args = if is_pending {
+        let residual = Some(residual.reborrow());
+        RmsNormArgs { x: projected.as_view(), residual, weight, gate: None, out }
+    } else {
+        RmsNormArgs { x: residual.as_view(), residual: None, weight, gate: None, out }
+    };
+    norm.run(stream, args)
 }
 
 /// The place of `kind` in `kinds`, where it is put if it is not there.

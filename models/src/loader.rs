@@ -16,7 +16,7 @@ use super::{ModelError, TensorProblem};
 use host::weight::{
     GateUp, Layout, Part as WeightPart, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource,
 };
-use host::{Error, Stream, Tensor};
+use host::{Constant, Error, Stream, Tensor};
 
 /// How far loading is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -261,18 +261,18 @@ impl<'a> Loader<'a> {
     }
 
     /// Rows of a matrix `[rows, cols]`.
-    pub(super) fn matrix(&mut self, name: &str, rows: Cut, cols: usize) -> Result<Tensor, Error> {
+    pub(super) fn matrix(&mut self, name: &str, rows: Cut, cols: usize) -> Result<Constant, Error> {
         self.stacked(&[(name.into(), rows)], &cols.into())
     }
 
     /// A tensor of more dimensions as a matrix: all but the first in one.
-    pub(super) fn flattened(&mut self, name: &str, rows: usize, rest: &[usize]) -> Result<Tensor, Error> {
+    pub(super) fn flattened(&mut self, name: &str, rows: usize, rest: &[usize]) -> Result<Constant, Error> {
         let piece = Piece::new(name, &rows.into(), rest, None);
         self.load(self.dtype, &[piece], &[rows, rest.iter().product()])
     }
 
     /// Rows of matrices of the same width above each other.
-    pub(super) fn stacked(&mut self, parts: &[(String, Cut)], cols: &Cut) -> Result<Tensor, Error> {
+    pub(super) fn stacked(&mut self, parts: &[(String, Cut)], cols: &Cut) -> Result<Constant, Error> {
         let pieces = matrices(parts, cols);
         self.load(self.dtype, &pieces, &[height(parts), cols.len()])
     }
@@ -478,34 +478,36 @@ impl<'a> Loader<'a> {
     }
 
     /// The taps of a depthwise convolution, `[channels, width]`; a checkpoint has them as `[channels, 1, width]`.
-    pub(super) fn depthwise(&mut self, name: &str, channels: Cut, width: usize) -> Result<Tensor, Error> {
+    pub(super) fn depthwise(&mut self, name: &str, channels: Cut, width: usize) -> Result<Constant, Error> {
         let piece = Piece::new(name, &channels, &[1, width], None);
         self.load(self.dtype, &[piece], &[channels.len(), width])
     }
 
     /// Elements of vectors, one after another.
-    pub(super) fn vectors(&mut self, parts: &[(String, Cut)]) -> Result<Tensor, Error> {
+    pub(super) fn vectors(&mut self, parts: &[(String, Cut)]) -> Result<Constant, Error> {
         self.vectors_as(self.dtype, parts)
     }
 
     /// The same in a type of their own.
-    pub(super) fn vectors_as(&mut self, dtype: DType, parts: &[(String, Cut)]) -> Result<Tensor, Error> {
+    pub(super) fn vectors_as(&mut self, dtype: DType, parts: &[(String, Cut)]) -> Result<Constant, Error> {
         let pieces: Vec<Piece<'_>> =
             parts.iter().map(|(name, places)| Piece::new(name, places, &[], None)).collect();
         self.load(dtype, &pieces, &[height(parts)])
     }
 
     /// The gains of a norm.
-    pub(super) fn gain(&mut self, name: &str, len: usize) -> Result<Tensor, Error> {
+    pub(super) fn gain(&mut self, name: &str, len: usize) -> Result<Constant, Error> {
         if let Source::Random { .. } = self.source {
-            return Tensor::from_bytes(self.stream, &[len], self.dtype, &encode(&vec![1.0; len], self.dtype));
+            let ones = encode(&vec![1.0; len], self.dtype);
+            let gain = Tensor::from_bytes(self.stream, &[len], self.dtype, &ones)?;
+            return Constant::new(gain, self.stream);
         }
         self.vectors(&[(name.into(), len.into())])
     }
 
-    fn load(&mut self, dtype: DType, pieces: &[Piece<'_>], shape: &[usize]) -> Result<Tensor, Error> {
+    fn load(&mut self, dtype: DType, pieces: &[Piece<'_>], shape: &[usize]) -> Result<Constant, Error> {
         let stream = self.stream;
-        match &mut self.source {
+        let tensor = match &mut self.source {
             Source::Check(checkpoint, problems) => {
                 for piece in pieces {
                     // A wrong file's shapes are reported as such at the end; until then their size may be anything.
@@ -515,7 +517,7 @@ impl<'a> Loader<'a> {
                         problems.extend(checkpoint.tensor(piece.name, &piece.shape).err());
                     }
                 }
-                Tensor::empty(stream, &[0], dtype)
+                Tensor::empty(stream, &[0], dtype)?
             }
             Source::List { tensors, .. } => {
                 for (index, Piece { name, shape, .. }) in pieces.iter().enumerate() {
@@ -524,7 +526,7 @@ impl<'a> Loader<'a> {
                         tensors.push(((*name).to_owned(), shape.clone()));
                     }
                 }
-                Tensor::empty(stream, &[0], dtype)
+                Tensor::empty(stream, &[0], dtype)?
             }
             Source::Checkpoint(checkpoint) => {
                 let checkpoint = *checkpoint;
@@ -554,10 +556,10 @@ impl<'a> Loader<'a> {
                         }
                     }
                 }
-                Ok(tensor)
+                tensor
             }
             // The block is of the weights' type; what has one of its own is a bias.
-            Source::Random { block, .. } if block.dtype() != dtype => Tensor::zeros(stream, shape, dtype),
+            Source::Random { block, .. } if block.dtype() != dtype => Tensor::zeros(stream, shape, dtype)?,
             Source::Random { block, start } => {
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
                 let (len, whole) =
@@ -573,9 +575,10 @@ impl<'a> Loader<'a> {
                     at = (at + part) % RANDOM_BLOCK;
                 }
                 *start = (*start + whole) % RANDOM_BLOCK;
-                Ok(tensor)
+                tensor
             }
-        }
+        };
+        Constant::new(tensor, stream)
     }
 }
 

@@ -427,7 +427,7 @@ impl Session {
                 0 => None,
                 rows => Some(LogitArgs { tokens: None, out: self.logits.view_mut().slice(0, 0..rows)? }),
             };
-            self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, observe)?;
+            self.prefill.run(&step, self.model.decoder(), &mut self.caches, out, Some(observe))?;
             if logit_rows > 0 {
                 last_row = logit_rows - 1..logit_rows;
                 let rows = self.logits.view().slice(0, 0..logit_rows)?;
@@ -486,7 +486,7 @@ impl Session {
         let is_recurrent = self.is_recurrent();
         self.torn.fill(is_recurrent);
         self.logit_rows = 0..0;
-        let mut run = |stream: &Stream, observe: &mut Observer<'_>| {
+        let mut run = |stream: &Stream, observe: Option<&mut Observer<'_>>| {
             let visible = Visible::PerSequence(self.inputs.row(LENS, batch)?);
             let group = Group {
                 rows: 0..batch,
@@ -512,11 +512,11 @@ impl Session {
             self.decode.run(&step, decoder, &mut self.caches, Some(logits), observe)
         };
         match observe {
-            Some(observe) => run(&self.stream, observe)?,
+            Some(observe) => run(&self.stream, Some(observe))?,
             // SAFETY: all of it is the session's own, or the model's, which live as long as the recording; the stream
             // is the session's only one.
             None => unsafe {
-                self.decode_graph.run(&self.stream, |stream| run(stream, &mut |_, _| Ok(())))?;
+                self.decode_graph.run(&self.stream, |stream| run(stream, None))?;
             },
         }
         self.torn.fill(false);

@@ -179,6 +179,35 @@ fn golden_bf16() -> Outcome {
     Ok(())
 }
 
+/// The same token by token, as a sequence of one decodes, whose layers norm and add the residual in their products from
+/// Hopper on.
+#[test]
+fn golden_bf16_steps() -> Outcome {
+    let simulated = Arc::new(Card::new(Arch::Sm90a));
+    let mut devices = cards();
+    devices.extend([Device::cpu(), Device::simulated(simulated.clone())?]);
+    for device in devices {
+        for name in ["qwen3", "qwen3_moe"] {
+            let case = Case::load(name)?;
+            let mut session = session(&device, &case.folder, DType::BF16, options(&case, 64))?;
+            let prompt = &case.prompts()[0];
+            let stream = session.stream().clone();
+            let mut got = session.prefill(0, &prompt[..2])?.to_vec::<f32>(&stream)?;
+            for &id in &prompt[2..10] {
+                got.extend(session.decode(&[id])?.to_vec::<f32>(&stream)?);
+            }
+            let vocab = got.len() / 9;
+            let steps = vocab..10 * vocab;
+            let want = &case.sequence("logits", 0)[steps.clone()];
+            let yardstick = &case.sequence("logits_bf16_hf", 0)[steps];
+            let (error, allowed) = (relative_l2(&got, want), 1.5 * relative_l2(yardstick, want));
+            assert!(error <= allowed, "{name} on {device:?}: error {error:.4}, allowed {allowed:.4}");
+        }
+    }
+    assert!(simulated.launched().contains("matmul_bf16__ahead__sm90a"), "{:?}", simulated.launched());
+    Ok(())
+}
+
 /// The demo model's continuations, token by token.
 #[test]
 fn demo_model_writes_the_expected_text() -> Outcome {

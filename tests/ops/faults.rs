@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::test_runner::TestCaseError;
 use testkit::simulator::Card;
 use warpforge::ops::attention::{Attention, AttentionProblem, Mask, Scores};
-use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use warpforge::ops::matmul::{Matmul, MatmulProblem};
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use warpforge::{
     Arch, DType, Device, Error, HardwareProfile, Image, OptLevel, Place, Ptx, Stream, Tensor, TensorView,
@@ -228,18 +228,7 @@ fn more_memory_than_there_is() {
 /// memory.
 #[test]
 fn blackwell_takes_what_it_can_run() {
-    let product = MatmulProblem {
-        batch: 1,
-        m: 4096,
-        n: 4096,
-        k: 4096,
-        dtype: DType::BF16,
-        out_dtype: DType::BF16,
-        precision: Precision::Full,
-        bias: Bias::None,
-        epilogue: Epilogue::NONE,
-        weight: None,
-    };
+    let product = MatmulProblem::new(4096, 4096, 4096, DType::BF16);
     for card in [Card::new(Arch::Sm100), Card::rtx_5090()] {
         let card = Device::simulated(Arc::new(card)).unwrap();
         assert_eq!(card.limits().unwrap().floor, Arch::Sm100);

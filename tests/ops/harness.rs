@@ -15,7 +15,9 @@ use testkit::compare::{Tolerance, check_within_naive};
 use testkit::round::round_to;
 use testkit::simulator::Card;
 use warpforge::simulator::Simulator;
-use warpforge::{Arch, DType, Device, Error, IMAGES, Place, Stream, Tensor, TensorView, TensorViewMut};
+use warpforge::{
+    Arch, Constant, DType, Device, Error, IMAGES, Place, Stream, Tensor, TensorView, TensorViewMut,
+};
 
 /// The most work that is simulated: about half a second. Larger cases run on the CPU and on real cards only.
 ///
@@ -364,6 +366,12 @@ impl Rows {
             .expect("a view of the payload")
     }
 
+    /// The same rows, which nothing writes from here on.
+    pub fn constant(self, stream: &Stream) -> Result<ConstantRows, Error> {
+        let Rows { tensor, payload, rows, cols, stride, .. } = self;
+        Ok(ConstantRows { tensor: Constant::new(tensor, stream)?, payload, rows, cols, stride })
+    }
+
     /// `[rows, cols]`, to write.
     pub fn view_mut(&mut self) -> TensorViewMut<'_> {
         let all = self.tensor.view_mut().slice(0, self.payload.clone());
@@ -388,6 +396,24 @@ impl Rows {
             }
             Ok(testkit::round::decode(dtype, bytemuck::cast_slice(&rows)))
         })
+    }
+}
+
+/// Rows that nothing writes.
+pub struct ConstantRows {
+    tensor: Constant,
+    payload: Range<usize>,
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl ConstantRows {
+    /// `[rows, cols]`.
+    pub fn view(&self) -> TensorView<'_> {
+        let all = self.tensor.view().slice(0, self.payload.clone());
+        all.and_then(|all| all.reshape(&[self.rows, self.stride])?.slice(1, 0..self.cols))
+            .expect("a view of the payload")
     }
 }
 

@@ -6,12 +6,15 @@ pub(crate) mod packed;
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use abi::ops::matmul::{MatmulTile, MatmulVariant};
+use half::bf16;
 use proptest::prelude::*;
+use testkit::simulator::Card;
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, Precision};
-use warpforge::{Arch, DType, Tensor};
+use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, reference};
+use warpforge::{Arch, Constant, DType, Device, Error, Tensor, TensorView};
 
 use crate::harness::{
     EVERY, Layout, Rows, cards_of, devices, devices_for, every_kernel_of, expect_loaded, fail, on_executors,
@@ -53,6 +56,22 @@ proptest! {
             let fits: Vec<_> = variants(&case.problem).filter(|variant| runs(&card, variant.floor)).collect();
             let chosen = fits[case.seed as usize / 6 % fits.len()].entry;
             run_variants(&[card], &case, &|entry| entry == chosen)?;
+        }
+    }
+
+    /// A row that is normed first, where that can be done: on the CPU, and on Hopper.
+    #[test]
+    fn normed_rows((case, on) in on_executors(normed_row, Case::work)) {
+        let inputs = inputs(&case);
+        let expected = Expected::of(&case.problem, &inputs);
+        for device in &on.devices() {
+            let fits = device.limits().is_none_or(|limits| limits.floor == Arch::Sm90a);
+            prop_assert_eq!(Matmul::supports(device, &case.problem).is_ok(), fits, "{:?}", device);
+            if fits {
+                let plan = plan(device, case.problem, None)?;
+                let got = product(device, &plan, &case, &inputs)?;
+                expected.check(plan.report().variant, &got, &case.problem)?;
+            }
         }
     }
 
@@ -322,6 +341,54 @@ fn long_k() -> Result<(), TestCaseError> {
             let got = product(device, &plan, &case, &inputs)?;
             expected.check(plan.report().variant, &got, &problem)?;
         }
+    }
+    Ok(())
+}
+
+/// One row takes the kernel that reads weights ahead where b is a constant that lies at multiples of 16 bytes, and gets
+/// the bits that it gets without.
+#[test]
+fn constants_are_read_ahead() -> Result<(), Error> {
+    let values = |count: usize, of: usize| -> Vec<bf16> {
+        (0..count).map(|i| bf16::from_f32((i * of % 31) as f32 / 16.0 - 1.0)).collect()
+    };
+    for (constant, offset, wanted) in [
+        (true, 0, "matmul_bf16__ahead__sm90a"),
+        (true, 1, "matmul_bf16__gemv1__sm61"),
+        (false, 0, "matmul_bf16__gemv1__sm61"),
+    ] {
+        let card = Arc::new(Card::new(Arch::Sm90a));
+        let device = Device::simulated(card.clone())?;
+        let stream = device.stream()?;
+        let (n, k) = (70, 1016);
+        let a = Tensor::from_slice(&stream, &[1, k], &values(k, 7))?;
+        let b = Tensor::from_slice(
+            &stream,
+            &[n * k + 8],
+            &[vec![bf16::ONE; offset], values(n * k + 8 - offset, 11)].concat(),
+        )?;
+        let mut out = Tensor::empty(&stream, &[1, n], DType::BF16)?;
+        let plan = Matmul::plan(&device, MatmulProblem::new(4, n, k, DType::BF16))?;
+        fn part(b: TensorView<'_>, from: usize, shape: [usize; 2]) -> Result<TensorView<'_>, Error> {
+            b.slice(0, from..from + shape[0] * shape[1])?.reshape(&shape)
+        }
+        if constant {
+            let b = Constant::new(b, &stream)?;
+            assert!(b.view().is_constant());
+            plan.run(&stream, MatmulArgs::new(a.view(), part(b.view(), offset, [n, k])?, out.view_mut()))?;
+        } else {
+            assert!(!b.view().is_constant());
+            plan.run(&stream, MatmulArgs::new(a.view(), part(b.view(), offset, [n, k])?, out.view_mut()))?;
+        }
+        assert_eq!(card.launched().into_iter().collect::<Vec<_>>(), [wanted]);
+        let cpu = |values: &[bf16]| values.iter().map(|value| value.to_f64()).collect::<Vec<f64>>();
+        let want =
+            reference::matmul::<f64>(&cpu(&values(k, 7)), &cpu(&values(n * k, 11)), None, [1, n, k], |v| v);
+        let got = out.to_vec::<bf16>(&stream)?;
+        assert!(
+            std::iter::zip(&got, want).all(|(got, want)| (got.to_f64() - want).abs() <= want.abs() / 128.0),
+            "{wanted}"
+        );
     }
     Ok(())
 }

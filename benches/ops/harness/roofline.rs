@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpforge::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use warpforge::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
 use warpforge::ops::matmul_i8::{MatmulI8, MatmulI8Args, MatmulI8Problem};
 use warpforge::{DType, Tensor};
 
@@ -122,18 +122,7 @@ fn measure_copy(bencher: &Bencher) -> Result<f64, Failure> {
 
 fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
     const DTYPE: DType = DType::BF16;
-    let problem = MatmulProblem {
-        batch: 1,
-        m: size,
-        n: size,
-        k: size,
-        dtype: DTYPE,
-        out_dtype: DTYPE,
-        precision: Precision::Full,
-        bias: Bias::None,
-        epilogue: Epilogue::NONE,
-        weight: None,
-    };
+    let problem = MatmulProblem::new(size, size, size, DTYPE);
     let plan = Matmul::plan(&bencher.device, problem)?;
     let [a, b] = [1, 2].map(|seed| bencher.random(&[size, size], DTYPE, seed));
     let (a, b) = (a?, b?);

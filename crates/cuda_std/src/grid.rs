@@ -52,6 +52,29 @@ pub fn begin() {
     begin_with(|| ());
 }
 
+/// What a kernel begins with that reads constants ahead: `early` loads what no kernel writes, into registers; then the
+/// next one may start if it may so early, behind these loads, which it would delay otherwise; then [`wait`].
+///
+/// The simulator refuses other accesses to global memory in `early`.
+#[cfg(not(lacks_dependent_launch))]
+#[inline(always)]
+pub fn begin_ahead<R>(early: impl FnOnce() -> R, next_may_start: bool) -> R {
+    device!({
+        let loaded = early();
+        if next_may_start {
+            launch_dependents();
+        }
+        wait();
+        loaded
+    } else {
+        let _ = next_may_start;
+        crate::sim::grid_ahead(true);
+        let loaded = early();
+        crate::sim::grid_ahead(false);
+        loaded
+    })
+}
+
 /// The same of a kernel that has something to do while the ones ahead still run: see [`begin_early`].
 #[inline(always)]
 pub fn begin_with(early: impl FnOnce()) {

@@ -201,6 +201,10 @@ impl Simulator for Card {
         memory.forbid(address + usable as u64, block_bytes - usable);
     }
 
+    fn set_constant(&self, address: u64, is_constant: bool) {
+        self.lock().memory.set_constant(address, is_constant);
+    }
+
     fn write(&self, address: u64, data: &[u8]) {
         self.lock().memory.write(address, data);
     }
@@ -341,6 +345,10 @@ impl Simulator for Refusing {
 
     fn assign(&self, address: u64, block_bytes: usize, usable: usize) {
         self.card.assign(address, block_bytes, usable);
+    }
+
+    fn set_constant(&self, address: u64, is_constant: bool) {
+        self.card.set_constant(address, is_constant);
     }
 
     fn write(&self, address: u64, data: &[u8]) {

@@ -85,7 +85,7 @@ unsafe fn add_pieces<
 
 /// Adds the products of one piece of each row.
 #[inline(always)]
-fn multiply_pieces<T: Operand, const ROWS: usize, const COLS: usize, const SUMS: usize>(
+pub(super) fn multiply_pieces<T: Operand, const ROWS: usize, const COLS: usize, const SUMS: usize>(
     x: &[[u32; 4]; ROWS],
     y: &[[u32; 4]; COLS],
     sums: &mut [T::Sum; SUMS],
@@ -247,8 +247,8 @@ pub unsafe fn multiply<
     let stride = 32u32 << dims.split_log2;
     let first = part * 32 + thread::lane();
     let mut sums = [T::Sum::ZERO; SUMS];
-    // SAFETY: pieces below `num_whole` are whole and aligned; the others are read up to k — dims. Each warp stores sums
-    // in its own words, and they are read after the barrier.
+    // SAFETY: pieces below `num_whole` are whole and aligned; the others are read up to k — dims. The words of
+    // shared memory are the caller's promise.
     unsafe {
         let mut piece = first;
         let of_lane = num_whole >> (5 + dims.split_log2);
@@ -288,6 +288,29 @@ pub unsafe fn multiply<
             piece += stride;
         }
 
+        finish_sums::<T, COLS, SUMS>(sums, dims, (first_row, first_group), paired, finish);
+    }
+}
+
+/// Adds up what the lanes, and the warps that share k, have of a block's sums, and calls `finish` for each as
+/// [`multiply`] does: `first` are the block's first row and group of columns.
+///
+/// # Safety
+/// - *converged*: all 256 threads of the block.
+/// - If it is paired, n is even, and so are the block's columns.
+/// - *exclusive*: the first `8 · SUMS` words of dynamic shared memory are used for nothing else.
+#[inline(always)]
+pub(super) unsafe fn finish_sums<T: Operand, const COLS: usize, const SUMS: usize>(
+    sums: [T::Sum; SUMS],
+    dims: &MatmulDims,
+    (first_row, first_group): (u32, u32),
+    paired: bool,
+    finish: impl Fn(u32, u32, [T::Sum; 2]),
+) {
+    let groups = WARPS >> dims.split_log2;
+    let first_col = |group: u32| (first_group + group) * COLS as u32;
+    // SAFETY: each warp stores sums in its own words, and they are read after the barrier.
+    unsafe {
         let sum = sum_over_lanes(sums);
         let (base, lane, sums) = (shared::base(), thread::lane(), SUMS as u32);
         let lanes_per_sum = 32 / sums;

@@ -3,6 +3,7 @@
 //! | file | products | floor |
 //! |---|---|---|
 //! | `few_rows_simt` | of few rows, bound by reading b, by ordinary arithmetic | sm_61 |
+//! | `few_rows_ahead` | of one row with constant weights, which it loads before the kernel ahead has ended | sm_90a |
 //! | `simt` | of many rows, by ordinary arithmetic | sm_61 |
 //! | `few_rows_mma` | of few rows by `mma.sync`: b streams through registers | sm_80 |
 //! | `mma_sync` | of many rows by `mma.sync`, which `cp.async` feeds | sm_80 |
@@ -15,6 +16,8 @@
 
 pub mod early;
 pub mod epilogue;
+#[cfg(not(lacks_dependent_launch))]
+pub mod few_rows_ahead;
 #[cfg(not(lacks_mma_sync))]
 pub mod few_rows_mma;
 pub mod few_rows_simt;

@@ -128,6 +128,13 @@ impl Block {
         self.start + self.guard as u64
     }
 
+    /// Says whether the block holds what no kernel writes from here on.
+    pub(crate) fn set_constant(&self, is_constant: bool) {
+        if self.piece.is_some() {
+            self.pool.backing.set_constant(self.address(), is_constant);
+        }
+    }
+
     fn guarded(&self) -> Guarded {
         Guarded { start: self.start, block_bytes: self.class, bytes: self.requested }
     }

@@ -131,18 +131,7 @@ mod tests {
         assert_eq!((glu.bytes, glu.flops), (u64::MAX, u64::MAX));
         let problem = TransposeProblem { batch: most, rows: most, cols: most, dtype };
         assert_eq!(Transpose::plan(&device, problem)?.report().bytes, u64::MAX);
-        let problem = MatmulProblem {
-            batch: 1,
-            m: 1 << 30,
-            n: 1 << 30,
-            k: 1,
-            dtype,
-            out_dtype: dtype,
-            precision: Precision::Full,
-            bias: Bias::None,
-            epilogue: Epilogue::default(),
-            weight: None,
-        };
+        let problem = MatmulProblem::new(1 << 30, 1 << 30, 1, dtype);
         let matmul = Matmul::plan(&device, problem)?.report();
         assert_eq!((matmul.bytes, matmul.flops), ((1 << 62) + (1 << 33), 1 << 61));
         let problem = AttentionProblem {

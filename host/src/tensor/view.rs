@@ -20,6 +20,8 @@ pub(super) struct RawView {
     pub(super) strides: Dims,
     pub(super) dtype: DType,
     pub(super) place: Place,
+    /// Whether nothing writes it as long as there are views of it.
+    pub(super) constant: bool,
 }
 
 /// A strided tensor to read. Strides are in elements.
@@ -221,7 +223,8 @@ macro_rules! view_methods {
                 }
                 let (shape, strides) = (Dims::new(shape)?, Dims::new(strides)?);
                 shape.checked_bytes(stringify!($view), "shape", dtype)?;
-                let raw = RawView { address, shape, strides, dtype, place: device.place() };
+                let place = device.place();
+                let raw = RawView { address, shape, strides, dtype, place, constant: false };
                 raw.expect_addressable(stringify!($view))?;
                 Ok($view { raw, life: PhantomData })
             }
@@ -363,6 +366,22 @@ view_methods!(TensorView);
 view_methods!(TensorViewMut);
 
 impl TensorView<'_> {
+    /// Whether nothing writes the elements as long as there are views of them: those of a
+    /// [`Constant`](super::Constant).
+    pub fn is_constant(&self) -> bool {
+        self.raw.constant
+    }
+
+    /// The same as one of what nothing writes, for memory of another library that holds weights.
+    ///
+    /// # Safety
+    /// - What has been written to the elements is there, and nothing writes them until all work that was enqueued with
+    ///   the view, or is recorded with it, is done: kernels may read them before those ahead in the stream have ended.
+    pub unsafe fn assume_constant(mut self) -> Self {
+        self.raw.constant = true;
+        self
+    }
+
     /// The same elements so many times along an axis of size 1, without a copy.
     ///
     /// **Errors**: [`Error::Invalid`] for an axis of another size, and for more elements than fit the address space.

@@ -600,7 +600,7 @@ impl Batch {
                     Some(LogitArgs { tokens, out })
                 }
             };
-            block.run(&step, model.decoder(), caches, logits, &mut |_, _| Ok(()))
+            block.run(&step, model.decoder(), caches, logits, None)
         };
         if severals > 0 {
             return run(&self.stream);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::{Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
+use super::{InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
 use crate::part::Cut;
@@ -12,10 +12,11 @@ use host::Error;
 use host::Stream;
 use host::ops::attention::{self, AttentionProblem, Mask};
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
+use host::ops::matmul::{Act, Residual};
 use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
 use host::ops::rope::{RopeInput, RopeStyle};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// Grouped-query attention, perhaps with a norm per head on q and k.
 #[derive(Debug)]
@@ -23,9 +24,9 @@ pub struct SelfAttention {
     /// q, k and v projections, above each other; with an output gate, its rows below them.
     pub qkv: Projection,
     /// Gain of the norm of each query head, if they are normed.
-    pub q_norm: Option<Tensor>,
+    pub q_norm: Option<Constant>,
     /// Gain of the norm of each key head, if they are normed.
-    pub k_norm: Option<Tensor>,
+    pub k_norm: Option<Constant>,
     /// Output projection.
     pub o: Projection,
 }
@@ -137,6 +138,8 @@ struct AttentionPlans {
     /// Of the output.
     gate: Option<Glu>,
     o: ProjectionPlan,
+    /// The projections on the residual itself, if that is possible.
+    in_place: Option<[ProjectionPlan; 2]>,
 }
 
 impl AttentionBlock {
@@ -176,6 +179,11 @@ impl AttentionBlock {
                 norm_rope: QkNormRope::plan(device, norm_rope)?,
                 gate: output_gate.then(|| Glu::plan(device, gate)).transpose()?,
                 o: ProjectionPlan::new(&phase, &weights.o, hidden_size, q_cols)?,
+                in_place: ProjectionPlan::in_place(
+                    &phase,
+                    (&weights.qkv, [qkv_cols, hidden_size], Act::None),
+                    (&weights.o, [hidden_size, q_cols]),
+                )?,
             })
         })?;
         let attention = phase.groups.iter().map(|group| group.attention(phase, problem));
@@ -193,13 +201,40 @@ impl AttentionBlock {
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
         let mut reports = Vec::new();
         for plans in self.plans.iter() {
-            reports.extend(plans.qkv.reports());
+            let [qkv, o] = plans.in_place.as_ref().map_or([&plans.qkv, &plans.o], |[qkv, o]| [qkv, o]);
+            reports.extend(qkv.reports());
             reports.push(plans.norm_rope.optimization_report());
             reports.extend(plans.gate.iter().map(Kernel::optimization_report));
-            reports.extend(plans.o.reports());
+            reports.extend(o.reports());
         }
         reports.extend(self.attention.iter().map(Kernel::optimization_report));
         reports
+    }
+
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.in_place.is_some())
+    }
+
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &SelfAttention,
+        cache: &mut KeysValues,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        let InPlace { residual, gain } = rows;
+        if let Some([qkv, _]) = &self.plans.holding(1)?.in_place {
+            let out = self.qkv.view_mut().slice(0, 0..1)?;
+            qkv.run_fused(step.stream, &weights.qkv, (residual.as_view(), Some(gain)), (out, None))?;
+        }
+        self.attend(step, weights, cache)?;
+        match &self.plans.holding(1)?.in_place {
+            Some([_, o]) => {
+                let x = self.attended_rows(1)?;
+                o.run_fused(step.stream, &weights.o, (x, None), (residual, Some(Residual::InPlace)))
+            }
+            None => Err(Error::invalid("Session", "layer", "plans for one token", "none")),
+        }
     }
 
     pub(super) fn run(
@@ -210,18 +245,37 @@ impl AttentionBlock {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
+        let (stream, tokens) = (step.stream, step.tokens);
+        let qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
+        self.plans.holding(tokens)?.qkv.run(stream, &weights.qkv, x, qkv)?;
+        self.attend(step, weights, cache)?;
+        let x = self.attended_rows(tokens)?;
+        self.plans.holding(tokens)?.o.run(stream, &weights.o, x, out)
+    }
+
+    /// What the output projection gets.
+    fn attended_rows(&self, tokens: usize) -> Result<TensorView<'_>, Error> {
+        self.gated.as_ref().unwrap_or(&self.attended).view().slice(0, 0..tokens)
+    }
+
+    /// From the projections of q, k and v to what the output projection gets.
+    fn attend(
+        &mut self,
+        step: &Step<'_>,
+        weights: &SelfAttention,
+        cache: &mut KeysValues,
+    ) -> Result<(), Error> {
         let AttentionConfig { heads_q, heads_kv, head_dim, .. } = self.config;
         let (stream, tokens) = (step.stream, step.tokens);
         let plans = self.plans.holding(tokens)?;
-        let mut qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
+        let qkv = self.qkv.view().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
-        plans.qkv.run(stream, &weights.qkv, x, qkv.reborrow())?;
 
         let (k_start, v_start) = (heads_q * head_dim, (heads_q + heads_kv) * head_dim);
         let heads = |range: Range<usize>| -> Result<TensorView<'_>, Error> {
             let heads = range.len() / head_dim;
-            qkv.as_view().slice(1, range)?.reshape(&[tokens, heads, head_dim])
+            qkv.slice(1, range)?.reshape(&[tokens, heads, head_dim])
         };
         let gates_start = v_start + heads_kv * head_dim;
         let slots = cache.k.shape()[0] * cache.k.shape()[1];
@@ -252,11 +306,10 @@ impl AttentionBlock {
             group.attend(stream, plan, q.as_view().slice(0, rows)?, [cache.k.view(), cache.v.view()], out)?;
         }
         let (Some(glu), Some(gated)) = (&plans.gate, &mut self.gated) else {
-            return plans.o.run(stream, &weights.o, attended.as_view(), out);
+            return Ok(());
         };
         let mut gated = gated.view_mut().slice(0, 0..tokens)?;
-        let gate = qkv.as_view().slice(1, gates_start..gates_start + heads_q * head_dim)?;
-        glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })?;
-        plans.o.run(stream, &weights.o, gated.as_view(), out)
+        let gate = qkv.slice(1, gates_start..gates_start + heads_q * head_dim)?;
+        glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })
     }
 }

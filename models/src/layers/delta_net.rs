@@ -14,8 +14,8 @@ use host::ops::causal_conv1d::{CausalConv1d, CausalConv1dArgs, CausalConv1dProbl
 use host::ops::gated_delta::{GatedDelta, GatedDeltaArgs, GatedDeltaProblem};
 use host::ops::matmul::Matmul;
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// Gated delta net: projections, a short convolution over time, the delta rule, a gated norm per head.
 #[derive(Debug)]
@@ -23,13 +23,13 @@ pub struct DeltaNet {
     /// All projections of the input above each other: q, k, v, z, b, a, each head by head.
     pub input: Linear,
     /// `[channels, width]`: taps of the convolution over q, k and v.
-    pub conv: Tensor,
+    pub conv: Constant,
     /// `[heads_v]` f32: logarithm of the rate of decay.
-    pub a_log: Tensor,
+    pub a_log: Constant,
     /// `[heads_v]` f32: added to a.
-    pub dt_bias: Tensor,
+    pub dt_bias: Constant,
     /// `[dim_v]`: gain of the norm of each head.
-    pub norm: Tensor,
+    pub norm: Constant,
     /// Output projection.
     pub out: Projection,
 }

@@ -14,11 +14,11 @@ use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECOD
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use host::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
-use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision};
+use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// Latent attention. A head's query and key are a part that is not rotated, *nope*, and one that is, *rope*; the
 /// rotated part of the key is the same for all heads.
@@ -29,13 +29,13 @@ pub struct LatentAttention {
     /// The query's latent row, or where there is none the hidden state, to the queries `[heads, nope + rope]`.
     pub q_b: Projection,
     /// Gain of the norm of the query's latent row.
-    pub q_norm: Option<Tensor>,
+    pub q_norm: Option<Constant>,
     /// Gain of the norm of the cached row's latent part.
-    pub kv_norm: Tensor,
+    pub kv_norm: Constant,
     /// The latent row to every head's key part and value, `[heads · (nope + value), latent]`.
-    pub kv_b: Tensor,
+    pub kv_b: Constant,
     /// The key parts of `kv_b` transposed, `[heads, latent, nope]`: queries into the latent space.
-    pub k_b: Tensor,
+    pub k_b: Constant,
     /// Output projection.
     pub o: Projection,
 }
@@ -80,11 +80,11 @@ impl LatentAttention {
 }
 
 /// The key parts of `kv_b`, `[heads, latent, nope]`; no elements while the loader only notes what it will load.
-fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Result<Tensor, Error> {
+fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Result<Constant, Error> {
     let &LatentConfig { nope, latent, value, .. } = config;
     let dtype = kv_b.dtype();
     if kv_b.is_empty() {
-        return Tensor::empty(stream, &[0], dtype);
+        return Constant::new(Tensor::empty(stream, &[0], dtype)?, stream);
     }
     // A rank of a group has some of them.
     let heads = kv_b.shape()[0] / (nope + value);
@@ -92,7 +92,7 @@ fn transposed_keys(config: &LatentConfig, stream: &Stream, kv_b: &Tensor) -> Res
     let keys = kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, 0..nope)?;
     let copy = Copy::plan(stream.device(), CopyProblem { elements: keys.len(), src: dtype, dst: dtype })?;
     copy.run(stream, CopyArgs { src: keys.swap_axes(1, 2)?, dst: k_b.view_mut() })?;
-    Ok(k_b)
+    Constant::new(k_b, stream)
 }
 
 /// Rows of a latent part, after its norm, and a rotated part, `[batch, capacity, latent + rope]` or `[pages,
@@ -384,15 +384,10 @@ impl Absorbed {
             let (out_dtype, bias, epilogue) = (dtype, Bias::None, Epilogue::NONE);
             let problem = MatmulProblem {
                 batch: heads,
-                m,
-                n,
-                k,
-                dtype,
                 out_dtype,
-                precision: Precision::Full,
                 bias,
                 epilogue,
-                weight: None,
+                ..MatmulProblem::new(m, n, k, dtype)
             };
             Matmul::plan(stream.device(), problem)
         };
@@ -453,18 +448,7 @@ impl Naive {
         let device = stream.device();
         let (n, k, out_dtype) = (heads * (nope + value), latent, dtype);
         let (bias, epilogue) = (Bias::None, Epilogue::NONE);
-        let kv_b = MatmulProblem {
-            batch: 1,
-            m: capacity,
-            n,
-            k,
-            dtype,
-            out_dtype,
-            precision: Precision::Full,
-            bias,
-            epilogue,
-            weight: None,
-        };
+        let kv_b = MatmulProblem { out_dtype, bias, epilogue, ..MatmulProblem::new(capacity, n, k, dtype) };
         let elements = capacity.saturating_mul(heads).saturating_mul(nope.max(rope));
         let keys = |width| Tensor::empty(stream, &[capacity, heads, width], dtype);
         let pages = |page_tokens: usize| -> Result<_, Error> {

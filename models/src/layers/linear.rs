@@ -5,15 +5,15 @@ use crate::part::Cut;
 use host::Error;
 use host::Stream;
 use host::ops::matmul::{Matmul, MatmulArgs};
-use host::{Tensor, TensorView, TensorViewMut};
+use host::{Constant, TensorView, TensorViewMut};
 
 /// `y = x · weightᵀ (+ bias)`.
 #[derive(Debug)]
 pub struct Linear {
     /// `[out, in]`, as checkpoints store it.
-    pub weight: Tensor,
+    pub weight: Constant,
     /// `[out]`.
-    pub bias: Option<Tensor>,
+    pub bias: Option<Constant>,
 }
 
 impl Linear {
@@ -40,7 +40,7 @@ impl Linear {
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let bias = self.bias.as_ref().map(Tensor::view);
+        let bias = self.bias.as_ref().map(Constant::view);
         plan.run(stream, MatmulArgs { bias, ..MatmulArgs::new(x, self.weight.view(), out) })
     }
 }

@@ -2,12 +2,13 @@
 
 use abi::ops::glu::Activation;
 
-use super::{Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
+use super::{InPlace, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
 use crate::part::Cut;
 use host::Error;
 use host::OptimizationReport;
+use host::ops::matmul::{Act, Residual};
 use host::{Tensor, TensorView, TensorViewMut};
 
 /// Gated MLP: `down(act(gate(x)) ⊙ up(x))`.
@@ -57,6 +58,8 @@ struct MlpPlans {
     /// With the activation.
     gate_up: ProjectionPlan,
     down: ProjectionPlan,
+    /// The same on the residual itself, if that is possible.
+    in_place: Option<[ProjectionPlan; 2]>,
 }
 
 impl MlpBlock {
@@ -67,13 +70,43 @@ impl MlpBlock {
             Ok(MlpPlans {
                 gate_up: ProjectionPlan::gated(&phase, &weights.gate_up, inner, hidden_size, activation)?,
                 down: ProjectionPlan::new(&phase, &weights.down, hidden_size, inner)?,
+                in_place: ProjectionPlan::in_place(
+                    &phase,
+                    (&weights.gate_up, [inner, hidden_size], Act::Gated(activation)),
+                    (&weights.down, [hidden_size, inner]),
+                )?,
             })
         })?;
         Ok(MlpBlock { plans, activated: phase.rows(&[inner])? })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
-        self.plans.iter().flat_map(|plans| plans.gate_up.reports().chain(plans.down.reports())).collect()
+        let own = |plans: &MlpPlans| match &plans.in_place {
+            Some([gate_up, down]) => gate_up.reports().chain(down.reports()).collect::<Vec<_>>(),
+            None => plans.gate_up.reports().chain(plans.down.reports()).collect(),
+        };
+        self.plans.iter().flat_map(own).collect()
+    }
+
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        self.plans.holding(tokens).is_ok_and(|plans| plans.in_place.is_some())
+    }
+
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Mlp,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        let InPlace { residual, gain } = rows;
+        let Some([gate_up, down]) = &self.plans.holding(1)?.in_place else {
+            return Err(Error::invalid("Session", "layer", "plans for one token", "none"));
+        };
+        let mut activated = self.activated.view_mut().slice(0, 0..1)?;
+        let x = (residual.as_view(), Some(gain));
+        gate_up.run_fused(step.stream, &weights.gate_up, x, (activated.reborrow(), None))?;
+        let out = (residual, Some(Residual::InPlace));
+        down.run_fused(step.stream, &weights.down, (activated.as_view(), None), out)
     }
 
     pub(super) fn run(

@@ -178,17 +178,29 @@ impl<'a> Phase<'a> {
         act: Act,
         weight: Option<Layout>,
     ) -> Result<Matmul, Error> {
+        Matmul::plan(self.stream.device(), self.problem(n, k, bias, act, weight))
+    }
+
+    fn problem(&self, n: usize, k: usize, bias: bool, act: Act, weight: Option<Layout>) -> MatmulProblem {
         let bias = if bias { Bias::PerColumn } else { Bias::None };
-        let epilogue = Epilogue::of(act);
         let problem = MatmulProblem::new(self.tokens, n, k, self.dtype);
-        Matmul::plan(self.stream.device(), MatmulProblem { bias, epilogue, weight, ..problem })
+        MatmulProblem { bias, epilogue: Epilogue::of(act), weight, ..problem }
+    }
+
+    /// Whether parts of a layer may work on the residual itself ([`MixerBlock::run_in_place`]), where kernels are: for
+    /// a single token, whose layer is as long as its launches are many. A rank of a group has sums to add up first.
+    fn may_work_in_place(&self) -> bool {
+        self.tokens == 1 && self.rank.is_none() && self.stream.device().limits().is_some()
     }
 
     /// The decoder's norm over rows of `cols`.
     pub(super) fn norm(&self, rows: usize, cols: usize) -> Result<RmsNorm, Error> {
+        RmsNorm::plan(self.stream.device(), self.norm_problem(rows, cols))
+    }
+
+    fn norm_problem(&self, rows: usize, cols: usize) -> RmsNormProblem {
         let (dtype, norm) = (self.dtype, self.config.norm);
-        let problem = RmsNormProblem { rows, cols, dtype, eps: norm.eps, weight: norm.weight };
-        RmsNorm::plan(self.stream.device(), problem)
+        RmsNormProblem { rows, cols, dtype, eps: norm.eps, weight: norm.weight }
     }
 
     /// Memory for a row of each token.
@@ -346,6 +358,14 @@ impl Mixer {
     }
 }
 
+/// The residual that parts of a layer work on themselves: their first product norms it, and their last one adds to it.
+pub(super) struct InPlace<'a> {
+    /// `[1, hidden]`.
+    pub(super) residual: TensorViewMut<'a>,
+    /// `[hidden]`.
+    pub(super) gain: TensorView<'a>,
+}
+
 impl FeedForward {
     /// What its plans depend on besides the configuration.
     pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
@@ -395,6 +415,30 @@ impl MixerBlock {
             MixerBlock::Attention(block) => block.reports(),
             MixerBlock::DeltaNet(block) => block.reports(),
             MixerBlock::Latent(block) => block.reports(),
+        }
+    }
+
+    /// Whether it has plans to work on the residual itself for so many tokens.
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        match self {
+            MixerBlock::Attention(block) => block.works_in_place(tokens),
+            MixerBlock::Idle | MixerBlock::DeltaNet(_) | MixerBlock::Latent(_) => false,
+        }
+    }
+
+    /// Adds what the mixer makes of the residual, behind the norm, to it; of those that `works_in_place`.
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &Mixer,
+        cache: &mut Cache,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        match (self, weights, cache) {
+            (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
+                block.run_in_place(step, weights, cache, rows)
+            }
+            _ => Err(Error::invalid("Session", "layer", "the parts of one mixer", "those of several")),
         }
     }
 
@@ -460,6 +504,29 @@ impl FeedForwardBlock {
             FeedForwardBlock::Idle => Vec::new(),
             FeedForwardBlock::Mlp(block) => block.reports(),
             FeedForwardBlock::Moe(block) => block.reports(),
+        }
+    }
+
+    /// As [`MixerBlock::works_in_place`].
+    pub(super) fn works_in_place(&self, tokens: usize) -> bool {
+        match self {
+            FeedForwardBlock::Mlp(block) => block.works_in_place(tokens),
+            FeedForwardBlock::Idle | FeedForwardBlock::Moe(_) => false,
+        }
+    }
+
+    /// As [`MixerBlock::run_in_place`].
+    pub(super) fn run_in_place(
+        &mut self,
+        step: &Step<'_>,
+        weights: &FeedForward,
+        rows: InPlace<'_>,
+    ) -> Result<(), Error> {
+        match (self, weights) {
+            (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => {
+                block.run_in_place(step, weights, rows)
+            }
+            _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }
     }
 

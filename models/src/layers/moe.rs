@@ -11,12 +11,12 @@ use crate::part::Cut;
 use host::Error;
 use host::ops::glu::{Glu, GluArgs, GluProblem};
 use host::ops::grouped_matmul::{GroupedMatmulProblem, GroupedRows};
-use host::ops::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::matmul::{Matmul, MatmulProblem};
 use host::ops::moe_combine::{MoeCombine, MoeCombineArgs, MoeCombineProblem};
 use host::ops::moe_permute::{MoePermute, MoePermuteArgs, MoePermuteProblem};
 use host::ops::moe_router::{MoeRouter, MoeRouterArgs, MoeRouterProblem};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// Mixture of experts: `Σ_k w_k · mlp_{e_k}(x)`, and a shared expert that every token has.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub struct Moe {
     /// A row for each expert; where the shared expert has a gate, that gate's row below them.
     pub router: Linear,
     /// `[experts]` f32: added to the scores for the choice only.
-    pub correction_bias: Option<Tensor>,
+    pub correction_bias: Option<Constant>,
     /// `[experts, 2 · intermediate, hidden]`: gate rows, then up rows, of each expert.
     pub gate_up: ProjectionWeight,
     /// `[experts, hidden, intermediate]`.
@@ -129,16 +129,8 @@ impl MoePlans {
         let (rows, inner) = (tokens * top_k, expert.intermediate_size);
         // In f32: rounded logits would let near experts change places.
         let logits = MatmulProblem {
-            batch: 1,
-            m: tokens,
-            n: config.router_rows(),
-            k: hidden_size,
-            dtype,
             out_dtype: DType::F32,
-            precision: Precision::Full,
-            bias: Bias::None,
-            epilogue: Epilogue::NONE,
-            weight: None,
+            ..MatmulProblem::new(tokens, config.router_rows(), hidden_size, dtype)
         };
         let weight_dtype = if config.round_weights { dtype } else { DType::F32 };
         let choice = MoeRouterProblem {
@@ -246,7 +238,7 @@ impl MoeBlock {
         weights.router.run(stream, &plans.logits, x, logits.reborrow())?;
         let args = MoeRouterArgs {
             logits: logits.as_view().slice(1, 0..num_experts)?,
-            bias: weights.correction_bias.as_ref().map(Tensor::view),
+            bias: weights.correction_bias.as_ref().map(Constant::view),
             ids: ids.reborrow(),
             weights: pair_weights.reborrow(),
         };

@@ -5,9 +5,10 @@ use crate::loader::Loader;
 use crate::part::Cut;
 use host::ops::glu::Activation;
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem};
-use host::ops::matmul::{Act, Matmul, MatmulArgs};
+use host::ops::matmul::{Act, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual, RowNorm};
+use host::ops::rmsnorm::RmsNormProblem;
 use host::weight::{Layout, Weight};
-use host::{Error, Kernel, OptimizationReport, Stream, Tensor, TensorView, TensorViewMut};
+use host::{Constant, Error, Kernel, OptimizationReport, Stream, TensorView, TensorViewMut};
 
 /// `y = x · weightᵀ (+ bias)`, the weight as the checkpoint has it, quantised or not.
 #[derive(Debug)]
@@ -15,14 +16,14 @@ pub struct Projection {
     /// The weight.
     pub weight: ProjectionWeight,
     /// `[out]`.
-    pub bias: Option<Tensor>,
+    pub bias: Option<Constant>,
 }
 
 /// The weight of a projection, or those of all experts.
 #[derive(Debug)]
 pub enum ProjectionWeight {
     /// `[out, in]`; of experts `[experts, out, in]`.
-    Plain(Tensor),
+    Plain(Constant),
     /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up,
     /// one with the rows of both in turn.
     Packed(Vec<Weight>),
@@ -127,6 +128,31 @@ impl ProjectionPlan {
         Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), layout)?, n)] })
     }
 
+    /// The first and the last projection of a part that works on the residual itself, `[n, k]` each: of the residual
+    /// behind its norm, gated if so, and of what is added to it. None where there is no kernel for that.
+    pub(crate) fn in_place(
+        phase: &Phase<'_>,
+        (first, [n, k], act): (&Projection, [usize; 2], Act),
+        (last, [last_n, last_k]): (&Projection, [usize; 2]),
+    ) -> Result<Option<[Self; 2]>, Error> {
+        let is_plain = first.kind().is_empty() && last.kind().is_empty();
+        if !is_plain || !phase.may_work_in_place() {
+            return Ok(None);
+        }
+        let (device, RmsNormProblem { eps, weight, .. }) = (phase.stream.device(), phase.norm_problem(1, k));
+        let norm = Some(RowNorm { eps, weight });
+        let first = MatmulProblem { norm, ..phase.problem(n, k, first.bias.is_some(), act, None) };
+        if Matmul::supports(device, &first).is_err() {
+            return Ok(None);
+        }
+        let last = phase.problem(last_n, last_k, last.bias.is_some(), Act::None, None);
+        let last = MatmulProblem { epilogue: Epilogue { residual: true, ..Epilogue::NONE }, ..last };
+        let plan = |problem: MatmulProblem| {
+            Ok::<_, Error>(ProjectionPlan { parts: vec![(Matmul::plan(device, problem)?, problem.n)] })
+        };
+        Ok(Some([plan(first)?, plan(last)?]))
+    }
+
     pub(crate) fn reports(&self) -> impl Iterator<Item = OptimizationReport> + use<'_> {
         self.parts.iter().map(|(plan, _)| plan.optimization_report())
     }
@@ -136,7 +162,18 @@ impl ProjectionPlan {
         stream: &Stream,
         weights: &Projection,
         x: TensorView<'_>,
-        mut out: TensorViewMut<'_>,
+        out: TensorViewMut<'_>,
+    ) -> Result<(), Error> {
+        self.run_fused(stream, weights, (x, None), (out, None))
+    }
+
+    /// The same with a norm of x before, or added to what is in out, as planned.
+    pub(crate) fn run_fused(
+        &self,
+        stream: &Stream,
+        weights: &Projection,
+        (x, gain): (TensorView<'_>, Option<TensorView<'_>>),
+        (mut out, residual): (TensorViewMut<'_>, Option<Residual<'_>>),
     ) -> Result<(), Error> {
         let mut start = 0;
         for (part, (plan, cols)) in self.parts.iter().enumerate() {
@@ -150,7 +187,7 @@ impl ProjectionPlan {
                 ProjectionWeight::Plain(weight) => MatmulArgs::new(x, weight.view(), out),
                 ProjectionWeight::Packed(parts) => MatmulArgs::new(x, &parts[part], out),
             };
-            plan.run(stream, MatmulArgs { bias, ..args })?;
+            plan.run(stream, MatmulArgs { gain, bias, residual, ..args })?;
             start = end;
         }
         Ok(())

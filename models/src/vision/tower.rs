@@ -15,10 +15,10 @@ use host::ops::attention::{
 };
 use host::ops::embedding_bag::{EmbeddingBag, EmbeddingBagArgs, EmbeddingBagProblem};
 use host::ops::layernorm::{LayerNorm, LayerNormArgs, LayerNormProblem};
-use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem, Precision};
+use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
 use host::ops::rope::{Rope, RopeArgs, RopeInput, RopeProblem, RopeStyle, RopeTables};
+use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport};
-use host::{Tensor, TensorView, TensorViewMut};
 
 /// Added to the variance in every layer norm of the tower; not in the file.
 const EPS: f32 = 1e-6;
@@ -29,9 +29,9 @@ const NEIGHBOURS: usize = 4;
 #[derive(Debug)]
 pub struct LayerNormWeights {
     /// The gain.
-    pub weight: Tensor,
+    pub weight: Constant,
     /// The offset.
-    pub bias: Tensor,
+    pub bias: Constant,
 }
 
 impl LayerNormWeights {
@@ -124,7 +124,7 @@ pub struct VisionTower {
     /// From a patch's pixels to its features.
     pub patch_embed: Linear,
     /// Learned positions, `[position_grid², hidden]`.
-    pub positions: Tensor,
+    pub positions: Constant,
     /// The blocks.
     pub blocks: Vec<VisionBlock>,
     /// What the last block's output goes through.
@@ -215,18 +215,7 @@ impl TowerBlock {
             let (out_dtype, bias, epilogue) = (dtype, Bias::PerColumn, Epilogue::of(act));
             Matmul::plan(
                 device,
-                MatmulProblem {
-                    batch: 1,
-                    m,
-                    n,
-                    k,
-                    dtype,
-                    out_dtype,
-                    precision: Precision::Full,
-                    bias,
-                    epilogue,
-                    weight: None,
-                },
+                MatmulProblem { out_dtype, bias, epilogue, ..MatmulProblem::new(m, n, k, dtype) },
             )
         };
         let matmul = |m, n, k| fused(m, n, k, Act::None);

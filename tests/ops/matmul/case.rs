@@ -1,12 +1,18 @@
 //! A case of the matrix product: what it is made of, how a device computes it, what is expected of it.
 
-use abi::ops::matmul::{MMA_VARIANTS, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{
+    AHEAD_VARIANTS, MMA_VARIANTS, MatmulVariant, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+};
 use proptest::prelude::*;
 use testkit::compare::{Scale, Tolerance};
+use testkit::round::round_to;
 use testkit::strategies::{Values, dims, dims_from, finite_values, stride_padding};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::reference;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
+use warpforge::ops::matmul::{
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual, RowNorm,
+};
+use warpforge::ops::rmsnorm::NormWeight;
 use warpforge::weight::Weight;
 use warpforge::{DType, Device, Error, Stream, TensorView};
 
@@ -111,6 +117,24 @@ pub(super) fn aligned() -> impl Strategy<Value = Case> {
     )
 }
 
+/// One row that is normed before it is multiplied.
+pub(super) fn normed_row() -> impl Strategy<Value = Case> {
+    let sizes = (dims_from(1, &[8, 16, 64], 200), prop_oneof![4 => 1usize..140, 1 => 500usize..513]);
+    let norm = (
+        prop_oneof![Just(1e-6f32), Just(0.5)],
+        prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
+    );
+    let types = prop_oneof![Just(DType::BF16), Just(DType::F16)];
+    let ends = (bias(), epilogue());
+    (types, sizes, norm, ends, finite_values(), any::<u64>()).prop_map(
+        |(dtype, (n, k), (eps, weight), (bias, epilogue), kind, seed)| {
+            let problem = drawn([1, n, 8 * k], (dtype, dtype), (bias, epilogue), seed);
+            let norm = Some(RowNorm { eps, weight });
+            Case { kind, ..contiguous(MatmulProblem { norm, ..problem }, seed) }
+        },
+    )
+}
+
 pub(super) fn many_rows() -> impl Strategy<Value = Case> {
     let sizes = (18usize..300, dims_from(1, &[64, 128], 300), dims_from(1, &[8, 16, 32], 200));
     (types(), sizes, epilogue(), any::<u64>()).prop_map(|((dtype, out_dtype), (m, n, k), epilogue, seed)| {
@@ -204,6 +228,7 @@ impl Case {
 pub(super) struct Inputs {
     pub(super) a: Vec<f64>,
     pub(super) b: Vec<f64>,
+    pub(super) gain: Option<Vec<f64>>,
     pub(super) bias: Option<Vec<f64>>,
     pub(super) residual: Option<Vec<f64>>,
 }
@@ -223,11 +248,12 @@ impl Inputs {
 
 /// The inputs of a case, of all its products.
 pub(super) fn inputs(case: &Case) -> Inputs {
-    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, .. } = case.problem;
+    let MatmulProblem { batch, m, n, k, dtype, out_dtype, bias, epilogue, norm, .. } = case.problem;
     let b_rows = b_rows(&case.problem);
     Inputs {
         a: values(case.kind, dtype, batch * m * k, case.seed),
         b: values(case.kind, dtype, batch * b_rows * k, case.seed ^ 1),
+        gain: norm.map(|_| values(case.kind, dtype, k, case.seed ^ 4)),
         bias: (bias == Bias::PerColumn).then(|| values(case.kind, dtype, b_rows, case.seed ^ 2)),
         residual: epilogue.residual.then(|| values(case.kind, out_dtype, batch * m * n, case.seed ^ 3)),
     }
@@ -283,7 +309,11 @@ pub(super) fn product_of(
     // A gated product's rows: gate above up, apart, or each row of the gate beside one of up.
     let gated = matches!(epilogue.act, Act::Gated(_));
     let (gate, up) = inputs.b.split_at(n * k);
-    let rows = |values: &[f64], cols| Rows::input(&stream, dtype, values, cols, case.b_layout).map_err(fail);
+    // A weight: a row of a takes the kernel that reads it ahead, where there is one.
+    let rows = |values: &[f64], cols| {
+        let rows = Rows::input(&stream, dtype, values, cols, case.b_layout);
+        rows.and_then(|rows| rows.constant(&stream)).map_err(fail)
+    };
     let (b, apart) = match case.seed % 3 {
         0 if gated => (rows(gate, k)?, Some(rows(up, k)?)),
         1 if gated => {
@@ -300,6 +330,12 @@ pub(super) fn product_of(
         }
         None => (b.view(), None),
     };
+    let gain = inputs.gain.as_ref().map(|gain| {
+        let gain = Rows::input(&stream, dtype, gain, k, Layout::default())?.constant(&stream)?;
+        Ok::<_, Error>(gain)
+    });
+    let gain = gain.transpose().map_err(fail)?;
+    let gain = gain.as_ref().map(|gain| gain.view().reshape(&[k])).transpose().map_err(fail)?;
     let mut ends = Ends::new(&stream, case, inputs, m).map_err(fail)?;
     let residual = match &ends.residual {
         Some(residual) => Some(Residual::Tensor(residual.view())),
@@ -311,7 +347,7 @@ pub(super) fn product_of(
         Some(weight) => (weight.into(), None),
         None => (b.into(), up),
     };
-    let args = MatmulArgs { a: a.view(), b, up, bias, residual, out: ends.out.view_mut() };
+    let args = MatmulArgs { a: a.view(), b, up, gain, bias, residual, out: ends.out.view_mut() };
     plan.run(&stream, args).map_err(fail)?;
     ends.out.read(&stream)
 }
@@ -331,7 +367,15 @@ impl Expected {
     pub(super) fn of(problem: &MatmulProblem, inputs: &Inputs) -> Self {
         let &MatmulProblem { m, n, k, out_dtype, precision, ref epilogue, .. } = problem;
         let sizes = [m, n, k];
-        let Inputs { a, b, bias, residual } = inputs;
+        let Inputs { a, b, gain, bias, residual } = inputs;
+        // Rounded as a norm before the product would: what that errs is its own test's business.
+        let normed = match (gain, &problem.norm) {
+            (Some(gain), Some(norm)) => {
+                Some(reference::normed::<f64>(a, gain, norm, |value| round_to(problem.dtype, value)))
+            }
+            _ => None,
+        };
+        let a = normed.as_ref().unwrap_or(a);
         let (bias, residual) = (bias.as_deref(), residual.as_deref());
         // What tf32 takes of an f32.
         let lost = if precision == Precision::Tf32 { 13 } else { 0 };
@@ -382,6 +426,8 @@ impl Expected {
     ) -> Result<(), TestCaseError> {
         // A multiplication, an addition, six operations of an activation and two behind it.
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
+        // An element of a normed row may be rounded the other way.
+        let steps = if problem.norm.is_some() { steps + 1024 } else { steps };
         let tolerance = Tolerance {
             on_the_way: Some(&self.sums),
             activated: (problem.epilogue.act != Act::None).then_some(&self.added),
@@ -408,6 +454,7 @@ pub(super) fn variants(problem: &MatmulProblem) -> impl Iterator<Item = &'static
     let MatmulProblem { dtype, out_dtype, precision, .. } = *problem;
     VARIANTS
         .iter()
+        .chain(AHEAD_VARIANTS)
         .chain(MMA_VARIANTS)
         .chain(STREAM_VARIANTS)
         .chain(WGMMA_VARIANTS)
@@ -457,6 +504,7 @@ pub(super) fn run_batched(
         a: a_order.view(a_rows.view(), [batch, m, k]).map_err(fail)?,
         b: b_order.view(b_memory.view(), [batch, b_rows, k]).map_err(fail)?.into(),
         up: None,
+        gain: None,
         bias,
         residual,
         out: match out_order {
@@ -474,6 +522,7 @@ pub(super) fn run_batched(
     for product in 0..batch {
         let part = |values: &[f64], len: usize| values[product * len..][..len].to_vec();
         let own = Inputs {
+            gain: None,
             a: part(&inputs.a, m * k),
             b: part(&inputs.b, b_rows * k),
             bias: inputs.bias.clone(),

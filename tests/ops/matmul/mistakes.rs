@@ -143,7 +143,8 @@ fn bad_input() -> Result<(), Error> {
         let mut fused = |epilogue, b: TensorView<'_>, up, bias: Option<TensorView<'_>>, residual| {
             let planned = if bias.is_some() { Bias::PerColumn } else { Bias::None };
             let plan = Matmul::plan(device, MatmulProblem { epilogue, bias: planned, ..problem })?;
-            let args = MatmulArgs { a: a.view(), b: b.into(), up, bias, residual, out: out.view_mut() };
+            let args =
+                MatmulArgs { a: a.view(), b: b.into(), up, gain: None, bias, residual, out: out.view_mut() };
             Ok::<_, Error>(plan.run(&stream, args).unwrap_err().to_string())
         };
         let gated = epilogue(Act::Gated(Activation::Silu));

@@ -32,7 +32,8 @@ pub struct MatmulDims {
     pub out_batch_stride: u32,
     /// What may be moved in pieces: [`A_IN_PIECES`], [`B_IN_PIECES`], [`OUT_IN_QUADS`].
     pub access: u32,
-    /// Binary logarithm of the number of warps that share a column's k in the `Gemv` and `Stream` tiles, at most 3.
+    /// Binary logarithm of the number of warps that share a column's k in the `Gemv`, `Ahead` and `Stream` tiles, at
+    /// most 3.
     pub split_log2: u32,
 }
 
@@ -60,6 +61,9 @@ pub const A_BY_TMA: u32 = 64;
 /// In [`MatmulDims::access`]: the next launch may start early, as blocks of this one end.
 pub const NEXT_MAY_START: u32 = 128;
 
+/// In [`MatmulDims::access`]: no kernel writes b, which may be read before the kernel ahead has ended.
+pub const B_IS_CONSTANT: u32 = 256;
+
 /// What becomes of the sums of a launch: `act(scale · sum + bias) + residual`, or if it is gated
 /// `act(scale · gate + bias) · (scale · up + bias) + residual`.
 #[repr(C)]
@@ -85,6 +89,31 @@ pub const ACTIVATED: u32 = 1;
 /// In [`MatmulEpilogue::options`]: even columns of b are those of the gate, odd ones those of up, of half as many
 /// columns of out.
 pub const GATED: u32 = 2;
+
+/// What becomes of a row of a before it is multiplied: `a · rsqrt(mean(a²) + eps) · (gain + offset)`, rounded to its
+/// type.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MatmulNorm {
+    /// Added to the mean of the squares.
+    pub eps: f32,
+    /// 1 / k.
+    pub inv_cols: f32,
+    /// Added to each gain.
+    pub offset: f32,
+}
+
+const _: () = assert!(size_of::<MatmulNorm>() == 12);
+impl crate::Params for MatmulNorm {}
+
+/// Longest row that an `Ahead` tile takes.
+pub const AHEAD_MAX_K: u32 = 12288;
+
+/// Longest row that it norms; the gains lie behind it in shared memory.
+pub const AHEAD_MAX_NORMED: u32 = 4096;
+
+/// Bytes of shared memory of an `Ahead` tile before the row: its sums, and the norm's.
+pub const AHEAD_SUMS_BYTES: u32 = 128;
 
 /// Coefficients of P in `x / (1 + 2^(x · P(min(x², `[`CURVE_END`]`))))`, one form for all activations: a kernel has a
 /// hundred sums in a thread's registers, and so as many copies of the formula.
@@ -127,6 +156,14 @@ pub enum MatmulTile {
     Gemv {
         /// Rows of a that are held against each piece of b.
         rows: u32,
+        /// Columns of a warp.
+        cols: u32,
+        /// Pieces of each row of b that a lane has in flight.
+        unroll: u32,
+    },
+    /// Hopper, for one row and constant b: as `Gemv`, with the first loads of b ahead of the wait for the kernel before,
+    /// and perhaps a norm of the row.
+    Ahead {
         /// Columns of a warp.
         cols: u32,
         /// Pieces of each row of b that a lane has in flight.
@@ -214,6 +251,7 @@ impl MatmulTile {
             MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
                 WARPS * rows * cols * 4
             }
+            MatmulTile::Ahead { .. } => AHEAD_SUMS_BYTES + AHEAD_MAX_K * dtype.bytes() as u32,
             MatmulTile::Mma { bm, bn, .. } => MMA_STAGES * (bm + bn) * MMA_ROW_BYTES,
             // Stages, two boxes of 64 × 64 elements for each warpgroup that stores, two barriers a stage.
             MatmulTile::Wgmma { bm, bn, stages, .. } => {
@@ -228,21 +266,25 @@ impl MatmulTile {
     /// Threads of a block.
     pub const fn threads(self) -> u32 {
         match self {
-            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } | MatmulTile::Stream { .. } => THREADS,
+            MatmulTile::Simt { .. }
+            | MatmulTile::Gemv { .. }
+            | MatmulTile::Ahead { .. }
+            | MatmulTile::Stream { .. } => THREADS,
             MatmulTile::Mma { threads, .. }
             | MatmulTile::Wgmma { threads, .. }
             | MatmulTile::Split { threads, .. } => threads,
         }
     }
 
-    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv` and `Stream` tiles
-    /// only.
+    /// Blocks of one product, or clusters where there are such; `split_log2` counts for the `Gemv`, `Ahead` and
+    /// `Stream` tiles only.
     pub const fn blocks(self, m: u32, n: u32, split_log2: u32) -> u64 {
         let (rows, cols) = match self {
             MatmulTile::Simt { bm, bn, .. } => (bm, bn),
             MatmulTile::Gemv { rows, cols, .. } | MatmulTile::Stream { rows, cols, .. } => {
                 (rows, cols * (WARPS >> split_log2))
             }
+            MatmulTile::Ahead { cols, .. } => (1, cols * (WARPS >> split_log2)),
             MatmulTile::Mma { bm, bn, .. } => (bm, bn),
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
             MatmulTile::Wgmma { bm, bn, cluster, .. } => (bm * cluster, bn),
@@ -271,7 +313,10 @@ pub struct MatmulVariant {
 impl MatmulVariant {
     /// Whether it multiplies f32 as tf32, which is all that the tensor cores have for it.
     pub const fn is_tf32(&self) -> bool {
-        let on_tensor_cores = !matches!(self.tile, MatmulTile::Simt { .. } | MatmulTile::Gemv { .. });
+        let on_tensor_cores = !matches!(
+            self.tile,
+            MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } | MatmulTile::Ahead { .. }
+        );
         matches!(self.dtype, DType::F32) && on_tensor_cores
     }
 }
@@ -311,6 +356,17 @@ macro_rules! matmul_table {
             matmul_bf16_f32__gemv8__sm61 => bf16, f32, BF16, F32, Sm61, Gemv { rows: 8, cols: 4, unroll: 1 };
             matmul_bf16_f32__m64n64k32__sm61 => bf16, f32, BF16, F32, Sm61, Simt { bm: 64, bn: 64, bk: 32 };
             matmul_bf16_f32__m128n128k16__sm61 => bf16, f32, BF16, F32, Sm61, Simt { bm: 128, bn: 128, bk: 16 };
+        }
+    };
+}
+
+/// The same for the kernels of one row that read constant weights ahead.
+#[macro_export]
+macro_rules! matmul_ahead_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_f16__ahead__sm90a => f16, f16, F16, F16, Sm90a, Ahead { cols: 2, unroll: 4 };
+            matmul_bf16__ahead__sm90a => bf16, bf16, BF16, BF16, Sm90a, Ahead { cols: 2, unroll: 4 };
         }
     };
 }
@@ -410,6 +466,8 @@ macro_rules! rows {
 
 /// The kernels by ordinary arithmetic.
 pub const VARIANTS: &[MatmulVariant] = matmul_table!(rows);
+/// The same for the kernels of one row that read constant weights ahead.
+pub const AHEAD_VARIANTS: &[MatmulVariant] = matmul_ahead_table!(rows);
 /// The kernels of Ampere's tensor cores.
 pub const MMA_VARIANTS: &[MatmulVariant] = matmul_mma_table!(rows);
 /// The kernels of few rows on the tensor cores.

@@ -69,11 +69,21 @@ impl Machine {
                 let Some((index, offset)) = memory.find(address, bytes) else {
                     return Err(self.outside(space, bytes, kind));
                 };
-                unit.threads[thread].has_touched = true;
+                let buffer = memory.buffer(index);
+                if buffer.is_constant {
+                    if matches!(kind, Kind::Write | Kind::AtomicWrite | Kind::AsyncWrite) {
+                        return Err(self.too_early(space, kind, "is constant"));
+                    }
+                } else {
+                    if unit.threads[thread].is_ahead {
+                        let why = "is not constant, before griddepcontrol.wait";
+                        return Err(self.too_early(space, kind, why));
+                    }
+                    unit.threads[thread].has_touched = true;
+                }
                 let clock = &unit.threads[thread].clock;
                 let stamp = agent.unwrap_or(clock.stamp());
                 let access = Access { kind, clock, stamp, memory: Covers::Global, line: number, coin };
-                let buffer = memory.buffer(index);
                 let place = buffer.data().wrapping_add(offset);
                 let outcome = buffer.shadow.access(offset, bytes, &access);
                 outcome
@@ -161,6 +171,12 @@ impl Machine {
             }
         };
         Failure(Defect::OutOfBounds, format!("{} of {bytes} bytes out of bounds: at {bounds}", noun(kind)))
+    }
+
+    /// An access that other kernels may be in the way of.
+    fn too_early(&mut self, space: Space, kind: Kind, why: &str) -> Failure {
+        let text = format!("data race: {} of {}, which {why}", noun(kind), self.name(space));
+        Failure(Defect::Race, text)
     }
 
     /// An access to what kernels may not touch.
@@ -516,9 +532,19 @@ pub(crate) fn grid_wait() {
     attempt(INSTRUCTION, Location::caller(), |machine| {
         machine.needs(Need::DependentLaunch, INSTRUCTION)?;
         if machine.thread().has_touched {
-            let text = "griddepcontrol.wait by a thread that has touched global memory before";
+            let text = "griddepcontrol.wait by a thread that has touched global memory before, which is not constant";
             return Err(Failure::new(Defect::Race, text));
         }
+        Ok(())
+    });
+}
+
+/// Whether the thread does what a kernel may do before it waits for those ahead from here on: of global memory it may
+/// read what is constant.
+#[track_caller]
+pub(crate) fn grid_ahead(is_ahead: bool) {
+    attempt("griddepcontrol.wait", Location::caller(), |machine| {
+        machine.thread().is_ahead = is_ahead;
         Ok(())
     });
 }

@@ -504,6 +504,7 @@ impl Machine {
                     clock: Clock::new(id, actor, frame.clone()),
                     line: None,
                     has_touched: false,
+                    is_ahead: false,
                     received: [0; 8],
                     copies: Copies::default(),
                     stores: Stores::default(),

@@ -38,6 +38,8 @@ pub(super) struct Buffer {
     layout: Layout,
     pub(super) bytes: usize,
     pub(super) shadow: Shadow,
+    /// No kernel may write it, and one that has not waited for the kernels ahead may read it.
+    pub(super) is_constant: bool,
 }
 
 // SAFETY: a buffer owns its allocation alone; it is reached through `Memory`'s own borrows.
@@ -106,7 +108,8 @@ impl Memory {
         if start.is_null() {
             alloc::handle_alloc_error(layout);
         }
-        let buffer = Buffer { name: name.to_owned(), start, layout, bytes, shadow: Shadow::new(bytes) };
+        let (name, shadow) = (name.to_owned(), Shadow::new(bytes));
+        let buffer = Buffer { name, start, layout, bytes, shadow, is_constant: false };
         let address = buffer.address() as u64;
         let index = self.buffers.partition_point(|other| other.start < start);
         self.buffers.insert(index, buffer);
@@ -159,6 +162,13 @@ impl Memory {
     pub fn forbid(&mut self, address: u64, bytes: usize) {
         let (index, offset) = self.range(address, bytes);
         self.buffers[index].shadow.mark(offset, bytes, Stamp::FORBIDDEN);
+    }
+
+    /// Says whether the buffer that an address is in is constant: then no kernel may write it, and kernels may read it
+    /// before they have waited for those ahead.
+    pub fn set_constant(&mut self, address: u64, is_constant: bool) {
+        let (index, _) = self.range(address, 0);
+        self.buffers[index].is_constant = is_constant;
     }
 
     /// The buffer around a range of the host's, and the range's offset in it.

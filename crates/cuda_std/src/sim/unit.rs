@@ -125,8 +125,10 @@ pub(super) struct Thread {
     pub(super) clock: Clock,
     /// Where it executes its current instruction.
     pub(super) line: Option<Line>,
-    /// Whether it has touched global memory.
+    /// Whether it has touched global memory that is not constant.
     pub(super) has_touched: bool,
+    /// Whether it does what a kernel may do before it has waited for those ahead.
+    pub(super) is_ahead: bool,
     /// What an operation of its warp has left for it.
     pub(super) received: [u32; 8],
     pub(super) copies: Copies,

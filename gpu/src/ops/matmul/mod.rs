@@ -3,6 +3,7 @@
 //! | kernels | for | work split |
 //! |---|---|---|
 //! | `Gemv` | few rows | a warp per group of columns, or several that share k: [`crate::matmul::few_rows_simt`] |
+//! | `Ahead` | one row, constant b, from sm_90a on | the same by two columns: `matmul::few_rows_ahead` |
 //! | `Simt` | many rows | a block per 64 × 64 or 128 × 128: [`crate::matmul::simt`] |
 //! | `Mma` | many rows, from sm_80 on | a block per 64 × 64 to 128 × 256: `matmul::mma_sync` |
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `matmul::few_rows_mma` |
@@ -16,11 +17,15 @@
 
 mod packed;
 
+#[cfg(not(lacks_dependent_launch))]
+use abi::ops::matmul::MatmulNorm;
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{grid, kernel, thread};
 
 use crate::matmul::epilogue::{Epilogue, rows_of_b};
+#[cfg(not(lacks_dependent_launch))]
+use crate::matmul::few_rows_ahead::{self, Row};
 use crate::matmul::operand::Operand;
 use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
@@ -188,6 +193,49 @@ macro_rules! entries {
     };
 }
 abi::matmul_table!(entries);
+
+#[cfg(not(lacks_dependent_launch))]
+macro_rules! ahead_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Ahead { cols: $cols:literal, unroll: $unroll:literal };)*) => {
+        $(
+        /// Entry point; see the module and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = 256, min_blocks = 4, waits)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            a: *const $type,
+            b: *const $type,
+            up: *const $type,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+            gain: *const $type,
+            norm: MatmulNorm,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            let x = Operands::new(a, b, up, &dims, &how);
+            // SAFETY: blocks of the tile's threads, a block per columns, its shared memory, constant b and gains, and
+            // rows of a length that can be normed — Matmul::run.
+            unsafe {
+                few_rows_ahead::multiply::<$type, $cols, $unroll, _>(
+                    Row { a: x.a, gain, norm: &norm },
+                    x.b_row(),
+                    x.dims,
+                    end.is_gated(),
+                    |col| end.added(0, col),
+                    |col, sums, added| end.element_of(0, col, sums, added),
+                )
+            }
+        })*
+    };
+}
+#[cfg(not(lacks_dependent_launch))]
+abi::matmul_ahead_table!(ahead_entries);
 
 #[cfg(not(lacks_mma_sync))]
 macro_rules! mma_entries {

@@ -3,11 +3,11 @@
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, ACTIVATED, B_IN_PIECES, GATED, GELU_ERF, GELU_TANH, MatmulDims, MatmulEpilogue,
-    OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
+    A_IN_PIECES, ACTIVATED, B_IN_PIECES, B_IS_CONSTANT, GATED, GELU_ERF, GELU_TANH, MatmulDims,
+    MatmulEpilogue, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
 };
 
-use super::{Act, Bias, MatmulArgs, MatmulB, MatmulProblem, OP, Planned, Residual, packed};
+use super::{Act, Bias, MatmulArgs, MatmulB, MatmulProblem, OP, Planned, Residual, RowNorm, packed};
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
@@ -33,6 +33,26 @@ pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
     }
     if let Some(layout) = &problem.weight {
         packed::check_problem(problem, layout)?;
+    }
+    if let Some(RowNorm { eps, .. }) = problem.norm {
+        if !(eps >= 0.0 && eps.is_finite()) {
+            return Err(Error::invalid(
+                OP,
+                "problem",
+                "a norm's eps that is finite and not negative",
+                eps.to_string(),
+            ));
+        }
+        if batch != 1 || m > 1 || problem.weight.is_some() {
+            let got =
+                format!("{batch} of {m} rows{}", if problem.weight.is_some() { ", b packed" } else { "" });
+            return Err(Error::invalid(
+                OP,
+                "problem",
+                "one product of one row with a plain b, beside a norm",
+                got,
+            ));
+        }
     }
     if !epilogue.scale.is_finite() {
         return Err(Error::invalid(OP, "problem", "a finite scale", epilogue.scale.to_string()));
@@ -103,6 +123,15 @@ impl Planned {
                 (args_b, Some(*up))
             }
         };
+        let gain = at.given("gain", self.problem.norm.is_some(), args.gain, ["planned"; 2])?;
+        let mut is_constant = b.is_constant() && up.is_none_or(|up| up.is_constant());
+        if let Some(gain) = gain {
+            let [] = at.elements("gain", gain, dtype, &[Some(k)])?;
+            if stacked {
+                return at.refuse("a", "a matrix of one row, beside a norm", format!("{:?}", a.shape()));
+            }
+            is_constant &= gain.is_constant() && gain.address().is_multiple_of(16);
+        }
         let residual =
             match at.given("residual", epilogue.residual, args.residual.as_ref(), ["planned"; 2])? {
                 None => None,
@@ -191,6 +220,9 @@ impl Planned {
             if rows_aligned(rows, 4) && how.residual_batch_stride.is_multiple_of(4) {
                 dims.access |= RESIDUAL_IN_QUADS;
             }
+        }
+        if is_constant {
+            dims.access |= B_IS_CONSTANT;
         }
         Ok(Some(Launch { batch: batch.unwrap_or(1) as u32, dims, how, b, up }))
     }

@@ -11,12 +11,13 @@ use std::thread::LocalKey;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{GATED, MatmulDims, MatmulEpilogue};
+use abi::range;
 use abi::weight::TILE_K;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::dot::{dot, dot_bf16};
-use super::{MatmulArgs, Residual};
+use super::{MatmulArgs, Residual, RowNorm};
 use crate::ops::glu::cpu::act;
 use crate::ops::parallel::{SharedSlice, for_rows};
 use crate::tensor::{FloatElement, TensorView};
@@ -37,6 +38,8 @@ thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     /// Rows of a, and the rows of a tile of a packed weight.
     static ROWS_IN_F32: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// A row of a behind its norm, in its own type.
+    static NORMED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     static BLOCK: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -71,7 +74,7 @@ pub(super) fn run(
     out_dtype: DType,
     batch: u32,
     dims: &MatmulDims,
-    how: (&MatmulEpilogue, Option<Activation>),
+    how: ((&MatmulEpilogue, Option<Activation>), Option<RowNorm>),
     args: (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
     match (dtype, out_dtype) {
@@ -86,10 +89,40 @@ pub(super) fn run(
 fn products<T: FloatElement, O: FloatElement>(
     batch: u32,
     dims: &MatmulDims,
-    (how, activation): (&MatmulEpilogue, Option<Activation>),
+    ((how, activation), norm): ((&MatmulEpilogue, Option<Activation>), Option<RowNorm>),
     (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
-    let a = args.a.host_slice::<T>();
+    let (row, gain) = (args.a, args.gain);
+    let a = row.host_slice::<T>();
+    if let (Some(norm), Some(gain)) = (norm, gain) {
+        // Of one row.
+        let elements = a.len();
+        return with_buffer(&NORMED, elements, |buffer| {
+            let normed = &mut bytemuck::cast_slice_mut::<f32, T>(buffer)[..elements];
+            norm_row(a, gain.host_slice::<T>(), norm, normed);
+            all_products::<T, O>(batch, dims, (how, activation), normed, (b, args));
+        });
+    }
+    all_products::<T, O>(batch, dims, (how, activation), a, (b, args));
+}
+
+/// A row behind its norm.
+fn norm_row<T: FloatElement>(row: &[T], gain: &[T], norm: RowNorm, normed: &mut [T]) {
+    let values = row.iter().map(|value| value.to_f32());
+    let (factor, mean) = range::mean_of_squares(values.clone(), 1.0 / row.len() as f32, norm.eps);
+    let scale = 1.0 / mean.sqrt();
+    for ((to, value), gain) in normed.iter_mut().zip(values).zip(gain) {
+        *to = T::from_f32(value * factor * scale * (gain.to_f32() + norm.weight.offset()));
+    }
+}
+
+fn all_products<T: FloatElement, O: FloatElement>(
+    batch: u32,
+    dims: &MatmulDims,
+    (how, activation): (&MatmulEpilogue, Option<Activation>),
+    a: &[T],
+    (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
+) {
     let packed = b.ok().map(Packed::new);
     let b: &[T] = b.as_ref().err().map_or(&[], |b| b.host_slice::<T>());
     let gated = how.options & GATED != 0;

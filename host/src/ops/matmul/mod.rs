@@ -11,15 +11,16 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, B_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_BY_TMA, OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS,
-    WGMMA_ROW_BYTES,
+    A_IN_PIECES, AHEAD_MAX_K, B_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, OUT_BY_TMA,
+    OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES,
 };
 
-use crate::device::Device;
+use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::{Entry, Param};
+use crate::ops::rmsnorm::NormWeight;
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{Mirror, TensorView, TensorViewMut, Views};
@@ -28,8 +29,8 @@ use crate::weight::{Layout, Weight};
 use packed::PackedKernels;
 
 pub use abi::ops::matmul::{
-    MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile, PackedVariant,
-    STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
@@ -102,6 +103,16 @@ pub enum Precision {
     Tf32,
 }
 
+/// The RMS norm of a row of a, before it is multiplied: `a · rsqrt(mean(a²) + eps) · gain`, rounded to its type, as by
+/// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowNorm {
+    /// Added to the mean of the squares, inside the root.
+    pub eps: f32,
+    /// What the gain is.
+    pub weight: NormWeight,
+}
+
 /// What is to be multiplied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatmulProblem {
@@ -125,11 +136,13 @@ pub struct MatmulProblem {
     pub epilogue: Epilogue,
     /// How b is packed; none if it is a plain matrix.
     pub weight: Option<Layout>,
+    /// The norm of a single row of a; none if a is multiplied as it is.
+    pub norm: Option<RowNorm>,
 }
 
 impl MatmulProblem {
     /// With what it must have. The other fields do nothing: `batch: 1`, `out_dtype: dtype`, `precision:
-    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`, `weight: None`.
+    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`, `weight: None`, `norm: None`.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
         MatmulProblem {
             batch: 1,
@@ -142,6 +155,7 @@ impl MatmulProblem {
             bias: Bias::None,
             epilogue: Epilogue::default(),
             weight: None,
+            norm: None,
         }
     }
 }
@@ -171,6 +185,8 @@ pub struct MatmulArgs<'a> {
     /// The rows of up, if they are not in b: then both are `[n, k]` or `[batch, n, k]`, of the same strides.
     /// Interleaved rows are two such views of every second row.
     pub up: Option<TensorView<'a>>,
+    /// `[k]`, the gain of the norm; there if a norm was planned.
+    pub gain: Option<TensorView<'a>>,
     /// `[n]`, of a gated product `[2 n]` with the gate's first; there if it was planned, the same for all products.
     pub bias: Option<TensorView<'a>>,
     /// There if it was planned.
@@ -182,13 +198,21 @@ pub struct MatmulArgs<'a> {
 impl<'a> MatmulArgs<'a> {
     /// The operands and the result alone.
     pub fn new(a: TensorView<'a>, b: impl Into<MatmulB<'a>>, out: TensorViewMut<'a>) -> Self {
-        MatmulArgs { a, b: b.into(), up: None, bias: None, residual: None, out }
+        MatmulArgs { a, b: b.into(), up: None, gain: None, bias: None, residual: None, out }
     }
 
     /// The same tensors, of which others may be put in their place.
     fn reborrow(&mut self) -> MatmulArgs<'_> {
-        let MatmulArgs { a, b, up, bias, residual, out } = self;
-        MatmulArgs { a: *a, b: *b, up: *up, bias: *bias, residual: *residual, out: out.reborrow() }
+        let MatmulArgs { a, b, up, gain, bias, residual, out } = self;
+        MatmulArgs {
+            a: *a,
+            b: *b,
+            up: *up,
+            gain: *gain,
+            bias: *bias,
+            residual: *residual,
+            out: out.reborrow(),
+        }
     }
 }
 
@@ -247,6 +271,12 @@ impl Views for Residual<'_> {
 /// 2020). The sums never go through memory. |x| times 2^-22 is the most by which the activation of x errs, as a sum
 /// errs that is x; what it makes of large negative x may be 0 below 2^-126.
 ///
+/// With a [`RowNorm`] the row of a is normed first, a decode step's norm and product in one launch: of one row, with a
+/// plain b. A card does it from Hopper on, for f16 and bf16, where b is small enough to be loaded whole before the kernel
+/// ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and takes b and the gain as [constants](crate::Constant) at
+/// multiples of 16 bytes; the CPU does it in any case. `supports` says so; [`RmsNorm`](crate::ops::rmsnorm::RmsNorm)
+/// before the product is for all else.
+///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
 /// **Arithmetic**: products and sums in f32, whatever the operands' type; the epilogue is computed in f32, and out is
@@ -276,7 +306,7 @@ impl Views for Residual<'_> {
 /// let stream = device.stream()?;
 /// let (m, n, k, dtype) = (4, 6144, 1024, DType::BF16);
 /// let (precision, bias, epilogue) = (Precision::Full, Bias::None, Epilogue::NONE);
-/// let problem = MatmulProblem { batch: 1, m, n, k, dtype, out_dtype: dtype, precision, bias, epilogue, weight: None };
+/// let problem = MatmulProblem { precision, bias, epilogue, ..MatmulProblem::new(m, n, k, dtype) };
 /// let matmul = Matmul::plan(&device, problem)?;
 /// let a = Tensor::zeros(&stream, &[m, k], dtype)?;
 /// let b = Tensor::zeros(&stream, &[n, k], dtype)?;
@@ -292,7 +322,7 @@ pub struct Matmul(Ladder<Planned>);
 planned!(
     Matmul,
     MatmulProblem,
-    MatmulArgs { a, b, up, bias, residual, out },
+    MatmulArgs { a, b, up, gain, bias, residual, out },
     &'static MatmulVariant,
     Planned
 );
@@ -343,6 +373,8 @@ enum Backend {
         /// The tensor cores' kernels, which take operands in pieces of 16 bytes, from `tensor_from` rows on.
         tensor: Vec<(&'static MatmulVariant, Entry)>,
         tensor_from: usize,
+        /// The kernel of one row with constant b, if there is one.
+        ahead: Option<(&'static MatmulVariant, Entry)>,
     },
     /// With a packed weight.
     Packed(Box<PackedKernels>),
@@ -357,6 +389,9 @@ impl Rung for Planned {
     fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
         let Some(limits) = device.limits() else { return Ok(()) };
+        if problem.norm.is_some() {
+            return normed(&limits, problem).map(|_| ());
+        }
         let plain = match &problem.weight {
             None => *problem,
             Some(layout) => {
@@ -379,9 +414,21 @@ impl Rung for Planned {
         if let Some(layout) = &problem.weight {
             return Self::with_packed(device, problem, packed::select(&limits, &problem, layout));
         }
+        if problem.norm.is_some() {
+            let variant = normed(&limits, &problem)?;
+            return Self::new(
+                device,
+                problem,
+                select(&limits, &problem)?,
+                Vec::new(),
+                usize::MAX,
+                Some(variant),
+            );
+        }
         let tensor = select::tensor(&limits, &problem);
         let from = select::tensor_min_rows(problem.dtype);
-        Self::new(device, problem, select(&limits, &problem)?, tensor, from)
+        let ahead = select::ahead(&limits, &problem);
+        Self::new(device, problem, select(&limits, &problem)?, tensor, from, ahead)
     }
 
     fn plan_with(
@@ -394,11 +441,18 @@ impl Rung for Planned {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
         let choice = MatmulChoice::forced(&limits, variant, &problem)?;
+        if problem.norm.is_some() && !matches!(variant.tile, MatmulTile::Ahead { .. }) {
+            return Err(Error::invalid(OP, "variant", "one that norms its row", variant.entry));
+        }
         match variant.tile {
             MatmulTile::Simt { .. } | MatmulTile::Gemv { .. } => {
-                Self::new(device, problem, vec![choice], Vec::new(), 0)
+                Self::new(device, problem, vec![choice], Vec::new(), 0, None)
             }
-            _ => Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0),
+            MatmulTile::Ahead { .. } => {
+                let choices = select(&limits, &problem)?;
+                Self::new(device, problem, choices, Vec::new(), usize::MAX, Some(variant))
+            }
+            _ => Self::new(device, problem, select(&limits, &problem)?, vec![variant], 0, None),
         }
     }
 
@@ -438,11 +492,24 @@ impl Rung for Planned {
                     Act::None => None,
                     Act::Of(activation) | Act::Gated(activation) => Some(activation),
                 };
-                cpu::run(dtype, out_dtype, batch, &dims, (&how, activation), (weight.ok_or(b), &mut args));
+                let (how, norm) = ((&how, activation), self.problem.norm);
+                cpu::run(dtype, out_dtype, batch, &dims, (how, norm), (weight.ok_or(b), &mut args));
                 Ok(())
             }
-            Backend::Cuda { kernels, tensor, tensor_from } => {
+            Backend::Cuda { kernels, tensor, tensor_from, ahead } => {
                 let rows = dims.m as usize;
+                if let Some((variant, entry)) = ahead
+                    && rows == 1
+                    && dims.k <= AHEAD_MAX_K
+                    && in_pieces(&dims, dtype)
+                    && dims.access & B_IS_CONSTANT != 0
+                {
+                    dims.split_log2 = kernels.first().map_or(0, |(choice, _)| choice.split_log2);
+                    return self.launch(stream, variant, entry, batch, (&args, b), (dims, &how));
+                }
+                if self.problem.norm.is_some() {
+                    return self.refuse_unnormed(&at, &dims);
+                }
                 if rows >= *tensor_from
                     && let Some((variant, entry)) = self.fastest(tensor, batch, &dims)
                 {
@@ -491,6 +558,12 @@ impl Rung for Planned {
             flops: count(2) * products * rows * b_cols * depth,
         };
         match &self.backend {
+            Backend::Cuda { ahead: Some((variant, entry)), .. } if m == 1 => {
+                let why =
+                    "one row: b is loaded before the kernel ahead has ended, where it is a constant".into();
+                let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
             Backend::Cuda { tensor, tensor_from, .. }
                 if m >= *tensor_from
                     && let Some((variant, entry)) =
@@ -521,6 +594,7 @@ impl Planned {
         choices: Vec<MatmulChoice>,
         tensor: Vec<&'static MatmulVariant>,
         tensor_from: usize,
+        ahead: Option<&'static MatmulVariant>,
     ) -> Result<Self, Error> {
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
@@ -535,7 +609,8 @@ impl Planned {
         let kernels = kernels.collect::<Result<_, Error>>()?;
         let tensor = tensor.into_iter().map(|variant| Ok((variant, load(variant)?)));
         let tensor = tensor.collect::<Result<_, Error>>()?;
-        let backend = Backend::Cuda { kernels, tensor, tensor_from };
+        let ahead = ahead.map(|variant| Ok::<_, Error>((variant, load(variant)?))).transpose()?;
+        let backend = Backend::Cuda { kernels, tensor, tensor_from, ahead };
         Ok(Planned { device: device.clone(), problem, backend })
     }
 
@@ -653,6 +728,8 @@ impl Planned {
         let num_sms = self.device.profile().num_sms;
         dims.access |= select::next_may_start(variant.tile, self.problem.dtype, blocks, num_sms);
         let MatmulArgs { a, up, bias, out, .. } = args;
+        let norm = self.problem.norm.unwrap_or(RowNorm { eps: 0.0, weight: NormWeight::Plain });
+        let norm = MatmulNorm { eps: norm.eps, inv_cols: 1.0 / dims.k as f32, offset: norm.weight.offset() };
         let params = [
             (*a).into(),
             b.into(),
@@ -662,12 +739,51 @@ impl Planned {
             out.into(),
             (&dims).into(),
             how.into(),
+            args.gain.into(),
+            (&norm).into(),
         ];
+        // The others norm nothing.
+        let params = match variant.tile {
+            MatmulTile::Ahead { .. } => &params[..],
+            _ => &params[..8],
+        };
         // SAFETY: `check` found every row of every tensor inside its view and set `access` by what is aligned, which
         // `fastest` looks at for the tensor cores; the grid covers the products exactly, which `select` found to fit;
         // shared memory is the tile's.
-        unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], &params) }
+        unsafe { entry.launch(stream, [tiles as u32, 1, batch], [variant.tile.threads(), 1, 1], params) }
     }
+
+    /// Why a row is not normed whose norm has been planned; nothing if there is none.
+    fn refuse_unnormed(&self, at: &Check<'_>, dims: &MatmulDims) -> Result<(), Error> {
+        if [dims.m, dims.n].contains(&0) {
+            return Ok(());
+        }
+        for (name, flag) in [("a", A_IN_PIECES), ("b", B_IN_PIECES)] {
+            if dims.access & flag == 0 {
+                return at.refuse(name, "a view at multiples of 16 bytes, beside a norm", "another");
+            }
+        }
+        at.refuse(
+            "b",
+            "a constant beside a norm, and a gain that is one, at multiples of 16 bytes",
+            "another",
+        )
+    }
+}
+
+/// The kernel that norms the row it multiplies.
+fn normed(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<&'static MatmulVariant, Error> {
+    select::ahead(limits, problem).ok_or_else(|| {
+        let expected = "without a norm, which this device or problem has no kernel for";
+        let got = format!(
+            "[1, {}] · [{}, {0}]ᵀ {} on {}",
+            problem.k,
+            problem.b_rows(),
+            problem.dtype,
+            limits.floor
+        );
+        Error::invalid(OP, "problem", expected, got)
+    })
 }
 
 /// The address of the residual: null if there is none.

@@ -376,7 +376,7 @@ impl Dense {
             let bias = bias.map(|bias| bias.slice(0, start..end)).transpose()?;
             let out = out.reborrow().slice(1, start..end)?;
             let matmul = self.last.as_ref().filter(|_| end - start < self.stripe).unwrap_or(&self.matmul);
-            matmul.run(stream, &mut MatmulArgs { a, b: b.into(), up, bias, residual, out })?;
+            matmul.run(stream, &mut MatmulArgs { a, b: b.into(), up, gain: None, bias, residual, out })?;
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
 //! The matrix product as plain loops: the specification.
 
-use super::{Act, Epilogue};
+use super::{Act, Epilogue, RowNorm};
 use crate::ops::glu::reference::act;
 use crate::ops::reference::Real;
+use crate::ops::rmsnorm::NormWeight;
 
 /// `a · bᵀ + bias` of rows of k; see [`super::Matmul`]. `store` is the rounding of a value that is stored: the identity
 /// for the specification.
@@ -27,6 +28,22 @@ pub fn matmul<A: Real>(
         }
     }
     out
+}
+
+/// Rows of a behind their norm, each rounded by `store`: `a · rsqrt(mean(a²) + eps) · gain`.
+pub fn normed<A: Real>(a: &[f64], gain: &[f64], norm: &RowNorm, store: impl Fn(A) -> A) -> Vec<f64> {
+    let weight = match norm.weight {
+        NormWeight::Plain => 0.0,
+        NormWeight::ZeroCentred => 1.0,
+    };
+    let of_row = |row: &[f64]| -> Vec<f64> {
+        let (values, eps) = (row.iter().map(|&value| A::real(value)), A::real(f64::from(norm.eps)));
+        let square = values.clone().fold(A::zero(), |sum, value| sum + value * value);
+        let root = (square / A::real(row.len() as f64) + eps).sqrt();
+        let gained = |(value, &gain): (A, &f64)| value / root * (A::real(gain) + A::real(weight));
+        std::iter::zip(values, gain).map(|pair| store(gained(pair)).to_real()).collect()
+    };
+    a.chunks(gain.len().max(1)).flat_map(of_row).collect()
 }
 
 /// `act(scale · a · bᵀ + bias) + residual`, or gated with the rows of the gate above those of up in b.

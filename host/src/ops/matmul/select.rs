@@ -1,8 +1,8 @@
 //! Which kernels a matrix product takes.
 
 use abi::ops::matmul::{
-    MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant, NEXT_MAY_START, STREAM_BK, STREAM_VARIANTS,
-    VARIANTS, WARPS, WGMMA_ROW_BYTES, WGMMA_VARIANTS,
+    AHEAD_MAX_K, AHEAD_MAX_NORMED, AHEAD_VARIANTS, MMA_ROW_BYTES, MMA_VARIANTS, MatmulTile, MatmulVariant,
+    NEXT_MAY_START, STREAM_BK, STREAM_VARIANTS, VARIANTS, WARPS, WGMMA_ROW_BYTES, WGMMA_VARIANTS,
 };
 use abi::{DType, Need};
 
@@ -181,6 +181,31 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
     Ok(choices)
 }
 
+/// The kernel of one row with constant b, which reads that ahead of the wait for the kernel before, if it pays: where
+/// its blocks are all there at once, and all that they read is on its way before the wait. Of blocks for less than half
+/// of the multiprocessors, the next kernel's, which it lets start, would be in the way.
+pub(super) fn ahead(limits: &DeviceLimits, problem: &MatmulProblem) -> Option<&'static MatmulVariant> {
+    let MatmulProblem { batch, k, dtype, out_dtype, .. } = *problem;
+    let n = problem.b_rows().saturating_mul(batch);
+    let split = split_log2(limits, n, k, dtype);
+    let [least, most_blocks] = [1, 2 * AHEAD_BLOCKS_PER_SM].map(|half| u64::from(half * limits.num_sms / 2));
+    // A norm of its own takes longer than anything that blocks can be in the way of.
+    let wanted = if problem.norm.is_some() { 0..=most_blocks } else { least..=most_blocks };
+    let most = if problem.norm.is_some() { AHEAD_MAX_NORMED } else { AHEAD_MAX_K };
+    let fits = |variant: &&MatmulVariant| {
+        let MatmulTile::Ahead { unroll, .. } = variant.tile else { return false };
+        let first_round = (unroll as usize * 16 / dtype.bytes() * 32) << split;
+        (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
+            && limits.floor.runs(variant.floor)
+            && k <= first_round.min(most as usize)
+            && wanted.contains(&variant.tile.blocks(1, n as u32, split))
+    };
+    AHEAD_VARIANTS.iter().find(fits)
+}
+
+/// Blocks of the kernel that reads ahead on a multiprocessor.
+const AHEAD_BLOCKS_PER_SM: u32 = 4;
+
 /// The tensor cores' kernels for a problem; none for other cards and types.
 pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'static MatmulVariant> {
     let MatmulProblem { dtype, out_dtype, precision, .. } = *problem;
@@ -282,6 +307,8 @@ pub(crate) fn next_may_start(tile: MatmulTile, dtype: DType, blocks: u64, num_sm
     const HALF_OF_SMEM: u32 = 114 << 10;
     let of_multiprocessor = match tile {
         MatmulTile::Gemv { rows: 1, .. } => 4,
+        // It says so behind its loads, and leaves room for one of the next.
+        MatmulTile::Ahead { .. } => return NEXT_MAY_START,
         MatmulTile::Stream { rows: ..=16, .. } => 2,
         MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } if tile.smem_bytes(dtype) > HALF_OF_SMEM => 1,
         _ => return 0,
@@ -388,18 +415,7 @@ mod tests {
             (H200, 0, 0, DType::F32, "matmul_f32__gemv1__sm61"),
         ];
         for (limits, m, n, dtype, entry) in table {
-            let problem = MatmulProblem {
-                batch: 1,
-                m,
-                n,
-                k: 1024,
-                dtype,
-                out_dtype: dtype,
-                precision: Precision::Full,
-                bias: Bias::None,
-                epilogue: Epilogue::NONE,
-                weight: None,
-            };
+            let problem = MatmulProblem::new(m, n, 1024, dtype);
             let choices = select(&limits, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{m} × {n} {dtype}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows < b.max_rows));
@@ -411,18 +427,7 @@ mod tests {
     fn every_type_has_every_tile() {
         for dtype in DType::FLOATS {
             for out_dtype in [dtype, DType::F32] {
-                let problem = MatmulProblem {
-                    batch: 1,
-                    m: 9999,
-                    n: 512,
-                    k: 64,
-                    dtype,
-                    out_dtype,
-                    precision: Precision::Full,
-                    bias: Bias::None,
-                    epilogue: Epilogue::NONE,
-                    weight: None,
-                };
+                let problem = MatmulProblem { out_dtype, ..MatmulProblem::new(9999, 512, 64, dtype) };
                 let choices = select(&H200, &problem).unwrap();
                 assert_eq!(choices.len(), 6);
                 assert!(choices.iter().all(|choice| choice.variant.out_dtype == out_dtype));
@@ -625,18 +630,7 @@ mod tests {
     #[test]
     fn more_blocks_than_a_grid_has() {
         let most = (1 << 31) - 1;
-        let problem = MatmulProblem {
-            batch: 1,
-            m: most,
-            n: most,
-            k: 1,
-            dtype: DType::F32,
-            out_dtype: DType::F32,
-            precision: Precision::Full,
-            bias: Bias::None,
-            epilogue: Epilogue::NONE,
-            weight: None,
-        };
+        let problem = MatmulProblem::new(most, most, 1, DType::F32);
         let message = select(&H200, &problem).unwrap_err().to_string();
         assert!(message.starts_with("matmul: problem: expected at most 2^31 - 1 blocks, got "), "{message}");
     }

@@ -471,3 +471,46 @@ fn global_memory_before_the_wait() {
     });
     assert_eq!(report.expect_err("an early read").defect, Defect::Race);
 }
+
+/// What no kernel writes may be read before a kernel has waited, nothing else may, and a kernel that writes it is
+/// reported.
+#[test]
+fn constants_are_read_ahead() {
+    let word = |tid: u32| tid as usize;
+    let attempt = |is_constant: bool, kernel: &dyn Fn(*mut u32, *mut u32)| {
+        let mut memory = Memory::new();
+        let x = memory.allocate_from("x", &[7; 4 * 32]);
+        let out = memory.allocate("out", 4 * 32);
+        memory.set_constant(x + 8, is_constant);
+        simulate(&mut memory, &launch(1, 32), || kernel(x as *mut u32, out as *mut u32))
+    };
+    let ahead = |x: *mut u32, out: *mut u32| unsafe {
+        let value = grid::begin_ahead(|| global::load(x.add(word(tid()))), true);
+        global::store(out.add(word(tid())), value);
+    };
+    attempt(true, &ahead).expect("an early read of a constant");
+    let report = attempt(false, &ahead).expect_err("an early read");
+    assert_eq!(report.defect, Defect::Race);
+    assert!(
+        report.to_string().contains("`x`, which is not constant, before griddepcontrol.wait"),
+        "{report}"
+    );
+
+    let waits = |x: *mut u32, out: *mut u32| unsafe {
+        let value = global::load(x.add(word(tid())));
+        grid::wait();
+        global::store(out.add(word(tid())), value);
+    };
+    attempt(true, &waits).expect("an early read of a constant");
+
+    let writes = |x: *mut u32, _: *mut u32| unsafe { global::store(x.add(word(tid())), 1) };
+    attempt(false, &writes).expect("a write");
+    let report = attempt(true, &writes).expect_err("a write to a constant");
+    assert_eq!(report.defect, Defect::Race);
+    assert!(report.to_string().contains("`x`, which is constant"), "{report}");
+
+    let writes_early = |_: *mut u32, out: *mut u32| unsafe {
+        grid::begin_ahead(|| global::store(out.add(word(tid())), 1), true);
+    };
+    assert_eq!(attempt(true, &writes_early).expect_err("an early write").defect, Defect::Race);
+}

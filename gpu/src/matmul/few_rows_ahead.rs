@@ -1,0 +1,249 @@
+//! A product of one row with constant weights, for Hopper: as [`few_rows_simt`](super::few_rows_simt), but the first
+//! pieces of b are on their way to registers before the kernel ahead has ended.
+//!
+//! ```text
+//! kernel ahead   ... multiplies | adds | stores | ends
+//! this one           loads b    | next may start | waits | loads a, multiplies, adds, stores
+//! ```
+//!
+//! - A block is to leave room for one of the next kernel on its multiprocessor, so that this one's loads and that one's
+//!   follow each other without a gap: two columns to a warp, 64 registers.
+//! - The next kernel may start behind the loads, and not before: its own would come first (`gpu/NOTES/launches.md`).
+//! - The order of a sum is that of `few_rows_simt`, and so are its bits.
+//! - The row may be normed first. Each block does that for itself: it takes less time than a launch.
+
+use abi::ops::matmul::{
+    AHEAD_MAX_NORMED, AHEAD_SUMS_BYTES, MatmulDims, MatmulNorm, NEXT_MAY_START, THREADS, WARPS,
+};
+use abi::range;
+use cuda_std::cvt::Element;
+use cuda_std::{cp_async, global, grid, math, shared, thread, warp};
+
+use super::early::rows_to_l2;
+use super::few_rows_simt::{finish_sums, multiply_pieces};
+use super::operand::{Operand, Sum};
+use crate::tile::reduce::block_sum_f32;
+
+/// Bytes of each row of b that a block brings to L2 at first, behind those that it loads.
+const L2_BYTES: u32 = 2048;
+
+/// Loads `UNROLL` pieces of each column, `stride` apart; those that are not there are zero.
+///
+/// # Safety
+/// - Pieces below `num_pieces` *in-bounds* and *aligned(16)*.
+#[inline(always)]
+unsafe fn load_pieces<T: Operand, const COLS: usize, const UNROLL: usize>(
+    cols: &[*const T; COLS],
+    piece: u32,
+    stride: u32,
+    num_pieces: u32,
+) -> [[[u32; 4]; COLS]; UNROLL] {
+    let mut loaded = [[[0; 4]; COLS]; UNROLL];
+    let mut u = 0;
+    while u < UNROLL {
+        let at = piece + u as u32 * stride;
+        if at < num_pieces {
+            let mut j = 0;
+            while j < COLS {
+                // SAFETY: a piece that there is — the caller.
+                loaded[u][j] = unsafe { global::load_stream_x4(cols[j].add((at * T::PER_PIECE) as usize)) };
+                j += 1;
+            }
+        }
+        u += 1;
+    }
+    loaded
+}
+
+/// The row a, on its way through shared memory, where it may be normed.
+#[derive(Clone, Copy)]
+pub struct Row<'a, T> {
+    /// `[k]`.
+    pub a: *const T,
+    /// `[k]`, constant: the norm's gains; null if a is taken as it is.
+    pub gain: *const T,
+    /// The rest of the norm.
+    pub norm: &'a MatmulNorm,
+}
+
+impl<T: Operand + Element> Row<'_, T> {
+    /// Where a piece of the row lies in shared memory, and one of the gains.
+    #[inline(always)]
+    fn row_at(piece: u32) -> u32 {
+        shared::base() + AHEAD_SUMS_BYTES + 16 * piece
+    }
+
+    #[inline(always)]
+    fn gain_at(piece: u32) -> u32 {
+        Self::row_at(AHEAD_MAX_NORMED / T::PER_PIECE + piece)
+    }
+
+    /// Calls `body` with each piece that is this thread's.
+    #[inline(always)]
+    fn for_pieces(num_pieces: u32, mut body: impl FnMut(u32)) {
+        let mut piece = thread::thread_idx_x();
+        while piece < num_pieces {
+            body(piece);
+            piece += THREADS;
+        }
+    }
+
+    /// Starts the copies of the gains, each thread those of its pieces; none if there is no norm.
+    ///
+    /// # Safety
+    /// - `num_pieces` pieces of the gains *in-bounds* and *aligned(16)*, no more than [`AHEAD_MAX_NORMED`] elements.
+    /// - *exclusive*: shared memory as `MatmulTile::smem_bytes` says.
+    #[inline(always)]
+    unsafe fn start_gains(&self, num_pieces: u32) {
+        if !self.gain.is_null() {
+            Self::for_pieces(num_pieces, |piece| {
+                let from = self.gain.wrapping_add((piece * T::PER_PIECE) as usize);
+                // SAFETY: a piece that there is — the caller.
+                unsafe { cp_async::cg_16(Self::gain_at(piece), from) };
+            });
+        }
+    }
+
+    /// Brings the row to shared memory, normed if there is a norm.
+    ///
+    /// # Safety
+    /// - *converged*: all threads of the block, which have called `start_gains`; `num_pieces` pieces of a *in-bounds*
+    ///   and *aligned(16)*, no more than `AHEAD_MAX_K` elements, or [`AHEAD_MAX_NORMED`] if there is a norm.
+    /// - *exclusive*: shared memory as `MatmulTile::smem_bytes` says.
+    #[inline(always)]
+    unsafe fn bring(&self, num_pieces: u32) {
+        // SAFETY: pieces that there are; a thread reads what it has copied itself, but for the sums, which have
+        // barriers between — the caller.
+        unsafe {
+            Self::for_pieces(num_pieces, |piece| {
+                cp_async::cg_16(Self::row_at(piece), self.a.wrapping_add((piece * T::PER_PIECE) as usize));
+            });
+            cp_async::wait_all();
+            if !self.gain.is_null() {
+                self.norm_pieces(num_pieces);
+            }
+            thread::sync_threads();
+        }
+    }
+
+    /// Norms the row in shared memory, each thread its pieces.
+    ///
+    /// # Safety
+    /// - *converged*: all threads of the block; each has its pieces of the row and of the gains there.
+    #[inline(always)]
+    unsafe fn norm_pieces(&self, num_pieces: u32) {
+        let MatmulNorm { eps, inv_cols, offset } = *self.norm;
+        let square_of_pieces = |factor: f32| {
+            let mut square = 0.0;
+            Self::for_pieces(num_pieces, |piece| {
+                let mut values = [0.0; 8];
+                // SAFETY: this thread's own — the caller.
+                T::unpack(unsafe { shared::load_u32x4(Self::row_at(piece)) }, &mut values);
+                let mut j = 0;
+                while j < 8 {
+                    let value = values[j] * factor;
+                    square = math::fma(value, value, square);
+                    j += 1;
+                }
+            });
+            square
+        };
+        // SAFETY: all threads take part, with a barrier between the two sums, and what they read and write of the row is
+        // their own — the caller.
+        unsafe {
+            let mut mean = math::fma(block_sum_f32(square_of_pieces(1.0)), inv_cols, eps);
+            let factor = range::factor(mean);
+            // The same for all threads, as is the mean; by a vote, so that the compiler knows it of the warp.
+            if warp::any(warp::FULL_MASK, factor != 1.0) {
+                thread::sync_threads();
+                let square = square_of_pieces(factor);
+                mean = math::fma(block_sum_f32(square), inv_cols, range::epsilon(eps, factor));
+            }
+            let scale = math::rsqrt(mean);
+            Self::for_pieces(num_pieces, |piece| {
+                let (mut values, mut gains) = ([0.0; 8], [0.0; 8]);
+                T::unpack(shared::load_u32x4(Self::row_at(piece)), &mut values);
+                T::unpack(shared::load_u32x4(Self::gain_at(piece)), &mut gains);
+                let mut j = 0;
+                while j < 8 {
+                    values[j] = values[j] * factor * scale * (gains[j] + offset);
+                    j += 1;
+                }
+                shared::store_u32x4(Self::row_at(piece), T::pack(&values));
+            });
+        }
+    }
+}
+
+/// Calls `finish(col, [sum, next], added)` for every column of the block's stretch, as
+/// [`few_rows_simt::multiply`](super::few_rows_simt::multiply) does. `added` is what
+/// `prepare(col)` has given, before the sum was there.
+///
+/// # Safety
+/// - *converged*: all 256 threads of the block.
+/// - a, the gains and the rows of b *in-bounds* for `dims`, whole pieces, *aligned(16)*; n not 0; k at most
+///   `AHEAD_MAX_K`, or [`AHEAD_MAX_NORMED`] if there is a norm — checked in `run`.
+/// - b and the gains are constant.
+/// - *exclusive*: shared memory as `MatmulTile::smem_bytes` says.
+#[inline(always)]
+pub unsafe fn multiply<T: Operand + Element, const COLS: usize, const UNROLL: usize, E: Copy + Default>(
+    row: Row<'_, T>,
+    b_row: impl Fn(u32) -> *const T,
+    dims: &MatmulDims,
+    paired: bool,
+    prepare: impl Fn(u32) -> E,
+    finish: impl Fn(u32, [T::Sum; 2], E),
+) {
+    let groups = WARPS >> dims.split_log2;
+    let first_group = thread::block_idx_x() * groups;
+    let group = thread::warp_idx() >> dims.split_log2;
+    let part = thread::warp_idx() & ((1 << dims.split_log2) - 1);
+    // Columns past the end are computed from the last one, and not stored.
+    let mut cols = [core::ptr::null(); COLS];
+    let mut j = 0;
+    while j < COLS {
+        cols[j] = b_row(((first_group + group) * COLS as u32 + j as u32).min(dims.n - 1));
+        j += 1;
+    }
+    let num_pieces = dims.k / T::PER_PIECE;
+    let stride = 32u32 << dims.split_log2;
+    let mut piece = part * 32 + thread::lane();
+    let mut sums = [T::Sum::ZERO; COLS];
+    // SAFETY: pieces below `num_pieces` are whole and aligned, b and the gains are constant — the caller.
+    unsafe {
+        let early = || {
+            row.start_gains(num_pieces);
+            let loaded = load_pieces::<T, COLS, UNROLL>(&cols, piece, stride, num_pieces);
+            let next = (UNROLL as u32 * stride).min(num_pieces);
+            let of_block = |index: u32| {
+                let col = (first_group * COLS as u32 + index).min(dims.n - 1);
+                b_row(col).wrapping_add((next * T::PER_PIECE) as usize)
+            };
+            let bytes = (16 * (num_pieces - next)).min(L2_BYTES);
+            rows_to_l2(of_block, groups * COLS as u32, bytes, thread::warp_idx(), WARPS);
+            loaded
+        };
+        let mut held = grid::begin_ahead(early, dims.access & NEXT_MAY_START != 0);
+        // Of the column that this thread finishes, if it does: others' may be written meanwhile.
+        let member = thread::thread_idx_x();
+        let col = first_group * COLS as u32 + member;
+        let added = if member < groups * COLS as u32 && col < dims.n { prepare(col) } else { E::default() };
+        row.bring(num_pieces);
+        while piece < num_pieces {
+            let mut u = 0;
+            while u < UNROLL {
+                let at = piece + u as u32 * stride;
+                if at < num_pieces {
+                    let x = shared::load_u32x4(Row::<T>::row_at(at));
+                    multiply_pieces::<T, 1, COLS, COLS>(&[x], &held[u], &mut sums);
+                }
+                u += 1;
+            }
+            piece += UNROLL as u32 * stride;
+            held = load_pieces::<T, COLS, UNROLL>(&cols, piece, stride, num_pieces);
+        }
+        finish_sums::<T, COLS, COLS>(sums, dims, (0, first_group), paired, |_, col, sums| {
+            finish(col, sums, added)
+        });
+    }
+}
