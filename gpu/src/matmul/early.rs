@@ -6,7 +6,6 @@
 //! | kernels | bytes of each row |
 //! |---|---|
 //! | `Gemv` | 1024 |
-//! | `Ahead` | 2048, behind what its warps load first |
 //! | `Stream` that fills the card | what its warps load first |
 //! | other `Stream`, `Split` by two | 512 |
 //! | `Wgmma`, one row of tiles | 1024 |
@@ -26,13 +25,7 @@ use super::operand::Operand;
 /// # Safety
 /// - Rows *in-bounds* for `bytes`, a multiple of 16, and *aligned(16)*; no more than 32 for each warp.
 #[inline(always)]
-pub(super) unsafe fn rows_to_l2<T>(
-    row: impl Fn(u32) -> *const T,
-    rows: u32,
-    bytes: u32,
-    warp: u32,
-    warps: u32,
-) {
+unsafe fn rows_to_l2<T>(row: impl Fn(u32) -> *const T, rows: u32, bytes: u32, warp: u32, warps: u32) {
     let of_warp = rows.div_ceil(warps);
     let (lane, index) = (thread::lane(), warp * of_warp + thread::lane());
     // Rows of no bytes lie nowhere.

@@ -19,13 +19,9 @@ use abi::range;
 use cuda_std::cvt::Element;
 use cuda_std::{cp_async, global, grid, math, shared, thread, warp};
 
-use super::early::rows_to_l2;
 use super::few_rows_simt::{finish_sums, multiply_pieces};
 use super::operand::{Operand, Sum};
 use crate::tile::reduce::block_sum_f32;
-
-/// Bytes of each row of b that a block brings to L2 at first, behind those that it loads.
-const L2_BYTES: u32 = 2048;
 
 /// Loads `UNROLL` pieces of each column, `stride` apart; those that are not there are zero.
 ///
@@ -213,15 +209,7 @@ pub unsafe fn multiply<T: Operand + Element, const COLS: usize, const UNROLL: us
     unsafe {
         let early = || {
             row.start_gains(num_pieces);
-            let loaded = load_pieces::<T, COLS, UNROLL>(&cols, piece, stride, num_pieces);
-            let next = (UNROLL as u32 * stride).min(num_pieces);
-            let of_block = |index: u32| {
-                let col = (first_group * COLS as u32 + index).min(dims.n - 1);
-                b_row(col).wrapping_add((next * T::PER_PIECE) as usize)
-            };
-            let bytes = (16 * (num_pieces - next)).min(L2_BYTES);
-            rows_to_l2(of_block, groups * COLS as u32, bytes, thread::warp_idx(), WARPS);
-            loaded
+            load_pieces::<T, COLS, UNROLL>(&cols, piece, stride, num_pieces)
         };
         let mut held = grid::begin_ahead(early, dims.access & NEXT_MAY_START != 0);
         // Of the column that this thread finishes, if it does: others' may be written meanwhile.
