@@ -11,7 +11,7 @@ pub(crate) mod select;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
-    A_IN_PIECES, AHEAD_MAX_K, B_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, OUT_BY_TMA,
+    A_IN_PIECES, B_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, OUT_BY_TMA,
     OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES,
 };
 
@@ -500,7 +500,7 @@ impl Rung for Planned {
                 let rows = dims.m as usize;
                 if let Some((variant, entry)) = ahead
                     && rows == 1
-                    && dims.k <= AHEAD_MAX_K
+                    && dims.k <= select::ahead_max_k(&self.problem)
                     && in_pieces(&dims, dtype)
                     && dims.access & B_IS_CONSTANT != 0
                 {

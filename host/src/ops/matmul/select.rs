@@ -191,16 +191,20 @@ pub(super) fn ahead(limits: &DeviceLimits, problem: &MatmulProblem) -> Option<&'
     let [least, most_blocks] = [1, 2 * AHEAD_BLOCKS_PER_SM].map(|half| u64::from(half * limits.num_sms / 2));
     // A norm of its own takes longer than anything that blocks can be in the way of.
     let wanted = if problem.norm.is_some() { 0..=most_blocks } else { least..=most_blocks };
-    let most = if problem.norm.is_some() { AHEAD_MAX_NORMED } else { AHEAD_MAX_K };
     let fits = |variant: &&MatmulVariant| {
         let MatmulTile::Ahead { unroll, .. } = variant.tile else { return false };
         let first_round = (unroll as usize * 16 / dtype.bytes() * 32) << split;
         (variant.dtype, variant.out_dtype) == (dtype, out_dtype)
             && limits.floor.runs(variant.floor)
-            && k <= first_round.min(most as usize)
+            && k <= first_round.min(ahead_max_k(problem) as usize)
             && wanted.contains(&variant.tile.blocks(1, n as u32, split))
     };
     AHEAD_VARIANTS.iter().find(fits)
+}
+
+/// Longest row that the kernel that reads ahead takes.
+pub(super) const fn ahead_max_k(problem: &MatmulProblem) -> u32 {
+    if problem.norm.is_some() { AHEAD_MAX_NORMED } else { AHEAD_MAX_K }
 }
 
 /// Blocks of the kernel that reads ahead on a multiprocessor.
@@ -392,7 +396,8 @@ pub(crate) fn tensor_clocks(
 mod tests {
     use abi::Arch;
 
-    use super::super::{Act, Activation, Bias, Epilogue};
+    use super::super::{Act, Activation, Bias, Epilogue, RowNorm};
+    use crate::ops::rmsnorm::NormWeight;
     use super::*;
 
     const H200: DeviceLimits =
@@ -421,6 +426,36 @@ mod tests {
             assert!(choices.is_sorted_by(|a, b| a.max_rows < b.max_rows));
             assert!(choices.last().unwrap().max_rows >= m);
         }
+    }
+
+    /// One row reads its weights ahead where they are on their way before the wait, and no more or fewer blocks than suit
+    /// the card.
+    #[test]
+    fn what_is_read_ahead() {
+        let hopper = DeviceLimits { floor: Arch::Sm90a, ..H200 };
+        let norm = Some(RowNorm { eps: 1e-6, weight: NormWeight::Plain });
+        // The layers of Qwen3-0.6B; its head, Qwen3-4B's q, k and v, a router; narrow, with a norm and without.
+        let table = [
+            (4096, 1024, None, true),
+            (4096, 1024, norm, true),
+            (1024, 2048, None, true),
+            (1024, 3072, None, true),
+            (151_936, 1024, None, false),
+            (6144, 2560, None, false),
+            (6144, 2560, norm, false),
+            (128, 2048, None, false),
+            (64, 256, norm, true),
+            (64, 256, None, false),
+        ];
+        for (n, k, norm, wanted) in table {
+            let problem = MatmulProblem { norm, ..MatmulProblem::new(1, n, k, DType::BF16) };
+            assert_eq!(ahead(&hopper, &problem).is_some(), wanted, "{n} × {k}");
+            let of_f32 = MatmulProblem { dtype: DType::F32, out_dtype: DType::F32, ..problem };
+            assert_eq!((ahead(&hopper, &of_f32), ahead(&H200, &problem)), (None, None));
+        }
+        let act = Act::Gated(Activation::Silu);
+        let gated = MatmulProblem { epilogue: Epilogue::of(act), ..MatmulProblem::new(1, 3072, 1024, DType::F16) };
+        assert_eq!(ahead(&hopper, &gated).map(|variant| variant.entry), Some("matmul_f16__ahead__sm90a"));
     }
 
     #[test]
