@@ -178,8 +178,8 @@ fn kernels_that_plans_take_have_public_names() {
     assert!(found > 15, "{found}");
 }
 
-/// Names that a program gets by `use warpforge::{*, models::*, ops::attention::*, ops::matmul::*, weight::*}` are of one
-/// thing each.
+/// Names that a program gets by `use warpforge::{*, models::*, ops::attention::*, ops::matmul::*, weight::*}` are of
+/// one thing each.
 #[test]
 fn public_types_have_names_of_their_own() {
     let root = workspace_root();
