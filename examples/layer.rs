@@ -14,14 +14,12 @@ mod output;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use warpforge::ops::attention::{
-    Attention, AttentionArgs, AttentionProblem, KvScales, Mask, Offsets, ScoreTensors, Scores,
-};
+use warpforge::ops::attention::{Attention, AttentionArgs, AttentionProblem, Mask};
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, Residual};
+use warpforge::ops::matmul::{Act, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual};
 use warpforge::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
 use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
-use warpforge::ops::rope::{RopeInput, RopeStyle, RopeTables};
+use warpforge::ops::rope::{RopeInput, RopeTables};
 use warpforge::{DType, Device, Stream, Tensor};
 
 const BATCH: usize = 4;
@@ -52,9 +50,7 @@ fn random(stream: &Stream, shape: &[usize], deviation: f32, seed: u64) -> Outcom
 }
 
 fn product(device: &Device, n: usize, k: usize, epilogue: Epilogue) -> Outcome<Matmul> {
-    let (precision, bias) = (Precision::Full, Bias::None);
-    let problem = MatmulProblem { precision, bias, epilogue, ..MatmulProblem::new(BATCH, n, k, DTYPE) };
-    Ok(Matmul::plan(device, problem)?)
+    Ok(Matmul::plan(device, MatmulProblem { epilogue, ..MatmulProblem::new(BATCH, n, k, DTYPE) })?)
 }
 
 /// Decodes TOKENS tokens; sequence s has its i-th page at `page(s, i)` in the pool. Returns the last hidden states.
@@ -62,9 +58,7 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
     let stream = device.stream()?;
     let (q_cols, kv_cols) = (HEADS_Q * HEAD_DIM, HEADS_KV * HEAD_DIM);
 
-    let norm_problem =
-        RmsNormProblem { rows: BATCH, cols: HIDDEN, dtype: DTYPE, eps: EPS, weight: NormWeight::Plain };
-    let norm = RmsNorm::plan(device, norm_problem)?;
+    let norm = RmsNorm::plan(device, RmsNormProblem::new(BATCH, HIDDEN, DTYPE, EPS))?;
     let qkv_plan = product(device, q_cols + 2 * kv_cols, HIDDEN, Epilogue::NONE)?;
     let residual = Epilogue { residual: true, ..Epilogue::NONE };
     let o_plan = product(device, HIDDEN, q_cols, residual)?;
@@ -73,34 +67,16 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
     let rope_plan = QkNormRope::plan(
         device,
         QkNormRopeProblem {
-            tokens: BATCH,
-            heads_q: HEADS_Q,
-            heads_kv: HEADS_KV,
-            head_dim: HEAD_DIM,
-            rotary_dim: HEAD_DIM,
-            style: RopeStyle::HalfSplit,
-            dtype: DTYPE,
-            cache_dtype: DTYPE,
             norm: Some(QkNorm { eps: EPS, weight: NormWeight::Plain }),
+            ..QkNormRopeProblem::new(BATCH, [HEADS_Q, HEADS_KV], HEAD_DIM, DTYPE)
         },
     )?;
     let attention = Attention::plan(
         device,
         AttentionProblem {
-            batch: BATCH,
-            seq_q: 1,
-            seq_kv: PAGES * PAGE,
-            heads_q: HEADS_Q,
-            heads_kv: HEADS_KV,
-            head_dim: HEAD_DIM,
-            head_dim_v: HEAD_DIM,
-            dtype: DTYPE,
-            dtype_kv: DTYPE,
-            scale: None,
             mask: Mask::Causal,
-            window: None,
-            scores: Scores::default(),
             page_size: Some(PAGE),
+            ..AttentionProblem::new(BATCH, [1, PAGES * PAGE], [HEADS_Q, HEADS_KV], HEAD_DIM, DTYPE)
         },
     )?;
 
@@ -126,8 +102,7 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
     let table = Tensor::from_slice(&stream, &[BATCH, PAGES], &table)?;
 
     let mut step = |stream: &Stream, [positions, slots, lens]: [&Tensor; 3]| {
-        let out = normed.view_mut();
-        norm.run(stream, RmsNormArgs { x: x.view(), residual: None, weight: gain.view(), gate: None, out })?;
+        norm.run(stream, RmsNormArgs::new(x.view(), gain.view(), normed.view_mut()))?;
         qkv_plan.run(stream, MatmulArgs::new(normed.view(), qkv_weight.view(), qkv.view_mut()))?;
         let heads = |from: usize, heads: usize| {
             qkv.view().slice(1, from..from + heads * HEAD_DIM)?.reshape(&[BATCH, heads, HEAD_DIM])
@@ -136,40 +111,31 @@ fn decode(device: &Device, page: impl Fn(usize, usize) -> usize) -> Outcome<Vec<
         rope_plan.run(
             stream,
             QkNormRopeArgs {
-                q: RopeInput::From(heads(0, HEADS_Q)?),
-                k: heads(q_cols, HEADS_KV)?,
-                v: heads(q_cols + kv_cols, HEADS_KV)?,
                 weights: Some(QkNormWeights { q: head_gain.view(), k: head_gain.view() }),
-                positions: positions.view(),
-                tables: &ropes,
-                slots: slots.view(),
-                q_out: q.view_mut().reshape(&[BATCH, HEADS_Q, HEAD_DIM])?,
-                k_cache: k_pool.view_mut().reshape(&entries)?,
-                v_cache: v_pool.view_mut().reshape(&entries)?,
-                k_scale: None,
-                v_scale: None,
+                ..QkNormRopeArgs::new(
+                    RopeInput::From(heads(0, HEADS_Q)?),
+                    [heads(q_cols, HEADS_KV)?, heads(q_cols + kv_cols, HEADS_KV)?],
+                    positions.view(),
+                    &ropes,
+                    slots.view(),
+                    q.view_mut().reshape(&[BATCH, HEADS_Q, HEAD_DIM])?,
+                    [k_pool.view_mut().reshape(&entries)?, v_pool.view_mut().reshape(&entries)?],
+                )
             },
         )?;
         let queries = [BATCH, 1, HEADS_Q, HEAD_DIM];
+        let (queries, out) = (q.view().reshape(&queries)?, attended.view_mut().reshape(&queries)?);
         attention.run(
             stream,
             AttentionArgs {
-                q: q.view().reshape(&queries)?,
-                k: k_pool.view(),
-                v: v_pool.view(),
                 kv_lens: Some(lens.view()),
-                offsets: Offsets::default(),
-                kv_scales: KvScales::default(),
-                out: attended.view_mut().reshape(&queries)?,
-                lse: None,
-                scores: ScoreTensors::default(),
                 page_table: Some(table.view()),
+                ..AttentionArgs::new(queries, k_pool.view(), v_pool.view(), out)
             },
         )?;
         let args = MatmulArgs::new(attended.view(), o_weight.view(), x.view_mut());
         o_plan.run(stream, MatmulArgs { residual: Some(Residual::InPlace), ..args })?;
-        let out = normed.view_mut();
-        norm.run(stream, RmsNormArgs { x: x.view(), residual: None, weight: gain.view(), gate: None, out })?;
+        norm.run(stream, RmsNormArgs::new(x.view(), gain.view(), normed.view_mut()))?;
         up_plan.run(stream, MatmulArgs::new(normed.view(), up_weight.view(), gated.view_mut()))?;
         let args = MatmulArgs::new(gated.view(), down_weight.view(), x.view_mut());
         down_plan.run(stream, MatmulArgs { residual: Some(Residual::InPlace), ..args })

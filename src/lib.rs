@@ -5,18 +5,18 @@
 //! quantised matrices in [`weight`], whole models in `models` (a feature).
 //!
 //! ```
-//! use warpforge::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
+//! use warpforge::ops::rmsnorm::{RmsNorm, RmsNormArgs, RmsNormProblem};
 //! use warpforge::{DType, Device, Error, Tensor};
 //!
 //! fn main() -> Result<(), Error> {
 //!     let device = Device::best(); // a GPU if there is one that can be had, else the CPU
 //!     let stream = device.stream()?;
-//!     let problem = RmsNormProblem { rows: 4, cols: 8, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
+//!     let problem = RmsNormProblem::new(4, 8, DType::F32, 1e-6); // 4 rows of 8
 //!     let rmsnorm = RmsNorm::plan(&device, problem)?; // checks, chooses a kernel, loads it
 //!     let x = Tensor::from_slice(&stream, &[4, 8], &[2.0f32; 32])?;
 //!     let weight = Tensor::from_slice(&stream, &[8], &[1.0f32; 8])?;
 //!     let mut out = Tensor::empty(&stream, &[4, 8], DType::F32)?;
-//!     let args = RmsNormArgs { x: x.view(), residual: None, weight: weight.view(), gate: None, out: out.view_mut() };
+//!     let args = RmsNormArgs::new(x.view(), weight.view(), out.view_mut());
 //!     rmsnorm.run(&stream, args)?; // checks the tensors, enqueues; allocates nothing
 //!     assert!(out.to_vec::<f32>(&stream)?.iter().all(|value| (value - 1.0).abs() < 1e-4));
 //!     println!("{}", rmsnorm.report()); // which kernel, why, registers, occupancy, bytes, least time
@@ -25,7 +25,8 @@
 //! ```
 //!
 //! Every operator has this form: `supports` says whether a [`&Device`](Device) can do it and why not, `plan` chooses
-//! a kernel, `run` runs it in a [`&Stream`](Stream). What a device may do where it refuses a plan is its
+//! a kernel, `run` runs it in a [`&Stream`](Stream). Fields that `new` leaves out are set beside `..Problem::new(…)`
+//! ([why so](ops#problems-and-arguments-grow)). What a device may do where it refuses a plan is its
 //! [`Fallback`].
 //!
 //! # Operators

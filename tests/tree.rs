@@ -178,27 +178,48 @@ fn kernels_that_plans_take_have_public_names() {
     assert!(found > 15, "{found}");
 }
 
-/// Names that a program gets by `use warpforge::{models::*, ops::attention::*, ops::matmul::*}` are of one thing each.
+/// Names that a program gets by `use warpforge::{*, models::*, ops::attention::*, ops::matmul::*, weight::*}` are of
+/// one thing each.
 #[test]
 fn public_types_have_names_of_their_own() {
-    let mut files = Vec::new();
-    for folder in ["host/src/ops", "models/src"] {
-        sources(&workspace_root().join(folder), &mut files);
+    let root = workspace_root();
+    let read = |path: &Path| fs::read_to_string(path).expect("a source file");
+    let (mut files, mut shared) = (Vec::new(), Vec::new());
+    for folder in ["src", "host/src", "models/src"] {
+        sources(&root.join(folder), &mut files);
     }
-    let mut found = BTreeMap::<String, PathBuf>::new();
-    for file in files.into_iter().filter(|file| !file.ends_with("reference.rs")) {
-        for line in fs::read_to_string(&file).expect("a source file").lines() {
-            let Some(item) = line.strip_prefix("pub struct ").or_else(|| line.strip_prefix("pub enum "))
-            else {
-                continue;
+    sources(&root.join("crates/abi/src"), &mut shared);
+    // Of what host and device share a user sees what the host names again.
+    let named: BTreeSet<String> = files
+        .iter()
+        .flat_map(|file| {
+            let text = read(file);
+            let lists = text.split("pub use abi::").skip(1).filter_map(|rest| rest.split_once(';'));
+            let names = |(list, _): (&str, &str)| {
+                list.split(|c: char| !c.is_alphanumeric()).map(str::to_owned).collect::<Vec<_>>()
             };
+            lists.flat_map(names).collect::<Vec<_>>()
+        })
+        .collect();
+    let mut found = BTreeMap::<String, PathBuf>::new();
+    for file in files.iter().chain(&shared).filter(|file| !file.ends_with("reference.rs")) {
+        for line in read(file).lines() {
+            let kinds = ["struct ", "enum ", "trait ", "unsafe trait ", "type ", "union "];
+            let item = line.strip_prefix("pub ");
+            let item = item.and_then(|item| kinds.iter().find_map(|kind| item.strip_prefix(kind)));
+            let Some(item) = item else { continue };
             let name: String = item.chars().take_while(|c| c.is_alphanumeric()).collect();
+            if file.starts_with(root.join("crates")) && !named.contains(&name) {
+                continue;
+            }
             if let Some(other) = found.insert(name.clone(), file.clone()) {
                 panic!("{name}: {} and {}", other.display(), file.display());
             }
         }
     }
-    assert!(found.contains_key("ScoreBias") && found.contains_key("SessionSampler"));
+    for name in ["ScoreBias", "SessionSampler", "Element", "ScaleType", "WeightSource"] {
+        assert!(found.contains_key(name), "{name} is not found");
+    }
 }
 
 /// A field more in a problem or in the arguments of a run breaks nobody who writes `..new(…)`: see `host::ops`.

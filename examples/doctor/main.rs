@@ -1,4 +1,4 @@
-//! What is on this machine and does it work: `cargo run --example doctor`.
+//! What is on this machine and does it work: `cargo run --package doctor`.
 //!
 //! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the
 //! program holds, on every device and floor, and compares its text with what it should write. With `--memory` it draws

@@ -45,7 +45,7 @@ pub use layers::{
 };
 pub use loader::{LoadProgress, Quantise};
 pub use model::{LoadReport, Model};
-pub use quant::{Element, GgmlType, Origin, Origins, QuantMatrix, QuantReport, QuantisedTensor, ScaleType};
+pub use quant::{CodeType, GgmlType, Origin, Origins, QuantMatrix, QuantReport, QuantisedTensor};
 pub use sampler::SessionSampler;
 pub use session::{LogitRows, Logits, Session, SessionOptions};
 pub use tensors::{load_tensors, save_tensors};

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use warpforge::group::{Communicator, Group};
-use warpforge::models::{BatchError, BatchOptions, Checkpoint, Quantise, Scheduler};
+use warpforge::models::{Checkpoint, Quantise};
 
 use super::golden::session_matches;
 use super::*;
@@ -129,25 +129,6 @@ fn golden_bf16_over_cpus() -> Outcome {
         }
     }
     Ok(())
-}
-
-/// Tokens after each prompt, all prompts at once, in pages.
-fn together(model: Model, prompts: &[Vec<u32>]) -> Result<Vec<Vec<u32>>, BatchError> {
-    let options = BatchOptions { max_sequences: 4, capacity: 96, ..BatchOptions::default() };
-    let mut scheduler = Scheduler::new(model.batch(options)?);
-    let requests: Vec<_> = prompts.iter().map(|prompt| scheduler.submit(prompt)).collect::<Result<_, _>>()?;
-    let mut answers: Vec<Vec<u32>> = vec![Vec::new(); prompts.len()];
-    while let Some(step) = scheduler.step()? {
-        let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
-        for (request, rows) in step.requests {
-            let row = &logits[rows.start * vocab..][..vocab];
-            let best = (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("a token") as u32;
-            let answer = &mut answers[requests.iter().position(|&id| id == request).expect("one of them")];
-            answer.push(best);
-            if answer.len() == 6 { scheduler.finish(request)? } else { scheduler.push(request, best)? }
-        }
-    }
-    Ok(answers)
 }
 
 /// Sequences that come and go: the same tokens at every rank as on one device.

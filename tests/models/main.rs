@@ -1,6 +1,7 @@
 //! Whole models against what transformers computed, and against bad files.
 
 mod batch;
+mod fallback;
 mod files;
 mod golden;
 mod group;
@@ -20,8 +21,8 @@ use testkit::golden::Array;
 use testkit::gpu::workspace_root;
 use testkit::simulator::Card;
 use warpforge::models::{
-    FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig, Observed, PatchGrid, Session,
-    SessionOptions, SessionSampler, Visual,
+    BatchError, BatchOptions, FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig,
+    Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, Visual,
 };
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{Arch, DType, Device, Place};
@@ -137,4 +138,23 @@ fn go_on(session: &mut Session, num_tokens: usize) -> Result<Vec<u32>, warpforge
         session.decode(&ids[ids.len() - 1..])?;
     }
     Ok(ids)
+}
+
+/// Tokens after each prompt, all prompts at once, in pages.
+fn together(model: Model, prompts: &[Vec<u32>]) -> Result<Vec<Vec<u32>>, BatchError> {
+    let options = BatchOptions { max_sequences: 4, capacity: 96, ..BatchOptions::default() };
+    let mut scheduler = Scheduler::new(model.batch(options)?);
+    let requests: Vec<_> = prompts.iter().map(|prompt| scheduler.submit(prompt)).collect::<Result<_, _>>()?;
+    let mut answers: Vec<Vec<u32>> = vec![Vec::new(); prompts.len()];
+    while let Some(step) = scheduler.step()? {
+        let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
+        for (request, rows) in step.requests {
+            let row = &logits[rows.start * vocab..][..vocab];
+            let best = (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("a token") as u32;
+            let answer = &mut answers[requests.iter().position(|&id| id == request).expect("one of them")];
+            answer.push(best);
+            if answer.len() == 6 { scheduler.finish(request)? } else { scheduler.push(request, best)? }
+        }
+    }
+    Ok(answers)
 }

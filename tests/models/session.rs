@@ -1,8 +1,6 @@
 //! What a session promises: batches, copies, cuts, failed calls, mistakes.
 
 use testkit::golden;
-use testkit::simulator::{Refuses, Refusing};
-use warpforge::Fallback;
 
 use super::*;
 
@@ -95,41 +93,6 @@ fn a_recurrent_state_is_not_cropped() -> Outcome {
         let again = session.prefill(0, &[5, 6, 7])?.to_vec::<f32>(&stream)?;
         assert_eq!(first, again, "{device:?}");
         assert_eq!((session.len(0), session.len(1)), (3, 3));
-    }
-    Ok(())
-}
-
-/// Where a card refuses kernels or their launches, under a policy to go on, a session writes the same tokens: of each
-/// model on the CPU alone, of one by an older floor's kernels, and by both in turn.
-#[test]
-fn sessions_go_on_where_a_card_refuses() -> Outcome {
-    let options = SessionOptions { capacity: 16, ..SessionOptions::default() };
-    let prompt = [5, 6, 7, 8, 9];
-    let cpu =
-        |name| greedy(&mut session(&Device::cpu(), &golden::folder(name), DType::F32, options)?, &prompt, 4);
-    let on_cpu = GOLDEN.map(|name| (name, Refuses::Kernels(|_, _| true), Fallback::Cpu, true));
-    let attends: fn(&str, Arch) -> bool = |entry, arch| arch == Arch::Sm90a && entry.starts_with("attention");
-    let norms: fn(&str, Arch) -> bool = |entry, _| entry.contains("norm");
-    let in_part = [
-        ("qwen3", Refuses::Kernels(attends), Fallback::LowerFloor, false),
-        ("qwen3", Refuses::Launches(norms), Fallback::Cpu, false),
-    ];
-    for (name, refuses, fallback, is_whole) in on_cpu.into_iter().chain(in_part) {
-        let card = Refusing::new(Card::new(Arch::Sm90a), refuses);
-        let device = Device::simulated(Arc::new(card))?.with_fallback(fallback);
-        let mut session = session(&device, &golden::folder(name), DType::F32, options)?;
-        assert_eq!(greedy(&mut session, &prompt, 4)?, cpu(name)?, "{name}, {refuses:?}");
-        assert!(!device.fallen().is_empty(), "{name}, {refuses:?}");
-        for (phase, reports) in session.optimization_reports() {
-            for report in reports {
-                let fell = report.fallback.is_some();
-                assert!(
-                    fell == (report.variant == "cpu") || fallback == Fallback::LowerFloor,
-                    "{name}: {report}"
-                );
-                assert!(fell || !is_whole, "{name}, {phase}: {report}");
-            }
-        }
     }
     Ok(())
 }

@@ -12,15 +12,15 @@ const RUN: &str = include_str!("bundle_run.sh");
 /// The kinds of targets that are bundled, in cargo's words. Each gets a folder of its name.
 const KINDS: [&str; 3] = ["test", "bench", "example"];
 /// What has nothing to do with a card: tests of the tree and the PTX, of `cuda_loader` on machines without a driver or
-/// NCCL, and examples of which each holds the device images once more.
-const NEED_NO_CARD: [&str; 8] =
-    ["tree", "images", "no_driver", "fake_driver", "fake_nccl", "accuracy", "batch", "quantise"];
+/// NCCL, of programs where they were built (`process`); and examples of which each holds the device images once more.
+const NEED_NO_CARD: [&str; 9] =
+    ["tree", "images", "no_driver", "fake_driver", "fake_nccl", "process", "accuracy", "batch", "quantise"];
 /// Machines that take a working tree per run limit its size; the rest of it needs room too.
 const LIMIT_BYTES: u64 = 36_000_000;
 
 /// Builds the root package's tests, benchmarks and examples, the tests of the loader and the probes, and the examples
-/// `generate` and `own_operator`, in release, and packs them into `folder`. Each program holds the same device images,
-/// which xz stores once.
+/// `generate`, `doctor` and `own_operator`, in release, and packs them into `folder`. Each program holds the same
+/// device images, which xz stores once.
 pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
     crate::setup::device_toolchain()?;
     let folder = root.join(folder);
@@ -39,6 +39,8 @@ pub fn run(root: &Path, folder: &str) -> Result<(), Error> {
             "own_operator",
             "--package",
             "generate",
+            "--package",
+            "doctor",
             "--tests",
             "--benches",
             "--examples",

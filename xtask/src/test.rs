@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::fmt;
+use crate::miri;
 use crate::process::{cargo, line, probe, run as run_command};
 use crate::setup;
 
@@ -65,6 +66,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let named = ["--package", "warpforge", "--lib", "--no-default-features", "--features", "serde"];
     let mut by_name = cargo(root, &[&["test"], &named[..], &["choices_by_name"]].concat());
     report.step("names by serde", || run_command(&mut by_name))?;
+    report.optional("miri", miri::version(root), miri::tests(root))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
@@ -208,6 +210,20 @@ mod tests {
             report.step("second", || run_command(&mut Command::new("false"))).unwrap_err().to_string();
         assert!(message.contains("false"), "{message}");
         assert!(matches!(report.0[..], [("first", Outcome::Passed(_)), ("second", Outcome::Failed(_))]));
+    }
+
+    /// With the nightly in front, and without the cargo of this recipe, which is of another toolchain.
+    #[test]
+    fn miri_is_asked_for_before_it_is_run() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        assert_eq!(line(&miri::version(root)), "RUSTUP_AUTO_INSTALL=0 cargo +nightly miri --version");
+        let tests = miri::tests(root);
+        let (words, flags) = (line(&tests), "'-Zmiri-permissive-provenance -Zmiri-disable-isolation'");
+        let start = format!("MIRIFLAGS={flags} cargo +nightly miri test --package warpforge-host ");
+        assert!(words.starts_with(&start) && words.contains(" -- memory::book "), "{words}");
+        for variable in ["CARGO", "RUSTC", "RUSTUP_TOOLCHAIN"] {
+            assert!(tests.get_envs().any(|(name, value)| name == variable && value.is_none()), "{variable}");
+        }
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! From a checkpoint's tensors to [`QuantMatrix`]: a function for each way to store a matrix, which checks types and
 //! shapes.
 
+use host::weight::ScaleType;
 use safetensors::Dtype;
 
-use super::{Codes, Element, Factor, QuantMatrix, ScaleType, Scales, Zeros};
+use super::{CodeType, Codes, Factor, QuantMatrix, Scales, Zeros};
 use crate::TensorProblem;
 
 /// A tensor of a safetensors file, of whatever type.
@@ -114,7 +115,7 @@ impl<'a> Module<'a, '_> {
         let ones = u32::MAX / ((1u32 << bits) - 1);
         let matrix = QuantMatrix::of_parts(
             [n, k],
-            Element::Int { bits },
+            CodeType::Int { bits },
             Codes::WordsAlongK { data: codes.bytes, bits, n },
             Scales {
                 data: scales.bytes,
@@ -161,7 +162,7 @@ impl<'a> Module<'a, '_> {
         let scales = self.require("scales")?.shaped(&[groups, n])?;
         Ok(Some(QuantMatrix::of_parts(
             [n, k],
-            Element::Int { bits: 4 },
+            CodeType::Int { bits: 4 },
             Codes::AwqWords { data: codes.bytes, n },
             Scales {
                 data: scales.bytes,
@@ -185,9 +186,9 @@ impl<'a> Module<'a, '_> {
     ) -> Result<Option<QuantMatrix<'a>>, TensorProblem> {
         let (Some(codes), Some(scales)) = (self.find("weight"), self.find(scale)) else { return Ok(None) };
         let [n, k] = codes.typed(&[Dtype::F8_E4M3, Dtype::I8])?.matrix()?;
-        let (element, flip, zero) = match codes.dtype {
-            Dtype::I8 => (Element::Int { bits: 8 }, 0x80, 128),
-            _ => (Element::E4m3, 0, 0),
+        let (code_type, flip, zero) = match codes.dtype {
+            Dtype::I8 => (CodeType::Int { bits: 8 }, 0x80, 128),
+            _ => (CodeType::E4m3, 0, 0),
         };
         let whole = [n.max(1), k.max(1)];
         let [block_n, group_k] = match (block, scales.shape) {
@@ -206,16 +207,16 @@ impl<'a> Module<'a, '_> {
             None => Zeros::Constant(zero),
             Some(zeros) => {
                 let zeros = zeros.typed(&[Dtype::I8])?;
-                if element == Element::E4m3 || block_n != 1 {
+                if code_type == CodeType::E4m3 || block_n != 1 {
                     let expected = "zero points only of integers with a scale for each row";
-                    return Err(zeros.problem(expected, format!("{element:?}")));
+                    return Err(zeros.problem(expected, format!("{code_type:?}")));
                 }
                 Zeros::Signed { data: zeros.shaped(&[n, groups])?.bytes, groups }
             }
         };
         Ok(Some(QuantMatrix::of_parts(
             [n, k],
-            element,
+            code_type,
             Codes::Bytes { data: codes.bytes, flip },
             Scales {
                 data: scales.bytes,
@@ -270,7 +271,7 @@ impl<'a> Module<'a, '_> {
         };
         let matrix = QuantMatrix::of_parts(
             [n, k],
-            Element::Int { bits },
+            CodeType::Int { bits },
             Codes::Stream { data: codes.bytes, bits, stride: 4 * words },
             Scales {
                 data: scales.bytes,
@@ -303,7 +304,7 @@ impl<'a> Module<'a, '_> {
         let scales = self.require("weight_scale")?.typed(scale_dtypes)?.shaped(&[n, groups])?;
         Ok(QuantMatrix::of_parts(
             [n, k],
-            Element::E2m1,
+            CodeType::E2m1,
             Codes::Stream { data: codes.bytes, bits: 4, stride: bytes },
             Scales {
                 data: scales.bytes,
@@ -360,7 +361,7 @@ pub(crate) fn mxfp4_blocks<'a>(
     };
     let matrix = QuantMatrix::of_parts(
         [n, k],
-        Element::E2m1,
+        CodeType::E2m1,
         Codes::Stream { data: blocks.bytes, bits: 4, stride: 16 * groups },
         Scales {
             data: scales.bytes,

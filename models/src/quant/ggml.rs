@@ -3,7 +3,9 @@
 use half::f16;
 
 use super::levels::e8m0;
-use super::{Element, Origin, Origins, ScaleType};
+use host::weight::ScaleType;
+
+use super::{CodeType, Origin, Origins};
 
 /// The values of the 4-bit float's codes.
 pub(crate) const E2M1: [f32; 16] =
@@ -122,14 +124,14 @@ impl GgmlType {
     }
 
     /// None of floats that are not quantised.
-    pub(super) fn element(self) -> Option<Element> {
+    pub(super) fn code_type(self) -> Option<CodeType> {
         Some(match self {
             GgmlType::F32 | GgmlType::F16 | GgmlType::Bf16 => return None,
-            GgmlType::Q4_0 | GgmlType::Q4_1 | GgmlType::Q4K => Element::Int { bits: 4 },
-            GgmlType::Q5_0 | GgmlType::Q5_1 | GgmlType::Q5K => Element::Int { bits: 5 },
-            GgmlType::Q6K => Element::Int { bits: 6 },
-            GgmlType::Q8_0 => Element::Int { bits: 8 },
-            GgmlType::Mxfp4 => Element::E2m1,
+            GgmlType::Q4_0 | GgmlType::Q4_1 | GgmlType::Q4K => CodeType::Int { bits: 4 },
+            GgmlType::Q5_0 | GgmlType::Q5_1 | GgmlType::Q5K => CodeType::Int { bits: 5 },
+            GgmlType::Q6K => CodeType::Int { bits: 6 },
+            GgmlType::Q8_0 => CodeType::Int { bits: 8 },
+            GgmlType::Mxfp4 => CodeType::E2m1,
         })
     }
 
@@ -140,8 +142,8 @@ impl GgmlType {
 
     pub(super) fn scale_type(self) -> ScaleType {
         match self {
-            GgmlType::Q4K | GgmlType::Q5K => ScaleType::F16TimesU6,
-            GgmlType::Q6K => ScaleType::F16TimesI8,
+            GgmlType::Q4K | GgmlType::Q5K => ScaleType::U8Super,
+            GgmlType::Q6K => ScaleType::I8Super,
             GgmlType::Mxfp4 => ScaleType::E8m0,
             _ => ScaleType::F16,
         }

@@ -4,37 +4,17 @@ use half::{bf16, f16};
 
 use super::codes::{awq_field, word};
 use host::F8E4M3;
+use host::weight::ScaleType;
 
-/// The type in which a file has scales.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ScaleType {
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary16.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// fp8 with four bits of exponent, of the sign of which nothing is assumed.
-    E4m3,
-    /// A power of two: 8 bits of exponent, 255 for NaN.
-    E8m0,
-    /// ggml's: a binary16 times an integer of 6 bits, without sign, for each group.
-    F16TimesU6,
-    /// ggml's: a binary16 times a signed integer of 8 bits for each group.
-    F16TimesI8,
-}
-
-impl ScaleType {
-    fn read(self, data: &[u8], index: usize) -> f32 {
-        let two = || [data[2 * index], data[2 * index + 1]];
-        match self {
-            ScaleType::F32 => f32::from_bits(word(data, index)),
-            ScaleType::F16 => f16::from_le_bytes(two()).to_f32(),
-            ScaleType::Bf16 => bf16::from_le_bytes(two()).to_f32(),
-            ScaleType::E8m0 => e8m0(data[index]),
-            _ => F8E4M3(data[index]).to_f32(),
-        }
+/// A scale in a tensor of its own, where none has a super scale.
+fn read(kind: ScaleType, data: &[u8], index: usize) -> f32 {
+    let two = || [data[2 * index], data[2 * index + 1]];
+    match kind {
+        ScaleType::F32 => f32::from_bits(word(data, index)),
+        ScaleType::F16 => f16::from_le_bytes(two()).to_f32(),
+        ScaleType::Bf16 => bf16::from_le_bytes(two()).to_f32(),
+        ScaleType::E8m0 => e8m0(data[index]),
+        _ => F8E4M3(data[index]).to_f32(),
     }
 }
 
@@ -72,7 +52,7 @@ pub(crate) struct Scales<'a> {
 impl Scales<'_> {
     pub(super) fn local(&self, row: usize, group: usize) -> f32 {
         let index = row / self.block_n * self.row_stride + group * self.group_stride;
-        self.kind.read(self.data, index)
+        read(self.kind, self.data, index)
     }
 
     pub(super) fn get(&self, row: usize, group: usize) -> f32 {

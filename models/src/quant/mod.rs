@@ -13,7 +13,6 @@ mod save;
 use std::sync::{Arc, LazyLock};
 
 pub use ggml::GgmlType;
-pub use levels::ScaleType;
 pub use save::{QuantReport, QuantisedTensor};
 
 pub(super) use codes::Codes;
@@ -23,11 +22,11 @@ pub(super) use levels::{Factor, Scales, Zeros};
 pub(crate) use pack::Packable;
 
 use host::F8E4M3;
-use host::weight::WeightSource;
+use host::weight::{ScaleType, WeightSource};
 
 /// What a code stands for before it is scaled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Element {
+pub enum CodeType {
     /// The code itself, without sign, less the group's zero point or beside its minimum. Signed integers have their
     /// sign bit inverted and a zero point of `2^(bits - 1)`.
     Int {
@@ -40,13 +39,13 @@ pub enum Element {
     E4m3,
 }
 
-impl Element {
+impl CodeType {
     /// Bits of a code.
     pub fn bits(self) -> u32 {
         match self {
-            Element::Int { bits } => bits,
-            Element::E2m1 => 4,
-            Element::E4m3 => 8,
+            CodeType::Int { bits } => bits,
+            CodeType::E2m1 => 4,
+            CodeType::E4m3 => 8,
         }
     }
 
@@ -55,7 +54,7 @@ impl Element {
         static E4M3: LazyLock<[f32; 256]> =
             LazyLock::new(|| std::array::from_fn(|code| F8E4M3(code as u8).to_f32()));
         match self {
-            Element::E4m3 => E4M3[usize::from(code)],
+            CodeType::E4m3 => E4M3[usize::from(code)],
             _ => E2M1[usize::from(code & 15)],
         }
     }
@@ -87,7 +86,7 @@ pub enum Origins {
 pub struct QuantMatrix<'a> {
     n: usize,
     k: usize,
-    element: Element,
+    code_type: CodeType,
     layout: Layout<'a>,
     /// The group of each k, where it is not `k / group_k`.
     group_of: Option<Arc<[u32]>>,
@@ -107,23 +106,30 @@ impl<'a> QuantMatrix<'a> {
     /// Of tensors that have been checked to be as long as `[n, k]` and its groups need.
     pub(super) fn of_parts(
         [n, k]: [usize; 2],
-        element: Element,
+        code_type: CodeType,
         codes: Codes<'a>,
         scales: Scales<'a>,
         zeros: Zeros<'a>,
     ) -> Self {
         let layout = Layout::Parts { codes, scales, zeros };
-        QuantMatrix { n, k, element, layout, group_of: None, rows: None }
+        QuantMatrix { n, k, code_type, layout, group_of: None, rows: None }
     }
 
     /// Of ggml's blocks, row after row; none if `kind` is not quantised, or `data` has another length than `[n, k]` of
     /// them.
     pub fn of_blocks([n, k]: [usize; 2], kind: GgmlType, data: &'a [u8]) -> Option<Self> {
-        let element = kind.element()?;
+        let code_type = kind.code_type()?;
         if n.checked_mul(kind.row_bytes(k)?)? != data.len() {
             return None;
         }
-        Some(QuantMatrix { n, k, element, layout: Layout::Blocks { kind, data }, group_of: None, rows: None })
+        Some(QuantMatrix {
+            n,
+            k,
+            code_type,
+            layout: Layout::Blocks { kind, data },
+            group_of: None,
+            rows: None,
+        })
     }
 
     /// With the group of each k stated: `k` numbers, all of groups that there are.
@@ -162,8 +168,8 @@ impl<'a> QuantMatrix<'a> {
     }
 
     /// What a code stands for.
-    pub fn element(&self) -> Element {
-        self.element
+    pub fn code_type(&self) -> CodeType {
+        self.code_type
     }
 
     /// Columns of a group, but for those of the last, which may be fewer.
@@ -186,7 +192,7 @@ impl<'a> QuantMatrix<'a> {
     /// super block.
     pub(crate) fn unit(&self) -> usize {
         let columns = match self.scale_type() {
-            ScaleType::F16TimesU6 | ScaleType::F16TimesI8 => 256,
+            ScaleType::U8Super | ScaleType::I8Super => 256,
             _ if self.group_k() >= self.k => 1,
             _ => self.group_k(),
         };
@@ -296,9 +302,9 @@ impl<'a> QuantMatrix<'a> {
         self.row_codes(row, &mut codes);
         let levels: Vec<(f32, Origin)> =
             (0..self.groups()).map(|group| (self.scale(row, group), self.origin(row, group))).collect();
-        let value = |code: u8, (scale, origin): (f32, Origin)| match (self.element, origin) {
-            (Element::Int { .. }, Origin::Zero(zero)) => (i32::from(code) - zero) as f32 * scale,
-            (Element::Int { .. }, Origin::Minimum(minimum)) => f32::from(code) * scale + minimum,
+        let value = |code: u8, (scale, origin): (f32, Origin)| match (self.code_type, origin) {
+            (CodeType::Int { .. }, Origin::Zero(zero)) => (i32::from(code) - zero) as f32 * scale,
+            (CodeType::Int { .. }, Origin::Minimum(minimum)) => f32::from(code) * scale + minimum,
             (float, _) => float.float(code) * scale,
         };
         match &self.group_of {

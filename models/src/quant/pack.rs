@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 use host::F8E4M3;
-use host::weight::{Codes, Layout, WeightSource};
+use host::weight::{Codes, Layout, ScaleType, WeightSource};
 
-use super::{Element, Origin, Origins, QuantMatrix, ScaleType};
+use super::{CodeType, Origin, Origins, QuantMatrix};
 
 /// A matrix of a file as the source of a packed weight.
 pub(crate) struct Packable<'a> {
@@ -21,21 +21,16 @@ impl<'a> Packable<'a> {
         if matrix.group_of().is_some() {
             return None;
         }
-        let codes = match matrix.element() {
-            Element::Int { bits: ..=4 } => Codes::Int4,
-            Element::Int { .. } => Codes::Int8,
-            Element::E2m1 => Codes::E2m1,
-            Element::E4m3 => Codes::E4m3,
+        let codes = match matrix.code_type() {
+            CodeType::Int { bits: ..=4 } => Codes::Int4,
+            CodeType::Int { .. } => Codes::Int8,
+            CodeType::E2m1 => Codes::E2m1,
+            CodeType::E4m3 => Codes::E4m3,
         };
         let group = if matrix.group_k() >= matrix.k() { 0 } else { u32::try_from(matrix.group_k()).ok()? };
         let scale = match (matrix.scale_type(), matrix.global_scale()) {
-            (ScaleType::F32, None) => host::weight::ScaleType::F32,
-            (ScaleType::F16, None) => host::weight::ScaleType::F16,
-            (ScaleType::Bf16, None) => host::weight::ScaleType::Bf16,
-            (ScaleType::E8m0, None) => host::weight::ScaleType::E8m0,
-            (ScaleType::E4m3, _) => host::weight::ScaleType::E4m3,
-            (ScaleType::F16TimesU6, None) => host::weight::ScaleType::U8Super,
-            (ScaleType::F16TimesI8, None) => host::weight::ScaleType::I8Super,
+            (ScaleType::E4m3, _) => ScaleType::E4m3,
+            (scale, None) => scale,
             _ => return None,
         };
         let (zeros, minimums) = match matrix.origins() {
@@ -52,7 +47,7 @@ impl<'a> Packable<'a> {
         layout.problem().is_none().then_some(())?;
         let shift = match matrix.origins() {
             Origins::Constant(zero) if matches!(codes, Codes::Int4 | Codes::Int8) => {
-                let (least, most) = (0, (1 << matrix.element().bits()) - 1);
+                let (least, most) = (0, (1 << matrix.code_type().bits()) - 1);
                 let shift = i32::from(layout.zero()) - zero;
                 let fits = least + shift >= 0 && most + shift < 1 << codes.bits();
                 fits.then_some(shift)?
@@ -73,11 +68,11 @@ impl<'a> Packable<'a> {
 
     fn bits(&self, scale: f32) -> u32 {
         match self.layout.scale {
-            host::weight::ScaleType::F16 => f16::from_f32(scale).to_bits().into(),
-            host::weight::ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
+            ScaleType::F16 => f16::from_f32(scale).to_bits().into(),
+            ScaleType::Bf16 => bf16::from_f32(scale).to_bits().into(),
             // Of a power of two: its exponent, which is 0 for the subnormal one.
-            host::weight::ScaleType::E8m0 => scale.to_bits() >> 23,
-            host::weight::ScaleType::E4m3 => F8E4M3::from_f32(scale).0.into(),
+            ScaleType::E8m0 => scale.to_bits() >> 23,
+            ScaleType::E4m3 => F8E4M3::from_f32(scale).0.into(),
             _ => scale.to_bits(),
         }
     }

@@ -1,7 +1,8 @@
 //! Each way to store a matrix, on small tensors whose values are worked out here; what is wrong with tensors and
 //! configurations.
 
-use models::{Checkpoint, DecoderConfig, Element, Origin, Origins, QuantMatrix, ScaleType};
+use host::weight::ScaleType;
+use models::{Checkpoint, CodeType, DecoderConfig, Origin, Origins, QuantMatrix};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -32,12 +33,12 @@ fn rows(matrix: &QuantMatrix<'_>) -> Vec<Vec<f32>> {
         matrix.dequantise_row(row, &mut values);
         matrix.row_codes(row, &mut codes);
         for (k, (&value, &code)) in values.iter().zip(&codes).enumerate() {
-            assert!(u32::from(code) < 1 << matrix.element().bits());
+            assert!(u32::from(code) < 1 << matrix.code_type().bits());
             let group = matrix.group_of().map_or(k / matrix.group_k(), |groups| groups[k] as usize);
             let scale = matrix.scale(row, group);
-            let again = match (matrix.element(), matrix.origin(row, group)) {
-                (Element::Int { .. }, Origin::Zero(zero)) => (f32::from(code) - zero as f32) * scale,
-                (Element::Int { .. }, Origin::Minimum(minimum)) => f32::from(code) * scale + minimum,
+            let again = match (matrix.code_type(), matrix.origin(row, group)) {
+                (CodeType::Int { .. }, Origin::Zero(zero)) => (f32::from(code) - zero as f32) * scale,
+                (CodeType::Int { .. }, Origin::Minimum(minimum)) => f32::from(code) * scale + minimum,
                 _ => continue,
             };
             assert_eq!(value, again, "row {row}, column {k}");
@@ -101,7 +102,7 @@ fn fp8_by_tensor_row_and_block() -> Outcome {
     let want = vec![vec![1.0, -2.0, 0.5, 896.0], vec![0.0, 0.5625, 0.0009765625, -(2f32.powi(-127))]];
     assert_eq!(values(&checkpoint, "m.weight"), want);
     let matrix = checkpoint.quantised("m.weight")?.ok_or("a matrix")?;
-    assert_eq!((matrix.element(), matrix.scale_type()), (Element::E4m3, ScaleType::E8m0));
+    assert_eq!((matrix.code_type(), matrix.scale_type()), (CodeType::E4m3, ScaleType::E8m0));
     assert_eq!((matrix.group_k(), matrix.block_n(), matrix.groups()), (3, 1, 2));
     assert_eq!((matrix.origins(), matrix.global_scale()), (Origins::Constant(0), None));
 

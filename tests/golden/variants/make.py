@@ -58,6 +58,8 @@ VARIANTS = [
     rope("qwen3", "yarn", YARN, THETA),
     rope("qwen3", "yarn over rope_parameters", YARN, THETA, keep=True),
     rope("qwen3", "yarn with its original length at the top", YARN,
+         {**THETA, "original_max_position_embeddings": 1024}, ids=SHORT),
+    rope("qwen3", "yarn with its original length at the top and theta in rope_parameters", YARN,
          {"original_max_position_embeddings": 1024}, ids=SHORT, keep=True),
     rope("qwen3", "yarn with its original length inside and at the top",
          {**YARN, "original_max_position_embeddings": 64}, {**THETA, "original_max_position_embeddings": 1024}),
