@@ -1,5 +1,6 @@
 //! What stands in for CUDA in a build without it: types that have no values, so nothing of them can run.
 
+use std::any::Any;
 use std::convert::Infallible;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -74,7 +75,11 @@ impl Stream {
 
     /// # Safety
     /// None: it cannot be called.
-    pub(crate) unsafe fn of_caller(context: Arc<Context>, _handle: *mut c_void) -> Result<Self, Error> {
+    pub(crate) unsafe fn of_caller(
+        context: Arc<Context>,
+        _handle: *mut c_void,
+        _owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<Self, Error> {
         match context.0 {}
     }
 
