@@ -254,8 +254,8 @@ impl Device {
     /// this device, its clones, or what they made are there: the pool remembers in whose order memory was used.
     /// [`Device::stream_of_owner`] sees to that itself.
     ///
-    /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card; [`Error::Invalid`] for a default stream: what
-    /// is in the legacy one waits for other streams, and the per-thread one is another in each thread.
+    /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card; [`Error::Invalid`] for a default stream:
+    /// what is in the legacy one waits for other streams, and the per-thread one is another in each thread.
     pub unsafe fn stream_from_raw(&self, handle: *mut c_void) -> Result<Stream, Error> {
         // SAFETY: the caller's promise.
         unsafe { self.stream_of_caller("Device::stream_from_raw", handle, None) }

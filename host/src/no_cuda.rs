@@ -198,6 +198,9 @@ impl EntryHandle {
     }
 }
 
+#[derive(Clone, Debug)]
+pub(crate) struct LoadedModule(Infallible);
+
 pub(crate) struct Modules(Infallible);
 
 impl Modules {
@@ -209,6 +212,20 @@ impl Modules {
         &self,
         _family: &'static str,
         _arch: Arch,
+        _name: &'static str,
+        _smem_bytes: u32,
+    ) -> Result<(EntryHandle, Resources), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn load(&self, _op: &'static str, _ptx: &str, _target: &str) -> Result<LoadedModule, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn entry_in(
+        &self,
+        _module: &LoadedModule,
+        _target: &str,
         _name: &'static str,
         _smem_bytes: u32,
     ) -> Result<(EntryHandle, Resources), Error> {

@@ -24,9 +24,9 @@
 //! # }
 //! ```
 //!
-//! `examples/rmsnorm.rs` runs an operator. The version of CUDA that cudarc is built for is a feature of its own, of which
-//! it takes one: the default of this crate is `cuda-12000`, and a program that wants another turns its default features
-//! off. Neither library links to the driver: both find it when the program runs.
+//! `examples/rmsnorm.rs` runs an operator. The version of CUDA that cudarc is built for is a feature of its own, of
+//! which it takes one: the default of this crate is `cuda-12000`, and a program that wants another turns its default
+//! features off. Neither library links to the driver: both find it when the program runs.
 //!
 //! # One context
 //! Both libraries use the device's primary context, so addresses and streams of one are those of the other. A context

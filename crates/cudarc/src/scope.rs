@@ -65,8 +65,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.uses.borrow_mut().push(guard);
         self.shared.cudarc().context().check_err()?;
         let device = self.shared.stream().device();
-        // SAFETY: cudarc's memory of this device, of as many elements as the shape has — `check` — which is borrowed for
-        // longer than the view. When it is freed, cudarc waits for the work of this scope, whose end `uses` marks.
+        // SAFETY: cudarc's memory of this device, of as many elements as the shape has — `check` — which is borrowed
+        // for longer than the view. When it is freed, cudarc waits for the work of this scope, whose end `uses` marks.
         Ok(unsafe { TensorView::from_raw(device, address, shape, &strides, T::DTYPE) }?)
     }
 

@@ -1,6 +1,7 @@
-//! Memory and streams of both libraries over the fake driver of `host/tests/driver_faults`, whose device is the host: it
-//! copies, its kernels do nothing, and it writes down what orders its streams. Built from C (`cc`; without one the tests
-//! say so and pass). The process's library path is read at its start, so the programs run in processes of their own.
+//! Memory and streams of both libraries over the fake driver of `host/tests/driver_faults`, whose device is the host:
+//! it copies, its kernels do nothing, and it writes down what orders its streams. Built from C (`cc`; without one the
+//! tests say so and pass). The process's library path is read at its start, so the programs run in processes of their
+//! own.
 
 #![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 
