@@ -18,6 +18,7 @@ use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
 use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
+use crate::trace;
 
 pub use crate::profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, TensorCores};
 
@@ -193,6 +194,7 @@ impl Device {
         if !fallen.contains(&line) {
             // Nobody is to stop because nobody reads it.
             let _ = writeln!(std::io::stderr(), "warpforge: {line}");
+            trace::fallen(&line);
             fallen.push(line);
         }
     }

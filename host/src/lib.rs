@@ -32,6 +32,7 @@ pub mod simulator;
 mod stream;
 mod tensor;
 mod tensor_map;
+mod trace;
 pub mod weight;
 
 pub use abi::{Arch, DType, Need, UnknownArch, UnknownDType};

@@ -12,6 +12,8 @@ use crate::memory::Block;
 use crate::profile::Place;
 use crate::stream::Stream;
 
+#[cfg(feature = "ndarray")]
+mod arrays;
 mod mirror;
 mod view;
 

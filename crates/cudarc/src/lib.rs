@@ -24,9 +24,10 @@
 //! # }
 //! ```
 //!
-//! `examples/rmsnorm.rs` runs an operator. The version of CUDA that cudarc is built for is a feature of its own, of
-//! which it takes one: the default of this crate is `cuda-12000`, and a program that wants another turns its default
-//! features off. Neither library links to the driver: both find it when the program runs.
+//! `examples/beside_cudarc` of the repository runs an operator. The version of CUDA that cudarc is built for is a
+//! feature of its own, of which it takes one: the default of this crate is `cuda-12000`. A program that wants another
+//! turns the default features off, takes `driver`, and gives cudarc the other. Neither library links to the driver:
+//! both find it when the program runs.
 //!
 //! # One context
 //! Both libraries use the device's primary context, so addresses and streams of one are those of the other. A context
@@ -48,6 +49,8 @@
 //! cudarc's memory stays cudarc's, and a scope borrows it. The stream is destroyed when both libraries have done with
 //! it, of which warpforge's pool is the last, for it remembers in whose order memory was used. A tensor that is lent to
 //! cudarc ([`SharedStream::lend`]) stays one of warpforge's pool, to which it goes back in the shared stream's order.
+
+#![cfg(feature = "driver")]
 
 mod error;
 mod lent;

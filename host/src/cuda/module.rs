@@ -13,6 +13,7 @@ use super::{Context, failed, primary};
 use crate::error::{DriverError, Error};
 use crate::images::{Image, PtxModule, cubin_runs_on};
 use crate::profile::Resources;
+use crate::trace;
 
 /// A kernel's function, which its module keeps alive.
 #[derive(Clone, Debug)]
@@ -222,7 +223,9 @@ impl Modules {
         image.check_driver(driver_version)?;
         let text = own.text()?;
         let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
-        let module = match self.assembled(arch, &own)? {
+        let assembled = self.assembled(arch, &own)?;
+        trace::loaded(own.name, arch.name(), assembled.is_some());
+        let module = match assembled {
             Some(module) => module,
             None => {
                 let ptx = CString::new(text.into_owned())

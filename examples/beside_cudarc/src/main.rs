@@ -1,12 +1,18 @@
-//! RMSNorm of rows in cudarc's memory, in cudarc's stream: `cargo run -p warpforge-cudarc --example rmsnorm`. Without a
-//! card it says so.
+//! RMSNorm of rows in cudarc's memory, in cudarc's stream: `cargo run --release --package beside_cudarc`. Without a card
+//! it says so.
 
-use cudarc::driver::CudaContext;
-use warpforge::ops::rmsnorm::{RmsNorm, RmsNormArgs, RmsNormProblem};
-use warpforge::{DType, Device};
-use warpforge_cudarc::{CudarcError, SharedStream};
+#[cfg(not(feature = "cuda"))]
+fn main() {
+    println!("built without the feature `cuda`");
+}
 
-fn main() -> Result<(), CudarcError> {
+#[cfg(feature = "cuda")]
+fn main() -> Result<(), warpforge_cudarc::CudarcError> {
+    use cudarc::driver::CudaContext;
+    use warpforge::ops::rmsnorm::{RmsNorm, RmsNormArgs, RmsNormProblem};
+    use warpforge::{DType, Device};
+    use warpforge_cudarc::SharedStream;
+
     // Asked first: cudarc stops the program where there is no driver.
     let device = match Device::cuda(0) {
         Ok(device) => device,
