@@ -1,5 +1,5 @@
-//! RMSNorm of rows in cudarc's memory, in cudarc's stream: `cargo run --release --package beside_cudarc`. Without a card
-//! it says so.
+//! RMSNorm of rows in cudarc's memory, in cudarc's stream: `cargo run --release --package beside_cudarc`. Without a
+//! card it says so.
 
 #[cfg(not(feature = "cuda"))]
 fn main() {
