@@ -73,10 +73,10 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, Choice, Constant, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error,
-    Event, F8E4M3, Fallback, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Need,
-    NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats,
-    ProgramImages, Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor, TensorCores,
-    TensorView, TensorViewMut, UnknownArch, UnknownDType, group, ops, simulator, weight,
+    Event, F8E4M3, Fallback, Function, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Module,
+    Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment,
+    PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor,
+    TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, group, module, ops, simulator, weight,
 };
 
 #[cfg(feature = "models")]
@@ -87,6 +87,7 @@ const _: () = {
     are_shared::<Device>();
     are_shared::<(Stream, Tensor, TensorView<'_>, TensorViewMut<'_>)>();
     are_shared::<(Graph, Event, Error)>();
+    are_shared::<(Module, Function<(module::In<f32>,)>)>();
     are_shared::<(ops::attention::Attention, ops::matmul::Matmul, ops::moe_permute::MoePermute)>();
     #[cfg(feature = "models")]
     are_shared::<(models::Model, models::ModelError)>();

@@ -1,5 +1,6 @@
 //! Devices: the CPU, a CUDA card with the images that it can run, or a simulated card.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::io::Write;
@@ -17,6 +18,7 @@ use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
 use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
+use crate::trace;
 
 pub use crate::profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, TensorCores};
 
@@ -192,6 +194,7 @@ impl Device {
         if !fallen.contains(&line) {
             // Nobody is to stop because nobody reads it.
             let _ = writeln!(std::io::stderr(), "warpforge: {line}");
+            trace::fallen(&line);
             fallen.push(line);
         }
     }
@@ -249,18 +252,57 @@ impl Device {
     /// A stream of another library: what is enqueued in it by either runs in order. CUDA only.
     ///
     /// # Safety
-    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context, not the legacy default stream. It
-    /// is not destroyed as long as this device, its clones, or what they made are there: the pool remembers in whose
-    /// order memory was used.
+    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context. It is not destroyed as long as
+    /// this device, its clones, or what they made are there: the pool remembers in whose order memory was used.
+    /// [`Device::stream_of_owner`] sees to that itself.
     ///
-    /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card.
+    /// **Errors**: [`Error::Unsupported`] where the device is no CUDA card; [`Error::Invalid`] for a default stream:
+    /// what is in the legacy one waits for other streams, and the per-thread one is another in each thread.
     pub unsafe fn stream_from_raw(&self, handle: *mut c_void) -> Result<Stream, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.stream_of_caller("Device::stream_from_raw", handle, None) }
+    }
+
+    /// The same of a stream that `owner` destroys when it is dropped: the stream and the pool keep it as long as they
+    /// use it.
+    ///
+    /// # Safety
+    /// `handle` is a `CUstream` (or `cudaStream_t`) of this device's primary context, and is not destroyed as long as
+    /// there is `owner`.
+    ///
+    /// **Errors**: as [`Device::stream_from_raw`].
+    pub unsafe fn stream_of_owner(
+        &self,
+        handle: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Stream, Error> {
+        // SAFETY: the caller's promise; the stream has the owner as long as it is there itself.
+        unsafe { self.stream_of_caller("Device::stream_of_owner", handle, Some(owner)) }
+    }
+
+    /// # Safety
+    /// As [`Device::stream_of_owner`], and where there is no owner as [`Device::stream_from_raw`].
+    unsafe fn stream_of_caller(
+        &self,
+        op: &'static str,
+        handle: *mut c_void,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<Stream, Error> {
         let Backend::Cuda(context, _) = &self.shared.backend else {
             let (device, reason) = (self.describe(), "only CUDA has stream handles".into());
-            return Err(Error::Unsupported { op: "Device::stream_from_raw", device, reason });
+            return Err(Error::Unsupported { op, device, reason });
         };
+        // Null and `CU_STREAM_LEGACY`; `CU_STREAM_PER_THREAD`.
+        let default = match handle.addr() {
+            0 | 1 => Some("the legacy default stream"),
+            2 => Some("the per-thread default stream"),
+            _ => None,
+        };
+        if let Some(got) = default {
+            return Err(Error::invalid(op, "handle", "a stream that was created", got));
+        }
         // SAFETY: the caller's promise.
-        let stream = unsafe { cuda::Stream::of_caller(context.clone(), handle)? };
+        let stream = unsafe { cuda::Stream::of_caller(context.clone(), handle, owner)? };
         Ok(Stream::new(self.clone(), Queue::Cuda(Arc::new(stream))))
     }
 

@@ -104,6 +104,16 @@ pub enum Error {
         /// The driver's error.
         source: DriverError,
     },
+    /// The driver refused a program's own PTX, see [`Module`](crate::Module).
+    #[error("the driver refused PTX for {target}: {log}")]
+    Module {
+        /// As the PTX says.
+        target: String,
+        /// The driver's own assembler log.
+        log: String,
+        /// The driver's error.
+        source: DriverError,
+    },
     /// A kernel launch failed.
     #[error(
         "launch of {entry} with grid {grid:?}, block {block:?}, {smem_bytes} bytes of shared memory failed"

@@ -11,6 +11,7 @@ use crate::launch;
 use crate::nvtx;
 use crate::stream::Stream;
 use crate::tensor::{Mirror, Views};
+use crate::trace;
 
 /// An operator, planned for one floor of a card or for the CPU.
 pub(crate) trait Rung: fmt::Debug + Sized {
@@ -86,6 +87,10 @@ impl<R: Rung> Ladder<R> {
     }
 
     fn new(rung: R, device: &Device, problem: R::Problem, refused: Option<String>) -> Self {
+        if trace::hears_of_plans() {
+            let OptimizationReport { problem, device, variant, why, .. } = rung.report();
+            trace::planned(R::OP, &problem, &device, variant, &why);
+        }
         Ladder { rung, device: device.clone(), problem, refused, below: OnceLock::new() }
     }
 

@@ -67,8 +67,38 @@ impl Device {
             }
             Backend::Simulated(_) => return Err(refused(format!("the simulator has no kernel {entry}"))),
         };
-        let kernel = Arc::new(Kernel { op: family, name: entry, place: self.place(), code });
-        Ok(Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster: 1, clusters_at_a_time: 0 })
+        Ok(Entry::of_module(family, entry, self.place(), code, smem_bytes))
+    }
+}
+
+impl Entry {
+    /// A kernel of no family, that is there already.
+    fn of_module(op: &'static str, name: &'static str, place: Place, code: Code, smem_bytes: u32) -> Self {
+        let kernel = Arc::new(Kernel { op, name, place, code });
+        Entry { kernel, dynamic_smem_bytes: smem_bytes, cluster: 1, clusters_at_a_time: 0 }
+    }
+
+    /// A kernel of PTX that the program has loaded itself.
+    pub(crate) fn of_ptx(
+        device: &Device,
+        op: &'static str,
+        name: &'static str,
+        smem_bytes: u32,
+        (handle, resources): (cuda::EntryHandle, Resources),
+    ) -> Self {
+        Entry::of_module(op, name, device.place(), Code::Cuda(handle, resources), smem_bytes)
+    }
+
+    /// A kernel that a simulator has.
+    pub(crate) fn of_simulator(
+        device: &Device,
+        op: &'static str,
+        name: &'static str,
+        smem_bytes: u32,
+        simulator: &Arc<dyn Simulator>,
+    ) -> Self {
+        let code = Code::Simulated(simulator.clone(), device.arch());
+        Entry::of_module(op, name, device.place(), code, smem_bytes)
     }
 }
 

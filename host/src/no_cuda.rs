@@ -1,5 +1,6 @@
 //! What stands in for CUDA in a build without it: types that have no values, so nothing of them can run.
 
+use std::any::Any;
 use std::convert::Infallible;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -74,7 +75,11 @@ impl Stream {
 
     /// # Safety
     /// None: it cannot be called.
-    pub(crate) unsafe fn of_caller(context: Arc<Context>, _handle: *mut c_void) -> Result<Self, Error> {
+    pub(crate) unsafe fn of_caller(
+        context: Arc<Context>,
+        _handle: *mut c_void,
+        _owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<Self, Error> {
         match context.0 {}
     }
 
@@ -193,6 +198,9 @@ impl EntryHandle {
     }
 }
 
+#[derive(Clone, Debug)]
+pub(crate) struct LoadedModule(Infallible);
+
 pub(crate) struct Modules(Infallible);
 
 impl Modules {
@@ -204,6 +212,20 @@ impl Modules {
         &self,
         _family: &'static str,
         _arch: Arch,
+        _name: &'static str,
+        _smem_bytes: u32,
+    ) -> Result<(EntryHandle, Resources), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn load(&self, _op: &'static str, _ptx: &str, _target: &str) -> Result<LoadedModule, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn entry_in(
+        &self,
+        _module: &LoadedModule,
+        _target: &str,
         _name: &'static str,
         _smem_bytes: u32,
     ) -> Result<(EntryHandle, Resources), Error> {

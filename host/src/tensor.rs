@@ -12,6 +12,8 @@ use crate::memory::Block;
 use crate::profile::Place;
 use crate::stream::Stream;
 
+#[cfg(feature = "ndarray")]
+mod arrays;
 mod constant;
 mod mirror;
 mod view;
@@ -205,6 +207,22 @@ impl Tensor {
             return Err(Error::invalid("Tensor::reshape", "shape", expected, format!("{shape:?}")));
         }
         self.shape = dims;
+        Ok(self)
+    }
+
+    /// The same tensor, which belongs to `stream` from here on. That one waits for the work that the tensor's stream
+    /// so far has now, and its memory is reused in that one's order.
+    ///
+    /// **Errors**: [`Error::Invalid`] for another device's stream, and those of [`Stream::wait_for`]; the tensor is
+    /// dropped then.
+    pub fn into_stream(mut self, stream: &Stream) -> Result<Self, Error> {
+        let (expected, got) = (self.place, stream.device().place());
+        if expected != got {
+            let of = |place| format!("a stream of {place}");
+            return Err(Error::invalid("Tensor::into_stream", "stream", of(expected), of(got)));
+        }
+        stream.queue().wait_for(self.block.queue())?;
+        self.give_to(stream);
         Ok(self)
     }
 

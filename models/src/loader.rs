@@ -45,6 +45,8 @@ pub(super) type Progress<'a> = &'a mut dyn FnMut(LoadProgress) -> ControlFlow<()
 
 /// Tells it. **Errors**: [`ModelError::Stopped`] if it does not go on.
 pub(super) fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) -> Result<(), Error> {
+    #[cfg(feature = "tracing")]
+    tracing::debug!(target: "warpforge", loaded_bytes, total_bytes, "loading");
     match progress(LoadProgress { loaded_bytes, total_bytes }) {
         ControlFlow::Continue(()) => Ok(()),
         ControlFlow::Break(()) => Err(ModelError::Stopped { loaded_bytes, total_bytes }.into()),

@@ -139,6 +139,11 @@ impl Model {
         quantise: Quantise,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Self, Error> {
+        #[cfg(feature = "tracing")]
+        let _span = {
+            let (device, dtype) = (device.describe(), dtype.name());
+            tracing::info_span!(target: "warpforge", "load_model", device, dtype, ?quantise).entered()
+        };
         let config = checkpoint.config().clone();
         check(&config, dtype)?;
         let part = match rank {
@@ -151,6 +156,13 @@ impl Model {
         stream.synchronize()?;
         let unused_tensors = checkpoint.unused_tensors();
         let report = LoadReport { unread_keys: config.unread_keys.clone(), unused_tensors };
+        #[cfg(feature = "tracing")]
+        tracing::info!(
+            target: "warpforge",
+            unread_keys = report.unread_keys.len(),
+            unused_tensors = report.unused_tensors.len(),
+            "loaded a model"
+        );
         Ok(Self { report: Arc::new(report), ..Self::new((device, rank), part, config, parts, dtype) })
     }
 
@@ -327,5 +339,61 @@ mod tests {
                 format!("loading was stopped after {} of {} bytes", last.loaded_bytes, last.total_bytes);
             assert_eq!(model.unwrap_err().to_string(), expected);
         }
+    }
+}
+
+#[cfg(all(test, feature = "tracing"))]
+mod trace {
+    use std::path::Path;
+    use std::sync::{Arc, Mutex};
+
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
+    use super::*;
+
+    /// Notes where spans begin and end, and events.
+    #[derive(Clone, Default)]
+    struct Notes(Arc<Mutex<Vec<String>>>);
+
+    impl Notes {
+        fn note(&self, what: &str) {
+            self.0.lock().unwrap().push(what.to_owned());
+        }
+    }
+
+    impl Subscriber for Notes {
+        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+            metadata.target() == "warpforge"
+        }
+        fn new_span(&self, span: &Attributes<'_>) -> Id {
+            self.note(span.metadata().name());
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            let has_bytes = event.metadata().fields().field("loaded_bytes").is_some();
+            self.note(if has_bytes { "progress" } else { "other" });
+        }
+        fn enter(&self, _: &Id) {
+            self.note("enter");
+        }
+        fn exit(&self, _: &Id) {
+            self.note("exit");
+        }
+    }
+
+    #[test]
+    fn a_load_is_a_span_with_its_progress() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/qwen3");
+        let (notes, mut told) = (Notes::default(), 0);
+        tracing::subscriber::with_default(notes.clone(), || {
+            Model::load(&Device::cpu(), &folder, DType::F32, &mut |_| told += 1).unwrap();
+        });
+        let notes = notes.0.lock().unwrap();
+        assert_eq!(notes[..2], ["load_model", "enter"]);
+        assert_eq!(notes.iter().filter(|note| *note == "progress").count(), told);
+        assert_eq!(notes[notes.len() - 2..], ["other", "exit"]);
     }
 }

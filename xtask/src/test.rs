@@ -67,6 +67,12 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let mut by_name = cargo(root, &[&["test"], &named[..], &["choices_by_name"]].concat());
     report.step("names by serde", || run_command(&mut by_name))?;
     report.optional("miri", miri::version(root), miri::tests(root))?;
+    let mut optional =
+        cargo(root, &["test", "--package", "warpforge-host", "--lib", "--package", "warpforge-models"]);
+    optional.args(["--features", "warpforge-host/ndarray,warpforge-models/tracing"]);
+    // Modules of tests.
+    optional.args(["--", "trace::", "arrays::"]);
+    report.step("tracing, ndarray", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
@@ -107,8 +113,16 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         };
         report
             .step("build without CUDA", || run_command(&mut without("check", &["--features", "models"])))?;
-        // What is in these for the CPU alone, or left out, no other step lints.
-        let linted = ["--package", "warpforge-host", "--package", "warpforge-models", "--features", "models"];
+        // What is in these for the CPU alone, or left out, no other step lints; nor what hears and exchanges for
+        // others.
+        let linted = [
+            "--package",
+            "warpforge-host",
+            "--package",
+            "warpforge-models",
+            "--features",
+            "models,tracing,ndarray",
+        ];
         let linted = without("clippy", &[&linted[..], &["--", "-D", "warnings"]].concat());
         report.optional("clippy without CUDA", component("clippy"), linted)?;
         report.step("build without models", || run_command(&mut without("check", &[])))?;

@@ -1,4 +1,6 @@
-//! A simulated card: `cuda_std`'s simulator as a device of `host`, with every kernel of this program.
+//! A simulated card: `cuda_std`'s simulator as a device of `host`, with every kernel of this program. Those of the
+//! operators are there with the feature `kernels`, those of another crate if the program names it (`use its_name as
+//! _;`).
 //!
 //! The order of threads and the moments of asynchronous operations come from a seed, which is made anew for each launch
 //! from what is launched: the same launch in another place of a test takes the same course. `WARPFORGE_SIM_SEED` gives
@@ -19,6 +21,7 @@ use host::simulator::{Launch, Param, Simulator, TensorMap, Tiled};
 use host::{DriverError, Place};
 
 // The kernels: a crate that is not named is not linked.
+#[cfg(feature = "kernels")]
 use gpu as _;
 
 use crate::strategies::Rng;
@@ -414,7 +417,7 @@ impl Card {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "kernels"))]
 #[allow(unsafe_code)]
 mod tests {
     use super::*;

@@ -1,136 +1,96 @@
-//! Softmax over the rows of a matrix, with a kernel of one's own in [Rust](../../kernels/src/lib.rs).
+//! Softmax over the rows of a matrix: an operator of one's own, with its kernel in [Rust](../../kernels/src/lib.rs), on
+//! warpforge's tensors and in its streams. It can be recorded into a graph like any other.
 //!
-//! What the host has to know of the kernel: what it computes, what it can be launched with, and how far its results may
-//! be from the exact ones. `tests/softmax.rs` holds it to that in the simulator and, where there is one, on a card.
-
-#[cfg(feature = "cuda")]
-pub mod card;
+//! `tests/softmax.rs` runs it on simulated cards and, where there is one, on a card.
 
 use half::bf16;
+use warpforge::module::{In, Module, Out};
+use warpforge::{Device, Element, Error, Function, Stream, TensorView, TensorViewMut};
 
-/// In which type the matrices are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DType {
-    /// 4 bytes.
-    F32,
-    /// 2 bytes.
-    Bf16,
+/// The kernels, by `build.rs`. The simulator finds them by their names and needs no text.
+const PTX: &str = {
+    #[cfg(feature = "cuda")]
+    {
+        include_str!(concat!(env!("OUT_DIR"), "/kernels.ptx"))
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        ""
+    }
+};
+
+/// A type of elements that there is a kernel for.
+pub trait Stored: Element {
+    /// The kernel's name.
+    const KERNEL: &'static str;
+    /// What rounding a result to this type may cost, relative to it; 0 for the type that is computed in.
+    const ROUNDING: f64;
 }
 
-impl DType {
-    /// The name of the type's kernel.
-    pub fn kernel(self) -> &'static str {
-        match self {
-            DType::F32 => "softmax_f32",
-            DType::Bf16 => "softmax_bf16",
-        }
-    }
-
-    /// The values' bytes, rounded to the nearest element.
-    pub fn encode(self, values: &[f32]) -> Vec<u8> {
-        match self {
-            DType::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-            DType::Bf16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
-        }
-    }
-
-    /// The values of elements.
-    pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
-        match self {
-            DType::F32 => bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect(),
-            DType::Bf16 => {
-                bytes.as_chunks().0.iter().map(|&bytes| bf16::from_le_bytes(bytes).to_f32()).collect()
-            }
-        }
-    }
+impl Stored for f32 {
+    const KERNEL: &'static str = "softmax_f32";
+    const ROUNDING: f64 = 0.0;
 }
 
-/// Why there is no such softmax.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Invalid {
-    /// No elements, or more than a grid or an index can take.
-    #[error("softmax of {rows} rows of {cols} elements: expected 1 to 2^31 - 1 of each")]
-    Shape {
-        /// Rows of the matrix.
-        rows: usize,
-        /// Elements of a row.
-        cols: usize,
-    },
-    /// The kernel takes the largest product for that of the largest element.
-    #[error("softmax with a scale of {0}: expected a positive number")]
-    Scale(f32),
-    /// The matrix has another number of elements.
-    #[error("softmax of {expected} elements, got {got}")]
-    Length {
-        /// Rows times columns.
-        expected: usize,
-        /// Elements of the input.
-        got: usize,
-    },
+impl Stored for bf16 {
+    const KERNEL: &'static str = "softmax_bf16";
+    const ROUNDING: f64 = 1.0 / 256.0;
 }
 
-/// `out[r, c] = exp(scale · x[r, c]) / Σ exp(scale · x[r, ·])` for row-major x and out without gaps.
+/// `out[r, c] = exp(scale · x[r, c]) / Σ exp(scale · x[r, ·])`, planned for a device.
 ///
 /// Arithmetic is in f32; the sum is that of each of 256 threads over its elements, then over the threads. Elements of
 /// -inf have probability 0; a row of nothing else gives NaN, as do rows with NaN or +inf.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Softmax {
+#[derive(Clone, Debug)]
+pub struct Softmax<T> {
+    /// `x`, `out`, columns, scale.
+    kernel: Function<(In<T>, Out<T>, u32, f32)>,
     rows: u32,
     cols: u32,
-    dtype: DType,
     scale: f32,
 }
 
-impl Softmax {
+impl<T: Stored> Softmax<T> {
     /// Threads of a block.
     pub const THREADS: u32 = 256;
     /// Shared memory of a block: a maximum and a sum of each of up to 32 warps.
     pub const SHARED_BYTES: u32 = 256;
 
-    /// Checks shape and scale.
-    pub fn new(rows: usize, cols: usize, dtype: DType, scale: f32) -> Result<Self, Invalid> {
+    /// Checks shape and scale, and loads the kernel.
+    pub fn plan(device: &Device, rows: usize, cols: usize, scale: f32) -> Result<Self, Error> {
         let count = |n: usize| u32::try_from(n).ok().filter(|n| (1..1 << 31).contains(n));
         let (Some(r), Some(c)) = (count(rows), count(cols)) else {
-            return Err(Invalid::Shape { rows, cols });
+            return Err(invalid("shape", "1 to 2^31 - 1 rows and columns", format!("{rows} × {cols}")));
         };
-        if scale > 0.0 && scale.is_finite() {
-            Ok(Softmax { rows: r, cols: c, dtype, scale })
-        } else {
-            Err(Invalid::Scale(scale))
+        // The kernel takes the product with the largest element for the largest product.
+        if !(scale > 0.0 && scale.is_finite()) {
+            return Err(invalid("scale", "a positive number", scale.to_string()));
         }
+        let kernel = Module::load(device, PTX)?.function_with(T::KERNEL, Self::SHARED_BYTES)?;
+        Ok(Softmax { kernel, rows: r, cols: c, scale })
     }
 
-    /// Rows of the matrix, a block each.
-    pub fn rows(&self) -> u32 {
-        self.rows
-    }
-
-    /// Elements of a row.
-    pub fn cols(&self) -> u32 {
-        self.cols
-    }
-
-    /// The type of the elements.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// What elements are multiplied by.
-    pub fn scale(&self) -> f32 {
-        self.scale
-    }
-
-    /// The matrix's bytes, if it has as many elements.
-    pub fn encode(&self, x: &[f32]) -> Result<Vec<u8>, Invalid> {
-        let expected = self.rows as usize * self.cols as usize;
-        if x.len() != expected {
-            return Err(Invalid::Length { expected, got: x.len() });
+    /// Enqueues the softmax of `x`, both without gaps between their elements.
+    pub fn run(&self, stream: &Stream, x: TensorView<'_>, out: TensorViewMut<'_>) -> Result<(), Error> {
+        let shape = [self.rows as usize, self.cols as usize];
+        let fits = |shape_of: &[usize], is_contiguous, address: u64| {
+            shape_of == shape && is_contiguous && address.is_multiple_of(16)
+        };
+        let expected = || format!("{shape:?} without gaps, from a multiple of 16 bytes on");
+        if !fits(x.shape(), x.is_contiguous(), x.address()) {
+            return Err(invalid("x", &expected(), format!("{x:?}")));
         }
-        Ok(self.dtype.encode(x))
+        if !fits(out.shape(), out.is_contiguous(), out.address()) {
+            return Err(invalid("out", &expected(), format!("{out:?}")));
+        }
+        let (grid, block) = ([self.rows, 1, 1], [Self::THREADS, 1, 1]);
+        // SAFETY: the kernel's parameters are those of `Function`; both tensors have `cols` elements for each of `rows`
+        // blocks and begin at multiples of 16 bytes, as checked; the blocks are of whole warps, with 256 bytes of
+        // shared memory. Types and devices are checked by `launch`.
+        unsafe { self.kernel.launch(stream, grid, block, (x, out, self.cols, self.scale)) }
     }
 
-    /// The largest error of `out` in multiples of what it may be, against f64: at most 1 if the kernel is right. `x`
-    /// holds the values that were stored.
+    /// The largest error of `out` in multiples of what it may be, against f64: at most 1 if the kernel is right.
     ///
     /// A probability p = exp(d) / sum may be off by the rounding of d and by `exp` (2 ulp + |d|·2^-23), by the sum's
     /// additions one after another in a thread and over the threads, by three more roundings, and by that to its type.
@@ -138,10 +98,6 @@ impl Softmax {
     pub fn error(&self, x: &[f32], out: &[f32]) -> f64 {
         let ulp = 2f64.powi(-23);
         let additions = f64::from(self.cols) / f64::from(Self::THREADS) + 18.0;
-        let stored = match self.dtype {
-            DType::F32 => 0.0,
-            DType::Bf16 => 2f64.powi(-8),
-        };
         let cols = self.cols as usize;
         let mut worst: f64 = 0.0;
         for (x, out) in x.chunks_exact(cols).zip(out.chunks_exact(cols)) {
@@ -152,8 +108,8 @@ impl Softmax {
                 let d = value - largest;
                 let exact = d.exp() / sum;
                 // A distance of -inf has the exact probability 0.
-                let bound =
-                    if exact > 0.0 { exact * (ulp * (6.0 - 2.0 * d + additions) + stored) } else { 0.0 };
+                let relative = ulp * (6.0 - 2.0 * d + additions) + T::ROUNDING;
+                let bound = if exact > 0.0 { exact * relative } else { 0.0 };
                 let error = (f64::from(got) - exact).abs() / (bound + f64::from(f32::MIN_POSITIVE));
                 // NaN is never right here, and `max` would drop it.
                 worst = if error.is_nan() { f64::INFINITY } else { worst.max(error) };
@@ -161,6 +117,10 @@ impl Softmax {
         }
         worst
     }
+}
+
+fn invalid(argument: &'static str, expected: &str, got: String) -> Error {
+    Error::Invalid { op: "softmax", argument, expected: expected.into(), got }
 }
 
 /// Values from -8 to 8 to try it with, the same each time.

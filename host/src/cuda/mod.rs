@@ -21,7 +21,7 @@ use crate::profile::{HardwareProfile, Place, TensorCores};
 use crate::tensor_map::{TensorMap, Tiled};
 
 pub(crate) use memory::DeviceMemory;
-pub(crate) use module::{EntryHandle, Modules};
+pub(crate) use module::{EntryHandle, LoadedModule, Modules};
 pub(crate) use peer::HostWord;
 pub(crate) use stream::{Event, Graph, LaunchFailure, Stream};
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use abi::Arch;
 use cuda_loader::driver::sys::{CUfunction, CUmodule};
@@ -10,9 +10,10 @@ use cuda_loader::driver::{self, FuncAttribute};
 
 use super::recording::NoRecording;
 use super::{Context, failed, primary};
-use crate::error::Error;
+use crate::error::{DriverError, Error};
 use crate::images::{Image, PtxModule, cubin_runs_on};
 use crate::profile::Resources;
+use crate::trace;
 
 /// A kernel's function, which its module keeps alive.
 #[derive(Clone, Debug)]
@@ -74,8 +75,8 @@ impl Drop for Module {
         // context, for whoever uses that next.
         let Some(_no_recording) = NoRecording::begin() else { return };
         if self.context.enter().is_ok() && primary::synchronize().is_ok() {
-            // SAFETY: loaded in Modules::module; every EntryHandle of it is gone, as each holds the Arc, no graph has
-            // its kernels, as each holds its device, and none of them is still queued.
+            // SAFETY: loaded in Modules::module or Modules::load; every EntryHandle of it is gone, as each holds the
+            // Arc, no graph has its kernels, as each holds its device, and none of them is still queued.
             let _ = unsafe { driver::module_unload(self.module) };
         }
     }
@@ -96,11 +97,17 @@ pub(crate) struct Modules {
     images: &'static [Image],
     /// By name and floor.
     loaded: Mutex<HashMap<(&'static str, Arch), Arc<Module>>>,
+    /// What is none of the build's.
+    own: Mutex<Vec<Arc<Module>>>,
 }
+
+/// PTX that a program has loaded itself.
+#[derive(Clone, Debug)]
+pub(crate) struct LoadedModule(Arc<Module>);
 
 impl Modules {
     pub(crate) fn new(context: Arc<Context>, images: &'static [Image]) -> Self {
-        Modules { context, images, loaded: Mutex::default() }
+        Modules { context, images, loaded: Mutex::default(), own: Mutex::default() }
     }
 
     pub(crate) fn entry(
@@ -111,12 +118,60 @@ impl Modules {
         smem_bytes: u32,
     ) -> Result<(EntryHandle, Resources), Error> {
         let module = self.module(family, arch, name)?;
-        let c_name =
-            CString::new(name).map_err(|_| Error::invalid(family, "entry", "a name without NUL", name))?;
-        // SAFETY: the module is live; `module` did enter the context.
-        let function = unsafe { driver::module_get_function(module.module, &c_name) }.map_err(|source| {
-            Error::Image { family, arch, log: format!("it has no entry {name}"), source: source.into() }
+        let refused = |source: DriverError| {
+            let log = format!("it has no entry {name}");
+            Error::Image { family, arch, log, source }
+        };
+        self.entry_of(module, family, name, smem_bytes, refused)
+    }
+
+    /// PTX that is no image of the build's. It stays loaded as long as the device is there, as graphs may have its
+    /// kernels.
+    pub(crate) fn load(&self, op: &'static str, ptx: &str, target: &str) -> Result<LoadedModule, Error> {
+        self.context.enter()?;
+        let driver_version = self.context.profile.driver.unwrap_or((0, 0));
+        let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(ptx);
+        let text =
+            CString::new(ptx).map_err(|_| Error::invalid(op, "ptx", "PTX text", "a NUL byte in it"))?;
+        let module = driver::module_load_data(&text).map_err(|error| {
+            let target = target.to_owned();
+            Error::Module { target, log: error.log, source: error.source.into() }
         })?;
+        let module = Arc::new(Module { module, overlaps, context: self.context.clone() });
+        self.own.lock().unwrap_or_else(PoisonError::into_inner).push(module.clone());
+        Ok(LoadedModule(module))
+    }
+
+    /// A kernel of such PTX.
+    pub(crate) fn entry_in(
+        &self,
+        module: &LoadedModule,
+        target: &str,
+        name: &'static str,
+        smem_bytes: u32,
+    ) -> Result<(EntryHandle, Resources), Error> {
+        self.context.enter()?;
+        let refused = |source: DriverError| {
+            let (target, log) = (target.to_owned(), format!("it has no entry {name}"));
+            Error::Module { target, log, source }
+        };
+        self.entry_of(module.0.clone(), "Module::function", name, smem_bytes, refused)
+    }
+
+    /// A kernel of a module, in whose context the thread is.
+    fn entry_of(
+        &self,
+        module: Arc<Module>,
+        op: &'static str,
+        name: &'static str,
+        smem_bytes: u32,
+        refused: impl Fn(DriverError) -> Error,
+    ) -> Result<(EntryHandle, Resources), Error> {
+        let c_name =
+            CString::new(name).map_err(|_| Error::invalid(op, "entry", "a name without NUL", name))?;
+        // SAFETY: the module is live; the caller did enter the context.
+        let function = unsafe { driver::module_get_function(module.module, &c_name) }
+            .map_err(|source| refused(source.into()))?;
         let get = |attribute| {
             // SAFETY: the module keeps the function alive.
             unsafe { driver::func_attribute(function, attribute) }.map_err(failed("cuFuncGetAttribute"))
@@ -168,7 +223,9 @@ impl Modules {
         image.check_driver(driver_version)?;
         let text = own.text()?;
         let overlaps = driver_version >= OVERLAP_DRIVER && all_kernels_wait(&text);
-        let module = match self.assembled(arch, &own)? {
+        let assembled = self.assembled(arch, &own)?;
+        trace::loaded(own.name, arch.name(), assembled.is_some());
+        let module = match assembled {
             Some(module) => module,
             None => {
                 let ptx = CString::new(text.into_owned())

@@ -29,10 +29,11 @@ pub(crate) struct Stream {
 type Held = Vec<Arc<dyn Any + Send + Sync>>;
 
 /// Who destroys a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 enum Owner {
     Library,
-    Caller,
+    /// Whoever made it; by this value where there is one, which is kept as long as the stream is used here.
+    Caller(#[expect(dead_code, reason = "it is there to be kept")] Option<Arc<dyn Any + Send + Sync>>),
 }
 
 // SAFETY: stream and event handles may be used from any thread whose current context is theirs — the driver's own rule;
@@ -56,14 +57,19 @@ impl Stream {
         }
     }
 
-    /// A stream of the caller's.
+    /// A stream of the caller's, and what is kept with it.
     ///
     /// # Safety
     /// The handle is live as long as the value, and of this context.
-    pub(crate) unsafe fn of_caller(context: Arc<Context>, handle: *mut c_void) -> Result<Self, Error> {
+    pub(crate) unsafe fn of_caller(
+        context: Arc<Context>,
+        handle: *mut c_void,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<Self, Error> {
         context.enter()?;
         let event = driver::event_create(driver::Timing::Disabled).map_err(failed("cuEventCreate"))?;
-        Ok(Stream { stream: handle.cast(), owner: Owner::Caller, event, context, held: Mutex::default() })
+        let owner = Owner::Caller(owner);
+        Ok(Stream { stream: handle.cast(), owner, event, context, held: Mutex::default() })
     }
 
     /// Whose stream it is. Devices of an ordinal share its primary context.
@@ -314,7 +320,7 @@ impl Drop for Stream {
         if self.context.enter().is_ok() {
             // SAFETY: made in `new` or `of_caller`, and ends here.
             let _ = unsafe { driver::event_destroy(self.event) };
-            if self.owner == Owner::Library {
+            if matches!(self.owner, Owner::Library) {
                 // SAFETY: made in `new`, and ends here.
                 let _ = unsafe { driver::stream_destroy(self.stream) };
             }

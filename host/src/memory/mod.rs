@@ -139,6 +139,11 @@ impl Block {
         Guarded { start: self.start, block_bytes: self.class, bytes: self.requested }
     }
 
+    /// In whose order the memory goes back.
+    pub(crate) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
     /// The memory goes back in this queue's order. Whoever used it before has been waited for by that queue.
     pub(crate) fn give_to(&mut self, queue: &Queue) {
         self.queue = queue.clone();

@@ -117,7 +117,7 @@ mod tests {
 
     use super::attention::{Attention, AttentionProblem, Mask, Scores};
     use super::glu::{Activation, Glu, GluProblem};
-    use super::matmul::{Bias, Epilogue, Matmul, MatmulProblem, Precision};
+    use super::matmul::{Matmul, MatmulProblem};
     use super::transpose::{Transpose, TransposeProblem};
     use crate::device::Device;
     use crate::error::Error;

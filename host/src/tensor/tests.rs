@@ -403,3 +403,15 @@ fn a_clone_is_its_own_and_a_shape_is_no_copy() -> Result<(), Error> {
     assert!(tensor.reshape(&[usize::MAX, 2]).is_err());
     Ok(())
 }
+
+/// The same memory, shape and elements in another stream.
+#[test]
+fn a_tensor_goes_to_another_stream() {
+    let device = Device::cpu();
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let tensor = Tensor::from_slice(&first, &[3, 1], &[1i32, 2, 3]).unwrap();
+    let address = tensor.view().address();
+    let tensor = tensor.into_stream(&second).unwrap();
+    assert_eq!((tensor.view().address(), tensor.shape()), (address, &[3, 1][..]));
+    assert_eq!(tensor.to_vec::<i32>(&second).unwrap(), [1, 2, 3]);
+}

@@ -1,6 +1,7 @@
 // A driver whose device is the host: memory is allocated, copied and filled, kernels do nothing, and work is done when it is enqueued.
 //
 // FAKE_FAIL=n: the call of number n, from 1 on, answers FAKE_CODE instead of doing anything; with FAKE_STICKY all later ones too.
+// FAKE_LOG: what orders streams is written to stderr, and copies within the device, frees in a stream, and the ends of streams.
 // FAKE_DEVICES=n: how many devices there are, 1 unless set.
 // A fake NCCL (crates/cuda_loader/tests/fake_nccl) makes a stream busy; what comes after that in the stream waits.
 // On stderr: the call that fails, and at the end how many there were.
@@ -12,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static int calls, fail_at, code, sticky;
+static int calls, fail_at, code, sticky, logs;
 static const char *last = "nothing";
 
 __attribute__((constructor)) static void begin(void) {
@@ -20,6 +21,7 @@ __attribute__((constructor)) static void begin(void) {
     fail_at = at ? atoi(at) : 0;
     code = with ? atoi(with) : 999;
     sticky = getenv("FAKE_STICKY") != NULL;
+    logs = getenv("FAKE_LOG") != NULL;
 }
 
 __attribute__((destructor)) static void end(void) { fprintf(stderr, "fake driver: %d calls\n", calls); }
@@ -32,6 +34,10 @@ static int fails(const char *name) {
     }
     last = name;
     return 0;
+}
+
+static void log_of(const char *name, const void *a, const void *b) {
+    if (logs) fprintf(stderr, "fake driver: %s %p %p\n", name, a, b);
 }
 
 // Begins a function of the driver.
@@ -85,6 +91,11 @@ CALL(cuMemAlloc_v2, uint64_t *address, size_t bytes)
     *address = (uint64_t)(uintptr_t)memory;
 DONE
 CALL(cuMemFree_v2, uint64_t address) free((void *)(uintptr_t)address); DONE
+CALL(cuMemAllocAsync, uint64_t *address, size_t bytes, Stream *stream) (void)stream; return cuMemAlloc_v2(address, bytes); DONE
+CALL(cuMemFreeAsync, uint64_t address, Stream *stream)
+    log_of("free", (void *)(uintptr_t)address, stream);
+    free((void *)(uintptr_t)address);
+DONE
 CALL(cuMemGetInfo_v2, size_t *available, size_t *total) *available = 1 << 29; *total = 1 << 30; DONE
 CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **data, uint64_t address)
     (void)count; (void)attributes; (void)address;
@@ -92,13 +103,13 @@ CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **data, uint6
 DONE
 
 CALL(cuStreamCreate, Stream **stream, unsigned flags) (void)flags; *stream = calloc(1, sizeof **stream); DONE
-CALL(cuStreamDestroy_v2, Stream *stream) free(stream); DONE
+CALL(cuStreamDestroy_v2, Stream *stream) log_of("destroy", stream, NULL); free(stream); DONE
 CALL(cuStreamSynchronize, Stream *stream) wait_for(stream); DONE
 CALL(cuStreamQuery, Stream *stream) if (is_busy(stream)) return 600; DONE
-CALL(cuStreamWaitEvent, Stream *stream, void *event, unsigned flags) (void)stream; (void)event; (void)flags; DONE
+CALL(cuStreamWaitEvent, Stream *stream, void *event, unsigned flags) (void)flags; log_of("wait", stream, event); DONE
 CALL(cuEventCreate, void **event, unsigned flags) (void)flags; *event = malloc(1); DONE
 CALL(cuEventDestroy_v2, void *event) free(event); DONE
-CALL(cuEventRecord, void *event, Stream *stream) (void)event; (void)stream; DONE
+CALL(cuEventRecord, void *event, Stream *stream) log_of("record", stream, event); DONE
 CALL(cuEventQuery, void *event) (void)event; DONE
 CALL(cuEventSynchronize, void *event) (void)event; DONE
 CALL(cuEventElapsedTime, float *ms, void *start, void *end) (void)start; (void)end; *ms = 1; DONE
@@ -113,6 +124,7 @@ CALL(cuMemcpyDtoHAsync_v2, void *to, uint64_t from, size_t bytes, Stream *stream
 DONE
 CALL(cuMemcpyDtoDAsync_v2, uint64_t to, uint64_t from, size_t bytes, Stream *stream)
     wait_for(stream);
+    log_of("copy", stream, NULL);
     if (!stream->is_capturing) memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
 DONE
 CALL(cuMemsetD8Async, uint64_t to, unsigned char value, size_t bytes, Stream *stream)

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use host::module::{Module, Out};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use host::{Arch, DType, Device, Error, Fallback, Image, Ptx, Stream, Tensor, TensorViewMut};
 
@@ -41,6 +42,10 @@ static IMAGES: &[Image] = &[Image {
     ptx: Ptx::Text(".version 6.3\n.target sm_61\n.address_size 64\n.visible .entry k() { ret; }\n"),
 }];
 
+/// PTX of one's own, whose kernel does nothing either.
+const OWN: &str = ".version 6.3\n.target sm_61\n.address_size 64\n\
+    .visible .entry own(.param .u64 own_param_0, .param .u32 own_param_1) { ret; }\n";
+
 /// The program: everything that a library's user does with a card, in two streams, then all is dropped.
 fn program() -> Result<(), Error> {
     // SAFETY: the fake driver's kernels do nothing.
@@ -65,6 +70,20 @@ fn program() -> Result<(), Error> {
     };
     run(&mut b, &stream)?;
 
+    let module = Module::load(&device, OWN)?;
+    let own = module.function::<(Out<f32>, u32)>("own")?;
+    assert_eq!(own.resources().map(|resources| resources.registers), Some(32));
+    let error = module.function::<(Out<f32>, u64)>("own").unwrap_err().to_string();
+    assert_eq!(error, "own: parameters: expected parameters of [8, 4] bytes, got [8, 8]");
+    let error = module.function::<(u32,)>("k").unwrap_err().to_string();
+    assert_eq!(error, "Module::function: name: expected one of [\"own\"], got k");
+    // SAFETY: the fake driver's kernels do nothing.
+    let launch = |stream: &Stream, b: &mut Tensor| unsafe {
+        own.launch(stream, [4, 1, 1], [64, 1, 1], (b.view_mut(), 4))
+    };
+    launch(&stream, &mut b)?;
+    drop(module);
+
     let (start, end) = (stream.record()?, stream.record()?);
     assert_eq!((end.elapsed_ms(&start)?, end.query()?), (1.0, true));
     let graph = stream.capture(|stream| {
@@ -72,6 +91,7 @@ fn program() -> Result<(), Error> {
         assert!(!end.query()?);
         stream.wait_for(&other)?;
         b.view_mut().fill_zero(stream)?;
+        launch(stream, &mut b)?;
         run(&mut b, stream)
     })?;
     // SAFETY: the tensors and the plan are there until the stream has been waited for.

@@ -396,9 +396,9 @@ pub(crate) fn tensor_clocks(
 mod tests {
     use abi::Arch;
 
-    use super::super::{Act, Activation, Bias, Epilogue, RowNorm};
-    use crate::ops::rmsnorm::NormWeight;
+    use super::super::{Act, Activation, Epilogue, RowNorm};
     use super::*;
+    use crate::ops::rmsnorm::NormWeight;
 
     const H200: DeviceLimits =
         DeviceLimits { floor: Arch::Sm61, num_sms: 132, smem_per_block_bytes: 48 << 10 };
@@ -454,7 +454,8 @@ mod tests {
             assert_eq!((ahead(&hopper, &of_f32), ahead(&H200, &problem)), (None, None));
         }
         let act = Act::Gated(Activation::Silu);
-        let gated = MatmulProblem { epilogue: Epilogue::of(act), ..MatmulProblem::new(1, 3072, 1024, DType::F16) };
+        let gated =
+            MatmulProblem { epilogue: Epilogue::of(act), ..MatmulProblem::new(1, 3072, 1024, DType::F16) };
         assert_eq!(ahead(&hopper, &gated).map(|variant| variant.entry), Some("matmul_f16__ahead__sm90a"));
     }
 
