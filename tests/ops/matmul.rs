@@ -25,7 +25,8 @@ use case::*;
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
     let plain = abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry));
-    every_kernel_of(plain, case(), |case| 16 * case.work(), run_variants)
+    let cases = prop_oneof![3 => case(), 1 => normed_row()];
+    every_kernel_of(plain, cases, |case| 16 * case.work(), run_variants)
 }
 
 proptest! {
@@ -73,6 +74,7 @@ proptest! {
                 expected.check(plan.report().variant, &got, &case.problem)?;
             }
         }
+        run_variants(&on.cards(), &case, EVERY)?;
     }
 
     /// Several products at once, stacked or with their rows in turns.
@@ -360,7 +362,7 @@ fn constants_are_read_ahead() -> Result<(), Error> {
         let card = Arc::new(Card::new(Arch::Sm90a));
         let device = Device::simulated(card.clone())?;
         let stream = device.stream()?;
-        let (n, k) = (70, 1016);
+        let (n, k) = (1056, 256);
         let a = Tensor::from_slice(&stream, &[1, k], &values(k, 7))?;
         let b = Tensor::from_slice(
             &stream,

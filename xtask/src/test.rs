@@ -62,17 +62,14 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         tests.env("REQUIRE_DEVICE_TOOLCHAIN", "1");
     }
     report.step("tests", || run_command(&mut tests))?;
-    // No package of the workspace asks for the feature.
-    let named = ["--package", "warpforge", "--lib", "--no-default-features", "--features", "serde"];
-    let mut by_name = cargo(root, &[&["test"], &named[..], &["choices_by_name"]].concat());
-    report.step("names by serde", || run_command(&mut by_name))?;
     report.optional("miri", miri::version(root), miri::tests(root))?;
-    let mut optional =
-        cargo(root, &["test", "--package", "warpforge-host", "--lib", "--package", "warpforge-models"]);
-    optional.args(["--features", "warpforge-host/ndarray,warpforge-models/tracing"]);
-    // Modules of tests.
-    optional.args(["--", "trace::", "arrays::"]);
-    report.step("tracing, ndarray", || run_command(&mut optional))?;
+    // No package of the workspace asks for these features: together, since each would compile the crates once more.
+    let packages = ["--package", "warpforge", "--package", "warpforge-host", "--package", "warpforge-models"];
+    let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
+    optional.args(["--features", "warpforge/serde,warpforge-host/ndarray,warpforge-models/tracing"]);
+    // Modules of tests, and a test.
+    optional.args(["--", "choices_by_name", "trace::", "arrays::"]);
+    report.step("serde, tracing, ndarray", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =

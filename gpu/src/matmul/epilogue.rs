@@ -294,44 +294,40 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         }
     }
 
-    /// What [`Self::element_of`] adds to an element: the bias of its column of b, and of the next one if the product is
-    /// gated, and the residual.
+    /// The residual that [`Self::element_of`] adds; 0 if there is none.
     ///
     /// # Safety
-    /// - The row and column exist; tensors *in-bounds* for `dims`.
+    /// - The row and column of b exist; the residual *in-bounds* for `dims`.
     #[cfg(not(lacks_dependent_launch))]
     #[inline(always)]
-    pub unsafe fn added(&self, row: u32, col: u32) -> [f32; 3] {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let [bias, next] = if self.is_gated() { self.bias(col) } else { [self.bias::<1>(col)[0], 0.0] };
-            let col = if self.is_gated() { col / 2 } else { col };
-            let residual = match self.has_residual() {
-                true => global::load(self.residual_row(row).add(col as usize)).to_f32(),
-                false => 0.0,
-            };
-            [bias, next, residual]
+    pub unsafe fn residual_of(&self, row: u32, col: u32) -> f32 {
+        let col = if self.is_gated() { col / 2 } else { col };
+        match self.has_residual() {
+            // SAFETY: the caller's promise.
+            true => unsafe { global::load(self.residual_row(row).add(col as usize)) }.to_f32(),
+            false => 0.0,
         }
     }
 
-    /// As [`Self::element`], given what is added.
+    /// As [`Self::element`], given the residual.
     ///
     /// # Safety
-    /// - The row and column exist; out *in-bounds* for `dims`; *exclusive*: the element is this thread's.
+    /// - As [`Self::element`].
     #[cfg(not(lacks_dependent_launch))]
     #[inline(always)]
-    pub unsafe fn element_of(&self, row: u32, col: u32, [sum, next]: [f32; 2], added: [f32; 3]) {
-        let [bias, bias_of_next, residual] = added;
-        let (mut value, col) = if self.is_gated() {
-            (self.values([sum, next], &[bias, bias_of_next])[0], col / 2)
-        } else {
-            (self.values([sum], &[bias])[0], col)
-        };
-        if self.has_residual() {
-            value += residual;
-        }
+    pub unsafe fn element_of(&self, row: u32, col: u32, [sum, next]: [f32; 2], residual: f32) {
         // SAFETY: the caller's promise.
-        unsafe { global::store(self.out_row(row).add(col as usize), O::from_f32(value)) };
+        unsafe {
+            let (mut value, col) = if self.is_gated() {
+                (self.values([sum, next], &self.bias(col))[0], col / 2)
+            } else {
+                (self.values([sum], &self.bias(col))[0], col)
+            };
+            if self.has_residual() {
+                value += residual;
+            }
+            global::store(self.out_row(row).add(col as usize), O::from_f32(value));
+        }
     }
 
     /// Finishes four neighbouring columns of b, of this bias, as far as they exist.

@@ -161,7 +161,7 @@ pub enum MatmulTile {
         /// Pieces of each row of b that a lane has in flight.
         unroll: u32,
     },
-    /// Hopper, for one row and constant b: as `Gemv`, with the first loads of b ahead of the wait for the kernel before,
+    /// Hopper, for one row and constant b: as `Gemv`, with the first loads of b before the wait for the kernel ahead,
     /// and perhaps a norm of the row.
     Ahead {
         /// Columns of a warp.

@@ -227,8 +227,8 @@ macro_rules! ahead_entries {
                     x.b_row(),
                     x.dims,
                     end.is_gated(),
-                    |col| end.added(0, col),
-                    |col, sums, added| end.element_of(0, col, sums, added),
+                    |col| end.residual_of(0, col),
+                    |col, sums, residual| end.element_of(0, col, sums, residual),
                 )
             }
         })*
