@@ -144,8 +144,8 @@ impl<T: Operand + Element> Row<'_, T> {
             });
             square
         };
-        // SAFETY: all threads take part, with a barrier between the two sums, and what they read and write of the row is
-        // their own — the caller.
+        // SAFETY: all threads take part, with a barrier between the two sums, and what they read and write of the row
+        // is their own — the caller.
         unsafe {
             let mut mean = math::fma(block_sum_f32(square_of_pieces(1.0)), inv_cols, eps);
             let factor = range::factor(mean);
@@ -172,8 +172,8 @@ impl<T: Operand + Element> Row<'_, T> {
 }
 
 /// Calls `finish(col, [sum, next], added)` for every column of the block's stretch, as
-/// [`few_rows_simt::multiply`](super::few_rows_simt::multiply) does. `added` is what
-/// `prepare(col)` has given, before the sum was there.
+/// [`few_rows_simt::multiply`](super::few_rows_simt::multiply) does. `added` is what `prepare(col)` has given, before
+/// the sum was there.
 ///
 /// # Safety
 /// - *converged*: all 256 threads of the block.

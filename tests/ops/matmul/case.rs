@@ -426,16 +426,12 @@ impl Expected {
     ) -> Result<(), TestCaseError> {
         // A multiplication, an addition, six operations of an activation and two behind it.
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
-        // An element of a normed row may be rounded the other way.
-        let roundings = match (problem.norm, problem.dtype) {
-            (None, _) => 0,
-            (Some(_), DType::BF16) => 1 << 16,
-            (Some(_), _) => 1 << 13,
-        };
         let tolerance = Tolerance {
+            // An element of a normed row may be rounded the other way.
+            terms: problem.norm.map(|_| problem.dtype),
             on_the_way: Some(&self.sums),
             activated: (problem.epilogue.act != Act::None).then_some(&self.added),
-            ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps + roundings)
+            ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps)
         };
         check(what, got, &self.want, &self.naive, &tolerance)
     }

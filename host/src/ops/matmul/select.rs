@@ -428,8 +428,8 @@ mod tests {
         }
     }
 
-    /// One row reads its weights ahead where they are on their way before the wait, and no more or fewer blocks than suit
-    /// the card.
+    /// One row reads its weights ahead where they are on their way before the wait, and no more or fewer blocks than
+    /// suit the card.
     #[test]
     fn what_is_read_ahead() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, ..H200 };
