@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpforge::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
+use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
 use warpforge::ops::matmul_i8::{MatmulI8, MatmulI8Args, MatmulI8Problem};
 use warpforge::{DType, Tensor};
 

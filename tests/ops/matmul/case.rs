@@ -117,20 +117,21 @@ pub(super) fn aligned() -> impl Strategy<Value = Case> {
     )
 }
 
-/// One row that is normed before it is multiplied.
+/// One row that is normed before it is multiplied: no element is so large that it could be rounded the other way without
+/// leaving the naive error far behind.
 pub(super) fn normed_row() -> impl Strategy<Value = Case> {
-    let sizes = (dims_from(1, &[8, 16, 64], 200), prop_oneof![4 => 1usize..140, 1 => 500usize..513]);
+    let sizes = (dims_from(1, &[8, 16, 64], 200), prop_oneof![4 => 16usize..140, 1 => 500usize..513]);
     let norm = (
         prop_oneof![Just(1e-6f32), Just(0.5)],
         prop_oneof![Just(NormWeight::Plain), Just(NormWeight::ZeroCentred)],
     );
     let types = prop_oneof![Just(DType::BF16), Just(DType::F16)];
     let ends = (bias(), epilogue());
-    (types, sizes, norm, ends, finite_values(), any::<u64>()).prop_map(
-        |(dtype, (n, k), (eps, weight), (bias, epilogue), kind, seed)| {
+    (types, sizes, norm, ends, any::<u64>()).prop_map(
+        |(dtype, (n, k), (eps, weight), (bias, epilogue), seed)| {
             let problem = drawn([1, n, 8 * k], (dtype, dtype), (bias, epilogue), seed);
             let norm = Some(RowNorm { eps, weight });
-            Case { kind, ..contiguous(MatmulProblem { norm, ..problem }, seed) }
+            contiguous(MatmulProblem { norm, ..problem }, seed)
         },
     )
 }
@@ -368,14 +369,12 @@ impl Expected {
         let &MatmulProblem { m, n, k, out_dtype, precision, ref epilogue, .. } = problem;
         let sizes = [m, n, k];
         let Inputs { a, b, gain, bias, residual } = inputs;
-        // Rounded as a norm before the product would: what that errs is its own test's business.
-        let normed = match (gain, &problem.norm) {
-            (Some(gain), Some(norm)) => {
-                Some(reference::normed::<f64>(a, gain, norm, |value| round_to(problem.dtype, value)))
-            }
-            _ => None,
+        // The naive computation rounds the row behind its norm.
+        let normed = |store: &dyn Fn(f64) -> f64| match (gain, &problem.norm) {
+            (Some(gain), Some(norm)) => reference::normed::<f64>(a, gain, norm, store),
+            _ => a.clone(),
         };
-        let a = normed.as_ref().unwrap_or(a);
+        let (a, rounded) = (&normed(&|value| value), &normed(&|value| round_to(problem.dtype, value)));
         let (bias, residual) = (bias.as_deref(), residual.as_deref());
         // What tf32 takes of an f32.
         let lost = if precision == Precision::Tf32 { 13 } else { 0 };
@@ -406,7 +405,7 @@ impl Expected {
             sums: terms.iter().enumerate().map(largest).collect(),
             want: reference::fused::<f64>((a, b), bias, residual, sizes, epilogue, |v| v),
             naive: reference::fused::<f32>(
-                (&cut(a), &cut(b)),
+                (&cut(rounded), &cut(b)),
                 bias,
                 residual,
                 sizes,
@@ -427,8 +426,6 @@ impl Expected {
         // A multiplication, an addition, six operations of an activation and two behind it.
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
         let tolerance = Tolerance {
-            // An element of a normed row may be rounded the other way.
-            terms: problem.norm.map(|_| problem.dtype),
             on_the_way: Some(&self.sums),
             activated: (problem.epilogue.act != Act::None).then_some(&self.added),
             ..Tolerance::new(problem.out_dtype, Scale::Given(&self.terms), problem.k + steps)

@@ -274,8 +274,8 @@ impl Views for Residual<'_> {
 /// With a [`RowNorm`] the row of a is normed first, a decode step's norm and product in one launch: of one row, with a
 /// plain b. A card does it from Hopper on, for f16 and bf16, where b is small enough to be loaded whole before the
 /// kernel ahead has ended (Qwen3-0.6B's layers: 1024 × 6144), and takes b and the gain as
-/// [constants](crate::Constant) at multiples of 16 bytes; the CPU does it in any case. `supports` says so; [`RmsNorm`](crate::ops::rmsnorm::RmsNorm)
-/// before the product is for all else.
+/// [constants](crate::Constant) at multiples of 16 bytes; the CPU does it in any case. `supports` says so;
+/// [`RmsNorm`](crate::ops::rmsnorm::RmsNorm) before the product is for all else.
 ///
 /// An empty sum (k = 0) is 0. Several products of the same size are one run: `out[p] = a[p] · b[p]ᵀ` for every p.
 ///
