@@ -417,7 +417,7 @@ fn far_rows_are_normed() -> Result<(), Error> {
             Constant::new(Tensor::from_slice(&stream, shape, &values)?, &stream)
         };
         let (b, gain) = (constant(&[n, k], 7)?, constant(&[k], 5)?);
-        let mut normed = |exponent: i32| {
+        let normed = |exponent: i32| {
             let row: Vec<bf16> = values(k, 11).map(|x| bf16::from_f32(x * 2f32.powi(exponent))).collect();
             let a = Tensor::from_slice(&stream, &[1, k], &row)?;
             let mut out = Tensor::empty(&stream, &[1, n], DType::BF16)?;
