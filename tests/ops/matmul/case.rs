@@ -117,8 +117,8 @@ pub(super) fn aligned() -> impl Strategy<Value = Case> {
     )
 }
 
-/// One row that is normed before it is multiplied. No element is so large that one which is rounded the other way leaves
-/// the naive error behind.
+/// One row that is normed before it is multiplied. No element is so large that one which is rounded the other way
+/// leaves the naive error behind.
 pub(super) fn normed_row() -> impl Strategy<Value = Case> {
     let sizes = (dims_from(1, &[8, 16, 64], 200), prop_oneof![4 => 16usize..140, 1 => 500usize..513]);
     let norm = (
