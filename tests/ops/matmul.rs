@@ -13,7 +13,9 @@ use half::bf16;
 use proptest::prelude::*;
 use testkit::simulator::Card;
 use warpforge::ops::glu::Activation;
-use warpforge::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, RowNorm, reference};
+use warpforge::ops::matmul::{
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulProblem, Precision, RowNorm, reference,
+};
 use warpforge::ops::rmsnorm::NormWeight;
 use warpforge::{Arch, Constant, DType, Device, Error, Tensor, TensorView};
 

@@ -261,7 +261,11 @@ impl Planned {
         Ok(Planned { device: device.clone(), problem, backend })
     }
 
-    pub(super) fn with_packed(device: &Device, problem: MatmulProblem, choices: PackedChoices) -> Result<Self, Error> {
+    pub(super) fn with_packed(
+        device: &Device,
+        problem: MatmulProblem,
+        choices: PackedChoices,
+    ) -> Result<Self, Error> {
         let backend = Backend::Packed(Box::new(PackedKernels::new(device, &problem, choices)?));
         Ok(Planned { device: device.clone(), problem, backend })
     }
