@@ -456,7 +456,7 @@ impl Session {
     }
 
     /// Like [`Self::decode`], showing inner tensors to `observe`. Such a step is never a recorded one, so it takes
-    /// longer on a card.
+    /// longer on a card; and there its norms and sums are launches of their own, so last bits may differ.
     pub fn decode_with(&mut self, ids: &[u32], observe: &mut Observer<'_>) -> Result<LogitRows<'_>, Error> {
         self.decode_step(ids, Some(observe))
     }
