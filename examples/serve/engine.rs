@@ -8,8 +8,8 @@ use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, Model, NgramDraft, RequestId,
-    RowSampling, Scheduler, TokenLogprobs,
+    BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, Model, ModelDraft,
+    NgramDraft, RequestId, RowSampling, Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures, SamplingParams};
 
@@ -49,6 +49,14 @@ pub enum Finish {
     /// The model has ended the text, with a token that counts.
     Stop,
     Length,
+}
+
+/// Where drafts come from.
+#[derive(Debug)]
+pub enum Drafts {
+    /// What the text has repeated before.
+    Ngrams(NgramDraft),
+    Model(Box<ModelDraft>),
 }
 
 /// Why a request is not taken.
@@ -94,6 +102,21 @@ struct Active {
     written: usize,
 }
 
+impl Active {
+    /// What the token behind so many drafts is chosen by.
+    fn params(&self, drafted: usize) -> SamplingParams {
+        let Request { prompt, sampling, .. } = &self.request;
+        let (step, prompt_len) = ((self.written + drafted) as u64, prompt.len() as u32);
+        SamplingParams { step, prompt_len, ..*sampling }
+    }
+
+    /// How it is drafted for: no more than it will write before its last token.
+    fn to_draft(&self, id: RequestId) -> DraftRequest<'_> {
+        let most = (self.request.max_tokens - self.written).saturating_sub(1);
+        DraftRequest { id, most, params: self.params(0), bias: &self.request.bias }
+    }
+}
+
 /// The way to the engine. When all of them are gone it ends what it has, and stops.
 #[derive(Clone, Debug)]
 pub struct Engine {
@@ -104,29 +127,33 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// What requests may ask for in a batch of this capacity.
+    pub fn features(capacity: usize) -> SamplingFeatures {
+        SamplingFeatures {
+            typical_p: true,
+            history: capacity,
+            bias: MAX_BIAS,
+            logprobs: Some(MAX_TOP_LOGPROBS),
+            ..SamplingFeatures::DRAWS
+        }
+    }
+
     /// Starts it with a batch of the model; `queue` requests wait at most.
     pub fn start(
         model: &Model,
         options: BatchOptions,
         queue: usize,
-        draft: NgramDraft,
+        drafts: Drafts,
     ) -> Result<(Self, JoinHandle<()>), Failure> {
         let batch = model.batch(options)?;
-        let features = SamplingFeatures {
-            typical_p: true,
-            history: options.capacity,
-            bias: MAX_BIAS,
-            logprobs: Some(MAX_TOP_LOGPROBS),
-            ..SamplingFeatures::DRAWS
-        };
-        let sampler = BatchSampler::new(&batch, features)?;
+        let sampler = BatchSampler::new(&batch, Self::features(options.capacity))?;
         let scheduler = Scheduler::new(batch);
         let (messages, receiver) = unbounded_channel();
         let counts = Arc::new(Mutex::new(Counts { batch: scheduler.batch().stats(), ..Counts::default() }));
         let places = Arc::new(Semaphore::new(options.max_sequences.saturating_add(queue)));
         let end_tokens = model.config().eos_token_ids.clone();
         let engine = Engine { messages, places, counts: counts.clone() };
-        let work = Worker { scheduler, sampler, draft, end_tokens, active: BTreeMap::new(), counts };
+        let work = Worker { scheduler, sampler, drafts, end_tokens, active: BTreeMap::new(), counts };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(move || work.run(receiver))?;
         Ok((engine, thread))
     }
@@ -163,7 +190,7 @@ fn lock(counts: &Mutex<Counts>) -> MutexGuard<'_, Counts> {
 struct Worker {
     scheduler: Scheduler,
     sampler: BatchSampler,
-    draft: NgramDraft,
+    drafts: Drafts,
     end_tokens: Vec<u32>,
     active: BTreeMap<RequestId, Active>,
     counts: Arc<Mutex<Counts>>,
@@ -240,16 +267,12 @@ impl Worker {
         let mut rows = Vec::new();
         for (id, places) in &requests {
             let Some(own) = self.active.get(id) else { continue };
-            let Request { prompt, sampling, bias, logprobs, .. } = &own.request;
+            let Request { bias, logprobs, .. } = &own.request;
             let tokens = self.scheduler.tokens(*id)?;
             // Without the drafts, which are known behind each of their rows.
             let known = tokens.len() + 1 - places.len();
             for (drafted, row) in places.clone().enumerate() {
-                let params = SamplingParams {
-                    step: (own.written + drafted) as u64,
-                    prompt_len: prompt.len() as u32,
-                    ..*sampling
-                };
+                let params = own.params(drafted);
                 let history = &tokens[..known + drafted];
                 rows.push(RowSampling { row, params, history, bias, allowed: None, logprobs: *logprobs });
             }
@@ -261,6 +284,11 @@ impl Worker {
                 let chosen: Vec<ChosenToken> = chosen.by_ref().take(places.len()).collect();
                 self.write(id, chosen);
             }
+        }
+        if let Drafts::Model(draft) = &mut self.drafts {
+            let running = self.active.iter().filter(|(_, own)| own.written > 0);
+            let requests: Vec<_> = running.map(|(&id, own)| own.to_draft(id)).collect();
+            draft.draft(&mut self.scheduler, &requests)?;
         }
         Ok(())
     }
@@ -287,12 +315,12 @@ impl Worker {
                 return;
             }
         }
-        let Some(own) = self.active.get(&id) else { return };
-        let most = self.draft.tokens.min(own.request.max_tokens - own.written - 1);
+        let (Some(own), Drafts::Ngrams(draft)) = (self.active.get(&id), &self.drafts) else { return };
+        let most = draft.tokens.min(own.to_draft(id).most);
         if most > 0
             && let Ok(tokens) = self.scheduler.tokens(id)
         {
-            let drafts = NgramDraft { tokens: most, ..self.draft }.draft(tokens).to_vec();
+            let drafts = NgramDraft { tokens: most, ..*draft }.draft(tokens).to_vec();
             // One that cannot be drafted is chosen as any other.
             let _ = self.scheduler.draft(id, &drafts);
         }

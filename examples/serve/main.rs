@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use engine::Engine;
+use engine::{Drafts, Engine};
 use http::Served;
 use options::Options;
 use output::{Failure, note};
@@ -29,10 +29,13 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use warpforge::DType;
-use warpforge::models::{BatchOptions, Model, ModelConfig, NgramDraft};
+use warpforge::models::{BatchOptions, Model, ModelConfig, ModelDraft, NgramDraft};
 
 /// What clients have to read the end in, after requests were cancelled.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// Tokens that a draft model drafts unless --draft says otherwise.
+const DRAFT: usize = 4;
 
 fn main() -> ExitCode {
     output::end("serve", run(&Options::parse()).map(|()| ExitCode::SUCCESS))
@@ -96,6 +99,10 @@ async fn serve(
 /// Everything but the server: whatever is wrong with the arguments comes before minutes of loading.
 fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>), Failure> {
     let config = ModelConfig::from_dir(&options.model)?;
+    if let Some(folder) = &options.draft_model {
+        ModelDraft::check(&ModelConfig::from_dir(folder)?, &config)
+            .map_err(|error| format!("--draft-model {}: {error}", folder.display()))?;
+    }
     let device = options.device.open()?;
     let own = if device.limits().is_some() { config.dtype.unwrap_or(DType::BF16) } else { DType::F32 };
     let dtype = options.dtype.unwrap_or(own);
@@ -118,7 +125,8 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
         ..BatchOptions::default()
     };
     // Drafts have rows of their own, for as many sequences as a step has several tokens of.
-    let drafts = options.draft.saturating_mul(batch.max_prompts.min(options.sequences));
+    let draft = options.draft.unwrap_or(if options.draft_model.is_some() { DRAFT } else { 0 });
+    let drafts = draft.saturating_mul(batch.max_prompts.min(options.sequences));
     let batch = BatchOptions { max_logits: options.sequences.saturating_add(drafts), ..batch };
     let batch = batch.with_cache_bytes(&config, dtype, options.cache_mib.saturating_mul(1 << 20));
     batch.check().map_err(|error| {
@@ -135,7 +143,14 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
     if template.is_none() {
         note(format_args!("no chat template: /v1/chat/completions has nothing to make a prompt with"));
     }
-    let draft = NgramDraft { tokens: options.draft, ..NgramDraft::default() };
-    let (engine, thread) = Engine::start(&model, batch, options.queue, draft)?;
+    let drafts = match &options.draft_model {
+        None => Drafts::Ngrams(NgramDraft { tokens: draft, ..NgramDraft::default() }),
+        Some(folder) => {
+            let smaller = Model::load(&device, folder, dtype, &mut |_| {})?;
+            let features = Engine::features(capacity);
+            Drafts::Model(Box::new(ModelDraft::new(smaller.batch(batch)?, &model, features, draft)?))
+        }
+    };
+    let (engine, thread) = Engine::start(&model, batch, options.queue, drafts)?;
     Ok((Arc::new(Served::new(name, config, codec, template, capacity, engine)), thread))
 }

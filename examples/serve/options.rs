@@ -41,10 +41,15 @@ pub struct Options {
     /// Tokens of a forward pass: longer ones read prompts faster, shorter ones keep answers fluent.
     #[arg(long, default_value_t = 512)]
     pub step_tokens: usize,
-    /// Tokens that are drafted from what the text has repeated before, and verified in one pass. 0: none. What is
-    /// written does not depend on it but for rounding; answers that quote their prompts come sooner.
-    #[arg(long, default_value_t = 0)]
-    pub draft: usize,
+    /// Tokens that are drafted, and verified in one pass; 0: none. Without --draft-model they are what the text has
+    /// repeated before, so that answers that quote their prompts come sooner. What is written does not depend on it but
+    /// for rounding. Default: 0, with --draft-model 4.
+    #[arg(long)]
+    pub draft: Option<usize>,
+    /// Folder or GGUF file of a smaller model with the same tokens, which drafts. Its caches take memory besides, for
+    /// as many tokens as the model's.
+    #[arg(long)]
+    pub draft_model: Option<PathBuf>,
     /// Most memory for the caches, in MiB.
     #[arg(long, default_value_t = 4096)]
     pub cache_mib: usize,

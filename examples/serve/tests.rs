@@ -302,6 +302,9 @@ async fn penalties_and_biases() -> Outcome {
 async fn drafts() -> Outcome {
     let plain = Server::start(&[])?;
     let drafting = Server::start(&["--draft", "6"])?;
+    // The model itself, so that each of its drafts is right.
+    let demo = demo();
+    let doubled = Server::start(&["--draft-model", demo.to_str().ok_or("a path")?, "--draft", "3"])?;
     for more in [
         json!({}),
         json!({ "temperature": 0.7, "seed": 11, "top_k": 20 }),
@@ -313,15 +316,31 @@ async fn drafts() -> Outcome {
             for (name, value) in more.as_object().ok_or("an object")? {
                 body[name] = value.clone();
             }
-            assert_eq!(drafting.complete(&body).await?, plain.complete(&body).await?, "{body}");
+            let want = plain.complete(&body).await?;
+            assert_eq!(drafting.complete(&body).await?, want, "{body}");
+            assert_eq!(doubled.complete(&body).await?, want, "{body}");
         }
     }
-    let [plain, drafting] = [&plain, &drafting].map(|server| server.served.engine.counts());
-    assert_eq!(drafting.new_tokens, plain.new_tokens);
+    let [plain, drafting, doubled] =
+        [&plain, &drafting, &doubled].map(|server| server.served.engine.counts());
+    assert_eq!([drafting.new_tokens, doubled.new_tokens], [plain.new_tokens; 2]);
+    assert_eq!(doubled.accepted_tokens, doubled.drafted_tokens);
+    // A token and three drafts, but for the first of each answer and where little is left of it.
+    assert!(3 * doubled.batch.steps < plain.batch.steps, "{doubled:?} {plain:?}");
     assert_eq!((plain.drafted_tokens, plain.accepted_tokens), (0, 0));
     assert!(drafting.accepted_tokens > 0 && drafting.accepted_tokens <= drafting.drafted_tokens);
     assert!(drafting.batch.steps < plain.batch.steps, "{drafting:?} {plain:?}");
     Ok(())
+}
+
+#[test]
+fn draft_models_that_do_not_fit() {
+    let golden = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/qwen3");
+    let error =
+        Server::start(&["--draft-model", &golden.to_string_lossy()]).err().map(|error| error.to_string());
+    let error = error.unwrap_or_default();
+    assert!(error.contains("a draft model of 384 tokens for a model of"), "{error}");
+    assert!(error.starts_with("--draft-model"), "{error}");
 }
 
 /// Clients at once get what they get alone, also where pages are few and requests lose theirs; and nothing is left.

@@ -25,8 +25,9 @@ mod vision;
 mod weights;
 
 pub use batch::{
-    Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, NgramDraft, RequestId,
-    RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput, TokenLogprobs, Work, WorkLogits,
+    Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, ModelDraft,
+    NgramDraft, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput, TokenLogprobs,
+    Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

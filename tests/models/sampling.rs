@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use testkit::golden;
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, NgramDraft, RequestId, RowSampling, Scheduler, TokenLogprobs,
+    BatchError, BatchOptions, BatchSampler, DraftRequest, ModelDraft, NgramDraft, RequestId, RowSampling,
+    Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures};
 use warpforge::{Error, Stream, Tensor, TensorView};
@@ -37,27 +38,38 @@ fn model(name: &str) -> Result<Model, Error> {
     Model::load(&Device::cpu(), &golden::folder(name), DType::F32, &mut |_| {})
 }
 
-/// The answer to each prompt, and how many steps they took.
-type Answers = (Vec<Vec<u32>>, usize);
+/// The answer to each prompt.
+type Answers = Vec<Vec<u32>>;
+
+/// What it took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Taken {
+    steps: usize,
+    drafted: usize,
+    accepted: usize,
+}
 
 /// Where drafts come from.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Drafts {
+#[derive(Clone, Copy, Debug)]
+enum Drafts<'a> {
     Nothing,
     Ngrams(NgramDraft),
     /// What will be chosen, but for each third.
     Known,
     /// What will hardly be.
     Wrong,
+    /// Of a model, so many tokens, in a batch of these sizes.
+    Model(&'a Model, usize, BatchOptions),
 }
 
-/// Answers of `tokens` tokens to each prompt, and how many steps they took.
-fn answers(
+/// Answers to each prompt, and what they took. Greedy ones for `greedy`, else each by settings of its own.
+fn answers_of(
     model: &Model,
     options: BatchOptions,
-    drafts: Drafts,
+    drafts: Drafts<'_>,
     known: &[Vec<u32>],
-) -> Result<Answers, Box<dyn StdError>> {
+    greedy: bool,
+) -> Result<(Answers, Taken), Box<dyn StdError>> {
     const TOKENS: usize = 24;
     let prompts: [&[u32]; 4] = [&[5, 9, 100, 7, 3, 5, 9, 100], &[1, 2], &[40, 41, 42, 43, 40, 41], &[77]];
     let random = SamplingParams { temperature: 0.9, top_k: Some(30), top_p: 0.95, ..Default::default() };
@@ -67,20 +79,27 @@ fn answers(
         SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.4, seed: 5, ..random },
         SamplingParams { typical_p: 0.8, seed: 9, ..random },
     ];
+    let settings = if greedy { [SamplingParams::default(); 4] } else { settings };
     let batch = model.batch(options)?;
     let stream = batch.stream().clone();
     let mut sampler = BatchSampler::new(&batch, ALL)?;
     let mut scheduler = Scheduler::new(batch);
+    let mut smaller = match drafts {
+        Drafts::Model(draft, tokens, options) => {
+            Some(ModelDraft::new(draft.batch(options)?, model, ALL, tokens)?)
+        }
+        _ => None,
+    };
     let mut ids: Vec<RequestId> = Vec::new();
     for prompt in prompts {
         ids.push(scheduler.submit(prompt)?);
     }
     let mut got: BTreeMap<RequestId, Vec<u32>> = BTreeMap::new();
-    let mut steps = 0;
+    let mut taken = Taken::default();
     loop {
         let Some(requests) = scheduler.step()?.map(|step| step.requests) else { break };
-        steps += 1;
-        assert!(steps < 500);
+        taken.steps += 1;
+        assert!(taken.steps < 500);
         let logits = scheduler.batch().logits()?;
         let mut rows = Vec::new();
         for (id, places) in &requests {
@@ -102,9 +121,11 @@ fn answers(
         for (id, places) in requests {
             let which = ids.iter().position(|own| *own == id).expect("a request");
             let tokens: Vec<u32> = chosen.by_ref().take(places.len()).collect();
-            let taken = scheduler.accept(id, &tokens)?;
+            let kept = scheduler.accept(id, &tokens)?;
+            taken.drafted += tokens.len() - 1;
+            taken.accepted += kept - 1;
             let answer = got.entry(id).or_default();
-            answer.extend(&tokens[..taken]);
+            answer.extend(&tokens[..kept]);
             assert!(scheduler.tokens(id)?.ends_with(answer));
             if answer.len() >= TOKENS {
                 answer.truncate(TOKENS);
@@ -112,7 +133,7 @@ fn answers(
                 continue;
             }
             let guess: Vec<u32> = match drafts {
-                Drafts::Nothing => continue,
+                Drafts::Nothing | Drafts::Model(..) => continue,
                 Drafts::Ngrams(ngrams) => ngrams.draft(scheduler.tokens(id)?).to_vec(),
                 Drafts::Known => {
                     let rest = known[which][answer.len()..].iter().take(5);
@@ -120,13 +141,44 @@ fn answers(
                 }
                 Drafts::Wrong => vec![answer.len() as u32 % 100; 3],
             };
-            let taken = scheduler.draft(id, &guess)?;
-            assert!(taken <= guess.len());
+            assert!(scheduler.draft(id, &guess)? <= guess.len());
+        }
+        if let Some(smaller) = &mut smaller {
+            let request = |(which, &id): (usize, &RequestId)| {
+                let own = got.get(&id).map_or(0, Vec::len);
+                // Those of a whole answer are drafted as if it went on.
+                let (step, prompt_len) = (own as u64, prompts[which].len() as u32);
+                let params = SamplingParams { step, prompt_len, ..settings[which] };
+                DraftRequest { params, ..DraftRequest::greedy(id) }
+            };
+            let running = |id: &RequestId| got.get(id).is_none_or(|own| own.len() < TOKENS);
+            let alive: Vec<_> = ids.iter().enumerate().filter(|(_, id)| running(id)).map(request).collect();
+            // Those that wait are refused.
+            let requests = match alive.iter().any(|request| scheduler.tokens(request.id).is_err()) {
+                true => &[][..],
+                false => &alive,
+            };
+            smaller.draft(&mut scheduler, requests)?;
         }
     }
     let stats = scheduler.batch().stats();
     assert_eq!((stats.sequences, stats.free_pages), (0, options.pages), "{drafts:?}");
-    Ok((ids.iter().map(|id| got[id].clone()).collect(), steps))
+    if let Some(smaller) = &mut smaller {
+        assert_eq!(smaller.draft(&mut scheduler, &[])?, 0);
+        let (stats, options) = (smaller.batch().stats(), smaller.batch().options());
+        assert_eq!((stats.sequences, stats.free_pages), (0, options.pages), "{drafts:?}");
+    }
+    Ok((ids.iter().map(|id| got[id].clone()).collect(), taken))
+}
+
+fn answers(
+    model: &Model,
+    options: BatchOptions,
+    drafts: Drafts<'_>,
+    known: &[Vec<u32>],
+) -> Result<(Answers, usize), Box<dyn StdError>> {
+    let (answers, taken) = answers_of(model, options, drafts, known, false)?;
+    Ok((answers, taken.steps))
 }
 
 /// Tokens are those that there are without drafts, whatever is drafted; drafts that are right save steps.
@@ -146,11 +198,102 @@ fn drafts_change_no_token() -> Outcome {
         ] {
             let (got, steps) = answers(&model, options, drafts, &want)?;
             assert_eq!(got, want, "{name} {drafts:?} {options:?}");
-            if drafts == Drafts::Known && options == OPTIONS {
+            if matches!(drafts, Drafts::Known) && options == OPTIONS {
                 assert!(2 * steps < plain, "{name}: {steps} steps, {plain} without drafts");
             }
         }
     }
+    Ok(())
+}
+
+/// A model that drafts for itself is always right, also where tokens are drawn: every step has all drafts that there
+/// is room for, and keeps them. Others with its vocabulary are right sometimes. Tokens are the same with all of them.
+#[test]
+fn models_draft_for_others() -> Outcome {
+    for (name, draft) in [("qwen3", "qwen3_sliding"), ("glm4_moe_lite", "qwen3_moe")] {
+        let (model, other) = (model(name)?, self::model(draft)?);
+        let weights = Model::random(&Device::cpu(), other.config().clone(), DType::F32, 3)?;
+        for greedy in [true, false] {
+            let (want, plain) = answers_of(&model, OPTIONS, Drafts::Nothing, &[], greedy)?;
+            let run = |draft, tokens, options, own| {
+                answers_of(&model, options, Drafts::Model(draft, tokens, own), &[], greedy)
+            };
+            for (draft, tokens, options, own) in [
+                (&model, 4, OPTIONS, OPTIONS),
+                (&model, 1, OPTIONS, OPTIONS),
+                (&other, 4, OPTIONS, OPTIONS),
+                (&weights, 3, OPTIONS, OPTIONS),
+                // Here and there few pages, few places, a small budget, no chunks, little capacity.
+                (&model, 4, BatchOptions { pages: 5, ..OPTIONS }, OPTIONS),
+                (&model, 4, OPTIONS, BatchOptions { pages: 4, prefix_cache: false, ..OPTIONS }),
+                (&model, 4, OPTIONS, BatchOptions { max_sequences: 2, ..OPTIONS }),
+                (&model, 4, OPTIONS, BatchOptions { max_step_tokens: 3, max_prompts: 1, ..OPTIONS }),
+                (&model, 4, OPTIONS, BatchOptions { max_step_tokens: 1, ..OPTIONS }),
+                (&model, 4, BatchOptions { max_step_tokens: 6, max_prompts: 1, ..OPTIONS }, OPTIONS),
+                (&model, 4, OPTIONS, BatchOptions { capacity: 20, ..OPTIONS }),
+            ] {
+                let (got, taken) = run(draft, tokens, options, own)?;
+                let what = format!(
+                    "{name} by {tokens} of {:?}, {options:?}, {own:?}: {taken:?}",
+                    draft.config().architecture
+                );
+                assert_eq!(got, want, "{what}");
+                assert!(taken.drafted > 0, "{what}");
+                if std::ptr::eq(draft, &model) {
+                    assert_eq!(taken.accepted, taken.drafted, "{what}");
+                    assert!(taken.steps < plain.steps, "{what}");
+                } else {
+                    assert!(taken.accepted < taken.drafted / 2, "{what}");
+                }
+                if std::ptr::eq(draft, &model) && (options, own) == (OPTIONS, OPTIONS) {
+                    // Each step but the last of an answer gives a token and all its drafts.
+                    let least = 23usize.div_ceil(1 + tokens) + 1;
+                    assert!((least..=least + 1).contains(&taken.steps), "{what}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn draft_models_that_do_not_fit() -> Outcome {
+    let qwen3 = model("qwen3")?;
+    let new = |draft: &Model| ModelDraft::new(draft.batch(OPTIONS)?, &qwen3, SamplingFeatures::GREEDY, 4);
+    let mut config = qwen3.config().clone();
+    config.decoder.vocab_size = 320;
+    let smaller = Model::random(&Device::cpu(), config, DType::F32, 1)?;
+    let error = new(&smaller).unwrap_err();
+    assert!(matches!(error, BatchError::DraftVocabulary { draft: 320, target: 384 }));
+    assert_eq!(
+        error.to_string(),
+        "a draft model of 320 tokens for a model of 384: expected the same vocabulary"
+    );
+    assert!(matches!(new(&model("qwen3_next")?), Err(BatchError::DraftRecurrent)));
+    let mut draft = new(&qwen3)?;
+    let mut scheduler = Scheduler::new(qwen3.batch(OPTIONS)?);
+    let id = scheduler.submit(&[1, 2, 3])?;
+    let asked = [DraftRequest::greedy(id)];
+    assert!(matches!(draft.draft(&mut scheduler, &asked), Err(BatchError::UnknownRequest { .. })));
+    scheduler.step()?;
+    assert_eq!(draft.draft(&mut scheduler, &asked)?, 0, "nothing is pending");
+    scheduler.push(id, 4)?;
+    assert_eq!(draft.draft(&mut scheduler, &[asked[0], asked[0]])?, 4);
+    // What the sampler refuses leaves no drafts; another call begins anew.
+    let random = SamplingParams { temperature: 1.0, ..Default::default() };
+    let error = draft.draft(&mut scheduler, &[DraftRequest { params: random, ..asked[0] }]).unwrap_err();
+    assert!(error.to_string().contains("temperature"), "{error}");
+    assert_eq!(draft.draft(&mut scheduler, &[DraftRequest { most: 2, ..asked[0] }])?, 2);
+    assert_eq!(scheduler.tokens(id)?.len(), 6);
+    // A recurrent target takes none, and the smaller model computes nothing for it.
+    let next = model("qwen3_next")?;
+    let mut draft = ModelDraft::new(qwen3.batch(OPTIONS)?, &next, SamplingFeatures::GREEDY, 4)?;
+    let mut scheduler = Scheduler::new(next.batch(OPTIONS)?);
+    let id = scheduler.submit(&[1, 2, 3])?;
+    scheduler.step()?;
+    scheduler.push(id, 4)?;
+    assert_eq!(draft.draft(&mut scheduler, &[DraftRequest::greedy(id)])?, 0);
+    assert_eq!(draft.batch().stats().steps, 0);
     Ok(())
 }
 

@@ -103,6 +103,17 @@ pub enum BatchError {
         /// Its drafts.
         drafted: usize,
     },
+    /// A draft model of another vocabulary than that of the model whose tokens it should draft.
+    #[error("a draft model of {draft} tokens for a model of {target}: expected the same vocabulary")]
+    DraftVocabulary {
+        /// Tokens that the draft model has.
+        draft: usize,
+        /// Tokens that the other has.
+        target: usize,
+    },
+    /// A draft model with recurrent states, which cannot go back behind drafts that were not kept.
+    #[error("a draft model with recurrent states, which cannot go back: expected one without")]
+    DraftRecurrent,
     /// A recurrent state cannot go back.
     #[error("{id} cannot be cut to {tokens} tokens: its recurrent state is of {computed}; pre-empt it first")]
     Recurrent {

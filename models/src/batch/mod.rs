@@ -7,6 +7,7 @@
 mod draft;
 mod error;
 mod inputs;
+mod model_draft;
 mod options;
 mod pages;
 mod sampler;
@@ -31,6 +32,7 @@ use pages::{Pages, Prefix};
 
 pub use draft::NgramDraft;
 pub use error::BatchError;
+pub use model_draft::{DraftRequest, ModelDraft};
 pub use options::BatchOptions;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};

@@ -84,6 +84,16 @@ struct Running {
     drafted: usize,
 }
 
+/// Tokens of a request that a step may compute.
+#[derive(Clone, Copy, Debug)]
+struct Pending {
+    id: RequestId,
+    sequence: SequenceId,
+    /// Without the drafts.
+    tokens: usize,
+    drafted: usize,
+}
+
 impl Scheduler {
     /// Over a batch, of whose sequences it knows none.
     pub fn new(batch: Batch) -> Self {
@@ -152,10 +162,7 @@ impl Scheduler {
         let sequence = self.sequence(id)?;
         self.batch.model().config().decoder.check_ids(tokens)?;
         self.keep_drafts(id, 0)?;
-        let options = &self.batch.options;
-        let room = (options.capacity - 1).saturating_sub(self.batch.tokens(sequence)?.len());
-        let is_open = self.batch.pending(sequence)? == 1 && !self.batch.is_recurrent;
-        let taken = if is_open { tokens.len().min(room) } else { 0 };
+        let taken = tokens.len().min(self.room_for_drafts(id)?);
         for &token in &tokens[..taken] {
             self.batch.push(sequence, token)?;
         }
@@ -163,6 +170,41 @@ impl Scheduler {
             running.drafted = taken;
         }
         Ok(taken)
+    }
+
+    /// How many drafts a request can have at its length.
+    pub(super) fn room_for_drafts(&self, id: RequestId) -> Result<usize, BatchError> {
+        let sequence = self.sequence(id)?;
+        let drafted = self.drafted(id);
+        if self.batch.is_recurrent || self.batch.pending(sequence)? != 1 + drafted {
+            return Ok(0);
+        }
+        let own = self.batch.tokens(sequence)?.len() - drafted;
+        Ok((self.batch.options.capacity - 1).saturating_sub(own))
+    }
+
+    /// How many of a request's last tokens are drafts.
+    pub(super) fn drafted(&self, id: RequestId) -> usize {
+        self.running.get(&id).map_or(0, |running| running.drafted)
+    }
+
+    /// Whether a request is in the batch.
+    pub(super) fn is_running(&self, id: RequestId) -> bool {
+        self.running.contains_key(&id)
+    }
+
+    /// How many drafts the next step has room for, and of how many requests, as far as it is known now: requests that
+    /// wait may have their prompts in it.
+    pub(super) fn spare_for_drafts(&self) -> Result<(usize, usize), BatchError> {
+        let (ones, prompts) = self.pending()?;
+        Ok((self.spare(ones.len(), prompts.len()), self.batch.options.max_severals()))
+    }
+
+    /// Drafts that a step has room for beside so many requests with one token: none where it reads prompts.
+    fn spare(&self, ones: usize, prompts: usize) -> usize {
+        let options = &self.batch.options;
+        let most = options.max_step_tokens.min(options.logit_rows());
+        if prompts > 0 { 0 } else { most.saturating_sub(ones) }
     }
 
     /// Appends the tokens that were chosen from a request's rows of the last step, as many as it had rows: up to the
@@ -174,7 +216,7 @@ impl Scheduler {
     /// **Errors**: those of [`Self::push`]; [`BatchError::Drafts`] for another number of tokens.
     pub fn accept(&mut self, id: RequestId, chosen: &[u32]) -> Result<usize, BatchError> {
         let sequence = self.sequence(id)?;
-        let drafted = self.running.get(&id).map_or(0, |running| running.drafted);
+        let drafted = self.drafted(id);
         let computed = self.batch.pending(sequence)? == 0;
         let Some((&last, before)) =
             chosen.split_last().filter(|(_, before)| before.len() == drafted && computed)
@@ -315,39 +357,37 @@ impl Scheduler {
         Ok(free)
     }
 
+    /// Requests that have one token pending, and those that have several, drafts aside.
+    fn pending(&self) -> Result<(Vec<Pending>, Vec<Pending>), BatchError> {
+        let mut pending = Vec::new();
+        for (&id, running) in self.running.iter().filter(|(_, running)| !running.is_paused) {
+            let &Running { sequence, drafted, .. } = running;
+            let tokens = self.batch.pending(sequence)? - drafted;
+            pending.push(Pending { id, sequence, tokens, drafted });
+        }
+        Ok(pending.into_iter().filter(|own| own.tokens > 0).partition(|own| own.tokens == 1))
+    }
+
     /// The work of a step, and whose it is. Drafts that it has no room for are forgotten: beside prompts all of them.
     fn plan(&mut self) -> Result<(Vec<RequestId>, Vec<Work>), BatchError> {
         let options = self.batch.options;
-        let mut pending = Vec::new();
-        for (&id, running) in self.running.iter().filter(|(_, running)| !running.is_paused) {
-            let tokens = self.batch.pending(running.sequence)?;
-            pending.push((id, running.sequence, tokens - running.drafted, running.drafted));
-        }
-        let (ones, prompts): (Vec<_>, Vec<_>) = pending
-            .into_iter()
-            .filter(|&(_, _, tokens, _)| tokens > 0)
-            .partition(|&(_, _, tokens, _)| tokens == 1);
+        let (ones, prompts) = self.pending()?;
         let (mut budget, mut severals) = (options.max_step_tokens, options.max_severals());
-        let (mut spare_tokens, mut spare_rows) =
-            (budget.saturating_sub(ones.len()), options.logit_rows().saturating_sub(ones.len()));
-        if !prompts.is_empty() {
-            spare_rows = 0;
-        }
+        let mut spare = self.spare(ones.len(), prompts.len());
         let (mut requests, mut work) = (Vec::new(), Vec::new());
-        for (id, sequence, _, drafted) in ones {
-            let drafted = if severals > 0 { drafted.min(spare_tokens).min(spare_rows) } else { 0 };
+        for Pending { id, sequence, drafted, .. } in ones {
+            let drafted = if severals > 0 { drafted.min(spare) } else { 0 };
             self.keep_drafts(id, drafted)?;
             if budget == 0 {
                 continue;
             }
-            spare_tokens -= drafted;
-            spare_rows -= drafted;
+            spare -= drafted;
             budget -= 1 + drafted;
             severals -= usize::from(drafted > 0);
             requests.push(id);
             work.push(Work { id: sequence, tokens: 1 + drafted, logits: WorkLogits::All });
         }
-        for (id, sequence, pending, _) in prompts {
+        for Pending { id, sequence, tokens: pending, .. } in prompts {
             let most = if severals > 0 { budget } else { budget.min(1) };
             let tokens = pending.min(most);
             // A prompt has its turn in chunks, or where there are none.
