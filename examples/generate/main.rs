@@ -36,7 +36,7 @@ use ranks::Followers;
 use text::Codec;
 use warpforge::group::{Communicator, Group};
 use warpforge::models::{
-    Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler,
+    Adapter, Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler,
 };
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
@@ -256,7 +256,10 @@ fn load(
     let started = Instant::now();
     let bar = ProgressBar::new(0)
         .with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
-    let checkpoint = Checkpoint::open(&options.model)?;
+    let mut checkpoint = Checkpoint::open(&options.model)?;
+    if let Some(folder) = &options.lora {
+        checkpoint = checkpoint.with_adapter(Adapter::open(folder)?)?;
+    }
     let mut progress = |so_far: LoadProgress| {
         bar.set_length(so_far.total_bytes);
         bar.set_position(so_far.loaded_bytes);

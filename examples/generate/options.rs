@@ -57,6 +57,10 @@ pub struct Options {
     /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
+    /// Folder of a LoRA adapter (PEFT's adapter_config.json and adapter_model.safetensors), which is added to the
+    /// weights as they are loaded. The model's may not be quantised.
+    #[arg(long)]
+    pub lora: Option<PathBuf>,
     /// What becomes of the weights of projections: as-stored, dense (dequantised), or quantised as they are loaded:
     /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]

@@ -11,11 +11,12 @@ use abi::DType;
 use rayon::prelude::*;
 use safetensors::Dtype;
 
+use super::adapter::Added;
 use super::config::{MAX_CONFIG_BYTES, QuantConfig, Scheme, read_json};
 use super::gguf::{Gguf, Named};
 use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
-use super::{Model, ModelConfig, ModelError, Quantise, TensorProblem, Weights};
+use super::{Adapter, Model, ModelConfig, ModelError, Quantise, TensorProblem, Weights};
 use host::Error;
 
 /// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
@@ -25,6 +26,8 @@ pub struct Checkpoint {
     path: PathBuf,
     config: ModelConfig,
     source: Source,
+    /// What is added to its weights as they are read.
+    adapter: Option<Adapter>,
 }
 
 #[derive(Debug)]
@@ -80,6 +83,8 @@ pub(super) enum Data<'a> {
     Rows { cols: usize, parts: Vec<Data<'a>>, order: Vec<(u32, u32)> },
     /// Small tensors that are not in the file as they were published.
     Values(Vec<f32>),
+    /// A matrix of floats, and what an adapter adds to it.
+    Merged { base: Box<Data<'a>>, added: Added },
 }
 
 /// What names of tensors begin with, but for the head's.
@@ -119,13 +124,14 @@ impl Checkpoint {
             let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
             let names = if is_bare { Names::Bare } else { Names::Published };
             let source = Source::Safetensors { weights: Box::new(weights), quantised, names };
-            return Ok(Checkpoint { path: path.into(), config, source });
+            return Ok(Checkpoint { path: path.into(), config, source, adapter: None });
         }
         let file = Box::new(Gguf::open(path)?);
         let tower = tower.map(Gguf::open).transpose()?.map(Box::new);
         let config = ModelConfig::from_gguf(&file, tower.as_deref())?;
         let is_permuted = file.text("general.architecture")? == Some("llama");
-        Ok(Checkpoint { path: path.into(), config, source: Source::Gguf { file, tower, is_permuted } })
+        let source = Source::Gguf { file, tower, is_permuted };
+        Ok(Checkpoint { path: path.into(), config, source, adapter: None })
     }
 
     /// Opens the safetensors of a folder as a model of this configuration, whose tensors are where `names` says: it is
@@ -143,7 +149,20 @@ impl Checkpoint {
         config.check()?;
         let (weights, quantised) = (Box::new(Weights::open(path)?), quantisation(path)?);
         let source = Source::Safetensors { weights, quantised, names: Names::Custom(Box::new(names)) };
-        Ok(Checkpoint { path: path.into(), config, source })
+        Ok(Checkpoint { path: path.into(), config, source, adapter: None })
+    }
+
+    /// The checkpoint with an adapter added to its weights: each is `W + scale · B · A` when it is loaded, in f32
+    /// before it is converted or quantised. Any linear layer whose weight the checkpoint has under its published name
+    /// can be changed. An adapter that was there before is gone.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensors`] for an adapter's tensors that are of no such layer; those of [`ModelConfig::check`].
+    /// Loading fails with [`ModelError::Tensors`] for matrices that do not fit, and for a weight that is quantised:
+    /// adapters of such models go beside the weights ([`Model::batch_with`]).
+    pub fn with_adapter(self, adapter: Adapter) -> Result<Checkpoint, Error> {
+        adapter.check_modules(&Model::tensors(&self.config)?)?;
+        Ok(Checkpoint { adapter: Some(adapter), ..self })
     }
 
     /// The model's configuration.
@@ -284,8 +303,31 @@ impl Checkpoint {
                 got: self.stored_type(name),
                 supported: &DType::FLOATS,
             }),
-            _ => Ok(stored),
+            _ => self.merged(name, stored),
         }
+    }
+
+    /// With what the adapter adds to it.
+    fn merged<'a>(&'a self, name: &str, stored: Stored<'a>) -> Result<Stored<'a>, TensorProblem> {
+        let unfit = |expected: &str, got: String| {
+            let (name, expected) = (name.to_owned(), expected.to_owned());
+            TensorProblem::Unfit { name, expected, got }
+        };
+        let (Some(adapter), Some(module), &[rows, cols]) =
+            (&self.adapter, name.strip_suffix(".weight"), &stored.shape[..])
+        else {
+            return Ok(stored);
+        };
+        if !adapter.has(module) {
+            return Ok(stored);
+        }
+        if stored.data.is_quantised() {
+            return Err(unfit("a weight in floats, to add an adapter to", "a quantised one".into()));
+        }
+        let added = adapter.added(module, [rows, cols]);
+        let added = added.map_err(|error| unfit("an adapter's matrices that fit", error.to_string()))?;
+        let base = Box::new(stored.data);
+        Ok(Stored { shape: stored.shape, data: Data::Merged { base, added } })
     }
 
     fn stored_type(&self, name: &str) -> String {
@@ -372,8 +414,8 @@ impl Stored<'_> {
                 let (cols, order) = (matrix.k(), rows.map(|row| (0, row as u32)).collect());
                 Data::Rows { cols, parts: vec![Data::Quantised(matrix)], order }
             }
-            // Of files of ggml alone.
-            Data::Rows { .. } | Data::Values(_) => {
+            // Of files of ggml alone; adapters are added later.
+            Data::Rows { .. } | Data::Values(_) | Data::Merged { .. } => {
                 let (expected, got) = ("a tensor as it is stored".into(), "one that is put together".into());
                 return Err(TensorProblem::Unfit { name: name.into(), expected, got });
             }
@@ -440,6 +482,7 @@ impl<'a> Data<'a> {
             Data::Quantised(matrix) => (matrix.n(), matrix.k()),
             Data::Rows { cols, order, .. } => (order.len(), *cols),
             Data::Values(values) => (values.len(), 1),
+            Data::Merged { added, .. } => (added.rows(), added.cols()),
         }
     }
 
@@ -469,7 +512,7 @@ impl<'a> Data<'a> {
                 encode(&values[pieces], dtype, out);
                 Ok(())
             }
-            Data::Quantised(_) | Data::Rows { .. } => {
+            Data::Quantised(_) | Data::Rows { .. } | Data::Merged { .. } => {
                 let (_, cols) = self.pieces();
                 if cols == 0 {
                     return Ok(());
@@ -500,7 +543,7 @@ impl<'a> Data<'a> {
         match self {
             Data::Quantised(_) => true,
             Data::Rows { parts, .. } => parts.iter().any(Data::is_quantised),
-            Data::Dense { .. } | Data::Values(_) => false,
+            Data::Dense { .. } | Data::Values(_) | Data::Merged { .. } => false,
         }
     }
 
@@ -521,6 +564,10 @@ impl<'a> Data<'a> {
             Data::Rows { parts, order, .. } => {
                 let (part, row) = order[row];
                 parts[part as usize].row(row as usize, out)?;
+            }
+            Data::Merged { base, added } => {
+                base.row(row, out)?;
+                added.add(row, out);
             }
         }
         Ok(())

@@ -328,7 +328,8 @@ impl DecoderBlock {
         }
         for (index, (layer, cache)) in std::iter::zip(&decoder.layers, caches).enumerate() {
             let (mixer, feed_forward) = of_layer[index];
-            let may_be_in_place = !is_observed && step.visual.is_none();
+            let may_be_in_place = !is_observed && step.visual.is_none() && step.adapted.is_none();
+            let [to_mixer, to_feed_forward] = step.adapters(index);
             let gain = layer.input_norm.view();
             if may_be_in_place && !is_pending && mixers[mixer].works_in_place(tokens) {
                 let rows = InPlace { residual: residual.reborrow(), gain };
@@ -337,7 +338,8 @@ impl DecoderBlock {
                 norm_sum(stream, norm, gain, (&projected, is_pending), &mut residual, normed.reborrow())?;
                 observe(Observed::LayerInput(index), residual.as_view())?;
                 observe(Observed::MixerInput(index), normed.as_view())?;
-                mixers[mixer].run(step, &layer.mixer, cache, normed.as_view(), projected.reborrow())?;
+                let weights = (&layer.mixer, to_mixer);
+                mixers[mixer].run(step, weights, cache, normed.as_view(), projected.reborrow())?;
                 if let Some(Shared { rank, .. }) = &shared {
                     rank.all_reduce(stream, projected.reborrow())?;
                 }
@@ -354,7 +356,7 @@ impl DecoderBlock {
             observe(Observed::FeedForwardInput(index), normed.as_view())?;
             feed_forwards[feed_forward].run(
                 step,
-                &layer.feed_forward,
+                (&layer.feed_forward, to_feed_forward),
                 normed.as_view(),
                 projected.reborrow(),
             )?;

@@ -4,6 +4,7 @@
 //! [`Model::session`] plans the operators and takes all memory; [`Session`] runs prompts and decode steps of a batch
 //! that stays, [`Batch`] of sequences that come and go. A [`Visual`] is an image or a video of a prompt.
 
+mod adapter;
 mod batch;
 mod checkpoint;
 mod config;
@@ -24,10 +25,11 @@ mod tensors;
 mod vision;
 mod weights;
 
+pub use adapter::Adapter;
 pub use batch::{
     Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, ModelDraft,
-    NgramDraft, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput, TokenLogprobs,
-    Work, WorkLogits,
+    NgramDraft, Prompt, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput,
+    TokenLogprobs, Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

@@ -10,11 +10,15 @@ use abi::DType;
 use super::config::DecoderConfig;
 use super::decoder::Decoder;
 use super::error::{Excerpt, list};
+use super::layers::Adapters;
 use super::loader::{Listed, LoadProgress, Loader, Quantise};
 use super::part::Part;
-use super::{Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower};
+use super::{
+    Adapter, Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower,
+};
 use host::Device;
 use host::Error;
+use host::Stream;
 use host::group::Communicator;
 
 /// A model on a device. Cheap to clone; the weights are shared and never written.
@@ -289,7 +293,34 @@ impl Model {
 
     /// A batch: caches in pages for sequences that come and go, buffers, and the planned operators.
     pub fn batch(&self, options: BatchOptions) -> Result<Batch, BatchError> {
-        Batch::new(self.clone(), options)
+        Batch::new(self.clone(), options, &[])
+    }
+
+    /// The same whose sequences may have adapters, each one of these by its place ([`crate::Prompt::adapter`]).
+    /// Adapters are copied to the device, in the type of the model.
+    ///
+    /// What a sequence with an adapter computes is what the model computes with the adapter added to its weights,
+    /// within rounding: here the weights stay as they are, also quantised ones, and
+    /// `scale · (x · Aᵀ) · Bᵀ` is added to the products. Steps with such sequences run both products of each
+    /// projection that some adapter changes, for the rows of adapters alone, and gate and up apart from their
+    /// activation. All adapters of a batch are of the rank of the largest, filled up with zeros.
+    ///
+    /// **Errors**: those of [`Model::batch`]; [`crate::ModelError::Tensors`] for an adapter's tensors that do not fit,
+    /// or are of parts of the model that adapters cannot change; [`Error::Invalid`] for a model that the ranks of a
+    /// group have together.
+    pub fn batch_with(&self, options: BatchOptions, adapters: &[&Adapter]) -> Result<Batch, BatchError> {
+        Batch::new(self.clone(), options, adapters)
+    }
+
+    /// Adapters, on the device.
+    pub(super) fn adapters(&self, stream: &Stream, adapters: &[&Adapter]) -> Result<Adapters, Error> {
+        if self.rank.is_some() {
+            let (expected, got) = ("none of a model that ranks have together", adapters.len().to_string());
+            return Err(Error::invalid("Batch", "adapters", expected, got));
+        }
+        let prefix = self.config.architecture.decoder_prefix();
+        let decoder = (&self.config.decoder, &self.decoder.layers[..], prefix);
+        Adapters::new(stream, decoder, self.dtype, adapters)
     }
 }
 

@@ -160,7 +160,18 @@ impl Session {
             let group = GroupPhase { sequences, seq, tokens, ragged, capacity, page_tokens, pages };
             let (stream, groups) = (&stream, &[group]);
             let (rank, sizes, chooses) = (model.rank(), [].as_slice(), false);
-            let phase = Phase { stream, config, dtype, tokens, sizes, groups, logit_rows, chooses, rank };
+            let phase = Phase {
+                stream,
+                config,
+                dtype,
+                tokens,
+                sizes,
+                groups,
+                logit_rows,
+                chooses,
+                rank,
+                adapters: None,
+            };
             DecoderBlock::new(&phase, model.decoder())
         };
         let (prefill, decode) = (block(1, chunk, prefill_rows)?, block(batch, 1, batch)?);
@@ -422,6 +433,7 @@ impl Session {
                 slots: self.inputs.row(SLOTS, tokens)?,
                 groups: &[Some(group)],
                 visual: rows.as_ref(),
+                adapted: None,
             };
             let out = match logit_rows {
                 0 => None,
@@ -506,6 +518,7 @@ impl Session {
                 slots: self.inputs.row(SLOTS, batch)?,
                 groups: &[Some(group)],
                 visual: None,
+                adapted: None,
             };
             let logits = LogitArgs { tokens: None, out: self.logits.view_mut().slice(0, 0..batch)? };
             let decoder = self.model.decoder();

@@ -125,6 +125,13 @@ impl Weights {
         }
     }
 
+    /// The tensors of one safetensors file. **Errors**: as [`Self::open`].
+    pub(super) fn open_file(path: &Path) -> Result<Weights, ModelError> {
+        let (file, tensors) = map(path, 0)?;
+        let dir = path.parent().unwrap_or(path).into();
+        Ok(Weights { dir, paths: vec![path.into()], files: vec![file], tensors })
+    }
+
     fn open_sharded(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
         let (mut paths, mut files) = (Vec::new(), Vec::new());
         let mut tensors = BTreeMap::new();

@@ -1,5 +1,6 @@
 //! Whole models against what transformers computed, and against bad files.
 
+mod adapters;
 mod batch;
 mod fallback;
 mod files;

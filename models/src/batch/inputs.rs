@@ -43,6 +43,8 @@ pub(super) struct Filled {
     pub(super) ids: Vec<u32>,
     pub(super) positions: Vec<u32>,
     pub(super) slots: Vec<u32>,
+    /// The adapter of each token, where the batch has adapters.
+    pub(super) adapters: Vec<u32>,
     /// Tokens whose logits are asked for.
     pub(super) logits: Vec<u32>,
     /// Sequences with one token, and those with several.
@@ -51,8 +53,8 @@ pub(super) struct Filled {
 
 impl Filled {
     pub(super) fn clear(&mut self) {
-        let Filled { ids, positions, slots, logits, groups } = self;
-        [ids, positions, slots, logits].into_iter().for_each(Vec::clear);
+        let Filled { ids, positions, slots, adapters, logits, groups } = self;
+        [ids, positions, slots, adapters, logits].into_iter().for_each(Vec::clear);
         groups.iter_mut().for_each(Rows::clear);
     }
 }
@@ -64,6 +66,8 @@ pub(super) struct Inputs {
     /// each one's table.
     words: Tensor,
     tokens: usize,
+    /// Words for the adapters of tokens: as many, or none.
+    adapters: usize,
     logits: usize,
     sequences: [usize; 2],
     /// Columns of a table.
@@ -73,10 +77,11 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    /// For so many tokens, rows of logits, sequences of each group, and pages of each sequence.
+    /// For so many tokens, which may have adapters, rows of logits, sequences of each group, and pages of each
+    /// sequence.
     pub(super) fn new(
         stream: &Stream,
-        tokens: usize,
+        (tokens, has_adapters): (usize, bool),
         logits: usize,
         sequences: [usize; 2],
         pages: usize,
@@ -84,6 +89,7 @@ impl Inputs {
         let mut inputs = Inputs {
             words: Tensor::zeros(stream, &[0], DType::U32)?,
             tokens,
+            adapters: if has_adapters { tokens } else { 0 },
             logits,
             sequences,
             pages,
@@ -97,8 +103,9 @@ impl Inputs {
 
     /// Uploads a step: up to the end of the first group's table in one piece, and the other's, if there is one.
     pub(super) fn set(&mut self, stream: &Stream, filled: &Filled) -> Result<(), Error> {
-        let Filled { ids, positions, slots, logits, groups } = filled;
-        let places = [0, 1, 2, 3].map(|part| part * self.tokens);
+        let Filled { ids, positions, slots, adapters, logits, groups } = filled;
+        let [first, second, third] = [0, 1, 2].map(|part| part * self.tokens);
+        let places = [first, second, third, self.of_adapters(), self.of_logits()];
         let tables = [0, 1].map(|group| self.of_table(group));
         let of_groups = [0, 1].map(|group| {
             let [lens, states, offsets] = self.of_group(group);
@@ -107,7 +114,7 @@ impl Inputs {
         let mut put = |place: usize, values: &[u32]| {
             self.staged[place..place + values.len()].copy_from_slice(values);
         };
-        for (place, values) in std::iter::zip(places, [ids, positions, slots, logits]) {
+        for (place, values) in std::iter::zip(places, [ids, positions, slots, adapters, logits]) {
             put(place, values);
         }
         for (of_group, rows) in std::iter::zip(of_groups, groups) {
@@ -123,10 +130,20 @@ impl Inputs {
         Ok(())
     }
 
+    /// Where the tokens' adapters begin.
+    fn of_adapters(&self) -> usize {
+        3 * self.tokens
+    }
+
+    /// Where the tokens whose logits are asked for begin.
+    fn of_logits(&self) -> usize {
+        self.of_adapters() + self.adapters
+    }
+
     /// Where the first so many groups end, but for their tables.
     fn behind(&self, groups: usize) -> usize {
         let words = self.sequences[..groups].iter().map(|sequences| 3 * sequences + 1);
-        3 * self.tokens + self.logits + words.sum::<usize>()
+        self.of_logits() + self.logits + words.sum::<usize>()
     }
 
     /// Where a group's lens, states and offsets begin.
@@ -148,9 +165,14 @@ impl Inputs {
         Ok([self.part(0, len)?, self.part(self.tokens, len)?, self.part(2 * self.tokens, len)?])
     }
 
+    /// The adapters of so many tokens.
+    pub(super) fn adapters(&self, len: usize) -> Result<TensorView<'_>, Error> {
+        self.part(self.of_adapters(), len)
+    }
+
     /// So many tokens whose logits are asked for.
     pub(super) fn logits(&self, len: usize) -> Result<TensorView<'_>, Error> {
-        self.part(3 * self.tokens, len)
+        self.part(self.of_logits(), len)
     }
 
     /// Lens, states and offsets of so many sequences of a group, and their table.

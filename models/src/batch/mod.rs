@@ -10,6 +10,7 @@ mod inputs;
 mod model_draft;
 mod options;
 mod pages;
+mod prompt;
 mod sampler;
 mod scheduler;
 mod step;
@@ -20,11 +21,11 @@ use std::ops::Range;
 
 use abi::DType;
 
-use super::Model;
 use super::config::DecoderConfig;
 use super::decoder::DecoderBlock;
-use super::layers::{Cache, GroupPhase, Phase};
+use super::layers::{Adapters, Cache, GroupPhase, Phase, RowSorter};
 use super::recording::Recording;
+use super::{Adapter, Model};
 use host::ops::rope::RopeTables;
 use host::{Error, OptimizationReport, Stream, Tensor};
 use inputs::{Filled, Inputs};
@@ -34,6 +35,7 @@ pub use draft::NgramDraft;
 pub use error::BatchError;
 pub use model_draft::{DraftRequest, ModelDraft};
 pub use options::BatchOptions;
+pub use prompt::Prompt;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
 pub use work::{BatchStats, SequenceId, StepOutput, Work, WorkLogits};
@@ -56,6 +58,7 @@ struct Sequence {
     prefixes: Vec<Prefix>,
     /// Where the state is.
     state: usize,
+    adapter: Option<usize>,
 }
 
 /// Sequences that come and go, in one forward pass each step.
@@ -72,6 +75,8 @@ struct Sequence {
 /// **Pre-emption** gives up a sequence's pages and keeps its tokens, which are pending again.
 /// **Steps** with one token for each sequence are recorded as graphs on CUDA, one for each power of two of sequences,
 /// and padded to it.
+/// **Adapters** ([`Model::batch_with`]) are each sequence's own: a step computes sequences of different ones, and of
+/// none, together. Steps without such sequences cost what they cost without adapters.
 /// **Memory** is all taken when a batch is made; a step allocates nothing on the device.
 ///
 /// ```no_run
@@ -108,8 +113,9 @@ pub struct Batch {
     logits: Tensor,
     /// Rows of it that each work of the last step asked for.
     rows: Vec<Range<usize>>,
-    /// Steps with one token for each sequence, by how many there are of them.
-    recorded: BTreeMap<usize, Recording>,
+    /// Steps with one token for each sequence, by how many there are of them, and whether some have adapters.
+    recorded: BTreeMap<(usize, bool), Recording>,
+    adapters: Option<BatchAdapters>,
     pages: Pages,
     sequences: BTreeMap<SequenceId, Sequence>,
     free_states: Vec<usize>,
@@ -117,8 +123,19 @@ pub struct Batch {
     stats: BatchStats,
 }
 
+/// Adapters of a batch, and what sorts a step's rows by them.
+#[derive(Debug)]
+struct BatchAdapters {
+    adapters: Adapters,
+    sorter: RowSorter,
+}
+
 impl Batch {
-    pub(super) fn new(model: Model, options: BatchOptions) -> Result<Self, BatchError> {
+    pub(super) fn new(
+        model: Model,
+        options: BatchOptions,
+        adapters: &[&Adapter],
+    ) -> Result<Self, BatchError> {
         options.check()?;
         let BatchOptions { max_sequences, max_step_tokens: tokens, capacity, page_tokens, pages, .. } =
             options;
@@ -126,6 +143,7 @@ impl Batch {
         let &DecoderConfig { vocab_size, .. } = config;
         let (stream, dtype, logit_rows) = (model.device().stream()?, model.dtype(), options.logit_rows());
         let (ones, severals) = (options.max_ones(), options.max_severals());
+        let adapters = if adapters.is_empty() { None } else { Some(model.adapters(&stream, adapters)?) };
         let one = GroupPhase {
             sequences: ones,
             seq: 1,
@@ -148,6 +166,7 @@ impl Batch {
             logit_rows,
             chooses: true,
             rank: model.rank(),
+            adapters: adapters.as_ref().map(Adapters::sizes),
         };
         let block = DecoderBlock::new(&phase, model.decoder())?;
         let cache = |mixer| Cache::new(mixer, &stream, dtype, [pages, page_tokens], max_sequences);
@@ -155,7 +174,15 @@ impl Batch {
             config.layers.iter().map(|layer| cache(&layer.mixer)).collect::<Result<_, _>>()?;
         let rope = &config.rope;
         let ropes = RopeTables::new(&stream, &rope.inv_freq()?, rope.attention_factor(), capacity)?;
-        let inputs = Inputs::new(&stream, tokens, logit_rows, [ones, severals], options.pages_of(capacity))?;
+        let of_tokens = (tokens, adapters.is_some());
+        let inputs =
+            Inputs::new(&stream, of_tokens, logit_rows, [ones, severals], options.pages_of(capacity))?;
+        let count = adapters.as_ref().map_or(0, Adapters::len);
+        let adapters = adapters.map(|adapters| {
+            let sorter = RowSorter::new(&phase, adapters.len())?;
+            Ok::<_, Error>(BatchAdapters { adapters, sorter })
+        });
+        let adapters = adapters.transpose()?;
         let logits = Tensor::empty(&stream, &[logit_rows, vocab_size], DType::F32)?;
         Ok(Batch {
             is_recurrent: !caches.iter().all(Cache::can_be_cropped),
@@ -170,7 +197,8 @@ impl Batch {
             logits,
             rows: Vec::new(),
             recorded: BTreeMap::new(),
-            pages: Pages::new(pages),
+            adapters,
+            pages: Pages::new(pages, count),
             sequences: BTreeMap::new(),
             free_states: (0..max_sequences).rev().collect(),
             last_id: 0,
@@ -208,6 +236,11 @@ impl Batch {
     /// Pages that no sequence holds.
     pub fn free_pages(&self) -> usize {
         self.pages.available()
+    }
+
+    /// How many adapters sequences may have.
+    pub fn num_adapters(&self) -> usize {
+        self.adapters.as_ref().map_or(0, |own| own.adapters.len())
     }
 
     /// Bytes of the caches.
@@ -284,16 +317,31 @@ impl Batch {
     /// **Errors**: [`BatchError::Empty`], [`BatchError::TooLong`], [`BatchError::OutOfSequences`], and
     /// [`Error::Invalid`] for a token that the model has not, or that stands for an image.
     pub fn add(&mut self, tokens: &[u32]) -> Result<SequenceId, BatchError> {
-        self.check_prompt(tokens)?;
-        let (state, tokens) = (self.take_state()?, tokens.to_vec());
-        let sequence = Sequence { tokens, computed: 0, pages: Vec::new(), prefixes: Vec::new(), state };
+        self.add_prompt(tokens.into())
+    }
+
+    /// The same of a prompt with an adapter. Sequences share pages with those of the same adapter alone.
+    ///
+    /// **Errors**: as [`Batch::add`], and [`Error::Invalid`] for an adapter that the batch has not.
+    pub fn add_prompt(&mut self, prompt: Prompt) -> Result<SequenceId, BatchError> {
+        self.check_prompt(&prompt)?;
+        let state = self.take_state()?;
+        let Prompt { tokens, adapter } = prompt;
+        let (pages, prefixes) = (Vec::new(), Vec::new());
+        let sequence = Sequence { tokens, computed: 0, pages, prefixes, state, adapter };
         let id = self.insert(sequence);
         self.reuse(id)?;
         self.check_accounts();
         Ok(id)
     }
 
-    fn check_prompt(&self, tokens: &[u32]) -> Result<(), BatchError> {
+    fn check_prompt(&self, prompt: &Prompt) -> Result<(), BatchError> {
+        let &Prompt { ref tokens, adapter } = prompt;
+        let count = self.num_adapters();
+        if let Some(adapter) = adapter.filter(|&adapter| adapter >= count) {
+            let expected = format!("one of the batch's {count} adapters, counted from 0");
+            return Err(Error::invalid(OP, "adapter", expected, adapter.to_string()).into());
+        }
         if tokens.is_empty() {
             return Err(BatchError::Empty { what: "the prompt".into() });
         }
@@ -335,7 +383,7 @@ impl Batch {
         }
         // Of a step that failed.
         sequence.pages.drain(..).rev().for_each(|page| pages.release(page));
-        let mut before = Prefix::EMPTY;
+        let mut before = Prefix::of_adapter(sequence.adapter);
         let most = sequence.tokens.len().saturating_sub(1) / options.page_tokens;
         for block in sequence.tokens.chunks_exact(options.page_tokens).take(most) {
             let Some((page, prefix)) = pages.find(before, block) else { break };

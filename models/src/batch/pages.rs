@@ -11,8 +11,13 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Prefix(u64);
 
 impl Prefix {
-    /// Of no tokens.
+    /// Of no tokens, of sequences without an adapter.
     pub(super) const EMPTY: Prefix = Prefix(0);
+
+    /// Of no tokens, of sequences with this adapter: what they compute is their own.
+    pub(super) fn of_adapter(adapter: Option<usize>) -> Self {
+        adapter.map_or(Self::EMPTY, |adapter| Prefix(adapter as u64 + 1))
+    }
 }
 
 /// What a full page holds: its tokens, and those before them. The key itself, not a hash of it, so that nothing else is
@@ -48,7 +53,8 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    pub(super) fn new(count: usize) -> Self {
+    /// So many pages, for sequences without an adapter and with any of so many.
+    pub(super) fn new(count: usize, adapters: usize) -> Self {
         Pages {
             pages: vec![Page::default(); count],
             // The first ones first.
@@ -56,7 +62,7 @@ impl Pages {
             idle: BTreeMap::new(),
             known: HashMap::new(),
             time: 0,
-            last_prefix: 0,
+            last_prefix: adapters as u64,
             evictions: 0,
         }
     }
@@ -198,7 +204,7 @@ mod tests {
 
     #[test]
     fn known_pages_are_found_until_their_room_is_wanted() {
-        let mut pages = Pages::new(3);
+        let mut pages = Pages::new(3, 1);
         let [a, b] = [(); 2].map(|()| pages.take().expect("free"));
         let first = pages.register(a, Prefix::EMPTY, &[1, 2]);
         let second = pages.register(b, first, &[3, 4]);
@@ -210,6 +216,7 @@ mod tests {
         assert_eq!(pages.find(Prefix::EMPTY, &[1, 2]), Some((a, first)));
         assert_eq!(pages.find(first, &[3, 4]), Some((b, second)));
         assert_eq!(pages.find(Prefix::EMPTY, &[3, 4]), None, "behind other tokens");
+        assert_eq!(pages.find(Prefix::of_adapter(Some(0)), &[1, 2]), None, "of another adapter");
         let c = pages.take().expect("the third");
         assert_ne!(c, b);
         assert_eq!((pages.take(), pages.evictions()), (Some(b), 1));
@@ -247,7 +254,7 @@ mod tests {
         /// No page is lost or given twice, and what is found has the tokens that are asked for.
         #[test]
         fn accounts_are_exact(count in 0..6usize, acts in proptest::collection::vec(act(), 0..60)) {
-            let mut pages = Pages::new(count);
+            let mut pages = Pages::new(count, 0);
             let mut held: Vec<u32> = Vec::new();
             let mut content: HashMap<u32, u32> = HashMap::new();
             for act in acts {

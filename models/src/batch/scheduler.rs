@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::ops::Range;
 
-use super::{Batch, BatchError, SequenceId, Work, WorkLogits};
+use super::{Batch, BatchError, Prompt, SequenceId, Work, WorkLogits};
 use crate::LogitRows;
 
 /// A request of a scheduler. Numbers are not used again, and later requests have larger ones.
@@ -69,7 +69,7 @@ pub struct ScheduledStep<'a> {
 #[derive(Debug)]
 pub struct Scheduler {
     batch: Batch,
-    waiting: VecDeque<(RequestId, Vec<u32>)>,
+    waiting: VecDeque<(RequestId, Prompt)>,
     /// Those in the batch.
     running: BTreeMap<RequestId, Running>,
     last_id: u64,
@@ -119,9 +119,16 @@ impl Scheduler {
     ///
     /// **Errors**: those of [`Batch::add`] but for [`BatchError::OutOfSequences`]: it waits then.
     pub fn submit(&mut self, prompt: &[u32]) -> Result<RequestId, BatchError> {
-        self.batch.check_prompt(prompt)?;
+        self.submit_prompt(prompt.into())
+    }
+
+    /// The same of a prompt with an adapter.
+    ///
+    /// **Errors**: those of [`Batch::add_prompt`] but for [`BatchError::OutOfSequences`].
+    pub fn submit_prompt(&mut self, prompt: Prompt) -> Result<RequestId, BatchError> {
+        self.batch.check_prompt(&prompt)?;
         let id = self.next_id();
-        self.waiting.push_back((id, prompt.to_vec()));
+        self.waiting.push_back((id, prompt));
         Ok(id)
     }
 
@@ -137,7 +144,7 @@ impl Scheduler {
     /// A request's tokens: its prompt, those that were pushed, and drafts.
     pub fn tokens(&self, id: RequestId) -> Result<&[u32], BatchError> {
         match self.waiting.iter().find(|(waiting, _)| *waiting == id) {
-            Some((_, prompt)) => Ok(prompt),
+            Some((_, prompt)) => Ok(&prompt.tokens),
             None => self.batch.tokens(self.sequence(id)?),
         }
     }
@@ -331,13 +338,13 @@ impl Scheduler {
     fn admit(&mut self) -> Result<(), BatchError> {
         let mut free = self.unclaimed()?;
         while let Some((_, prompt)) = self.waiting.front() {
-            let needed = self.batch.options.pages_of(prompt.len() + 1);
+            let needed = self.batch.options.pages_of(prompt.tokens.len() + 1);
             let is_full = self.batch.sequences.len() >= self.batch.options.max_sequences;
             let waits = self.running.values().any(|running| running.is_paused);
             if is_full || waits || (needed > free && !self.running.is_empty()) {
                 break;
             }
-            let sequence = self.batch.add(prompt)?;
+            let sequence = self.batch.add_prompt(prompt.clone())?;
             free = free.saturating_sub(needed);
             if let Some((id, _)) = self.waiting.pop_front() {
                 self.running.insert(id, Running { sequence, is_paused: false, drafted: 0 });

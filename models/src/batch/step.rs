@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::inputs::NOWHERE;
 use super::pages::Prefix;
-use super::{Batch, BatchError, BatchOptions, ONE, SEVERAL, StepOutput, Work, WorkLogits};
+use super::{Batch, BatchAdapters, BatchError, BatchOptions, ONE, SEVERAL, StepOutput, Work, WorkLogits};
 use crate::LogitRows;
 use crate::decoder::LogitArgs;
 use crate::layers::{Group, Keys, Span, Step};
@@ -150,7 +150,8 @@ impl Batch {
             }
         }
         self.inputs.set(&self.stream, &self.filled)?;
-        let Self { model, block, ropes, caches, inputs, filled, logits, recorded, .. } = self;
+        let Self { model, block, ropes, caches, inputs, filled, logits, recorded, adapters, .. } = self;
+        let is_adapted = filled.adapters.iter().any(|&adapter| adapter != NOWHERE);
         let (tokens, asked) = (filled.ids.len(), filled.logits.len());
         let mut run = |stream: &Stream| {
             let [ids, positions, slots] = inputs.tokens(tokens)?;
@@ -164,7 +165,14 @@ impl Batch {
             let one = (padded > 0).then(|| group(ONE, padded)).transpose()?;
             let several = (severals > 0).then(|| group(SEVERAL, severals)).transpose()?;
             let groups = &[one, several];
-            let step = Step { stream, ropes, tokens, ids, positions, slots, groups, visual: None };
+            let adapted = match adapters {
+                Some(BatchAdapters { adapters, sorter }) if is_adapted => {
+                    Some(sorter.run(stream, inputs.adapters(tokens)?, adapters)?)
+                }
+                _ => None,
+            };
+            let adapted = adapted.as_ref();
+            let step = Step { stream, ropes, tokens, ids, positions, slots, groups, visual: None, adapted };
             let logits = match asked {
                 0 => None,
                 rows => {
@@ -179,15 +187,16 @@ impl Batch {
         if severals > 0 {
             return run(&self.stream);
         }
-        let recorded = recorded.entry(padded).or_insert_with(|| Recording::new(model.device()));
+        let recorded = recorded.entry((padded, is_adapted)).or_insert_with(|| Recording::new(model.device()));
         // SAFETY: all of it is the batch's own, or the model's, which live as long as the recording, and work of the
-        // same number of sequences uses the same parts of it; the stream is the batch's only one.
+        // same number of sequences, with adapters or without, uses the same parts of it; the stream is the batch's
+        // only one.
         unsafe { recorded.run(&self.stream, run) }
     }
 
     /// Writes down a step: ones first, up to `padded` of them, then the others. Returns what those have.
     fn fill(&mut self, work: &[Work], padded: usize) -> Result<Vec<Span>, Error> {
-        let Self { filled, rows, sequences, options, .. } = self;
+        let Self { filled, rows, sequences, options, adapters, .. } = self;
         let &mut BatchOptions { page_tokens, capacity, .. } = options;
         let width = options.pages_of(capacity);
         filled.clear();
@@ -210,6 +219,10 @@ impl Batch {
                     sequence.pages[place / page_tokens] * page_tokens as u32 + (place % page_tokens) as u32
                 };
                 filled.slots.extend(places.map(slot));
+                if adapters.is_some() {
+                    let own = sequence.adapter.map_or(NOWHERE, |adapter| adapter as u32);
+                    filled.adapters.resize(filled.ids.len(), own);
+                }
                 let group = &mut filled.groups[which];
                 if which == SEVERAL {
                     let start = group.offsets[group.offsets.len() - 1] as usize;
@@ -237,6 +250,9 @@ impl Batch {
                     filled.positions.push(0);
                     filled.slots.push(NOWHERE);
                     filled.groups[ONE].push(1, 0, NOWHERE, &[], width);
+                    if adapters.is_some() {
+                        filled.adapters.push(NOWHERE);
+                    }
                 }
                 if only_ones {
                     filled.logits.extend(0..padded as u32);
@@ -252,7 +268,8 @@ impl Batch {
         for work in work {
             let Some(sequence) = self.sequences.get_mut(&work.id) else { continue };
             for index in sequence.prefixes.len()..sequence.computed / page_tokens {
-                let before = sequence.prefixes.last().copied().unwrap_or(Prefix::EMPTY);
+                let before = sequence.prefixes.last().copied();
+                let before = before.unwrap_or_else(|| Prefix::of_adapter(sequence.adapter));
                 let tokens = &sequence.tokens[index * page_tokens..(index + 1) * page_tokens];
                 sequence.prefixes.push(self.pages.register(sequence.pages[index], before, tokens));
             }

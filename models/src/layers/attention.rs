@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use abi::DType;
 
+use super::low_rank::{LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{InPlace, Linear, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step, copy_row};
 use crate::config::AttentionConfig;
 use crate::loader::Loader;
-use crate::part::Cut;
+use crate::part::{Cut, Part};
 use host::Error;
 use host::Stream;
 use host::ops::attention::{self, AttentionProblem, Mask};
@@ -38,25 +39,15 @@ impl SelfAttention {
         loader: &mut Loader<'_>,
         prefix: &str,
     ) -> Result<Self, Error> {
-        let &AttentionConfig { heads_q, heads_kv, head_dim, bias, output_bias, qk_norm, output_gate, .. } =
-            config;
+        let &AttentionConfig { head_dim, bias, output_bias, qk_norm, output_gate, .. } = config;
         let name = |part: &str| format!("{prefix}.{part}");
-        let (q, k, v, o) = (name("q_proj"), name("k_proj"), name("v_proj"), name("o_proj"));
-        let part = loader.part();
-        let [q_heads, kv_heads] = part.heads(config);
-        let q_rows = Cut::range(heads_q, q_heads.clone()).times(head_dim);
-        let kv_rows = Cut::range(heads_kv, kv_heads).times(head_dim);
-        let (k, v) = ((k.as_str(), kv_rows.clone()), (v.as_str(), kv_rows));
-        let cols = hidden_size.into();
-        let qkv = if output_gate {
-            // A checkpoint has the rows of each head's q, then those of its gate.
-            let rows = |gate: usize| {
-                let ranges = q_heads.clone().map(|head| 2 * head + gate..2 * head + gate + 1).collect();
-                (q.as_str(), Cut { of: 2 * heads_q, ranges }.times(head_dim))
-            };
-            Linear::new(loader, &[rows(0), k, v, rows(1)], &cols, bias)?.into()
-        } else {
-            Projection::new(loader, &[(q.as_str(), q_rows.clone()), k, v], &cols, bias)?
+        let (part, cols, o) = (loader.part(), hidden_size.into(), name("o_proj"));
+        let (parts, q_rows) = Self::parts(config, part, prefix);
+        let parts: Vec<(&str, Cut)> =
+            parts.iter().map(|(name, rows)| (name.as_str(), rows.clone())).collect();
+        let qkv = match output_gate {
+            true => Linear::new(loader, &parts, &cols, bias)?.into(),
+            false => Projection::new(loader, &parts, &cols, bias)?,
         };
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
@@ -75,6 +66,27 @@ impl SelfAttention {
 }
 
 impl SelfAttention {
+    /// The modules that `qkv` is made of, with the rows of each; and the columns of the output projection.
+    pub(super) fn parts(config: &AttentionConfig, part: Part, prefix: &str) -> (Vec<(String, Cut)>, Cut) {
+        let &AttentionConfig { heads_q, heads_kv, head_dim, output_gate, .. } = config;
+        let [q_heads, kv_heads] = part.heads(config);
+        let q_rows = Cut::range(heads_q, q_heads.clone()).times(head_dim);
+        let kv_rows = Cut::range(heads_kv, kv_heads).times(head_dim);
+        let named = |name: &str, rows: Cut| (format!("{prefix}.{name}"), rows);
+        let (k, v) = (named("k_proj", kv_rows.clone()), named("v_proj", kv_rows));
+        let parts = if output_gate {
+            // A checkpoint has the rows of each head's q, then those of its gate.
+            let rows = |gate: usize| {
+                let ranges = q_heads.clone().map(|head| 2 * head + gate..2 * head + gate + 1).collect();
+                named("q_proj", Cut { of: 2 * heads_q, ranges }.times(head_dim))
+            };
+            vec![rows(0), k, v, rows(1)]
+        } else {
+            vec![named("q_proj", q_rows.clone()), k, v]
+        };
+        (parts, q_rows)
+    }
+
     /// What its plans depend on.
     pub(super) fn kinds(&self) -> Vec<ProjectionKind> {
         vec![self.qkv.kind(), self.o.kind()]
@@ -118,6 +130,8 @@ impl KeysValues {
 pub(crate) struct AttentionBlock {
     config: AttentionConfig,
     plans: Plans<AttentionPlans>,
+    /// Of both projections, where adapters add to them.
+    low_rank: [Option<LowRankBlock>; 2],
     /// Of each group.
     attention: Vec<attention::Attention>,
     /// `[tokens, (heads_q + 2 heads_kv) · head_dim]`: the query heads, then the key heads, then the value heads; then
@@ -190,6 +204,11 @@ impl AttentionBlock {
         Ok(AttentionBlock {
             config: *config,
             plans,
+            low_rank: LowRankBlock::of_mixer(
+                phase,
+                (&weights.qkv, [qkv_cols, hidden_size]),
+                (&weights.o, [hidden_size, q_cols]),
+            )?,
             attention: attention.collect::<Result<_, _>>()?,
             qkv: phase.rows(&[qkv_cols])?,
             q: phase.rows(&[heads_q, head_dim])?,
@@ -230,7 +249,7 @@ impl AttentionBlock {
         self.attend(step, weights, cache)?;
         match &self.plans.holding(1)?.in_place {
             Some([_, o]) => {
-                let x = self.attended_rows(1)?;
+                let x = attended_rows(&self.gated, &self.attended, 1)?;
                 o.run_fused(step.stream, &weights.o, (x, None), (residual, Some(Residual::InPlace)))
             }
             None => Err(Error::invalid("Session", "layer", "plans for one token", "none")),
@@ -240,22 +259,19 @@ impl AttentionBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &SelfAttention,
+        (weights, adapters): (&SelfAttention, Option<&PartAdapters>),
         cache: &mut KeysValues,
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
-        let (stream, tokens) = (step.stream, step.tokens);
+        let tokens = step.tokens;
         let qkv = self.qkv.view_mut().slice(0, 0..tokens)?;
-        self.plans.holding(tokens)?.qkv.run(stream, &weights.qkv, x, qkv)?;
+        let plans = (&self.plans.holding(tokens)?.qkv, &mut self.low_rank[0]);
+        run_adapted(step, plans, &weights.qkv, (adapters, Which::First), x, qkv)?;
         self.attend(step, weights, cache)?;
-        let x = self.attended_rows(tokens)?;
-        self.plans.holding(tokens)?.o.run(stream, &weights.o, x, out)
-    }
-
-    /// What the output projection gets.
-    fn attended_rows(&self, tokens: usize) -> Result<TensorView<'_>, Error> {
-        self.gated.as_ref().unwrap_or(&self.attended).view().slice(0, 0..tokens)
+        let x = attended_rows(&self.gated, &self.attended, tokens)?;
+        let plans = (&self.plans.holding(tokens)?.o, &mut self.low_rank[1]);
+        run_adapted(step, plans, &weights.o, (adapters, Which::Last), x, out)
     }
 
     /// From the projections of q, k and v to what the output projection gets.
@@ -312,4 +328,13 @@ impl AttentionBlock {
         let gate = qkv.slice(1, gates_start..gates_start + heads_q * head_dim)?;
         glu.run(stream, GluArgs { gate, up: Some(attended.as_view()), out: gated.reborrow() })
     }
+}
+
+/// What the output projection gets.
+fn attended_rows<'a>(
+    gated: &'a Option<Tensor>,
+    attended: &'a Tensor,
+    tokens: usize,
+) -> Result<TensorView<'a>, Error> {
+    gated.as_ref().unwrap_or(attended).view().slice(0, 0..tokens)
 }

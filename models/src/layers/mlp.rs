@@ -2,6 +2,7 @@
 
 use abi::ops::glu::Activation;
 
+use super::low_rank::{AdaptedGate, LowRankBlock, PartAdapters, Which, run_adapted};
 use super::{InPlace, Phase, Plans, Projection, ProjectionKind, ProjectionPlan, Step};
 use crate::config::MlpConfig;
 use crate::loader::Loader;
@@ -51,6 +52,9 @@ pub(crate) struct MlpBlock {
     plans: Plans<MlpPlans>,
     /// `[tokens, intermediate]`
     activated: Tensor,
+    /// Of gate and up, and of down, where adapters add to them.
+    adapted_gate: Option<AdaptedGate>,
+    low_rank: Option<LowRankBlock>,
 }
 
 #[derive(Debug)]
@@ -77,7 +81,9 @@ impl MlpBlock {
                 )?,
             })
         })?;
-        Ok(MlpBlock { plans, activated: phase.rows(&[inner])? })
+        let (adapted_gate, low_rank) =
+            AdaptedGate::of_mlp(phase, (&weights.gate_up, &weights.down), inner, activation)?;
+        Ok(MlpBlock { plans, adapted_gate, low_rank, activated: phase.rows(&[inner])? })
     }
 
     pub(super) fn reports(&self) -> Vec<OptimizationReport> {
@@ -112,13 +118,20 @@ impl MlpBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &Mlp,
+        (weights, adapters): (&Mlp, Option<&PartAdapters>),
         x: TensorView<'_>,
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let plans = self.plans.holding(x.shape()[0])?;
         let mut activated = self.activated.view_mut().slice(0, 0..x.shape()[0])?;
-        plans.gate_up.run(step.stream, &weights.gate_up, x, activated.reborrow())?;
-        plans.down.run(step.stream, &weights.down, activated.as_view(), out)
+        let is_done = match &mut self.adapted_gate {
+            Some(gate) => gate.run(step, (&weights.gate_up, adapters), x, activated.reborrow())?,
+            None => false,
+        };
+        if !is_done {
+            plans.gate_up.run(step.stream, &weights.gate_up, x, activated.reborrow())?;
+        }
+        let (down, adapters) = ((&plans.down, &mut self.low_rank), (adapters, Which::Last));
+        run_adapted(step, down, &weights.down, adapters, activated.as_view(), out)
     }
 }

@@ -8,6 +8,7 @@ mod delta_net;
 mod group;
 mod latent;
 mod linear;
+mod low_rank;
 mod mlp;
 mod moe;
 mod projection;
@@ -38,6 +39,7 @@ use host::ops::rope::RopeTables;
 use host::weight::Layout;
 use host::{Tensor, TensorView, TensorViewMut};
 use latent::{LatentBlock, LatentRows};
+pub(super) use low_rank::{AdaptedRows, AdapterSizes, Adapters, PartAdapters, RowSorter};
 use mlp::MlpBlock;
 use moe::MoeBlock;
 pub(super) use projection::ProjectionKind;
@@ -138,6 +140,8 @@ pub(super) struct Phase<'a> {
     pub(super) chooses: bool,
     /// The rank of a group whose part of the model it is, if there are others.
     pub(super) rank: Option<&'a Communicator>,
+    /// What adapters add, if there are any.
+    pub(super) adapters: Option<AdapterSizes>,
 }
 
 impl<'a> Phase<'a> {
@@ -245,6 +249,8 @@ pub(super) struct Step<'a> {
     pub(super) groups: &'a [Option<Group<'a>>],
     /// Features of images that take the places of tokens, if the prompt has any.
     pub(super) visual: Option<&'a VisualRows<'a>>,
+    /// Rows by their adapters, if some have any.
+    pub(super) adapted: Option<&'a AdaptedRows<'a>>,
 }
 
 impl Step<'_> {
@@ -445,7 +451,7 @@ impl MixerBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &Mixer,
+        (weights, adapters): (&Mixer, Option<&PartAdapters>),
         cache: &mut Cache,
         x: TensorView<'_>,
         mut out: TensorViewMut<'_>,
@@ -453,7 +459,7 @@ impl MixerBlock {
         match (self, weights, cache) {
             (MixerBlock::Idle, ..) => out.fill_zero(step.stream),
             (MixerBlock::Attention(block), Mixer::Attention(weights), Cache::KeysValues(cache)) => {
-                block.run(step, weights, cache, x, out)
+                block.run(step, (weights, adapters), cache, x, out)
             }
             (MixerBlock::DeltaNet(block), Mixer::DeltaNet(weights), Cache::Delta(cache)) => {
                 block.run(step, weights, cache, x, out)
@@ -533,13 +539,15 @@ impl FeedForwardBlock {
     pub(super) fn run(
         &mut self,
         step: &Step<'_>,
-        weights: &FeedForward,
+        (weights, adapters): (&FeedForward, Option<&PartAdapters>),
         x: TensorView<'_>,
         mut out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         match (self, weights) {
             (FeedForwardBlock::Idle, _) => out.fill_zero(step.stream),
-            (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => block.run(step, weights, x, out),
+            (FeedForwardBlock::Mlp(block), FeedForward::Mlp(weights)) => {
+                block.run(step, (weights, adapters), x, out)
+            }
             (FeedForwardBlock::Moe(block), FeedForward::Moe(weights)) => block.run(step, weights, x, out),
             _ => Err(Error::invalid("Session", "layer", "the parts of one feed-forward", "those of several")),
         }

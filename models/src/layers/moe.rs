@@ -190,7 +190,9 @@ impl MoeBlock {
         let (hidden_size, rows, inner) = (phase.config.hidden_size, tokens * top_k, expert.intermediate_size);
         let shared = config.shared.filter(|shared| shared.mlp.intermediate_size > 0);
         let shared = shared.zip(moe.shared.as_ref());
-        let shared = shared.map(|(shared, weights)| MlpBlock::new(phase, &shared.mlp, weights));
+        // Adapters add nothing to it.
+        let plain = Phase { adapters: None, ..*phase };
+        let shared = shared.map(|(shared, weights)| MlpBlock::new(&plain, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
         Ok(MoeBlock {
             config: *config,
@@ -272,7 +274,7 @@ impl MoeBlock {
         if let (Some(block), Some(mlp), Some(shared_out)) =
             (&mut self.shared, &weights.shared, &mut shared_out)
         {
-            block.run(step, mlp, x, shared_out.reborrow().slice(0, rows.clone())?)?;
+            block.run(step, (mlp, None), x, shared_out.reborrow().slice(0, rows.clone())?)?;
         }
         let has_gate = self.config.has_shared_gate() && shared_out.is_some();
         let gate = has_gate.then(|| logits.as_view().slice(1, num_experts..num_experts + 1)).transpose()?;

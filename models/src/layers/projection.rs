@@ -116,6 +116,24 @@ impl ProjectionPlan {
         Ok(ProjectionPlan { parts })
     }
 
+    /// The same, added to what is in out.
+    pub(crate) fn onto(phase: &Phase<'_>, weights: &Projection, n: usize, k: usize) -> Result<Self, Error> {
+        let (kind, bias) = (weights.kind(), weights.bias.is_some());
+        let part = |rows: usize, layout| {
+            let problem = phase.problem(rows, k, bias, Act::None, layout);
+            let epilogue = Epilogue { residual: true, ..problem.epilogue };
+            Ok((Matmul::plan(phase.stream.device(), MatmulProblem { epilogue, ..problem })?, rows))
+        };
+        let parts = match kind.is_empty() {
+            true => vec![part(n, None)?],
+            false => kind
+                .into_iter()
+                .map(|(rows, layout)| part(rows, Some(layout)))
+                .collect::<Result<_, Error>>()?,
+        };
+        Ok(ProjectionPlan { parts })
+    }
+
     /// `act([tokens, k] · gateᵀ) ⊙ ([tokens, k] · upᵀ)`, `[n, k]` both.
     pub(crate) fn gated(
         phase: &Phase<'_>,
