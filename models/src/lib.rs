@@ -28,8 +28,8 @@ mod weights;
 pub use adapter::Adapter;
 pub use batch::{
     Batch, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, ModelDraft,
-    NgramDraft, Prompt, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId, StepOutput,
-    TokenLogprobs, Work, WorkLogits,
+    NgramDraft, Prompt, PromptVisual, RequestId, RowSampling, ScheduledStep, Scheduler, SequenceId,
+    StepOutput, TokenLogprobs, Work, WorkLogits,
 };
 pub use checkpoint::{Checkpoint, StoredName};
 pub use config::{

@@ -406,7 +406,12 @@ impl Session {
             };
             let rows = match (&prompt, &mut self.visual) {
                 (Some(prompt), Some(visual)) => {
-                    Some(visual.rows_of(&self.stream, prompt, (index * chunk, tokens))?)
+                    let own = index * chunk..index * chunk + tokens;
+                    let features = prompt.features(own.clone());
+                    let placed = prompt.visual_tokens()[features.clone()].iter();
+                    let placed: Vec<u32> = placed.map(|token| (token - own.start) as u32).collect();
+                    let axes = &prompt.axes()[own];
+                    Some(visual.rows_of(&self.stream, axes, (&placed, features))?)
                 }
                 _ => None,
             };

@@ -230,6 +230,7 @@ fn small() -> BatchOptions {
         page_tokens: 16,
         pages: 10,
         prefix_cache: true,
+        max_patches: 0,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Prompts with images.
 
 use testkit::golden;
+use warpforge::models::{Batch, Prompt, PromptVisual, RequestId, SequenceId, Work, WorkLogits};
 
 use super::*;
 
@@ -174,5 +175,229 @@ fn more_patches_than_memory() -> Outcome {
     assert_eq!(error(1 << 30).to_string(), refused);
     let error = error((1 << 30) - 4);
     assert!(matches!(error, warpforge::Error::OutOfMemory { .. }), "{error}");
+    Ok(())
+}
+
+/// A batch with room for the images of a prompt.
+fn in_batch(case: &Case) -> BatchOptions {
+    BatchOptions {
+        max_sequences: 4,
+        max_step_tokens: 40,
+        max_prompts: 3,
+        max_logits: 40,
+        capacity: 128,
+        page_tokens: 16,
+        pages: 40,
+        max_patches: case.images().0.iter().map(PatchGrid::patches).sum(),
+        ..BatchOptions::default()
+    }
+}
+
+fn owned(visuals: &[Visual<'_>]) -> Vec<PromptVisual> {
+    visuals.iter().map(|visual| PromptVisual { grid: visual.grid, patches: visual.patches.into() }).collect()
+}
+
+/// What a session gives: logits of all tokens of the prompt, and of those behind it.
+fn by_session(
+    model: &Model,
+    prompt: &[u32],
+    images: &[Visual<'_>],
+    behind: &[u32],
+) -> Result<Vec<f32>, warpforge::Error> {
+    let max_patches = images.iter().map(|image| image.grid.patches()).sum();
+    let options = SessionOptions {
+        capacity: 128,
+        chunk: 64,
+        logits: Logits::All,
+        max_patches,
+        ..SessionOptions::default()
+    };
+    let mut session = model.session(options)?;
+    let stream = session.stream().clone();
+    let mut rows = Vec::new();
+    session.prefill_visual_with(0, prompt, images, &mut |_, _| Ok(()), &mut |_, part| {
+        rows.extend(part.to_vec::<f32>(&stream)?);
+        Ok(())
+    })?;
+    for &token in behind {
+        rows.extend(session.decode(&[token])?.to_host()?);
+    }
+    Ok(rows)
+}
+
+/// A step for the logits of all tokens, which come behind those of each sequence.
+fn step(batch: &mut Batch, rows: &mut [(SequenceId, Vec<f32>)], tokens: &[(usize, usize)]) -> Outcome {
+    let vocab = batch.model().config().decoder.vocab_size;
+    let work =
+        |&(which, tokens): &(usize, usize)| Work { id: rows[which].0, tokens, logits: WorkLogits::All };
+    let work: Vec<Work> = tokens.iter().map(work).collect();
+    let output = batch.step(&work)?;
+    let (places, logits) = (output.rows().to_vec(), output.logits().to_host()?);
+    for (&(which, _), place) in std::iter::zip(tokens, places) {
+        rows[which].1.extend(&logits[place.start * vocab..place.end * vocab]);
+    }
+    Ok(())
+}
+
+/// A prompt with an image in chunks of any size, beside a prompt of text and decode steps, forked and pre-empted in the
+/// midst of it, and what follows it in steps that may be recorded: as in a session of its own.
+fn mixed(device: &Device, case: &Case, chunks: &[usize]) -> Outcome {
+    let (grids, patches) = case.images();
+    let images = visuals((&grids, patches));
+    let model = Model::load(device, &case.folder, DType::F32, &mut |_| {})?;
+    let (prompt, text, behind) = (&case.prompts()[0], [5u32, 6, 7, 8, 9], [11u32, 12, 13, 14]);
+    let want = by_session(&model, prompt, &images, &behind)?;
+    let text_want = by_session(&model, &text, &[], &behind)?;
+    for &chunk in chunks {
+        let mut batch = model.batch(in_batch(case))?;
+        let seen = batch.add_prompt(Prompt { visuals: owned(&images), ..prompt[..].into() })?;
+        let mut rows = vec![(seen, Vec::new()), (batch.add(&text)?, Vec::new())];
+        step(&mut batch, &mut rows, &[(1, 4)])?;
+        let (mut left, mut others) = (prompt.len(), vec![1].into_iter());
+        let mut fork = None;
+        while left > 0 {
+            let tokens = chunk.min(left);
+            let beside = others.next().map(|tokens| (1, tokens));
+            let work: Vec<_> = beside.into_iter().chain([(0, tokens)]).collect();
+            step(&mut batch, &mut rows, &work)?;
+            left -= tokens;
+            if fork.is_none() && left < prompt.len() / 2 && left > 0 {
+                fork = Some(rows.len());
+                rows.push((batch.fork(seen)?, rows[0].1.clone()));
+            }
+        }
+        if let Some(fork) = fork {
+            // From its beginning, behind others' images.
+            let vocab = model.config().decoder.vocab_size;
+            batch.preempt(rows[fork].0)?;
+            let found = batch.reuse(rows[fork].0)?;
+            rows[fork].1.truncate(found * vocab);
+            while batch.pending(rows[fork].0)? > 0 {
+                let tokens = batch.pending(rows[fork].0)?.min(chunk);
+                step(&mut batch, &mut rows, &[(fork, tokens)])?;
+            }
+        }
+        for token in behind {
+            for (id, _) in &rows {
+                batch.push(*id, token)?;
+            }
+            let work: Vec<_> = (0..rows.len()).map(|which| (which, 1)).collect();
+            step(&mut batch, &mut rows, &work)?;
+        }
+        for (index, (id, got)) in rows.into_iter().enumerate() {
+            let want = if index == 1 { &text_want } else { &want };
+            assert_eq!(got.len(), want.len());
+            let error = relative_l2(&got, want);
+            assert!(error <= 1e-5, "{device:?}, chunks of {chunk}, sequence {index}: {error:.2e}");
+            batch.remove(id)?;
+        }
+        assert_eq!(batch.free_pages(), batch.options().pages);
+    }
+    Ok(())
+}
+
+#[test]
+fn images_in_batches() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    mixed(&Device::cpu(), &case, &[1, 5, 17, 35])?;
+    mixed(&Device::simulated(Arc::new(Card::new(Arch::Sm61)))?, &case, &[17])?;
+    cards().iter().try_for_each(|device| mixed(device, &case, &[1, 17]))
+}
+
+/// More prompts with images than a step has room for, other images behind the same tokens, and text: each is answered
+/// as if it were alone.
+#[test]
+fn a_scheduler_sees_all() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let other: Vec<f32> = patches.iter().map(|value| 0.5 - value).collect();
+    let (first, second) = (visuals((&grids, patches)), visuals((&grids, &other)));
+    let model = Model::load(&Device::cpu(), &case.folder, DType::F32, &mut |_| {})?;
+    let prompt = &case.prompts()[0];
+    // With whole pages before the image.
+    let longer = [&[3u32; 20][..], prompt].concat();
+    let asked: [(&[u32], &[Visual<'_>]); 7] = [
+        (prompt, &first),
+        (&[5, 6, 7], &[]),
+        (prompt, &second),
+        (&longer, &second),
+        (&longer, &first),
+        (&longer[..18], &[]),
+        (prompt, &first),
+    ];
+    let mut session = model.session(SessionOptions { capacity: 128, ..options(&case, 64) })?;
+    let mut want = Vec::new();
+    for (prompt, images) in asked {
+        want.push(greedy_visual(&mut session, prompt, images, 8)?);
+    }
+    assert_ne!(want[0], want[2], "the images differ");
+    let mut scheduler = Scheduler::new(model.batch(BatchOptions { max_step_tokens: 24, ..in_batch(&case) })?);
+    let mut got: Vec<(RequestId, Vec<u32>)> = Vec::new();
+    for (tokens, images) in asked {
+        let prompt = Prompt { visuals: owned(images), ..tokens.into() };
+        got.push((scheduler.submit_prompt(prompt)?, Vec::new()));
+    }
+    while let Some(step) = scheduler.step()? {
+        let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
+        for (request, rows) in step.requests {
+            let row = &logits[rows.start * vocab..][..vocab];
+            let best = (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).ok_or("a token")? as u32;
+            let (_, answer) = got.iter_mut().find(|(id, _)| *id == request).ok_or("a request")?;
+            answer.push(best);
+            if answer.len() == 8 { scheduler.finish(request)? } else { scheduler.push(request, best)? }
+        }
+    }
+    assert_eq!(got.into_iter().map(|(_, answer)| answer).collect::<Vec<_>>(), want);
+    let stats = scheduler.batch().stats();
+    assert_eq!((stats.sequences, stats.free_pages), (0, 40));
+    // The page before the image, of the one that came behind it, and of the text.
+    assert_eq!(stats.reused_tokens, 32);
+    Ok(())
+}
+
+/// What a batch refuses of images.
+#[test]
+fn bad_images_in_batches() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let images = owned(&visuals((&grids, patches)));
+    let prompt = &case.prompts()[0];
+    let model = Model::load(&Device::cpu(), &case.folder, DType::F32, &mut |_| {})?;
+    let mut batch = model.batch(in_batch(&case))?;
+    let with = |visuals: &[PromptVisual]| Prompt { visuals: visuals.to_vec(), ..prompt[..].into() };
+    let mut blind = model.batch(BatchOptions { max_patches: 0, ..in_batch(&case) })?;
+    assert_eq!(
+        blind.add_prompt(with(&images)).unwrap_err().to_string(),
+        "Batch: visuals: expected none in a batch without max_patches, got 1"
+    );
+    let placeholder = prompt.iter().position(|&id| id == 379 || id == 381).ok_or("a placeholder")?;
+    assert_eq!(
+        batch.add(prompt).unwrap_err().to_string(),
+        format!("Batch: tokens: expected text, got a placeholder of an image at {placeholder}")
+    );
+    let twice = [images[0].clone(), images[0].clone()];
+    assert_eq!(
+        batch.add_prompt(with(&twice)).unwrap_err().to_string(),
+        "Batch: visuals: expected at most 96 patches altogether, got 192"
+    );
+    let (a, b) = (batch.add_prompt(with(&images))?, batch.add_prompt(with(&images))?);
+    let before = batch.stats();
+    let error = batch.step(&[Work::new(a, placeholder + 1), Work::new(b, placeholder + 1)]).map(|_| ());
+    assert!(
+        matches!(error, Err(BatchError::SeveralVisuals { first, second }) if (first, second) == (a, b)),
+        "{error:?}"
+    );
+    assert_eq!(batch.stats(), before);
+    // Before its image it is text, as far as the other is concerned.
+    if placeholder > 0 {
+        batch.step(&[Work::new(a, placeholder + 1), Work::new(b, placeholder)])?;
+    }
+    let error = batch.truncate(a, placeholder + 1).unwrap_err();
+    assert!(matches!(error, BatchError::Images { id, .. } if id == a), "{error}");
+    let text = Model::load(&Device::cpu(), &golden::folder("qwen3"), DType::F32, &mut |_| {})?;
+    assert_eq!(
+        text.batch(BatchOptions { max_patches: 4, ..in_batch(&case) }).unwrap_err().to_string(),
+        "Batch: max_patches: expected 0 for a model without a vision tower, got 4"
+    );
     Ok(())
 }

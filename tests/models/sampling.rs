@@ -21,6 +21,7 @@ const OPTIONS: BatchOptions = BatchOptions {
     page_tokens: 16,
     pages: 16,
     prefix_cache: true,
+    max_patches: 0,
 };
 
 const ALL: SamplingFeatures = SamplingFeatures {

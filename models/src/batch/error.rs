@@ -93,6 +93,24 @@ pub enum BatchError {
         /// Rows that there are.
         most: usize,
     },
+    /// A step on parts of images of several sequences: the tower has the features of one.
+    #[error("a step on images of {first} and of {second}: expected those of one sequence")]
+    SeveralVisuals {
+        /// One of them.
+        first: SequenceId,
+        /// Another.
+        second: SequenceId,
+    },
+    /// A sequence cannot be cut within its images, nor before them.
+    #[error("{id} cannot be cut to {tokens} tokens: its images end behind {images}")]
+    Images {
+        /// The sequence.
+        id: SequenceId,
+        /// Tokens that should be left.
+        tokens: usize,
+        /// Tokens up to the end of the last image.
+        images: usize,
+    },
     /// Chosen tokens that are not one for each draft of a computed request, and one more.
     #[error("{tokens} tokens for {id}, which has {drafted} drafts: expected one more, behind a step")]
     Drafts {

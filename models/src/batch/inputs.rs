@@ -1,6 +1,8 @@
 //! What a step reads that differs from step to step, in device memory.
 
 use abi::DType;
+
+use super::visual::StepVisual;
 use host::{Error, Stream, Tensor, TensorView};
 
 /// For a token or a sequence that is only there to fill a bucket: beyond all slots and states, so that it leaves
@@ -45,6 +47,8 @@ pub(super) struct Filled {
     pub(super) slots: Vec<u32>,
     /// The adapter of each token, where the batch has adapters.
     pub(super) adapters: Vec<u32>,
+    /// Images, in a step that has some; nothing is uploaded of it here.
+    pub(super) visual: Option<StepVisual>,
     /// Tokens whose logits are asked for.
     pub(super) logits: Vec<u32>,
     /// Sequences with one token, and those with several.
@@ -53,7 +57,8 @@ pub(super) struct Filled {
 
 impl Filled {
     pub(super) fn clear(&mut self) {
-        let Filled { ids, positions, slots, adapters, logits, groups } = self;
+        let Filled { ids, positions, slots, adapters, visual, logits, groups } = self;
+        *visual = None;
         [ids, positions, slots, adapters, logits].into_iter().for_each(Vec::clear);
         groups.iter_mut().for_each(Rows::clear);
     }
@@ -103,7 +108,7 @@ impl Inputs {
 
     /// Uploads a step: up to the end of the first group's table in one piece, and the other's, if there is one.
     pub(super) fn set(&mut self, stream: &Stream, filled: &Filled) -> Result<(), Error> {
-        let Filled { ids, positions, slots, adapters, logits, groups } = filled;
+        let Filled { ids, positions, slots, adapters, logits, groups, .. } = filled;
         let [first, second, third] = [0, 1, 2].map(|part| part * self.tokens);
         let places = [first, second, third, self.of_adapters(), self.of_logits()];
         let tables = [0, 1].map(|group| self.of_table(group));

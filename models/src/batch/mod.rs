@@ -14,10 +14,12 @@ mod prompt;
 mod sampler;
 mod scheduler;
 mod step;
+mod visual;
 mod work;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 use abi::DType;
 
@@ -25,11 +27,13 @@ use super::config::DecoderConfig;
 use super::decoder::DecoderBlock;
 use super::layers::{Adapters, Cache, GroupPhase, Phase, RowSorter};
 use super::recording::Recording;
+use super::vision::VisualInputs;
 use super::{Adapter, Model};
 use host::ops::rope::RopeTables;
 use host::{Error, OptimizationReport, Stream, Tensor};
 use inputs::{Filled, Inputs};
 use pages::{Pages, Prefix};
+use visual::{BatchVisual, SequenceVisual, check_cut};
 
 pub use draft::NgramDraft;
 pub use error::BatchError;
@@ -38,6 +42,7 @@ pub use options::BatchOptions;
 pub use prompt::Prompt;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
+pub use visual::PromptVisual;
 pub use work::{BatchStats, SequenceId, StepOutput, Work, WorkLogits};
 
 const OP: &str = "Batch";
@@ -59,6 +64,8 @@ struct Sequence {
     /// Where the state is.
     state: usize,
     adapter: Option<usize>,
+    /// If its prompt has images.
+    visual: Option<Arc<SequenceVisual>>,
 }
 
 /// Sequences that come and go, in one forward pass each step.
@@ -77,6 +84,8 @@ struct Sequence {
 /// and padded to it.
 /// **Adapters** ([`Model::batch_with`]) are each sequence's own: a step computes sequences of different ones, and of
 /// none, together. Steps without such sequences cost what they cost without adapters.
+/// **Images** ([`BatchOptions::max_patches`], [`Prompt::visuals`]) are computed in chunks beside other sequences, those
+/// of one prompt in a step.
 /// **Memory** is all taken when a batch is made; a step allocates nothing on the device.
 ///
 /// ```no_run
@@ -116,6 +125,8 @@ pub struct Batch {
     /// Steps with one token for each sequence, by how many there are of them, and whether some have adapters.
     recorded: BTreeMap<(usize, bool), Recording>,
     adapters: Option<BatchAdapters>,
+    /// If it takes images and videos.
+    visual: Option<BatchVisual>,
     pages: Pages,
     sequences: BTreeMap<SequenceId, Sequence>,
     free_states: Vec<usize>,
@@ -183,6 +194,15 @@ impl Batch {
             Ok::<_, Error>(BatchAdapters { adapters, sorter })
         });
         let adapters = adapters.transpose()?;
+        let most = options.max_patches;
+        let visual = match &model.config().vision {
+            _ if most == 0 => None,
+            Some(vision) => Some(VisualInputs::new(&stream, (vision, config), dtype, most, tokens)?),
+            None => {
+                let expected = "0 for a model without a vision tower";
+                return Err(Error::invalid(OP, "max_patches", expected, most.to_string()).into());
+            }
+        };
         let logits = Tensor::empty(&stream, &[logit_rows, vocab_size], DType::F32)?;
         Ok(Batch {
             is_recurrent: !caches.iter().all(Cache::can_be_cropped),
@@ -198,6 +218,7 @@ impl Batch {
             rows: Vec::new(),
             recorded: BTreeMap::new(),
             adapters,
+            visual: visual.map(BatchVisual::new),
             pages: Pages::new(pages, count),
             sequences: BTreeMap::new(),
             free_states: (0..max_sequences).rev().collect(),
@@ -320,15 +341,24 @@ impl Batch {
         self.add_prompt(tokens.into())
     }
 
-    /// The same of a prompt with an adapter. Sequences share pages with those of the same adapter alone.
+    /// The same of a prompt with an adapter, or with images. Sequences share pages with those of the same adapter
+    /// alone, and none from the first image on.
     ///
-    /// **Errors**: as [`Batch::add`], and [`Error::Invalid`] for an adapter that the batch has not.
+    /// The tower runs in the first step that computes a token of an image, over all images of the prompt; it has the
+    /// features of one sequence at a time, and runs again for one that comes back to its images.
+    ///
+    /// **Errors**: as [`Batch::add`], and [`Error::Invalid`] for an adapter that the batch has not, and for images that
+    /// do not fit their placeholders or are more than [`BatchOptions::max_patches`].
     pub fn add_prompt(&mut self, prompt: Prompt) -> Result<SequenceId, BatchError> {
         self.check_prompt(&prompt)?;
+        let Prompt { tokens, adapter, visuals } = prompt;
+        let visual = match &self.visual {
+            Some(own) if !visuals.is_empty() => Some(own.of_prompt(&tokens, visuals)?),
+            _ => None,
+        };
         let state = self.take_state()?;
-        let Prompt { tokens, adapter } = prompt;
         let (pages, prefixes) = (Vec::new(), Vec::new());
-        let sequence = Sequence { tokens, computed: 0, pages, prefixes, state, adapter };
+        let sequence = Sequence { tokens, computed: 0, pages, prefixes, state, adapter, visual };
         let id = self.insert(sequence);
         self.reuse(id)?;
         self.check_accounts();
@@ -336,7 +366,7 @@ impl Batch {
     }
 
     fn check_prompt(&self, prompt: &Prompt) -> Result<(), BatchError> {
-        let &Prompt { ref tokens, adapter } = prompt;
+        let &Prompt { ref tokens, adapter, ref visuals } = prompt;
         let count = self.num_adapters();
         if let Some(adapter) = adapter.filter(|&adapter| adapter >= count) {
             let expected = format!("one of the batch's {count} adapters, counted from 0");
@@ -346,6 +376,14 @@ impl Batch {
             return Err(BatchError::Empty { what: "the prompt".into() });
         }
         self.model.config().decoder.check_ids(tokens)?;
+        self.check_len(tokens.len())?;
+        if !visuals.is_empty() {
+            let Some(visual) = &self.visual else {
+                let expected = "none in a batch without max_patches";
+                return Err(Error::invalid(OP, "visuals", expected, visuals.len().to_string()).into());
+            };
+            return Ok(visual.place(tokens, visuals).map(|_| ())?);
+        }
         if let Some(vision) = &self.model.config().vision
             && let Some(place) =
                 tokens.iter().position(|&id| id == vision.image_token || id == vision.video_token)
@@ -353,7 +391,7 @@ impl Batch {
             let got = format!("a placeholder of an image at {place}");
             return Err(Error::invalid(OP, "tokens", "text", got).into());
         }
-        self.check_len(tokens.len())
+        Ok(())
     }
 
     fn check_len(&self, tokens: usize) -> Result<(), BatchError> {
@@ -384,7 +422,7 @@ impl Batch {
         // Of a step that failed.
         sequence.pages.drain(..).rev().for_each(|page| pages.release(page));
         let mut before = Prefix::of_adapter(sequence.adapter);
-        let most = sequence.tokens.len().saturating_sub(1) / options.page_tokens;
+        let most = sequence.tokens.len().saturating_sub(1).min(sequence.plain_tokens()) / options.page_tokens;
         for block in sequence.tokens.chunks_exact(options.page_tokens).take(most) {
             let Some((page, prefix)) = pages.find(before, block) else { break };
             pages.hold(page);
@@ -454,8 +492,8 @@ impl Batch {
     /// Forgets a sequence's tokens from `len` on, as those that were drafted and not taken; a length beyond its own
     /// changes nothing.
     ///
-    /// **Errors**: [`BatchError::Recurrent`] where a state would have to go back; [`BatchError::Empty`] for a length of
-    /// 0.
+    /// **Errors**: [`BatchError::Recurrent`] where a state would have to go back; [`BatchError::Images`] for a length
+    /// that cuts the images of its prompt; [`BatchError::Empty`] for a length of 0.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), BatchError> {
         let is_recurrent = self.is_recurrent;
         let (page_tokens, pages) = (self.options.page_tokens, self.options.pages_of(len));
@@ -464,6 +502,7 @@ impl Batch {
         if len == 0 {
             return Err(BatchError::Empty { what: format!("{id}, cut to 0") });
         }
+        check_cut(id, sequence.visual.as_ref(), len)?;
         if len < computed && is_recurrent {
             return Err(BatchError::Recurrent { id, tokens: len, computed });
         }

@@ -46,8 +46,8 @@ impl DraftRequest<'_> {
 ///
 /// **Cost.** A call runs a step of the smaller model for each token that is drafted, and one more where all drafts of a
 /// request were kept. Prompts are read in chunks, one in a call, beside the drafts of others. A request whose tokens
-/// the smaller batch has no room for, in its pages, its sequences or its capacity, goes on without drafts. Nothing is
-/// drafted while the scheduler reads prompts, since its steps drop drafts then.
+/// the smaller batch has no room for, in its pages, its sequences or its capacity, goes on without drafts, and so does
+/// one with images, which the smaller model does not see. Nothing is drafted while the scheduler reads prompts, since its steps drop drafts then.
 #[derive(Debug)]
 pub struct ModelDraft {
     batch: Batch,
@@ -169,7 +169,7 @@ impl ModelDraft {
             let room = scheduler.room_for_drafts(request.id)?;
             let most = room.min(request.most).min(self.tokens).min(spare);
             let is_known = open.iter().any(|own| own.request.id == request.id);
-            if most == 0 || places == 0 || is_known {
+            if most == 0 || places == 0 || is_known || scheduler.has_images(request.id)? {
                 continue;
             }
             let tokens = scheduler.tokens(request.id)?;

@@ -26,9 +26,11 @@ pub struct BatchOptions {
     /// Pages of the caches, for all sequences together: at least as many as one of `capacity` needs. With fewer than
     /// all sequences need at their longest a step may be [`crate::BatchError::OutOfPages`].
     pub pages: usize,
-    /// Whether tokens that were computed are found again by later sequences that begin with them. Without effect on a
-    /// model with recurrent states.
+    /// Whether tokens that were computed are found again by later sequences that begin with them, with the same adapter
+    /// and up to the first image. Without effect on a model with recurrent states.
     pub prefix_cache: bool,
+    /// Most patches of the images and videos of a prompt; 0 for text alone, which takes no memory for a vision tower.
+    pub max_patches: usize,
 }
 
 impl Default for BatchOptions {
@@ -42,6 +44,7 @@ impl Default for BatchOptions {
             page_tokens: 64,
             pages: 1024,
             prefix_cache: true,
+            max_patches: 0,
         }
     }
 }
@@ -90,6 +93,7 @@ impl BatchOptions {
             capacity,
             page_tokens,
             pages,
+            max_patches,
             ..
         } = self;
         // Rows, slots and the elements of tables are counted in 32 bits.
@@ -106,6 +110,10 @@ impl BatchOptions {
         }
         if max_logits >= MOST {
             return Err(Error::invalid(OP, "max_logits", "below 2^31", max_logits.to_string()));
+        }
+        // They are attention's queries.
+        if max_patches >= 1 << 30 {
+            return Err(Error::invalid(OP, "max_patches", "below 2^30", max_patches.to_string()));
         }
         if !PAGE_SIZES.contains(&page_tokens) {
             return Err(Error::invalid(OP, "page_tokens", "16, 32, 64, 128 or 256", page_tokens.to_string()));

@@ -122,7 +122,7 @@ impl Scheduler {
         self.submit_prompt(prompt.into())
     }
 
-    /// The same of a prompt with an adapter.
+    /// The same of a prompt with an adapter, or with images. A step reads images of one request, the oldest first.
     ///
     /// **Errors**: those of [`Batch::add_prompt`] but for [`BatchError::OutOfSequences`].
     pub fn submit_prompt(&mut self, prompt: Prompt) -> Result<RequestId, BatchError> {
@@ -337,7 +337,7 @@ impl Scheduler {
     /// Takes requests into the batch, the oldest first, as far as there are places, and pages for their prompts.
     fn admit(&mut self) -> Result<(), BatchError> {
         let mut free = self.unclaimed()?;
-        while let Some((_, prompt)) = self.waiting.front() {
+        while let Some((id, prompt)) = self.waiting.front() {
             let needed = self.batch.options.pages_of(prompt.tokens.len() + 1);
             let is_full = self.batch.sequences.len() >= self.batch.options.max_sequences;
             let waits = self.running.values().any(|running| running.is_paused);
@@ -346,9 +346,8 @@ impl Scheduler {
             }
             let sequence = self.batch.add_prompt(prompt.clone())?;
             free = free.saturating_sub(needed);
-            if let Some((id, _)) = self.waiting.pop_front() {
-                self.running.insert(id, Running { sequence, is_paused: false, drafted: 0 });
-            }
+            self.running.insert(*id, Running { sequence, is_paused: false, drafted: 0 });
+            self.waiting.pop_front();
         }
         Ok(())
     }
@@ -375,6 +374,27 @@ impl Scheduler {
         Ok(pending.into_iter().filter(|own| own.tokens > 0).partition(|own| own.tokens == 1))
     }
 
+    /// Whether a step may compute the next so many tokens of a request: the images in them, if there are any, are the
+    /// step's first, and become those of `seeing`.
+    fn may_see(
+        &self,
+        seeing: &mut Option<RequestId>,
+        id: RequestId,
+        tokens: usize,
+    ) -> Result<bool, BatchError> {
+        let sees = self.batch.sequence(self.sequence(id)?)?.sees(tokens);
+        let is_free = !sees || seeing.is_none();
+        if sees && is_free {
+            *seeing = Some(id);
+        }
+        Ok(is_free)
+    }
+
+    /// Whether the prompt of a request in the batch has images.
+    pub(super) fn has_images(&self, id: RequestId) -> Result<bool, BatchError> {
+        Ok(self.batch.sequence(self.sequence(id)?)?.visual.is_some())
+    }
+
     /// The work of a step, and whose it is. Drafts that it has no room for are forgotten: beside prompts all of them.
     fn plan(&mut self) -> Result<(Vec<RequestId>, Vec<Work>), BatchError> {
         let options = self.batch.options;
@@ -382,10 +402,11 @@ impl Scheduler {
         let (mut budget, mut severals) = (options.max_step_tokens, options.max_severals());
         let mut spare = self.spare(ones.len(), prompts.len());
         let (mut requests, mut work) = (Vec::new(), Vec::new());
+        let mut seeing: Option<RequestId> = None;
         for Pending { id, sequence, drafted, .. } in ones {
             let drafted = if severals > 0 { drafted.min(spare) } else { 0 };
             self.keep_drafts(id, drafted)?;
-            if budget == 0 {
+            if budget == 0 || !self.may_see(&mut seeing, id, 1)? {
                 continue;
             }
             spare -= drafted;
@@ -399,6 +420,9 @@ impl Scheduler {
             let tokens = pending.min(most);
             // A prompt has its turn in chunks, or where there are none.
             if tokens == 0 || (tokens == 1 && severals == 0 && options.max_severals() > 0) {
+                continue;
+            }
+            if !self.may_see(&mut seeing, id, tokens)? {
                 continue;
             }
             budget -= tokens;

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use super::inputs::NOWHERE;
 use super::pages::Prefix;
+use super::visual::StepVisual;
 use super::{Batch, BatchAdapters, BatchError, BatchOptions, ONE, SEVERAL, StepOutput, Work, WorkLogits};
 use crate::LogitRows;
 use crate::decoder::LogitArgs;
@@ -57,7 +58,7 @@ impl Batch {
         if work.is_empty() {
             return Err(BatchError::NoWork);
         }
-        let mut seen = HashSet::new();
+        let (mut seen, mut seeing) = (HashSet::new(), None);
         let (mut all, mut prompts, mut rows) = (0usize, 0, 0usize);
         for &Work { id, tokens, logits } in work {
             let pending = self.pending(id)?;
@@ -72,6 +73,11 @@ impl Batch {
             }
             all = all.saturating_add(tokens);
             prompts += usize::from(tokens > 1);
+            if self.sequence(id)?.sees(tokens)
+                && let Some(first) = seeing.replace(id)
+            {
+                return Err(BatchError::SeveralVisuals { first, second: id });
+            }
             rows = rows.saturating_add(match logits {
                 WorkLogits::Nothing => 0,
                 WorkLogits::Last => 1,
@@ -150,11 +156,22 @@ impl Batch {
             }
         }
         self.inputs.set(&self.stream, &self.filled)?;
+        let seeing = work.iter().filter_map(|work| Some((self.sequences.get(&work.id)?, work.tokens)));
+        let seeing = seeing.filter(|(sequence, tokens)| sequence.sees(*tokens));
+        let seen = seeing.filter_map(|(sequence, _)| sequence.visual.clone()).next();
+        let rows = match (&mut self.visual, self.model.tower(), &seen, &self.filled.visual) {
+            (Some(own), Some(tower), Some(visual), Some(step)) => {
+                Some(own.rows_of(&self.stream, tower, (visual, step))?)
+            }
+            _ => None,
+        };
+        let visual = rows.as_ref();
         let Self { model, block, ropes, caches, inputs, filled, logits, recorded, adapters, .. } = self;
         let is_adapted = filled.adapters.iter().any(|&adapter| adapter != NOWHERE);
         let (tokens, asked) = (filled.ids.len(), filled.logits.len());
         let mut run = |stream: &Stream| {
             let [ids, positions, slots] = inputs.tokens(tokens)?;
+            let (ropes, positions) = visual.map_or((&*ropes, positions), |rows| (rows.ropes, rows.positions));
             let group = |which: usize, sequences: usize| -> Result<_, Error> {
                 let [lens, states, offsets, table] = inputs.group(which, sequences)?;
                 let rows = if which == ONE { 0..padded } else { padded..tokens };
@@ -172,7 +189,7 @@ impl Batch {
                 _ => None,
             };
             let adapted = adapted.as_ref();
-            let step = Step { stream, ropes, tokens, ids, positions, slots, groups, visual: None, adapted };
+            let step = Step { stream, ropes, tokens, ids, positions, slots, groups, visual, adapted };
             let logits = match asked {
                 0 => None,
                 rows => {
@@ -184,7 +201,8 @@ impl Batch {
             };
             block.run(&step, model.decoder(), caches, logits, None)
         };
-        if severals > 0 {
+        // Those with images read what is not there the next time.
+        if severals > 0 || visual.is_some() {
             return run(&self.stream);
         }
         let recorded = recorded.entry((padded, is_adapted)).or_insert_with(|| Recording::new(model.device()));
@@ -200,6 +218,8 @@ impl Batch {
         let &mut BatchOptions { page_tokens, capacity, .. } = options;
         let width = options.pages_of(capacity);
         filled.clear();
+        let sees = |work: &Work| sequences.get(&work.id).is_some_and(|own| own.sees(work.tokens));
+        filled.visual = work.iter().any(sees).then(StepVisual::default);
         rows.clear();
         rows.resize(work.len(), 0..0);
         let mut spans = Vec::new();
@@ -214,7 +234,13 @@ impl Batch {
                 let places = sequence.computed..sequence.computed + work.tokens;
                 let keys = places.end;
                 filled.ids.extend(&sequence.tokens[places.clone()]);
-                filled.positions.extend(places.clone().map(|place| place as u32));
+                filled.positions.extend(places.clone().map(|place| sequence.position(place) as u32));
+                if let Some(step) = &mut filled.visual {
+                    step.axes.extend(places.clone().map(|place| sequence.axes(place)));
+                    if let Some(visual) = sequence.visual.as_ref().filter(|_| sequence.sees(work.tokens)) {
+                        step.put(visual, places.clone(), first);
+                    }
+                }
                 let slot = |place: usize| {
                     sequence.pages[place / page_tokens] * page_tokens as u32 + (place % page_tokens) as u32
                 };
@@ -249,6 +275,9 @@ impl Batch {
                     filled.ids.push(0);
                     filled.positions.push(0);
                     filled.slots.push(NOWHERE);
+                    if let Some(step) = &mut filled.visual {
+                        step.axes.push([0; 3]);
+                    }
                     filled.groups[ONE].push(1, 0, NOWHERE, &[], width);
                     if adapters.is_some() {
                         filled.adapters.push(NOWHERE);
@@ -267,7 +296,8 @@ impl Batch {
         let page_tokens = self.options.page_tokens;
         for work in work {
             let Some(sequence) = self.sequences.get_mut(&work.id) else { continue };
-            for index in sequence.prefixes.len()..sequence.computed / page_tokens {
+            let full = sequence.computed.min(sequence.plain_tokens()) / page_tokens;
+            for index in sequence.prefixes.len()..full {
                 let before = sequence.prefixes.last().copied();
                 let before = before.unwrap_or_else(|| Prefix::of_adapter(sequence.adapter));
                 let tokens = &sequence.tokens[index * page_tokens..(index + 1) * page_tokens];

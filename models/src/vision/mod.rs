@@ -13,6 +13,8 @@ mod tower;
 
 pub use tower::{LayerNormWeights, PatchMerger, VisionBlock, VisionTower};
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::config::{DecoderConfig, VisionConfig};
@@ -24,6 +26,7 @@ use host::ops::scatter_rows::{ScatterRows, ScatterRowsArgs, ScatterRowsProblem};
 use host::{Kernel, OptimizationReport};
 use host::{Tensor, TensorView, TensorViewMut};
 pub(super) use positions::PromptPositions;
+use positions::angles;
 use tower::TowerBlock;
 
 const OP: &str = "Session";
@@ -55,7 +58,7 @@ pub struct Visual<'a> {
     pub patches: &'a [f32],
 }
 
-/// What a session has for images: the tower planned for the most patches, and what puts its features into a prompt.
+/// What a session or a batch has for images: the tower planned for the most patches, and what puts its features into a prompt.
 #[derive(Debug)]
 pub(super) struct VisualInputs {
     config: VisionConfig,
@@ -132,23 +135,20 @@ impl VisualInputs {
         self.tower.run(stream, weights, visuals)
     }
 
-    /// The tokens `first..first + tokens` of a prompt whose features were computed.
+    /// For a step whose rows are at these times, rows and columns, and of which these get these features.
     pub(super) fn rows_of(
         &mut self,
         stream: &Stream,
-        prompt: &PromptPositions,
-        (first, tokens): (usize, usize),
+        axes: &[[usize; 3]],
+        (rows, features): (&[u32], Range<usize>),
     ) -> Result<VisualRows<'_>, Error> {
-        let angles = prompt.angles(first..first + tokens, &self.inv_freq, self.config.mrope_section);
+        let angles = angles(axes, &self.inv_freq, self.config.mrope_section);
         self.ropes.set_angles(stream, &angles, self.attention_factor)?;
-        let features = prompt.features(first..first + tokens);
-        let of_chunk = &prompt.visual_tokens()[features.clone()];
-        let rows: Vec<u32> = of_chunk.iter().map(|token| (token - first) as u32).collect();
-        self.rows.view_mut().slice(0, 0..rows.len())?.write(stream, &rows)?;
+        self.rows.view_mut().slice(0, 0..rows.len())?.write(stream, rows)?;
         let views = self.tower.features().map(|level| level.view().slice(0, features.clone()));
         Ok(VisualRows {
             ropes: &self.ropes,
-            positions: self.places.view().slice(0, 0..tokens)?,
+            positions: self.places.view().slice(0, 0..axes.len())?,
             rows: self.rows.view().slice(0, 0..rows.len())?,
             features: views.collect::<Result<_, _>>()?,
             replace: &self.replace,

@@ -97,7 +97,19 @@ impl PromptPositions {
         }
     }
 
-    pub(super) fn visual_tokens(&self) -> &[usize] {
+    /// Time, row and column of each token.
+    pub(crate) fn axes(&self) -> &[[usize; 3]] {
+        &self.axes
+    }
+
+    /// By how much the position of a token of text is behind its number in the sequence.
+    pub(crate) fn shift(&self, token: usize) -> usize {
+        let behind = self.shifts.partition_point(|&(from, _)| from <= token);
+        behind.checked_sub(1).map_or(0, |last| self.shifts[last].1)
+    }
+
+    /// Tokens in whose place features go, ascending.
+    pub(crate) fn visual_tokens(&self) -> &[usize] {
         &self.visual_tokens
     }
 
@@ -107,29 +119,24 @@ impl PromptPositions {
     }
 
     /// The features that go into these tokens' places.
-    pub(super) fn features(&self, tokens: Range<usize>) -> Range<usize> {
+    pub(crate) fn features(&self, tokens: Range<usize>) -> Range<usize> {
         let before = |token: usize| self.visual_tokens.partition_point(|&visual| visual < token);
         before(tokens.start)..before(tokens.end)
     }
+}
 
-    /// The angles of these tokens, `[tokens, frequencies]`: the frequencies are dealt to time, row and column in turn
-    /// until rows and columns have their number; time has the others.
-    pub(super) fn angles(
-        &self,
-        tokens: Range<usize>,
-        inv_freq: &[f64],
-        [_, rows, cols]: [usize; 3],
-    ) -> Vec<f64> {
-        let axis = |pair: usize| match pair % 3 {
-            1 if pair < 3 * rows => 1,
-            2 if pair < 3 * cols => 2,
-            _ => 0,
-        };
-        let turns: Vec<(usize, f64)> =
-            inv_freq.iter().enumerate().map(|(pair, &freq)| (axis(pair), freq)).collect();
-        let of_token = |at: &[usize; 3]| turns.iter().map(|&(axis, freq)| at[axis] as f64 * freq).collect();
-        self.axes[tokens].iter().flat_map::<Vec<f64>, _>(of_token).collect()
-    }
+/// The angles of tokens at these times, rows and columns, `[tokens, frequencies]`: the frequencies are dealt to time,
+/// row and column in turn until rows and columns have their number; time has the others.
+pub(super) fn angles(axes: &[[usize; 3]], inv_freq: &[f64], [_, rows, cols]: [usize; 3]) -> Vec<f64> {
+    let axis = |pair: usize| match pair % 3 {
+        1 if pair < 3 * rows => 1,
+        2 if pair < 3 * cols => 2,
+        _ => 0,
+    };
+    let turns: Vec<(usize, f64)> =
+        inv_freq.iter().enumerate().map(|(pair, &freq)| (axis(pair), freq)).collect();
+    let of_token = |at: &[usize; 3]| turns.iter().map(|&(axis, freq)| at[axis] as f64 * freq).collect();
+    axes.iter().flat_map::<Vec<f64>, _>(of_token).collect()
 }
 
 #[cfg(test)]
@@ -193,6 +200,7 @@ mod tests {
         assert_eq!(positions.visual_tokens(), [3, 4, 5, 6, 7, 8]);
         // The eleventh token is at 8, three behind.
         assert_eq!(positions.shifts, [(9, 3)]);
+        assert_eq!([8, 9, 20].map(|token| positions.shift(token)), [0, 3, 3]);
         assert_eq!((positions.features(0..5), positions.features(5..11)), (0..2, 2..6));
     }
 
@@ -211,12 +219,13 @@ mod tests {
     fn frequencies_are_dealt_in_turn() {
         let positions = positions(&[7; 6], &[visual(1, 4, 6)], (100, 0));
         // The last token is at time 100, row 101, column 102.
-        let angles = positions.angles(5..6, &[1.0; 16], [6, 5, 5]);
+        let angles = |freqs: &[f64], section| super::angles(&positions.axes()[5..6], freqs, section);
+        let got = angles(&[1.0; 16], [6, 5, 5]);
         let mut want = [100.0, 101.0, 102.0].repeat(5);
         want.push(100.0);
-        assert_eq!(angles, want);
-        let angles = positions.angles(5..6, &[1.0; 8], [5, 2, 1]);
-        assert_eq!(angles, [100.0, 101.0, 102.0, 100.0, 101.0, 100.0, 100.0, 100.0]);
+        assert_eq!(got, want);
+        let got = angles(&[1.0; 8], [5, 2, 1]);
+        assert_eq!(got, [100.0, 101.0, 102.0, 100.0, 101.0, 100.0, 100.0, 100.0]);
     }
 
     #[test]
