@@ -25,6 +25,8 @@ pub struct Writer<'a> {
     /// The other devices of a group.
     pub followers: Followers,
     stream: Stream,
+    /// Those that the session has.
+    tokens: Vec<u32>,
 }
 
 /// What came of it.
@@ -39,13 +41,26 @@ impl<'a> Writer<'a> {
     pub fn new(session: Session, sampler: SessionSampler, codec: Option<&'a Codec>, eos: &'a [u32]) -> Self {
         let stream = session.stream().clone();
         let (is_shown, check, followers) = (true, None, Followers::default());
-        Writer { session, sampler, codec, eos, max_new_tokens: 0, is_shown, check, followers, stream }
+        Writer {
+            session,
+            sampler,
+            codec,
+            eos,
+            max_new_tokens: 0,
+            is_shown,
+            check,
+            followers,
+            stream,
+            tokens: Vec::new(),
+        }
     }
 
     /// As [`Session::truncate`] of its sequence, at all devices.
     pub fn truncate(&mut self, len: usize) -> Result<(), warpforge::Error> {
         self.followers.truncate(len);
-        self.session.truncate(0, len)
+        self.session.truncate(0, len)?;
+        self.tokens.truncate(len);
+        Ok(())
     }
 
     /// Runs a prompt, and shows its logits. Returns how long it took.
@@ -78,6 +93,7 @@ impl<'a> Writer<'a> {
             },
         )?;
         self.stream.synchronize()?;
+        self.tokens.extend(ids);
         self.checked()?;
         Ok(started.elapsed())
     }
@@ -89,7 +105,8 @@ impl<'a> Writer<'a> {
         let mut ids = Vec::new();
         let started = Instant::now();
         while ids.len() < self.max_new_tokens && !answer.is_interrupted() {
-            let id = self.sampler.sample(&self.session).map_err(|error| self.with_advice(error))?[0];
+            let chosen = self.sampler.sample_behind(&self.session, &[&self.tokens]);
+            let id = chosen.map_err(|error| self.with_advice(error))?[0];
             ids.push(id);
             if self.eos.contains(&id) {
                 break;
@@ -113,11 +130,13 @@ impl<'a> Writer<'a> {
         self.followers.decode(id);
         let (stream, Some(check)) = (&self.stream, &mut self.check) else {
             self.session.decode(&[id])?;
+            self.tokens.push(id);
             return Ok(());
         };
         let logits =
             self.session.decode_with(&[id], &mut |which, tensor| check.look(stream, which, tensor))?;
         check.look_at_logits(stream, logits.view())?;
+        self.tokens.push(id);
         self.checked()
     }
 

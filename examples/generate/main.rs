@@ -143,7 +143,8 @@ fn plan(options: &Options) -> Result<Plan, Failure> {
     let dtype =
         options.dtype.unwrap_or(if device.limits().is_some() { checkpoint_dtype } else { DType::F32 });
     let vocab = config.decoder.vocab_size;
-    let features = SamplingFeatures::of(&[sampling]);
+    // With tokens for a penalty to look at.
+    let features = SamplingFeatures { history: 1, ..SamplingFeatures::of(&[sampling]) };
     let problem = SamplingProblem { features, ..SamplingProblem::new(1, vocab, DType::F32) };
     problem.write_params(&[sampling], &mut [0; PARAMS_LEN])?;
     note(format_args!("device: {}; weights in {dtype}", device.describe()));

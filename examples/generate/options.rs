@@ -74,6 +74,14 @@ pub struct Options {
     /// Draws from the most likely tokens that together have this probability. Default: generation_config.json's, or 1.
     #[arg(long, allow_negative_numbers = true)]
     pub top_p: Option<f32>,
+    /// Draws from tokens that are at least this part as probable as the most probable one. Default:
+    /// generation_config.json's, or 0.
+    #[arg(long, allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Divides the logits of tokens that the text has already, above 1 against repetition. Default:
+    /// generation_config.json's, or 1.
+    #[arg(long, allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
     /// Seed of the random draws.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
@@ -142,18 +150,21 @@ impl Options {
         let mut config = *model;
         if of_flags && !model.do_sample {
             // The model has no opinion: as drawn from all.
-            config = GenerationConfig { do_sample: true, top_k: None, top_p: 1.0, ..config };
+            config = GenerationConfig { do_sample: true, top_k: None, top_p: 1.0, min_p: 0.0, ..config };
         }
         config.temperature = self.temperature.unwrap_or(config.temperature);
         if let Some(top_k) = self.top_k {
             config.top_k = (top_k > 0).then_some(top_k);
         }
         config.top_p = self.top_p.unwrap_or(config.top_p);
+        config.min_p = self.min_p.unwrap_or(config.min_p);
+        config.repetition_penalty = self.repetition_penalty.unwrap_or(config.repetition_penalty);
         let sampling = config.sampling(self.seed);
-        let bounds = self.top_k.is_some_and(|k| k > 0) || self.top_p.is_some_and(|p| p != 1.0);
+        let bounds = self.top_k.is_some_and(|k| k > 0)
+            || self.top_p.is_some_and(|p| p != 1.0)
+            || self.min_p.is_some_and(|p| p != 0.0);
         if sampling.temperature == 0.0 && bounds {
-            let reason =
-                "--top-k and --top-p bound what is drawn from, and nothing is drawn: give --temperature";
+            let reason = "--top-k, --top-p and --min-p bound what is drawn from, and nothing is drawn: give --temperature";
             return Err(reason.into());
         }
         Ok(sampling)
@@ -182,7 +193,9 @@ mod tests {
     #[test]
     fn flags_over_the_model() -> Result<(), Failure> {
         let plain = GenerationConfig::default();
-        let qwen = GenerationConfig { do_sample: true, temperature: 0.6, top_k: Some(20), top_p: 0.95 };
+        let qwen =
+            GenerationConfig { do_sample: true, temperature: 0.6, top_k: Some(20), top_p: 0.95, ..plain };
+        let penalised = GenerationConfig { min_p: 0.1, repetition_penalty: 1.1, ..qwen };
         let greedy = SamplingParams::default();
         let random = |temperature, top_k, top_p| SamplingParams { temperature, top_k, top_p, ..greedy };
         for (model, arguments, want) in [
@@ -194,11 +207,27 @@ mod tests {
             (qwen, &["--temperature", "0"], greedy),
             (qwen, &["--temperature", "1", "--top-k", "0"], random(1.0, None, 0.95)),
             (qwen, &["--top-p", "0.5"], random(0.6, Some(20), 0.5)),
+            (
+                penalised,
+                &[],
+                SamplingParams { min_p: 0.1, repetition_penalty: 1.1, ..random(0.6, Some(20), 0.95) },
+            ),
+            (penalised, &["--min-p", "0", "--repetition-penalty", "1"], random(0.6, Some(20), 0.95)),
+            (penalised, &["--temperature", "0"], SamplingParams { repetition_penalty: 1.1, ..greedy }),
+            (
+                plain,
+                &["--temperature", "1", "--min-p", "0.2"],
+                SamplingParams { min_p: 0.2, ..random(1.0, None, 1.0) },
+            ),
         ] {
             assert_eq!(of(arguments).sampling(&model)?, want, "{arguments:?}");
         }
-        for arguments in [&["--top-k", "5"][..], &["--top-p", "0.5"], &["--temperature", "0", "--top-k", "5"]]
-        {
+        for arguments in [
+            &["--top-k", "5"][..],
+            &["--top-p", "0.5"],
+            &["--min-p", "0.5"],
+            &["--temperature", "0", "--top-k", "5"],
+        ] {
             let message = of(arguments).sampling(&plain).err().ok_or("an error")?.to_string();
             assert!(message.ends_with("give --temperature"), "{message}");
         }

@@ -239,7 +239,14 @@ impl Fields {
 
     fn sampling(&mut self, own: &GenerationConfig, seed: u64) -> Result<SamplingParams, ApiError> {
         // Where the model has no opinion: as OpenAI's models.
-        let plain = GenerationConfig { do_sample: true, temperature: 1.0, top_k: None, top_p: 1.0 };
+        let plain = GenerationConfig {
+            do_sample: true,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: own.repetition_penalty,
+        };
         let own = if own.do_sample { own } else { &plain };
         let temperature = self.number("temperature", "a number from 0 to 2", 0.0, 2.0)?;
         // −1 and 0: all.
@@ -259,11 +266,11 @@ impl Fields {
             temperature: temperature.unwrap_or(own.temperature),
             top_k: top_k.map_or(own.top_k, |k| u32::try_from(k).ok().filter(|&k| k > 0)),
             top_p: top_p.unwrap_or(own.top_p),
-            min_p: min_p.unwrap_or(0.0),
+            min_p: min_p.unwrap_or(own.min_p),
             typical_p: typical_p.unwrap_or(1.0),
             presence_penalty: presence?.unwrap_or(0.0),
             frequency_penalty: frequency?.unwrap_or(0.0),
-            repetition_penalty: repetition.unwrap_or(1.0),
+            repetition_penalty: repetition.unwrap_or(own.repetition_penalty),
             seed: asked.unwrap_or(seed),
             ..SamplingParams::default()
         };

@@ -13,7 +13,7 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
 use warpforge::Device;
-use warpforge::models::{SessionOptions, SessionSampler};
+use warpforge::models::{GenerationConfig, SessionOptions, SessionSampler};
 use warpforge::ops::sampling::SamplingParams;
 
 use super::*;
@@ -295,6 +295,34 @@ async fn penalties_and_biases() -> Outcome {
     let penalised = penalised?.0;
     assert_ne!(penalised, want);
     server.idle().await
+}
+
+/// What generation_config.json says is what a request has that says nothing.
+#[test]
+fn defaults_of_the_model() -> Outcome {
+    let qwen = GenerationConfig {
+        do_sample: true,
+        temperature: 0.6,
+        top_k: Some(20),
+        top_p: 0.95,
+        min_p: 0.1,
+        repetition_penalty: 1.05,
+    };
+    let of = |own: &GenerationConfig, more: Value| -> Result<SamplingParams, Failure> {
+        let mut body = json!({ "model": "demo", "prompt": "a" });
+        for (name, value) in more.as_object().ok_or("an object")? {
+            body[name] = value.clone();
+        }
+        let call = api::Call::parse(body.to_string().as_bytes(), false, own, 3);
+        Ok(call.map_err(|error| error.to_json().to_string())?.sampling)
+    };
+    assert_eq!(of(&qwen, json!({}))?, qwen.sampling(3));
+    let greedy = GenerationConfig { do_sample: false, ..qwen };
+    let plain = SamplingParams { temperature: 1.0, seed: 3, ..SamplingParams::default() };
+    assert_eq!(of(&greedy, json!({}))?, SamplingParams { repetition_penalty: 1.05, ..plain });
+    let asked = json!({ "min_p": 0, "repetition_penalty": 1, "top_k": 0, "top_p": 1, "temperature": 1 });
+    assert_eq!(of(&qwen, asked)?, plain);
+    Ok(())
 }
 
 /// Drafts change nothing but the number of passes.

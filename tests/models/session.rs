@@ -218,6 +218,40 @@ fn samplers_draw_anew() -> Outcome {
     Ok(())
 }
 
+/// A penalty looks at the tokens that each sequence is said to have.
+#[test]
+fn samplers_with_penalties() -> Outcome {
+    let options = SessionOptions { batch: 2, capacity: 64, ..SessionOptions::default() };
+    let mut session = session(&Device::cpu(), &golden::folder("qwen3"), DType::F32, options)?;
+    let penalty = SamplingParams { repetition_penalty: 1e6, ..SamplingParams::default() };
+    let mut sampler = SessionSampler::of_sequences(&session, vec![penalty, SamplingParams::default()])?;
+    let mut plain = SessionSampler::new(&session, SamplingParams::default())?;
+    let mut tokens = [vec![5, 6, 7], vec![5, 6, 7]];
+    // The logits are of the second alone, which has no penalty.
+    session.prefill(0, &tokens[0])?;
+    session.prefill(1, &tokens[1])?;
+    let first = plain.sample(&session)?[0];
+    assert_eq!(sampler.sample_behind(&session, &[&tokens[0], &tokens[1]])?, [first]);
+    let mut next = [first, first];
+    for _ in 0..30 {
+        std::iter::zip(&mut tokens, next).for_each(|(own, token)| own.push(token));
+        session.decode(&next)?;
+        let got = sampler.sample_behind(&session, &[&tokens[0], &tokens[1]])?;
+        assert_eq!(got[1], plain.sample(&session)?[1]);
+        assert!(!tokens[0].contains(&got[0]), "{tokens:?} {got:?}");
+        next = [got[0], got[1]];
+    }
+    assert_ne!(tokens[0], tokens[1]);
+    let message = |error: Result<Vec<u32>, warpforge::Error>| error.unwrap_err().to_string();
+    let want =
+        "SessionSampler: histories: expected the tokens of each of 2 sequences, as there are penalties, got";
+    assert_eq!(message(sampler.sample(&session)), format!("{want} 0"));
+    assert_eq!(message(sampler.sample_behind(&session, &[&[1]])), format!("{want} 1"));
+    let long = message(sampler.sample_behind(&session, &[&[1; 65], &[]]));
+    assert!(long.contains("history"), "{long}");
+    Ok(())
+}
+
 /// Logits are read by what a call returns; before a call there are none to draw from.
 #[test]
 fn logits_of_a_call() -> Outcome {

@@ -39,6 +39,69 @@ fn a_prompt_from_a_pipe() -> Outcome {
     Ok(())
 }
 
+/// The demo model in a folder of its own.
+fn copied() -> Result<tempfile::TempDir, Box<dyn std::error::Error>> {
+    let folder = tempfile::tempdir()?;
+    for file in std::fs::read_dir(demo())? {
+        let file = file?;
+        std::fs::copy(file.path(), folder.path().join(file.file_name()))?;
+    }
+    Ok(folder)
+}
+
+/// The tokens behind a prompt.
+fn ids(model: &Path, arguments: &[&str]) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_generate"));
+    command.arg("--model").arg(model).args(CPU).args(["--prompt", "The sea", "--print-ids"]);
+    let output = command.args(["--max-new-tokens", "40"]).args(arguments).stdin(Stdio::null()).output()?;
+    assert!(output.status.success(), "{}", error(&output));
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// What generation_config.json says of penalties holds where no flag says something else.
+#[test]
+fn penalties_of_the_model() -> Outcome {
+    let folder = copied()?;
+    std::fs::write(folder.path().join("generation_config.json"), r#"{"repetition_penalty": 1000}"#)?;
+    let (plain, penalised) = (ids(&demo(), &[])?, ids(folder.path(), &[])?);
+    let distinct: std::collections::BTreeSet<u32> = penalised.iter().copied().collect();
+    assert_eq!(distinct.len(), penalised.len(), "{penalised:?}");
+    assert_ne!(plain, penalised);
+    assert_eq!(ids(folder.path(), &["--repetition-penalty", "1"])?, plain);
+    assert_eq!(ids(&demo(), &["--repetition-penalty", "1000"])?, penalised);
+    Ok(())
+}
+
+/// An adapter changes what is written; one of zeros does not.
+#[test]
+fn adapters() -> Outcome {
+    let config: serde_json::Value = serde_json::from_slice(&std::fs::read(demo().join("config.json"))?)?;
+    let size =
+        |key: &str| config[key].as_u64().and_then(|size| usize::try_from(size).ok()).ok_or(key.to_owned());
+    let (hidden, inner) = (size("hidden_size")?, size("intermediate_size")?);
+    let stream = warpforge::Device::cpu().stream()?;
+    let plain = ids(&demo(), &[])?;
+    for scale in [0.0f32, 0.5] {
+        let folder = tempfile::tempdir()?;
+        let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 2}"#;
+        std::fs::write(folder.path().join("adapter_config.json"), config)?;
+        let tensor = |rows: usize, cols: usize, scale: f32| {
+            let values: Vec<f32> = (0..rows * cols).map(|i| scale * ((i * 37 % 11) as f32 - 5.0)).collect();
+            warpforge::Tensor::from_slice(&stream, &[rows, cols], &values)
+        };
+        let (a, b) = (tensor(2, inner, 0.1)?, tensor(hidden, 2, scale)?);
+        let module = "base_model.model.model.layers.0.mlp.down_proj";
+        let [name_a, name_b] = ["A", "B"].map(|which| format!("{module}.lora_{which}.weight"));
+        let file = folder.path().join("adapter_model.safetensors");
+        warpforge::models::save_tensors(&file, &stream, [(&*name_a, &a), (&*name_b, &b)])?;
+        let got = ids(&demo(), &["--lora", &folder.path().to_string_lossy()])?;
+        assert_eq!(got == plain, scale == 0.0, "{got:?}");
+    }
+    let output = generate(&CPU).args(["--prompt", "a", "--lora", "/none"]).output()?;
+    assert!(error(&output).contains("/none/adapter_config.json does not exist"), "{}", error(&output));
+    Ok(())
+}
+
 /// Quietly, with the status that a shell shows for it.
 #[test]
 fn a_closed_pipe() -> Outcome {

@@ -40,6 +40,7 @@ pub use error::BatchError;
 pub use model_draft::{DraftRequest, ModelDraft};
 pub use options::BatchOptions;
 pub use prompt::Prompt;
+pub(crate) use sampler::is_penalised;
 pub use sampler::{BatchSampler, ChosenToken, RowSampling, TokenLogprobs};
 pub use scheduler::{RequestId, ScheduledStep, Scheduler};
 pub use visual::PromptVisual;

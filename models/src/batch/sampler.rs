@@ -305,7 +305,8 @@ impl BatchSampler {
     }
 }
 
-fn is_penalised(params: &SamplingParams) -> bool {
+/// Whether a row looks at its history.
+pub(crate) fn is_penalised(params: &SamplingParams) -> bool {
     params.repetition_penalty != 1.0 || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0
 }
 

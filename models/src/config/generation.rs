@@ -18,22 +18,35 @@ pub struct GenerationConfig {
     pub top_k: Option<u32>,
     /// What the probabilities of the tokens that are drawn from sum up to, above 0 and at most 1.
     pub top_p: f32,
+    /// How probable a token that is drawn is at least, as a part of the most probable one's probability; 0 to 1.
+    pub min_p: f32,
+    /// What logits of tokens that the text has already are divided by, or multiplied where they are negative; 1 does
+    /// nothing. Also where the most likely token is taken.
+    pub repetition_penalty: f32,
 }
 
 impl Default for GenerationConfig {
     fn default() -> Self {
-        GenerationConfig { do_sample: false, temperature: 1.0, top_k: Some(50), top_p: 1.0 }
+        GenerationConfig {
+            do_sample: false,
+            temperature: 1.0,
+            top_k: Some(50),
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+        }
     }
 }
 
 impl GenerationConfig {
-    /// As the operator takes it.
+    /// As the operator takes it. A penalty wants the text's tokens as the row's history.
     pub fn sampling(&self, seed: u64) -> SamplingParams {
-        let &GenerationConfig { do_sample, temperature, top_k, top_p } = self;
+        let &GenerationConfig { do_sample, temperature, top_k, top_p, min_p, repetition_penalty } = self;
+        let greedy = SamplingParams { repetition_penalty, ..SamplingParams::default() };
         if do_sample && temperature != 0.0 {
-            SamplingParams { temperature, top_k, top_p, seed, ..SamplingParams::default() }
+            SamplingParams { temperature, top_k, top_p, min_p, seed, ..greedy }
         } else {
-            SamplingParams::default()
+            greedy
         }
     }
 }
@@ -46,6 +59,9 @@ pub(super) fn read(fields: &Fields) -> Result<GenerationConfig, ModelError> {
     })?;
     let temperature = fields.number("temperature", "a number, 0 or above", |t| (0.0..=1e30).contains(&t))?;
     let top_p = fields.number("top_p", "a number above 0 and at most 1", |p| p > 0.0 && p <= 1.0)?;
+    let min_p = fields.number("min_p", "a number from 0 to 1", |p| (0.0..=1.0).contains(&p))?;
+    let expected = "a number from 1e-6 to 1e6";
+    let penalty = fields.number("repetition_penalty", expected, |p| (1e-6..=1e6).contains(&p))?;
     Ok(GenerationConfig {
         do_sample: fields
             .nullable("do_sample", "true or false", Value::as_bool)?
@@ -53,6 +69,8 @@ pub(super) fn read(fields: &Fields) -> Result<GenerationConfig, ModelError> {
         temperature: temperature.map_or(default.temperature, |t| t as f32),
         top_k: top_k.map_or(default.top_k, |k| u32::try_from(k).ok().filter(|&k| k > 0)),
         top_p: top_p.map_or(default.top_p, |p| p as f32),
+        min_p: min_p.map_or(default.min_p, |p| p as f32),
+        repetition_penalty: penalty.map_or(default.repetition_penalty, |p| p as f32),
     })
 }
 
@@ -85,6 +103,13 @@ mod tests {
             (r#"{"do_sample": true, "top_k": -1, "top_p": 1}"#, random(1.0, None, 1.0)),
             (r#"{"do_sample": true, "temperature": 0.0}"#, greedy),
             (qwen3, random(0.6, Some(20), 0.95)),
+            (r#"{"min_p": 0.1, "repetition_penalty": null}"#, greedy),
+            (
+                r#"{"do_sample": true, "top_k": 0, "min_p": 0.25, "repetition_penalty": 1.05}"#,
+                SamplingParams { min_p: 0.25, repetition_penalty: 1.05, ..random(1.0, None, 1.0) },
+            ),
+            // Of the most likely token too.
+            (r#"{"repetition_penalty": 1.5}"#, SamplingParams { repetition_penalty: 1.5, ..greedy }),
         ] {
             assert_eq!(of(text)?.sampling(3), want, "{text}");
         }
@@ -97,6 +122,8 @@ mod tests {
             (r#"{"temperature": -1}"#, "temperature: expected a number, 0 or above, got -1"),
             (r#"{"top_p": 0}"#, "top_p: expected a number above 0 and at most 1, got 0"),
             (r#"{"top_k": -2}"#, "top_k: expected an integer from -1 to 4294967295, got -2"),
+            (r#"{"min_p": 1.5}"#, "min_p: expected a number from 0 to 1, got 1.5"),
+            (r#"{"repetition_penalty": 0}"#, "repetition_penalty: expected a number from 1e-6 to 1e6, got 0"),
             (r#"{"do_sample": 1}"#, "do_sample: expected true or false, got 1"),
         ] {
             let message = of(text).expect_err(text).to_string();
