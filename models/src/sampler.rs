@@ -61,8 +61,9 @@ impl SessionSampler {
 
     /// The next tokens, from the logits of the session's last call; waits for them.
     ///
-    /// **Errors**: [`Error::Invalid`] before the first call of the session and after one that failed, and for penalties,
-    /// which need [`Self::sample_behind`]; [`ModelError::NanLogits`] where a sequence has no logit that is a number.
+    /// **Errors**: [`Error::Invalid`] before the first call of the session and after one that failed, and for
+    /// penalties, which need [`Self::sample_behind`]; [`ModelError::NanLogits`] where a sequence has no logit that is a
+    /// number.
     pub fn sample(&mut self, session: &Session) -> Result<Vec<u32>, Error> {
         self.sample_behind(session, &[])
     }

@@ -2,12 +2,16 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::ops::ControlFlow;
 
 use tempfile::TempDir;
 use testkit::golden;
+use warpforge::group::Group;
 use warpforge::models::{
-    Adapter, Batch, Checkpoint, ModelError, Prompt, Quantise, SequenceId, Work, load_tensors, save_tensors,
+    Adapter, Batch, Checkpoint, DraftRequest, ModelDraft, ModelError, Prompt, PromptVisual, Quantise,
+    SequenceId, Work, load_tensors, save_tensors,
 };
+use warpforge::ops::sampling::SamplingFeatures;
 use warpforge::{Error, Stream, Tensor};
 
 use super::*;
@@ -245,13 +249,15 @@ fn sequences_have_their_own() -> Outcome {
 /// In bf16 weights and activations are rounded; in f32 the order of the sums differs.
 #[test]
 fn on_simulated_cards() -> Outcome {
-    for (name, arch, dtype, bound) in [
-        ("qwen3", Arch::Sm61, DType::F32, 1e-4),
-        ("qwen3", Arch::Sm80, DType::BF16, 0.03),
-        ("qwen3", Arch::Sm90a, DType::F32, 1e-4),
+    let int8: Quantise = "int8".parse()?;
+    for (name, arch, dtype, quantise, bound) in [
+        ("qwen3", Arch::Sm61, DType::F32, Quantise::Dense, 1e-4),
+        ("qwen3", Arch::Sm80, DType::BF16, Quantise::Dense, 0.03),
+        ("qwen3", Arch::Sm80, DType::BF16, int8, 0.04),
+        ("qwen3", Arch::Sm90a, DType::F32, Quantise::Dense, 1e-4),
     ] {
         let device = Device::simulated(Arc::new(Card::new(arch)))?;
-        let (error, apart) = errors(name, &device, dtype, Quantise::Dense)?;
+        let (error, apart) = errors(name, &device, dtype, quantise)?;
         assert!(error <= bound && apart >= 0.02, "{name}: {error:.2e}, apart {apart:.2e}");
     }
     Ok(())
@@ -275,6 +281,72 @@ fn on_the_card() -> Outcome {
 fn beside_quantised_weights() -> Outcome {
     let (error, apart) = errors("qwen3", &Device::cpu(), DType::F32, "int8".parse()?)?;
     assert!(error <= 0.02 && apart >= 0.05, "{error:.2e}, apart {apart:.2e}");
+    Ok(())
+}
+
+/// Neither adapters nor images nor drafts take memory in a step: all of it is taken when a batch is made.
+#[test]
+fn steps_allocate_nothing() -> Outcome {
+    let case = Case::load("qwen3_vl")?;
+    let (grids, patches) = case.images();
+    let device = Device::cpu();
+    let base = Base::open("qwen3_vl")?;
+    let made = base.adapter(7, (8, 8.0, false), &ATTENTION)?;
+    let adapter = Adapter::open(made.folder.path())?;
+    let model = Model::load(&device, &case.folder, DType::F32, &mut |_| {})?;
+    let options = BatchOptions {
+        capacity: 128,
+        pages: 32,
+        max_patches: grids.iter().map(PatchGrid::patches).sum(),
+        ..OPTIONS
+    };
+    let mut scheduler = Scheduler::new(model.batch_with(options, &[&adapter])?);
+    let small = BatchOptions { max_patches: 0, ..options };
+    let mut draft = ModelDraft::new(model.batch(small)?, &model, SamplingFeatures::GREEDY, 3)?;
+    let visuals = visuals((&grids, patches));
+    let visuals = visuals.iter().map(|own| PromptVisual { grid: own.grid, patches: own.patches.into() });
+    let (visuals, prompt) = (visuals.collect::<Vec<_>>(), case.prompts()[0].clone());
+    scheduler.submit_prompt(Prompt { tokens: prompt, adapter: Some(0), visuals })?;
+    scheduler.submit_prompt(Prompt { adapter: Some(0), ..PROMPTS[0].into() })?;
+    scheduler.submit(PROMPTS[2])?;
+    let allocations = || device.pool().stats().num_allocations;
+    let (before, mut drafted) = (allocations(), 0);
+    for _ in 0..12 {
+        let step = scheduler.step()?.ok_or("work")?;
+        let (logits, vocab) = (step.logits.to_host()?, step.logits.shape()[1]);
+        let requests = step.requests;
+        for (id, rows) in &requests {
+            let best = |row: &[f32]| {
+                (0..vocab).rev().max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("a token") as u32
+            };
+            let rows = logits[rows.start * vocab..rows.end * vocab].chunks(vocab);
+            scheduler.accept(*id, &rows.map(best).collect::<Vec<_>>())?;
+        }
+        let asked: Vec<_> = requests.iter().map(|&(id, _)| DraftRequest::greedy(id)).collect();
+        drafted += draft.draft(&mut scheduler, &asked)?;
+    }
+    assert!(drafted > 0);
+    assert_eq!(allocations(), before);
+    Ok(())
+}
+
+/// The ranks of a group have no adapters.
+#[test]
+fn ranks_take_none() -> Outcome {
+    let base = Base::open("qwen3")?;
+    let made = base.adapter(3, (8, 8.0, false), &ATTENTION)?;
+    let checkpoint = Checkpoint::open(&golden::folder("qwen3"))?;
+    let messages = Group::new(&[Device::cpu(), Device::cpu()])?.run(|rank| -> Result<String, String> {
+        let mut go_on = |_| ControlFlow::Continue(());
+        let model = Model::of_rank(rank, &checkpoint, DType::F32, Quantise::AsStored, &mut go_on);
+        let adapter = Adapter::open(made.folder.path()).map_err(|error| error.to_string())?;
+        let batch = model.map_err(|error| error.to_string())?.batch_with(OPTIONS, &[&adapter]);
+        Ok(batch.err().map(|error| error.to_string()).unwrap_or_default())
+    });
+    for message in messages {
+        let want = "Batch: adapters: expected none of a model that ranks have together, got 1";
+        assert_eq!(message?, want);
+    }
     Ok(())
 }
 

@@ -36,7 +36,8 @@ pub struct ScheduledStep<'a> {
 /// batch has a place for it and pages for its prompt. Where pages run out the youngest requests are pre-empted, and go
 /// on, before any that wait, once there are pages for all that they had. The oldest request always goes on.
 ///
-/// **Speculation**: what may come behind a request's last token can be [drafted](Self::draft); a step computes it too,
+/// **Speculation**: what may come behind a request's last token can be [drafted](Self::draft), from its own text by
+/// [`NgramDraft`](super::NgramDraft) or by a smaller model by [`ModelDraft`](super::ModelDraft); a step computes it too,
 /// and [`Self::accept`] keeps what was chosen anyway. Tokens chosen by the same parameters are the same with drafts and
 /// without, as far as the logits are.
 ///
