@@ -8,8 +8,8 @@ use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, Model, ModelDraft,
-    NgramDraft, RequestId, RowSampling, Scheduler, TokenLogprobs,
+    Adapter, BatchError, BatchOptions, BatchSampler, BatchStats, ChosenToken, DraftRequest, Model,
+    ModelDraft, NgramDraft, Prompt, RequestId, RowSampling, Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures, SamplingParams};
 
@@ -24,6 +24,8 @@ pub const MAX_TOP_LOGPROBS: usize = 20;
 #[derive(Debug)]
 pub struct Request {
     pub prompt: Vec<u32>,
+    /// Which of the adapters.
+    pub adapter: Option<usize>,
     /// Most tokens of the answer, at least 1; the prompt's and these fit into the batch's capacity.
     pub max_tokens: usize,
     pub sampling: SamplingParams,
@@ -141,11 +143,11 @@ impl Engine {
     /// Starts it with a batch of the model; `queue` requests wait at most.
     pub fn start(
         model: &Model,
-        options: BatchOptions,
+        (options, adapters): (BatchOptions, &[&Adapter]),
         queue: usize,
         drafts: Drafts,
     ) -> Result<(Self, JoinHandle<()>), Failure> {
-        let batch = model.batch(options)?;
+        let batch = model.batch_with(options, adapters)?;
         let sampler = BatchSampler::new(&batch, Self::features(options.capacity))?;
         let scheduler = Scheduler::new(batch);
         let (messages, receiver) = unbounded_channel();
@@ -242,7 +244,8 @@ impl Worker {
     }
 
     fn take(&mut self, active: Active) {
-        match self.scheduler.submit(&active.request.prompt) {
+        let Request { prompt, adapter, .. } = &active.request;
+        match self.scheduler.submit_prompt(Prompt { adapter: *adapter, ..prompt[..].into() }) {
             Ok(id) => {
                 lock(&self.counts).prompt_tokens += active.request.prompt.len() as u64;
                 self.active.insert(id, active);

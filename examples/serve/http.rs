@@ -33,6 +33,8 @@ const PIECES: usize = 16;
 /// What is served.
 pub struct Served {
     pub name: String,
+    /// Names of the model with an adapter, in the adapters' order.
+    pub adapters: Vec<String>,
     pub config: ModelConfig,
     pub codec: Codec,
     pub template: Option<ChatTemplate>,
@@ -47,7 +49,7 @@ pub struct Served {
 
 impl Served {
     pub fn new(
-        name: String,
+        (name, adapters): (String, Vec<String>),
         config: ModelConfig,
         codec: Codec,
         template: Option<ChatTemplate>,
@@ -55,11 +57,19 @@ impl Served {
         engine: Engine,
     ) -> Self {
         let (calls, random) = (AtomicU64::new(0), RandomState::new());
-        Served { name, config, codec, template, capacity, engine, created: now(), calls, random }
+        Served { name, adapters, config, codec, template, capacity, engine, created: now(), calls, random }
     }
 
-    fn model(&self) -> Value {
-        json!({ "id": self.name, "object": "model", "created": self.created, "owned_by": "warpforge",
+    /// Which adapter a name means, if it means one; none at all if nothing is called so.
+    fn adapter(&self, name: &str) -> Option<Option<usize>> {
+        if name == self.name {
+            return Some(None);
+        }
+        self.adapters.iter().position(|adapter| adapter == name).map(Some)
+    }
+
+    fn model(&self, name: &str) -> Value {
+        json!({ "id": name, "object": "model", "created": self.created, "owned_by": "warpforge",
             "max_model_len": self.capacity })
     }
 
@@ -102,7 +112,11 @@ pub fn router(served: Arc<Served>) -> Router {
         .route("/v1/chat/completions", post(chat))
         .route(
             "/v1/models",
-            get(async |State(served): Shared| Json(json!({ "object": "list", "data": [served.model()] }))),
+            get(async |State(served): Shared| {
+                let names = std::iter::once(&served.name).chain(&served.adapters);
+                let models: Vec<Value> = names.map(|name| served.model(name)).collect();
+                Json(json!({ "object": "list", "data": models }))
+            }),
         )
         .route("/v1/models/{*name}", get(model))
         .route("/health", get(health))
@@ -124,10 +138,9 @@ type Shared = State<Arc<Served>>;
 type Body = Result<Bytes, BytesRejection>;
 
 async fn model(State(served): Shared, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
-    if name == served.name {
-        Ok(Json(served.model()))
-    } else {
-        Err(ApiError::unknown_model(&name, &served.name))
+    match served.adapter(&name) {
+        Some(_) => Ok(Json(served.model(&name))),
+        None => Err(ApiError::unknown_model(&name, &served.name)),
     }
 }
 
@@ -155,10 +168,10 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
     let number = served.calls.fetch_add(1, Ordering::Relaxed);
     let seed = served.random.hash_one(number);
     let call = Call::parse(&body, is_chat, &served.config.generation, seed)?;
-    if call.model != served.name {
+    let Some(adapter) = served.adapter(&call.model) else {
         return Err(ApiError::unknown_model(&call.model, &served.name));
-    }
-    let Call { prompt, max_tokens, sampling, bias, logprobs, stop, stream, include_usage, .. } = call;
+    };
+    let Call { model, prompt, max_tokens, sampling, bias, logprobs, stop, stream, include_usage, .. } = call;
     let vocab = served.config.decoder.vocab_size;
     if let Some(&(id, _)) = bias.iter().find(|&&(id, _)| id as usize >= vocab) {
         return Err(ApiError::value("logit_bias", &format!("token ids below {vocab}"), &json!(id)));
@@ -178,7 +191,7 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
     let kind = if is_chat { "chatcmpl" } else { "cmpl" };
     let id = format!("{kind}-{:x}-{number:x}", served.created);
     let prompt_tokens = prompt.len();
-    let request = Request { prompt, max_tokens, sampling, bias, logprobs: logprobs.is_some() };
+    let request = Request { prompt, adapter, max_tokens, sampling, bias, logprobs: logprobs.is_some() };
     let events = served.engine.submit(request)?;
     let form = Form { id, is_chat, created: now(), prompt_tokens };
     let wanted = logprobs.map(|top| Wanted { is_chat, top });
@@ -195,7 +208,7 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
                 break finish;
             }
         };
-        return Ok(Json(form.whole(&served.name, &text, finish, logprobs, writer.tokens)).into_response());
+        return Ok(Json(form.whole(&model, &text, finish, logprobs, writer.tokens)).into_response());
     }
     let (pieces, receiver) = channel(PIECES);
     tokio::spawn(async move {
@@ -203,7 +216,7 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
         // The writer, and with it the request, goes with the client.
         let write = async {
             let mut writer = Writer::new(&served.codec, stop, events, wanted);
-            if is_chat && !send(form.piece(&served.name, Delta::Role).to_string()).await {
+            if is_chat && !send(form.piece(&model, Delta::Role).to_string()).await {
                 return;
             }
             loop {
@@ -216,13 +229,13 @@ async fn answer(served: Arc<Served>, body: Body, is_chat: bool) -> Result<Respon
                 };
                 let has_any = !text.is_empty() || logprobs.is_some();
                 let piece = Delta::Text(&text, logprobs);
-                if has_any && !send(form.piece(&served.name, piece).to_string()).await {
+                if has_any && !send(form.piece(&model, piece).to_string()).await {
                     return;
                 }
                 let Some(finish) = finish else { continue };
-                let mut last = vec![form.piece(&served.name, Delta::End(finish)).to_string()];
+                let mut last = vec![form.piece(&model, Delta::End(finish)).to_string()];
                 if include_usage {
-                    last.push(form.usage_piece(&served.name, writer.tokens).to_string());
+                    last.push(form.usage_piece(&model, writer.tokens).to_string());
                 }
                 last.push("[DONE]".into());
                 for data in last {

@@ -29,7 +29,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use warpforge::DType;
-use warpforge::models::{BatchOptions, Model, ModelConfig, ModelDraft, NgramDraft};
+use warpforge::models::{Adapter, BatchOptions, Model, ModelConfig, ModelDraft, NgramDraft};
 
 /// What clients have to read the end in, after requests were cancelled.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -135,6 +135,16 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
             options.sequences, options.cache_mib
         )
     })?;
+    let mut names: Vec<&str> = vec![&name];
+    let mut adapters = Vec::new();
+    for (name, folder) in &options.lora {
+        if names.contains(&name.as_str()) {
+            return Err(format!("--lora {name}: expected a name that nothing else has").into());
+        }
+        names.push(name);
+        adapters.push(Adapter::open(folder)?);
+    }
+    let adapter_names: Vec<String> = names[1..].iter().map(|&name| name.to_owned()).collect();
     note(format_args!("device: {}; weights in {dtype}", device.describe()));
     let model = Model::load(&device, &options.model, dtype, &mut |_| {})?;
     if !model.report().is_empty() {
@@ -143,6 +153,7 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
     if template.is_none() {
         note(format_args!("no chat template: /v1/chat/completions has nothing to make a prompt with"));
     }
+    let adapters: Vec<&Adapter> = adapters.iter().collect();
     let drafts = match &options.draft_model {
         None => Drafts::Ngrams(NgramDraft { tokens: draft, ..NgramDraft::default() }),
         Some(folder) => {
@@ -151,6 +162,6 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
             Drafts::Model(Box::new(ModelDraft::new(smaller.batch(batch)?, &model, features, draft)?))
         }
     };
-    let (engine, thread) = Engine::start(&model, batch, options.queue, drafts)?;
-    Ok((Arc::new(Served::new(name, config, codec, template, capacity, engine)), thread))
+    let (engine, thread) = Engine::start(&model, (batch, &adapters), options.queue, drafts)?;
+    Ok((Arc::new(Served::new((name, adapter_names), config, codec, template, capacity, engine)), thread))
 }

@@ -50,12 +50,23 @@ pub struct Options {
     /// as many tokens as the model's.
     #[arg(long)]
     pub draft_model: Option<PathBuf>,
+    /// A LoRA adapter that clients ask for by this name as by a model's: a folder with PEFT's adapter_config.json and
+    /// adapter_model.safetensors. May be given several times; requests of different ones share forward passes.
+    #[arg(long, value_name = "NAME=DIR", value_parser = parse_lora)]
+    pub lora: Vec<(String, PathBuf)>,
     /// Most memory for the caches, in MiB.
     #[arg(long, default_value_t = 4096)]
     pub cache_mib: usize,
     /// Seconds that requests have to come to their end after Ctrl-C or SIGTERM.
     #[arg(long, default_value_t = 30)]
     pub grace: u64,
+}
+
+fn parse_lora(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, folder)) if !name.is_empty() && !folder.is_empty() => Ok((name.into(), folder.into())),
+        _ => Err("expected NAME=DIR".into()),
+    }
 }
 
 fn parse_dtype(text: &str) -> Result<DType, String> {

@@ -12,9 +12,11 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tower::ServiceExt;
-use warpforge::Device;
-use warpforge::models::{GenerationConfig, SessionOptions, SessionSampler};
+use warpforge::models::{
+    Adapter, Checkpoint, FeedForwardConfig, GenerationConfig, SessionOptions, SessionSampler, save_tensors,
+};
 use warpforge::ops::sampling::SamplingParams;
+use warpforge::{Device, Tensor};
 
 use super::*;
 
@@ -121,7 +123,10 @@ fn greedy(prompt: &str, max_tokens: usize) -> Value {
 
 /// What `generate` writes: a session of one sequence.
 fn generated(served: &Served, ids: &[u32], most: usize) -> Result<String, Failure> {
-    let model = Model::load(&Device::cpu(), &demo(), DType::F32, &mut |_| {})?;
+    written(&Model::load(&Device::cpu(), &demo(), DType::F32, &mut |_| {})?, served, ids, most)
+}
+
+fn written(model: &Model, served: &Served, ids: &[u32], most: usize) -> Result<String, Failure> {
     let mut session = model.session(SessionOptions { capacity: 256, ..SessionOptions::default() })?;
     let mut sampler = SessionSampler::new(&session, SamplingParams::default())?;
     session.prefill(0, ids)?;
@@ -294,6 +299,60 @@ async fn penalties_and_biases() -> Outcome {
     // No token comes twice, nor one of the prompt.
     let penalised = penalised?.0;
     assert_ne!(penalised, want);
+    server.idle().await
+}
+
+/// An adapter of the demo model, and the model with it in its weights.
+fn adapter() -> Result<(tempfile::TempDir, Model), Failure> {
+    let folder = tempfile::tempdir()?;
+    std::fs::write(
+        folder.path().join("adapter_config.json"),
+        r#"{"r": 2, "lora_alpha": 2, "peft_type": "LORA"}"#,
+    )?;
+    let stream = Device::cpu().stream()?;
+    let config = ModelConfig::from_dir(&demo())?;
+    let FeedForwardConfig::Mlp(mlp) = config.decoder.layers[0].feed_forward else {
+        return Err("an MLP".into());
+    };
+    let tensor = |rows: usize, cols: usize, scale: f32| {
+        let values: Vec<f32> = (0..rows * cols).map(|i| scale * ((i * 37 % 11) as f32 - 5.0)).collect();
+        Tensor::from_slice(&stream, &[rows, cols], &values)
+    };
+    let (a, b) = (tensor(2, mlp.intermediate_size, 0.1)?, tensor(config.decoder.hidden_size, 2, 0.3)?);
+    let module = "base_model.model.model.layers.0.mlp.down_proj";
+    let [name_a, name_b] = ["A", "B"].map(|which| format!("{module}.lora_{which}.weight"));
+    let file = folder.path().join("adapter_model.safetensors");
+    save_tensors(&file, &stream, [(&*name_a, &a), (&*name_b, &b)])?;
+    let checkpoint = Checkpoint::open(&demo())?.with_adapter(Adapter::open(folder.path())?)?;
+    let model = Model::from_checkpoint(&Device::cpu(), &checkpoint, DType::F32, &mut |_| {})?;
+    Ok((folder, model))
+}
+
+/// Requests name an adapter as a model, beside others of the model alone.
+#[tokio::test]
+async fn adapters_are_models() -> Outcome {
+    let (folder, merged) = adapter()?;
+    let lora = format!("pirate={}", folder.path().display());
+    let server = Server::start(&["--lora", &lora])?;
+    let plain = greedy(PROMPTS[0], 40);
+    let mut adapted = plain.clone();
+    adapted["model"] = "pirate".into();
+    let (got, other) = tokio::join!(server.complete(&adapted), server.complete(&plain));
+    let (got, other) = (got?.0, other?.0);
+    let ids = server.served.codec.encode(PROMPTS[0])?;
+    assert_eq!(got, written(&merged, &server.served, &ids, 40)?);
+    assert_eq!(other, generated(&server.served, &ids, 40)?);
+    assert_ne!(got, other);
+    let (_, value) = server.post("/v1/completions", &adapted).await?;
+    assert_eq!(value["model"], "pirate");
+    let models: Value = serde_json::from_str(&text(server.send("GET", "/v1/models", "").await?).await?)?;
+    assert_eq!([&models["data"][0]["id"], &models["data"][1]["id"]], ["demo", "pirate"]);
+    assert_eq!(server.send("GET", "/v1/models/pirate", "").await?.status(), StatusCode::OK);
+    assert_eq!(server.send("GET", "/v1/models/parrot", "").await?.status(), StatusCode::NOT_FOUND);
+    adapted["model"] = "parrot".into();
+    assert_eq!(server.post("/v1/completions", &adapted).await?.0, StatusCode::NOT_FOUND);
+    let twice = Server::start(&["--lora", &lora, "--lora", &lora]).err().map(|error| error.to_string());
+    assert_eq!(twice.as_deref(), Some("--lora pirate: expected a name that nothing else has"));
     server.idle().await
 }
 

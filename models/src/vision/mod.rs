@@ -58,7 +58,8 @@ pub struct Visual<'a> {
     pub patches: &'a [f32],
 }
 
-/// What a session or a batch has for images: the tower planned for the most patches, and what puts its features into a prompt.
+/// What a session or a batch has for images: the tower planned for the most patches, and what puts its features into a
+/// prompt.
 #[derive(Debug)]
 pub(super) struct VisualInputs {
     config: VisionConfig,
