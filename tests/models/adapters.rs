@@ -193,8 +193,8 @@ fn alone(model: &Model, prompt: &[u32]) -> Result<Rows, Error> {
     Ok(rows)
 }
 
-/// The largest relative error of sequences of two adapters, and of none, to the merged models in f32 on the CPU; and how
-/// far apart these are at least.
+/// The largest relative error of sequences of two adapters, and of none, to the merged models in f32 on the CPU; and
+/// how far apart these are at least.
 fn errors(
     name: &'static str,
     device: &Device,

@@ -37,9 +37,9 @@ pub struct ScheduledStep<'a> {
 /// on, before any that wait, once there are pages for all that they had. The oldest request always goes on.
 ///
 /// **Speculation**: what may come behind a request's last token can be [drafted](Self::draft), from its own text by
-/// [`NgramDraft`](super::NgramDraft) or by a smaller model by [`ModelDraft`](super::ModelDraft); a step computes it too,
-/// and [`Self::accept`] keeps what was chosen anyway. Tokens chosen by the same parameters are the same with drafts and
-/// without, as far as the logits are.
+/// [`NgramDraft`](super::NgramDraft) or with a smaller model by [`ModelDraft`](super::ModelDraft). A step computes
+/// drafts too, and [`Self::accept`] keeps those that were chosen anyway. Tokens chosen by the same parameters are the
+/// same with drafts and without, as far as the logits are.
 ///
 /// ```no_run
 /// # extern crate models as warpforge;
