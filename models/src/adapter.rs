@@ -20,6 +20,8 @@ const PREFIX: &str = "base_model.model.";
 const HARMLESS: &[&str] = &[
     "auto_mapping",
     "base_model_name_or_path",
+    // How training began.
+    "eva_config",
     "exclude_modules",
     "inference_mode",
     "layers_pattern",
@@ -340,16 +342,19 @@ mod tests {
 
     #[test]
     fn configurations() {
-        // As PEFT 0.17 writes it.
+        // As PEFT 0.21.2 writes it.
         let written = r#"{
-            "alpha_pattern": {}, "auto_mapping": null, "base_model_name_or_path": "Qwen/Qwen3-0.6B", "bias": "none",
-            "corda_config": null, "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false,
-            "inference_mode": true, "init_lora_weights": true, "layer_replication": null, "layers_pattern": null,
-            "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 32, "lora_bias": false,
-            "lora_dropout": 0.05, "megatron_config": null, "megatron_core": "megatron.core", "modules_to_save": null,
-            "peft_type": "LORA", "qalora_group_size": 16, "r": 8, "rank_pattern": {}, "revision": null,
-            "target_modules": ["q_proj", "v_proj"], "target_parameters": null, "task_type": "CAUSAL_LM",
-            "trainable_token_indices": null, "use_dora": false, "use_qalora": false, "use_rslora": false}"#;
+            "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
+            "base_model_name_or_path": "Qwen/Qwen3-0.6B", "bias": "none", "corda_config": null,
+            "ensure_weight_tying": false, "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false,
+            "inference_mode": true, "init_lora_weights": true, "kasa_config": null, "layer_replication": null,
+            "layers_pattern": null, "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 32,
+            "lora_bias": false, "lora_dropout": 0.05, "lora_ga_config": null, "megatron_config": null,
+            "megatron_core": "megatron.core", "modules_to_save": null, "monteclora_config": null,
+            "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16, "r": 8, "rank_pattern": {},
+            "revision": null, "target_modules": ["q_proj", "v_proj"], "target_parameters": null,
+            "task_type": "CAUSAL_LM", "trainable_token_indices": null, "use_bdlora": null, "use_dora": false,
+            "use_qalora": false, "use_rslora": false, "velora_config": null}"#;
         assert_eq!(config(written), Ok(Config { rank: 8, scale: 4.0 }));
         let rooted = r#"{"peft_type": "LORA", "r": 16, "lora_alpha": 8.0, "use_rslora": true}"#;
         assert_eq!(config(rooted), Ok(Config { rank: 16, scale: 2.0 }));

@@ -418,6 +418,28 @@ fn merged_while_loading() -> Outcome {
     Ok(())
 }
 
+/// Ranks read their parts of the sums: rows and columns, as of the weights alone.
+#[test]
+fn merged_at_ranks() -> Outcome {
+    let base = Base::open("qwen3")?;
+    let made = base.adapter(5, (4, 6.0, false), &[&ATTENTION[..], &MLP].concat())?;
+    let open = || Checkpoint::open(&golden::folder("qwen3"));
+    let checkpoint = open()?.with_adapter(Adapter::open(made.folder.path())?)?;
+    let want = alone(&base.merged(&made, &Device::cpu(), DType::F32)?, PROMPTS[0])?;
+    let got = Group::new(&vec![Device::cpu(); 3])?.run(|rank| {
+        let mut go_on = |_| ControlFlow::Continue(());
+        let model = Model::of_rank(rank, &checkpoint, DType::F32, Quantise::AsStored, &mut go_on);
+        model.and_then(|model| alone(&model, PROMPTS[0])).map_err(|error| error.to_string())
+    });
+    for of_rank in got {
+        for (got, want) in std::iter::zip(of_rank?, &want) {
+            let error = relative_l2(&got, want);
+            assert!(error <= 1e-5, "{error:.2e}");
+        }
+    }
+    Ok(())
+}
+
 /// What cannot be merged is said by name.
 #[test]
 fn what_cannot_be_merged() -> Outcome {

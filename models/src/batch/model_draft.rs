@@ -47,8 +47,9 @@ impl DraftRequest<'_> {
 /// **Cost.** A call runs a step of the smaller model for each token that is drafted, and one more where all drafts of a
 /// request were kept. Prompts are read in chunks, one in a call, beside the drafts of others. A request whose tokens
 /// the smaller batch has no room for, in its pages, its sequences or its capacity, goes on without drafts, and so does
-/// one with images, which the smaller model does not see. Nothing is drafted while the scheduler reads prompts, since
-/// its steps drop drafts then.
+/// one with images, which the smaller model does not see. What an adapter does is unknown to it too: drafts for such a
+/// request are those of the smaller model alone. Nothing is drafted while the scheduler reads prompts, since its steps
+/// drop drafts then.
 #[derive(Debug)]
 pub struct ModelDraft {
     batch: Batch,
