@@ -89,14 +89,20 @@ impl Adapter {
         self.weights.contains(&a) || self.weights.contains(&b)
     }
 
+    /// **Errors**: [`ModelError::Tensors`] unless both matrices of a module with a weight `[rows, cols]` are there.
+    fn check_module(&self, module: &str, [rows, cols]: [usize; 2]) -> Result<(), ModelError> {
+        let [a, b] = names(module);
+        let mut needed = self.weights.require();
+        needed.tensor(&a, &[self.rank, cols]).tensor(&b, &[rows, self.rank]);
+        needed.finish()
+    }
+
     /// What it adds to the weight `[rows, cols]` of a module that it has.
     ///
     /// **Errors**: [`ModelError::Tensors`] for matrices that are missing or do not fit.
     pub(super) fn added(&self, module: &str, [rows, cols]: [usize; 2]) -> Result<Added, ModelError> {
+        self.check_module(module, [rows, cols])?;
         let (rank, [a, b]) = (self.rank, names(module));
-        let mut needed = self.weights.require();
-        needed.tensor(&a, &[rank, cols]).tensor(&b, &[rows, rank]);
-        needed.finish()?;
         let up = self.weights.get(&b)?.to_f32()?.into_iter().map(|value| self.scale * value).collect();
         Ok(Added { rank, down: self.weights.get(&a)?.to_f32()?, up })
     }
@@ -260,9 +266,21 @@ impl Modules {
         adapters.iter().map(of).max().unwrap_or(0)
     }
 
-    /// Their matrices, of this rank, which may be larger: zeros are the rest. None if they add nothing.
+    /// Whether their matrices are there and fit: to be asked before there is memory for their rank.
     ///
-    /// **Errors**: [`ModelError::Tensors`] with all that are missing or do not fit.
+    /// **Errors**: [`ModelError::Tensors`] for those of a module that are missing or do not fit.
+    pub(super) fn check(&self, adapters: &[&Adapter]) -> Result<(), ModelError> {
+        for adapter in adapters {
+            for (module, rows) in self.parts.iter().filter(|(module, _)| adapter.has(module)) {
+                adapter.check_module(module, [rows.of, self.cols])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Their matrices, which fit, of this rank, which may be larger: zeros are the rest. None if they add nothing.
+    ///
+    /// **Errors**: none of adapters that were checked.
     pub(super) fn read(
         &self,
         adapters: &[&Adapter],
@@ -278,11 +296,7 @@ impl Modules {
         for (index, adapter) in adapters.iter().enumerate() {
             let mut first = 0;
             for module in self.names().into_iter().filter(|name| adapter.has(name)) {
-                let own = self.parts.iter().find(|(name, _)| name == module).map_or(0, |(_, rows)| rows.of);
                 let [a, b] = names(module);
-                let mut needed = adapter.weights.require();
-                needed.tensor(&a, &[adapter.rank, cols]).tensor(&b, &[own, adapter.rank]);
-                needed.finish()?;
                 let values = adapter.weights.get(&a)?.to_f32()?;
                 down[(index * rank + first) * cols..][..values.len()].copy_from_slice(&values);
                 let values = adapter.weights.get(&b)?.to_f32()?;

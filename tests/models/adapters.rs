@@ -502,6 +502,12 @@ fn what_does_not_fit() -> Outcome {
     let error = with(&|name| Some(name.replace("0.self_attn.o_proj", "0.mlp.gate_proj")))?;
     assert!(error.contains("expected shape [8, 128], got [8, 256]"), "{error}");
 
+    // A rank that the tensors have not, before there is memory for it.
+    let config = r#"{"r": 65536, "lora_alpha": 8}"#;
+    fs::write(made.folder.path().join("adapter_config.json"), config)?;
+    let error = model.batch_with(OPTIONS, &[&Adapter::open(made.folder.path())?]).unwrap_err().to_string();
+    assert!(error.contains("expected shape [65536, 128], got [8, 128]"), "{error}");
+
     let folder = tempfile::tempdir()?;
     assert!(matches!(Adapter::open(folder.path()), Err(ModelError::Missing { .. })));
     fs::write(folder.path().join("adapter_config.json"), r#"{"r": 8, "lora_alpha": 8, "use_dora": true}"#)?;

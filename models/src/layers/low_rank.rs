@@ -86,6 +86,7 @@ impl Adapters {
             [mixer, feed_forward]
         });
         let modules: Vec<[Option<[Modules; 2]>; 2]> = modules.collect();
+        modules.iter().flatten().flatten().flatten().try_for_each(|modules| modules.check(adapters))?;
         let rank = |part: usize, which: usize| {
             let own = modules.iter().filter_map(|layer| layer[part].as_ref());
             let rank = own.map(|own| own[which].rank(adapters)).max().unwrap_or(0);
