@@ -99,6 +99,9 @@ pub struct AttentionDims {
     /// Blocks of a `Wgmma` launch: a parameter is read where it is needed, `%nctaid` keeps a register, which their
     /// loader does not have.
     pub grid: u32,
+    /// Of the kernels of many queries whose blocks share keys: log2 of the parts that a tile's steps are cut into, each
+    /// with a result of its own behind the others' of all sequences; else 0.
+    pub key_parts_log2: u32,
 }
 
 /// What changes scores besides the scale and the mask by places.
@@ -138,5 +141,5 @@ pub const ADDED: u32 = 1;
 /// [`ScoreDims::bias`]: bytes, 0 where the query does not see the key.
 pub const SEEN: u32 = 2;
 
-const _: () = assert!(size_of::<AttentionDims>() == 200);
+const _: () = assert!(size_of::<AttentionDims>() == 204);
 impl crate::Params for AttentionDims {}

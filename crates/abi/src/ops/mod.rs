@@ -18,7 +18,8 @@ macro_rules! for_each_operator {
         $callback! {
             attention "attention" [
                 VARIANTS DECODE_RING_VARIANTS DECODE_LATENT_VARIANTS DECODE_LATENT_WGMMA_VARIANTS
-                DECODE_RING_FP8_VARIANTS GATHER_VARIANTS GATHER_PAGES_VARIANTS PREFILL_MMA_VARIANTS WGMMA_VARIANTS
+                DECODE_RING_FP8_VARIANTS GATHER_VARIANTS GATHER_PAGES_VARIANTS PREFILL_MMA_VARIANTS COMBINE_VARIANTS
+                WGMMA_VARIANTS
             ];
             causal_conv1d "causal_conv1d" [VARIANTS];
             copy "copy" [VARIANTS];

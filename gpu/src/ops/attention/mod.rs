@@ -2,7 +2,8 @@
 //!
 //! Two ways to do it, and a finish for the second:
 //! - `prefill`: a block holds a tile of queries and walks over their keys (online softmax); `prefill_mma` does so on
-//!   tensor cores from Ampere on, `wgmma` on Hopper's.
+//!   tensor cores from Ampere on, `wgmma` on Hopper's. Where there are few tiles and many keys, several blocks share
+//!   those, and `combine` puts a row's results together.
 //! - `decode`: few queries and a long cache. A block does 256 keys for all the heads that share them and leaves an
 //!   unfinished result; `merge` puts a row's results together. `decode_ring` does so on tensor cores from Ampere on,
 //!   `decode_latent` for values in the keys' own rows, `decode_latent_wgmma` on Hopper's.
@@ -26,6 +27,8 @@
 
 #[cfg(not(lacks_mma_sync))]
 mod cached;
+#[cfg(not(lacks_mma_sync))]
+mod combine;
 mod decode;
 #[cfg(not(lacks_mma_sync))]
 mod decode_latent;

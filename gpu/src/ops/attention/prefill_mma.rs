@@ -24,6 +24,8 @@
 //!   some row does not see.
 //! - A row's steps begin at multiples of KEYS, and one of which it sees nothing leaves it as it was, so its bits depend
 //!   on its sequence alone.
+//! - Of few queries and many keys there are fewer tiles than multiprocessors: as in `wgmma`, `SPLIT` kernels cut a
+//!   tile's steps into parts, whose results `combine` puts together.
 //! - Keys in pages are not for this kernel yet: at 128 columns it has no register left for what finds them. At 255
 //!   registers two blocks of four warps are all that fits; at 256 columns the accumulators leave room for one part of
 //!   16 rows only, and every operand serves one `mma.sync`.
@@ -35,11 +37,11 @@ use cuda_std::cvt::{bf16, f16};
 use cuda_std::{cp_async, global, kernel, math, matrix, shared, thread, warp};
 
 use super::scores::{Masks, has_cap, sink};
-use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, weights};
+use super::softmax::{Groups, Rows, add_pairs, cap, mask, raise, round, scale_rows, store_lse, weights};
 use super::tile::Tile;
 use super::{Pages, Tables, Visible, offset};
 use crate::matmul::multiplicand::{Multiplicand, finite_halves, not_finite};
-use crate::tile::softmax::{join, log_sum_exp};
+use crate::tile::softmax::join;
 
 /// Where the piece of a row is, in bytes from its start.
 #[inline(always)]
@@ -145,6 +147,7 @@ pub(super) unsafe fn tile<
     const SUMS: usize,
     const WEIGHTS: usize,
     const MASKED: bool,
+    const SPLIT: bool,
 >(
     q: *const T,
     k: *const T,
@@ -167,9 +170,9 @@ pub(super) unsafe fn tile<
         let rows = 64 * PARTS as u32;
         let new_tile = |number: u32| {
             if PARTS == 2 {
-                Tile::new::<KEYS, 128>(number, tables, dims)
+                Tile::new::<KEYS, 128, SPLIT>(number, tables, dims)
             } else {
-                Tile::new::<KEYS, 64>(number, tables, dims)
+                Tile::new::<KEYS, 64, SPLIT>(number, tables, dims)
             }
         };
         let tile = new_tile(thread::block_idx_x());
@@ -324,6 +327,7 @@ pub(super) unsafe fn tile<
             shared::store_u32(marks + warp_idx * 4, u32::from(is_marked));
         }
         let sink = sink::<T>(sinks, tile.head);
+        let (out_batch, out_row) = tile.out_place(tables, dims);
         let mut part = 0;
         while part < PARTS {
             let mut factors = [0f32; 2];
@@ -335,17 +339,17 @@ pub(super) unsafe fn tile<
                 let mut m = state[part].m[half] * scale();
                 let decay = join::<T>(&mut m, &mut sum, sink);
                 factors[half] = math::rcp(sum) * decay;
-                let query = tile.first_query + first_own + (16 * part + 8 * half) as u32 + group;
-                if !lse.is_null() && member == 0 && query < tile.own.seq_q {
+                let row = first_own + (16 * part + 8 * half) as u32 + group;
+                if !lse.is_null() && member == 0 && tile.first_query + row < tile.own.seq_q {
                     let at = offset(
-                        tile.batch,
+                        out_batch,
                         dims.lse_batch_stride,
-                        tile.own.first_q + query,
+                        out_row + row,
                         1,
                         tile.head,
                         dims.lse_head_stride,
                     );
-                    global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+                    store_lse::<T, SPLIT>(lse, at, m, sum);
                 }
                 half += 1;
             }
@@ -368,7 +372,7 @@ pub(super) unsafe fn tile<
         let [a, b, c, d] = shared::load_u32x4(marks);
         if a | b | c | d != 0 {
             let pages = Pages::new(tables, dims, tile.batch);
-            spoil::<T, DIM, KEYS, MASKED>(&tile, rows, q_at, v, pages, masks, dims);
+            spoil::<T, DIM, KEYS, MASKED, SPLIT>(&tile, rows, q_at, v, pages, masks, dims);
             thread::sync_threads();
         }
         let mut i = thread;
@@ -376,11 +380,9 @@ pub(super) unsafe fn tile<
         let end = thread::opaque(rows * (DIM_V / 8));
         while i < end {
             let (row, piece) = (i / (DIM_V / 8), i % (DIM_V / 8));
-            let query = tile.first_query + row;
-            if query < tile.own.seq_q && piece * 8 < dims.head_dim_v {
+            if tile.first_query + row < tile.own.seq_q && piece * 8 < dims.head_dim_v {
                 let strides = (dims.out_batch_stride, dims.out_token_stride, dims.out_head_stride);
-                let query = tile.own.first_q + query;
-                let at = offset(tile.batch, strides.0, query, strides.1, tile.head, strides.2);
+                let at = offset(out_batch, strides.0, out_row + row, strides.1, tile.head, strides.2);
                 let words = shared::load_u32x4(q_at + row * (DIM * 2) + moved(piece, row));
                 global::store_x4(out.add(at + piece as usize * 8), words);
             }
@@ -511,7 +513,7 @@ unsafe fn add_16<T: Multiplicand, const SUMS: usize>(
 /// # Safety
 /// - The whole block, whose result is at `at`; v and the bias *in-bounds* for `dims`.
 #[inline(always)]
-unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: bool>(
+unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: bool, const SPLIT: bool>(
     tile: &Tile,
     rows: u32,
     at: u32,
@@ -524,10 +526,11 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: 
     let column = 2 * thread::thread_idx_x();
     // Opaque, so that the loop stays one.
     let rows = thread::opaque(rows);
-    let mut key = tile.any.lo;
-    // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
+    let keys = tile.keys::<KEYS, SPLIT>();
+    let mut key = keys.lo;
+    // SAFETY: keys that some row sees and columns of the head are inside v; a pair of columns is this thread's alone.
     unsafe {
-        while column < dims.head_dim_v && key < tile.any.hi {
+        while column < dims.head_dim_v && key < keys.hi {
             if MASKED || tile.is_border::<KEYS>(key as u32 / KEYS) {
                 let first = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                 let from = v.wrapping_add(first + column as usize);
@@ -563,7 +566,7 @@ unsafe fn spoil<T: Multiplicand, const DIM: u32, const KEYS: u32, const MASKED: 
 
 macro_rules! prefill_mma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, PrefillMma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
-       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal };)*) => {$(
+       parts: $parts:literal, blocks: $blocks:literal, masked: $masked:literal, split: $split:literal };)*) => {$(
         /// Entry point; see `prefill_mma` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -599,6 +602,7 @@ macro_rules! prefill_mma_entries {
                     { $dim_v / 2 },
                     { $keys / 4 },
                     $masked,
+                    $split,
                 >(q, k, v, tables, out, lse, sinks, masks, &dims)
             }
         }

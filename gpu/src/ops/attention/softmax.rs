@@ -7,7 +7,7 @@ use cuda_std::{global, math, thread, warp};
 
 use super::scores::{Blocks, Masks, capped};
 use super::{Visible, offset};
-use crate::tile::softmax::{base, in_unit};
+use crate::tile::softmax::{base, in_unit, log_sum_exp};
 
 /// Up to this size of `m·c` scores are subtracted after they are multiplied.
 const SMALL: f32 = 1024.0;
@@ -375,5 +375,23 @@ pub(super) fn scale_rows<const SUMS: usize>(o: &mut [f32; SUMS], factors: [f32; 
     while i < SUMS {
         o[i] *= factors[i / 2 % 2];
         i += 1;
+    }
+}
+
+/// Stores a row's log-sum-exp; where blocks share keys, what it is made of, in two words: the largest score and the sum
+/// of the weights.
+///
+/// # Safety
+/// - *in-bounds(lse)*: the row's place, of one word or two.
+#[inline(always)]
+pub(super) unsafe fn store_lse<T: Element, const SPLIT: bool>(lse: *mut f32, at: usize, m: f32, sum: f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if SPLIT {
+            let numbers = u64::from(m.to_bits()) | u64::from(sum.to_bits()) << 32;
+            global::store(lse.add(2 * at).cast::<u64>(), numbers);
+        } else {
+            global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+        }
     }
 }

@@ -168,6 +168,7 @@ impl Planned {
             result_shift: 0,
             merge_parts: 0,
             grid: 0,
+            key_parts_log2: 0,
         }))
     }
 

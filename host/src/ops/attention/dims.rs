@@ -79,6 +79,39 @@ impl Checked {
         dims
     }
 
+    /// Tiles of all heads and sequences.
+    pub(super) fn prefill_tiles(self, tile: AttentionTile) -> Result<u32, Error> {
+        let dims = self.for_prefill(tile);
+        blocks(&[dims.tiles, dims.batch, dims.heads_q])
+    }
+
+    /// Rows of q and out, of all sequences.
+    pub(super) fn rows(&self) -> u32 {
+        if self.tokens_q == 0 { self.batch * self.seq_q } else { self.tokens_q }
+    }
+
+    /// Of a kernel whose blocks share keys, with results for each part: `[parts · batch, seq_q, heads_q, head_dim_v]`
+    /// and `[heads_q, parts · rows]`; packed `[1, parts · tokens, heads_q, head_dim_v]`.
+    pub(super) fn in_parts(self, key_parts_log2: u32) -> Self {
+        let dims = self.0;
+        let own_rows = |stride: u32| if dims.tokens_q == 0 { stride } else { 0 };
+        let out_token_stride = dims.heads_q * dims.head_dim_v;
+        Checked(AttentionDims {
+            out_batch_stride: own_rows(dims.seq_q * out_token_stride),
+            out_token_stride,
+            out_head_stride: dims.head_dim_v,
+            lse_batch_stride: own_rows(dims.seq_q),
+            lse_head_stride: self.rows() << key_parts_log2,
+            key_parts_log2,
+            ..dims
+        })
+    }
+
+    /// Of the kernel that combines the results of the parts.
+    pub(super) fn for_combine(self, key_parts_log2: u32) -> AttentionDims {
+        AttentionDims { key_parts_log2, ..self.0 }
+    }
+
     /// Of one with tensor maps, by as many blocks as there are multiprocessors at most.
     pub(super) fn for_wgmma(
         self,
@@ -88,7 +121,7 @@ impl Checked {
         num_sms: u32,
     ) -> Result<AttentionDims, Error> {
         let dims = self.for_prefill(tile);
-        let items = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+        let items = blocks(&[dims.tiles, dims.batch, dims.heads_q, 1 << dims.key_parts_log2])?;
         let (box_keys, grid) = (box_keys(page_size, keys), items.min(num_sms.max(1)));
         Ok(AttentionDims { box_keys, grid, ..dims })
     }

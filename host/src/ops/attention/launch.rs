@@ -2,18 +2,19 @@
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionDims, AttentionTile, AttentionVariant, decode_ring_group_bytes, decode_ring_joins,
+    AttentionDims, AttentionTile, AttentionVariant, MAX_KEY_PARTS_LOG2, decode_ring_group_bytes,
+    decode_ring_joins,
 };
 
-use super::dims::Decode;
-use super::{AttentionArgs, OP, Planned};
+use super::dims::{Checked, Decode};
+use super::{AttentionArgs, AttentionProblem, OP, Planned, select};
 use crate::device::Device;
 use crate::error::Error;
 use crate::launch::{Entry, Param};
 use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
-use crate::tensor::TensorView;
+use crate::tensor::{Tensor, TensorView};
 use crate::tensor_map::{Axis, TensorMap, Tiled};
 
 #[derive(Debug)]
@@ -62,6 +63,48 @@ pub(super) struct Splits {
     pub(super) workspace: Workspace<2>,
 }
 
+/// What the kernels whose blocks share keys need besides.
+#[derive(Debug)]
+pub(super) struct KeyParts {
+    combine: Loaded,
+    /// The parts' results `[row, head_dim_v]`, and their largest scores and sums of weights `[row, 2]` f32.
+    workspace: Workspace<2>,
+}
+
+impl KeyParts {
+    /// With room for so many rows of all heads and parts.
+    pub(super) fn new(device: &Device, problem: &AttentionProblem, rows: usize) -> Result<Self, Error> {
+        let combine = Loaded::new(device, select::combine(problem)?, 0)?;
+        let workspace = Workspace::new(device, |stream| {
+            let partial = Tensor::empty(stream, &[rows, problem.head_dim_v], problem.dtype)?;
+            Ok([partial, Tensor::empty(stream, &[rows, 2], DType::F32)?])
+        })?;
+        Ok(KeyParts { combine, workspace })
+    }
+
+    /// Most parts that there is room for, as a power of two; none if there is no room for one.
+    pub(super) fn most_log2(&self, dims: &Checked) -> Option<u32> {
+        let rows = u64::from(dims.rows()) * u64::from(dims.heads_q);
+        let room = self.workspace.tensors[0].shape()[0] as u64;
+        Some((room / rows.max(1)).checked_ilog2()?.min(MAX_KEY_PARTS_LOG2))
+    }
+}
+
+/// Where a kernel of many queries leaves its results.
+pub(super) struct Target<'a> {
+    out: TensorView<'a>,
+    lse: Param<'a>,
+    sinks: Param<'a>,
+}
+
+impl<'a> Target<'a> {
+    /// Those of the run.
+    pub(super) fn of(args: &'a AttentionArgs<'_>) -> Self {
+        let AttentionArgs { out, lse, scores, .. } = args;
+        Target { out: out.as_view(), lse: lse.as_ref().into(), sinks: scores.sinks.into() }
+    }
+}
+
 impl AttentionArgs<'_> {
     /// What tells how many keys sequences have, and, if they are packed, where.
     pub(super) fn lens(&self) -> Param<'_> {
@@ -77,13 +120,14 @@ impl Planned {
         kernel: &Loaded,
         counter: &Workspace<1>,
         args: &AttentionArgs<'_>,
+        to: &Target<'_>,
         dims: &AttentionDims,
     ) -> Result<(), Error> {
-        let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
+        let AttentionArgs { q, k, v, scores, page_table, .. } = args;
         let [next_tile] = &counter.tensors;
-        let (tile, out_view) = (kernel.variant.tile, out.as_view());
+        let tile = kernel.variant.tile;
         let map = |view, box_rows| self.tensor_map(view, box_rows);
-        let (q_map, out_map) = (map(q, tile.rows())?, map(&out_view, 64)?);
+        let (q_map, out_map) = (map(q, tile.rows())?, map(&to.out, 64)?);
         // Without keys nothing is loaded from them.
         let (k_map, v_map) =
             if dims.seq_kv == 0 { (q_map, q_map) } else { (map(k, dims.box_keys)?, map(v, dims.box_keys)?) };
@@ -93,12 +137,12 @@ impl Planned {
             (&v_map).into(),
             (&out_map).into(),
             (*v).into(),
-            out.into(),
+            to.out.into(),
             args.lens(),
             args.offsets.q.into(),
             (*page_table).into(),
-            lse.as_ref().into(),
-            scores.sinks.into(),
+            to.lse,
+            to.sinks,
             scores.blocks.into(),
             next_tile.view().into(),
             dims.into(),
@@ -108,6 +152,54 @@ impl Planned {
         // blocks draw all tiles of all heads and sequences, by a number that no other stream's run uses until this one
         // is done; threads and shared memory are the tile's.
         unsafe { kernel.entry.launch(stream, [dims.grid, 1, 1], [tile.threads(), 1, 1], &params) }
+    }
+
+    /// Runs a kernel whose blocks share keys, in so many parts (log2) of which there is room for the results, then the
+    /// one that combines these.
+    pub(super) fn in_key_parts(
+        &self,
+        stream: &Stream,
+        (kernel, counter): (&Loaded, Option<&Workspace<1>>),
+        (parts, parts_log2): (&KeyParts, u32),
+        args: &AttentionArgs<'_>,
+        dims: Checked,
+        page_size: Option<usize>,
+    ) -> Result<(), Error> {
+        let [partial, numbers] = &parts.workspace.tensors;
+        let heads = dims.heads_q as usize;
+        let (batch, tokens) = match dims.tokens_q {
+            0 => (dims.batch << parts_log2, dims.seq_q),
+            tokens => (1, tokens << parts_log2),
+        };
+        let shape = [batch as usize, tokens as usize, heads, self.problem.head_dim_v];
+        let rows = shape[..3].iter().product();
+        let out = partial.view().slice(0, 0..rows)?.reshape(&shape)?;
+        let to = Target { out, lse: numbers.view().into(), sinks: Param::Address(0) };
+        let _alone = parts.workspace.enter(stream)?;
+        let split = dims.in_parts(parts_log2);
+        match (kernel.variant.tile, counter) {
+            (tile @ AttentionTile::Wgmma { keys, .. }, Some(counter)) => {
+                let split = split.for_wgmma(tile, keys, page_size, self.device.profile().num_sms)?;
+                self.wgmma(stream, kernel, counter, args, &to, &split)?;
+            }
+            (tile, _) => prefill(stream, kernel, args, &to, &split.for_prefill(tile))?,
+        }
+        let pieces = u64::from(dims.rows()) * u64::from(dims.heads_q) * u64::from(dims.head_dim_v / 8);
+        let (tile, combined) = (parts.combine.variant.tile, dims.for_combine(parts_log2));
+        let grid =
+            check_size(OP, "problem", "number of blocks", pieces.div_ceil(tile.threads().into()) as usize)?;
+        let params = [
+            partial.view().into(),
+            numbers.view().into(),
+            args.offsets.q.into(),
+            (&args.out).into(),
+            args.lse.as_ref().into(),
+            args.scores.sinks.into(),
+            (&combined).into(),
+        ];
+        // SAFETY: as for prefill; the kernel before has left results of all parts and rows, of which `most_log2` found that
+        // there is room, and no run of another stream uses them until this one is done; the grid covers all pieces.
+        unsafe { parts.combine.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 
     /// The map of `[sequence, token, head, column]` in boxes of 64 columns of a head.
@@ -211,10 +303,11 @@ pub(super) fn prefill(
     stream: &Stream,
     kernel: &Loaded,
     args: &AttentionArgs<'_>,
+    to: &Target<'_>,
     dims: &AttentionDims,
 ) -> Result<(), Error> {
-    let AttentionArgs { q, k, v, out, lse, scores, page_table, .. } = args;
-    let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q])?;
+    let AttentionArgs { q, k, v, scores, page_table, .. } = args;
+    let grid = blocks(&[dims.tiles, dims.batch, dims.heads_q, 1 << dims.key_parts_log2])?;
     let params = [
         (*q).into(),
         (*k).into(),
@@ -222,9 +315,9 @@ pub(super) fn prefill(
         args.lens(),
         args.offsets.q.into(),
         (*page_table).into(),
-        out.into(),
-        lse.as_ref().into(),
-        scores.sinks.into(),
+        to.out.into(),
+        to.lse,
+        to.sinks,
         scores.bias.into(),
         scores.blocks.into(),
         dims.into(),

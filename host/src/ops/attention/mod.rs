@@ -23,8 +23,9 @@ use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView, TensorViewMut, views};
 use checks::{check_problem, expect_aligned, in_keys, repeats};
+use dims::Checked;
 use gather::Gather;
-use launch::{Loaded, Splits, prefill};
+use launch::{KeyParts, Loaded, Splits, Target, prefill};
 
 pub use abi::ops::attention::{
     AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
@@ -231,7 +232,10 @@ pub struct Offsets<'a> {
 /// cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take
 /// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
 /// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the
-/// many, and the many those without tensor cores. Heads wider than 256 take the same kernels for any number of queries;
+/// many, and the many those without tensor cores. **Few tiles, many keys**: where the tiles of many queries are fewer than
+/// half of the multiprocessors and there are 1024 keys or more, 2 to 32 blocks share the keys of each, whose results,
+/// rounded to q's type, are put together by a kernel behind: one rounding more. Into how many parts depends on the run's
+/// sequences and queries and the planned keys, so the last bits do, too. Heads wider than 256 take the same kernels for any number of queries;
 /// those of 576 and 512 another one on tensor cores, where rows are aligned, v is the first columns of k's and there is
 /// no soft cap. **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at
 /// `j / page_size`. The bits are those of the same keys in one piece. With pages `kv_lens` is needed, as nothing else
@@ -247,7 +251,8 @@ pub struct Offsets<'a> {
 /// plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph does not know of
 /// later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**:
 /// out and lse may not overlap the other tensors; q, k and v may overlap each other. **Memory**: the decode kernels
-/// leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory. Heads wider than 256 have
+/// leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory; the kernels of many queries
+/// whose blocks share keys a tile of results for each multiprocessor. Heads wider than 256 have
 /// those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
 /// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the
 /// latter) has memory for all keys and values in q's type. **Errors**: [`Error::Invalid`] for a shape, stride, type or
@@ -316,6 +321,8 @@ enum Backend {
         kernels: Vec<Loaded>,
         /// What the decode kernels need besides, if there are any.
         splits: Option<Box<Splits>>,
+        /// What the kernels need besides whose blocks share keys, if there are any.
+        key_parts: Option<Box<KeyParts>>,
         /// What the kernels need besides that take keys from neither pages nor fp8, if there are any.
         gather: Option<Box<Gather>>,
         /// The number from which blocks draw tiles, 0 between runs, if a kernel does that.
@@ -348,7 +355,7 @@ impl Rung for Planned {
         let Some(limits) = device.limits() else {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
-        let choice = select(&limits, &problem, problem.seq_q)?;
+        let mut choice = select(&limits, &problem, problem.seq_q)?;
         let mut variants = vec![choice.variant];
         let mut decoded = if choice.variant.tile.is_decode() { problem.seq_q } else { 0 };
         for seq_q in 1..=problem.seq_q.min(MAX_TENSOR_DECODE_QUERIES) {
@@ -358,6 +365,21 @@ impl Rung for Planned {
             }
             if variant.tile.is_decode() {
                 decoded = decoded.max(seq_q);
+            }
+        }
+        // Of few queries, if not of the planned ones, blocks may share keys.
+        let tile = choice.variant.tile;
+        let parts_log2 = |tiles| select::key_parts_log2(limits.num_sms, tile, tiles, seen(&problem));
+        if let Some(split) = select::split(choice.variant)
+            && parts_log2(problem.heads_q as u32) > 0
+        {
+            variants.push(split);
+            let tiles = problem.seq_q.div_ceil(split.tile.rows() as usize).saturating_mul(problem.batch);
+            let tiles = tiles.saturating_mul(problem.heads_q).min(u32::MAX as usize) as u32;
+            if parts_log2(tiles) > 0 {
+                let blocks = 1 << parts_log2(tiles);
+                let why = format!("{}, {blocks} blocks share the keys of each tile", choice.why);
+                choice = AttentionChoice { variant: split, why };
             }
         }
         Self::new(device, problem, choice, Origin::Selected, &variants, decoded)
@@ -394,7 +416,7 @@ impl Rung for Planned {
         }
         match &self.backend {
             Backend::Cpu => cpu::run(&self.problem, &dims, args),
-            Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter } => {
+            Backend::Cuda { choice, origin, kernels, splits, key_parts, gather, tile_counter } => {
                 let variant = match (origin, self.device.limits()) {
                     (Origin::Selected, Some(limits)) => {
                         select::choose(&limits, &self.problem, dims.seq_q as usize)?.0
@@ -421,6 +443,10 @@ impl Rung for Planned {
                     }
                     _ => variant,
                 };
+                let (variant, parts_log2) = match key_parts {
+                    Some(parts) => self.in_parts(*origin, variant, parts, dims)?,
+                    None => (variant, 0),
+                };
                 // `new` loaded all that `select` can return.
                 let Some(kernel) = kernels.iter().find(|kernel| kernel.variant == variant) else {
                     return Err(Error::invalid(
@@ -439,6 +465,10 @@ impl Rung for Planned {
                     None => (args, dims),
                 };
                 let page_size = self.problem.page_size.filter(|_| args.page_table.is_some());
+                if let Some(parts) = key_parts.as_ref().filter(|_| variant.tile.splits_keys()) {
+                    let (kernel, parts) = ((kernel, tile_counter.as_deref()), (&**parts, parts_log2));
+                    return self.in_key_parts(stream, kernel, parts, &args, dims, page_size);
+                }
                 match (variant.tile, splits, tile_counter) {
                     (tile, Some(splits), _) if tile.is_decode() => {
                         let launch = dims.for_decode(kernel, page_size, splits.many_pieces)?;
@@ -447,9 +477,9 @@ impl Rung for Planned {
                     (AttentionTile::Wgmma { keys, .. }, _, Some(counter)) => {
                         let num_sms = self.device.profile().num_sms;
                         let dims = dims.for_wgmma(variant.tile, keys, page_size, num_sms)?;
-                        self.wgmma(stream, kernel, counter, &args, &dims)
+                        self.wgmma(stream, kernel, counter, &args, &Target::of(&args), &dims)
                     }
-                    _ => prefill(stream, kernel, &args, &dims.for_prefill(variant.tile)),
+                    _ => prefill(stream, kernel, &args, &Target::of(&args), &dims.for_prefill(variant.tile)),
                 }
             }
         }
@@ -532,14 +562,61 @@ impl Planned {
             }
             _ => None,
         };
+        let splits_keys = variants.iter().find(|variant| variant.tile.splits_keys());
+        let key_parts = splits_keys.map(|split| {
+            let mut rows =
+                (select::key_places(device.profile().num_sms, split.tile) * split.tile.rows()) as usize;
+            if origin == Origin::Forced {
+                let all = problem.batch.saturating_mul(problem.seq_q).saturating_mul(problem.heads_q);
+                rows = rows.max(all.saturating_mul(1 << FORCED_KEY_PARTS_LOG2));
+            }
+            KeyParts::new(device, &problem, rows).map(Box::new)
+        });
+        let key_parts = key_parts.transpose()?;
         let gathers = kernels.iter().any(|kernel| select::gathers(kernel.variant, &problem));
         let gather = gathers.then(|| Gather::new(device, &problem).map(Box::new)).transpose()?;
         let draws = kernels.iter().any(|kernel| matches!(kernel.variant.tile, AttentionTile::Wgmma { .. }));
         let counter = || Workspace::new(device, |stream| Ok([Tensor::zeros(stream, &[1], DType::U32)?]));
         let tile_counter = draws.then(counter).transpose()?.map(Box::new);
-        let backend = Backend::Cuda { choice, origin, kernels, splits, gather, tile_counter };
+        let backend = Backend::Cuda { choice, origin, kernels, splits, key_parts, gather, tile_counter };
         Ok(Planned { device: device.clone(), problem, backend })
     }
+}
+
+/// log2 of the parts of the keys where the caller chose a kernel whose blocks share them: so they do.
+const FORCED_KEY_PARTS_LOG2: u32 = 2;
+
+impl Planned {
+    /// The kernel of a run of many queries, and log2 of the parts of its keys: one whose blocks share them, where that pays and
+    /// there is room.
+    fn in_parts(
+        &self,
+        origin: Origin,
+        variant: &'static AttentionVariant,
+        parts: &KeyParts,
+        dims: Checked,
+    ) -> Result<(&'static AttentionVariant, u32), Error> {
+        let most = parts.most_log2(&dims);
+        if origin == Origin::Forced && variant.tile.splits_keys() {
+            let expected = "as many tokens as sequences and queries are planned";
+            return match most {
+                Some(most) => Ok((variant, most.min(FORCED_KEY_PARTS_LOG2))),
+                None => Err(Error::invalid(OP, "q", expected, dims.rows().to_string())),
+            };
+        }
+        let (Some(split), Some(most)) = (select::split(variant), most) else { return Ok((variant, 0)) };
+        let num_sms = self.device.profile().num_sms;
+        let tiles = dims.prefill_tiles(split.tile)?;
+        match select::key_parts_log2(num_sms, split.tile, tiles, seen(&self.problem)).min(most) {
+            0 => Ok((variant, 0)),
+            parts_log2 => Ok((split, parts_log2)),
+        }
+    }
+}
+
+/// Keys that the queries of a planned sequence see together, at most.
+fn seen(problem: &AttentionProblem) -> usize {
+    problem.window.map_or(problem.seq_kv, |window| problem.seq_kv.min(window.saturating_add(problem.seq_q)))
 }
 
 /// Pairs of a query and a key that it sees, in a sequence of so many of both, each below 2^30.

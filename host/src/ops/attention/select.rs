@@ -4,9 +4,9 @@ use std::fmt;
 
 use abi::DType;
 use abi::ops::attention::{
-    AttentionTile, AttentionVariant, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
+    AttentionTile, AttentionVariant, COMBINE_VARIANTS, DECODE_LATENT_VARIANTS, DECODE_LATENT_WGMMA_VARIANTS,
     DECODE_RING_FP8_VARIANTS, DECODE_RING_VARIANTS, GATHER_PAGES_VARIANTS, GATHER_VARIANTS,
-    PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    MAX_KEY_PARTS_LOG2, PREFILL_MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 
 use super::{AttentionProblem, Mask, OP, scores};
@@ -34,7 +34,10 @@ impl AttentionChoice {
         variant: &'static AttentionVariant,
         problem: &AttentionProblem,
     ) -> Result<Self, Error> {
-        let helps = matches!(variant.tile, AttentionTile::Merge {} | AttentionTile::Gather {});
+        let helps = matches!(
+            variant.tile,
+            AttentionTile::Merge {} | AttentionTile::Gather {} | AttentionTile::Combine {}
+        );
         if helps || !holds(variant, problem) {
             let (head_dim, head_dim_v) = variant.tile.max_head_dims();
             let up_to = if variant.tile.is_latent() { "" } else { "up to " };
@@ -74,6 +77,46 @@ pub(super) fn gather(problem: &AttentionProblem) -> Result<&'static AttentionVar
 /// Whether a kernel takes keys and values only from there.
 pub(super) fn gathers(variant: &AttentionVariant, problem: &AttentionProblem) -> bool {
     variant.dtype_kv != problem.dtype_kv || (problem.page_size.is_some() && !follows_pages(variant.tile))
+}
+
+/// The kernel that combines the results of parts of the keys.
+pub(super) fn combine(problem: &AttentionProblem) -> Result<&'static AttentionVariant, Error> {
+    let combine = COMBINE_VARIANTS.iter().find(|v| v.dtype == problem.dtype);
+    combine.ok_or_else(|| unsupported_dtype(problem))
+}
+
+/// The kernel that does the same as another of many queries, with blocks that share keys.
+pub(super) fn split(variant: &AttentionVariant) -> Option<&'static AttentionVariant> {
+    let is_split = |other: &&AttentionVariant| {
+        let heads = other.tile.max_head_dims() == variant.tile.max_head_dims();
+        other.tile.splits_keys() && heads && other.dtype == variant.dtype
+    };
+    match variant.tile {
+        AttentionTile::Wgmma { split: false, .. } => WGMMA_VARIANTS.iter().find(is_split),
+        AttentionTile::PrefillMma { masked: false, split: false, .. } => {
+            PREFILL_MMA_VARIANTS.iter().find(is_split)
+        }
+        _ => None,
+    }
+}
+
+/// Keys that a block should have of a part, at least: combining takes a few microseconds.
+const MIN_PART_KEYS: usize = 512;
+
+/// Parts of the keys of each tile of a kernel of many queries, of which there are so many, as a power of two: as many as
+/// give each multiprocessor work, if there are keys enough.
+pub(super) fn key_parts_log2(num_sms: u32, tile: AttentionTile, tiles: u32, seen: usize) -> u32 {
+    let places = key_places(num_sms, tile) / tiles.max(1);
+    let parts = places.min((seen / MIN_PART_KEYS).min(1 << MAX_KEY_PARTS_LOG2) as u32);
+    parts.max(1).ilog2()
+}
+
+/// Blocks of such a kernel that the card holds at a time.
+pub(super) fn key_places(num_sms: u32, tile: AttentionTile) -> u32 {
+    match tile {
+        AttentionTile::PrefillMma { blocks, .. } => blocks * num_sms,
+        _ => num_sms,
+    }
 }
 
 /// Whether a kernel is for the types and the heads of a problem, if need be behind `gather`.
@@ -410,6 +453,35 @@ mod tests {
             "attention: variant: expected a card of sm_90a and a scale above 0 for attention_bf16__prefill_d128__sm90a, got \
              sm_80 and 0.1118034"
         );
+    }
+
+    #[test]
+    fn blocks_share_keys() {
+        let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let ampere = DeviceLimits { floor: Arch::Sm80, num_sms: 108, ..hopper };
+        let of = |limits: &DeviceLimits, head_dim, tiles, keys| {
+            let wanted = problem(DType::BF16, 32, 8, head_dim);
+            let variant = select(limits, &wanted, 100).unwrap().variant;
+            let split = split(variant).expect("every kernel of many queries has one");
+            assert_eq!(split.entry, variant.entry.replace("prefill", "prefill_split"));
+            1 << key_parts_log2(limits.num_sms, split.tile, tiles, keys)
+        };
+        for (tiles, keys, on_hopper, on_ampere) in [
+            (32, 16384, 4, 4),
+            (8, 16384, 16, 16),
+            (1, 1 << 20, 32, 32),
+            (32, 1024, 2, 2),
+            (32, 1023, 1, 1),
+            (67, 16384, 1, 2),
+            (0, 0, 1, 1),
+        ] {
+            for head_dim in [64, 128, 256] {
+                assert_eq!(of(&hopper, head_dim, tiles, keys), on_hopper, "{tiles} {keys}");
+                assert_eq!(of(&ampere, head_dim, tiles, keys), on_ampere, "{tiles} {keys}");
+            }
+        }
+        let masked = PREFILL_MMA_VARIANTS.iter().find(|v| v.entry.contains("masked")).unwrap();
+        assert_eq!(split(masked), None);
     }
 
     #[test]

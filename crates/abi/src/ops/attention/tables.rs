@@ -156,6 +156,17 @@ macro_rules! attention_decode_latent_table {
     };
 }
 
+/// The same for the kernels that combine the results of parts of the keys.
+#[macro_export]
+macro_rules! attention_combine_table {
+    ($callback:ident) => {
+        $callback! {
+            attention_f16__combine__sm80 => f16, F16, Combine {};
+            attention_bf16__combine__sm80 => bf16, BF16, Combine {};
+        }
+    };
+}
+
 /// The same for those of Hopper.
 #[macro_export]
 macro_rules! attention_decode_latent_wgmma_table {
@@ -172,18 +183,24 @@ macro_rules! attention_decode_latent_wgmma_table {
 macro_rules! attention_prefill_mma_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false };
-            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false };
-            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false };
-            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false };
-            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false };
-            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false };
-            attention_f16__prefill_masked_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true };
-            attention_f16__prefill_masked_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true };
-            attention_f16__prefill_masked_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true };
-            attention_bf16__prefill_masked_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true };
-            attention_bf16__prefill_masked_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true };
-            attention_bf16__prefill_masked_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true };
+            attention_f16__prefill_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
+            attention_f16__prefill_split_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
+            attention_f16__prefill_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
+            attention_f16__prefill_split_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
+            attention_f16__prefill_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false };
+            attention_f16__prefill_split_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true };
+            attention_bf16__prefill_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
+            attention_bf16__prefill_split_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
+            attention_bf16__prefill_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: false };
+            attention_bf16__prefill_split_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 64, parts: 2, blocks: 2, masked: false, split: true };
+            attention_bf16__prefill_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: false };
+            attention_bf16__prefill_split_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: false, split: true };
+            attention_f16__prefill_masked_d64__sm80 => f16, F16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false };
+            attention_f16__prefill_masked_d128__sm80 => f16, F16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false };
+            attention_f16__prefill_masked_d256__sm80 => f16, F16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false };
+            attention_bf16__prefill_masked_d64__sm80 => bf16, BF16, PrefillMma { dim: 64, dim_v: 64, keys: 32, parts: 2, blocks: 3, masked: true, split: false };
+            attention_bf16__prefill_masked_d128__sm80 => bf16, BF16, PrefillMma { dim: 128, dim_v: 128, keys: 32, parts: 2, blocks: 2, masked: true, split: false };
+            attention_bf16__prefill_masked_d256__sm80 => bf16, BF16, PrefillMma { dim: 256, dim_v: 256, keys: 32, parts: 1, blocks: 2, masked: true, split: false };
         }
     };
 }
@@ -193,14 +210,22 @@ macro_rules! attention_prefill_mma_table {
 macro_rules! attention_wgmma_table {
     ($callback:ident) => {
         $callback! {
-            attention_f16__prefill_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512 };
-            attention_f16__prefill_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
-            attention_f16__prefill_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
-            attention_f16__prefill_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384 };
-            attention_bf16__prefill_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512 };
-            attention_bf16__prefill_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
-            attention_bf16__prefill_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384 };
-            attention_bf16__prefill_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384 };
+            attention_f16__prefill_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, split: false };
+            attention_f16__prefill_split_d64__sm90a => f16, F16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_f16__prefill_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
+            attention_f16__prefill_split_d128__sm90a => f16, F16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_f16__prefill_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
+            attention_f16__prefill_split_d192v128__sm90a => f16, F16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_f16__prefill_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: false };
+            attention_f16__prefill_split_d256__sm90a => f16, F16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: true };
+            attention_bf16__prefill_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 3, threads: 512, split: false };
+            attention_bf16__prefill_split_d64__sm90a => bf16, BF16, Wgmma { dim: 64, dim_v: 64, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_bf16__prefill_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
+            attention_bf16__prefill_split_d128__sm90a => bf16, BF16, Wgmma { dim: 128, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_bf16__prefill_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: false };
+            attention_bf16__prefill_split_d192v128__sm90a => bf16, BF16, Wgmma { dim: 192, dim_v: 128, keys: 128, consumers: 2, threads: 384, split: true };
+            attention_bf16__prefill_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: false };
+            attention_bf16__prefill_split_d256__sm90a => bf16, BF16, Wgmma { dim: 256, dim_v: 256, keys: 80, consumers: 2, threads: 384, split: true };
         }
     };
 }
@@ -251,6 +276,8 @@ pub const GATHER_VARIANTS: &[AttentionVariant] = attention_gather_table!(sm61_fp
 pub const GATHER_PAGES_VARIANTS: &[AttentionVariant] = attention_gather_pages_table!(sm80);
 /// The kernels of many queries on tensor cores.
 pub const PREFILL_MMA_VARIANTS: &[AttentionVariant] = attention_prefill_mma_table!(sm80);
+/// The kernels that combine the results of parts of the keys.
+pub const COMBINE_VARIANTS: &[AttentionVariant] = attention_combine_table!(sm80);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
 pub const WGMMA_VARIANTS: &[AttentionVariant] = attention_wgmma_table!(sm90a);
 

@@ -17,6 +17,10 @@ pub const MAX_PREFILL_DIM: u32 = 256;
 pub const MAX_HEAD_DIM: u32 = 576;
 /// The largest `head_dim_v`.
 pub const MAX_HEAD_DIM_V: u32 = 512;
+/// Threads of a block of the combining kernels.
+pub const COMBINE_THREADS: u32 = 128;
+/// Most parts of a tile's keys, as a power of two.
+pub const MAX_KEY_PARTS_LOG2: u32 = 5;
 /// Threads of a block of the gather kernels.
 pub const GATHER_THREADS: u32 = 256;
 /// Keys of a block of the gather kernels: all of one page.
@@ -50,6 +54,8 @@ pub enum AttentionTile {
         blocks: u32,
         /// Whether it is for an additive or a boolean mask, or for none.
         masked: bool,
+        /// Whether several blocks share the keys of a tile, and leave a result each: `Combine` comes behind it.
+        split: bool,
     },
     /// A block does rows of all the heads that share a key head, against [`SPLIT_KEYS`] keys, and leaves an unfinished
     /// result for the merge.
@@ -84,6 +90,8 @@ pub enum AttentionTile {
     DecodeLatentWgmma {},
     /// A warp merges the splits of some columns of one row, see [`MERGE_COLUMNS`].
     Merge {},
+    /// A thread combines 8 columns of the results that a row has of the parts of its keys.
+    Combine {},
     /// A block takes [`GATHER_KEYS`] keys of a sequence from their page, or from fp8, to where the other kernels take
     /// them from.
     Gather {},
@@ -99,6 +107,8 @@ pub enum AttentionTile {
         consumers: u32,
         /// Threads of the block: theirs, and as many as a warpgroup has.
         threads: u32,
+        /// As for `PrefillMma`.
+        split: bool,
     },
 }
 
@@ -185,6 +195,7 @@ impl AttentionTile {
             AttentionTile::DecodeLatent { .. }
             | AttentionTile::DecodeLatentWgmma {}
             | AttentionTile::Merge {}
+            | AttentionTile::Combine {}
             | AttentionTile::Gather {} => (MAX_HEAD_DIM, MAX_HEAD_DIM_V),
             AttentionTile::PrefillMma { dim, dim_v, .. } | AttentionTile::Wgmma { dim, dim_v, .. } => {
                 (dim, dim_v)
@@ -200,7 +211,7 @@ impl AttentionTile {
             AttentionTile::Decode { rows, .. } => rows,
             AttentionTile::DecodeRing { rows, .. } => rows,
             AttentionTile::DecodeLatent { .. } | AttentionTile::DecodeLatentWgmma {} => DECODE_LATENT_ROWS,
-            AttentionTile::Merge {} | AttentionTile::Gather {} => 1,
+            AttentionTile::Merge {} | AttentionTile::Combine {} | AttentionTile::Gather {} => 1,
             AttentionTile::Wgmma { consumers, .. } => 64 * consumers,
         }
     }
@@ -215,6 +226,7 @@ impl AttentionTile {
             AttentionTile::DecodeLatent { .. } => DECODE_LATENT_THREADS,
             AttentionTile::DecodeLatentWgmma {} => 4 * 128,
             AttentionTile::Merge {} => 32,
+            AttentionTile::Combine {} => COMBINE_THREADS,
             AttentionTile::Gather {} => GATHER_THREADS,
             AttentionTile::Wgmma { threads, .. } => threads,
         }
@@ -228,6 +240,14 @@ impl AttentionTile {
                 | AttentionTile::DecodeRing { .. }
                 | AttentionTile::DecodeLatent { .. }
                 | AttentionTile::DecodeLatentWgmma {}
+        )
+    }
+
+    /// Whether blocks share the keys of a tile of many queries: `Combine` comes after it.
+    pub const fn splits_keys(self) -> bool {
+        matches!(
+            self,
+            AttentionTile::PrefillMma { split: true, .. } | AttentionTile::Wgmma { split: true, .. }
         )
     }
 
@@ -271,7 +291,7 @@ impl AttentionTile {
                     rows * MAX_HEAD_DIM * 2 + LATENT_KEYS * DECODE_LATENT_ROWS * 2 + LATENT_NOTE_BYTES;
                 LATENT_STAGES * stage + LATENT_NUMBERS_BYTES
             }
-            AttentionTile::Merge {} | AttentionTile::Gather {} => 0,
+            AttentionTile::Merge {} | AttentionTile::Combine {} | AttentionTile::Gather {} => 0,
             AttentionTile::Wgmma { dim, dim_v, keys, .. } => {
                 let q = wgmma_q_places(dim) * self.rows() * dim;
                 let out = if wgmma_out_in_q(dim) { 0 } else { self.rows() * dim_v };

@@ -97,7 +97,7 @@ pub(super) unsafe fn clean<T: Multiplicand, const DIM_V: u32, const KEYS: u32>(p
 /// # Safety
 /// - All 128 threads of the consumer, whose results are in the boxes; v *in-bounds* for `dims`.
 #[inline(always)]
-pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
+pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32, const SPLIT: bool>(
     walk: &Walk,
     boxes: u32,
     consumer: u32,
@@ -110,10 +110,11 @@ pub(super) unsafe fn spoil<T: Element, const KEYS: u32, const ROWS: u32>(
     let v = v.wrapping_add(offset(0, 0, 0, 0, tile.head_kv, dims.v_head_stride));
     let first_query = tile.first_query + consumer * 64;
     let col = 2 * member;
-    let mut key = tile.any.lo;
-    // SAFETY: keys below `any.hi` and columns of the head are inside v; a pair of columns is this thread's alone.
+    let keys = tile.keys::<KEYS, SPLIT>();
+    let mut key = keys.lo;
+    // SAFETY: keys that some row sees and columns of the head are inside v; a pair of columns is this thread's alone.
     unsafe {
-        while col < dims.head_dim_v && key < tile.any.hi {
+        while col < dims.head_dim_v && key < keys.hi {
             if walk.is_border::<KEYS>(key as u32 / KEYS, dims) {
                 let at = pages.row(dims, key, dims.v_batch_stride, dims.v_token_stride);
                 let at = v.add(at + col as usize);

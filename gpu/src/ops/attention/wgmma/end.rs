@@ -5,14 +5,14 @@ use cuda_std::cvt::Element;
 use cuda_std::{barrier, fence, global, math, matrix, mbarrier, shared, thread, tma, warp};
 
 use super::super::scores::sink;
-use super::super::softmax::{Rows, round as round_results, scale_rows};
+use super::super::softmax::{Rows, round as round_results, scale_rows, store_lse};
 use super::super::tile::Tile;
 use super::super::{Pages, Tables, offset};
 use super::borders::spoil;
 use super::walk::{Places, STEPS, TileWords, Walk};
 use super::{Maps, OWN, ROW_BYTES, first_row};
 use crate::matmul::multiplicand::Multiplicand;
-use crate::tile::softmax::{join, log_sum_exp};
+use crate::tile::softmax::join;
 
 /// What a thread's two rows are multiplied by in the end, and whether a row has no weights.
 #[derive(Clone, Copy)]
@@ -28,7 +28,7 @@ pub(super) struct Ends {
 /// - *converged*: all 128 threads of the consumer, whose scores are done; the rest is the caller's promise to
 ///   [`super::tiles`].
 #[inline(always)]
-pub(super) unsafe fn settle<T: Multiplicand>(
+pub(super) unsafe fn settle<T: Multiplicand, const SPLIT: bool>(
     rows: &Rows,
     round: u32,
     places: Places,
@@ -62,7 +62,7 @@ pub(super) unsafe fn settle<T: Multiplicand>(
             if !lse.is_null() && thread.is_multiple_of(4) && row < num_rows {
                 let row = TileWords::first_row(places, round) + row;
                 let at = offset(batch, dims.lse_batch_stride, row, 1, head, dims.lse_head_stride);
-                global::store(lse.add(at), log_sum_exp::<T>(m, sum));
+                store_lse::<T, SPLIT>(lse, at, m, sum);
             }
             half += 1;
         }
@@ -109,6 +109,7 @@ pub(super) unsafe fn finish<
     const CONSUMERS: u32,
     const ROWS: u32,
     const WORDS: usize,
+    const SPLIT: bool,
 >(
     words: &[u32; WORDS],
     round: u32,
@@ -128,10 +129,10 @@ pub(super) unsafe fn finish<
         put::<ROWS, WORDS>(words, boxes, member);
         if is_marked {
             barrier::sync(OWN + consumer, 128);
-            let tile = Tile::new::<KEYS, ROWS>(TileWords::number(places, round), tables, dims);
+            let tile = Tile::new::<KEYS, ROWS, SPLIT>(TileWords::number(places, round), tables, dims);
             let pages = Pages::new(tables, dims, tile.batch);
             let walk = Walk::new::<ROWS>(tile, wgmma_knows_blocks(CONSUMERS, DIM_V), blocks, dims);
-            spoil::<T, KEYS, ROWS>(&walk, boxes, consumer, member, v, pages, dims);
+            spoil::<T, KEYS, ROWS, SPLIT>(&walk, boxes, consumer, member, v, pages, dims);
         }
         fence::proxy_async_shared();
         barrier::sync(OWN + consumer, 128);

@@ -10,7 +10,7 @@ use super::{Maps, tiles};
 
 macro_rules! wgmma_entries {
     ($($entry:ident => $type:ident, $dtype:ident, Wgmma { dim: $dim:literal, dim_v: $dim_v:literal, keys: $keys:literal,
-       consumers: $consumers:literal, threads: $threads:literal };)*) => {$(
+       consumers: $consumers:literal, threads: $threads:literal, split: $split:literal };)*) => {$(
         /// Entry point; see `wgmma` and `abi::ops::attention`.
         ///
         /// # Safety
@@ -48,6 +48,7 @@ macro_rules! wgmma_entries {
                     { $dim_v / 2 },
                     { $keys / 4 },
                     { $dim_v / 4 },
+                    $split,
                 >(maps, v, out, tables, lse, sinks, blocks, counter, &dims)
             }
         }

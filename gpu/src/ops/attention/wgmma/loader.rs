@@ -20,6 +20,7 @@ pub(super) unsafe fn load<
     const KEYS: u32,
     const ROWS: u32,
     const EARLY: bool,
+    const SPLIT: bool,
 >(
     maps: Maps,
     places: Places,
@@ -30,12 +31,12 @@ pub(super) unsafe fn load<
 ) {
     // Steps, and in the three lowest bits borders, of which no more is asked: in one register.
     let mut counts = 0;
-    let mut tiles = Tiles::<EARLY>::NEW;
+    let mut tiles = Tiles::<EARLY, SPLIT>::NEW;
     // SAFETY: a stage is loaded when all consumers have given it back.
     unsafe {
         while let Some(number) = tiles.next(counter, dims) {
             let walk = Walk::new::<ROWS>(
-                Tile::new::<KEYS, ROWS>(number, tables, dims),
+                Tile::new::<KEYS, ROWS, SPLIT>(number, tables, dims),
                 wgmma_knows_blocks(ROWS / 64, DIM_V),
                 blocks,
                 dims,
@@ -50,7 +51,7 @@ pub(super) unsafe fn load<
             // Opaque, or places would be computed before the tile is.
             let round = thread::opaque(tiles.round);
             mbarrier::wait_parity(places.empty_q(round), places.parity_q(round) ^ 1);
-            TileWords::new(number, tile, next != NONE, dims).store(places, round);
+            TileWords::new(number, tile, next != NONE, tables, dims).store(places, round);
             mbarrier::arrive_expect_tx(places.full_q(round), ROWS * DIM * 2);
             let mut col = 0;
             while col < DIM / 64 {

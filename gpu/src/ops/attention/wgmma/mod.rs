@@ -60,8 +60,10 @@
 //!   steps in shared memory, hence four.
 //! - Bounds: of large prompts the card's power.
 //!
+//! - Of few queries and many keys there are fewer tiles than multiprocessors. `SPLIT` kernels cut a tile's steps into
+//!   equal parts, which are tiles of their own with results of their own, and `combine` puts these together.
+//!
 //! What was measured and tried: `gpu/NOTES/attention.md`.
-//! other.
 
 mod borders;
 mod end;
@@ -125,6 +127,7 @@ pub(super) unsafe fn tiles<
     const SUMS: usize,
     const WEIGHTS: usize,
     const WORDS: usize,
+    const SPLIT: bool,
 >(
     maps: Maps,
     v: *const T,
@@ -194,9 +197,9 @@ pub(super) unsafe fn tiles<
                 clean::<T, DIM_V, KEYS>(places);
             } else if thread == 0 && wgmma_knows_blocks(CONSUMERS, DIM_V) {
                 // Tiles are drawn early where the loader has registers for it.
-                load::<DIM, DIM_V, KEYS, ROWS, true>(maps, places, tables, blocks, counter, dims);
+                load::<DIM, DIM_V, KEYS, ROWS, true, SPLIT>(maps, places, tables, blocks, counter, dims);
             } else if thread == 0 {
-                load::<DIM, DIM_V, KEYS, ROWS, false>(maps, places, tables, blocks, counter, dims);
+                load::<DIM, DIM_V, KEYS, ROWS, false, SPLIT>(maps, places, tables, blocks, counter, dims);
             }
         } else {
             if wgmma_knows_blocks(CONSUMERS, DIM_V) {
@@ -206,7 +209,7 @@ pub(super) unsafe fn tiles<
             } else {
                 registers::increase::<160>();
             }
-            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS, WORDS>(
+            consume::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, SCORES, SUMS, WEIGHTS, WORDS, SPLIT>(
                 maps,
                 places,
                 warpgroup - 1,
@@ -245,6 +248,7 @@ unsafe fn consume<
     const SUMS: usize,
     const WEIGHTS: usize,
     const WORDS: usize,
+    const SPLIT: bool,
 >(
     maps: Maps,
     places: Places,
@@ -295,7 +299,7 @@ unsafe fn consume<
             if is_early && is_due {
                 let has_scores = what == STEPS && TileWords::of_rows(places, round)[3] > consumer * 64;
                 if warp::shuffle_idx(warp::FULL_MASK, u32::from(has_scores), 0) == 0 {
-                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
                         &words,
                         round - 1,
                         false,
@@ -358,7 +362,7 @@ unsafe fn consume<
                     scores::<T, DIM, KEYS, ROWS, SCORES>(&mut s, q_at, places.stage_k(turn));
                     barrier::arrive(next_turn, 256);
                     if is_early && is_due {
-                        finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                        finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
                             &words,
                             round - 1,
                             false,
@@ -420,19 +424,19 @@ unsafe fn consume<
                     values::<T, KEYS, SUMS, WEIGHTS>(&mut o, &p, v_at, accumulate);
                     let mark = |cleaner: u32| shared::load_u32(places.mark(round, cleaner)) == round;
                     is_marked = mark(0) | mark(1) | mark(2);
-                    ends = settle::<T>(&rows, round, places, lse, sinks, dims);
+                    ends = settle::<T, SPLIT>(&rows, round, places, lse, sinks, dims);
                     wgmma::wait_group::<0>(&mut (&mut o, &mut p));
                     release(places.empty_v(turn));
                     turn.0 += 1;
                 } else {
-                    ends = settle::<T>(&rows, round, places, lse, sinks, dims);
+                    ends = settle::<T, SPLIT>(&rows, round, places, lse, sinks, dims);
                 }
 
                 results::<T, SUMS, WORDS>(&mut o, ends, &mut words);
                 // What is marked takes long, and more registers.
                 is_due = is_early && warp::shuffle_idx(warp::FULL_MASK, u32::from(is_marked), 0) == 0;
                 if !is_due {
-                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS>(
+                    finish::<T, DIM, DIM_V, KEYS, CONSUMERS, ROWS, WORDS, SPLIT>(
                         &words, round, is_marked, all, dims,
                     );
                 }

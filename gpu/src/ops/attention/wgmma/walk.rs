@@ -6,6 +6,7 @@ use abi::ops::attention::{
 use cuda_std::atomic::{self, Order};
 use cuda_std::{shared, thread};
 
+use super::super::Tables;
 use super::super::scores::{Blocks, has_blocks};
 use super::super::tile::Tile;
 
@@ -33,14 +34,14 @@ impl Turn {
 
 /// The tiles of a block, for its loader: the first has the block's own number, the others it draws from those that are
 /// left.
-pub(super) struct Tiles<const EARLY: bool> {
+pub(super) struct Tiles<const EARLY: bool, const SPLIT: bool> {
     /// How many there were.
     pub(super) round: u32,
     /// What was drawn early for the next one.
     drawn: u32,
 }
 
-impl<const EARLY: bool> Tiles<EARLY> {
+impl<const EARLY: bool, const SPLIT: bool> Tiles<EARLY, SPLIT> {
     pub(super) const NEW: Self = Tiles { round: 0, drawn: 0 };
 
     /// Where tiles are drawn early, draws the next one, if it is due. That takes a while; what is drawn is not looked
@@ -67,7 +68,10 @@ impl<const EARLY: bool> Tiles<EARLY> {
     #[inline(always)]
     pub(super) unsafe fn next(&mut self, counter: *mut u32, dims: &AttentionDims) -> Option<u32> {
         // Opaque, or the count would be kept in a register.
-        let count = thread::opaque(dims.tiles) * dims.heads_q * dims.batch;
+        let mut count = thread::opaque(dims.tiles) * dims.heads_q * dims.batch;
+        if SPLIT {
+            count <<= dims.key_parts_log2;
+        }
         let mut number = thread::block_idx_x();
         // SAFETY: the caller's promise.
         unsafe {
@@ -238,12 +242,20 @@ impl TileWords {
         TileWords { of_masks: [END, 0, 0, 0], of_rows: [0; 4], first_row: 0, number: 0 };
 
     #[inline(always)]
-    pub(super) fn new(number: u32, tile: &Tile, has_steps: bool, dims: &AttentionDims) -> Self {
+    pub(super) fn new(
+        number: u32,
+        tile: &Tile,
+        has_steps: bool,
+        tables: Tables,
+        dims: &AttentionDims,
+    ) -> Self {
         let Tile { batch, head, first_query, own, .. } = *tile;
+        let (out_batch, first_row) = tile.out_place(tables, dims);
+        let rows = own.seq_q.saturating_sub(first_query);
         TileWords {
             of_masks: [if has_steps { STEPS } else { EMPTY }, first_query, own.len as u32, own.ahead as u32],
-            of_rows: [Blocks::place(batch, head, dims), head, batch, own.seq_q.saturating_sub(first_query)],
-            first_row: own.first_q + first_query,
+            of_rows: [Blocks::place(batch, head, dims), head, out_batch, rows],
+            first_row,
             number,
         }
     }
@@ -271,7 +283,7 @@ impl TileWords {
         unsafe { shared::load_u32x4(places.tile(round)) }
     }
 
-    /// Where the block mask of the head begins, head, sequence, rows that there are from the first query on.
+    /// Where the block mask of the head begins, head, sequence of out, rows that there are from the first query on.
     ///
     /// # Safety
     /// - As for [`TileWords::of_masks`].
@@ -281,7 +293,7 @@ impl TileWords {
         unsafe { shared::load_u32x4(places.tile(round) + 16) }
     }
 
-    /// The first query's row among those of q and out.
+    /// The first query's row among those of out.
     ///
     /// # Safety
     /// - As for [`TileWords::of_masks`].
