@@ -33,7 +33,7 @@ pub fn bench(bencher: &mut Bencher) {
     }
 }
 
-fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
+pub fn time(bencher: &mut Bencher, case: &AttentionCase) -> Result<(), Failure> {
     let &AttentionCase {
         batch,
         seq_q,

@@ -20,7 +20,7 @@ pub fn bench(bencher: &mut Bencher) {
     }
 }
 
-fn time(bencher: &mut Bencher, case: &GluCase) -> Result<(), Failure> {
+pub fn time(bencher: &mut Bencher, case: &GluCase) -> Result<(), Failure> {
     let &GluCase { rows, cols, activation, has_up, .. } = case;
     let plan = Glu::plan(&bencher.device, GluProblem { rows, cols, dtype: DTYPE, activation })?;
     let shape = json!({ "rows": rows, "cols": cols, "activation": activation.name(), "up": has_up });

@@ -149,7 +149,7 @@ fn offsets(rows: usize, experts: usize, seed: u64) -> Vec<u32> {
     offsets
 }
 
-fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> {
+pub fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
     let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from, weight: None };
     let named = bencher.kernel.as_deref();

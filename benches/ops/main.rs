@@ -3,6 +3,7 @@
 mod harness;
 
 mod models;
+mod sweep;
 
 macro_rules! operators {
     ($($op:ident $name:literal $tables:tt;)*) => {
@@ -20,6 +21,10 @@ use harness::{Bencher, Failure, Options, anchors};
 
 fn main() -> Result<(), Failure> {
     let mut bencher = Bencher::new(Options::parse())?;
+    if !bencher.sweeps.is_empty() {
+        sweep::run(&mut bencher);
+        return bencher.finish();
+    }
     bench_operators(&mut bencher);
     models::bench(&mut bencher);
     anchors::list(&mut bencher);

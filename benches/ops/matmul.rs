@@ -1,6 +1,6 @@
 //! The matrix product at the shapes of its cases.
 
-use abi::ops::matmul::{AHEAD_VARIANTS, MMA_VARIANTS, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::matmul::{AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use serde_json::json;
 use warpforge::ops::matmul::{
     Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, Precision, reference,
@@ -195,7 +195,7 @@ fn time_packed(
     bencher.time(&report, &mut sets, run, verify)
 }
 
-fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
+pub fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
     let &MatmulCase { batch, m, n, k, act, dtype, precision, .. } = case;
     let epilogue = Epilogue::of(act);
     let bias = Bias::None;
@@ -215,15 +215,18 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
         shape["tf32"] = json!(true);
     }
     let named = bencher.kernel.as_deref();
-    let mut variants = VARIANTS
-        .iter()
-        .chain(AHEAD_VARIANTS)
-        .chain(MMA_VARIANTS)
-        .chain(STREAM_VARIANTS)
-        .chain(WGMMA_VARIANTS);
-    let plan = match variants.find(|variant| Some(variant.entry) == named) {
-        Some(variant) => Matmul::plan_with(&bencher.device, problem, variant)?,
-        None => Matmul::plan(&bencher.device, problem)?,
+    let variants = || {
+        let first = WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS);
+        first.chain(AHEAD_VARIANTS).chain(VARIANTS)
+    };
+    let device = bencher.device.clone();
+    let plan_with = |entry: &str| {
+        let variant = variants().find(|variant| variant.entry == entry);
+        variant.map(|variant| Matmul::plan_with(&device, problem, variant))
+    };
+    let plan = match named.and_then(plan_with) {
+        Some(plan) => plan?,
+        None => Matmul::plan(&device, problem)?,
     };
     let report = plan.report();
     let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
@@ -235,7 +238,7 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
         let b = Constant::new(bencher.random(&[batch * b_rows, k], dtype, 1000 + seed)?, &bencher.stream)?;
         Ok(Set { a, b, out: Tensor::empty(&bencher.stream, &[batch * m, n], dtype)? })
     })?;
-    let run = |stream: &Stream, set: &mut Set| {
+    let run = |plan: &Matmul, stream: &Stream, set: &mut Set| {
         let (a, b, out) = (set.a.view(), set.b.view(), set.out.view_mut());
         let args = match batch {
             1 => MatmulArgs::new(a, b, out),
@@ -259,5 +262,10 @@ fn time(bencher: &mut Bencher, case: &MatmulCase) -> Result<(), Failure> {
         let close_as = if precision == Precision::Tf32 { DType::F16 } else { dtype };
         expect_close(close_as, &first_row(&set.out, stream)?[..want.len()], &want)
     };
-    bencher.time(&report, &mut sets, run, verify)
+    // Ordinary arithmetic is never faster where the tensor cores have the type.
+    let is_slow = |tile| matches!(tile, MatmulTile::Simt { .. } | MatmulTile::Gemv { .. }) && m > 1;
+    let entries = variants().filter(|variant| !is_slow(variant.tile)).map(|variant| variant.entry);
+    let planned = |entry| plan_with(entry).unwrap_or_else(|| Matmul::plan(&device, problem));
+    bencher.time_others(&mut sets, entries, planned, run)?;
+    bencher.time(&report, &mut sets, |stream, set| run(&plan, stream, set), verify)
 }

@@ -24,7 +24,7 @@ pub fn bench(bencher: &mut Bencher) {
     }
 }
 
-fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
+pub fn time(bencher: &mut Bencher, case: &RmsNormCase) -> Result<(), Failure> {
     let &RmsNormCase { rows, cols, residual, weight: kind, gate, .. } = case;
     let problem = RmsNormProblem { rows, cols, dtype: DTYPE, eps: EPS, weight: kind };
     let plan = RmsNorm::plan(&bencher.device, problem)?;

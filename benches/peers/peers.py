@@ -40,6 +40,9 @@ def parse(arguments):
     parser.add_argument(
         "--tiny", action="store_true", help="small sizes: tests this script, says nothing of speed"
     )
+    parser.add_argument(
+        "--sweep", action="store_true", help="times quickly: the cases are hundreds of a grid, in a row"
+    )
     parser.add_argument("--shard", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.peaks and options.cases is None:
@@ -315,6 +318,10 @@ def main(arguments):
     if options.peaks:
         peaks(torch, device, 256 if options.tiny else 8192, writer)
         return 0
+    if options.sweep:
+        import timing
+
+        timing.hurry()
     bench = Bench(options, torch, device, writer, started)
     for case in cases:
         bench.run(case)

@@ -98,7 +98,12 @@ proptest! {
         (case, on) in on_executors(batched, |(case, _)| 4 * case.work()),
     ) {
         for device in &on.cards() {
-            let single = |tile| matches!(tile, MatmulTile::Wgmma { .. } | MatmulTile::Split { .. });
+            let single = |tile| {
+                matches!(
+                    tile,
+                    MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } | MatmulTile::Swapped { .. }
+                )
+            };
             let layered = |v: &&MatmulVariant| !single(v.tile) && runs(device, v.floor);
             for variant in variants(&case.0.problem).filter(layered) {
                 run_batched(device, &case, Some(variant))?;
@@ -172,9 +177,9 @@ proptest! {
                     let kind = match variant.tile {
                         MatmulTile::Simt { .. } => 0,
                         MatmulTile::Mma { .. } => 1,
-                        MatmulTile::Wgmma { .. } => 2,
-                        MatmulTile::Split { cluster: 4, .. } => 3,
-                        MatmulTile::Split { .. } => 4,
+                        MatmulTile::Wgmma { .. } | MatmulTile::Swapped { cluster: 1, .. } => 2,
+                        MatmulTile::Split { cluster: 4, .. } | MatmulTile::Swapped { cluster: 4, .. } => 3,
+                        MatmulTile::Split { .. } | MatmulTile::Swapped { .. } => 4,
                         _ => continue,
                     };
                     let plan = plan(device, problem, Some(variant))?;

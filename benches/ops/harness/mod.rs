@@ -20,6 +20,7 @@ mod energy;
 mod roofline;
 mod timing;
 
+use std::collections::BTreeMap;
 use std::error::Error as StdError;
 use std::fmt;
 use std::fs::File;
@@ -37,7 +38,7 @@ use warpforge::{
 
 pub use energy::Meter;
 use roofline::Roofline;
-use timing::Timing;
+use timing::{Effort, Timing};
 
 /// Why a case was not timed.
 pub type Failure = Box<dyn StdError>;
@@ -65,6 +66,10 @@ pub struct Options {
     /// Of which cases the energy is measured, half a second each.
     #[arg(long, value_enum, default_value_t = Energy::Anchors)]
     energy: Energy,
+    /// Times this operator over a grid of shapes, instead of all at those of their cases: quickly, and with each
+    /// kernel that can do a shape beside the one that a plan chooses, where there are several.
+    #[arg(long, value_enum)]
+    sweep: Vec<Sweep>,
     /// Times this kernel of a matrix product, where it can do the case, and not the one that a plan chooses.
     #[arg(long)]
     kernel: Option<String>,
@@ -84,6 +89,19 @@ enum Energy {
     All,
 }
 
+/// What is swept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Sweep {
+    /// The matrix product.
+    Matmul,
+    /// Attention.
+    Attention,
+    /// The grouped product.
+    Grouped,
+    /// The operators of rows.
+    Rowwise,
+}
+
 /// Elements of the block of random numbers that all tensors are filled from.
 const BLOCK: usize = 1 << 20;
 /// The most that a case may take on the CPU, where a run of more would take seconds.
@@ -96,6 +114,8 @@ pub struct Bencher {
     pub stream: Stream,
     /// The kernel that `--kernel` names.
     pub kernel: Option<String>,
+    /// What `--sweep` names.
+    pub sweeps: Vec<Sweep>,
     filters: Vec<String>,
     energy: Energy,
     /// What the energy is read from, and what a card has reached; neither where cases are only listed.
@@ -130,6 +150,8 @@ struct Current {
     work: Option<Work>,
     /// Bytes of the device's memory that one set of buffers and what the plan holds take.
     memory_bytes: Option<usize>,
+    /// Microseconds of other kernels than the one that a plan chooses.
+    others: Vec<(&'static str, f64)>,
 }
 
 impl Bencher {
@@ -144,6 +166,7 @@ impl Bencher {
             device,
             stream,
             kernel: options.kernel,
+            sweeps: options.sweep,
             filters: options.filters,
             energy: options.energy,
             meter: None,
@@ -193,7 +216,7 @@ impl Bencher {
             "kind": "run", "source": "warpforge", "version": env!("CARGO_PKG_VERSION"),
             "unix_time": UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs()),
             "device": self.device.profile().name, "floor": self.floor(), "card": card,
-            "warm_seconds": timing::WARM_SECONDS,
+            "warm_seconds": self.effort().warm_seconds,
             "roofline": roofline.to_json(),
         });
         self.write(&run)?;
@@ -223,7 +246,8 @@ impl Bencher {
         if !self.filters.is_empty() && !self.filters.iter().any(|filter| name.contains(filter)) {
             return;
         }
-        self.current = Some(Current { op, label: label.to_owned(), work: None, memory_bytes: None });
+        self.current =
+            Some(Current { op, label: label.to_owned(), work: None, memory_bytes: None, others: Vec::new() });
         if let Err(error) = body(self) {
             println!("{name:<52} FAILED: {error}");
             self.num_failed += 1;
@@ -307,8 +331,46 @@ impl Bencher {
         self.stream.synchronize()?;
         verify(&self.stream, &sets[0]).map_err(|error| format!("wrong result: {error}"))?;
         let meter = self.meter.as_ref().filter(|_| self.wants_energy());
-        let (timing, joules) = timing::time(&self.stream, sets, &run, meter)?;
+        let (timing, joules) = timing::time(&self.stream, sets, &run, self.effort(), meter)?;
         self.print(timing, joules, Some(report))
+    }
+
+    /// In a sweep, times other kernels at the case at hand: those that can do it, but none that takes several times as
+    /// long as what has been timed. For before [`Self::time`].
+    pub fn time_others<S, P>(
+        &mut self,
+        sets: &mut [S],
+        kernels: impl IntoIterator<Item = &'static str>,
+        plan: impl Fn(&'static str) -> Result<P, Error>,
+        run: impl Fn(&P, &Stream, &mut S) -> Result<(), Error>,
+    ) -> Result<(), Failure> {
+        const TOO_LONG: f64 = 3.0;
+        if self.sweeps.is_empty() || self.is_cpu() {
+            return Ok(());
+        }
+        let mut best_us = f64::INFINITY;
+        for kernel in kernels {
+            let Ok(plan) = plan(kernel) else { continue };
+            let run = |stream: &Stream, set: &mut S| run(&plan, stream, set);
+            run(&self.stream, &mut sets[0])?;
+            let start = self.stream.record()?;
+            run(&self.stream, &mut sets[1])?;
+            let once_us = f64::from(self.stream.record()?.elapsed_ms(&start)?) * 1e3;
+            // A call by itself takes some microseconds on the host.
+            if once_us > TOO_LONG * best_us + 20.0 {
+                continue;
+            }
+            let (timing, _) = timing::time(&self.stream, sets, &run, self.effort(), None)?;
+            best_us = best_us.min(timing.median_us);
+            if let Some(current) = &mut self.current {
+                current.others.push((kernel, timing.median_us));
+            }
+        }
+        Ok(())
+    }
+
+    fn effort(&self) -> Effort {
+        if self.sweeps.is_empty() { Effort::CASE } else { Effort::SWEEP }
     }
 
     /// Prints a case that was timed elsewhere: microseconds of each run, and the joules of one.
@@ -352,8 +414,13 @@ impl Bencher {
         let resources = report.and_then(|report| report.resources);
         let occupancy = report.and_then(|report| report.occupancy);
         let mebibytes = current.memory_bytes.map(|bytes| bytes as f64 / (1 << 20) as f64);
+        let fastest = current.others.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        let beside = match fastest {
+            Some((kernel, us)) if *us < 0.98 * median_us => format!("  {kernel} takes {us:.2}"),
+            _ => String::new(),
+        };
         println!(
-            "{:<52} {median_us:>10.2} {spread_us:>7.2} {:>8} {rate:>7.0} {flop_rate:>8.2} {:>4.0}% {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  {variant}",
+            "{:<52} {median_us:>10.2} {spread_us:>7.2} {:>8} {rate:>7.0} {flop_rate:>8.2} {:>4.0}% {:>8} {:>8} {:>4} {:>6} {:>5} {:>7}  {variant}{beside}",
             current.name(),
             or_dash(call_us.map(|us| format!("{us:.2}"))),
             floor_us / median_us * 100.0,
@@ -370,6 +437,7 @@ impl Bencher {
             "kernel": variant, "registers": resources.map(|resources| resources.registers),
             "smem_bytes": resources.map(|resources| resources.smem_bytes), "occupancy": occupancy,
             "memory_bytes": current.memory_bytes, "floor_us": floor_us,
+            "others": current.others.iter().copied().collect::<BTreeMap<_, _>>(),
         });
         if let (Value::Object(line), Value::Object(measured)) = (&mut line, measured) {
             line.extend(measured);

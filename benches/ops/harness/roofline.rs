@@ -12,7 +12,7 @@ use warpforge::ops::matmul::{Bias, Matmul, MatmulArgs, MatmulProblem};
 use warpforge::ops::matmul_i8::{MatmulI8, MatmulI8Args, MatmulI8Problem};
 use warpforge::{DType, Tensor};
 
-use super::timing::{self, Timing};
+use super::timing::{self, Effort, Timing};
 use super::{Bencher, Failure, Work};
 
 /// What the card reaches.
@@ -131,6 +131,7 @@ fn product_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
         &bencher.stream,
         &mut out,
         &|stream, out: &mut Tensor| plan.run(stream, MatmulArgs::new(a.view(), b.view(), out.view_mut())),
+        Effort::CASE,
         None,
     )?;
     Ok(timing.median_us)
@@ -151,6 +152,7 @@ fn product_i8_us(bencher: &Bencher, size: usize) -> Result<f64, Failure> {
             let (qa, qb, out) = (qa.view(), qb.view(), out.view_mut());
             plan.run(stream, MatmulI8Args { qa, qb, a_scale, b_scale, bias: None, out })
         },
+        Effort::CASE,
         None,
     )?;
     Ok(timing.median_us)

@@ -30,26 +30,39 @@ impl Timing {
     }
 }
 
-/// Time that a graph runs before it is measured: a card that is at its power has found its clocks by then. A rested one
-/// is up to an eighth faster for its first 50 ms, and where in that a measurement fell was most of what differed from
-/// run to run.
-pub const WARM_SECONDS: f64 = 0.3;
-/// Time that the measured launches of a graph take together, unless that is less than [`LAUNCHES`] allow.
-const SECONDS: f64 = 0.1;
-/// Fewest and most launches of a graph that are measured.
-const LAUNCHES: (usize, usize) = (8, 24);
+/// How long a case is timed.
+#[derive(Clone, Copy, Debug)]
+pub struct Effort {
+    /// Time that a graph runs before it is measured: a card that is at its power has found its clocks by then. A rested
+    /// one is up to an eighth faster for its first 50 ms, and where in that a measurement fell was most of what
+    /// differed from run to run.
+    pub warm_seconds: f64,
+    /// Time that the measured launches of a graph take together, unless that is less than `launches` allow.
+    seconds: f64,
+    /// Fewest and most launches of a graph that are measured.
+    launches: (usize, usize),
+    /// Calls that are timed by themselves.
+    calls: usize,
+}
+
+impl Effort {
+    /// Of a case.
+    pub const CASE: Effort = Effort { warm_seconds: 0.3, seconds: 0.1, launches: (8, 24), calls: 50 };
+    /// Of a case of a sweep, one of hundreds in a row, which keep the card warm.
+    pub const SWEEP: Effort = Effort { warm_seconds: 0.02, seconds: 0.02, launches: (4, 12), calls: 0 };
+}
+
 /// Time that a graph should take at least, so that the events' resolution does not count, and most rounds over the sets
 /// for that.
 const GRAPH_SECONDS: f64 = 1e-3;
 const MAX_ROUNDS: f64 = 64.0;
-/// Calls that are timed by themselves.
-const CALLS: usize = 50;
 
 /// Times `run` over all sets, and measures its energy if there is a meter: the joules of one run.
 pub fn time<S>(
     stream: &Stream,
     sets: &mut [S],
     run: &impl Fn(&Stream, &mut S) -> Result<(), Error>,
+    effort: Effort,
     meter: Option<&Meter>,
 ) -> Result<(Timing, Option<f64>), Failure> {
     if stream.device().limits().is_none() {
@@ -71,21 +84,22 @@ pub fn time<S>(
     launch(&graph, stream)?;
     let started = Instant::now();
     let mut graph_ms = launch(&graph, stream)?;
-    while started.elapsed().as_secs_f64() < WARM_SECONDS {
+    while started.elapsed().as_secs_f64() < effort.warm_seconds {
         graph_ms = launch(&graph, stream)?;
     }
-    let launches = (SECONDS / (f64::from(graph_ms) * 1e-3)).clamp(LAUNCHES.0 as f64, LAUNCHES.1 as f64);
+    let (fewest, most) = effort.launches;
+    let launches = (effort.seconds / (f64::from(graph_ms) * 1e-3)).clamp(fewest as f64, most as f64);
     let mut samples = Vec::new();
     for _ in 0..launches as usize {
         samples.push(f64::from(launch(&graph, stream)?) * 1e3 / runs as f64);
     }
     let timing = Timing::of(samples)?;
-    let call_us = time_calls(stream, sets, run)?;
+    let call_us = if effort.calls > 0 { Some(time_calls(stream, sets, effort.calls, run)?) } else { None };
     let watts = match meter {
         Some(meter) => watts(meter, stream, &graph, timing.median_us * 1e-6 * runs as f64)?,
         None => None,
     };
-    let timing = Timing { call_us: Some(call_us), ..timing };
+    let timing = Timing { call_us, ..timing };
     Ok((timing, watts.map(|watts| watts * timing.median_us * 1e-6)))
 }
 
@@ -94,11 +108,12 @@ pub fn time<S>(
 fn time_calls<S>(
     stream: &Stream,
     sets: &mut [S],
+    calls: usize,
     run: &impl Fn(&Stream, &mut S) -> Result<(), Error>,
 ) -> Result<f64, Failure> {
     let num_sets = sets.len();
     let mut samples = Vec::new();
-    for call in 0..CALLS {
+    for call in 0..calls {
         stream.synchronize()?;
         let start = stream.record()?;
         run(stream, &mut sets[call % num_sets])?;

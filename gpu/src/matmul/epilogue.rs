@@ -65,6 +65,15 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
         Epilogue { bias, residual, out, dims, how }
     }
 
+    /// The same for a part of the product.
+    #[inline(always)]
+    pub fn with_dims<'b>(&self, dims: &'b MatmulDims) -> Epilogue<'b, T, O>
+    where
+        'a: 'b,
+    {
+        Epilogue { bias: self.bias, residual: self.residual, out: self.out, dims, how: self.how }
+    }
+
     /// Where out of this block's product begins. Looked up here, where the main loop's registers are free again.
     #[inline(always)]
     pub fn out(&self) -> *mut O {

@@ -9,10 +9,11 @@
 //! | `mma_sync` | of many rows by `mma.sync`, which `cp.async` feeds | sm_80 |
 //! | `wgmma` | by `wgmma`, which TMA feeds; blocks stay and walk over tiles | sm_90a |
 //! | `split_k_wgmma` | of few rows and columns by `wgmma`: the blocks of a cluster share k | sm_90a |
+//! | `swapped_wgmma` | of dozens to hundreds of rows by `wgmma`, which are the tile's columns | sm_90a |
 //!
 //! What they have in common: types that are multiplied ([`operand`], by tensor cores `multiplicand`, packed ones
 //! [`weight`]), what becomes of a sum ([`epilogue`]), weights that are brought to L2 before the kernel ahead has ended
-//! ([`early`]), and the consumers' side of both products by `wgmma` (`wgmma_consumers`).
+//! ([`early`]), and the consumers' side of the products by `wgmma` (`wgmma_consumers`).
 
 pub mod early;
 pub mod epilogue;
@@ -29,6 +30,8 @@ pub mod operand;
 pub mod simt;
 #[cfg(not(lacks_wgmma))]
 pub mod split_k_wgmma;
+#[cfg(not(lacks_wgmma))]
+pub mod swapped_wgmma;
 pub mod weight;
 #[cfg(not(lacks_wgmma))]
 pub mod wgmma;

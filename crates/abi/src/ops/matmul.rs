@@ -220,6 +220,28 @@ pub enum MatmulTile {
         /// Blocks that share k.
         cluster: u32,
     },
+    /// Hopper, for some dozens to some hundreds of rows: tiles whose rows are b's, and whose columns a's. The blocks of
+    /// a cluster share the k of one.
+    Swapped {
+        /// Rows of the tile, b's: 64 or 128.
+        bm: u32,
+        /// Columns of the tile, a's rows: a multiple of 16.
+        bn: u32,
+        /// Threads of the block: 128, and 128 for each 64 rows.
+        threads: u32,
+        /// Steps of k that loads run ahead.
+        stages: u32,
+        /// Blocks that share k: 1, 2 or 4.
+        cluster: u32,
+    },
+}
+
+/// Tiles that a's rows are shared out to by a `Swapped` tile of so many columns, and rows of each: multiples of 8, all
+/// the same, and no more than there are columns.
+pub const fn swapped_rows(m: u32, bn: u32) -> (u32, u32) {
+    let tiles = m.div_ceil(bn);
+    let tiles = if tiles == 0 { 1 } else { tiles };
+    (tiles, m.div_ceil(tiles).next_multiple_of(8))
 }
 
 /// Bytes of a row per step of an `Mma` tile.
@@ -260,6 +282,7 @@ impl MatmulTile {
             }
             // Stages, two barriers for each and two more.
             MatmulTile::Split { bn, stages, .. } => stages * ((64 + bn) * WGMMA_ROW_BYTES + 16) + 16,
+            MatmulTile::Swapped { bm, bn, stages, .. } => stages * ((bm + bn) * WGMMA_ROW_BYTES + 16) + 16,
         }
     }
 
@@ -272,7 +295,8 @@ impl MatmulTile {
             | MatmulTile::Stream { .. } => THREADS,
             MatmulTile::Mma { threads, .. }
             | MatmulTile::Wgmma { threads, .. }
-            | MatmulTile::Split { threads, .. } => threads,
+            | MatmulTile::Split { threads, .. }
+            | MatmulTile::Swapped { threads, .. } => threads,
         }
     }
 
@@ -289,6 +313,7 @@ impl MatmulTile {
             MatmulTile::Wgmma { bm, bn, cluster, shares_a: true, .. } => (bm, bn * cluster),
             MatmulTile::Wgmma { bm, bn, cluster, .. } => (bm * cluster, bn),
             MatmulTile::Split { bn, .. } => (64, bn),
+            MatmulTile::Swapped { bm, bn, .. } => (bn, bm),
         };
         m.div_ceil(rows) as u64 * n.div_ceil(cols) as u64
     }
@@ -427,6 +452,27 @@ macro_rules! matmul_wgmma_table {
             matmul_bf16__m64n64k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_bf16__m64n64k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_bf16__m64n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
+            matmul_bf16__swap128n96k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 1 };
+            matmul_bf16__swap128n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 2 };
+            matmul_bf16__swap128n96k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 4 };
+            matmul_bf16__swap128n128k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 1 };
+            matmul_bf16__swap128n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 2 };
+            matmul_bf16__swap128n128k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 4 };
+            matmul_bf16__swap128n160k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 1 };
+            matmul_bf16__swap128n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 2 };
+            matmul_bf16__swap128n160k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 4 };
+            matmul_bf16__swap128n192k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 1 };
+            matmul_bf16__swap128n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 2 };
+            matmul_bf16__swap128n192k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 4 };
+            matmul_bf16__swap128n224k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 1 };
+            matmul_bf16__swap128n224k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 2 };
+            matmul_bf16__swap128n224k4__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 4 };
+            matmul_bf16__swap128n256k1__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 1 };
+            matmul_bf16__swap64n96k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 96, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n128k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 128, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n160k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 160, stages: 8, cluster: 2 };
+            matmul_bf16__swap64n192k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 192, stages: 7, cluster: 2 };
+            matmul_bf16__swap64n256k2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Swapped { threads: 256, bm: 64, bn: 256, stages: 5, cluster: 2 };
             matmul_bf16_f32__n128__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_bf16_f32__m64n64c4__sm90a => bf16, f32, BF16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_bf16_f32__m64n64k4__sm90a => bf16, f32, BF16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
@@ -441,6 +487,27 @@ macro_rules! matmul_wgmma_table {
             matmul_f16__m64n64k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };
             matmul_f16__m64n64k2__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 64, stages: 12, cluster: 2 };
             matmul_f16__m64n128k4__sm90a => f16, f16, F16, F16, Sm90a, Split { threads: 256, bn: 128, stages: 4, cluster: 4 };
+            matmul_f16__swap128n96k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 1 };
+            matmul_f16__swap128n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 2 };
+            matmul_f16__swap128n96k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 96, stages: 8, cluster: 4 };
+            matmul_f16__swap128n128k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 1 };
+            matmul_f16__swap128n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 2 };
+            matmul_f16__swap128n128k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 128, stages: 7, cluster: 4 };
+            matmul_f16__swap128n160k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 1 };
+            matmul_f16__swap128n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 2 };
+            matmul_f16__swap128n160k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 160, stages: 6, cluster: 4 };
+            matmul_f16__swap128n192k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 1 };
+            matmul_f16__swap128n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 2 };
+            matmul_f16__swap128n192k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 192, stages: 5, cluster: 4 };
+            matmul_f16__swap128n224k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 1 };
+            matmul_f16__swap128n224k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 2 };
+            matmul_f16__swap128n224k4__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 224, stages: 5, cluster: 4 };
+            matmul_f16__swap128n256k1__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 384, bm: 128, bn: 256, stages: 4, cluster: 1 };
+            matmul_f16__swap64n96k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 96, stages: 8, cluster: 2 };
+            matmul_f16__swap64n128k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 128, stages: 8, cluster: 2 };
+            matmul_f16__swap64n160k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 160, stages: 8, cluster: 2 };
+            matmul_f16__swap64n192k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 192, stages: 7, cluster: 2 };
+            matmul_f16__swap64n256k2__sm90a => f16, f16, F16, F16, Sm90a, Swapped { threads: 256, bm: 64, bn: 256, stages: 5, cluster: 2 };
             matmul_f16_f32__n128__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
             matmul_f16_f32__m64n64c4__sm90a => f16, f32, F16, F32, Sm90a, Wgmma { threads: 256, bm: 64, bn: 64, stages: 12, cluster: 4, shares_a: true };
             matmul_f16_f32__m64n64k4__sm90a => f16, f32, F16, F32, Sm90a, Split { threads: 256, bn: 64, stages: 6, cluster: 4 };

@@ -9,6 +9,7 @@
 //! | `Stream` | few rows, from sm_80 on | a warp, or several that share k, per 16 columns: `matmul::few_rows_mma` |
 //! | `Wgmma` | many rows, from sm_90a on | persistent blocks, 64 × 64 to 128 × 256: `matmul::wgmma` |
 //! | `Split` | up to 128 rows and few columns, from sm_90a on | a cluster per tile shares k: `matmul::split_k_wgmma` |
+//! | `Swapped` | dozens to hundreds of rows, from sm_90a on | a block or a cluster per tile: `matmul::swapped_wgmma` |
 //! | `Packed` | packed weights | a warp, or several that share k, per 16 columns: `packed` |
 //!
 //! The first two multiply in f32 whatever the type in memory: operands are widened on their way into shared memory or
@@ -29,7 +30,7 @@ use crate::matmul::few_rows_ahead::{self, Row};
 use crate::matmul::operand::Operand;
 use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
-use crate::matmul::{early::Weights, split_k_wgmma, wgmma};
+use crate::matmul::{early::Weights, split_k_wgmma, swapped_wgmma, wgmma};
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::{few_rows_mma, mma_sync};
 
@@ -321,6 +322,9 @@ macro_rules! wgmma_body {
             $stages,
             $cluster,
         >($maps, $end, promotes::<$type, $out>(), $end)
+    };
+    (Swapped, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal) => {
+        swapped_wgmma::multiply::<$type, $type, $out, $bm, { $bn / 2 }, $stages, $cluster>($maps, $end)
     };
 }
 

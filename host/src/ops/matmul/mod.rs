@@ -8,12 +8,14 @@ mod packed;
 mod planned;
 pub mod reference;
 pub(crate) mod select;
+mod tuned;
+mod tuning;
 
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
     A_IN_PIECES, B_IN_PIECES, B_IS_CONSTANT, MatmulDims, MatmulEpilogue, MatmulNorm, OUT_BY_TMA,
-    OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES,
+    OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES, swapped_rows,
 };
 
 use crate::device::{Device, DeviceLimits};

@@ -162,7 +162,7 @@ impl Rung for Planned {
                 {
                     dims.split_log2 = self.stream_split_log2();
                     return match variant.tile {
-                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } => {
+                        MatmulTile::Wgmma { .. } | MatmulTile::Split { .. } | MatmulTile::Swapped { .. } => {
                             self.run_wgmma(stream, variant, entry, (&args, b), dims, &how)
                         }
                         _ => self.launch(stream, variant, entry, batch, (&args, b), (dims, &how)),
@@ -246,7 +246,9 @@ impl Planned {
         let load = |variant: &'static MatmulVariant| {
             let entry = device.entry(OP, variant.entry, variant.tile.smem_bytes(problem.dtype))?;
             Ok::<_, Error>(match variant.tile {
-                MatmulTile::Wgmma { threads, cluster, .. } | MatmulTile::Split { threads, cluster, .. } => {
+                MatmulTile::Wgmma { threads, cluster, .. }
+                | MatmulTile::Split { threads, cluster, .. }
+                | MatmulTile::Swapped { threads, cluster, .. } => {
                     entry.in_clusters(cluster, threads, device.profile().num_sms)?
                 }
                 _ => entry,
@@ -302,6 +304,8 @@ impl Planned {
         let ([bm, bn], cluster) = match variant.tile {
             MatmulTile::Wgmma { bm, bn, cluster, .. } => ([bm, bn], cluster),
             MatmulTile::Split { bn, cluster, .. } => ([64, bn], cluster),
+            // b's rows are the tile's.
+            MatmulTile::Swapped { bm, bn, cluster, .. } => ([swapped_rows(dims.m, bn).1, bm], cluster),
             tile => return Err(Error::invalid(OP, "variant", "a tile of `wgmma`", format!("{tile:?}"))),
         };
         let MatmulArgs { a, up, bias, out, .. } = args;

@@ -6,6 +6,7 @@ use abi::ops::matmul::{
 };
 use abi::{DType, Need};
 
+use super::tuning::micros;
 use super::{MatmulProblem, OP, Precision};
 use crate::device::DeviceLimits;
 use crate::error::Error;
@@ -242,9 +243,21 @@ pub(super) fn fastest<'a, T>(
     let best = |kind: &dyn Fn(MatmulTile) -> bool| {
         loaded.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
     };
+    if m > TUNED_FROM && batch == 1 && loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
+        let timed = loaded.iter().filter_map(|one @ (variant, _)| {
+            let leaves_by_tma = !matches!(variant.tile, MatmulTile::Wgmma { bm: 128, bn, .. }
+                if problem.is_gated() && !bn.is_multiple_of(128));
+            let micros = leaves_by_tma.then(|| micros(variant.tile, [m, n, k], num_sms)).flatten()?;
+            Some((one, micros))
+        });
+        if let Some((fastest, _)) = timed.min_by(|(_, a), (_, b)| a.total_cmp(b)) {
+            return Some(fastest);
+        }
+    }
     let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
     let any = |tile| matches!(tile, MatmulTile::Mma { .. });
-    let many = best(&single).or_else(|| best(&any));
+    // Swapped ones for so few rows only where there is no other.
+    let many = best(&single).or_else(|| best(&|tile| is_swapped(tile) && batch == 1)).or_else(|| best(&any));
     let on_hopper = many.is_some_and(|(variant, _)| single(variant.tile));
     let streams = m <= if on_hopper { STREAM_MAX_ROWS_ON_HOPPER } else { STREAM_MAX_ROWS };
     let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
@@ -256,12 +269,20 @@ pub(super) fn fastest<'a, T>(
     best(&few).or_else(|| best(&split)).or(many)
 }
 
+/// Up to so many rows Hopper's 16-bit products go by what is below, beyond by measured times.
+const TUNED_FROM: u32 = 64;
+
+fn is_swapped(tile: MatmulTile) -> bool {
+    matches!(tile, MatmulTile::Swapped { .. })
+}
+
 /// Why `fastest` has taken a tile, of so many of the tensor cores.
 pub(crate) fn why_of_tensor(tile: MatmulTile, tiles: usize) -> String {
     match tile {
         MatmulTile::Stream { .. } => "few rows: b goes through registers".into(),
         MatmulTile::Split { .. } => "few rows and columns: the blocks of a cluster share k".into(),
-        _ => format!("the least clocks of {tiles} tiles by waves and steps"),
+        MatmulTile::Swapped { .. } => format!("the least time of {tiles} tiles, whose columns are a's rows"),
+        _ => format!("the least time of {tiles} tiles by waves and steps"),
     }
 }
 
@@ -543,7 +564,9 @@ mod tests {
         assert!(tensor(&H200, &of_bf16([512, 512, 64])).is_empty());
     }
 
-    /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, and without it `mma`'s.
+    /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, also with rows and
+    /// columns swapped, and without it `mma`'s. Of more than 64 rows on Hopper those that were measured to be the fastest
+    /// (`benches/record/h200/2026-11-27-sweep.md`).
     #[test]
     fn kinds_of_the_tensor_cores_by_shape() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
@@ -556,6 +579,7 @@ mod tests {
                 MatmulTile::Stream { .. } => "stream".to_owned(),
                 MatmulTile::Split { bn, cluster, .. } => format!("split {bn} by {cluster}"),
                 MatmulTile::Wgmma { bn, .. } => format!("wgmma {bn}"),
+                MatmulTile::Swapped { bm, bn, cluster, .. } => format!("swapped {bm} × {bn} by {cluster}"),
                 tile => format!("{tile:?}").split_whitespace().next().unwrap_or_default().to_lowercase(),
             })
         };
@@ -566,9 +590,13 @@ mod tests {
             ([32, 2048, 6144], "split 64 by 4", "stream"),
             ([64, 4096, 4096], "split 64 by 2", "stream"),
             ([65, 19456, 2560], "wgmma", "mma"),
-            ([128, 2560, 9728], "split 128 by 4", "mma"),
-            ([128, 4096, 512], "wgmma", "mma"),
-            ([129, 2560, 9728], "wgmma", "mma"),
+            ([65, 4096, 4096], "swapped 64 × 96 by 2", "mma"),
+            ([128, 2560, 9728], "swapped 128 × 128 by 4", "mma"),
+            ([128, 28672, 4096], "wgmma 128", "mma"),
+            ([129, 2560, 9728], "swapped 128 × 160 by 4", "mma"),
+            ([129, 4096, 4096], "swapped 64 × 160 by 2", "mma"),
+            ([192, 28672, 4096], "swapped 128 × 192 by 1", "mma"),
+            ([512, 10240, 8192], "wgmma 192", "mma"),
             ([8192, 8192, 8192], "wgmma", "mma"),
         ] {
             for (limits, want) in [(&hopper, on_hopper), (&ampere, on_ampere)] {
