@@ -12,6 +12,8 @@ mod cuda;
 mod cuda;
 pub mod device;
 mod error;
+#[cfg(feature = "async")]
+mod finished;
 mod fp8;
 pub mod group;
 mod images;
@@ -28,6 +30,8 @@ mod profile;
 mod published;
 mod queue;
 mod sample;
+#[cfg(feature = "async")]
+mod signal;
 pub mod simulator;
 mod stream;
 mod tensor;
@@ -38,6 +42,8 @@ pub mod weight;
 pub use abi::{Arch, DType, Need, UnknownArch, UnknownDType};
 pub use device::Device;
 pub use error::{DriverError, Error};
+#[cfg(feature = "async")]
+pub use finished::Finished;
 pub use fp8::F8E4M3;
 pub use images::{EmbeddedKernel, Image, NeededDriver, ProgramImages, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};

@@ -103,6 +103,16 @@ impl Stream {
         match self.0 {}
     }
 
+    #[cfg(feature = "async")]
+    pub(crate) fn end_when_passed(&self, _signal: Arc<crate::signal::Signal>) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    #[cfg(feature = "async")]
+    pub(crate) fn outcome(&self, _status: u32) -> Result<(), Error> {
+        match self.0 {}
+    }
+
     pub(crate) fn can_be_waited_for(&self) -> Result<bool, Error> {
         match self.0 {}
     }

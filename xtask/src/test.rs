@@ -66,15 +66,18 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     // No package of the workspace asks for these features: together, since each would compile the crates once more.
     let packages = ["--package", "warpforge", "--package", "warpforge-host", "--package", "warpforge-models"];
     let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
-    optional.args(["--features", "warpforge/serde,warpforge-host/ndarray,warpforge-models/tracing"]);
+    optional.args([
+        "--features",
+        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing",
+    ]);
     // Modules of tests, and a test.
-    optional.args(["--", "choices_by_name", "trace::", "arrays::"]);
-    report.step("serde, tracing, ndarray", || run_command(&mut optional))?;
+    optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::"]);
+    report.step("serde, tracing, ndarray, async", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
             cargo(root, &["test", "--package", "warpforge-host", "--package", "warpforge-loader"]);
-        tests.args(["--features", "warpforge-host/cuda"]);
+        tests.args(["--features", "warpforge-host/cuda,warpforge-host/async"]);
         for name in ["driver_faults", "fake_driver", "no_driver"] {
             tests.args(["--test", name]);
         }
@@ -118,7 +121,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
             "--package",
             "warpforge-models",
             "--features",
-            "models,tracing,ndarray",
+            "models,tracing,ndarray,async",
         ];
         let linted = without("clippy", &[&linted[..], &["--", "-D", "warnings"]].concat());
         report.optional("clippy without CUDA", component("clippy"), linted)?;

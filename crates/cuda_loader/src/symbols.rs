@@ -156,7 +156,7 @@ driver_symbols! {
         cuGraphLaunch cuLaunchKernel cuMemAlloc_v2 cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemcpyDtoDAsync_v2
         cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD32Async cuMemsetD8Async cuModuleGetFunction
         cuModuleLoadDataEx cuModuleUnload cuOccupancyMaxActiveBlocksPerMultiprocessor cuPointerGetAttributes
-        cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing
+        cuStreamAddCallback cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing
         cuStreamQuery cuStreamSynchronize cuStreamWaitEvent cuThreadExchangeStreamCaptureMode
     }
     // Called by crate::driver; newer than cust_raw's bindings.
@@ -232,7 +232,7 @@ driver_symbols! {
         cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags cuOccupancyMaxPotentialBlockSize
         cuOccupancyMaxPotentialBlockSizeWithFlags cuParamSetSize cuParamSetTexRef cuParamSetf cuParamSeti
         cuParamSetv cuPointerGetAttribute cuPointerSetAttribute cuProfilerInitialize cuProfilerStart
-        cuProfilerStop cuSignalExternalSemaphoresAsync cuStreamAddCallback cuStreamAttachMemAsync
+        cuProfilerStop cuSignalExternalSemaphoresAsync cuStreamAttachMemAsync
         cuStreamBatchMemOp cuStreamCopyAttributes cuStreamCreateWithPriority cuStreamGetAttribute
         cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v2 cuStreamGetCtx cuStreamGetFlags cuStreamGetPriority
         cuStreamSetAttribute cuStreamUpdateCaptureDependencies cuStreamWaitValue32 cuStreamWaitValue64

@@ -3,9 +3,11 @@
 // FAKE_FAIL=n: the call of number n, from 1 on, answers FAKE_CODE instead of doing anything; with FAKE_STICKY all later ones too.
 // FAKE_LOG: what orders streams is written to stderr, and copies within the device, frees in a stream, and the ends of streams.
 // FAKE_DEVICES=n: how many devices there are, 1 unless set.
+// FAKE_CONTEXT=n: what callbacks of streams are told became of the stream's work; 0 unless set.
 // A fake NCCL (crates/cuda_loader/tests/fake_nccl) makes a stream busy; what comes after that in the stream waits.
 // On stderr: the call that fails, and at the end how many there were.
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -107,6 +109,28 @@ CALL(cuStreamDestroy_v2, Stream *stream) log_of("destroy", stream, NULL); free(s
 CALL(cuStreamSynchronize, Stream *stream) wait_for(stream); DONE
 CALL(cuStreamQuery, Stream *stream) if (is_busy(stream)) return 600; DONE
 CALL(cuStreamWaitEvent, Stream *stream, void *event, unsigned flags) (void)flags; log_of("wait", stream, event); DONE
+typedef struct { void (*callback)(Stream *, int, void *); Stream *stream; void *data; } Callback;
+
+// In a thread of its own, some time after the work.
+static void *call_back(void *given) {
+    Callback call = *(Callback *)given;
+    free(given);
+    wait_for(call.stream);
+    usleep(2000);
+    const char *status = getenv("FAKE_CONTEXT");
+    call.callback(call.stream, status ? atoi(status) : 0, call.data);
+    return NULL;
+}
+
+CALL(cuStreamAddCallback, Stream *stream, void (*callback)(Stream *, int, void *), void *data, unsigned flags)
+    (void)flags;
+    if (stream->is_capturing) return 900;
+    Callback *call = malloc(sizeof *call);
+    *call = (Callback){callback, stream, data};
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, call_back, call)) return 999;
+    pthread_detach(thread);
+DONE
 CALL(cuEventCreate, void **event, unsigned flags) (void)flags; *event = malloc(1); DONE
 CALL(cuEventDestroy_v2, void *event) free(event); DONE
 CALL(cuEventRecord, void *event, Stream *stream) log_of("record", stream, event); DONE

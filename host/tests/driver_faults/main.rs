@@ -27,7 +27,7 @@ fn fake_driver() -> Option<&'static Path> {
         std::fs::create_dir_all(&folder).expect("the temporary folder is writable");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver_faults/libcuda.c");
         let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
+        compiler.args(["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
         let status = compiler.arg(folder.join("libcuda.so.1")).arg(&source).status().ok()?;
         assert!(status.success(), "cc failed on {}", source.display());
         Some(folder)
@@ -86,6 +86,8 @@ fn program() -> Result<(), Error> {
 
     let (start, end) = (stream.record()?, stream.record()?);
     assert_eq!((end.elapsed_ms(&start)?, end.query()?), (1.0, true));
+    #[cfg(feature = "async")]
+    pollster::block_on(stream.finished())?;
     let graph = stream.capture(|stream| {
         // It cannot be asked while something is recorded.
         assert!(!end.query()?);
@@ -191,6 +193,30 @@ fn program_that_is_checked() -> Result<(), Error> {
     Ok(())
 }
 
+/// A program that waits for points of streams: one that is passed, one of a stream that is being recorded, and one
+/// that is never passed if the stream's context has failed.
+#[cfg(feature = "async")]
+fn program_that_awaits() -> Result<(), Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    let device = unsafe { Device::cuda_with_images(0, IMAGES)? };
+    let stream = device.stream()?;
+    let mut tensor = Tensor::zeros(&stream, &[64], DType::F32)?;
+    stream.capture(|stream| {
+        let error = pollster::block_on(stream.finished()).unwrap_err().to_string();
+        let expected = "Stream::capture: enqueue: expected work of the device alone, got Stream::finished";
+        assert_eq!(error, expected);
+        tensor.view_mut().fill_zero(stream)
+    })?;
+    // Before its point is passed.
+    drop(stream.finished());
+    let finished = stream.finished();
+    // It keeps what it waits for.
+    drop((tensor, stream, device));
+    pollster::block_on(finished)?;
+    eprintln!("the work is done");
+    Ok(())
+}
+
 /// In the fake driver's process: runs the program and prints its end.
 #[test]
 fn inside() {
@@ -198,6 +224,8 @@ fn inside() {
     let result = match which.to_str() {
         Some("goes on") => program_that_goes_on(),
         Some("checked") => program_that_is_checked(),
+        #[cfg(feature = "async")]
+        Some("awaits") => program_that_awaits(),
         _ => program(),
     };
     match result {
@@ -215,10 +243,20 @@ fn run(folder: &Path, fail_at: usize, is_sticky: bool) -> String {
     run_program("whole", folder, fail_at, (if is_sticky { 700 } else { 999 }, is_sticky))
 }
 
-fn run_program(program: &str, folder: &Path, fail_at: usize, (code, is_sticky): (u32, bool)) -> String {
+fn run_program(program: &str, folder: &Path, fail_at: usize, with: (u32, bool)) -> String {
+    run_program_in(program, folder, fail_at, with, &[])
+}
+
+fn run_program_in(
+    program: &str,
+    folder: &Path,
+    fail_at: usize,
+    (code, is_sticky): (u32, bool),
+    variables: &[(&str, &str)],
+) -> String {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
-    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder);
+    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder).envs(variables.iter().copied());
     command.env("FAKE_FAIL", fail_at.to_string()).env("FAKE_CODE", code.to_string());
     if is_sticky {
         command.env("FAKE_STICKY", "1");
@@ -227,6 +265,20 @@ fn run_program(program: &str, folder: &Path, fail_at: usize, (code, is_sticky): 
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "call {fail_at}: {text}");
     text.into_owned()
+}
+
+/// What fails before the point comes out of the future, also where the point is never passed.
+#[cfg(feature = "async")]
+#[test]
+fn errors_come_out_of_futures() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let whole = run_program("awaits", folder, 0, (0, false));
+    assert!(whole.contains("the program is right"), "{whole}");
+    let text = run_program_in("awaits", folder, 0, (0, false), &[("FAKE_CONTEXT", "700")]);
+    assert!(text.contains("the program fails: cuStreamAddCallback failed: CUresult 700"), "{text}");
 }
 
 fn line<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {

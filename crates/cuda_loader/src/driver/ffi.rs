@@ -11,6 +11,7 @@ use super::sys::{
 };
 
 use super::function::LaunchConfig;
+use super::stream::StreamCallback;
 use super::tensor_map::TensorMap;
 
 /// Defines each function as a call through its slot.
@@ -109,6 +110,12 @@ through_slots! {
     pub(super) fn cuStreamSynchronize(stream: CUstream) -> u32;
     pub(super) fn cuStreamQuery(stream: CUstream) -> u32;
     pub(super) fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) -> u32;
+    pub(super) fn cuStreamAddCallback(
+        stream: CUstream,
+        callback: StreamCallback,
+        data: *mut c_void,
+        flags: c_uint,
+    ) -> u32;
     pub(super) fn cuEventCreate(event: *mut CUevent, flags: c_uint) -> u32;
     pub(super) fn cuEventDestroy_v2(event: CUevent) -> u32;
     pub(super) fn cuEventRecord(event: CUevent, stream: CUstream) -> u32;

@@ -40,8 +40,9 @@ pub use memory::{
 };
 pub use module::{ModuleError, module_get_function, module_load_cubin, module_load_data, module_unload};
 pub use stream::{
-    Timing, event_create, event_destroy, event_elapsed_ms, event_query, event_record, event_synchronize,
-    stream_create, stream_destroy, stream_query, stream_synchronize, stream_wait_event,
+    StreamCallback, Timing, event_create, event_destroy, event_elapsed_ms, event_query, event_record,
+    event_synchronize, stream_add_callback, stream_create, stream_destroy, stream_query, stream_synchronize,
+    stream_wait_event,
 };
 pub use tensor_map::{
     TensorMap, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion, TensorMapOobFill,
