@@ -33,6 +33,7 @@ mod sample;
 #[cfg(feature = "async")]
 mod signal;
 pub mod simulator;
+mod staging;
 mod stream;
 mod tensor;
 mod tensor_map;
@@ -52,5 +53,6 @@ pub use module::{Function, Module};
 pub use plan::Choice;
 pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};
 pub use sample::{Sample, SampleTensor};
+pub use staging::{Download, Staging, StagingStats};
 pub use stream::{Event, Graph, Stream};
 pub use tensor::{Constant, Dims, Element, MAX_RANK, Tensor, TensorView, TensorViewMut};

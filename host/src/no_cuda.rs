@@ -66,6 +66,45 @@ impl HostWord {
 }
 
 #[derive(Debug)]
+pub(crate) struct Pinned(Infallible);
+
+impl Pinned {
+    pub(crate) fn new(context: Arc<Context>, _bytes: usize) -> Result<Option<Self>, Error> {
+        match context.0 {}
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        match self.0 {}
+    }
+
+    pub(crate) fn upload(self, _stream: &Stream, _address: u64, _data: &[u8]) -> Result<Self, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn download(self, _stream: &Stream, _address: u64, _bytes: usize) -> Result<Self, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn has_passed(&self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn close(self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub(crate) unsafe fn read(&self, _bytes: usize) -> &[u8] {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
 pub(crate) struct Stream(Infallible);
 
 impl Stream {

@@ -3,8 +3,10 @@
 
 #![cfg(all(feature = "cuda", feature = "async"))]
 
+use std::time::{Duration, Instant};
+
 use host::module::Module;
-use host::{Arch, Device, Error, Image, Ptx, Stream};
+use host::{Arch, DType, Device, Error, Image, Ptx, Stream, Tensor};
 
 /// No operator runs here.
 static IMAGES: &[Image] = &[Image {
@@ -43,12 +45,37 @@ fn launch(stream: &Stream, name: &'static str, number: u64) -> Result<(), Error>
     unsafe { kernel.launch(stream, [1, 1, 1], [1, 1, 1], (number,)) }
 }
 
+/// Copies larger than what the driver stages by itself, behind work that takes its time: the host does not wait, and
+/// the second round locks no memory.
+#[test]
+fn staged_copies_do_not_wait() -> Result<(), Error> {
+    let Some(device) = card() else { return Ok(()) };
+    let stream = device.stream()?;
+    launch(&stream, "spin", 0)?;
+    let mut tensor = Tensor::zeros(&stream, &[4 << 20], DType::F32)?;
+    stream.synchronize()?;
+    for round in 0..3 {
+        let data: Vec<f32> = (0..4 << 20).map(|value| (value + round) as f32).collect();
+        launch(&stream, "spin", 200_000_000)?;
+        let start = Instant::now();
+        tensor.view_mut().enqueue_write(&stream, &data)?;
+        let mut download = tensor.view().enqueue_read::<f32>(&stream)?;
+        let there = download.query()?;
+        let enqueued = start.elapsed();
+        // Locking memory for the first time takes long.
+        assert!(round == 0 || (!there && enqueued < Duration::from_millis(150)), "{enqueued:?}");
+        assert!(download.read()? == data && start.elapsed() >= Duration::from_millis(100));
+    }
+    let stats = device.staging().stats();
+    assert_eq!((stats.num_staged, stats.num_reused, stats.num_waited), (6, 4, 0), "{stats:?}");
+    Ok(())
+}
+
 mod futures {
     use std::future::Future;
     use std::pin::Pin;
     use std::process::Command;
     use std::task::{Context, Waker};
-    use std::time::{Duration, Instant};
 
     use super::*;
 

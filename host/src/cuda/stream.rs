@@ -79,6 +79,10 @@ impl Stream {
         self.context.profile.place
     }
 
+    pub(super) fn raw(&self) -> CUstream {
+        self.stream
+    }
+
     pub(crate) fn handle(&self) -> *mut c_void {
         self.stream.cast()
     }
@@ -187,7 +191,7 @@ impl Stream {
 
     /// Copies from and to the host cannot be recorded: the graph would have the address of memory that its launch knows
     /// nothing of.
-    fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
+    pub(super) fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
         if self.is_recorded()? {
             return Err(Error::invalid("Stream::capture", "enqueue", "work of the device alone", got));
         }

@@ -98,6 +98,8 @@ CALL(cuMemFreeAsync, uint64_t address, Stream *stream)
     log_of("free", (void *)(uintptr_t)address, stream);
     free((void *)(uintptr_t)address);
 DONE
+CALL(cuMemHostAlloc, void **address, size_t bytes, unsigned flags) (void)flags; *address = malloc(bytes); DONE
+CALL(cuMemFreeHost, void *address) free(address); DONE
 CALL(cuMemGetInfo_v2, size_t *available, size_t *total) *available = 1 << 29; *total = 1 << 30; DONE
 CALL(cuPointerGetAttributes, unsigned count, int *attributes, void **data, uint64_t address)
     (void)count; (void)attributes; (void)address;

@@ -59,6 +59,21 @@ fn program() -> Result<(), Error> {
     other.wait_for(&stream)?;
     assert_eq!(b.to_vec::<f32>(&other)?, data);
 
+    // Through staging memory: twice, of which the second finds its buffers; and where there is no room.
+    for limit in [1 << 20, 1 << 20, 0] {
+        device.staging().set_limit(limit);
+        if limit == 0 {
+            device.staging().trim()?;
+        }
+        b.view_mut().enqueue_write(&stream, &data[..128].repeat(2))?;
+        let mut download = b.view().enqueue_read::<f32>(&stream)?;
+        assert!(download.query()?);
+        assert_eq!(download.read()?, data[..128].repeat(2));
+        drop(b.view().enqueue_read::<f32>(&other)?);
+    }
+    assert_eq!(device.staging().stats().reserved_bytes, 0);
+    b.view_mut().write(&stream, &data)?;
+
     let problem =
         RmsNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
     let plan = RmsNorm::plan(&device, problem)?;
