@@ -48,7 +48,10 @@ pub use finished::Finished;
 pub use fp8::F8E4M3;
 pub use images::{EmbeddedKernel, Image, NeededDriver, ProgramImages, Ptx, PtxModule};
 pub use kernel::{Kernel, OptimizationReport};
-pub use memory::{MemoryFault, Pool, PoolMap, PoolPiece, PoolSegment, PoolStats, SizeCount};
+pub use memory::{
+    MemoryFault, Pool, PoolEvent, PoolEventKind, PoolMap, PoolPiece, PoolSegment, PoolStats, PoolTimeline,
+    SizeCount,
+};
 pub use module::{Function, Module};
 pub use plan::Choice;
 pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};

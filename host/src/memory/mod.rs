@@ -22,6 +22,7 @@ mod map;
 mod proof;
 #[cfg(test)]
 mod tests;
+mod timeline;
 
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -33,6 +34,8 @@ use book::{Book, PieceId, SegmentId};
 pub use checks::MemoryFault;
 use checks::{Checks, GUARD_BYTES, Guarded};
 pub use map::{PoolMap, PoolPiece, PoolSegment, SizeCount};
+use timeline::Ring;
+pub use timeline::{PoolEvent, PoolEventKind, PoolTimeline};
 
 /// What a pool holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,9 +102,33 @@ struct State {
     bound: usize,
     /// See [`Pool::set_soft_limit`].
     soft_limit: usize,
+    /// None until it is started.
+    timeline: Option<Ring>,
+}
+
+/// What somebody asks the pool for.
+#[derive(Clone, Copy)]
+struct Request<'a> {
+    class: usize,
+    bytes: usize,
+    queue: &'a Queue,
+    caller: &'static Location<'static>,
 }
 
 impl State {
+    /// Enters into the timeline, if there is one, what happened to memory: address, bytes asked for, and of the block.
+    fn log(
+        &mut self,
+        kind: PoolEventKind,
+        memory: (u64, usize, usize),
+        queue: Option<&Queue>,
+        caller: Option<&'static Location<'static>>,
+    ) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.add(kind, memory, queue.map(Queue::number), caller, &self.stats);
+        }
+    }
+
     fn stats_now(&self) -> PoolStats {
         PoolStats { largest_free_bytes: self.book.largest_free(), ..self.stats }
     }
@@ -164,6 +191,8 @@ impl Drop for Block {
         state.stats.requested_bytes -= self.requested;
         state.stats.in_use_bytes -= self.class;
         state.stats.num_live -= 1;
+        let block = (self.start, self.requested, self.class);
+        state.log(PoolEventKind::Free, block, Some(&self.queue), None);
         state.book.free(piece, self.queue.clone());
     }
 }
@@ -186,7 +215,9 @@ fn size_class(bytes: usize) -> usize {
 impl Pool {
     pub(crate) fn new(backing: Box<dyn Backing>) -> Arc<Self> {
         let book = Book::new(backing.divided_from());
-        let state = Mutex::new(State { book, stats: PoolStats::default(), bound: 0, soft_limit: usize::MAX });
+        let state =
+            State { book, stats: PoolStats::default(), bound: 0, soft_limit: usize::MAX, timeline: None };
+        let state = Mutex::new(state);
         Arc::new(Pool { backing, growth: Mutex::default(), state, checks: OnceLock::new() })
     }
 
@@ -205,6 +236,20 @@ impl Pool {
     /// What the checks have found so far; nothing if [`Pool::start_checks`] was not called.
     pub fn faults(&self) -> Vec<MemoryFault> {
         self.checks.get().map(Checks::faults).unwrap_or_default()
+    }
+
+    /// From here on the pool remembers what it does: the last `capacity` events, of some hundred bytes each, taken at
+    /// once. A timeline that was started before is begun anew. Until this is called nothing is remembered, and it costs
+    /// a comparison.
+    pub fn start_timeline(&self, capacity: usize) {
+        let ring = Ring::new(capacity);
+        self.lock().timeline = Some(ring);
+    }
+
+    /// What the pool did since [`Pool::start_timeline`], which goes on; none without. Nobody allocates while it is
+    /// copied.
+    pub fn timeline(&self) -> Option<PoolTimeline> {
+        self.lock().timeline.as_ref().map(Ring::timeline)
     }
 
     /// The device ends.
@@ -246,7 +291,7 @@ impl Pool {
     /// Memory for use in `queue`'s order.
     #[track_caller]
     pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, queue: &Queue) -> Result<Block, Error> {
-        let (allocated, checks) = (Location::caller(), self.checks.get());
+        let (caller, checks) = (Location::caller(), self.checks.get());
         let guard = match checks {
             Some(_) if bytes > 0 && queue.can_be_waited_for()? => GUARD_BYTES,
             _ => 0,
@@ -255,7 +300,7 @@ impl Pool {
         let (piece, start) = match class {
             0 => (None, 0),
             _ => {
-                let (piece, start) = self.allocate_class(class, bytes, queue)?;
+                let (piece, start) = self.allocate_class(Request { class, bytes, queue, caller })?;
                 (Some(piece), start)
             }
         };
@@ -272,7 +317,7 @@ impl Pool {
             match guard {
                 0 => checks.forget(&(start..start + class as u64)),
                 // Where that fails the block is dropped as one that is not checked.
-                _ => checks.begin(block.guarded(), queue, allocated)?,
+                _ => checks.begin(block.guarded(), queue, caller)?,
             }
             block.guard = guard;
         }
@@ -285,13 +330,14 @@ impl Pool {
         Ok(block)
     }
 
-    fn allocate_class(&self, class: usize, bytes: usize, queue: &Queue) -> Result<(PieceId, u64), Error> {
-        if let Some(reused) = self.reuse(class, bytes, queue)? {
+    fn allocate_class(&self, request: Request<'_>) -> Result<(PieceId, u64), Error> {
+        let Request { class, bytes, queue, .. } = request;
+        if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
         let _growth = self.lock_growth();
         // Others may have given memory back meanwhile.
-        if let Some(reused) = self.reuse(class, bytes, queue)? {
+        if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
         let bound = self.make_room(class)?;
@@ -308,13 +354,15 @@ impl Pool {
         stats.reserved_bytes += class;
         stats.peak_reserved_bytes = stats.peak_reserved_bytes.max(stats.reserved_bytes);
         stats.num_from_device += 1;
+        state.log(PoolEventKind::Reserve, (address, class, class), Some(queue), None);
         // The room was made for this block as one in use, whatever has been given back since.
         state.bound = state.bound.max(bound);
-        Ok(Self::begin_use(&mut state, piece, class, bytes))
+        Ok(Self::begin_use(&mut state, piece, request))
     }
 
     /// A free block; none if the device has to be asked for more.
-    fn reuse(&self, class: usize, bytes: usize, queue: &Queue) -> Result<Option<(PieceId, u64)>, Error> {
+    fn reuse(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
         let mut state = self.lock();
         let mut piece = state.book.take(class, queue);
         if piece.is_none() && state.book.divides(class) {
@@ -339,12 +387,13 @@ impl Pool {
         }
         Ok(piece.map(|piece| {
             state.stats.num_reused += 1;
-            Self::begin_use(&mut state, piece, class, bytes)
+            Self::begin_use(&mut state, piece, request)
         }))
     }
 
     /// Enters a block into the statistics.
-    fn begin_use(state: &mut State, piece: PieceId, class: usize, bytes: usize) -> (PieceId, u64) {
+    fn begin_use(state: &mut State, piece: PieceId, request: Request<'_>) -> (PieceId, u64) {
+        let Request { class, bytes, queue, caller } = request;
         let address = state.book.address(piece);
         let stats = &mut state.stats;
         stats.num_allocations += 1;
@@ -353,6 +402,7 @@ impl Pool {
         stats.in_use_bytes += class;
         stats.peak_in_use_bytes = stats.peak_in_use_bytes.max(stats.in_use_bytes);
         state.bound = state.bound.max(stats.in_use_bytes);
+        state.log(PoolEventKind::Allocate, (address, bytes, class), Some(queue), Some(caller));
         (piece, address)
     }
 
@@ -410,7 +460,10 @@ impl Pool {
                         checks.forget(&(address..address + bytes as u64));
                     }
                 }
-                state.stats.reserved_bytes -= bytes;
+                for &(address, bytes) in &places {
+                    state.stats.reserved_bytes -= bytes;
+                    state.log(PoolEventKind::Trim, (address, bytes, bytes), None, None);
+                }
                 outcome.map(|()| bytes)
             }
             Ok(Released::Kept) => {
