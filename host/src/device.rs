@@ -109,7 +109,7 @@ impl Device {
         };
         let context = Arc::new(context);
         let modules = cuda::Modules::new(context.clone(), images);
-        let pool = Pool::new(Box::new(cuda::DeviceMemory(context.clone())));
+        let pool = Pool::new(Box::new(cuda::DeviceMemory::new(context.clone())?));
         Ok(Device::new(Backend::Cuda(context, modules), pool, profile, arch))
     }
 

@@ -283,18 +283,24 @@ impl Modules {
 }
 
 #[derive(Debug)]
-pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
+pub(crate) struct DeviceMemory(Infallible);
+
+impl DeviceMemory {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self, Error> {
+        match context.0 {}
+    }
+}
 
 impl Backing for DeviceMemory {
     fn allocate(&self, _bytes: usize) -> Result<Option<u64>, Error> {
-        match self.0.0 {}
+        match self.0 {}
     }
 
     unsafe fn release(&self, _blocks: &[(u64, usize)]) -> Result<Released, Error> {
-        match self.0.0 {}
+        match self.0 {}
     }
 
     fn report(&self) -> (usize, usize, String) {
-        match self.0.0 {}
+        match self.0 {}
     }
 }

@@ -9,6 +9,7 @@ mod peer;
 mod pinned;
 mod primary;
 mod recording;
+mod reserved;
 mod stream;
 
 use abi::DType;

@@ -10,13 +10,19 @@
 //!
 //! Before the pool would hold more than was in use at its peak (rounded up to size classes), or more than its
 //! [soft limit](Pool::set_soft_limit), what lay unused longest goes back to the device, which waits for the device's
-//! work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave in one call
-//! can go back, and only when nothing of it is in use, so the pool can hold more than its peak by the free parts
-//! between blocks in use. A workload that repeats its sizes comes to all of this at its start only. While the device is
-//! waited for, others reuse what is free: no lock is held but that of those who also need more from the device.
+//! work; so it does when the device has no more to give, and on [`Pool::trim`]. A CUDA card gives large memory as
+//! ranges of addresses that grow: blocks are cut across what it gave in several calls, and each of those goes back by
+//! itself (`cuda::reserved`). Only what the device gave in one call can go back, and only when nothing of it is in use,
+//! so the pool can hold more than its peak by the free parts between blocks in use. A workload that repeats its sizes
+//! comes to all of this at its start only. While the device is waited for, others reuse what is free: no lock is held
+//! but that of those who also need more from the device.
 
 mod book;
 mod checks;
+#[cfg(test)]
+mod growth;
+#[cfg(test)]
+mod ledger;
 mod map;
 #[cfg(test)]
 mod proof;
@@ -27,10 +33,10 @@ mod timeline;
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::backing::{Backing, Released};
+use crate::backing::{Backing, Grant, Released};
 use crate::error::Error;
 use crate::queue::Queue;
-use book::{Book, PieceId, SegmentId};
+use book::{Book, PieceId, SegmentId, Tail};
 pub use checks::MemoryFault;
 use checks::{Checks, GUARD_BYTES, Guarded};
 pub use map::{PoolMap, PoolPiece, PoolSegment, SizeCount};
@@ -331,7 +337,6 @@ impl Pool {
     }
 
     fn allocate_class(&self, request: Request<'_>) -> Result<(PieceId, u64), Error> {
-        let Request { class, bytes, queue, .. } = request;
         if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
@@ -340,24 +345,88 @@ impl Pool {
         if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
-        let bound = self.make_room(class)?;
-        let address = match self.backing.allocate(class)? {
-            Some(address) => address,
+        let bound = self.make_room(request)?;
+        let grown = match self.grow(request)? {
             None => {
                 self.give_back(|_| true)?;
-                self.backing.allocate(class)?.ok_or_else(|| self.out_of_memory(bytes))?
+                match self.grow(request)? {
+                    // What other streams work with can be had, if this one waits for them.
+                    None => self.merge_streams(request)?,
+                    grown => grown,
+                }
             }
+            grown => grown,
+        };
+        // The room was made for this block as one in use, whatever has been given back since.
+        let mut state = self.lock();
+        state.bound = state.bound.max(bound);
+        drop(state);
+        grown.ok_or_else(|| self.out_of_memory(request.bytes))
+    }
+
+    /// A block of memory that the device gives now; none if it has not as much. The caller holds `growth`.
+    fn grow(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
+        let mut state = self.lock();
+        let divides = state.book.divides(class);
+        let tail = if divides { state.book.take_tail(queue) } else { None };
+        drop(state);
+        let granted = match divides {
+            true => {
+                let tail = tail.as_ref().filter(|tail| tail.bytes < class);
+                self.backing.grow(class, tail.map(|tail| (tail.end(), tail.bytes)))
+            }
+            false => self
+                .backing
+                .allocate(class)
+                .map(|address| address.map(|address| Grant { address, bytes: class, joins: false })),
         };
         let mut state = self.lock();
-        let piece = state.book.add(address, class);
+        let grant = granted.as_ref().ok().and_then(Option::as_ref);
+        let extends = |tail: &Tail| grant.is_some_and(|grant| grant.joins && grant.address == tail.end());
+        let extended = match tail {
+            Some(tail) if tail.bytes < class && extends(&tail) => Some(tail.id),
+            Some(tail) => {
+                state.book.put_back_tail(tail);
+                None
+            }
+            None => None,
+        };
+        let Some(grant) = granted? else { return Ok(None) };
+        let piece = state.book.add(grant, extended, class);
         let stats = &mut state.stats;
-        stats.reserved_bytes += class;
+        stats.reserved_bytes += grant.bytes;
         stats.peak_reserved_bytes = stats.peak_reserved_bytes.max(stats.reserved_bytes);
         stats.num_from_device += 1;
-        state.log(PoolEventKind::Reserve, (address, class, class), Some(queue), None);
-        // The room was made for this block as one in use, whatever has been given back since.
-        state.bound = state.bound.max(bound);
-        Ok(Self::begin_use(&mut state, piece, request))
+        state.log(PoolEventKind::Reserve, (grant.address, grant.bytes, grant.bytes), Some(queue), None);
+        Ok(Some(Self::begin_use(&mut state, piece, request)))
+    }
+
+    /// A block of what other streams have freed, in pieces that only together are large enough: this stream waits for
+    /// all of those that it can wait for. The caller holds `growth`.
+    fn merge_streams(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
+        let mut state = self.lock();
+        if !state.book.divides(class) {
+            return Ok(None);
+        }
+        for owner in state.book.owners(queue) {
+            if owner.is_recorded()? {
+                continue;
+            }
+            // Nobody takes them meanwhile, or frees more of them that are not waited for.
+            let pieces = state.book.set_aside(&owner);
+            drop(state);
+            let followed = queue.follow(&owner);
+            state = self.lock();
+            state.book.bring_back(&pieces, followed.as_ref().ok().map(|()| queue));
+            followed?;
+        }
+        let found = state.book.take(class, queue);
+        Ok(found.map(|piece| {
+            state.stats.num_reused += 1;
+            Self::begin_use(&mut state, piece, request)
+        }))
     }
 
     /// A free block; none if the device has to be asked for more.
@@ -408,12 +477,14 @@ impl Pool {
 
     /// Gives what lay free longest back, until `class` more bytes exceed neither the peak, which is returned as it is
     /// with them, nor the soft limit.
-    fn make_room(&self, class: usize) -> Result<usize, Error> {
+    fn make_room(&self, request: Request<'_>) -> Result<usize, Error> {
+        let Request { class, queue, .. } = request;
         let state = self.lock();
         let PoolStats { in_use_bytes, reserved_bytes, .. } = state.stats;
         let needed = in_use_bytes + class;
         let bound = state.bound.max(needed);
-        let surplus = (reserved_bytes + class).saturating_sub(bound.min(state.soft_limit.max(needed)));
+        let tail = if state.book.divides(class) { state.book.tail_bytes(queue).min(class) } else { 0 };
+        let surplus = (reserved_bytes + class - tail).saturating_sub(bound.min(state.soft_limit.max(needed)));
         drop(state);
         self.give_back(|bytes| bytes < surplus)?;
         Ok(bound)

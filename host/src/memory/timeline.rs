@@ -191,7 +191,8 @@ mod tests {
 
     use super::*;
     use crate::error::Error;
-    use crate::memory::tests::{other_queue, pool, random};
+    use crate::memory::ledger::pool;
+    use crate::memory::tests::{other_queue, random};
     use crate::{DType, Device, Tensor};
 
     /// What the events say, one after the other, is what the pool says in the end.

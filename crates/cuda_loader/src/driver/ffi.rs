@@ -13,6 +13,7 @@ use super::sys::{
 use super::function::LaunchConfig;
 use super::stream::StreamCallback;
 use super::tensor_map::TensorMap;
+use super::virtual_memory::{AccessDesc, AllocationProp};
 
 /// Defines each function as a call through its slot.
 macro_rules! through_slots {
@@ -57,6 +58,41 @@ through_slots! {
     pub(super) fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint) -> u32;
     pub(super) fn cuMemFreeHost(address: *mut c_void) -> u32;
     pub(super) fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32;
+
+    pub(super) fn cuMemGetAllocationGranularity(
+        bytes: *mut usize,
+        prop: *const AllocationProp,
+        option: c_int,
+    ) -> u32;
+    pub(super) fn cuMemAddressReserve(
+        address: *mut CUdeviceptr,
+        bytes: usize,
+        alignment: usize,
+        hint: CUdeviceptr,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemAddressFree(address: CUdeviceptr, bytes: usize) -> u32;
+    pub(super) fn cuMemCreate(
+        handle: *mut u64,
+        bytes: usize,
+        prop: *const AllocationProp,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemMap(
+        address: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        handle: u64,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemRelease(handle: u64) -> u32;
+    pub(super) fn cuMemSetAccess(
+        address: CUdeviceptr,
+        bytes: usize,
+        descriptions: *const AccessDesc,
+        count: usize,
+    ) -> u32;
+    pub(super) fn cuMemUnmap(address: CUdeviceptr, bytes: usize) -> u32;
 
     pub(super) fn cuModuleLoadDataEx(
         module: *mut CUmodule,

@@ -22,6 +22,7 @@ mod module;
 mod stream;
 pub mod sys;
 mod tensor_map;
+mod virtual_memory;
 
 pub use device::{
     DeviceAttribute, PrimaryContext, can_access_peer, device_attribute, device_get, device_name,
@@ -47,4 +48,8 @@ pub use stream::{
 pub use tensor_map::{
     TensorMap, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion, TensorMapOobFill,
     TensorMapParams, TensorMapSwizzle, tensor_map_encode_tiled,
+};
+pub use virtual_memory::{
+    MemoryHandle, mem_address_free, mem_address_reserve, mem_create, mem_granularity, mem_map, mem_release,
+    mem_set_access, mem_unmap,
 };
