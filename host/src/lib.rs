@@ -3,6 +3,10 @@
 //!
 //! A call goes through these, each of which looks down only: [`ops`] → `kernel` → `launch` → [`weight`] → `tensor` →
 //! [`device`] and `stream`, which know each other → `memory` → `queue` → `cuda` or [`simulator`].
+//!
+//! Nothing here is lock-free, so no test explores orders of memory: what threads share is behind a `Mutex` or a
+//! `OnceLock`. Atomics are counters by themselves alone (numbers of groups and simulated cards, bytes of a simulated
+//! card), and a word that kernels write and the host reads.
 
 mod backing;
 #[cfg(feature = "cuda")]
