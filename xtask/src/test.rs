@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::fmt;
 use crate::miri;
 use crate::process::{cargo, line, probe, run as run_command};
+use crate::semver;
 use crate::setup;
 
 /// What is built and tested.
@@ -95,6 +96,8 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         python.current_dir(root).env("PYTHONDONTWRITEBYTECODE", "1").args(args);
         python
     };
+    let (baseline, checks) = semver::steps(root);
+    report.optional("public API", baseline, checks)?;
     let peers = python(&["-m", "unittest", "discover", "benches/peers"]);
     report.optional("peers' script", python(&["--version"]), peers)?;
     let mut doc = workspace(&["doc"], &["--no-deps"]);
