@@ -69,11 +69,11 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
     optional.args([
         "--features",
-        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing",
+        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge/hub",
     ]);
     // Modules of tests, and a test.
-    optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::"]);
-    report.step("serde, tracing, ndarray, async", || run_command(&mut optional))?;
+    optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::", "hub::"]);
+    report.step("serde, tracing, ndarray, async, hub", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
@@ -124,7 +124,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
             "--package",
             "warpforge-models",
             "--features",
-            "models,tracing,ndarray,async",
+            "models,tracing,ndarray,async,hub",
         ];
         let linted = without("clippy", &[&linted[..], &["--", "-D", "warnings"]].concat());
         report.optional("clippy without CUDA", component("clippy"), linted)?;
