@@ -69,7 +69,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
     optional.args([
         "--features",
-        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge/hub",
+        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge-models/hub",
     ]);
     // Modules of tests, and a test.
     optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::", "hub::"]);

@@ -441,7 +441,7 @@ impl TensorView<'_> {
     /// # }
     /// ```
     ///
-    /// To await the elements, await [`Stream::finished`] (feature `async`) from just behind this call.
+    /// To await the elements, await `Stream::finished` (feature `async`) from just behind this call.
     pub fn enqueue_read<T: Element>(&self, stream: &Stream) -> Result<Download<T>, Error> {
         let bytes = self.len() * size_of::<T>();
         self.raw.expect_host("TensorView::enqueue_read", stream, T::DTYPE, bytes)?;
