@@ -72,13 +72,16 @@ pub use device::DeviceChoice;
 pub use images::IMAGES;
 
 pub use host::{
-    Arch, Choice, Constant, DType, Device, DeviceLimits, Dims, DriverError, Element, EmbeddedKernel, Error,
-    Event, F8E4M3, Fallback, Function, Graph, HardwareProfile, Image, Kernel, MAX_RANK, MemoryFault, Module,
-    Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolMap, PoolPiece, PoolSegment,
-    PoolStats, ProgramImages, Ptx, PtxModule, Resources, Sample, SampleTensor, SizeCount, Stream, Tensor,
-    TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, group, module, ops, simulator, weight,
+    Arch, Choice, Constant, DType, Device, DeviceLimits, Dims, Download, DriverError, Element,
+    EmbeddedKernel, Error, Event, F8E4M3, Fallback, Function, Graph, HardwareProfile, Image, Kernel,
+    MAX_RANK, MemoryFault, Module, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolEvent,
+    PoolEventKind, PoolMap, PoolPiece, PoolSegment, PoolStats, PoolTimeline, ProgramImages, Ptx, PtxModule,
+    Resources, Sample, SampleTensor, SizeCount, Staging, StagingStats, Stream, Tensor, TensorCores,
+    TensorView, TensorViewMut, UnknownArch, UnknownDType, group, module, ops, simulator, weight,
 };
 
+#[cfg(feature = "async")]
+pub use host::Finished;
 #[cfg(feature = "models")]
 pub use models;
 
@@ -87,6 +90,9 @@ const _: () = {
     are_shared::<Device>();
     are_shared::<(Stream, Tensor, TensorView<'_>, TensorViewMut<'_>)>();
     are_shared::<(Graph, Event, Error)>();
+    are_shared::<(Staging, Download<f32>)>();
+    #[cfg(feature = "async")]
+    are_shared::<Finished>();
     are_shared::<(Module, Function<(module::In<f32>,)>)>();
     are_shared::<(ops::attention::Attention, ops::matmul::Matmul, ops::moe_permute::MoePermute)>();
     #[cfg(feature = "models")]

@@ -2,7 +2,7 @@
 //!
 //! Shows the driver, the cards, the images of this build and what operators choose, and runs the demo model, which the
 //! program holds, on every device and floor, and compares its text with what it should write. With `--memory` it draws
-//! what the pools hold then.
+//! what the pools hold then, and with `--memory-timeline` it writes what they did.
 
 mod demo;
 mod facts;
@@ -19,6 +19,10 @@ use demo::Demo;
 use output::{Failure, printable};
 use serde_json::json;
 use table::table;
+use warpforge::PoolTimeline;
+
+/// More than the self-tests of a device take.
+const TIMELINE_EVENTS: usize = 1 << 16;
 
 /// Shows what warpforge finds on this machine, and tests it with a small model that the program holds. The status is 1
 /// if a test fails.
@@ -31,6 +35,10 @@ struct Options {
     /// A map of each device's memory while the demo model is there; with a file's name as a picture (SVG) too.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
     memory: Option<Option<PathBuf>>,
+    /// What each device's memory pool does in the self-tests, as JSON for <https://ui.perfetto.dev> or
+    /// chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    memory_timeline: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -75,8 +83,11 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
     let demo = Demo::unpack()?;
     let mut tests = Vec::new();
     let mut last = None;
-    let mut pools = Vec::new();
+    let (mut pools, mut timelines) = (Vec::new(), Vec::new());
     for device in &cards.devices {
+        if options.memory_timeline.is_some() {
+            device.pool().start_timeline(TIMELINE_EVENTS);
+        }
         let (fact, session) = facts::self_test(&demo, device);
         let outcome = match fact["error"].as_str() {
             Some(error) => format!("FAILED: {error}"),
@@ -84,6 +95,7 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
         };
         say(format!("  {}: {outcome}\n", device.describe()))?;
         tests.push(fact);
+        timelines.extend(device.pool().timeline().map(|timeline| (device.describe(), timeline)));
         // While the session has its tensors. Floors of a card share a pool.
         if session.is_some() {
             pools.push((device.describe(), device.pool().map()));
@@ -103,6 +115,10 @@ fn run(options: &Options) -> Result<ExitCode, Failure> {
             let failed = |error| format!("cannot write {}: {error}", file.display());
             std::fs::write(file, memory::svg(&pools)).map_err(failed)?;
         }
+    }
+    if let Some(file) = &options.memory_timeline {
+        let failed = |error| format!("cannot write {}: {error}", file.display());
+        std::fs::write(file, PoolTimeline::json(&timelines)).map_err(failed)?;
     }
     if options.json {
         let memory = pools.iter().map(|(device, map)| json!({"device": device, "pool": memory::facts(map)}));

@@ -3,7 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Parser;
-use warpforge::models::{GenerationConfig, Quantise, cached_repo};
+#[cfg(not(feature = "hub"))]
+use warpforge::models::cached_repo;
+#[cfg(feature = "hub")]
+use warpforge::models::download_repo;
+use warpforge::models::{GenerationConfig, ModelError, Quantise};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
 use warpforge::{DType, Device, DeviceChoice, OptLevel};
@@ -15,7 +19,7 @@ use crate::output::Failure;
 #[command(name = "generate", version)]
 pub struct Options {
     /// Folder with config.json, the safetensors and tokenizer.json; a GGUF file; or a repository of the Hugging Face
-    /// hub, org/name, that is in its cache.
+    /// hub, org/name, that is in its cache, or in a build with the feature hub is downloaded into it.
     #[arg(long, default_value = "assets/demo-model")]
     pub model: PathBuf,
     /// Text to continue, or with --chat what to ask; - reads standard input, as does a pipe without --prompt.
@@ -119,15 +123,36 @@ fn parse_quantise(text: &str) -> Result<Quantise, String> {
     })
 }
 
+/// A repository of the hub, from its cache alone.
+#[cfg(not(feature = "hub"))]
+fn repository(name: &str) -> Result<PathBuf, ModelError> {
+    cached_repo(name, None)
+}
+
+/// A repository of the hub, from its cache or else from the hub.
+#[cfg(feature = "hub")]
+fn repository(name: &str) -> Result<PathBuf, ModelError> {
+    let bar = indicatif::ProgressBar::no_length();
+    let style = indicatif::ProgressStyle::with_template("{msg} {bytes} of {total_bytes}");
+    bar.set_style(style.unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()));
+    let folder = download_repo(name, None, &mut |progress| {
+        bar.set_message(progress.file.to_owned());
+        bar.set_length(progress.total_bytes);
+        bar.set_position(progress.done_bytes);
+    });
+    bar.finish_and_clear();
+    folder
+}
+
 impl Options {
     /// A model that is no path here is a repository's name, if it looks like one.
     pub fn found(mut self) -> Result<Self, Failure> {
         let name =
             self.model.to_str().filter(|name| name.split('/').filter(|part| !part.is_empty()).count() == 2);
         if let Some(name) = name.filter(|name| !name.starts_with('/') && !self.model.exists()) {
-            let folder = cached_repo(name, None)
-                .map_err(|error| format!("{} does not exist, and {error}", self.model.display()))?;
-            self.model = folder;
+            let folder = repository(name);
+            self.model =
+                folder.map_err(|error| format!("{} does not exist, and {error}", self.model.display()))?;
         }
         Ok(self)
     }
@@ -185,6 +210,12 @@ mod tests {
             let found = of(&["--model", path]).found().map(|options| options.model);
             assert_eq!(found.expect("as it is"), PathBuf::from(path));
         }
+    }
+
+    /// With the feature the hub would be asked.
+    #[cfg(not(feature = "hub"))]
+    #[test]
+    fn a_name_that_is_not_cached() {
         let message = of(&["--model", "no-such-org/name"]).found().err().expect("no such model").to_string();
         let expected = "no-such-org/name does not exist, and no-such-org/name is not in the hub's cache: ";
         assert!(message.starts_with(expected), "{message}");

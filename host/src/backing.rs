@@ -10,6 +10,13 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// `bytes` of memory, aligned to 256 bytes; none if there is not enough.
     fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error>;
 
+    /// Memory that a pool cuts blocks from: at least `bytes`, aligned to 256; none if there is not enough. Where it
+    /// joins with what lies side by side with it, and there is a `tail`, an address with so many free bytes before it,
+    /// it may be that both together are at least `bytes`: then it begins at that address.
+    fn grow(&self, bytes: usize, _tail: Option<(u64, usize)>) -> Result<Option<Grant>, Error> {
+        Ok(self.allocate(bytes)?.map(|address| Grant { address, bytes, joins: false }))
+    }
+
     /// From how many bytes on a pool may cut blocks from larger ones.
     fn divided_from(&self) -> usize {
         1 << 20
@@ -18,8 +25,8 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// Waits for all work of the device, then gives blocks back: address and size each. An error has done nothing.
     ///
     /// # Safety
-    /// Each block came from `allocate` with the same size, is given back once unless it was kept, and nobody uses it
-    /// any more.
+    /// Each block came from `allocate` or `grow` with the same size, is given back once unless it was kept, and nobody
+    /// uses it any more.
     unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error>;
 
     /// Takes over the free blocks of a pool that ends while a graph is being recorded.
@@ -38,6 +45,16 @@ pub(crate) trait Backing: Send + Sync + fmt::Debug {
     /// Free and total bytes, both 0 where they are not known, and the device's name; asked where `allocate` has just
     /// given nothing.
     fn report(&self) -> (usize, usize, String);
+}
+
+/// Memory that a pool cuts blocks from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grant {
+    pub(crate) address: u64,
+    /// All of it, which goes back as a whole.
+    pub(crate) bytes: usize,
+    /// Whether a block may lie in this and in what lies side by side with it, and joins too.
+    pub(crate) joins: bool,
 }
 
 /// What became of blocks that were to go back.

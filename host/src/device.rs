@@ -16,6 +16,7 @@ use crate::images::{self, Image, ProgramImages};
 use crate::memory::Pool;
 use crate::queue::Queue;
 use crate::simulator::{SimulatedMemory, Simulator};
+use crate::staging::{Source, Staging};
 use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
 use crate::trace;
@@ -42,6 +43,7 @@ pub struct Device {
 struct Shared {
     backend: Backend,
     pool: Arc<Pool>,
+    staging: Arc<Staging>,
     profile: HardwareProfile,
     /// What runs elsewhere than was asked for, a line each.
     fallen: Mutex<Vec<String>>,
@@ -107,7 +109,7 @@ impl Device {
         };
         let context = Arc::new(context);
         let modules = cuda::Modules::new(context.clone(), images);
-        let pool = Pool::new(Box::new(cuda::DeviceMemory(context.clone())));
+        let pool = Pool::new(Box::new(cuda::DeviceMemory::new(context.clone())?));
         Ok(Device::new(Backend::Cuda(context, modules), pool, profile, arch))
     }
 
@@ -129,7 +131,11 @@ impl Device {
     }
 
     fn new(backend: Backend, pool: Arc<Pool>, profile: HardwareProfile, arch: Arch) -> Self {
-        let shared = Arc::new(Shared { backend, pool, profile, fallen: Mutex::default() });
+        let staging = Staging::new(match &backend {
+            Backend::Cpu | Backend::Simulated(_) => Source::Heap,
+            Backend::Cuda(context, _) => Source::Pinned(context.clone()),
+        });
+        let shared = Arc::new(Shared { backend, pool, staging, profile, fallen: Mutex::default() });
         Device { shared, arch, level: OptLevel::default(), fallback: Fallback::default() }
     }
 
@@ -227,6 +233,15 @@ impl Device {
     /// The memory pool.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.shared.pool
+    }
+
+    /// The host's memory that copies go through which do not wait: [`TensorViewMut::enqueue_write`] and
+    /// [`TensorView::enqueue_read`].
+    ///
+    /// [`TensorViewMut::enqueue_write`]: crate::TensorViewMut::enqueue_write
+    /// [`TensorView::enqueue_read`]: crate::TensorView::enqueue_read
+    pub fn staging(&self) -> &Arc<Staging> {
+        &self.shared.staging
     }
 
     /// What runs its work.

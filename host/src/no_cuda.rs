@@ -66,6 +66,45 @@ impl HostWord {
 }
 
 #[derive(Debug)]
+pub(crate) struct Pinned(Infallible);
+
+impl Pinned {
+    pub(crate) fn new(context: Arc<Context>, _bytes: usize) -> Result<Option<Self>, Error> {
+        match context.0 {}
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        match self.0 {}
+    }
+
+    pub(crate) fn upload(self, _stream: &Stream, _address: u64, _data: &[u8]) -> Result<Self, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn download(self, _stream: &Stream, _address: u64, _bytes: usize) -> Result<Self, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn has_passed(&self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn close(self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn wait(&self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    /// # Safety
+    /// None: it cannot be called.
+    pub(crate) unsafe fn read(&self, _bytes: usize) -> &[u8] {
+        match self.0 {}
+    }
+}
+
+#[derive(Debug)]
 pub(crate) struct Stream(Infallible);
 
 impl Stream {
@@ -100,6 +139,16 @@ impl Stream {
     }
 
     pub(crate) fn is_done(&self) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
+    #[cfg(feature = "async")]
+    pub(crate) fn end_when_passed(&self, _signal: Arc<crate::signal::Signal>) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    #[cfg(feature = "async")]
+    pub(crate) fn outcome(&self, _status: u32) -> Result<(), Error> {
         match self.0 {}
     }
 
@@ -234,18 +283,24 @@ impl Modules {
 }
 
 #[derive(Debug)]
-pub(crate) struct DeviceMemory(pub(crate) Arc<Context>);
+pub(crate) struct DeviceMemory(Infallible);
+
+impl DeviceMemory {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self, Error> {
+        match context.0 {}
+    }
+}
 
 impl Backing for DeviceMemory {
     fn allocate(&self, _bytes: usize) -> Result<Option<u64>, Error> {
-        match self.0.0 {}
+        match self.0 {}
     }
 
     unsafe fn release(&self, _blocks: &[(u64, usize)]) -> Result<Released, Error> {
-        match self.0.0 {}
+        match self.0 {}
     }
 
     fn report(&self) -> (usize, usize, String) {
-        match self.0.0 {}
+        match self.0 {}
     }
 }

@@ -37,6 +37,16 @@ impl Queue {
         }
     }
 
+    /// A number that tells queues apart.
+    pub(crate) fn number(&self) -> u64 {
+        match self {
+            Queue::Cpu => 0,
+            Queue::Cuda(stream) => stream.handle() as u64,
+            Queue::Simulated(_, Place::Simulated(number)) => u64::from(*number),
+            Queue::Simulated(..) => 0,
+        }
+    }
+
     /// Makes later work of this queue wait for the work that `other` has now.
     pub(crate) fn wait_for(&self, other: &Queue) -> Result<(), Error> {
         match (self, other) {

@@ -117,6 +117,27 @@ fn runs_allocate_nothing() -> Result<(), Error> {
     Ok(())
 }
 
+/// Copies that do not wait find their memory.
+#[test]
+fn warm_copies_allocate_nothing() -> Result<(), Error> {
+    let card = Device::simulated(Arc::new(Idle { next: AtomicU64::new(256) }))?;
+    for device in [card, Device::cpu()] {
+        let stream = device.stream()?;
+        let mut tensor = Tensor::zeros(&stream, &[5000], DType::F32)?;
+        let data = vec![1f32; 5000];
+        let mut before = 0;
+        for _ in 0..3 {
+            before = ALLOCATIONS.get();
+            tensor.view_mut().enqueue_write(&stream, &data)?;
+            let mut download = tensor.view().enqueue_read::<f32>(&stream)?;
+            assert_eq!(download.read()?.len(), 5000);
+        }
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{}", device.describe());
+        assert_eq!(device.staging().stats().num_reused, 2);
+    }
+    Ok(())
+}
+
 /// A sum over peers, in one stream and in another one by turns, is a launch and no more.
 #[test]
 fn sums_over_peers_allocate_nothing() -> Result<(), Error> {

@@ -57,6 +57,14 @@ pub enum ModelError {
         /// What is wrong with its name, or what is not there.
         reason: String,
     },
+    /// A repository of the Hugging Face hub could not be downloaded.
+    #[error("{} cannot be downloaded: {}", Excerpt(id), Excerpt(reason))]
+    NotDownloaded {
+        /// The repository.
+        id: String,
+        /// What was asked for, and what the hub, the network or the system said.
+        reason: String,
+    },
     /// Whoever was told of the progress has stopped the loading.
     #[error("loading was stopped after {loaded_bytes} of {total_bytes} bytes")]
     Stopped {

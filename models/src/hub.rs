@@ -1,9 +1,16 @@
-//! What the Hugging Face hub's own client has downloaded, found by a repository's name. Nothing is fetched.
+//! What the Hugging Face hub's own client has downloaded, found by a repository's name. Nothing is fetched, but with
+//! the feature `hub` by [`download_repo`].
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use super::ModelError;
 use super::files::read_file;
+
+#[cfg(feature = "hub")]
+mod download;
+#[cfg(feature = "hub")]
+pub use download::{DownloadProgress, download_repo};
 
 /// A commit's name, and some room.
 const MAX_REF_BYTES: u64 = 256;
@@ -17,10 +24,18 @@ const MAX_REF_BYTES: u64 = 256;
 /// # Errors [`ModelError::NotCached`] for what is no name of a repository or a revision, and where the revision has not
 /// been downloaded; [`ModelError::Unreadable`].
 pub fn cached_repo(id: &str, revision: Option<&str>) -> Result<PathBuf, ModelError> {
-    let cache =
-        cache_folder(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from));
-    let cache = cache.ok_or_else(|| not_cached(id, "there is no home directory to look for a cache in"))?;
-    find(&cache, id, revision.unwrap_or("main"))
+    find(&cache(id)?, id, revision.unwrap_or("main"))
+}
+
+/// The hub's cache, in which a repository is looked for.
+fn cache(id: &str) -> Result<PathBuf, ModelError> {
+    let cache = cache_folder(|name| variable(name).map(PathBuf::from));
+    cache.ok_or_else(|| not_cached(id, "there is no home directory to look for a cache in"))
+}
+
+/// A variable of the environment that says something.
+fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 fn not_cached(id: &str, reason: impl Into<String>) -> ModelError {
@@ -34,13 +49,15 @@ fn cache_folder(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
         .or_else(|| Some(variable("HOME")?.join(".cache/huggingface/hub")))
 }
 
-fn find(cache: &Path, id: &str, revision: &str) -> Result<PathBuf, ModelError> {
-    // Neither may lead out of the cache.
-    let is_part = |part: &str| {
-        !part.is_empty()
-            && !part.starts_with(['.', '-'])
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
-    };
+/// Whether a part of a name can lead nowhere else.
+fn is_part(part: &str) -> bool {
+    !part.is_empty()
+        && !part.starts_with(['.', '-'])
+        && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+}
+
+/// Checks the names of a repository and a revision, neither of which may lead out of the cache.
+fn checked(id: &str, revision: &str) -> Result<(), ModelError> {
     let parts: Vec<&str> = id.split('/').collect();
     if parts.len() > 2 || !parts.iter().all(|part| is_part(part) && !part.contains("--")) {
         return Err(not_cached(id, "a repository is named org/name, or name"));
@@ -48,7 +65,12 @@ fn find(cache: &Path, id: &str, revision: &str) -> Result<PathBuf, ModelError> {
     if !revision.split('/').all(is_part) {
         return Err(not_cached(id, format!("{revision:?} is no name of a branch, a tag or a commit")));
     }
-    let repository = cache.join(format!("models--{}", parts.join("--")));
+    Ok(())
+}
+
+fn find(cache: &Path, id: &str, revision: &str) -> Result<PathBuf, ModelError> {
+    checked(id, revision)?;
+    let repository = cache.join(format!("models--{}", id.replace('/', "--")));
     let commit = match read_file(&repository.join("refs").join(revision), MAX_REF_BYTES) {
         Ok(bytes) => String::from_utf8_lossy(&bytes).trim().to_owned(),
         // A commit has no file there.

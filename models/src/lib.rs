@@ -42,6 +42,8 @@ pub use error::{ModelError, TensorProblem};
 pub use files::read_file;
 pub use gguf::{Gguf, GgufVocabulary};
 pub use hub::cached_repo;
+#[cfg(feature = "hub")]
+pub use hub::{DownloadProgress, download_repo};
 pub use layers::{
     DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, Projection, ProjectionWeight,
     SelfAttention,

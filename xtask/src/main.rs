@@ -8,6 +8,7 @@ mod miri;
 mod package;
 mod process;
 mod report;
+mod semver;
 mod setup;
 mod smollm2;
 mod test;

@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::fmt;
 use crate::miri;
 use crate::process::{cargo, line, probe, run as run_command};
+use crate::semver;
 use crate::setup;
 
 /// What is built and tested.
@@ -66,15 +67,18 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
     // No package of the workspace asks for these features: together, since each would compile the crates once more.
     let packages = ["--package", "warpforge", "--package", "warpforge-host", "--package", "warpforge-models"];
     let mut optional = cargo(root, &[&["test", "--lib", "--no-default-features"], &packages[..]].concat());
-    optional.args(["--features", "warpforge/serde,warpforge-host/ndarray,warpforge-models/tracing"]);
+    optional.args([
+        "--features",
+        "warpforge/serde,warpforge/async,warpforge-host/ndarray,warpforge-models/tracing,warpforge-models/hub",
+    ]);
     // Modules of tests, and a test.
-    optional.args(["--", "choices_by_name", "trace::", "arrays::"]);
-    report.step("serde, tracing, ndarray", || run_command(&mut optional))?;
+    optional.args(["--", "choices_by_name", "trace::", "arrays::", "finished::", "hub::"]);
+    report.step("serde, tracing, ndarray, async, hub", || run_command(&mut optional))?;
     if backend == Backend::Cuda {
         // What the workspace builds has the feature `cust`.
         let mut tests =
             cargo(root, &["test", "--package", "warpforge-host", "--package", "warpforge-loader"]);
-        tests.args(["--features", "warpforge-host/cuda"]);
+        tests.args(["--features", "warpforge-host/cuda,warpforge-host/async"]);
         for name in ["driver_faults", "fake_driver", "no_driver"] {
             tests.args(["--test", name]);
         }
@@ -92,6 +96,8 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
         python.current_dir(root).env("PYTHONDONTWRITEBYTECODE", "1").args(args);
         python
     };
+    let (baseline, checks) = semver::steps(root);
+    report.optional("public API", baseline, checks)?;
     let peers = python(&["-m", "unittest", "discover", "benches/peers"]);
     report.optional("peers' script", python(&["--version"]), peers)?;
     let mut doc = workspace(&["doc"], &["--no-deps"]);
@@ -118,7 +124,7 @@ fn steps(root: &Path, backend: Backend, report: &mut Report) -> Result<(), Error
             "--package",
             "warpforge-models",
             "--features",
-            "models,tracing,ndarray",
+            "models,tracing,ndarray,async,hub",
         ];
         let linted = without("clippy", &[&linted[..], &["--", "-D", "warnings"]].concat());
         report.optional("clippy without CUDA", component("clippy"), linted)?;

@@ -1,7 +1,6 @@
 //! Finding the driver, and the three calls that work before there is a context.
 
 use std::ffi::c_int;
-use std::fmt;
 use std::sync::OnceLock;
 
 use crate::driver::ffi;
@@ -12,7 +11,10 @@ use crate::error::{DriverError, SHARED_OBJECT_INIT_FAILED, check};
 #[non_exhaustive]
 pub enum LoadError {
     /// The system found none of the names, or could not open what it found.
-    #[error("the CUDA driver library cannot be loaded; tried {}", Attempts(attempts))]
+    #[error(
+        "the CUDA driver library cannot be loaded; tried {}",
+        tried(attempts.iter().map(|attempt| (attempt.name, attempt.message.as_str())))
+    )]
     NotFound {
         /// What was tried, in this order.
         attempts: Vec<LoadAttempt>,
@@ -36,16 +38,10 @@ pub struct LoadAttempt {
     pub message: String,
 }
 
-struct Attempts<'a>(&'a [LoadAttempt]);
-
-impl fmt::Display for Attempts<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, attempt) in self.0.iter().enumerate() {
-            let separator = if index == 0 { "" } else { ", " };
-            write!(f, "{separator}{} ({})", attempt.name, attempt.message)?;
-        }
-        Ok(())
-    }
+/// Names that were tried, each with what the system said.
+pub(crate) fn tried<'a>(attempts: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
+    let attempts = attempts.into_iter().map(|(name, message)| format!("{name} ({message})"));
+    attempts.collect::<Vec<_>>().join(", ")
 }
 
 /// Finds the driver and points every driver function at it.

@@ -154,9 +154,10 @@ driver_symbols! {
         cuEventDestroy_v2 cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize
         cuFuncGetAttribute cuFuncSetAttribute cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags
         cuGraphLaunch cuLaunchKernel cuMemAlloc_v2 cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemcpyDtoDAsync_v2
-        cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD32Async cuMemsetD8Async cuModuleGetFunction
+        cuMemAddressFree cuMemAddressReserve cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease
+        cuMemSetAccess cuMemUnmap cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemsetD32Async cuMemsetD8Async cuModuleGetFunction
         cuModuleLoadDataEx cuModuleUnload cuOccupancyMaxActiveBlocksPerMultiprocessor cuPointerGetAttributes
-        cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing
+        cuStreamAddCallback cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing
         cuStreamQuery cuStreamSynchronize cuStreamWaitEvent cuThreadExchangeStreamCaptureMode
     }
     // Called by crate::driver; newer than cust_raw's bindings.
@@ -212,15 +213,15 @@ driver_symbols! {
         cuIpcGetEventHandle cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle_v2 cuLaunch
         cuLaunchCooperativeKernel cuLaunchCooperativeKernelMultiDevice cuLaunchGrid cuLaunchGridAsync
         cuLaunchHostFunc cuLinkAddData_v2 cuLinkAddFile_v2 cuLinkComplete cuLinkCreate_v2 cuLinkDestroy
-        cuMemAddressFree cuMemAddressReserve cuMemAdvise cuMemAllocAsync cuMemAllocFromPoolAsync
-        cuMemAllocHost_v2 cuMemAllocManaged cuMemAllocPitch_v2 cuMemCreate cuMemExportToShareableHandle
-        cuMemFreeAsync cuMemGetAccess cuMemGetAddressRange_v2 cuMemGetAllocationGranularity
-        cuMemGetAllocationPropertiesFromHandle cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
-        cuMemHostRegister_v2 cuMemHostUnregister cuMemImportFromShareableHandle cuMemMap cuMemMapArrayAsync
+        cuMemAdvise cuMemAllocAsync cuMemAllocFromPoolAsync
+        cuMemAllocHost_v2 cuMemAllocManaged cuMemAllocPitch_v2 cuMemExportToShareableHandle
+        cuMemFreeAsync cuMemGetAccess cuMemGetAddressRange_v2 cuMemGetAllocationPropertiesFromHandle
+        cuMemHostGetDevicePointer_v2 cuMemHostGetFlags
+        cuMemHostRegister_v2 cuMemHostUnregister cuMemImportFromShareableHandle cuMemMapArrayAsync
         cuMemPoolCreate cuMemPoolDestroy cuMemPoolExportPointer cuMemPoolExportToShareableHandle
         cuMemPoolGetAccess cuMemPoolGetAttribute cuMemPoolImportFromShareableHandle cuMemPoolImportPointer
         cuMemPoolSetAccess cuMemPoolSetAttribute cuMemPoolTrimTo cuMemPrefetchAsync cuMemRangeGetAttribute
-        cuMemRangeGetAttributes cuMemRelease cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuMemcpy
+        cuMemRangeGetAttributes cuMemRetainAllocationHandle cuMemcpy
         cuMemcpy2DAsync_v2 cuMemcpy2DUnaligned_v2 cuMemcpy2D_v2 cuMemcpy3DAsync_v2 cuMemcpy3DPeer
         cuMemcpy3DPeerAsync cuMemcpy3D_v2 cuMemcpyAsync cuMemcpyAtoA_v2 cuMemcpyAtoD_v2 cuMemcpyAtoHAsync_v2
         cuMemcpyAtoH_v2 cuMemcpyDtoA_v2 cuMemcpyDtoD_v2 cuMemcpyDtoH_v2 cuMemcpyHtoAAsync_v2 cuMemcpyHtoA_v2
@@ -232,7 +233,7 @@ driver_symbols! {
         cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags cuOccupancyMaxPotentialBlockSize
         cuOccupancyMaxPotentialBlockSizeWithFlags cuParamSetSize cuParamSetTexRef cuParamSetf cuParamSeti
         cuParamSetv cuPointerGetAttribute cuPointerSetAttribute cuProfilerInitialize cuProfilerStart
-        cuProfilerStop cuSignalExternalSemaphoresAsync cuStreamAddCallback cuStreamAttachMemAsync
+        cuProfilerStop cuSignalExternalSemaphoresAsync cuStreamAttachMemAsync
         cuStreamBatchMemOp cuStreamCopyAttributes cuStreamCreateWithPriority cuStreamGetAttribute
         cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v2 cuStreamGetCtx cuStreamGetFlags cuStreamGetPriority
         cuStreamSetAttribute cuStreamUpdateCaptureDependencies cuStreamWaitValue32 cuStreamWaitValue64

@@ -156,6 +156,23 @@ fn help_version_and_mistakes() -> Outcome {
     Ok(())
 }
 
+/// What the pools did is JSON, with a process for each device.
+#[test]
+fn a_timeline_of_memory() -> Outcome {
+    let folder = tempfile::tempdir()?;
+    succeeded(&doctor(&folder, &["--memory-timeline=pools.json"]).output()?);
+    let all: Value = serde_json::from_slice(&std::fs::read(folder.path().join("pools.json"))?)?;
+    assert_eq!(all["otherData"]["dropped events"], "0");
+    let events = list(&all, "traceEvents")?;
+    let of = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    assert!(of("process_name") >= 1 && of("bytes") > 100, "{} events", events.len());
+    let output = doctor(&folder, &["--memory-timeline=none/pools.json"]).output()?;
+    assert_eq!(output.status.code(), Some(1));
+    let told = text(&output.stderr);
+    assert!(told.starts_with("doctor: cannot write none/pools.json: "), "{told}");
+    Ok(())
+}
+
 /// The picture lands where it is asked for; where that cannot be is an error with the file's name.
 #[test]
 fn a_picture_of_memory() -> Outcome {

@@ -6,8 +6,10 @@
 mod memory;
 mod module;
 mod peer;
+mod pinned;
 mod primary;
 mod recording;
+mod reserved;
 mod stream;
 
 use abi::DType;
@@ -23,6 +25,7 @@ use crate::tensor_map::{TensorMap, Tiled};
 pub(crate) use memory::DeviceMemory;
 pub(crate) use module::{EntryHandle, LoadedModule, Modules};
 pub(crate) use peer::HostWord;
+pub(crate) use pinned::Pinned;
 pub(crate) use stream::{Event, Graph, LaunchFailure, Stream};
 
 impl From<cuda_loader::DriverError> for DriverError {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use cuda_loader::driver;
 
-use super::{Context, failed, find};
+use super::{Context, failed, find, reserved};
 use crate::error::Error;
 use crate::profile::Place;
 
@@ -25,7 +25,22 @@ impl Context {
         }
         self.enter()?;
         driver::enable_peer_access(peer).map_err(failed("cuCtxEnablePeerAccess"))?;
+        reserved::share(peer, own)?;
         Ok(true)
+    }
+
+    /// Lets all cards that can access this one's memory do so: NCCL lets ranks of a process copy from and to each
+    /// other's tensors.
+    pub(crate) fn share(&self) -> Result<(), Error> {
+        let Place::Cuda(ordinal) = self.profile.place else { return Ok(()) };
+        let own = find(ordinal as usize)?.raw();
+        for other in 0..super::device_count()? {
+            let peer = find(other)?.raw();
+            if peer != own && driver::can_access_peer(peer, own).map_err(failed("cuDeviceCanAccessPeer"))? {
+                reserved::share(own, peer)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -13,6 +13,8 @@ use super::recording::NoRecording;
 use super::{Context, failed, recording};
 use crate::error::{DriverError, Error};
 use crate::profile::Place;
+#[cfg(feature = "async")]
+use crate::signal::Signal;
 
 /// A CUDA stream, and the event by which other streams wait for it.
 #[derive(Debug)]
@@ -77,6 +79,10 @@ impl Stream {
         self.context.profile.place
     }
 
+    pub(super) fn raw(&self) -> CUstream {
+        self.stream
+    }
+
     pub(crate) fn handle(&self) -> *mut c_void {
         self.stream.cast()
     }
@@ -121,6 +127,41 @@ impl Stream {
         unsafe { driver::stream_query(self.stream) }.map(Some).map_err(failed("cuStreamQuery"))
     }
 
+    /// Ends `signal` when the stream has passed this point, or never will, since its context has failed.
+    #[cfg(feature = "async")]
+    pub(crate) fn end_when_passed(&self, signal: Arc<Signal>) -> Result<(), Error> {
+        extern "C" fn passed(_stream: CUstream, status: u32, data: *mut c_void) {
+            // SAFETY: the reference that was given to the driver below, which calls once.
+            let signal = unsafe { Arc::from_raw(data.cast_const().cast::<Signal>()) };
+            signal.end(status);
+        }
+        // The driver would refuse it too, and end the recording.
+        if self.is_recorded()? {
+            let expected = "work of the device alone";
+            return Err(Error::invalid("Stream::capture", "enqueue", expected, "Stream::finished"));
+        }
+        let data = Arc::into_raw(signal);
+        // SAFETY: the stream is live; `passed` takes over the reference that `data` is, may run in any thread since a
+        // signal is `Sync`, and calls nothing but `Signal::end`, which neither unwinds nor calls the driver itself.
+        let added =
+            unsafe { driver::stream_add_callback(self.stream, passed, data.cast_mut().cast::<c_void>()) };
+        if added.is_err() {
+            // SAFETY: the reference from above, which the driver has not taken over.
+            drop(unsafe { Arc::from_raw(data) });
+        }
+        added.map_err(failed("cuStreamAddCallback"))
+    }
+
+    /// The error of this stream's work that a callback was told of; none for 0.
+    #[cfg(feature = "async")]
+    pub(crate) fn outcome(&self, status: u32) -> Result<(), Error> {
+        match status {
+            0 => Ok(()),
+            // With the words of the driver, which the callback itself may not ask.
+            code => Err(failed("cuStreamAddCallback")(cuda_loader::DriverError::from_code(code))),
+        }
+    }
+
     /// Keeps something as long as the graph that is being recorded of this stream, if there is one.
     pub(crate) fn hold(&self, what: &Arc<impl Any + Send + Sync>) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
@@ -150,7 +191,7 @@ impl Stream {
 
     /// Copies from and to the host cannot be recorded: the graph would have the address of memory that its launch knows
     /// nothing of.
-    fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
+    pub(super) fn expect_not_recorded(&self, got: &str) -> Result<(), Error> {
         if self.is_recorded()? {
             return Err(Error::invalid("Stream::capture", "enqueue", "work of the device alone", got));
         }

@@ -309,7 +309,8 @@ impl Member {
         let (turn, communicator) = (Mutex::default(), Mutex::default());
         let member = Arc::new(Member { rank, context, turn, communicator, house: house.clone() });
         lock(&house.state).members.push(Arc::downgrade(&member));
-        let begun = member.context.enter().and_then(|()| {
+        // Before others copy from and to its tensors.
+        let begun = member.context.share().and_then(|()| member.context.enter()).and_then(|()| {
             let made = nccl::Communicator::init(id, rank as u32, house.size as u32);
             let made = made.map_err(|error| member.failed(op, &error.to_string()))?;
             *lock(&member.communicator) = Some(made);

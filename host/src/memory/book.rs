@@ -4,16 +4,20 @@
 //! What the device gave in one call is a *segment*; a segment is cut into *pieces*, which lie side by side, each either
 //! live or free. A segment of fewer bytes than the book divides is one piece for ever, and is given out for its own
 //! size only: small blocks are kept by size class. Larger segments are divided: a request takes the smallest free piece
-//! that holds it (*best fit*), what is left of the piece stays free, and free neighbours become one piece again.
+//! that holds it (*best fit*), what is left of the piece stays free, and free neighbours become one piece again. Where
+//! the device says that its segments join, those that lie side by side are divided as one: a piece may lie in several,
+//! and a segment goes back when nothing of it is live, for which the free pieces around it are cut at its ends.
 //!
 //! A free piece belongs to the queue that used it last, whose later work needs no wait, or to nobody, where all work
 //! with it is known to be done. Only pieces of one owner become one piece, but for those of nobody, which join a
 //! neighbour of the queue that frees or asks.
 
 use std::cmp::Reverse;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::{PoolPiece, PoolSegment};
+use crate::backing::Grant;
 use crate::error::Error;
 use crate::queue::Queue;
 
@@ -27,6 +31,7 @@ pub(super) struct SegmentId(u32);
 
 #[derive(Debug)]
 struct Piece {
+    /// In which it begins.
     segment: SegmentId,
     address: u64,
     bytes: usize,
@@ -39,6 +44,8 @@ struct Piece {
 enum PieceState {
     Live,
     Free(Free),
+    /// In no list, and not to be joined: free, of a segment that may go back to the device.
+    Withdrawn(Free),
     /// Of no segment: joined with a neighbour, or its segment went back to the device.
     Gone,
 }
@@ -55,8 +62,14 @@ struct Free {
 struct Segment {
     address: u64,
     bytes: usize,
+    /// The piece that its first byte is of.
     first: PieceId,
+    /// Live pieces that are of it, in part at least.
     num_live: usize,
+    joins: bool,
+    /// Those that lie side by side with it, and join.
+    before: Option<SegmentId>,
+    after: Option<SegmentId>,
     /// Its neighbours in the order of becoming free, while no piece is live.
     older: Option<SegmentId>,
     newer: Option<SegmentId>,
@@ -102,11 +115,29 @@ struct List {
     pieces: Sizes,
 }
 
+/// A free piece that is to become longer.
+#[derive(Debug)]
+pub(super) struct Tail {
+    pub(super) id: PieceId,
+    pub(super) address: u64,
+    pub(super) bytes: usize,
+    free: Free,
+}
+
+impl Tail {
+    /// Where it ends.
+    pub(super) fn end(&self) -> u64 {
+        self.address + self.bytes as u64
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Book {
     pieces: Slab<Piece>,
     segments: Slab<Segment>,
+    /// Segments that join, by address.
+    places: BTreeMap<u64, SegmentId>,
     /// One for each owner, in no order; few, since only queues that hold free memory have one.
     lists: Vec<List>,
     /// Ends of the list of segments without live pieces.
@@ -123,6 +154,7 @@ impl Book {
         Book {
             pieces: Slab { items: Vec::new(), vacant: Vec::new() },
             segments: Slab { items: Vec::new(), vacant: Vec::new() },
+            places: BTreeMap::new(),
             lists: Vec::new(),
             oldest: None,
             newest: None,
@@ -147,31 +179,138 @@ impl Book {
         self.lists.iter().map(|list| largest(&list.whole).max(largest(&list.pieces))).max().unwrap_or(0)
     }
 
-    /// All segments, in no order, with their pieces.
+    /// All segments, in no order, with their pieces; those that are divided as one are one.
     pub(super) fn segments(&self) -> Vec<PoolSegment> {
-        let mut is_there = vec![true; self.segments.items.len()];
+        let mut begins = vec![true; self.segments.items.len()];
         for &id in &self.segments.vacant {
-            is_there[id as usize] = false;
+            begins[id as usize] = false;
         }
-        let ids = (0u32..).zip(is_there).filter(|&(_, is_there)| is_there).map(|(id, _)| SegmentId(id));
-        ids.map(|id| {
-            let (address, bytes) = self.place_of(id);
-            let piece = |&id: &PieceId| {
-                let piece = self.piece(id);
-                PoolPiece { bytes: piece.bytes, is_live: matches!(piece.state, PieceState::Live) }
-            };
-            PoolSegment { address, bytes, pieces: self.pieces_of(id).iter().map(piece).collect() }
-        })
-        .collect()
+        let ids = (0u32..).zip(begins).filter(|&(_, begins)| begins).map(|(id, _)| SegmentId(id));
+        let first = ids.filter(|&id| self.segment(id).before.is_none());
+        first
+            .map(|id| {
+                let joined = std::iter::successors(Some(id), |&id| self.segment(id).after);
+                let piece = |&id: &PieceId| {
+                    let piece = self.piece(id);
+                    PoolPiece { bytes: piece.bytes, is_live: matches!(piece.state, PieceState::Live) }
+                };
+                let pieces = std::iter::successors(Some(self.segment(id).first), |&id| self.piece(id).after);
+                PoolSegment {
+                    address: self.segment(id).address,
+                    bytes: joined.map(|id| self.segment(id).bytes).sum(),
+                    pieces: pieces.collect::<Vec<_>>().iter().map(piece).collect(),
+                }
+            })
+            .collect()
     }
 
-    /// Enters a segment that the device gave, all of it one live piece.
-    pub(super) fn add(&mut self, address: u64, bytes: usize) -> PieceId {
+    /// Enters a segment that the device gave. The first `bytes` bytes of it are a live piece; where there is a `tail`,
+    /// a live piece of [`Book::take_tail`] that ends where the segment begins, the first `bytes` bytes of both are.
+    pub(super) fn add(&mut self, grant: Grant, tail: Option<PieceId>, bytes: usize) -> PieceId {
+        let Grant { address, bytes: all, joins } = grant;
         let first = PieceId(self.pieces.next());
-        let segment = Segment { address, bytes, first, num_live: 1, older: None, newer: None };
+        let segment = Segment {
+            address,
+            bytes: all,
+            first,
+            num_live: 0,
+            joins,
+            before: None,
+            after: None,
+            older: None,
+            newer: None,
+        };
         let segment = SegmentId(self.segments.add(segment));
-        let piece = Piece { segment, address, bytes, before: None, after: None, state: PieceState::Live };
-        PieceId(self.pieces.add(piece))
+        let piece =
+            Piece { segment, address, bytes: all, before: None, after: None, state: PieceState::Live };
+        let mut id = PieceId(self.pieces.add(piece));
+        // Everything enters the order, and leaves it with its first live piece.
+        self.enter_order(segment);
+        self.count_live(id, true);
+        if joins {
+            self.link(segment);
+        }
+        if let Some(tail) = tail {
+            self.count_live(id, false);
+            self.count_live(tail, false);
+            self.merge(tail, id);
+            id = tail;
+            self.count_live(id, true);
+        }
+        if self.piece(id).bytes > bytes {
+            self.count_live(id, false);
+            let rest = self.split(id, bytes);
+            self.count_live(id, true);
+            self.clock += 1;
+            // Nobody has used it: a tail that holds all that was asked for would have been taken as it is.
+            self.join(rest, Free { owner: None, freed_at: self.clock }, None);
+        }
+        id
+    }
+
+    /// Makes a segment the neighbour of those that it lies side by side with, and its one piece that of theirs.
+    fn link(&mut self, id: SegmentId) {
+        let &Segment { address, bytes, first, .. } = self.segment(id);
+        let before = self.places.range(..address).next_back().map(|(_, &before)| before);
+        let before = before.filter(|&before| {
+            let Segment { address: start, bytes, .. } = *self.segment(before);
+            start + bytes as u64 == address
+        });
+        let after = self.places.get(&(address + bytes as u64)).copied();
+        self.places.insert(address, id);
+        if let Some(before) = before {
+            let last = self.last_of(before);
+            (self.segment_mut(before).after, self.segment_mut(id).before) = (Some(id), Some(before));
+            (self.piece_mut(last).after, self.piece_mut(first).before) = (Some(first), Some(last));
+        }
+        if let Some(after) = after {
+            // Nothing lay before it, so its first piece begins with it.
+            let next = self.segment(after).first;
+            (self.segment_mut(after).before, self.segment_mut(id).after) = (Some(id), Some(after));
+            (self.piece_mut(next).before, self.piece_mut(first).after) = (Some(first), Some(next));
+        }
+    }
+
+    /// The piece that a segment's last byte is of, of a segment with none behind it.
+    fn last_of(&self, id: SegmentId) -> PieceId {
+        let mut last = self.segment(id).first;
+        while let Some(after) = self.piece(last).after {
+            last = after;
+        }
+        last
+    }
+
+    /// The largest free piece with nothing behind it, of segments that join, that `queue` may use at once.
+    fn tail(&self, queue: &Queue) -> Option<(usize, PieceId)> {
+        let usable = |list: &&List| list.owner.as_ref().is_none_or(|owner| owner == queue);
+        let pieces = self.lists.iter().filter(usable).flat_map(|list| &list.pieces);
+        let is_tail = |id: PieceId| {
+            let Piece { segment, after, .. } = *self.piece(id);
+            after.is_none() && self.segment(segment).joins
+        };
+        pieces.filter(|&&(.., id)| is_tail(id)).max().map(|&(bytes, .., id)| (bytes, id))
+    }
+
+    /// Bytes of what [`Book::take_tail`] would take.
+    pub(super) fn tail_bytes(&self, queue: &Queue) -> usize {
+        self.tail(queue).map_or(0, |(bytes, _)| bytes)
+    }
+
+    /// A free piece behind which the device may have more memory, that `queue` may use at once: live from here on. It
+    /// is to be given to [`Book::add`], or back to [`Book::put_back_tail`].
+    pub(super) fn take_tail(&mut self, queue: &Queue) -> Option<Tail> {
+        let (bytes, id) = self.tail(queue)?;
+        let free = self.unlist(id);
+        self.piece_mut(id).state = PieceState::Live;
+        self.count_live(id, true);
+        Some(Tail { id, free, address: self.piece(id).address, bytes })
+    }
+
+    /// The tail is as it was.
+    pub(super) fn put_back_tail(&mut self, tail: Tail) {
+        self.count_live(tail.id, false);
+        let owner = tail.free.owner.clone();
+        self.join(tail.id, tail.free, owner.as_ref());
     }
 
     /// A free piece of `bytes` bytes that `queue` may use at once; live from here on.
@@ -213,41 +352,101 @@ impl Book {
     /// Makes the first `bytes` bytes of a free piece live.
     fn claim(&mut self, id: PieceId, bytes: usize) -> PieceId {
         let free = self.unlist(id);
-        let &Piece { segment, address, bytes: whole, after, .. } = self.piece(id);
-        if whole > bytes {
-            let (address, state) = (address + bytes as u64, PieceState::Live);
-            let rest = Piece { segment, address, bytes: whole - bytes, before: Some(id), after, state };
-            let rest = PieceId(self.pieces.add(rest));
-            if let Some(after) = after {
-                self.piece_mut(after).before = Some(rest);
-            }
-            let piece = self.piece_mut(id);
-            (piece.after, piece.bytes) = (Some(rest), bytes);
+        if self.piece(id).bytes > bytes {
+            let rest = self.split(id, bytes);
             self.list(rest, free);
         }
         self.piece_mut(id).state = PieceState::Live;
-        if self.segment(segment).num_live == 0 {
-            self.leave_order(segment);
-        }
-        self.segment_mut(segment).num_live += 1;
+        self.count_live(id, true);
         id
+    }
+
+    /// Cuts a piece that is in no list behind its first `bytes` bytes: the second part, in no list either.
+    fn split(&mut self, id: PieceId, bytes: usize) -> PieceId {
+        let &Piece { mut segment, address, bytes: whole, after, .. } = self.piece(id);
+        let (address, end) = (address + bytes as u64, address + whole as u64);
+        let ends_before = |book: &Self, segment: SegmentId| {
+            let Segment { address: start, bytes, .. } = *book.segment(segment);
+            start + bytes as u64 <= address
+        };
+        while ends_before(self, segment)
+            && let Some(next) = self.segment(segment).after
+        {
+            segment = next;
+        }
+        let state = PieceState::Live;
+        let rest = Piece { segment, address, bytes: whole - bytes, before: Some(id), after, state };
+        let rest = PieceId(self.pieces.add(rest));
+        if let Some(after) = after {
+            self.piece_mut(after).before = Some(rest);
+        }
+        let piece = self.piece_mut(id);
+        (piece.after, piece.bytes) = (Some(rest), bytes);
+        self.begin_with(segment, address..end, rest);
+        rest
+    }
+
+    /// Makes one piece of two that lie side by side, both in no list.
+    fn merge(&mut self, low: PieceId, high: PieceId) {
+        let &Piece { segment, address, bytes, after, .. } = self.piece(high);
+        self.begin_with(segment, address..address + bytes as u64, low);
+        self.piece_mut(high).state = PieceState::Gone;
+        let piece = self.piece_mut(low);
+        piece.bytes += bytes;
+        piece.after = after;
+        if let Some(after) = after {
+            self.piece_mut(after).before = Some(low);
+        }
+        self.pieces.vacant.push(high.0);
+    }
+
+    /// The segments from this one on that begin in a range have this first piece.
+    fn begin_with(&mut self, segment: SegmentId, range: Range<u64>, first: PieceId) {
+        let mut next = Some(segment);
+        while let Some(id) = next
+            && self.segment(id).address < range.end
+        {
+            let segment = self.segment_mut(id);
+            if segment.address >= range.start {
+                segment.first = first;
+            }
+            next = segment.after;
+        }
+    }
+
+    /// A piece is one more, or one less, that is live in its segments.
+    fn count_live(&mut self, id: PieceId, is_live: bool) {
+        let &Piece { segment, address, bytes, .. } = self.piece(id);
+        let (mut next, end) = (Some(segment), address + bytes as u64);
+        while let Some(id) = next
+            && self.segment(id).address < end
+        {
+            if is_live {
+                if self.segment(id).num_live == 0 {
+                    self.leave_order(id);
+                }
+                self.segment_mut(id).num_live += 1;
+            } else {
+                self.segment_mut(id).num_live -= 1;
+                if self.segment(id).num_live == 0 {
+                    self.enter_order(id);
+                }
+            }
+            next = self.segment(id).after;
+        }
     }
 
     /// A live piece is free, in `queue`'s order.
     pub(super) fn free(&mut self, id: PieceId, queue: Queue) {
         self.clock += 1;
         let free = Free { owner: Some(queue.clone()), freed_at: self.clock };
-        let segment = self.piece(id).segment;
-        self.join(id, free, &queue);
-        self.segment_mut(segment).num_live -= 1;
-        if self.segment(segment).num_live == 0 {
-            self.enter_order(segment);
-        }
+        self.count_live(id, false);
+        self.join(id, free, Some(&queue));
     }
 
     /// Lists a piece as free, as one piece with its free neighbours: those of its owner, and where `queue` owns one of
     /// them and nobody the other.
-    fn join(&mut self, id: PieceId, free: Free, queue: &Queue) {
+    fn join(&mut self, id: PieceId, free: Free, queue: Option<&Queue>) {
         let Free { mut owner, freed_at } = free;
         let mut id = id;
         for is_after in [false, true] {
@@ -257,21 +456,13 @@ impl Book {
             let joined = match (&owner, other) {
                 (Some(a), Some(b)) if a == b => owner.clone(),
                 (None, None) => None,
-                (Some(a), None) | (None, Some(a)) if a == queue => Some(queue.clone()),
+                (Some(a), None) | (None, Some(a)) if Some(a) == queue => Some(a.clone()),
                 _ => continue,
             };
             self.unlist(neighbour);
             owner = joined;
             let (low, high) = if is_after { (id, neighbour) } else { (neighbour, id) };
-            let &Piece { bytes, after, .. } = self.piece(high);
-            self.piece_mut(high).state = PieceState::Gone;
-            let piece = self.piece_mut(low);
-            piece.bytes += bytes;
-            piece.after = after;
-            if let Some(after) = after {
-                self.piece_mut(after).before = Some(low);
-            }
-            self.pieces.vacant.push(high.0);
+            self.merge(low, high);
             id = low;
         }
         self.list(id, Free { owner, freed_at });
@@ -303,11 +494,40 @@ impl Book {
             // Those that a neighbour has taken in are gone.
             if let PieceState::Free(_) = self.piece(id).state {
                 let free = self.unlist(id);
-                self.join(id, free, queue);
+                self.join(id, free, Some(queue));
             }
         }
         self.lists.retain(|list| !list.pieces.is_empty() || !list.whole.is_empty());
         Ok(())
+    }
+
+    /// The other queues that have free pieces.
+    pub(super) fn owners(&self, queue: &Queue) -> Vec<Queue> {
+        let owners =
+            self.lists.iter().filter(|list| !list.pieces.is_empty()).filter_map(|list| list.owner.as_ref());
+        owners.filter(|owner| *owner != queue).cloned().collect()
+    }
+
+    /// Takes a queue's pieces from its list: nobody takes them until they are back.
+    pub(super) fn set_aside(&mut self, owner: &Queue) -> Vec<PieceId> {
+        let lists = self.lists.iter().filter(|list| list.owner.as_ref() == Some(owner));
+        let ids: Vec<PieceId> = lists.flat_map(|list| list.pieces.iter().map(|&(.., id)| id)).collect();
+        for &id in &ids {
+            let free = self.unlist(id);
+            self.piece_mut(id).state = PieceState::Withdrawn(free);
+        }
+        ids
+    }
+
+    /// Puts pieces back that were set aside, where there is a queue as ones of that, which has followed their owner.
+    pub(super) fn bring_back(&mut self, ids: &[PieceId], queue: Option<&Queue>) {
+        for &id in ids {
+            if let PieceState::Withdrawn(Free { owner, freed_at }) = &self.piece(id).state {
+                let owner = queue.or(owner.as_ref()).cloned();
+                let free = Free { owner: owner.clone(), freed_at: *freed_at };
+                self.join(id, free, owner.as_ref());
+            }
+        }
     }
 
     /// Takes the segment without live pieces that has been so for longest from the lists: nothing of it is taken until
@@ -315,19 +535,36 @@ impl Book {
     pub(super) fn withdraw_oldest(&mut self) -> Option<SegmentId> {
         let id = self.oldest?;
         self.leave_order(id);
+        let (start, bytes) = self.place_of(id);
+        self.cut_at(self.segment(id).first, start);
+        // Where it ends, its last piece can go on.
+        let last = *self.pieces_of(id).last()?;
+        self.cut_at(last, start + bytes as u64);
         for piece in self.pieces_of(id) {
             let free = self.unlist(piece);
-            self.piece_mut(piece).state = PieceState::Free(free);
+            self.piece_mut(piece).state = PieceState::Withdrawn(free);
         }
         Some(id)
+    }
+
+    /// Makes two of a free piece that an address is within.
+    fn cut_at(&mut self, id: PieceId, at: u64) {
+        let Piece { address, bytes, .. } = *self.piece(id);
+        if address < at && at < address + bytes as u64 {
+            let free = self.unlist(id);
+            let rest = self.split(id, (at - address) as usize);
+            self.list(id, free.clone());
+            self.list(rest, free);
+        }
     }
 
     /// Puts a segment that was withdrawn back: its pieces are free as they were.
     pub(super) fn put_back(&mut self, id: SegmentId) {
         for piece in self.pieces_of(id) {
-            if let PieceState::Free(free) = &self.piece(piece).state {
+            if let PieceState::Withdrawn(free) = &self.piece(piece).state {
                 let free = free.clone();
-                self.list(piece, free);
+                let owner = free.owner.clone();
+                self.join(piece, free, owner.as_ref());
             }
         }
         self.enter_order(id);
@@ -336,8 +573,25 @@ impl Book {
     /// Forgets a segment that was withdrawn, since the device has it back.
     pub(super) fn remove(&mut self, id: SegmentId) {
         for piece in self.pieces_of(id) {
+            let Piece { before, after, .. } = *self.piece(piece);
+            if let Some(before) = before {
+                self.piece_mut(before).after = None;
+            }
+            if let Some(after) = after {
+                self.piece_mut(after).before = None;
+            }
             self.piece_mut(piece).state = PieceState::Gone;
             self.pieces.vacant.push(piece.0);
+        }
+        let Segment { address, joins, before, after, .. } = *self.segment(id);
+        if let Some(before) = before {
+            self.segment_mut(before).after = None;
+        }
+        if let Some(after) = after {
+            self.segment_mut(after).before = None;
+        }
+        if joins {
+            self.places.remove(&address);
         }
         self.segments.vacant.push(id.0);
     }
@@ -348,9 +602,11 @@ impl Book {
         (address, bytes)
     }
 
+    /// Those that begin in a segment, and the one that its first byte is of.
     fn pieces_of(&self, id: SegmentId) -> Vec<PieceId> {
-        let first = Some(self.segment(id).first);
-        std::iter::successors(first, |&piece| self.piece(piece).after).collect()
+        let Segment { address, bytes, first, .. } = *self.segment(id);
+        let is_of = |piece: &PieceId| self.piece(*piece).address < address + bytes as u64;
+        std::iter::successors(Some(first), |&piece| self.piece(piece).after).take_while(is_of).collect()
     }
 
     /// The index of an owner's list, which is made if there is none.
@@ -385,7 +641,8 @@ impl Book {
     }
 
     fn is_divided(&self, id: PieceId) -> bool {
-        self.divides(self.segment(self.piece(id).segment).bytes)
+        let Segment { bytes, joins, .. } = *self.segment(self.piece(id).segment);
+        joins || self.divides(bytes)
     }
 
     /// Enters a segment as the one that became free last.
@@ -429,158 +686,4 @@ impl Book {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::profile::Place;
-    use crate::simulator::tests::Script;
-
-    const DIVIDED_FROM: usize = 16;
-    const NUM_QUEUES: usize = 3;
-
-    #[derive(Clone, Debug)]
-    enum Step {
-        /// Memory for a queue, while these queues are done and those are recorded.
-        Take { bytes: usize, queue: usize, done: [bool; NUM_QUEUES], barred: [bool; NUM_QUEUES] },
-        /// One of the live pieces is free, in the order of this queue.
-        Free { which: usize, queue: usize },
-        /// The oldest segments go back to the device, or would have and stay.
-        Withdraw { count: usize, stay: bool },
-    }
-
-    fn step() -> impl Strategy<Value = Step> {
-        let flags = any::<[bool; NUM_QUEUES]>;
-        prop_oneof![
-            5 => (1usize..64, 0..NUM_QUEUES, flags(), flags())
-                .prop_map(|(bytes, queue, done, barred)| Step::Take { bytes, queue, done, barred }),
-            5 => (any::<usize>(), 0..NUM_QUEUES).prop_map(|(which, queue)| Step::Free { which, queue }),
-            1 => (1usize..4, any::<bool>()).prop_map(|(count, stay)| Step::Withdraw { count, stay }),
-        ]
-    }
-
-    /// A byte of the device's memory.
-    #[derive(Clone, Copy, Debug, Default)]
-    struct Byte {
-        is_live: bool,
-        /// Whose work may still be under way with it.
-        used_by: Option<usize>,
-    }
-
-    /// Cases, and most steps of a case: Miri takes some thousand times as long for each.
-    const CASES: (u32, usize) = if cfg!(miri) { (2, 30) } else { (400, 200) };
-
-    proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(CASES.0) })]
-
-        /// Against a model that knows each byte: nobody gets what another holds, or may still be working with unless it
-        /// follows that; and at the end everything can go back, in the pieces that it came in.
-        #[test]
-        fn no_byte_is_given_twice(steps in prop::collection::vec(step(), 1..CASES.1)) {
-            let queues: Vec<Queue> = (0..NUM_QUEUES as u32)
-                .map(|number| Queue::Simulated(Script::new((8, 0), Ok(())), Place::Simulated(number)))
-                .collect();
-            let number = |queue: &Queue| queues.iter().position(|other| other == queue).unwrap();
-            let mut book = Book::new(DIVIDED_FROM);
-            let mut memory = BTreeMap::<u64, Byte>::new();
-            let mut segments = BTreeMap::<u64, usize>::new();
-            let mut live: Vec<(PieceId, usize)> = Vec::new();
-            let mut next = 1000;
-            let bytes_of = |id: PieceId, bytes: usize, book: &Book| book.address(id)..book.address(id) + bytes as u64;
-            for step in steps {
-                match step {
-                    Step::Take { bytes, queue: q, done, barred } => {
-                        let queue = &queues[q];
-                        let mut followed = None;
-                        let mut found = book.take(bytes, queue);
-                        if found.is_none() && book.divides(bytes) {
-                            let is_done = |queue: &Queue| Ok(done[number(queue)]);
-                            let nothing_to_gain = {
-                                let is_own = |list: &List| list.owner.as_ref() == Some(queue);
-                                book.lists.iter().all(|list| list.pieces.is_empty() || is_own(list))
-                            };
-                            book.gather(queue, is_done).unwrap();
-                            if !nothing_to_gain {
-                                for byte in memory.values_mut().filter(|byte| !byte.is_live) {
-                                    byte.used_by = byte.used_by.filter(|&user| !done[user]);
-                                }
-                            }
-                            found = book.take(bytes, queue);
-                        }
-                        if found.is_none()
-                            && let Some((id, other)) =
-                                book.take_of_others(bytes, queue, |other| Ok(barred[number(other)])).unwrap()
-                        {
-                            prop_assert!(!barred[number(&other)] && number(&other) != q);
-                            (found, followed) = (Some(id), Some(number(&other)));
-                        }
-                        let id = match found {
-                            Some(id) => id,
-                            None => {
-                                let id = book.add(next, bytes);
-                                segments.insert(next, bytes);
-                                memory.extend((next..next + bytes as u64).map(|at| (at, Byte::default())));
-                                // A gap now and then, so that segments lie side by side too.
-                                next += bytes as u64 + (bytes % 2) as u64;
-                                id
-                            }
-                        };
-                        for at in bytes_of(id, bytes, &book) {
-                            let byte = memory.get_mut(&at).expect("a byte of the device's");
-                            prop_assert!(!byte.is_live, "{at}");
-                            let known = byte.used_by.is_none_or(|user| user == q || Some(user) == followed);
-                            prop_assert!(known, "{at}: {byte:?} for {q}, which follows {followed:?}");
-                            *byte = Byte { is_live: true, used_by: Some(q) };
-                        }
-                        live.push((id, bytes));
-                    }
-                    Step::Free { .. } if live.is_empty() => {}
-                    Step::Free { which, queue } => {
-                        let (id, bytes) = live.swap_remove(which % live.len());
-                        for at in bytes_of(id, bytes, &book) {
-                            memory.insert(at, Byte { is_live: false, used_by: Some(queue) });
-                        }
-                        book.free(id, queues[queue].clone());
-                    }
-                    Step::Withdraw { count, stay } => {
-                        let ids: Vec<SegmentId> = std::iter::from_fn(|| book.withdraw_oldest()).take(count).collect();
-                        for id in ids {
-                            let (address, bytes) = book.place_of(id);
-                            prop_assert_eq!(segments.get(&address), Some(&bytes));
-                            let mut at = address..address + bytes as u64;
-                            prop_assert!(at.all(|at| !memory[&at].is_live));
-                            if stay {
-                                book.put_back(id);
-                            } else {
-                                book.remove(id);
-                                segments.remove(&address);
-                                memory.retain(|at, _| !(address..address + bytes as u64).contains(at));
-                            }
-                        }
-                    }
-                }
-                let listed = |list: &List| list.whole.iter().chain(&list.pieces).map(|&(bytes, ..)| bytes).sum::<usize>();
-                let free = memory.values().filter(|byte| !byte.is_live).count();
-                prop_assert_eq!(book.lists.iter().map(listed).sum::<usize>(), free);
-            }
-            for (id, _) in live {
-                book.free(id, queues[0].clone());
-            }
-            book.gather(&queues[0], |_| Ok(true)).unwrap();
-            let whole = segments.values().filter(|&&bytes| book.divides(bytes)).max().copied();
-            if book.lists.iter().all(|list| list.owner.is_none() || list.pieces.is_empty()) {
-                let largest = book.lists.iter().filter_map(|list| list.pieces.last()).map(|&(bytes, ..)| bytes).max();
-                prop_assert_eq!(largest, whole, "all of a segment is one piece");
-            }
-            while let Some(id) = book.withdraw_oldest() {
-                let (address, bytes) = book.place_of(id);
-                prop_assert_eq!(segments.remove(&address), Some(bytes));
-                book.remove(id);
-            }
-            prop_assert!(segments.is_empty(), "{segments:?}");
-            prop_assert_eq!(book.pieces.vacant.len(), book.pieces.items.len());
-        }
-    }
-}
+mod tests;

@@ -10,11 +10,12 @@ use super::PoolStats;
 pub struct PoolMap {
     /// The same in numbers.
     pub stats: PoolStats,
-    /// What the device gave in one call each, by address.
+    /// What the device gave, by address.
     pub segments: Vec<PoolSegment>,
 }
 
-/// Memory that the device gave in one call, and can have back when all of it is free.
+/// Memory that the device gave in one call, and can have back when all of it is free; on a CUDA card also of several
+/// calls, side by side, each of which can go back by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolSegment {

@@ -10,29 +10,38 @@
 //!
 //! Before the pool would hold more than was in use at its peak (rounded up to size classes), or more than its
 //! [soft limit](Pool::set_soft_limit), what lay unused longest goes back to the device, which waits for the device's
-//! work; so it does when the device has no more to give, and on [`Pool::trim`]. Only what the device gave in one call
-//! can go back, and only when nothing of it is in use, so the pool can hold more than its peak by the free parts
-//! between blocks in use. A workload that repeats its sizes comes to all of this at its start only. While the device is
-//! waited for, others reuse what is free: no lock is held but that of those who also need more from the device.
+//! work; so it does when the device has no more to give, and on [`Pool::trim`]. A CUDA card gives large memory as
+//! ranges of addresses that grow: blocks are cut across what it gave in several calls, and each of those goes back by
+//! itself (`cuda::reserved`). Only what the device gave in one call can go back, and only when nothing of it is in use,
+//! so the pool can hold more than its peak by the free parts between blocks in use. A workload that repeats its sizes
+//! comes to all of this at its start only. While the device is waited for, others reuse what is free: no lock is held
+//! but that of those who also need more from the device.
 
 mod book;
 mod checks;
+#[cfg(test)]
+mod growth;
+#[cfg(test)]
+mod ledger;
 mod map;
 #[cfg(test)]
 mod proof;
 #[cfg(test)]
 mod tests;
+mod timeline;
 
 use std::panic::Location;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crate::backing::{Backing, Released};
+use crate::backing::{Backing, Grant, Released};
 use crate::error::Error;
 use crate::queue::Queue;
-use book::{Book, PieceId, SegmentId};
+use book::{Book, PieceId, SegmentId, Tail};
 pub use checks::MemoryFault;
 use checks::{Checks, GUARD_BYTES, Guarded};
 pub use map::{PoolMap, PoolPiece, PoolSegment, SizeCount};
+use timeline::Ring;
+pub use timeline::{PoolEvent, PoolEventKind, PoolTimeline};
 
 /// What a pool holds and did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -99,9 +108,33 @@ struct State {
     bound: usize,
     /// See [`Pool::set_soft_limit`].
     soft_limit: usize,
+    /// None until it is started.
+    timeline: Option<Ring>,
+}
+
+/// What somebody asks the pool for.
+#[derive(Clone, Copy)]
+struct Request<'a> {
+    class: usize,
+    bytes: usize,
+    queue: &'a Queue,
+    caller: &'static Location<'static>,
 }
 
 impl State {
+    /// Enters into the timeline, if there is one, what happened to memory: address, bytes asked for, and of the block.
+    fn log(
+        &mut self,
+        kind: PoolEventKind,
+        memory: (u64, usize, usize),
+        queue: Option<&Queue>,
+        caller: Option<&'static Location<'static>>,
+    ) {
+        if let Some(timeline) = &mut self.timeline {
+            timeline.add(kind, memory, queue.map(Queue::number), caller, &self.stats);
+        }
+    }
+
     fn stats_now(&self) -> PoolStats {
         PoolStats { largest_free_bytes: self.book.largest_free(), ..self.stats }
     }
@@ -164,6 +197,8 @@ impl Drop for Block {
         state.stats.requested_bytes -= self.requested;
         state.stats.in_use_bytes -= self.class;
         state.stats.num_live -= 1;
+        let block = (self.start, self.requested, self.class);
+        state.log(PoolEventKind::Free, block, Some(&self.queue), None);
         state.book.free(piece, self.queue.clone());
     }
 }
@@ -186,7 +221,9 @@ fn size_class(bytes: usize) -> usize {
 impl Pool {
     pub(crate) fn new(backing: Box<dyn Backing>) -> Arc<Self> {
         let book = Book::new(backing.divided_from());
-        let state = Mutex::new(State { book, stats: PoolStats::default(), bound: 0, soft_limit: usize::MAX });
+        let state =
+            State { book, stats: PoolStats::default(), bound: 0, soft_limit: usize::MAX, timeline: None };
+        let state = Mutex::new(state);
         Arc::new(Pool { backing, growth: Mutex::default(), state, checks: OnceLock::new() })
     }
 
@@ -205,6 +242,20 @@ impl Pool {
     /// What the checks have found so far; nothing if [`Pool::start_checks`] was not called.
     pub fn faults(&self) -> Vec<MemoryFault> {
         self.checks.get().map(Checks::faults).unwrap_or_default()
+    }
+
+    /// From here on the pool remembers what it does: the last `capacity` events, of some hundred bytes each, taken at
+    /// once. A timeline that was started before is begun anew. Until this is called nothing is remembered, and it costs
+    /// a comparison.
+    pub fn start_timeline(&self, capacity: usize) {
+        let ring = Ring::new(capacity);
+        self.lock().timeline = Some(ring);
+    }
+
+    /// What the pool did since [`Pool::start_timeline`], which goes on; none without. Nobody allocates while it is
+    /// copied.
+    pub fn timeline(&self) -> Option<PoolTimeline> {
+        self.lock().timeline.as_ref().map(Ring::timeline)
     }
 
     /// The device ends.
@@ -246,7 +297,7 @@ impl Pool {
     /// Memory for use in `queue`'s order.
     #[track_caller]
     pub(crate) fn allocate(self: &Arc<Self>, bytes: usize, queue: &Queue) -> Result<Block, Error> {
-        let (allocated, checks) = (Location::caller(), self.checks.get());
+        let (caller, checks) = (Location::caller(), self.checks.get());
         let guard = match checks {
             Some(_) if bytes > 0 && queue.can_be_waited_for()? => GUARD_BYTES,
             _ => 0,
@@ -255,7 +306,7 @@ impl Pool {
         let (piece, start) = match class {
             0 => (None, 0),
             _ => {
-                let (piece, start) = self.allocate_class(class, bytes, queue)?;
+                let (piece, start) = self.allocate_class(Request { class, bytes, queue, caller })?;
                 (Some(piece), start)
             }
         };
@@ -272,7 +323,7 @@ impl Pool {
             match guard {
                 0 => checks.forget(&(start..start + class as u64)),
                 // Where that fails the block is dropped as one that is not checked.
-                _ => checks.begin(block.guarded(), queue, allocated)?,
+                _ => checks.begin(block.guarded(), queue, caller)?,
             }
             block.guard = guard;
         }
@@ -285,36 +336,102 @@ impl Pool {
         Ok(block)
     }
 
-    fn allocate_class(&self, class: usize, bytes: usize, queue: &Queue) -> Result<(PieceId, u64), Error> {
-        if let Some(reused) = self.reuse(class, bytes, queue)? {
+    fn allocate_class(&self, request: Request<'_>) -> Result<(PieceId, u64), Error> {
+        if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
         let _growth = self.lock_growth();
         // Others may have given memory back meanwhile.
-        if let Some(reused) = self.reuse(class, bytes, queue)? {
+        if let Some(reused) = self.reuse(request)? {
             return Ok(reused);
         }
-        let bound = self.make_room(class)?;
-        let address = match self.backing.allocate(class)? {
-            Some(address) => address,
+        let bound = self.make_room(request)?;
+        let grown = match self.grow(request)? {
             None => {
                 self.give_back(|_| true)?;
-                self.backing.allocate(class)?.ok_or_else(|| self.out_of_memory(bytes))?
+                match self.grow(request)? {
+                    // What other streams work with can be had, if this one waits for them.
+                    None => self.merge_streams(request)?,
+                    grown => grown,
+                }
             }
+            grown => grown,
+        };
+        // The room was made for this block as one in use, whatever has been given back since.
+        let mut state = self.lock();
+        state.bound = state.bound.max(bound);
+        drop(state);
+        grown.ok_or_else(|| self.out_of_memory(request.bytes))
+    }
+
+    /// A block of memory that the device gives now; none if it has not as much. The caller holds `growth`.
+    fn grow(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
+        let mut state = self.lock();
+        let divides = state.book.divides(class);
+        let tail = if divides { state.book.take_tail(queue) } else { None };
+        drop(state);
+        let granted = match divides {
+            true => {
+                let tail = tail.as_ref().filter(|tail| tail.bytes < class);
+                self.backing.grow(class, tail.map(|tail| (tail.end(), tail.bytes)))
+            }
+            false => self
+                .backing
+                .allocate(class)
+                .map(|address| address.map(|address| Grant { address, bytes: class, joins: false })),
         };
         let mut state = self.lock();
-        let piece = state.book.add(address, class);
+        let grant = granted.as_ref().ok().and_then(Option::as_ref);
+        let extends = |tail: &Tail| grant.is_some_and(|grant| grant.joins && grant.address == tail.end());
+        let extended = match tail {
+            Some(tail) if tail.bytes < class && extends(&tail) => Some(tail.id),
+            Some(tail) => {
+                state.book.put_back_tail(tail);
+                None
+            }
+            None => None,
+        };
+        let Some(grant) = granted? else { return Ok(None) };
+        let piece = state.book.add(grant, extended, class);
         let stats = &mut state.stats;
-        stats.reserved_bytes += class;
+        stats.reserved_bytes += grant.bytes;
         stats.peak_reserved_bytes = stats.peak_reserved_bytes.max(stats.reserved_bytes);
         stats.num_from_device += 1;
-        // The room was made for this block as one in use, whatever has been given back since.
-        state.bound = state.bound.max(bound);
-        Ok(Self::begin_use(&mut state, piece, class, bytes))
+        state.log(PoolEventKind::Reserve, (grant.address, grant.bytes, grant.bytes), Some(queue), None);
+        Ok(Some(Self::begin_use(&mut state, piece, request)))
+    }
+
+    /// A block of what other streams have freed, in pieces that only together are large enough: this stream waits for
+    /// all of those that it can wait for. The caller holds `growth`.
+    fn merge_streams(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
+        let mut state = self.lock();
+        if !state.book.divides(class) {
+            return Ok(None);
+        }
+        for owner in state.book.owners(queue) {
+            if owner.is_recorded()? {
+                continue;
+            }
+            // Nobody takes them meanwhile, or frees more of them that are not waited for.
+            let pieces = state.book.set_aside(&owner);
+            drop(state);
+            let followed = queue.follow(&owner);
+            state = self.lock();
+            state.book.bring_back(&pieces, followed.as_ref().ok().map(|()| queue));
+            followed?;
+        }
+        let found = state.book.take(class, queue);
+        Ok(found.map(|piece| {
+            state.stats.num_reused += 1;
+            Self::begin_use(&mut state, piece, request)
+        }))
     }
 
     /// A free block; none if the device has to be asked for more.
-    fn reuse(&self, class: usize, bytes: usize, queue: &Queue) -> Result<Option<(PieceId, u64)>, Error> {
+    fn reuse(&self, request: Request<'_>) -> Result<Option<(PieceId, u64)>, Error> {
+        let Request { class, queue, .. } = request;
         let mut state = self.lock();
         let mut piece = state.book.take(class, queue);
         if piece.is_none() && state.book.divides(class) {
@@ -339,12 +456,13 @@ impl Pool {
         }
         Ok(piece.map(|piece| {
             state.stats.num_reused += 1;
-            Self::begin_use(&mut state, piece, class, bytes)
+            Self::begin_use(&mut state, piece, request)
         }))
     }
 
     /// Enters a block into the statistics.
-    fn begin_use(state: &mut State, piece: PieceId, class: usize, bytes: usize) -> (PieceId, u64) {
+    fn begin_use(state: &mut State, piece: PieceId, request: Request<'_>) -> (PieceId, u64) {
+        let Request { class, bytes, queue, caller } = request;
         let address = state.book.address(piece);
         let stats = &mut state.stats;
         stats.num_allocations += 1;
@@ -353,17 +471,20 @@ impl Pool {
         stats.in_use_bytes += class;
         stats.peak_in_use_bytes = stats.peak_in_use_bytes.max(stats.in_use_bytes);
         state.bound = state.bound.max(stats.in_use_bytes);
+        state.log(PoolEventKind::Allocate, (address, bytes, class), Some(queue), Some(caller));
         (piece, address)
     }
 
     /// Gives what lay free longest back, until `class` more bytes exceed neither the peak, which is returned as it is
     /// with them, nor the soft limit.
-    fn make_room(&self, class: usize) -> Result<usize, Error> {
+    fn make_room(&self, request: Request<'_>) -> Result<usize, Error> {
+        let Request { class, queue, .. } = request;
         let state = self.lock();
         let PoolStats { in_use_bytes, reserved_bytes, .. } = state.stats;
         let needed = in_use_bytes + class;
         let bound = state.bound.max(needed);
-        let surplus = (reserved_bytes + class).saturating_sub(bound.min(state.soft_limit.max(needed)));
+        let tail = if state.book.divides(class) { state.book.tail_bytes(queue).min(class) } else { 0 };
+        let surplus = (reserved_bytes + class - tail).saturating_sub(bound.min(state.soft_limit.max(needed)));
         drop(state);
         self.give_back(|bytes| bytes < surplus)?;
         Ok(bound)
@@ -410,7 +531,10 @@ impl Pool {
                         checks.forget(&(address..address + bytes as u64));
                     }
                 }
-                state.stats.reserved_bytes -= bytes;
+                for &(address, bytes) in &places {
+                    state.stats.reserved_bytes -= bytes;
+                    state.log(PoolEventKind::Trim, (address, bytes, bytes), None, None);
+                }
                 outcome.map(|()| bytes)
             }
             Ok(Released::Kept) => {

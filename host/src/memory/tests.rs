@@ -1,84 +1,14 @@
 //! The pool over a device that keeps a ledger.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 
+use super::ledger::{Ledger, pool};
 use super::*;
 use crate::device::Device;
 use crate::tensor::Tensor;
 use abi::DType;
-
-/// A device of so many bytes that hands out addresses which nobody touches, and checks what comes back.
-#[derive(Debug)]
-pub(super) struct Ledger {
-    pub(super) held: Mutex<HashMap<u64, usize>>,
-    capacity: usize,
-    next: AtomicUsize,
-    num_allocated: AtomicUsize,
-    num_refused: AtomicUsize,
-    num_synchronized: AtomicUsize,
-    pub(super) is_recording: AtomicBool,
-    left: Mutex<Vec<(u64, usize)>>,
-}
-
-impl Ledger {
-    fn new(capacity: usize) -> Arc<Self> {
-        Arc::new(Ledger {
-            held: Mutex::default(),
-            capacity,
-            next: AtomicUsize::new(256),
-            num_allocated: AtomicUsize::new(0),
-            num_refused: AtomicUsize::new(0),
-            num_synchronized: AtomicUsize::new(0),
-            is_recording: AtomicBool::new(false),
-            left: Mutex::default(),
-        })
-    }
-
-    pub(super) fn held_bytes(&self) -> usize {
-        self.held.lock().unwrap().values().sum()
-    }
-}
-
-impl Backing for Arc<Ledger> {
-    fn allocate(&self, bytes: usize) -> Result<Option<u64>, Error> {
-        if self.held_bytes() + bytes > self.capacity {
-            self.num_refused.fetch_add(1, Ordering::Relaxed);
-            return Ok(None);
-        }
-        self.num_allocated.fetch_add(1, Ordering::Relaxed);
-        let address = self.next.fetch_add(bytes.next_multiple_of(256), Ordering::Relaxed) as u64;
-        self.held.lock().unwrap().insert(address, bytes);
-        Ok(Some(address))
-    }
-
-    unsafe fn release(&self, blocks: &[(u64, usize)]) -> Result<Released, Error> {
-        if self.is_recording.load(Ordering::Relaxed) {
-            return Ok(Released::Kept);
-        }
-        self.num_synchronized.fetch_add(1, Ordering::Relaxed);
-        for &(address, bytes) in blocks {
-            assert_eq!(self.held.lock().unwrap().remove(&address), Some(bytes), "release of {address}");
-        }
-        Ok(Released::Gone(Ok(())))
-    }
-
-    unsafe fn take_over(&self, blocks: &[(u64, usize)]) {
-        self.left.lock().unwrap().extend(blocks);
-    }
-
-    fn report(&self) -> (usize, usize, String) {
-        (self.capacity - self.held_bytes(), self.capacity, "the ledger".into())
-    }
-}
-
-pub(super) fn pool(capacity: usize) -> (Arc<Ledger>, Arc<Pool>, Queue) {
-    let ledger = Ledger::new(capacity);
-    let pool = Pool::new(Box::new(ledger.clone()));
-    (ledger, pool, Queue::Cpu)
-}
 
 #[test]
 fn classes_waste_at_most_an_eighth() {

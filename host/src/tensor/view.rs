@@ -10,6 +10,7 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::param::Param;
 use crate::profile::Place;
+use crate::staging::Download;
 use crate::stream::Stream;
 
 /// Address, shape, strides: what both kinds of view are made of.
@@ -419,6 +420,34 @@ impl TensorView<'_> {
         stream.queue().download(self.address(), data)
     }
 
+    /// Copies the elements in order to the host, after all work on `stream` so far, and does not wait for it: the
+    /// elements are read from what comes back, when they are there. The view must be contiguous; the tensor may be
+    /// dropped at once where it belongs to `stream`.
+    ///
+    /// The elements go through the device's [staging memory](crate::Device::staging), which takes no allocation once it
+    /// is warm. Where that has no room for them this waits, as [`TensorView::read_into`] does.
+    ///
+    /// **Errors**: [`Error::Invalid`] if `T` is another type, the view has gaps, or `stream` is another device's or is
+    /// recorded; [`Error::Driver`].
+    ///
+    /// ```
+    /// # fn main() -> Result<(), host::Error> {
+    /// # let stream = host::Device::cpu().stream()?;
+    /// let tokens = host::Tensor::from_slice(&stream, &[3], &[7u32, 8, 9])?;
+    /// let mut download = tokens.view().enqueue_read::<u32>(&stream)?;
+    /// drop(tokens); // and the host goes on
+    /// assert_eq!(download.read()?, [7, 8, 9]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// To await the elements, await `Stream::finished` (feature `async`) from just behind this call.
+    pub fn enqueue_read<T: Element>(&self, stream: &Stream) -> Result<Download<T>, Error> {
+        let bytes = self.len() * size_of::<T>();
+        self.raw.expect_host("TensorView::enqueue_read", stream, T::DTYPE, bytes)?;
+        stream.device().staging().download(stream.queue(), self.address(), bytes).map(Download::new)
+    }
+
     /// The elements in host memory from the first to the last, gaps included: what the CPU backend computes on.
     ///
     /// Callers have checked place and type with `expect`; a mismatch here is a bug of the backend.
@@ -460,6 +489,20 @@ impl TensorViewMut<'_> {
     /// is another device's; [`Error::Driver`].
     pub fn write<T: Element>(&mut self, stream: &Stream, data: &[T]) -> Result<(), Error> {
         self.upload("TensorViewMut::write", stream, T::DTYPE, bytemuck::cast_slice(data))
+    }
+
+    /// [`Self::write`] that does not wait for the device, whatever the size: the elements go through the device's
+    /// [staging memory](crate::Device::staging), which takes no allocation once it is warm. Where that has no room for
+    /// them this is [`Self::write`].
+    ///
+    /// `write` alone does not wait either where the driver has room for all elements, which is up to about a megabyte,
+    /// and is faster for more where the stream has nothing to do, since the driver copies in parts.
+    ///
+    /// **Errors**: as [`Self::write`], and [`Error::Invalid`] while the stream is recorded.
+    pub fn enqueue_write<T: Element>(&mut self, stream: &Stream, data: &[T]) -> Result<(), Error> {
+        let data: &[u8] = bytemuck::cast_slice(data);
+        self.raw.expect_host("TensorViewMut::enqueue_write", stream, T::DTYPE, data.len())?;
+        stream.device().staging().upload(stream.queue(), self.address(), data)
     }
 
     /// Sets all elements to zero, in order, after all work on `stream` so far; the view must be contiguous.

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use host::group::{Group, PeerOptions};
 use host::module::{Module, Out};
 use host::ops::rmsnorm::{NormWeight, RmsNorm, RmsNormArgs, RmsNormProblem};
 use host::{Arch, DType, Device, Error, Fallback, Image, Ptx, Stream, Tensor, TensorViewMut};
@@ -27,7 +28,7 @@ fn fake_driver() -> Option<&'static Path> {
         std::fs::create_dir_all(&folder).expect("the temporary folder is writable");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver_faults/libcuda.c");
         let mut compiler = Command::new("cc");
-        compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
+        compiler.args(["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
         let status = compiler.arg(folder.join("libcuda.so.1")).arg(&source).status().ok()?;
         assert!(status.success(), "cc failed on {}", source.display());
         Some(folder)
@@ -59,6 +60,21 @@ fn program() -> Result<(), Error> {
     other.wait_for(&stream)?;
     assert_eq!(b.to_vec::<f32>(&other)?, data);
 
+    // Through staging memory: twice, of which the second finds its buffers; and where there is no room.
+    for limit in [1 << 20, 1 << 20, 0] {
+        device.staging().set_limit(limit);
+        if limit == 0 {
+            device.staging().trim()?;
+        }
+        b.view_mut().enqueue_write(&stream, &data[..128].repeat(2))?;
+        let mut download = b.view().enqueue_read::<f32>(&stream)?;
+        assert!(download.query()?);
+        assert_eq!(download.read()?, data[..128].repeat(2));
+        drop(b.view().enqueue_read::<f32>(&other)?);
+    }
+    assert_eq!(device.staging().stats().reserved_bytes, 0);
+    b.view_mut().write(&stream, &data)?;
+
     let problem =
         RmsNormProblem { rows: 4, cols: 64, dtype: DType::F32, eps: 1e-6, weight: NormWeight::Plain };
     let plan = RmsNorm::plan(&device, problem)?;
@@ -86,6 +102,8 @@ fn program() -> Result<(), Error> {
 
     let (start, end) = (stream.record()?, stream.record()?);
     assert_eq!((end.elapsed_ms(&start)?, end.query()?), (1.0, true));
+    #[cfg(feature = "async")]
+    pollster::block_on(stream.finished())?;
     let graph = stream.capture(|stream| {
         // It cannot be asked while something is recorded.
         assert!(!end.query()?);
@@ -106,6 +124,18 @@ fn program() -> Result<(), Error> {
         let again = Tensor::from_slice(&other, &[bytes], &vec![7i8; bytes])?;
         assert!(again.to_vec::<i8>(&other)?.iter().all(|&value| value == 7));
     }
+    // Larger and larger: what is free at the end grows, or is given back for a whole one. Then in parts, which join.
+    for megabytes in [3, 7, 12] {
+        let data = vec![megabytes as i8; megabytes << 20];
+        assert!(Tensor::from_slice(&stream, &[data.len()], &data)?.to_vec::<i8>(&stream)? == data);
+    }
+    let [low, middle, high] =
+        [1i8, 2, 3].map(|value| Tensor::from_slice(&stream, &[4 << 20], &vec![value; 4 << 20]));
+    let (low, middle, high) = (low?, middle?, high?);
+    drop((low, high));
+    device.pool().trim()?;
+    assert!(middle.to_vec::<i8>(&stream)?.iter().all(|&value| value == 2));
+    drop(middle);
     let error = Tensor::empty(&stream, &[1 << 40], DType::I8).unwrap_err();
     if !matches!(error, Error::OutOfMemory { .. }) {
         return Err(error);
@@ -191,6 +221,51 @@ fn program_that_is_checked() -> Result<(), Error> {
     Ok(())
 }
 
+/// A program that waits for points of streams: one that is passed, one of a stream that is being recorded, and one
+/// that is never passed if the stream's context has failed.
+#[cfg(feature = "async")]
+fn program_that_awaits() -> Result<(), Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    let device = unsafe { Device::cuda_with_images(0, IMAGES)? };
+    let stream = device.stream()?;
+    let mut tensor = Tensor::zeros(&stream, &[64], DType::F32)?;
+    stream.capture(|stream| {
+        let error = pollster::block_on(stream.finished()).unwrap_err().to_string();
+        let expected = "Stream::capture: enqueue: expected work of the device alone, got Stream::finished";
+        assert_eq!(error, expected);
+        tensor.view_mut().fill_zero(stream)
+    })?;
+    // Before its point is passed.
+    drop(stream.finished());
+    let finished = stream.finished();
+    // It keeps what it waits for.
+    drop((tensor, stream, device));
+    pollster::block_on(finished)?;
+    eprintln!("the work is done");
+    Ok(())
+}
+
+/// Two cards: what each has mapped, and maps later, is the other's to access once a group over peers is asked for,
+/// which this build then has no kernels for.
+fn program_that_shares() -> Result<(), Error> {
+    // SAFETY: the fake driver's kernels do nothing.
+    let open = |ordinal| unsafe { Device::cuda_with_images(ordinal, IMAGES) };
+    let devices = [open(0)?, open(1)?];
+    let streams = [devices[0].stream()?, devices[1].stream()?];
+    let before = Tensor::zeros(&streams[0], &[4 << 20], DType::I8)?;
+    eprintln!("a group is asked for");
+    let error = Group::over_peers(&devices, PeerOptions::default()).unwrap_err();
+    assert!(matches!(error, Error::MissingImage { .. }), "{error}");
+    eprintln!("there is none");
+    let later = Tensor::zeros(&streams[1], &[4 << 20], DType::I8)?;
+    // Of a second device of the same card.
+    let other = open(0)?;
+    let third = Tensor::zeros(&other.stream()?, &[4 << 20], DType::I8)?;
+    drop((before, later, third));
+    eprintln!("the work is done");
+    Ok(())
+}
+
 /// In the fake driver's process: runs the program and prints its end.
 #[test]
 fn inside() {
@@ -198,6 +273,9 @@ fn inside() {
     let result = match which.to_str() {
         Some("goes on") => program_that_goes_on(),
         Some("checked") => program_that_is_checked(),
+        Some("shares") => program_that_shares(),
+        #[cfg(feature = "async")]
+        Some("awaits") => program_that_awaits(),
         _ => program(),
     };
     match result {
@@ -210,15 +288,25 @@ fn inside() {
 }
 
 /// What the program wrote when this call failed.
-fn run(folder: &Path, fail_at: usize, is_sticky: bool) -> String {
+fn run(folder: &Path, fail_at: usize, is_sticky: bool, variables: &[(&str, &str)]) -> String {
     // CUDA_ERROR_ILLEGAL_ADDRESS, which spoils the context; CUDA_ERROR_UNKNOWN.
-    run_program("whole", folder, fail_at, (if is_sticky { 700 } else { 999 }, is_sticky))
+    run_program_in("whole", folder, fail_at, (if is_sticky { 700 } else { 999 }, is_sticky), variables)
 }
 
-fn run_program(program: &str, folder: &Path, fail_at: usize, (code, is_sticky): (u32, bool)) -> String {
+fn run_program(program: &str, folder: &Path, fail_at: usize, with: (u32, bool)) -> String {
+    run_program_in(program, folder, fail_at, with, &[])
+}
+
+fn run_program_in(
+    program: &str,
+    folder: &Path,
+    fail_at: usize,
+    (code, is_sticky): (u32, bool),
+    variables: &[(&str, &str)],
+) -> String {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args(["inside", "--exact", "--nocapture", "--test-threads=1"]);
-    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder);
+    command.env(INSIDE, program).env("LD_LIBRARY_PATH", folder).envs(variables.iter().copied());
     command.env("FAKE_FAIL", fail_at.to_string()).env("FAKE_CODE", code.to_string());
     if is_sticky {
         command.env("FAKE_STICKY", "1");
@@ -227,6 +315,43 @@ fn run_program(program: &str, folder: &Path, fail_at: usize, (code, is_sticky): 
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "call {fail_at}: {text}");
     text.into_owned()
+}
+
+#[test]
+fn peers_have_access_to_what_is_mapped() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let variables = [("FAKE_DEVICES", "2"), ("FAKE_PEERS", "1"), ("FAKE_LOG", "1")];
+    let text = run_program_in("shares", folder, 0, (0, false), &variables);
+    assert!(text.contains("the program is right"), "{text}");
+    assert!(text.contains("left 0 reserved, 0 mapped, 0 bytes made"), "{text}");
+    let (before, rest) = text.split_once("a group is asked for").expect("a line");
+    let (asked, after) = rest.split_once("there is none").expect("a line");
+    // How many devices, and the last of them.
+    let accesses = |text: &str| -> Vec<String> {
+        let lines =
+            text.lines().filter_map(|line| line.strip_prefix("fake driver: access of so many, the last "));
+        lines.map(|line| line.replace("(nil)", "0x0")).collect()
+    };
+    assert_eq!(accesses(before), ["0x1 0x0"]);
+    assert_eq!(accesses(asked), ["0x1 0x1"]);
+    assert_eq!(accesses(after), ["0x2 0x0", "0x2 0x1"]);
+}
+
+/// What fails before the point comes out of the future, also where the point is never passed.
+#[cfg(feature = "async")]
+#[test]
+fn errors_come_out_of_futures() {
+    let Some(folder) = fake_driver() else {
+        eprintln!("skipped: no C compiler (cc)");
+        return;
+    };
+    let whole = run_program("awaits", folder, 0, (0, false));
+    assert!(whole.contains("the program is right"), "{whole}");
+    let text = run_program_in("awaits", folder, 0, (0, false), &[("FAKE_CONTEXT", "700")]);
+    assert!(text.contains("the program fails: cuStreamAddCallback failed: CUresult 700"), "{text}");
 }
 
 fn line<'a>(text: &'a str, before: &str, behind: &str) -> Option<&'a str> {
@@ -251,22 +376,41 @@ const NOT_MINDED: &[&str] = &[
     "cuCtxSetCurrent after cuDevicePrimaryCtxRetain",
 ];
 
+/// Calls whose failure keeps memory from going back.
+const KEPT: &[&str] = &["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"];
+
 #[test]
 fn every_call_fails_in_turn() {
+    fail_in_turn(&[]);
+}
+
+/// The same where memory cannot be mapped.
+#[test]
+fn every_call_fails_in_turn_without_mappings() {
+    fail_in_turn(&[("FAKE_PLAIN", "1")]);
+}
+
+fn fail_in_turn(variables: &[(&str, &str)]) {
     let Some(folder) = fake_driver() else {
         eprintln!("skipped: no C compiler (cc)");
         return;
     };
-    let whole = run(folder, 0, false);
+    let whole = run(folder, 0, false, variables);
     assert!(whole.contains("the program is right"), "{whole}");
+    assert!(whole.contains("left 0 reserved, 0 mapped, 0 bytes made"), "{whole}");
     let calls: usize = line(&whole, "fake driver: ", " calls").expect("a count").parse().expect("a number");
     assert!(calls > 100, "{calls}");
-    let (mut minded, mut swallowed) = (BTreeSet::new(), BTreeSet::new());
+    let (mut minded, mut swallowed, mut kept) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for call in 1..=calls {
         for is_sticky in [false, true] {
-            let text = run(folder, call, is_sticky);
+            let text = run(folder, call, is_sticky, variables);
             let (_, rest) = text.split_once("fake driver: ").expect("the call is made");
             let name = rest.split_once(" fails").map(|(name, _)| name).expect("the call is made");
+            // Whatever failed, all that was mapped is given back, but for what the call itself keeps.
+            let keeps = KEPT.iter().any(|call| name.starts_with(call));
+            if !is_sticky && !keeps && !text.contains("left 0 reserved, 0 mapped, 0 bytes made") {
+                kept.insert(name.to_owned());
+            }
             let told = line(&text, "the program fails: ", "");
             let was_done = rest.contains("the work is done");
             match told {
@@ -290,6 +434,7 @@ fn every_call_fails_in_turn() {
         }
     }
     assert!(swallowed.is_empty(), "{swallowed:#?}");
+    assert!(kept.is_empty(), "{kept:#?}");
     for name in [
         "cuPointerGetAttributes",
         "cuThreadExchangeStreamCaptureMode",

@@ -11,7 +11,9 @@ use super::sys::{
 };
 
 use super::function::LaunchConfig;
+use super::stream::StreamCallback;
 use super::tensor_map::TensorMap;
+use super::virtual_memory::{AccessDesc, AllocationProp};
 
 /// Defines each function as a call through its slot.
 macro_rules! through_slots {
@@ -56,6 +58,41 @@ through_slots! {
     pub(super) fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint) -> u32;
     pub(super) fn cuMemFreeHost(address: *mut c_void) -> u32;
     pub(super) fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> u32;
+
+    pub(super) fn cuMemGetAllocationGranularity(
+        bytes: *mut usize,
+        prop: *const AllocationProp,
+        option: c_int,
+    ) -> u32;
+    pub(super) fn cuMemAddressReserve(
+        address: *mut CUdeviceptr,
+        bytes: usize,
+        alignment: usize,
+        hint: CUdeviceptr,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemAddressFree(address: CUdeviceptr, bytes: usize) -> u32;
+    pub(super) fn cuMemCreate(
+        handle: *mut u64,
+        bytes: usize,
+        prop: *const AllocationProp,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemMap(
+        address: CUdeviceptr,
+        bytes: usize,
+        offset: usize,
+        handle: u64,
+        flags: u64,
+    ) -> u32;
+    pub(super) fn cuMemRelease(handle: u64) -> u32;
+    pub(super) fn cuMemSetAccess(
+        address: CUdeviceptr,
+        bytes: usize,
+        descriptions: *const AccessDesc,
+        count: usize,
+    ) -> u32;
+    pub(super) fn cuMemUnmap(address: CUdeviceptr, bytes: usize) -> u32;
 
     pub(super) fn cuModuleLoadDataEx(
         module: *mut CUmodule,
@@ -109,6 +146,12 @@ through_slots! {
     pub(super) fn cuStreamSynchronize(stream: CUstream) -> u32;
     pub(super) fn cuStreamQuery(stream: CUstream) -> u32;
     pub(super) fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) -> u32;
+    pub(super) fn cuStreamAddCallback(
+        stream: CUstream,
+        callback: StreamCallback,
+        data: *mut c_void,
+        flags: c_uint,
+    ) -> u32;
     pub(super) fn cuEventCreate(event: *mut CUevent, flags: c_uint) -> u32;
     pub(super) fn cuEventDestroy_v2(event: CUevent) -> u32;
     pub(super) fn cuEventRecord(event: CUevent, stream: CUstream) -> u32;

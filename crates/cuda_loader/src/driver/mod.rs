@@ -22,6 +22,7 @@ mod module;
 mod stream;
 pub mod sys;
 mod tensor_map;
+mod virtual_memory;
 
 pub use device::{
     DeviceAttribute, PrimaryContext, can_access_peer, device_attribute, device_get, device_name,
@@ -40,10 +41,15 @@ pub use memory::{
 };
 pub use module::{ModuleError, module_get_function, module_load_cubin, module_load_data, module_unload};
 pub use stream::{
-    Timing, event_create, event_destroy, event_elapsed_ms, event_query, event_record, event_synchronize,
-    stream_create, stream_destroy, stream_query, stream_synchronize, stream_wait_event,
+    StreamCallback, Timing, event_create, event_destroy, event_elapsed_ms, event_query, event_record,
+    event_synchronize, stream_add_callback, stream_create, stream_destroy, stream_query, stream_synchronize,
+    stream_wait_event,
 };
 pub use tensor_map::{
     TensorMap, TensorMapDataType, TensorMapInterleave, TensorMapL2Promotion, TensorMapOobFill,
     TensorMapParams, TensorMapSwizzle, tensor_map_encode_tiled,
+};
+pub use virtual_memory::{
+    MemoryHandle, mem_address_free, mem_address_reserve, mem_create, mem_granularity, mem_map, mem_release,
+    mem_set_access, mem_unmap,
 };

@@ -1,6 +1,6 @@
 //! Streams and events.
 
-use std::ffi::c_uint;
+use std::ffi::{c_uint, c_void};
 
 use super::sys::{CUevent, CUstream};
 
@@ -52,6 +52,27 @@ pub unsafe fn stream_query(stream: CUstream) -> Result<bool, DriverError> {
 pub unsafe fn stream_wait_event(stream: CUstream, event: CUevent) -> Result<(), DriverError> {
     // SAFETY: both are live — the caller.
     check(unsafe { ffi::cuStreamWaitEvent(stream, event, 0) })
+}
+
+/// What [`stream_add_callback`] calls: the stream, what became of it as a `CUresult`, and the caller's data.
+pub type StreamCallback = unsafe extern "C" fn(CUstream, u32, *mut c_void);
+
+/// Calls `callback` once, in a thread of the driver's, when the stream has passed this point, and also when it never
+/// will, since its context has failed: the second argument says which. Later work of the stream waits for the callback.
+///
+/// `cuLaunchHostFunc` is newer, and never calls where the context has failed (seen with driver 580: an illegal address
+/// before it in the stream). A stream that is recorded refuses a callback, and its recording ends with an error.
+///
+/// # Safety
+/// `stream` is live. The callback may be called with `data`, once, by any thread and at any time from here on; it calls
+/// no function of the driver, and does not unwind. After an error it is not called.
+pub unsafe fn stream_add_callback(
+    stream: CUstream,
+    callback: StreamCallback,
+    data: *mut c_void,
+) -> Result<(), DriverError> {
+    // SAFETY: this function's contract is the driver's; zero is the only flag value that the driver takes.
+    check(unsafe { ffi::cuStreamAddCallback(stream, callback, data, 0) })
 }
 
 /// Whether an event keeps the time of its record.

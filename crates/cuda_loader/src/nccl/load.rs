@@ -1,11 +1,11 @@
 //! Finding NCCL, and the table of its functions.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::fmt;
 use std::sync::OnceLock;
 
 use super::{Config, UniqueId};
 use crate::driver::sys::CUstream;
+use crate::load::tried;
 
 /// The oldest NCCL that is taken: from here on all calls of a nonblocking communicator return at once.
 pub const OLDEST: (u32, u32) = (2, 18);
@@ -21,7 +21,7 @@ pub enum NcclLoadError {
     #[error(
         "NCCL cannot be loaded; tried {}; install it (`pip install nvidia-nccl-cu13` or the system's package), \
          or name its file in {VARIABLE}",
-        Attempts(attempts)
+        tried(attempts.iter().map(|attempt| (attempt.name.as_str(), attempt.message.as_str())))
     )]
     NotFound {
         /// What was tried, in this order.
@@ -42,18 +42,6 @@ pub struct NcclAttempt {
     pub name: String,
     /// What the system's loader answered, or why the library is of no use.
     pub message: String,
-}
-
-struct Attempts<'a>(&'a [NcclAttempt]);
-
-impl fmt::Display for Attempts<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, attempt) in self.0.iter().enumerate() {
-            let separator = if index == 0 { "" } else { ", " };
-            write!(f, "{separator}{} ({})", attempt.name, attempt.message)?;
-        }
-        Ok(())
-    }
 }
 
 /// A communicator, of which only NCCL knows more.

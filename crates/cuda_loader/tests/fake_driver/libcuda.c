@@ -34,6 +34,13 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     return 912;
 }
 
+/* Calls back at once: the stream and the data as they came, and an error that the stream's context is said to have. */
+int cuStreamAddCallback(void *stream, void (*callback)(void *, int, void *), void *data, unsigned flags) {
+    if (flags != 0 || stream == 0) return 1;
+    callback(stream, 700, data);
+    return 0;
+}
+
 struct attribute {
     int id;
     char pad[8 - sizeof(int)];

@@ -181,6 +181,26 @@ fn launch_attributes_have_the_layout_of_c() {
 }
 
 #[test]
+fn callbacks_get_what_they_were_added_with() {
+    unsafe extern "C" fn callback(stream: CUstream, status: u32, data: *mut c_void) {
+        // SAFETY: the words below, which are there until the call has returned.
+        unsafe { *data.cast::<[usize; 2]>() = [stream as usize, status as usize] };
+    }
+    with_fake_driver("callbacks_get_what_they_were_added_with", || {
+        cuda_loader::load().expect("the fake driver is found");
+        let mut seen = [0usize; 2];
+        // SAFETY: the fake does not follow the stream, and calls before it returns.
+        unsafe { driver::stream_add_callback(handle(0x99), callback, (&raw mut seen).cast()) }
+            .expect("the fake driver calls back");
+        assert_eq!(seen, [0x99, 700]);
+        // SAFETY: the fake refuses it.
+        let refused =
+            unsafe { driver::stream_add_callback(handle(0), callback, (&raw mut seen).cast()) }.unwrap_err();
+        assert_eq!(refused.code, 1);
+    });
+}
+
+#[test]
 fn tensor_maps_are_encoded_from_all_their_parameters() {
     with_fake_driver("tensor_maps_are_encoded_from_all_their_parameters", || {
         cuda_loader::load().expect("the fake driver is found");
