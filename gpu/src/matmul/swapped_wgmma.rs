@@ -1,8 +1,8 @@
 //! Matrix products of some dozens to some hundreds of rows on Hopper: the weights' rows are those of the tile.
 //!
-//! `wgmma` makes 64 rows at a time, and any multiple of 8 columns. So here a's rows are the columns: 129 rows are a tile
-//! of 160, where tiles of 128 rows by `wgmma` would be two, and each of b's rows comes in once for all of them. Where
-//! tiles are few, the blocks of a cluster share k, as in `split_k_wgmma`.
+//! `wgmma` makes 64 rows at a time, and any multiple of 8 columns. So here a's rows are the columns: 129 rows are a
+//! tile of 160, where tiles of 128 rows by `wgmma` would be two, and each of b's rows comes in once for all of them.
+//! Where tiles are few, the blocks of a cluster share k, as in `split_k_wgmma`.
 //!
 //! ```text
 //! producer   wait empty[s] ── expect bytes ── load b BM × 128 B, a n × 128 B ──► full[s]
@@ -11,15 +11,15 @@
 //!            block 0 + block 1 + …, read crosswise ── epilogue ── out
 //! ```
 //!
-//! - A warp has 16 of the weights' rows. Every so many-th warp's sums are a block's to finish, which all of its warps do,
-//!   16 × 16 of them at a time.
+//! - A warp has 16 of the weights' rows. Every so many-th warp's sums are a block's to finish, which all of its warps
+//!   do, 16 × 16 of them at a time.
 //! - If the product is gated, the first half of a tile's rows are the gate's and the second half up's: the sums of one
 //!   and the other meet in shared memory.
 //! - Sums leave registers for shared memory as they lie there, and come back crosswise: a thread then has neighbours of
 //!   out's rows, as it has by `wgmma`, and what follows is the same.
 //! - What is sent comes into a stage for each consumer, the first that are free for good; see `split_k_wgmma`.
-//! - The rows of a are shared out evenly: 257 are twice 136, not 256 and 1. TMA is slow where a box is mostly outside of
-//!   its tensor.
+//! - The rows of a are shared out evenly: 257 are twice 136, not 256 and 1. TMA is slow where a box is mostly outside
+//!   of its tensor.
 //! - The order of a sum is that of k within a part, then of the parts: that of `wgmma`, and where k is shared that of
 //!   `split_k_wgmma` by as many blocks.
 //!
@@ -44,8 +44,8 @@ const CONSUMERS: u32 = 1;
 /// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`).
 ///
 /// # Safety
-/// - Blocks of 128 threads and 128 for each 64 of `BM`, in clusters of `CLUSTER`, a cluster for each tile; shared memory
-///   as `MatmulTile::smem_bytes` says; a thread has `SUMS` of the tile's sums.
+/// - Blocks of 128 threads and 128 for each 64 of `BM`, in clusters of `CLUSTER`, a cluster for each tile; shared
+///   memory as `MatmulTile::smem_bytes` says; a thread has `SUMS` of the tile's sums.
 /// - The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
@@ -272,8 +272,8 @@ pub unsafe fn multiply<
                     };
                     let mut i = 0;
                     while i < 8 {
-                        // Register i is for column 2 · (lane % 4) + i % 2 of out's row lane / 4, 8 rows below where i / 2
-                        // is odd, 8 columns beside where i / 4 is. In the tile rows and columns change places.
+                        // Register i is for column 2 · (lane % 4) + i % 2 of out's row lane / 4, 8 rows below where i /
+                        // 2 is odd, 8 columns beside where i / 4 is. In the tile rows and columns change places.
                         let (col, row) = (2 * (lane % 4) + i % 2, lane / 4);
                         let quad = 2 * block + i / 2 % 2;
                         let place = (col * 4 + row / 2) * 16 + (i / 4 * 2 + row % 2) * 4;

@@ -15,9 +15,9 @@ use crate::tile::softmax::{base, log_sum_exp, weight};
 /// The thread's columns. See the module.
 ///
 /// # Safety
-/// - Blocks of [`COMBINE_THREADS`] threads for all pieces of 8 columns, heads and rows; `partial` is
-///   `[parts, rows, head, column]` and `numbers` `[head, parts, rows, 2]`, of m_p and l_p, a row being one of all
-///   sequences', both *initialised* for the rows of sequences; out and lse *in-bounds* and *aligned(16)* — `Attention::run`.
+/// - Blocks of [`COMBINE_THREADS`] threads for all pieces of 8 columns, heads and rows; `partial` is `[parts, rows,
+///   head, column]` and `numbers` `[head, parts, rows, 2]`, of m_p and l_p, a row being one of all sequences', both
+///   *initialised* for the rows of sequences; out and lse *in-bounds* and *aligned(16)* — `Attention::run`.
 #[inline(always)]
 unsafe fn combine<T: Element>(
     partial: *const T,

@@ -197,8 +197,9 @@ impl Planned {
             args.scores.sinks.into(),
             (&combined).into(),
         ];
-        // SAFETY: as for prefill; the kernel before has left results of all parts and rows, of which `most_log2` found that
-        // there is room, and no run of another stream uses them until this one is done; the grid covers all pieces.
+        // SAFETY: as for prefill; the kernel before has left results of all parts and rows, of which `most_log2` found
+        // that there is room, and no run of another stream uses them until this one is done; the grid covers all
+        // pieces.
         unsafe { parts.combine.entry.launch(stream, [grid, 1, 1], [tile.threads(), 1, 1], &params) }
     }
 

@@ -232,37 +232,37 @@ pub struct Offsets<'a> {
 /// cache. On a card, up to [`MAX_DECODE_QUERIES`] queries (with tensor cores up to [`MAX_TENSOR_DECODE_QUERIES`]) take
 /// other kernels than more do, with another order of the sums, so the last bits may differ between the two; so they may
 /// between tensors whose rows are aligned to 16 bytes and others, for which the few queries take the kernels of the
-/// many, and the many those without tensor cores. **Few tiles, many keys**: where the tiles of many queries are fewer than
-/// half of the multiprocessors and there are 1024 keys or more, 2 to 32 blocks share the keys of each, whose results,
-/// rounded to q's type, are put together by a kernel behind: one rounding more. Into how many parts depends on the run's
-/// sequences and queries and the planned keys, so the last bits do, too. Heads wider than 256 take the same kernels for any number of queries;
-/// those of 576 and 512 another one on tensor cores, where rows are aligned, v is the first columns of k's and there is
-/// no soft cap. **Pages**: key j of a sequence is row `j mod page_size` of the page that its row of the table has at
-/// `j / page_size`. The bits are those of the same keys in one piece. With pages `kv_lens` is needed, as nothing else
-/// tells how many keys there are. A page number that the pool does not have gives a result without meaning, and no
-/// access outside of it. **Packed sequences** ([`AttentionArgs::offsets`]): the queries of all sequences are one
-/// tensor, with or without the keys, so that prompts of different lengths, and single tokens beside them, are one run.
-/// A sequence's bits are those that it has alone by the same kernel, which here is that for the planned number of
-/// queries. Masks by element and by block keep a place for each sequence, of the planned sizes. Offsets that do not
-/// ascend give results without meaning, and no access outside of the tensors. **fp8**: keys and values in e4m3, times a
-/// scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes them. With tensor cores few
-/// queries take them as they are, and the scales join those of the scores and of the results; the other kernels get
-/// them rounded to q's type first. On a card the rows of q, k, v and out have to be aligned to 16 bytes. **Streams**: a
-/// plan has a workspace, so a run in another stream than the last one waits for that. A recorded graph does not know of
-/// later runs: do not let it run at the same time as the plan in another stream, nor outlive the plan. **Aliasing**:
-/// out and lse may not overlap the other tensors; q, k and v may overlap each other. **Memory**: the decode kernels
-/// leave `head_dim_v` f32 for each query, head and 256 keys, for which the plan has memory; the kernels of many queries
-/// whose blocks share keys a tile of results for each multiprocessor. Heads wider than 256 have
-/// those kernels only, so plan them for few queries at a time. A plan whose kernels take keys neither from pages nor
-/// from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries on tensor cores the
-/// latter) has memory for all keys and values in q's type. **Errors**: [`Error::Invalid`] for a shape, stride, type or
-/// place that does not fit; never after work was enqueued that writes out or lse (keys that are gathered go into the
-/// plan's memory before). **Architectures**: the same kernels on all floors, for `head_dim` and `head_dim_v` up to 64,
-/// 128 and 256, and up to 576 and 512. For f16 and bf16 of head dims up to 256, and of 576 with values of 512 in the
-/// keys' own rows, there are kernels for tensor cores from sm_80 on, and on sm_90a others for many queries of the
-/// former, if the scale is positive. **Source**: Dao et al., *FlashAttention* (2022), algorithm 1; Milakov and
-/// Gimelshein, *Online normalizer calculation for softmax* (2018), algorithm 3; the splits as in Dao et al.,
-/// *Flash-Decoding* (2023); the warpgroups' turns as in Shah et al., *FlashAttention-3* (2024).
+/// many, and the many those without tensor cores. **Few tiles, many keys**: where the tiles of many queries are fewer
+/// than half of the multiprocessors and there are 1024 keys or more, 2 to 32 blocks share the keys of each, whose
+/// results, rounded to q's type, are put together by a kernel behind: one rounding more. Into how many parts depends on
+/// the run's sequences and queries and the planned keys, so the last bits do, too. Heads wider than 256 take the same
+/// kernels for any number of queries; those of 576 and 512 another one on tensor cores, where rows are aligned, v is
+/// the first columns of k's and there is no soft cap. **Pages**: key j of a sequence is row `j mod page_size` of the
+/// page that its row of the table has at `j / page_size`. The bits are those of the same keys in one piece. With pages
+/// `kv_lens` is needed, as nothing else tells how many keys there are. A page number that the pool does not have gives
+/// a result without meaning, and no access outside of it. **Packed sequences** ([`AttentionArgs::offsets`]): the
+/// queries of all sequences are one tensor, with or without the keys, so that prompts of different lengths, and single
+/// tokens beside them, are one run. A sequence's bits are those that it has alone by the same kernel, which here is
+/// that for the planned number of queries. Masks by element and by block keep a place for each sequence, of the planned
+/// sizes. Offsets that do not ascend give results without meaning, and no access outside of the tensors. **fp8**: keys
+/// and values in e4m3, times a scale of their head ([`KvScales`]): `k = k8 · k_scale[head]`, as `qk_norm_rope` writes
+/// them. With tensor cores few queries take them as they are, and the scales join those of the scores and of the
+/// results; the other kernels get them rounded to q's type first. On a card the rows of q, k, v and out have to be
+/// aligned to 16 bytes. **Streams**: a plan has a workspace, so a run in another stream than the last one waits for
+/// that. A recorded graph does not know of later runs: do not let it run at the same time as the plan in another
+/// stream, nor outlive the plan. **Aliasing**: out and lse may not overlap the other tensors; q, k and v may overlap
+/// each other. **Memory**: the decode kernels leave `head_dim_v` f32 for each query, head and 256 keys, for which the
+/// plan has memory; the kernels of many queries whose blocks share keys a tile of results for each multiprocessor.
+/// Heads wider than 256 have those kernels only, so plan them for few queries at a time. A plan whose kernels take keys
+/// neither from pages nor from fp8 (`mma.sync`, which does prompts on Ampere, the former; all but those of few queries
+/// on tensor cores the latter) has memory for all keys and values in q's type. **Errors**: [`Error::Invalid`] for a
+/// shape, stride, type or place that does not fit; never after work was enqueued that writes out or lse (keys that are
+/// gathered go into the plan's memory before). **Architectures**: the same kernels on all floors, for `head_dim` and
+/// `head_dim_v` up to 64, 128 and 256, and up to 576 and 512. For f16 and bf16 of head dims up to 256, and of 576 with
+/// values of 512 in the keys' own rows, there are kernels for tensor cores from sm_80 on, and on sm_90a others for many
+/// queries of the former, if the scale is positive. **Source**: Dao et al., *FlashAttention* (2022), algorithm 1;
+/// Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018), algorithm 3; the splits as in Dao et
+/// al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et al., *FlashAttention-3* (2024).
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -587,8 +587,8 @@ impl Planned {
 const FORCED_KEY_PARTS_LOG2: u32 = 2;
 
 impl Planned {
-    /// The kernel of a run of many queries, and log2 of the parts of its keys: one whose blocks share them, where that pays and
-    /// there is room.
+    /// The kernel of a run of many queries, and log2 of the parts of its keys: one whose blocks share them, where that
+    /// pays and there is room.
     fn in_parts(
         &self,
         origin: Origin,

@@ -103,8 +103,8 @@ pub(super) fn split(variant: &AttentionVariant) -> Option<&'static AttentionVari
 /// Keys that a block should have of a part, at least: combining takes a few microseconds.
 const MIN_PART_KEYS: usize = 512;
 
-/// Parts of the keys of each tile of a kernel of many queries, of which there are so many, as a power of two: as many as
-/// give each multiprocessor work, if there are keys enough.
+/// Parts of the keys of each tile of a kernel of many queries, of which there are so many, as a power of two: as many
+/// as give each multiprocessor work, if there are keys enough.
 pub(super) fn key_parts_log2(num_sms: u32, tile: AttentionTile, tiles: u32, seen: usize) -> u32 {
     let places = key_places(num_sms, tile) / tiles.max(1);
     let parts = places.min((seen / MIN_PART_KEYS).min(1 << MAX_KEY_PARTS_LOG2) as u32);

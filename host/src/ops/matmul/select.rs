@@ -565,8 +565,8 @@ mod tests {
     }
 
     /// Which kind a launch takes: few rows stream, few columns share k, the rest is `wgmma`'s, also with rows and
-    /// columns swapped, and without it `mma`'s. Of more than 64 rows on Hopper those that were measured to be the fastest
-    /// (`benches/record/h200/2026-11-27-sweep.md`).
+    /// columns swapped, and without it `mma`'s. Of more than 64 rows on Hopper those that were measured to be the
+    /// fastest (`benches/record/h200/2026-11-27-sweep.md`).
     #[test]
     fn kinds_of_the_tensor_cores_by_shape() {
         let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..H200 };
