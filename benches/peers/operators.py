@@ -62,8 +62,6 @@ def attention(case, shape):
     dim_v, is_latent = shape.get("head_dim_v", dim), shape.get("is_latent", False)
     heads_q, heads_kv = shape["heads_q"], shape["heads_kv"]
     groups = heads_q // heads_kv
-    if causal and 1 < seq_q < seq_kv:
-        raise Missing("no peer is written for queries that begin inside the cache")
     soft_cap, has_sinks, block = shape.get("soft_cap"), shape.get("has_sinks", False), shape.get("block_size")
 
     if shape.get("page_size"):
@@ -165,6 +163,20 @@ def attention(case, shape):
 
         peers = [Peer("flex_attention", flex, is_compiled=True)]
         return Operator(with_mask, expected, peers, sample=lambda result: result[0, 0, -1:])
+
+    if causal and 1 < seq_q < seq_kv:
+        # Queries that begin inside the cache: `is_causal` of SDPA is for those that begin with it.
+        from torch.nn.attention.bias import causal_lower_right
+
+        def lower_right(q, k, v):
+            mask = causal_lower_right(seq_q, seq_kv)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=groups > 1)
+
+        def flash(q, k, v):
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+        peers = [Peer("SDPA, causal_lower_right", lower_right), Peer("flash, causal", flash)]
+        return Operator(inputs, expected, peers, sample=lambda result: result[0, 0, -1:])
 
     backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     peers = [Peer(f"SDPA {name}", through(backend)) for name, backend in backends.items()]

@@ -39,7 +39,8 @@ cargo xtask <command>
   bench-report FOLDER        make a record of the measurement that `bundle/run bench FOLDER` left: tables, plots, and what
                              is slower than in the last record of the card, which is an error
                              --out FOLDER: not benches/record/<card>/<date>; --date YYYY-MM-DD: not the day of the run;
-                             --readme: write the README's figures, too
+                             --readme: write the README's figures, too; --sweep: of a grid of shapes (`--sweep` of the
+                             benchmarks and peers, in ours.jsonl and peers.jsonl), as tables and a heat map
   help                       this text
 
 Environment

@@ -70,6 +70,9 @@ pub struct Options {
     /// kernel that can do a shape beside the one that a plan chooses, where there are several.
     #[arg(long, value_enum)]
     sweep: Vec<Sweep>,
+    /// In a sweep, only the kernels that plans choose.
+    #[arg(long)]
+    chosen_only: bool,
     /// Times this kernel of a matrix product, where it can do the case, and not the one that a plan chooses.
     #[arg(long)]
     kernel: Option<String>,
@@ -116,6 +119,7 @@ pub struct Bencher {
     pub kernel: Option<String>,
     /// What `--sweep` names.
     pub sweeps: Vec<Sweep>,
+    chosen_only: bool,
     filters: Vec<String>,
     energy: Energy,
     /// What the energy is read from, and what a card has reached; neither where cases are only listed.
@@ -167,6 +171,7 @@ impl Bencher {
             stream,
             kernel: options.kernel,
             sweeps: options.sweep,
+            chosen_only: options.chosen_only,
             filters: options.filters,
             energy: options.energy,
             meter: None,
@@ -345,7 +350,7 @@ impl Bencher {
         run: impl Fn(&P, &Stream, &mut S) -> Result<(), Error>,
     ) -> Result<(), Failure> {
         const TOO_LONG: f64 = 3.0;
-        if self.sweeps.is_empty() || self.is_cpu() {
+        if self.sweeps.is_empty() || self.chosen_only || self.is_cpu() {
             return Ok(());
         }
         let mut best_us = f64::INFINITY;

@@ -4,6 +4,7 @@ mod compare;
 mod markdown;
 mod plots;
 mod record;
+mod sweep;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,6 +27,17 @@ pub struct Options {
     /// `YYYY-MM-DD`; the day of the run if not given.
     date: Option<String>,
     readme: Readme,
+    of: Of,
+}
+
+/// What was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Of {
+    /// The cases, to be compared with those of the record before.
+    #[default]
+    Cases,
+    /// A grid of shapes.
+    Sweep,
 }
 
 /// Whether the README gets the new figures.
@@ -46,6 +58,7 @@ impl Options {
                 "--out" => options.out = Some(words.next()?.into()),
                 "--date" => options.date = Some(words.next()?.to_string()),
                 "--readme" => options.readme = Readme::Write,
+                "--sweep" => options.of = Of::Sweep,
                 _ if word.starts_with('-') || !options.from.as_os_str().is_empty() => return None,
                 _ => options.from = word.into(),
             }
@@ -58,8 +71,13 @@ impl Options {
 pub fn run(root: &Path, options: &Options) -> Result<(), Error> {
     let record = Record::join(&options.from)?;
     let date = options.date.clone().unwrap_or_else(|| date(record.run.unix_time));
-    let relative = format!("benches/record/{}/{date}", folder_name(&record.run.device));
+    let kind = if options.of == Of::Sweep { "-sweep" } else { "" };
+    let relative = format!("benches/record/{}/{date}{kind}", folder_name(&record.run.device));
     let out = options.out.clone().unwrap_or_else(|| root.join(&relative));
+    if options.of == Of::Sweep {
+        fs::create_dir_all(&out).map_err(|source| Error::File { path: out.clone(), source })?;
+        return sweep::run(&record, &date, &out);
+    }
     let with_record = |folder: PathBuf| -> Result<(PathBuf, Record), Error> {
         let record = Record::read(&folder.join("results.json"))?;
         Ok((folder, record))

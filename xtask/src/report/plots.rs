@@ -124,6 +124,50 @@ pub fn ratio_bars(record: &Record, file: &Path) -> Result<(), Error> {
     })
 }
 
+/// Ratios by row and column, which are named: worse than 1 in red, better in blue. Rows and columns stand as they come.
+pub fn heat_map(title: &str, cells: &[((String, String), f64)], file: &Path) -> Result<(), Error> {
+    const CELL: (i32, i32) = (30, 18);
+    let (mut rows, mut cols) = (Vec::<&str>::new(), Vec::<&str>::new());
+    for ((row, col), _) in cells {
+        for (names, name) in [(&mut rows, row), (&mut cols, col)] {
+            if !names.contains(&name.as_str()) {
+                names.push(name);
+            }
+        }
+    }
+    let longest = |names: &[&str]| names.iter().map(|name| name.len()).max().unwrap_or_default() as i32;
+    let (left, top) = (7 * longest(&rows) + 16, 7 * longest(&cols) + 48);
+    let size = (left + CELL.0 * cols.len() as i32 + 12, top + CELL.1 * rows.len() as i32 + 12);
+    draw(file, (size.0.max(480) as u32, size.1 as u32), |area| {
+        let font = (FONT, 11).into_font();
+        area.draw(&Text::new(title.to_owned(), (8, 8), (FONT, 15)))?;
+        let end = TextStyle::from(font.clone()).pos(Pos::new(HPos::Right, VPos::Center));
+        for (index, row) in rows.iter().enumerate() {
+            let y = top + CELL.1 * index as i32 + CELL.1 / 2;
+            area.draw(&Text::new((*row).to_owned(), (left - 6, y), end.clone()))?;
+        }
+        let upwards = TextStyle::from(font.transform(FontTransform::Rotate270))
+            .pos(Pos::new(HPos::Left, VPos::Center));
+        for (index, col) in cols.iter().enumerate() {
+            let x = left + CELL.0 * index as i32 + CELL.0 / 2;
+            area.draw(&Text::new((*col).to_owned(), (x, top - 6), upwards.clone()))?;
+        }
+        let number = TextStyle::from((FONT, 10).into_font()).pos(Pos::new(HPos::Center, VPos::Center));
+        for ((row, col), ratio) in cells {
+            let at = |names: &[&str], name: &str| names.iter().position(|other| *other == name).unwrap_or(0);
+            let (x, y) = (left + CELL.0 * at(&cols, col) as i32, top + CELL.1 * at(&rows, row) as i32);
+            // Full colour at half of the peer's speed, and at twice.
+            let strength = ratio.log2().abs().min(1.0);
+            let colour = if *ratio < 1.0 { RGBColor(0xcb, 0x18, 0x1d) } else { PEERS };
+            let cell = [(x, y), (x + CELL.0 - 1, y + CELL.1 - 1)];
+            area.draw(&Rectangle::new(cell, colour.mix(strength).filled()))?;
+            let middle = (x + CELL.0 / 2, y + CELL.1 / 2);
+            area.draw(&Text::new(format!("{ratio:.2}"), middle, number.clone()))?;
+        }
+        Ok(())
+    })
+}
+
 /// A tick's number, only where the axis has room: 1, 2 and 5 times the powers of ten.
 fn tick(ratio: f64) -> String {
     let digit = ratio / 10_f64.powf((ratio * 1.000_001).log10().floor());

@@ -95,6 +95,9 @@ pub struct Ours {
     pub occupancy: Option<f64>,
     /// Device memory of one set of tensors and of what the plan holds.
     pub memory_bytes: Option<u64>,
+    /// Of a sweep: microseconds of other kernels at the case.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub others: BTreeMap<String, f64>,
 }
 
 /// A peer's time of a case.

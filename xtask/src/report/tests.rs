@@ -274,6 +274,7 @@ fn words_of_the_command_line() {
         out: Some("there".into()),
         date: Some("2026-11-22".into()),
         readme: Readme::Write,
+        of: Of::Cases,
     };
     assert_eq!(parsed, expected);
     for words in [&[][..], &["--readme"], &["a", "b"], &["a", "--out"], &["a", "--dates", "x"]] {
