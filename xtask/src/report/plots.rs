@@ -146,8 +146,8 @@ pub fn heat_map(title: &str, cells: &[((String, String), f64)], file: &Path) -> 
             let y = top + CELL.1 * index as i32 + CELL.1 / 2;
             area.draw(&Text::new((*row).to_owned(), (left - 6, y), end.clone()))?;
         }
-        let upwards = TextStyle::from(font.transform(FontTransform::Rotate270))
-            .pos(Pos::new(HPos::Left, VPos::Center));
+        let upwards =
+            TextStyle::from(font.transform(FontTransform::Rotate270)).pos(Pos::new(HPos::Left, VPos::Center));
         for (index, col) in cols.iter().enumerate() {
             let x = left + CELL.0 * index as i32 + CELL.0 / 2;
             area.draw(&Text::new((*col).to_owned(), (x, top - 6), upwards.clone()))?;

@@ -95,12 +95,16 @@ fn markdown(record: &Record, date: &str) -> String {
         }
         let mut worst: Vec<_> = cases.iter().filter_map(|case| Some((case.ratio()?, *case))).collect();
         worst.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let _ = writeln!(text, "\n## {op}: the worst\n\n| shape | µs | peer | ratio | kernel | behind the best |");
+        let _ = writeln!(
+            text,
+            "\n## {op}: the worst\n\n| shape | µs | peer | ratio | kernel | behind the best |"
+        );
         text.push_str("|---|---|---|---|---|---|\n");
         for (ratio, case) in worst.into_iter().take(WORST) {
             let (Some(ours), Some(peer)) = (&case.ours, case.best_peer()) else { continue };
             let behind = behind(case).map_or("-".into(), |behind| format!("{behind:.2}"));
-            let name = case.work.name.split_once(" sweep ").map_or(case.work.name.as_str(), |(_, label)| label);
+            let name =
+                case.work.name.split_once(" sweep ").map_or(case.work.name.as_str(), |(_, label)| label);
             let _ = writeln!(
                 text,
                 "| {name} | {:.1} | {:.1} ({}) | {ratio:.2} | `{}` | {behind} |",

@@ -70,8 +70,8 @@ impl Tile {
         };
         if SPLIT {
             let steps = end - first;
-            end = first + (steps * (part + 1) >> dims.key_parts_log2);
-            first += steps * part >> dims.key_parts_log2;
+            end = first + ((steps * (part + 1)) >> dims.key_parts_log2);
+            first += (steps * part) >> dims.key_parts_log2;
         }
         let head_kv = head / dims.group.max(1);
         Tile { batch, head, head_kv, first_query, own, any, all, first, end, part }
