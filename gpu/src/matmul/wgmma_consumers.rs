@@ -252,14 +252,8 @@ fn activate<const SUMS: usize>(sums: &mut [f32; SUMS], is_gated: bool, activatio
 /// each of the two units is idle while those for the other work. A driver has refused groups of 16.
 #[inline(always)]
 fn activate_by_groups<const SUMS: usize>(sums: &mut [f32; SUMS], cols: u32, exponent: impl Fn(f32) -> f32) {
-    // No more than half of them, of which the gate's are, and a divisor of that.
-    let group = const {
-        match SUMS / 2 {
-            half if half < 8 => half,
-            half if half.is_multiple_of(8) => 8,
-            _ => 4,
-        }
-    };
+    // No more than half of them, of which the gate's are.
+    let group = const { if SUMS < 16 { SUMS / 2 } else { 8 } };
     let mut exponents = [0.0; 8];
     let mut j = 0;
     while j < group {

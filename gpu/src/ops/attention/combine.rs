@@ -1,8 +1,8 @@
 //! The results of the parts of a row's keys become one: `out = Σ w_p·o_p / (Σ w_p + 2^(sink − m))`,
 //! `w_p = 2^(m_p − m)·l_p`, m the largest of the m_p and the sink, of parts whose results are finished and rounded.
 //!
-//! Work split: a thread has 8 columns of one row and head. The parts' results lie in L2, just written; all of a row's
-//! numbers are asked for before the first is used.
+//! Work split: a thread has 8 columns of one row and head. The parts' results and numbers lie in L2, just written; the
+//! numbers are read twice, for the largest score and for the weights.
 
 use abi::ops::attention::{AttentionDims, COMBINE_THREADS};
 use cuda_std::cvt::{Element, bf16, f16};

@@ -6,7 +6,7 @@ use abi::ops::matmul::{
 };
 use abi::{DType, Need};
 
-use super::tuning::micros;
+use super::tuning::{self, keeps_out};
 use super::{MatmulProblem, OP, Precision};
 use crate::device::DeviceLimits;
 use crate::error::Error;
@@ -223,8 +223,9 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
     WGMMA_VARIANTS.iter().chain(MMA_VARIANTS).chain(STREAM_VARIANTS).filter(fits).collect()
 }
 
-/// The kernel that a launch takes among those of the tensor cores that are loaded: of the first kind of `Stream`,
-/// `Split`, `Wgmma` and `Mma` that can be used at all, the tile of the least clocks. n counts the rows of b.
+/// The kernel that a launch takes among those of the tensor cores that are loaded: of many rows on Hopper the one of
+/// the least measured time ([`tuning`]), else of the first kind of `Stream`, `Split`, `Wgmma` and `Mma` that can be used
+/// at all the tile of the least clocks. n counts the rows of b.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     problem: &MatmulProblem,
@@ -233,31 +234,23 @@ pub(super) fn fastest<'a, T>(
     num_sms: u32,
 ) -> Option<&'a (&'static MatmulVariant, T)> {
     let clocks = |(variant, _): &&(&'static MatmulVariant, T)| match variant.tile {
-        // Where half a tile is no whole boxes, out does not leave by TMA.
-        MatmulTile::Wgmma { bm: 128, bn, .. } if problem.is_gated() && !bn.is_multiple_of(128) => {
-            (u64::MAX, 0)
-        }
+        tile if keeps_out(tile, problem.is_gated()) => (u64::MAX, 0),
         // A row of f32 takes the tensor cores as long as one of twice as many halves.
         tile => tensor_clocks(tile, batch, m, n, k / 2 * problem.dtype.bytes() as u32, num_sms),
     };
     let best = |kind: &dyn Fn(MatmulTile) -> bool| {
         loaded.iter().filter(|(variant, _)| kind(variant.tile)).min_by_key(clocks)
     };
-    if m > TUNED_FROM && batch == 1 && loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
-        let timed = loaded.iter().filter_map(|one @ (variant, _)| {
-            let leaves_by_tma = !matches!(variant.tile, MatmulTile::Wgmma { bm: 128, bn, .. }
-                if problem.is_gated() && !bn.is_multiple_of(128));
-            let micros = leaves_by_tma.then(|| micros(variant.tile, [m, n, k], num_sms)).flatten()?;
-            Some((one, micros))
-        });
-        if let Some((fastest, _)) = timed.min_by(|(_, a), (_, b)| a.total_cmp(b)) {
-            return Some(fastest);
-        }
+    if batch == 1
+        && let Some(fastest) = tuning::fastest(loaded, problem.is_gated(), [m, n, k], num_sms)
+    {
+        return Some(fastest);
     }
     let single = |tile| matches!(tile, MatmulTile::Wgmma { .. }) && batch == 1;
     let any = |tile| matches!(tile, MatmulTile::Mma { .. });
     // Swapped ones for so few rows only where there is no other.
-    let many = best(&single).or_else(|| best(&|tile| is_swapped(tile) && batch == 1)).or_else(|| best(&any));
+    let swapped = |tile| matches!(tile, MatmulTile::Swapped { .. }) && batch == 1;
+    let many = best(&single).or_else(|| best(&swapped)).or_else(|| best(&any));
     let on_hopper = many.is_some_and(|(variant, _)| single(variant.tile));
     let streams = m <= if on_hopper { STREAM_MAX_ROWS_ON_HOPPER } else { STREAM_MAX_ROWS };
     let few = |tile| matches!(tile, MatmulTile::Stream { .. }) && (streams || many.is_none());
@@ -267,13 +260,6 @@ pub(super) fn fastest<'a, T>(
         batch == 1 && (wanted == Some([bn, cluster]) || many.is_none())
     };
     best(&few).or_else(|| best(&split)).or(many)
-}
-
-/// Up to so many rows Hopper's 16-bit products go by what is below, beyond by measured times.
-const TUNED_FROM: u32 = 64;
-
-fn is_swapped(tile: MatmulTile) -> bool {
-    matches!(tile, MatmulTile::Swapped { .. })
 }
 
 /// Why `fastest` has taken a tile, of so many of the tensor cores.

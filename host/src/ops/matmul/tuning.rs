@@ -1,6 +1,6 @@
 //! How long the tiles of Hopper's 16-bit products take, by factors that were fitted to measured times.
 
-use abi::ops::matmul::{MatmulTile, WGMMA_ROW_BYTES, swapped_rows};
+use abi::ops::matmul::{MatmulTile, MatmulVariant, WGMMA_ROW_BYTES, swapped_rows};
 
 use super::tuned::TUNED;
 
@@ -39,8 +39,53 @@ impl Tuned {
     }
 }
 
+/// Up to so many rows products go by other rules.
+const FROM: u32 = 64;
+
+/// Where the factors of a tile stand in the table, by [`slot`]; 0 of one that was not timed, else one more.
+const PLACES: [u8; 256] = {
+    let mut places = [0; 256];
+    let mut i = 0;
+    while i < TUNED.len() {
+        places[slot(TUNED[i].tile).expect("a tile that has a place")] = i as u8 + 1;
+        i += 1;
+    }
+    places
+};
+
+/// A place for each kind, of 64 or 128 rows, 32 to 256 columns, and 1, 2 or 4 blocks.
+const fn slot((kind, bm, bn, cluster): (Kind, u32, u32, u32)) -> Option<usize> {
+    if bm > 128 || bn > 256 || bn == 0 || !bn.is_multiple_of(32) || cluster == 0 || cluster > 4 {
+        return None;
+    }
+    let of_columns = (bn as usize / 32 - 1) * 4 + cluster.ilog2() as usize;
+    Some(kind as usize * 64 + bm as usize / 128 * 32 + of_columns)
+}
+
+/// Of the loaded tiles that were timed, the one of the least time for a launch; none for few rows, and where the tiles
+/// whose columns are a's rows are not loaded, as for f32 and out of another type than a.
+pub(super) fn fastest<'a, T>(
+    loaded: &'a [(&'static MatmulVariant, T)],
+    is_gated: bool,
+    [m, n, k]: [u32; 3],
+    num_sms: u32,
+) -> Option<&'a (&'static MatmulVariant, T)> {
+    let is_swapped = |tile| matches!(tile, MatmulTile::Swapped { .. });
+    if m <= FROM || !loaded.iter().any(|(variant, _)| is_swapped(variant.tile)) {
+        return None;
+    }
+    let timed = loaded.iter().filter(|(variant, _)| !keeps_out(variant.tile, is_gated));
+    let timed = timed.filter_map(|one| Some((one, micros(one.0.tile, [m, n, k], num_sms)?)));
+    timed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(fastest, _)| fastest)
+}
+
+/// Whether out does not leave by TMA: where half a tile of a gated product is no whole boxes.
+pub(super) fn keeps_out(tile: MatmulTile, is_gated: bool) -> bool {
+    matches!(tile, MatmulTile::Wgmma { bm: 128, bn, .. } if is_gated && !bn.is_multiple_of(128))
+}
+
 /// Microseconds of a launch, of rows of a, rows of b and k, about; none of a tile that was not timed.
-pub(super) fn micros(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> Option<f32> {
+fn micros(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> Option<f32> {
     let key = match tile {
         MatmulTile::Wgmma { bm, bn, cluster, shares_a, .. } => {
             (if shares_a { Kind::SharesA } else { Kind::Wgmma }, bm, bn, cluster)
@@ -49,7 +94,7 @@ pub(super) fn micros(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> Opt
         MatmulTile::Swapped { bm, bn, cluster, .. } => (Kind::Swapped, bm, bn, cluster),
         _ => return None,
     };
-    let tuned = TUNED.iter().find(|tuned| tuned.tile == key)?;
+    let tuned = TUNED.get(usize::from(PLACES[slot(key)?]).checked_sub(1)?)?;
     let (kind, _, bn, cluster) = key;
     // Clusters of four leave some multiprocessors of a group over.
     let sms = if cluster > 2 { num_sms - num_sms / 11 } else { num_sms };
@@ -66,4 +111,22 @@ pub(super) fn micros(tile: MatmulTile, [m, n, k]: [u32; 3], num_sms: u32) -> Opt
     let (waves, rows) = (waves as f32, rows as f32);
     let of_wave = steps as f32 * (step + of_full * full + of_row * rows) + wave + wave_row * rows;
     Some(waves * of_wave + tuned.once)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use abi::ops::matmul::WGMMA_VARIANTS;
+
+    use super::*;
+
+    #[test]
+    fn each_tile_has_a_place_of_its_own() {
+        let slots: BTreeSet<usize> = TUNED.iter().filter_map(|tuned| slot(tuned.tile)).collect();
+        assert_eq!(slots.len(), TUNED.len());
+        for variant in WGMMA_VARIANTS.iter().filter(|variant| variant.entry.starts_with("matmul_bf16__")) {
+            assert!(micros(variant.tile, [128, 4096, 4096], 132).is_some(), "{}", variant.entry);
+        }
+    }
 }
