@@ -224,8 +224,8 @@ pub(super) fn tensor(limits: &DeviceLimits, problem: &MatmulProblem) -> Vec<&'st
 }
 
 /// The kernel that a launch takes among those of the tensor cores that are loaded: of many rows on Hopper the one of
-/// the least measured time ([`tuning`]), else of the first kind of `Stream`, `Split`, `Wgmma` and `Mma` that can be used
-/// at all the tile of the least clocks. n counts the rows of b.
+/// the least measured time ([`tuning`]), else of the first kind of `Stream`, `Split`, `Wgmma` and `Mma` that can be
+/// used at all the tile of the least clocks. n counts the rows of b.
 pub(super) fn fastest<'a, T>(
     loaded: &'a [(&'static MatmulVariant, T)],
     problem: &MatmulProblem,
