@@ -9,8 +9,11 @@ use std::time::Instant;
 
 use clap::Parser;
 use serde_json::{Value, json};
-use warpforge::group::{Communicator, Group};
-use warpforge::models::{Model, ModelConfig, Quantise, SessionOptions, SessionSampler};
+use warpforge::group::Group;
+use warpforge::models::{
+    ExpertSharding, FeedForwardConfig, LayerConfig, Model, ModelConfig, Quantise, SessionOptions,
+    SessionSampler, Shard,
+};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, Device, DeviceChoice};
 
@@ -25,6 +28,9 @@ struct Options {
     /// Numbers of ranks.
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
     ranks: Vec<usize>,
+    /// How several ranks share the experts of mixtures: tensor, expert, or both of them in turn.
+    #[arg(long, value_delimiter = ',', default_value = "tensor")]
+    experts: Vec<ExpertSharding>,
     /// cuda, a card for each rank, or cpu.
     #[arg(long, default_value = "cuda")]
     device: DeviceChoice,
@@ -46,6 +52,19 @@ struct Options {
     /// Of cargo.
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+impl Options {
+    /// Numbers of ranks and ways to share the experts, each that makes a difference for the model.
+    fn groups(&self, named: &Named) -> Vec<(usize, ExpertSharding)> {
+        let mixes = |layer: &LayerConfig| matches!(layer.feed_forward, FeedForwardConfig::Moe(_));
+        let is_mixture = named.config.decoder.layers.iter().any(mixes);
+        let ways = |&ranks: &usize| {
+            let count = if ranks > 1 && is_mixture { self.experts.len() } else { 1 };
+            self.experts.iter().take(count).map(move |&experts| (ranks, experts))
+        };
+        self.ranks.iter().flat_map(ways).collect()
+    }
 }
 
 /// A model, as an argument names it.
@@ -77,10 +96,10 @@ fn median(mut samples: Vec<f64>) -> f64 {
 }
 
 /// Milliseconds of each case at a rank, with the bytes that its device has in use.
-fn times(rank: &Communicator, named: &Named, options: &Options) -> Result<Vec<(String, f64)>, Failure> {
+fn times(shard: Shard<'_>, named: &Named, options: &Options) -> Result<Vec<(String, f64)>, Failure> {
     let &Options { prompt, steps, dtype, .. } = options;
     let started = Instant::now();
-    let model = Model::random_of_rank(rank, named.config.clone(), dtype, named.quantise, 1)?;
+    let model = Model::random_of_rank(shard, named.config.clone(), dtype, named.quantise, 1)?;
     let mut times = vec![("make".to_owned(), started.elapsed().as_secs_f64() * 1e3)];
     let vocab = named.config.decoder.vocab_size as u32;
     let text = |sequence: usize| -> Vec<u32> {
@@ -119,7 +138,7 @@ fn times(rank: &Communicator, named: &Named, options: &Options) -> Result<Vec<(S
     }
     times.push((
         "GiB".to_owned(),
-        rank.device().pool().stats().peak_in_use_bytes as f64 / (1u64 << 30) as f64,
+        model.device().pool().stats().peak_in_use_bytes as f64 / (1u64 << 30) as f64,
     ));
     Ok(times)
 }
@@ -133,26 +152,28 @@ fn main() -> Result<(), Failure> {
     for name in &options.models {
         let named = Named::new(name)?;
         let mut first: Vec<(String, f64)> = Vec::new();
-        for &ranks in &options.ranks {
+        for (ranks, experts) in options.groups(&named) {
             let devices = (0..ranks).map(device).collect::<Result<Vec<_>, _>>()?;
             let card = devices[0].describe();
-            let outcomes = Group::new(&devices)?.run(|rank| times(rank, &named, &options));
+            let outcomes = Group::new(&devices)?
+                .run(|rank| times(Shard::from(rank).with_experts(experts), &named, &options));
             let outcome: Result<Vec<_>, Failure> = outcomes.into_iter().collect();
+            let sharding = format!("{experts:?}").to_lowercase();
             let of_ranks = match outcome {
                 Ok(of_ranks) => of_ranks,
                 // The others are told all the same.
                 Err(error) => {
-                    println!("{name}, {ranks} ranks: {error}");
+                    println!("{name}, {ranks} ranks, {sharding}: {error}");
                     continue;
                 }
             };
             for (case, ms) in &of_ranks[0] {
                 let one = first.iter().find(|(other, _)| other == case).map(|(_, one)| ms / one);
                 let share = one.map_or(String::new(), |share| format!("  {share:.2} of one"));
-                println!("{name}, {ranks} ranks, {case}: {ms:.3}{share}");
+                println!("{name}, {ranks} ranks, {sharding}, {case}: {ms:.3}{share}");
                 if let Some(path) = &options.json {
                     let line = json!({
-                        "model": name, "ranks": ranks, "case": case, "value": ms, "device": card,
+                        "model": name, "ranks": ranks, "experts": sharding, "case": case, "value": ms, "device": card,
                         "dtype": options.dtype.name(),
                     });
                     use std::io::Write;
@@ -160,7 +181,7 @@ fn main() -> Result<(), Failure> {
                     writeln!(file, "{line}")?;
                 }
             }
-            if first.is_empty() {
+            if ranks == 1 {
                 first = of_ranks.into_iter().next().unwrap_or_default();
             }
         }

@@ -25,7 +25,7 @@ pub fn bench(bencher: &mut Bencher) {
 
 fn time(bencher: &mut Bencher, case: &MoePermuteCase) -> Result<(), Failure> {
     let &MoePermuteCase { tokens, top_k, experts, .. } = case;
-    let plan = MoePermute::plan(&bencher.device, MoePermuteProblem { tokens, top_k, experts })?;
+    let plan = MoePermute::plan(&bencher.device, MoePermuteProblem::new(tokens, top_k, experts))?;
     let report = plan.report();
     let shape = json!({ "tokens": tokens, "top_k": top_k, "experts": experts });
     let work = Work { dtype: DType::U32.name(), shape, bytes: report.bytes, flops: 0 };
@@ -49,7 +49,7 @@ fn time(bencher: &mut Bencher, case: &MoePermuteCase) -> Result<(), Failure> {
         plan.run(stream, MoePermuteArgs { ids: set.ids.view(), offsets, order, positions })
     };
     let verify = |stream: &Stream, set: &Set| {
-        let (offsets, order, positions) = reference::moe_permute(&set.ids.to_vec(stream)?, experts);
+        let (offsets, order, positions) = reference::moe_permute(&set.ids.to_vec(stream)?, 0..experts);
         check_bits_eq(&set.offsets.to_vec::<u32>(stream)?, &offsets)?;
         check_bits_eq(&set.order.to_vec::<u32>(stream)?, &order)?;
         check_bits_eq(&set.positions.to_vec::<u32>(stream)?, &positions)?;

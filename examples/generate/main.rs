@@ -36,7 +36,7 @@ use ranks::Followers;
 use text::Codec;
 use warpforge::group::{Communicator, Group};
 use warpforge::models::{
-    Adapter, Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler,
+    Adapter, Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler, Shard,
 };
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
@@ -267,7 +267,10 @@ fn load(
         ControlFlow::Continue(())
     };
     let model = match rank {
-        Some(rank) => Model::of_rank(rank, &checkpoint, dtype, options.quant, &mut progress)?,
+        Some(rank) => {
+            let shard = Shard::from(rank).with_experts(options.experts);
+            Model::of_rank(shard, &checkpoint, dtype, options.quant, &mut progress)?
+        }
         None => Model::quantised_while(device, &checkpoint, dtype, options.quant, &mut progress)?,
     };
     bar.finish_and_clear();

@@ -7,7 +7,7 @@ use clap::Parser;
 use warpforge::models::cached_repo;
 #[cfg(feature = "hub")]
 use warpforge::models::download_repo;
-use warpforge::models::{GenerationConfig, ModelError, Quantise};
+use warpforge::models::{ExpertSharding, GenerationConfig, ModelError, Quantise};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
 use warpforge::{DType, Device, DeviceChoice, OptLevel};
@@ -58,6 +58,9 @@ pub struct Options {
     /// Devices that have the model together, each a part of it: 0,1 are cuda:0 and cuda:1. Of cards NCCL is needed.
     #[arg(long, value_delimiter = ',', value_parser = parse_device, conflicts_with = "device")]
     pub devices: Vec<DeviceChoice>,
+    /// How --devices share the experts of a mixture: tensor (each has some columns of all) or expert (each has some).
+    #[arg(long, default_value = "tensor", value_parser = parse_experts)]
+    pub experts: ExpertSharding,
     /// Type of weights and activations: f32, bf16 or f16. Default: the checkpoint's on a card, f32 on the CPU.
     #[arg(long, value_parser = parse_dtype)]
     pub dtype: Option<DType>,
@@ -114,6 +117,10 @@ fn parse_device(text: &str) -> Result<DeviceChoice, String> {
 fn parse_dtype(text: &str) -> Result<DType, String> {
     let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
+}
+
+fn parse_experts(text: &str) -> Result<ExpertSharding, String> {
+    text.parse().map_err(|error: warpforge::Error| error.to_string())
 }
 
 fn parse_quantise(text: &str) -> Result<Quantise, String> {

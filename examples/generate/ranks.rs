@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use warpforge::DType;
 use warpforge::group::Communicator;
-use warpforge::models::{Checkpoint, Model, PatchGrid, Session, SessionOptions, Visual};
+use warpforge::models::{Checkpoint, Model, PatchGrid, Session, SessionOptions, Shard, Visual};
 
 use crate::options::Options;
 use crate::output::Failure;
@@ -68,7 +68,13 @@ pub fn follow(
 ) -> Result<(), Failure> {
     let checkpoint = Checkpoint::open(&options.model)?;
     let mut go_on = |_| ControlFlow::Continue(());
-    let model = Model::of_rank(rank, &checkpoint, dtype, options.quant, &mut go_on)?;
+    let model = Model::of_rank(
+        Shard::from(rank).with_experts(options.experts),
+        &checkpoint,
+        dtype,
+        options.quant,
+        &mut go_on,
+    )?;
     let mut session = model.session(session)?;
     while let Ok(call) = orders.0.recv() {
         obey(&mut session, &call)?;

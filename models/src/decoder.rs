@@ -206,7 +206,7 @@ impl Shared {
         let mut all = self.all.view_mut().slice(0, 0..ranks * rows)?;
         self.rank.all_gather(stream, own, all.reborrow())?;
         for rank in 0..ranks {
-            let tokens = Part::new(rank, ranks, 1).tokens(vocab_size);
+            let tokens = Part::new(rank, ranks).tokens(vocab_size);
             let src = all.as_view().slice(0, rank * rows..(rank + 1) * rows)?.slice(1, 0..tokens.len())?;
             self.copy.run(stream, CopyArgs { src, dst: out.reborrow().slice(1, tokens)? })?;
         }

@@ -50,6 +50,7 @@ pub use layers::{
 };
 pub use loader::{LoadProgress, Quantise};
 pub use model::{LoadReport, Model};
+pub use part::{ExpertSharding, Shard};
 pub use quant::{CodeType, GgmlType, Origin, Origins, QuantMatrix, QuantReport, QuantisedTensor};
 pub use sampler::SessionSampler;
 pub use session::{LogitRows, Logits, Session, SessionOptions};

@@ -171,6 +171,11 @@ impl<'n> Piece<'n> {
         self.rows.len().saturating_mul(self.cols.len())
     }
 
+    /// Elements of the tensor.
+    fn whole(&self) -> usize {
+        self.rows.of * self.row
+    }
+
     /// Where in the tensor the first of them is.
     fn start(&self) -> usize {
         self.rows.ranges.first().map_or(0, |rows| rows.start) * self.row + self.cols.start
@@ -413,50 +418,53 @@ impl<'a> Loader<'a> {
         Ok(weights)
     }
 
-    /// Matrices of all experts, of each these rows and columns, `[experts, rows, cols]`: the tensor `fused` if the
+    /// Matrices of these experts, of each these rows and columns, `[experts, rows, cols]`: the tensor `fused` if the
     /// checkpoint has it, else those that `parts` names for each expert, of equal heights, above each other. Packed if
     /// all of them are quantised in layouts that kernels take, a part's alike in all experts.
     pub(super) fn of_experts(
         &mut self,
         fused: &str,
-        experts: usize,
+        experts: &Cut,
         [rows, cols]: [&Cut; 2],
         parts: impl Fn(usize) -> Vec<String>,
     ) -> Result<ProjectionWeight, Error> {
-        let shape = [experts, rows.len(), cols.len()];
+        let shape = [experts.len(), rows.len(), cols.len()];
         if let Some(layout) = self.random_layout()
             && shape.iter().product::<usize>() > 0
         {
             let whole = rows.len().is_multiple_of(layout.rows as usize);
             let layout = Layout { rows: if whole { layout.rows } else { 1 }, ..layout };
             let size = [rows.len(), cols.len()];
-            let weight = Weight::random(self.stream, layout, experts, size, rows.len() as u64)?;
+            let weight = Weight::random(self.stream, layout, experts.len(), size, rows.len() as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
         let is_fused = self.contains(fused);
         let names: Vec<Vec<String>> =
-            if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts).map(parts).collect() };
+            if is_fused { vec![vec![fused.to_owned()]] } else { (0..experts.of).map(parts).collect() };
         names.iter().flatten().for_each(|name| self.note_projection([name].into_iter()));
         if let Source::Checkpoint(checkpoint) = self.source
             && self.quantise != Quantise::Dense
             && shape.iter().product::<usize>() > 0
             && let Some(packed) =
-                self.packed_experts(checkpoint, (&names, is_fused.then_some(experts)), [rows, cols])?
+                self.packed_experts(checkpoint, (&names, is_fused), experts, [rows, cols])?
         {
             return Ok(ProjectionWeight::Packed(packed));
         }
         if is_fused {
             let all = Piece {
-                shape: vec![experts, rows.of, cols.of],
-                ..Piece::new(fused, &rows.repeated(experts), &[cols.of], Some(cols))
+                shape: vec![experts.of, rows.of, cols.of],
+                ..Piece::new(fused, &rows.repeated(experts.clone()), &[cols.of], Some(cols))
             };
             return Ok(ProjectionWeight::Plain(self.load(self.dtype, &[all], &shape)?));
         }
-        let of_expert = |names: &'_ Vec<String>| -> Vec<(String, Cut)> {
-            let part = |(part, name): (usize, &String)| (name.clone(), rows.within(names.len(), part));
-            names.iter().enumerate().map(part).collect()
+        let of_expert = |(expert, names): (usize, &Vec<String>)| -> Vec<(String, Cut)> {
+            let own = |part: usize| match experts.contains(expert) {
+                true => rows.within(names.len(), part),
+                false => Cut::none(rows.of / names.len()),
+            };
+            names.iter().enumerate().map(|(part, name)| (name.clone(), own(part))).collect()
         };
-        let parts: Vec<(String, Cut)> = names.iter().flat_map(of_expert).collect();
+        let parts: Vec<(String, Cut)> = names.iter().enumerate().flat_map(of_expert).collect();
         let pieces = matrices(&parts, cols);
         Ok(ProjectionWeight::Plain(self.load(self.dtype, &pieces, &shape)?))
     }
@@ -564,10 +572,13 @@ impl<'a> Loader<'a> {
             Source::Random { block, .. } if block.dtype() != dtype => Tensor::zeros(stream, shape, dtype)?,
             Source::Random { block, start } => {
                 let mut tensor = Tensor::empty(stream, shape, dtype)?;
-                let (len, whole) =
-                    (tensor.len(), pieces.iter().map(|piece| piece.rows.of * piece.row).sum::<usize>());
+                let (len, whole) = (tensor.len(), pieces.iter().map(Piece::whole).sum::<usize>());
                 // Ranks that have the same of a tensor have the same numbers, and those that have not, others.
-                let mut at = (*start + pieces.first().map_or(0, Piece::start)) % RANDOM_BLOCK;
+                let empty = pieces.iter().take_while(|piece| piece.rows.len() == 0);
+                let (skipped, before) =
+                    empty.fold((0, 0), |(count, sum), piece| (count + 1, sum + piece.whole()));
+                let first = pieces.get(skipped).map_or(0, |piece| before + piece.start());
+                let mut at = (*start + first) % RANDOM_BLOCK;
                 let mut done = 0;
                 while done < len {
                     let part = (RANDOM_BLOCK - at).min(len - done);

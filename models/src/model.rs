@@ -12,7 +12,7 @@ use super::decoder::Decoder;
 use super::error::{Excerpt, list};
 use super::layers::Adapters;
 use super::loader::{Listed, LoadProgress, Loader, Quantise};
-use super::part::Part;
+use super::part::{Part, Shard};
 use super::{
     Adapter, Batch, BatchError, BatchOptions, Checkpoint, ModelConfig, Session, SessionOptions, VisionTower,
 };
@@ -123,21 +123,23 @@ impl Model {
     /// and of every expert, and of the tokens of the head; of the files it reads that alone. The results are the same
     /// at all ranks.
     ///
-    /// A quantised weight that would be cut inside of a group or block is dequantised.
+    /// A quantised weight that would be cut inside of a group or block is dequantised. `rank` is the rank, or it with experts
+    /// that are shared as a whole ([`Shard::with_experts`]), which all ranks must say alike.
     ///
     /// **Errors**: as [`Model::quantised_while`].
-    pub fn of_rank(
-        rank: &Communicator,
+    pub fn of_rank<'a>(
+        rank: impl Into<Shard<'a>>,
         checkpoint: &Checkpoint,
         dtype: DType,
         quantise: Quantise,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Self, Error> {
-        Self::load_part((rank.device(), Some(rank)), checkpoint, dtype, quantise, progress)
+        let shard = rank.into();
+        Self::load_part((shard.rank.device(), Some(shard)), checkpoint, dtype, quantise, progress)
     }
 
     fn load_part(
-        (device, rank): (&Device, Option<&Communicator>),
+        (device, shard): (&Device, Option<Shard<'_>>),
         checkpoint: &Checkpoint,
         dtype: DType,
         quantise: Quantise,
@@ -150,8 +152,8 @@ impl Model {
         };
         let config = checkpoint.config().clone();
         check(&config, dtype)?;
-        let part = match rank {
-            Some(rank) => Part::new(rank.rank(), rank.size(), checkpoint.unit(quantise)?),
+        let part = match &shard {
+            Some(shard) => shard.part(checkpoint.unit(quantise)?),
             None => Part::WHOLE,
         };
         let stream = device.stream()?;
@@ -167,7 +169,7 @@ impl Model {
             unused_tensors = report.unused_tensors.len(),
             "loaded a model"
         );
-        Ok(Self { report: Arc::new(report), ..Self::new((device, rank), part, config, parts, dtype) })
+        Ok(Self { report: Arc::new(report), ..Self::new((device, shard), part, config, parts, dtype) })
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
@@ -192,30 +194,31 @@ impl Model {
     }
 
     /// The same as a rank's part of it: see [`Model::of_rank`]. What all ranks have is the same at all of them.
-    pub fn random_of_rank(
-        rank: &Communicator,
+    pub fn random_of_rank<'a>(
+        rank: impl Into<Shard<'a>>,
         config: ModelConfig,
         dtype: DType,
         quantise: Quantise,
         seed: u64,
     ) -> Result<Self, Error> {
-        Self::random_part((rank.device(), Some(rank)), config, dtype, quantise, seed)
+        let shard = rank.into();
+        Self::random_part((shard.rank.device(), Some(shard)), config, dtype, quantise, seed)
     }
 
     fn random_part(
-        (device, rank): (&Device, Option<&Communicator>),
+        (device, shard): (&Device, Option<Shard<'_>>),
         config: ModelConfig,
         dtype: DType,
         quantise: Quantise,
         seed: u64,
     ) -> Result<Self, Error> {
         check(&config, dtype)?;
-        let part = rank.map_or(Part::WHOLE, |rank| Part::new(rank.rank(), rank.size(), quantise.unit()));
+        let part = shard.map_or(Part::WHOLE, |shard| shard.part(quantise.unit()));
         let stream = device.stream()?;
         let parts =
             Loader::random(seed, (&stream, part), (dtype, quantise), |loader| build(&config, loader))?;
         stream.synchronize()?;
-        Ok(Self::new((device, rank), part, config, parts, dtype))
+        Ok(Self::new((device, shard), part, config, parts, dtype))
     }
 
     /// Names and shapes of the tensors that a model of this configuration takes from a checkpoint, experts one by one.
@@ -232,7 +235,7 @@ impl Model {
     }
 
     fn new(
-        (device, rank): (&Device, Option<&Communicator>),
+        (device, shard): (&Device, Option<Shard<'_>>),
         part: Part,
         config: ModelConfig,
         (decoder, tower): (Decoder, Option<VisionTower>),
@@ -240,7 +243,8 @@ impl Model {
     ) -> Self {
         let (decoder, tower) = (Arc::new(decoder), tower.map(Arc::new));
         let report = Arc::default();
-        let own = rank
+        let own = shard
+            .map(|shard| shard.rank)
             .filter(|rank| rank.size() > 1)
             .map(|rank| (rank.clone(), Arc::new(part.of(&config.decoder))));
         Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype, report, rank: own }

@@ -1,8 +1,11 @@
-//! What of a model a rank of a group has: heads of the mixers, columns of the gated MLPs and of each expert, tokens of
-//! the head. What is behind them, a matrix that takes a rank's heads or columns, gives a rank's part of a sum; norms,
+//! What of a model a rank of a group has: heads of the mixers, columns of the gated MLPs and of each expert or some of the
+//! experts, tokens of the head. What is behind them, a matrix that takes a rank's heads or columns, gives a rank's part of a sum; norms,
 //! routers, embedding, latent rows and vision tower are the same at all ranks.
 
 use std::ops::Range;
+
+use host::Error;
+use host::group::Communicator;
 
 use super::config::{
     AttentionConfig, DecoderConfig, DeltaNetConfig, FeedForwardConfig, LatentConfig, MixerConfig, MlpConfig,
@@ -18,6 +21,16 @@ pub(super) struct Cut {
 impl Cut {
     pub(super) fn range(of: usize, range: Range<usize>) -> Self {
         Cut { of, ranges: vec![range] }
+    }
+
+    /// Nothing of a dimension of this size.
+    pub(super) fn none(of: usize) -> Self {
+        Cut { of, ranges: Vec::new() }
+    }
+
+    /// Whether this place is taken.
+    pub(super) fn contains(&self, place: usize) -> bool {
+        self.ranges.iter().any(|range| range.contains(&place))
     }
 
     /// How many are taken.
@@ -36,21 +49,22 @@ impl Cut {
         Cut { of: self.of * width, ranges }
     }
 
-    /// The same places again in each of so many dimensions of this size that follow each other.
-    pub(super) fn repeated(&self, times: usize) -> Cut {
+    /// The same places again in each of these, which are dimensions of this size that follow each other.
+    pub(super) fn repeated(&self, times: impl Into<Cut>) -> Cut {
+        let times: Cut = times.into();
         let of = |index: usize| {
             let start = index * self.of;
             self.ranges.iter().map(move |range| start + range.start..start + range.end)
         };
         // What is taken as a whole stays so.
         let mut ranges: Vec<Range<usize>> = Vec::new();
-        for range in (0..times).flat_map(of) {
+        for range in times.ranges.iter().cloned().flatten().flat_map(of) {
             match ranges.last_mut() {
                 Some(last) if last.end == range.start => last.end = range.end,
                 _ => ranges.push(range),
             }
         }
-        Cut { of: self.of * times, ranges }
+        Cut { of: self.of * times.of, ranges }
     }
 
     /// Which of them are in one of so many equal parts, counted from the part's start.
@@ -69,11 +83,63 @@ impl From<usize> for Cut {
     }
 }
 
+/// How the ranks of a group share the experts of a mixture. Tokens are at all ranks either way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ExpertSharding {
+    /// Each rank has some columns of every expert: all have as much to do, whatever experts the tokens choose.
+    #[default]
+    Tensor,
+    /// Each rank has some experts as a whole: fewer and larger products, of experts that no border cuts, but ranks wait for
+    /// the one whose experts have the most tokens. With fewer experts than ranks as [`ExpertSharding::Tensor`].
+    Expert,
+}
+
+impl std::str::FromStr for ExpertSharding {
+    type Err = Error;
+
+    /// `tensor` or `expert`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "tensor" => Ok(ExpertSharding::Tensor),
+            "expert" => Ok(ExpertSharding::Expert),
+            _ => Err(Error::invalid("Model", "experts", "tensor or expert", format!("{text:?}"))),
+        }
+    }
+}
+
+/// A rank, and how it shares a model with the others of its group.
+#[derive(Clone, Copy, Debug)]
+pub struct Shard<'a> {
+    pub(super) rank: &'a Communicator,
+    pub(super) experts: ExpertSharding,
+}
+
+impl<'a> From<&'a Communicator> for Shard<'a> {
+    fn from(rank: &'a Communicator) -> Self {
+        Shard { rank, experts: ExpertSharding::default() }
+    }
+}
+
+impl Shard<'_> {
+    /// With experts shared in this way.
+    #[must_use]
+    pub fn with_experts(self, experts: ExpertSharding) -> Self {
+        Shard { experts, ..self }
+    }
+
+    /// The part that it has of a model, of whose weights `unit` neighbouring columns belong together.
+    pub(super) fn part(&self, unit: usize) -> Part {
+        Part { rank: self.rank.rank(), size: self.rank.size(), unit, experts: self.experts }
+    }
+}
+
 /// A rank's place in a group, and what its weights allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     rank: usize,
     size: usize,
+    experts: ExpertSharding,
     /// Columns of quantised weights that share a scale, and rows, where that bounds where they may be cut; else 1.
     unit: usize,
 }
@@ -83,10 +149,10 @@ const COLUMNS: [usize; 5] = [128, 64, 32, 16, 8];
 
 impl Part {
     /// All of it.
-    pub(super) const WHOLE: Part = Part { rank: 0, size: 1, unit: 1 };
+    pub(super) const WHOLE: Part = Part::new(0, 1);
 
-    pub(super) fn new(rank: usize, size: usize, unit: usize) -> Self {
-        Part { rank, size, unit }
+    pub(super) const fn new(rank: usize, size: usize) -> Self {
+        Part { rank, size, unit: 1, experts: ExpertSharding::Tensor }
     }
 
     /// Whether it is the rank that adds what is to be added once.
@@ -138,6 +204,20 @@ impl Part {
         units.start * unit..(units.end * unit).min(size)
     }
 
+    /// Experts of a mixture of so many.
+    pub(super) fn experts(&self, count: usize) -> Range<usize> {
+        if self.has_whole_experts(count) { self.share(count) } else { 0..count }
+    }
+
+    /// Columns of each expert of a mixture of so many.
+    pub(super) fn expert_columns(&self, count: usize, expert: &MlpConfig) -> Range<usize> {
+        if self.has_whole_experts(count) { 0..expert.intermediate_size } else { self.columns(expert) }
+    }
+
+    fn has_whole_experts(&self, count: usize) -> bool {
+        self.experts == ExpertSharding::Expert && count >= self.size
+    }
+
     /// Tokens that the head has a row for: as many at each rank, but for the last ones.
     pub(super) fn tokens(&self, vocab_size: usize) -> Range<usize> {
         let most = vocab_size.div_ceil(self.size);
@@ -164,7 +244,8 @@ impl Part {
             match &mut layer.feed_forward {
                 FeedForwardConfig::Mlp(mlp) => cut(mlp),
                 FeedForwardConfig::Moe(moe) => {
-                    cut(&mut moe.expert);
+                    let inner = self.expert_columns(moe.num_experts, &moe.expert);
+                    moe.expert.intermediate_size = inner.len();
                     if let Some(shared) = &mut moe.shared {
                         cut(&mut shared.mlp);
                     }
@@ -201,7 +282,7 @@ mod tests {
             for size in 1..=33 {
                 let mut next = 0;
                 for rank in 0..size {
-                    let [q, kv] = Part::new(rank, size, 1).heads(&config);
+                    let [q, kv] = Part::new(rank, size).heads(&config);
                     assert_eq!(q.start, if q.is_empty() { q.end } else { next });
                     next = if q.is_empty() { next } else { q.end };
                     assert_eq!(q.is_empty(), kv.is_empty());
@@ -229,7 +310,8 @@ mod tests {
         ];
         for (intermediate_size, size, unit, borders) in table {
             let config = MlpConfig { intermediate_size, activation: Activation::Silu };
-            let cuts: Vec<_> = (0..size).map(|rank| Part::new(rank, size, unit).columns(&config)).collect();
+            let cuts: Vec<_> =
+                (0..size).map(|rank| Part { unit, ..Part::new(rank, size) }.columns(&config)).collect();
             let expected: Vec<_> = borders.windows(2).map(|pair| pair[0]..pair[1]).collect();
             assert_eq!(cuts, expected, "{intermediate_size} {size} {unit}");
         }
@@ -242,15 +324,33 @@ mod tests {
         assert!(Cut::from(7).is_all());
         assert_eq!(cut.times(3), Cut { of: 18, ranges: vec![3..6, 12..18] });
         assert_eq!(cut.repeated(2), Cut { of: 12, ranges: vec![1..2, 4..6, 7..8, 10..12] });
+        assert_eq!(cut.repeated(Cut::range(3, 1..2)), Cut { of: 18, ranges: vec![7..8, 10..12] });
+        assert!(cut.contains(5) && !cut.contains(3) && Cut::none(6).len() == 0);
         assert_eq!(Cut::from(3).repeated(2), Cut::from(6));
         assert_eq!(cut.within(2, 0), Cut::range(3, 1..2));
         assert_eq!(cut.within(2, 1), Cut::range(3, 1..3));
     }
 
     #[test]
+    fn experts_are_dealt_out_once() {
+        let expert = MlpConfig { intermediate_size: 768, activation: Activation::Silu };
+        let part = |rank, size, experts| Part { experts, ..Part::new(rank, size) };
+        let whole = |size: usize, count| -> Vec<_> {
+            (0..size).map(|rank| part(rank, size, ExpertSharding::Expert).experts(count)).collect()
+        };
+        assert_eq!(whole(4, 10), [0..2, 2..5, 5..7, 7..10]);
+        assert_eq!(part(1, 4, ExpertSharding::Expert).expert_columns(10, &expert), 0..768);
+        // Fewer experts than ranks, or their columns: all experts.
+        assert_eq!(whole(4, 3), vec![0..3; 4]);
+        assert_eq!(part(1, 4, ExpertSharding::Expert).expert_columns(3, &expert), 192..384);
+        assert_eq!(part(1, 4, ExpertSharding::Tensor).experts(10), 0..10);
+        assert_eq!(part(1, 4, ExpertSharding::Tensor).expert_columns(10, &expert), 192..384);
+    }
+
+    #[test]
     fn tokens_are_as_many_but_for_the_last() {
         let of = |vocab, size: usize| -> Vec<_> {
-            (0..size).map(|rank| Part::new(rank, size, 1).tokens(vocab)).collect()
+            (0..size).map(|rank| Part::new(rank, size).tokens(vocab)).collect()
         };
         assert_eq!(of(384, 2), [0..192, 192..384]);
         assert_eq!(of(5, 4), [0..2, 2..4, 4..5, 5..5]);

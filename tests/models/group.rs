@@ -2,13 +2,13 @@
 
 use std::ops::ControlFlow;
 
-use warpforge::group::{Communicator, Group};
-use warpforge::models::{Checkpoint, Quantise};
+use warpforge::group::Group;
+use warpforge::models::{Checkpoint, ExpertSharding, Quantise, Shard};
 
 use super::golden::session_matches;
 use super::*;
 
-fn part(rank: &Communicator, folder: &Path, dtype: DType) -> Result<Model, warpforge::Error> {
+fn part<'a>(rank: impl Into<Shard<'a>>, folder: &Path, dtype: DType) -> Result<Model, warpforge::Error> {
     let mut go_on = |_| ControlFlow::Continue(());
     Model::of_rank(rank, &Checkpoint::open(folder)?, dtype, Quantise::AsStored, &mut go_on)
 }
@@ -18,10 +18,10 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 /// What transformers computed, at every rank, with the same bits at all of them.
-fn group_matches(group: &Group, case: &Case, chunk: usize) -> Outcome {
+fn group_matches(group: &Group, case: &Case, chunk: usize, experts: ExpertSharding) -> Outcome {
     let logits = group.run(|rank| -> Result<Vec<u32>, String> {
         let of_rank = || -> Result<_, Box<dyn StdError>> {
-            let model = part(rank, &case.folder, DType::F32)?;
+            let model = part(Shard::from(rank).with_experts(experts), &case.folder, DType::F32)?;
             assert!(model.report().is_empty(), "{}", model.report());
             Ok(bits(&session_matches(&mut model.session(options(case, chunk))?, case)?))
         };
@@ -42,7 +42,19 @@ fn golden_f32_over_cpus() -> Outcome {
     for name in GOLDEN {
         let case = Case::load(name)?;
         for (size, chunk) in [(1, 64), (2, 64), (3, 16), (4, 64), (8, 29)] {
-            group_matches(&cpus(size)?, &case, chunk)?;
+            group_matches(&cpus(size)?, &case, chunk, ExpertSharding::Tensor)?;
+        }
+    }
+    Ok(())
+}
+
+/// Also more ranks than there are experts.
+#[test]
+fn golden_f32_with_whole_experts_over_cpus() -> Outcome {
+    for name in ["qwen3_moe", "qwen3_next", "glm4_moe_lite"] {
+        let case = Case::load(name)?;
+        for (size, chunk) in [(1, 64), (2, 64), (3, 16), (4, 29), (17, 64)] {
+            group_matches(&cpus(size)?, &case, chunk, ExpertSharding::Expert)?;
         }
     }
     Ok(())
@@ -53,21 +65,23 @@ mod golden_f32_over_simulated_cards {
     use super::*;
 
     macro_rules! models {
-        ($($name:ident over $size:literal,)*) => {$(
+        ($($test:ident: $name:ident over $size:literal, $experts:ident;)*) => {$(
             #[test]
-            fn $name() -> Outcome {
+            fn $test() -> Outcome {
                 let card = |_| Device::simulated(Arc::new(Card::new(Arch::Sm90a)));
                 let devices = (0..$size).map(card).collect::<Result<Vec<_>, _>>()?;
-                group_matches(&Group::new(&devices)?, &Case::load(stringify!($name))?, 64)
+                group_matches(&Group::new(&devices)?, &Case::load(stringify!($name))?, 64, ExpertSharding::$experts)
             }
         )*};
     }
 
     models! {
-        qwen3 over 4,
-        qwen3_moe over 2,
-        qwen3_next over 2,
-        glm4_moe_lite over 3,
+        qwen3: qwen3 over 4, Tensor;
+        qwen3_moe: qwen3_moe over 2, Tensor;
+        qwen3_moe_whole_experts: qwen3_moe over 2, Expert;
+        qwen3_next: qwen3_next over 2, Tensor;
+        glm4_moe_lite: glm4_moe_lite over 3, Tensor;
+        glm4_moe_lite_whole_experts: glm4_moe_lite over 3, Expert;
     }
 }
 
@@ -87,7 +101,10 @@ fn golden_f32_over_cards() -> Outcome {
         let case = Case::load(name)?;
         for size in 2..=count {
             match Group::new(&devices[..size]) {
-                Ok(group) => group_matches(&group, &case, 64)?,
+                Ok(group) => {
+                    group_matches(&group, &case, 64, ExpertSharding::Tensor)?;
+                    group_matches(&group, &case, 64, ExpertSharding::Expert)?;
+                }
                 // Without NCCL.
                 Err(error @ warpforge::Error::Unsupported { .. }) => {
                     testkit::gpu::skip_optional(&error.to_string());

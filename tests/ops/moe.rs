@@ -203,7 +203,7 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
         order: order.view_mut(),
         positions: positions.view_mut(),
     };
-    MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?.run(stream, args)?;
+    MoePermute::plan(device, MoePermuteProblem::new(tokens, top_k, experts))?.run(stream, args)?;
     let from = GroupedRows::Gathered { fan_out: top_k };
     let first = GroupedMatmulProblem {
         rows: pairs,

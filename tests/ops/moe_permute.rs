@@ -35,12 +35,12 @@ struct Case {
 impl Case {
     /// Blocks of 1024 threads with some thirty barriers and shuffles; each 32 pairs are some twenty votes.
     fn work(&self) -> usize {
-        let MoePermuteProblem { tokens, top_k, experts } = self.problem;
+        let MoePermuteProblem { tokens, top_k, experts, .. } = self.problem;
         1024 * 150 + tokens * top_k * 100 + 64 * experts
     }
 
     fn ids(&self) -> Vec<u32> {
-        let MoePermuteProblem { tokens, top_k, experts } = self.problem;
+        let MoePermuteProblem { tokens, top_k, experts, first_expert } = self.problem;
         let mut rng = Rng::new(self.seed);
         let mut id = || match self.spread {
             Spread::Even => rng.below(experts) as u32,
@@ -51,7 +51,14 @@ impl Case {
                 id => id,
             },
         };
-        (0..tokens * top_k).map(|_| id()).collect()
+        let first = first_expert as u32;
+        let mut ids: Vec<u32> = (0..tokens * top_k).map(|_| id().saturating_add(first)).collect();
+        // Experts before the first, too: 0, and the next one before.
+        if let Spread::Foreign = self.spread {
+            ids.iter_mut().step_by(5).for_each(|id| *id -= first.min(*id));
+            ids.iter_mut().skip(2).step_by(7).for_each(|id| *id = first.saturating_sub(1));
+        }
+        ids
     }
 }
 
@@ -63,9 +70,10 @@ fn case() -> impl Strategy<Value = Case> {
         1 => Just(Spread::Few),
         1 => Just(Spread::Foreign),
     ];
-    (dims(&[4, 32, 128], 600), 1usize..11, experts, spread, any::<u64>()).prop_map(
-        |(tokens, top_k, experts, spread, seed)| Case {
-            problem: MoePermuteProblem { tokens, top_k, experts },
+    let first = prop_oneof![2 => Just(0), 1 => 1usize..300, 1 => Just(i32::MAX as usize)];
+    (dims(&[4, 32, 128], 600), 1usize..11, experts, first, spread, any::<u64>()).prop_map(
+        |(tokens, top_k, experts, first_expert, spread, seed)| Case {
+            problem: MoePermuteProblem { tokens, top_k, experts, first_expert },
             spread,
             seed,
         },
@@ -73,7 +81,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 fn run(device: &Device, case: &Case, path: Option<MoePermutePath>) -> Result<(), TestCaseError> {
-    let MoePermuteProblem { tokens, top_k, experts } = case.problem;
+    let MoePermuteProblem { tokens, top_k, experts, first_expert } = case.problem;
     let stream = device.stream().map_err(fail)?;
     let plan = match path {
         None => MoePermute::plan(device, case.problem),
@@ -97,7 +105,7 @@ fn run(device: &Device, case: &Case, path: Option<MoePermutePath>) -> Result<(),
     let read = |rows: &Rows| -> Result<Vec<u32>, TestCaseError> {
         Ok(rows.read(&stream)?.into_iter().map(|value| value as u32).collect())
     };
-    let want = reference::moe_permute(&ids, experts);
+    let want = reference::moe_permute(&ids, first_expert..first_expert + experts);
     let got = (read(&offsets)?, read(&order)?, read(&positions)?);
     prop_assert!(
         got == want,
@@ -143,10 +151,14 @@ fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
 #[test]
 fn reference_is_a_stable_sort() {
     let ids = [3, 0, 9, 3, 1, 0, u32::MAX];
-    let (offsets, order, positions) = reference::moe_permute(&ids, 4);
+    let (offsets, order, positions) = reference::moe_permute(&ids, 0..4);
     assert_eq!(offsets, [0, 2, 3, 3, 5]);
     assert_eq!(order, [1, 5, 4, 0, 3, 2, 6]);
     assert_eq!(positions, [3, 0, NO_POSITION, 4, 2, 1, NO_POSITION]);
+    let (offsets, order, positions) = reference::moe_permute(&ids, 1..4);
+    assert_eq!(offsets, [0, 1, 1, 3]);
+    assert_eq!(order, [4, 0, 3, 1, 2, 5, 6]);
+    assert_eq!(positions, [1, NO_POSITION, NO_POSITION, 2, 0, NO_POSITION, NO_POSITION]);
 }
 
 proptest! {
@@ -171,14 +183,14 @@ proptest! {
 #[test]
 fn many_pairs() -> Result<(), TestCaseError> {
     for (tokens, top_k, experts, spread) in [(2500, 4, 60, Spread::Even), (1100, 8, 128, Spread::Foreign)] {
-        let case = Case { problem: MoePermuteProblem { tokens, top_k, experts }, spread, seed: 1 };
+        let case = Case { problem: MoePermuteProblem::new(tokens, top_k, experts), spread, seed: 1 };
         for device in &devices_for(case.work()) {
             run(device, &case, None)?;
         }
     }
     for device in &devices() {
         let stream = device.stream()?;
-        let problem = MoePermuteProblem { tokens: 5000, top_k: 2, experts: 4 };
+        let problem = MoePermuteProblem::new(5000, 2, 4);
         let plan = MoePermute::plan(device, problem)?;
         let ids = Tensor::from_slice(&stream, &[3, 2], &[3u32, 0, 3, 1, 0, 2])?;
         let empty = |shape: &[usize]| Tensor::empty(&stream, shape, DType::U32);
@@ -202,7 +214,7 @@ fn many_pairs() -> Result<(), TestCaseError> {
 fn bad_input() -> Result<(), Error> {
     for device in &devices() {
         let stream = device.stream()?;
-        let plan = MoePermute::plan(device, MoePermuteProblem { tokens: 4, top_k: 2, experts: 8 })?;
+        let plan = MoePermute::plan(device, MoePermuteProblem::new(4, 2, 8))?;
         let message = |ids: &[usize], offsets: usize, order: usize, positions: &[usize]| {
             let tensor = |shape: &[usize]| Tensor::zeros(&stream, shape, DType::U32);
             let (ids, mut positions) = (tensor(ids)?, tensor(positions)?);
@@ -230,7 +242,7 @@ fn bad_input() -> Result<(), Error> {
             "moe_permute: positions: expected shape [4, 2], got [8, 1]"
         );
         let refused = |tokens, top_k, experts| {
-            let problem = MoePermuteProblem { tokens, top_k, experts };
+            let problem = MoePermuteProblem::new(tokens, top_k, experts);
             MoePermute::supports(device, &problem).unwrap_err().to_string()
         };
         assert_eq!(refused(1, 1, 0), "moe_permute: problem: expected 1 to 2048 experts, got 0");

@@ -238,7 +238,7 @@ scaling() {
         python3 benches/peers/all_reduce.py --ranks "$count" --json "$out/peers.$count.jsonl" || status=$?
     done
     echo "=== models"
-    "$bundle/bench/ranks" --models "$models" --ranks "$(IFS=,; echo "${counts[*]}")" --batches 1,8,32 --json "$out/models.jsonl" || status=$?
+    "$bundle/bench/ranks" --models "$models" --ranks "$(IFS=,; echo "${counts[*]}")" --experts tensor,expert --batches 1,8,32 --json "$out/models.jsonl" || status=$?
     return "$status"
 }
 

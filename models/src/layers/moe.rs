@@ -1,5 +1,7 @@
 //! The mixture of experts.
 
+use std::ops::Range;
+
 use abi::DType;
 
 use super::mlp::MlpBlock;
@@ -25,6 +27,8 @@ pub struct Moe {
     pub router: Linear,
     /// `[experts]` f32: added to the scores for the choice only.
     pub correction_bias: Option<Constant>,
+    /// Those of the experts that are here: all but at a rank of a group that shares them by experts.
+    pub experts: Range<usize>,
     /// `[experts, 2 · intermediate, hidden]`: gate rows, then up rows, of each expert.
     pub gate_up: ProjectionWeight,
     /// `[experts, hidden, intermediate]`.
@@ -48,19 +52,19 @@ impl Moe {
             rows.push((shared_gate.as_str(), 1.into()));
         }
         let of_expert = |expert: usize, part: &str| format!("{prefix}.experts.{expert}.{part}.weight");
-        let inner = Cut::range(expert.intermediate_size, loader.part().columns(&expert));
+        let own = Cut::range(num_experts, loader.part().experts(num_experts));
+        let inner = loader.part().expert_columns(num_experts, &expert);
+        let inner = Cut::range(expert.intermediate_size, inner);
         let gate_up = loader.of_experts(
             &name("experts.gate_up_proj"),
-            num_experts,
+            &own,
             [&inner.repeated(2), &hidden_size.into()],
             |expert| vec![of_expert(expert, "gate_proj"), of_expert(expert, "up_proj")],
         )?;
-        let down = loader.of_experts(
-            &name("experts.down_proj"),
-            num_experts,
-            [&hidden_size.into(), &inner],
-            |expert| vec![of_expert(expert, "down_proj")],
-        )?;
+        let down =
+            loader.of_experts(&name("experts.down_proj"), &own, [&hidden_size.into(), &inner], |expert| {
+                vec![of_expert(expert, "down_proj")]
+            })?;
         let bias = correction_bias.then(|| {
             loader.vectors_as(DType::F32, &[(name("gate.e_score_correction_bias"), num_experts.into())])
         });
@@ -68,6 +72,7 @@ impl Moe {
         Ok(Moe {
             router: Linear::new(loader, &rows, &hidden_size.into(), false)?,
             correction_bias: bias.transpose()?,
+            experts: own.ranges.first().cloned().unwrap_or_default(),
             gate_up,
             down,
             shared: shared.transpose()?,
@@ -145,12 +150,14 @@ impl MoePlans {
             weight_dtype,
         };
         let product = |weights: &ProjectionWeight, n, k, from| {
-            let problem = GroupedMatmulProblem::new(rows, experts, n, k, dtype);
+            let problem = GroupedMatmulProblem::new(rows, moe.experts.len(), n, k, dtype);
             ExpertsPlan::new(phase, weights, GroupedMatmulProblem { from, ..problem })
         };
         let glu = GluProblem { rows, cols: inner, dtype, activation: expert.activation };
         let combine = MoeCombineProblem { tokens, top_k, cols: hidden_size, dtype };
         let from = GroupedRows::Gathered { fan_out: top_k };
+        let (own, first_expert) = (moe.experts.len(), moe.experts.start);
+        let own = MoePermuteProblem { first_expert, ..MoePermuteProblem::new(tokens, top_k, own) };
         let plans = || -> Result<_, Error> {
             Ok(ExpertPlans {
                 gate_up: product(&moe.gate_up, 2 * inner, hidden_size, from)?,
@@ -161,7 +168,7 @@ impl MoePlans {
         Ok(MoePlans {
             logits: Matmul::plan(device, logits)?,
             router: MoeRouter::plan(device, choice)?,
-            permute: MoePermute::plan(device, MoePermuteProblem { tokens, top_k, experts })?,
+            permute: MoePermute::plan(device, own)?,
             experts: (inner > 0).then(plans).transpose()?,
             combine: MoeCombine::plan(device, combine)?,
         })
@@ -185,7 +192,7 @@ impl MoePlans {
 
 impl MoeBlock {
     pub(super) fn new(phase: &Phase<'_>, config: &MoeConfig, moe: &Moe) -> Result<Self, Error> {
-        let &MoeConfig { num_experts: experts, top_k, expert, .. } = config;
+        let &MoeConfig { num_experts, top_k, expert, .. } = config;
         let &Phase { stream, dtype, tokens, .. } = phase;
         let (hidden_size, rows, inner) = (phase.config.hidden_size, tokens * top_k, expert.intermediate_size);
         let shared = config.shared.filter(|shared| shared.mlp.intermediate_size > 0);
@@ -194,6 +201,12 @@ impl MoeBlock {
         let plain = Phase { adapters: None, ..*phase };
         let shared = shared.map(|(shared, weights)| MlpBlock::new(&plain, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
+        // Zeros stay where there is nothing of the experts, and in rows of pairs whose expert is elsewhere, which the gate reads.
+        let is_whole = moe.experts.len() == num_experts;
+        let of_pairs = |cols, is_written| match is_written {
+            true => Tensor::empty(stream, &[rows, cols], dtype),
+            false => Tensor::zeros(stream, &[rows, cols], dtype),
+        };
         Ok(MoeBlock {
             config: *config,
             plans: phase.plans(|phase| MoePlans::new(&phase, config, moe))?,
@@ -203,15 +216,11 @@ impl MoeBlock {
             ids: empty(&[tokens, top_k], DType::U32)?,
             weights: empty(&[tokens, top_k], DType::F32)?,
             positions: empty(&[tokens, top_k], DType::U32)?,
-            offsets: empty(&[experts + 1], DType::U32)?,
+            offsets: empty(&[moe.experts.len() + 1], DType::U32)?,
             order: empty(&[rows], DType::U32)?,
-            gate_up: empty(&[rows, 2 * inner], dtype)?,
-            activated: empty(&[rows, inner], dtype)?,
-            // Zeros stay where there is nothing of the experts.
-            projected: match inner {
-                0 => Tensor::zeros(stream, &[rows, hidden_size], dtype)?,
-                _ => empty(&[rows, hidden_size], dtype)?,
-            },
+            gate_up: of_pairs(2 * inner, is_whole)?,
+            activated: of_pairs(inner, true)?,
+            projected: of_pairs(hidden_size, inner > 0)?,
         })
     }
 

@@ -103,21 +103,22 @@ impl<'a> Loader<'a> {
     pub(super) fn packed_experts(
         &mut self,
         checkpoint: &'a Checkpoint,
-        (names, fused): (&[Vec<String>], Option<usize>),
+        (names, is_fused): (&[Vec<String>], bool),
+        own: &Cut,
         [rows, cols]: [&Cut; 2],
     ) -> Result<Option<Vec<Weight>>, Error> {
-        let (parts, experts) = (names.first().map_or(0, Vec::len), fused.unwrap_or(names.len()));
-        if parts == 0 || experts == 0 {
-            return Ok(None);
-        }
+        let parts = names.first().map_or(0, Vec::len);
+        let experts: Vec<usize> = own.ranges.iter().cloned().flatten().collect();
+        let (Some(&first_expert), true) = (experts.first(), parts > 0) else { return Ok(None) };
         let (quantise, size) = (self.quantise, [rows.of / parts, cols.of]);
         let own_rows: Vec<Cut> = (0..parts).map(|part| rows.within(parts, part)).collect();
         let of_part = rows.len() / parts;
+        let fused = is_fused.then_some(own.of);
         let places = Places { checkpoint, names, fused, size, rows: own_rows, cols, quantise };
         let mut layouts = Vec::new();
         for part in 0..parts {
-            let Some(layout) = places.layout(0, part)? else { return Ok(None) };
-            for expert in 1..experts {
+            let Some(layout) = places.layout(first_expert, part)? else { return Ok(None) };
+            for &expert in &experts[1..] {
                 if places.layout(expert, part)? != Some(layout) {
                     return Ok(None);
                 }
@@ -131,8 +132,8 @@ impl<'a> Loader<'a> {
         let mut weights = Vec::new();
         for first in (0..parts).step_by(together) {
             let bytes = (together * of_part * cols.len() * dtype.bytes()) as u64;
-            let weight = Weight::pack_experts(stream, experts, |expert| {
-                let sources = (first..first + together).map(|part| places.source(expert, part));
+            let weight = Weight::pack_experts(stream, experts.len(), |index| {
+                let sources = (first..first + together).map(|part| places.source(experts[index], part));
                 let stack = Stack::new(sources.collect::<Result<Vec<_>, Error>>()?);
                 // Counted as the matrices that they stand for, as in the total.
                 *loaded_bytes += bytes;

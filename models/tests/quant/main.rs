@@ -16,8 +16,8 @@ use host::ops::sampling::SamplingParams;
 use host::weight::{Codes, Scheme};
 use host::{DType, Device};
 use models::{
-    Checkpoint, FeedForward, Logits, Model, ProjectionWeight, Quantise, Session, SessionOptions,
-    SessionSampler,
+    Checkpoint, ExpertSharding, FeedForward, Logits, Model, ProjectionWeight, Quantise, Session,
+    SessionOptions, SessionSampler, Shard,
 };
 use testkit::compare::relative_l2;
 use testkit::golden::{self, Array};
@@ -119,6 +119,7 @@ fn logits_and_greedy_tokens() -> Outcome {
 /// Over the ranks of a group: the same logits, of weights that stay packed where they can be cut.
 #[test]
 fn parts_of_ranks() -> Outcome {
+    use ExpertSharding::{Expert, Tensor};
     let packed = |model: &Model| -> usize {
         // Or nothing is here.
         let is_packed = |weight: &ProjectionWeight| match weight {
@@ -139,11 +140,17 @@ fn parts_of_ranks() -> Outcome {
         let want = case["logits"].f32().expect("logits");
         let stored = Checkpoint::open(&checkpoint(name))?;
         let whole = Model::from_checkpoint(&Device::cpu(), &stored, DType::F32, &mut |_| {})?;
-        for size in [2, 3] {
+        for (size, experts) in [(2, Tensor), (3, Tensor), (3, Expert)] {
             let group = Group::new(&vec![Device::cpu(); size])?;
             let parts = group.run(|rank| -> Result<(f64, usize), host::Error> {
                 let mut go_on = |_| ControlFlow::Continue(());
-                let model = Model::of_rank(rank, &stored, DType::F32, Quantise::AsStored, &mut go_on)?;
+                let model = Model::of_rank(
+                    Shard::from(rank).with_experts(experts),
+                    &stored,
+                    DType::F32,
+                    Quantise::AsStored,
+                    &mut go_on,
+                )?;
                 let packed = packed(&model);
                 let options = SessionOptions {
                     capacity: 96,

@@ -8,13 +8,15 @@ pub struct MoePermuteDims {
     pub pairs: u32,
     /// Experts, at most [`MAX_EXPERTS`].
     pub experts: u32,
+    /// The id of the first.
+    pub first_expert: u32,
     /// Pairs of a block.
     pub block_pairs: u32,
     /// Warps of a block that have a histogram and a share of the block's pairs, at least 1.
     pub warps: u32,
 }
 
-const _: () = assert!(size_of::<MoePermuteDims>() == 16);
+const _: () = assert!(size_of::<MoePermuteDims>() == 20);
 impl crate::Params for MoePermuteDims {}
 
 /// Most experts.

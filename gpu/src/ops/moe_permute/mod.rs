@@ -27,10 +27,10 @@ use cuda_std::{global, kernel, shared, thread};
 
 use crate::tile::scan::block_scan_u64;
 
-/// The bin of an id.
+/// The bin of an id; of one below the first expert's that of no expert, as the difference wraps.
 #[inline(always)]
 fn bin(id: u32, dims: &MoePermuteDims) -> u32 {
-    id.min(dims.experts)
+    id.wrapping_sub(dims.first_expert).min(dims.experts)
 }
 
 /// Shared address of a warp's count of a bin.

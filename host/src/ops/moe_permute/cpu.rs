@@ -2,16 +2,17 @@
 
 use abi::ops::moe_permute::NO_POSITION;
 
-use super::MoePermuteArgs;
+use super::{MoePermuteArgs, MoePermuteProblem};
 
-pub(super) fn run(experts: usize, args: &mut MoePermuteArgs<'_>) {
+pub(super) fn run(problem: &MoePermuteProblem, args: &mut MoePermuteArgs<'_>) {
+    let &MoePermuteProblem { experts, first_expert, .. } = problem;
     let ids = args.ids.host_slice::<u32>();
     let offsets = args.offsets.host_slice_mut::<u32>();
     let (order, positions) = (args.order.host_slice_mut::<u32>(), args.positions.host_slice_mut::<u32>());
-    let bin = |id: u32| (id as usize).min(experts);
+    let bin = |id: u32| (id as usize).checked_sub(first_expert).map_or(experts, |expert| expert.min(experts));
     offsets.fill(0);
     for &id in ids.iter().filter(|&&id| bin(id) < experts) {
-        offsets[id as usize + 1] += 1;
+        offsets[bin(id) + 1] += 1;
     }
     for expert in 0..experts {
         offsets[expert + 1] += offsets[expert];

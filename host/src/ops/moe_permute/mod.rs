@@ -34,12 +34,14 @@ pub struct MoePermuteProblem {
     pub top_k: usize,
     /// Experts.
     pub experts: usize,
+    /// The id of the first: 0 where all experts are here.
+    pub first_expert: usize,
 }
 
 impl MoePermuteProblem {
-    /// With what it must have, which is all there is so far.
+    /// Of experts whose ids begin with 0.
     pub fn new(tokens: usize, top_k: usize, experts: usize) -> Self {
-        MoePermuteProblem { tokens, top_k, experts }
+        MoePermuteProblem { tokens, top_k, experts, first_expert: 0 }
     }
 }
 
@@ -70,7 +72,7 @@ impl<'a> MoePermuteArgs<'a> {
 
 /// Sorts (token, expert) pairs by expert: a stable counting sort.
 ///
-/// With pairs `p = token · top_k + j` and their experts `ids[p]`:
+/// With pairs `p = token · top_k + j` and their experts `ids[p] - first_expert`:
 /// - `offsets[e]` is the number of pairs of experts below e, so the pairs of e are `order[offsets[e]..offsets[e + 1]]`;
 /// - `order` is a permutation of the pairs, ascending within each expert; pairs of no expert are at its end;
 /// - `positions` is its inverse: `order[positions[p]] = p`.
@@ -123,7 +125,7 @@ impl Operator for MoePermute {
     type Kernels = Kernels;
 
     fn check_problem(problem: &MoePermuteProblem) -> Result<(), Error> {
-        let MoePermuteProblem { tokens, top_k, experts } = *problem;
+        let MoePermuteProblem { tokens, top_k, experts, first_expert } = *problem;
         if experts == 0 || experts > MAX_EXPERTS as usize {
             let expected = format!("1 to {MAX_EXPERTS} experts");
             return Err(Error::invalid(OP, "problem", expected, experts.to_string()));
@@ -131,6 +133,7 @@ impl Operator for MoePermute {
         if top_k == 0 {
             return Err(Error::invalid(OP, "problem", "a top_k of at least 1", "0"));
         }
+        check_size(OP, "problem", "id of the first expert", first_expert)?;
         check_size(OP, "problem", "number of pairs", tokens.saturating_mul(top_k)).map(|_| ())
     }
 
@@ -175,7 +178,7 @@ impl Operator for MoePermute {
         args: &MoePermuteArgs<'_>,
     ) -> Result<MoePermuteDims, Error> {
         let MoePermuteArgs { ids, offsets, order, positions } = args;
-        let MoePermuteProblem { tokens: most, top_k, experts } = *problem;
+        let MoePermuteProblem { tokens: most, top_k, experts, first_expert } = *problem;
         at.contiguous("ids", *ids, DType::U32, &[None, Some(top_k)])?;
         let tokens = ids.shape()[0];
         at.planned("ids", "tokens", tokens, most)?;
@@ -183,11 +186,12 @@ impl Operator for MoePermute {
         at.contiguous("order", order.as_view(), DType::U32, &[Some(tokens * top_k)])?;
         at.contiguous("positions", positions.as_view(), DType::U32, &[tokens, top_k].map(Some))?;
         let (pairs, experts) = ((tokens * top_k) as u32, experts as u32);
-        Ok(MoePermuteDims { pairs, experts, block_pairs: pairs, warps: warps(experts) })
+        let first_expert = first_expert as u32;
+        Ok(MoePermuteDims { pairs, experts, first_expert, block_pairs: pairs, warps: warps(experts) })
     }
 
     fn cpu(problem: &MoePermuteProblem, _: &MoePermuteDims, args: &mut MoePermuteArgs<'_>) {
-        cpu::run(problem.experts, args);
+        cpu::run(problem, args);
     }
 
     fn launch(run: &Run<'_, Self>, mut dims: MoePermuteDims, args: &MoePermuteArgs<'_>) -> Result<(), Error> {
@@ -215,7 +219,7 @@ impl Operator for MoePermute {
     }
 
     fn work(problem: &MoePermuteProblem) -> Work {
-        let MoePermuteProblem { tokens, top_k, experts } = *problem;
+        let MoePermuteProblem { tokens, top_k, experts, .. } = *problem;
         let [tokens, top_k, experts] = [tokens, top_k, experts].map(count);
         Work {
             problem: format!("[{tokens}, {top_k}] of {experts}"),

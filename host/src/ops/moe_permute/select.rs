@@ -51,7 +51,7 @@ mod tests {
             (81_920, MoePermutePath::ByPairs),
         ];
         for (tokens, path) in table {
-            let problem = MoePermuteProblem { tokens, top_k: 8, experts: 128 };
+            let problem = MoePermuteProblem::new(tokens, 8, 128);
             assert_eq!(select(&limits, &problem).unwrap().variant, path, "{tokens}");
         }
     }
