@@ -14,6 +14,7 @@ use warpforge::models::{
     ExpertSharding, FeedForwardConfig, LayerConfig, Model, ModelConfig, Quantise, SessionOptions,
     SessionSampler, Shard,
 };
+use warpforge::ops::matmul::Activations;
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, Device, DeviceChoice};
 
@@ -31,6 +32,9 @@ struct Options {
     /// How several ranks share the experts of mixtures: tensor, expert, or both of them in turn.
     #[arg(long, value_delimiter = ',', default_value = "tensor")]
     experts: Vec<ExpertSharding>,
+    /// Whether rows become fp8 before products with fp8 weights.
+    #[arg(long)]
+    fp8_activations: bool,
     /// cuda, a card for each rank, or cpu.
     #[arg(long, default_value = "cuda")]
     device: DeviceChoice,
@@ -100,6 +104,8 @@ fn times(shard: Shard<'_>, named: &Named, options: &Options) -> Result<Vec<(Stri
     let &Options { prompt, steps, dtype, .. } = options;
     let started = Instant::now();
     let model = Model::random_of_rank(shard, named.config.clone(), dtype, named.quantise, 1)?;
+    let activations = if options.fp8_activations { Activations::Fp8 } else { Activations::AsGiven };
+    let model = model.with_activations(activations);
     let mut times = vec![("make".to_owned(), started.elapsed().as_secs_f64() * 1e3)];
     let vocab = named.config.decoder.vocab_size as u32;
     let text = |sequence: usize| -> Vec<u32> {

@@ -60,7 +60,8 @@ const PACKED_CASES: [GroupedMatmulCase; 4] = {
 fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &GroupedMatmulCase) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
     let weight = Some(scheme.layout());
-    let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from, weight };
+    let problem =
+        GroupedMatmulProblem { from, weight, ..GroupedMatmulProblem::new(rows, experts, n, k, DTYPE) };
     let plan = GroupedMatmul::plan(&bencher.device, problem)?;
     let report = plan.report();
     let fan_out = fan_out(from);
@@ -151,7 +152,7 @@ fn offsets(rows: usize, experts: usize, seed: u64) -> Vec<u32> {
 
 pub fn time(bencher: &mut Bencher, case: &GroupedMatmulCase) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
-    let problem = GroupedMatmulProblem { rows, experts, n, k, dtype: DTYPE, from, weight: None };
+    let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, experts, n, k, DTYPE) };
     let named = bencher.kernel.as_deref();
     let plan = match VARIANTS
         .iter()

@@ -10,7 +10,7 @@ use abi::Arch;
 use crate::backing::{Backing, Released};
 use crate::error::{DriverError, Error};
 use crate::profile::HardwareProfile;
-pub use crate::tensor_map::{Axis, TensorMap, Tiled};
+pub use crate::tensor_map::{Axis, Swizzle as TensorSwizzle, TensorMap, Tiled};
 
 pub use crate::param::Param;
 

@@ -9,8 +9,8 @@ pub struct TensorMap(pub [u64; 16]);
 
 impl abi::Params for TensorMap {}
 
-/// A matrix with dense rows, or a stack of stacks of such, and the box of a matrix that one copy moves. Shared memory
-/// is in the 128-byte swizzle; reads outside the matrix give zeros.
+/// A matrix with dense rows, or a stack of stacks of such, and the box that one copy moves. Reads outside the matrix give
+/// zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
     /// Type of an element.
@@ -27,8 +27,21 @@ pub struct Tiled {
     pub outer: Option<[Axis; 2]>,
     /// Rows of the box, 1 to 256.
     pub box_rows: u32,
-    /// Elements of a row of the box, at most 128 bytes.
+    /// Elements of a row of the box, at most as many bytes as the swizzle has.
     pub box_cols: u32,
+    /// Matrices of the box, which follow one another in the inner of the two outer dimensions.
+    pub box_matrices: u32,
+    /// How shared memory is permuted.
+    pub swizzle: Swizzle,
+}
+
+/// How rows of a box are permuted in shared memory: as `cuda_std`'s swizzle of the same width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Swizzle {
+    /// Within 64 bytes.
+    Bytes64,
+    /// Within 128 bytes.
+    Bytes128,
 }
 
 /// A dimension of a tensor map.
@@ -48,7 +61,7 @@ impl Tiled {
         (
             [self.cols, self.rows, inner.size, outer.size],
             [self.stride_bytes, inner.stride_bytes, outer.stride_bytes],
-            [self.box_cols, self.box_rows, 1, 1],
+            [self.box_cols, self.box_rows, self.box_matrices, 1],
             rank,
         )
     }

@@ -18,6 +18,7 @@ use super::quant::{Module, QuantMatrix, mxfp4_blocks};
 use super::weights::{decode, encode, transcode};
 use super::{Adapter, Model, ModelConfig, ModelError, Quantise, TensorProblem, Weights};
 use host::Error;
+use host::ops::matmul::Activations;
 
 /// A model's files, opened: `config.json` and safetensors in a folder, or a GGUF file. They must not be truncated or
 /// written to while this value lives.
@@ -217,6 +218,14 @@ impl Checkpoint {
             }
         };
         Ok(stored.max(quantise.unit()))
+    }
+
+    /// What becomes of rows before products with its weights.
+    pub(super) fn activations(&self) -> Activations {
+        match &self.source {
+            Source::Safetensors { quantised: Some(quantised), .. } => quantised.activations(),
+            _ => Activations::AsGiven,
+        }
     }
 
     /// The GGUF file, if it is one: it has the tokenizer.

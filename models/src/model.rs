@@ -20,6 +20,7 @@ use host::Device;
 use host::Error;
 use host::Stream;
 use host::group::Communicator;
+use host::ops::matmul::Activations;
 
 /// A model on a device. Cheap to clone; the weights are shared and never written.
 #[derive(Clone, Debug)]
@@ -29,6 +30,7 @@ pub struct Model {
     decoder: Arc<Decoder>,
     tower: Option<Arc<VisionTower>>,
     dtype: DType,
+    activations: Activations,
     report: Arc<LoadReport>,
     /// Of a group, which has the model together; and what of the decoder is here then.
     rank: Option<(Communicator, Arc<DecoderConfig>)>,
@@ -169,7 +171,8 @@ impl Model {
             unused_tensors = report.unused_tensors.len(),
             "loaded a model"
         );
-        Ok(Self { report: Arc::new(report), ..Self::new((device, shard), part, config, parts, dtype) })
+        let (report, activations) = (Arc::new(report), checkpoint.activations());
+        Ok(Self { report, activations, ..Self::new((device, shard), part, config, parts, dtype) })
     }
 
     /// A model of this configuration with random weights, to measure or test what has no checkpoint at hand.
@@ -247,7 +250,20 @@ impl Model {
             .map(|shard| shard.rank)
             .filter(|rank| rank.size() > 1)
             .map(|rank| (rank.clone(), Arc::new(part.of(&config.decoder))));
-        Model { device: device.clone(), config: Arc::new(config), decoder, tower, dtype, report, rank: own }
+        let (config, activations) = (Arc::new(config), Activations::AsGiven);
+        Model { device: device.clone(), config, decoder, tower, dtype, activations, report, rank: own }
+    }
+
+    /// The same model, of whose products with fp8 weights the rows may become fp8 or not. Loaded, a model does what its
+    /// checkpoint says: [`Activations::Fp8`] where `activation_scheme` is `dynamic`.
+    #[must_use]
+    pub fn with_activations(self, activations: Activations) -> Self {
+        Model { activations, ..self }
+    }
+
+    /// What becomes of rows before products with fp8 weights.
+    pub fn activations(&self) -> Activations {
+        self.activations
     }
 
     /// The rank that it is a part at, if there are others.

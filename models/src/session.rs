@@ -164,6 +164,7 @@ impl Session {
                 stream,
                 config,
                 dtype,
+                activations: model.activations(),
                 tokens,
                 sizes,
                 groups,

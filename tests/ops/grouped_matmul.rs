@@ -1,5 +1,6 @@
 //! The grouped product against its reference.
 
+mod fp8;
 mod packed;
 
 use abi::ops::grouped_matmul::{
@@ -66,7 +67,7 @@ fn case() -> impl Strategy<Value = Case> {
             let fan_out = (1..=fan_out).rev().find(|fan_out| rows.is_multiple_of(*fan_out));
             let from = fan_out.map_or(GroupedRows::Sorted, |fan_out| GroupedRows::Gathered { fan_out });
             let problem =
-                GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from, weight: None };
+                GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, groups.len(), n, k, dtype) };
             Case { problem, groups, x_layout, w_layout, out_layout, kind, seed }
         },
     )
@@ -207,7 +208,8 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    let plain = abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry));
+    let plain =
+        abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry) && !fp8::is_fp8(entry));
     every_kernel_of(plain, case(), |case| 4 * case.work(), run_variants)
 }
 
@@ -222,7 +224,7 @@ fn few_rows() -> impl Strategy<Value = Case> {
 
 fn contiguous(dtype: DType, groups: Vec<usize>, n: usize, k: usize, seed: u64) -> Case {
     let (rows, from) = (groups.iter().sum(), GroupedRows::Gathered { fan_out: 1 });
-    let problem = GroupedMatmulProblem { rows, experts: groups.len(), n, k, dtype, from, weight: None };
+    let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, groups.len(), n, k, dtype) };
     let place = Layout::default();
     let (x_layout, w_layout, out_layout) = (place, place, place);
     Case { problem, groups, x_layout, w_layout, out_layout, kind: Values::Normal, seed }
@@ -316,8 +318,11 @@ pub fn nothing() -> Result<(), TestCaseError> {
             }
         }
     }
-    expect_loaded(abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry)))?;
-    packed::nothing()
+    expect_loaded(
+        abi::ops::entries("grouped_matmul").filter(|entry| !packed::is_packed(entry) && !fp8::is_fp8(entry)),
+    )?;
+    packed::nothing()?;
+    fp8::nothing()
 }
 
 /// Rows of no expert stay as they are, and wrong offsets and orders reach nothing that is out of bounds.
@@ -325,7 +330,7 @@ pub fn nothing() -> Result<(), TestCaseError> {
 fn foreign_rows_and_wrong_indices() -> Result<(), TestCaseError> {
     let from = GroupedRows::Gathered { fan_out: 2 };
     for (dtype, rows) in [(DType::F32, 4), (DType::F32, 140), (DType::BF16, 4), (DType::BF16, 140)] {
-        let problem = GroupedMatmulProblem { rows, experts: 3, n: 4, k: 8, dtype, from, weight: None };
+        let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, 3, 4, 8, dtype) };
         for device in &devices() {
             let stream = device.stream()?;
             let plan = GroupedMatmul::plan(device, problem)?;
@@ -464,7 +469,7 @@ fn rows_over_each_other() -> Result<(), TestCaseError> {
 fn bad_input() -> Result<(), Error> {
     let dtype = DType::BF16;
     let from = GroupedRows::Gathered { fan_out: 2 };
-    let problem = GroupedMatmulProblem { rows: 4, experts: 3, n: 6, k: 8, dtype, from, weight: None };
+    let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(4, 3, 6, 8, dtype) };
     for device in &devices() {
         let stream = device.stream()?;
         let message =

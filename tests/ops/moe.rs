@@ -206,13 +206,8 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
     MoePermute::plan(device, MoePermuteProblem::new(tokens, top_k, experts))?.run(stream, args)?;
     let from = GroupedRows::Gathered { fan_out: top_k };
     let first = GroupedMatmulProblem {
-        rows: pairs,
-        experts,
-        n: 2 * intermediate,
-        k: hidden,
-        dtype,
         from,
-        weight: None,
+        ..GroupedMatmulProblem::new(pairs, experts, 2 * intermediate, hidden, dtype)
     };
     let args = GroupedMatmulArgs {
         x: x.view(),
@@ -230,8 +225,10 @@ fn layer(device: &Device, case: &Case, inputs: &Inputs) -> Result<Vec<f32>, Erro
     let problem = GluProblem { rows: pairs, cols: intermediate, dtype, activation: Activation::Silu };
     Glu::plan(device, problem)?.run(stream, args)?;
     let from = GroupedRows::Sorted;
-    let second =
-        GroupedMatmulProblem { rows: pairs, experts, n: hidden, k: intermediate, dtype, from, weight: None };
+    let second = GroupedMatmulProblem {
+        from,
+        ..GroupedMatmulProblem::new(pairs, experts, hidden, intermediate, dtype)
+    };
     let args = GroupedMatmulArgs {
         x: gated.view(),
         w: down.view().into(),

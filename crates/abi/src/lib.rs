@@ -13,6 +13,7 @@ pub mod by_name;
 pub mod collectives;
 mod dtype;
 pub mod exact;
+pub mod matmul_fp8;
 pub mod ops;
 pub mod philox;
 pub mod range;

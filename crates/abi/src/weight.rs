@@ -4,10 +4,11 @@
 //! codes    [n / 16][k / 64] tiles of 16 rows and 64 of k, 512 bytes each for 4 bits, 1024 for 8. Lane l of a warp
 //!          takes 16 bytes (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0
 //!          … 3. That is what `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through
-//!          registers into the product.
+//!          registers into the product. Tiles of 8 bits are also rows of 64 bytes, as `wgmma` takes them from shared
+//!          memory; their k are not in order ([`byte_place`]), nor need they be, if those of the other operand are not either.
 //! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its
 //!          first element at bit 4 i and its second at bit 16 + 4 i
-//! 8 bits   words 2 j + p: bytes 2 h and 2 h + 1 are the pair's elements; words 0 to 3 are in the first 512 bytes
+//! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the others
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
 //!          lane's two are neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n
 //!          / rows][k / group][2]
@@ -29,6 +30,11 @@ pub const TILE_K: u32 = 64;
 pub const STEP_K: u32 = 16;
 /// Elements of k that share a super scale.
 pub const SUPER_K: u32 = 256;
+
+/// Where the element of k is in a row of a tile of 8 bits.
+pub const fn byte_place(k: u32) -> u32 {
+    k % 16 / 4 * 16 + k / 16 * 4 + k % 4
+}
 
 /// Where the scale of a row of a tile lies among those of its 16 rows.
 pub const fn scale_place(row: u32) -> u32 {
@@ -92,13 +98,15 @@ impl Codes {
 
     /// Where the code of a row and column of a tile lies: word of the tile, and bit of the word.
     pub const fn place(self, row: u32, k: u32) -> (u32, u32) {
-        let (step, pair, second, upper) = (k / 16, k % 4 / 2, k % 2, row / 8);
-        let lane = row % 8 * 4 + k % 16 / 4;
         match self.bits() {
-            4 => (lane * 4 + step, 4 * (2 * pair + upper) + 16 * second),
+            4 => {
+                let (pair, second, upper) = (k % 4 / 2, k % 2, row / 8);
+                let lane = row % 8 * 4 + k % 16 / 4;
+                (lane * 4 + k / 16, 4 * (2 * pair + upper) + 16 * second)
+            }
             _ => {
-                let word = 2 * step + pair;
-                (word / 4 * 128 + lane * 4 + word % 4, 8 * (2 * upper + second))
+                let byte = row * TILE_K + byte_place(k);
+                (byte / 4, 8 * (byte % 4))
             }
         }
     }

@@ -17,7 +17,7 @@ use cuda_std::sim::tensor_map::{self, Element, Fill};
 use cuda_std::sim::{self, Memory};
 use cuda_std::wgmma::Swizzle;
 use host::device::{HardwareProfile, TensorCores};
-use host::simulator::{Launch, Param, Simulator, TensorMap, Tiled};
+use host::simulator::{Launch, Param, Simulator, TensorMap, TensorSwizzle, Tiled};
 use host::{DriverError, Place};
 
 // The kernels: a crate that is not named is not linked.
@@ -258,7 +258,10 @@ impl Simulator for Card {
             strides_bytes: &strides_bytes[..rank - 1],
             box_dims: &box_dims[..rank],
             element_strides: &[1; 4][..rank],
-            swizzle: Swizzle::Bytes128,
+            swizzle: match tiled.swizzle {
+                TensorSwizzle::Bytes64 => Swizzle::Bytes64,
+                TensorSwizzle::Bytes128 => Swizzle::Bytes128,
+            },
             fill: Fill::Zeros,
         });
         map.map(|map| TensorMap(map.0)).map_err(|error| error.to_string())

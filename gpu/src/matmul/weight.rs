@@ -444,7 +444,7 @@ pub fn values<C: Code>(words: &[u32; 8], step: usize, zero: [u32; 2]) -> [[f32; 
             let code = if C::CODES.bits() == 4 {
                 words[step] >> (4 * (2 * pair + row) + 16 * second) & 15
             } else {
-                words[2 * step + pair] >> (8 * (2 * row + second)) & 0xff
+                words[4 * row + step] >> (8 * i) & 0xff
             };
             values[row][i] = match C::CODES {
                 Codes::Int4 | Codes::Int8 => f32::from_bits(BASE | code) - f32::from_bits(BASE | zero[row]),
@@ -544,7 +544,7 @@ pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2])
                 let code = cvt::lop3::<0xea>(words[step] >> (4 * i), 0x000f_000f, T::BASE);
                 T::fma(code, T::ONES, 0x8000_8000 | T::BASE | (zero[row] * 0x1_0001))
             }
-            Codes::Int8 => T::of_bytes(words[2 * step + pair], row as u32, zero[row]),
+            Codes::Int8 => T::of_bytes(words[4 * row + step], pair as u32, zero[row]),
             Codes::E2m1 => {
                 // The sign to the top of either half, the other bits to the lowest exponents.
                 let (up, power) = (T::E2M1.0 as i32 - 4 * i as i32, T::E2M1.1);
@@ -553,7 +553,7 @@ pub fn fragment<C: Code, T: Pair>(words: &[u32; 8], step: usize, zero: [u32; 2])
                 let sign = (word << (12 - 4 * i)) & 0x8000_8000;
                 T::fma(cvt::lop3::<0xea>(rest, 0x0007_0007 << T::E2M1.0, sign), power, 0x8000_8000)
             }
-            Codes::E4m3 => T::of_e4m3(words[2 * step + pair], row),
+            Codes::E4m3 => T::of_e4m3(words[4 * row + step], pair),
         };
         i += 1;
     }

@@ -20,7 +20,7 @@ use cuda_loader::driver::{
 
 use crate::error::{DriverError, Error};
 use crate::profile::{HardwareProfile, Place, TensorCores};
-use crate::tensor_map::{TensorMap, Tiled};
+use crate::tensor_map::{Swizzle, TensorMap, Tiled};
 
 pub(crate) use memory::DeviceMemory;
 pub(crate) use module::{EntryHandle, LoadedModule, Modules};
@@ -80,7 +80,10 @@ impl Context {
             box_dims: &box_dims[..rank],
             element_strides: &[1; 4][..rank],
             interleave: TensorMapInterleave::None,
-            swizzle: TensorMapSwizzle::Bytes128,
+            swizzle: match tiled.swizzle {
+                Swizzle::Bytes64 => TensorMapSwizzle::Bytes64,
+                Swizzle::Bytes128 => TensorMapSwizzle::Bytes128,
+            },
             l2_promotion: TensorMapL2Promotion::Bytes256,
             oob_fill: TensorMapOobFill::Zeros,
         };

@@ -210,19 +210,14 @@ fn decode_nibbles(codes: &[u8], out: &mut [[f32; TILE]; ROWS], value: impl Fn(u3
     }
 }
 
-/// The same of eight bits each: a lane's word has two columns of either row.
+/// The same of eight bits each: a row has its columns in words of four, those of every 16th beside each other.
 #[inline(always)]
 fn decode_bytes(codes: &[u8], out: &mut [[f32; TILE]; ROWS], value: impl Fn(u32) -> f32) {
-    let (upper, lower) = out.split_at_mut(ROWS / 2);
-    for (half, codes) in codes.chunks_exact(512).enumerate() {
-        for (row, words) in codes.chunks_exact(64).enumerate() {
-            for (index, word) in words.chunks_exact(4).enumerate() {
-                let (step, pair, lane) = (half * 2 + index % 4 / 2, index % 2, index / 4);
-                let first = step * 16 + lane * 4 + pair * 2;
-                for i in 0..2 {
-                    upper[row][first + i] = value(word[i].into());
-                    lower[row][first + i] = value(word[i + 2].into());
-                }
+    for (out, words) in std::iter::zip(out, codes.chunks_exact(TILE)) {
+        for (index, word) in words.chunks_exact(4).enumerate() {
+            let first = index % STEPS * 16 + index / STEPS * 4;
+            for (out, &code) in std::iter::zip(&mut out[first..first + 4], word) {
+                *out = value(code.into());
             }
         }
     }

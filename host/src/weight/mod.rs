@@ -13,11 +13,13 @@ use std::ops::{Deref, Range};
 use abi::DType;
 use abi::weight::{SUPER_K, TILE_K, TILE_ROWS, WeightDims};
 
+use crate::device::Device;
 use crate::error::Error;
 use crate::param::Param;
 use crate::profile::Place;
 use crate::stream::Stream;
 use crate::tensor::{Mirror, Tensor, TensorView, Views};
+use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 
 pub use abi::weight::{Codes, Layout, ScaleType};
 pub use quantise::{Quantised, Scheme};
@@ -530,6 +532,27 @@ impl Weight {
             address(&self.supers),
             address(&self.super_minimums),
         ]
+    }
+
+    /// The tiles of 8 bits of all experts as rows of 64 bytes, in boxes of a tile of `rows` rows of the weight, which lie one
+    /// above the other there.
+    pub(crate) fn tiles_map(&self, op: &'static str, device: &Device, rows: u32) -> Result<TensorMap, Error> {
+        let counts = self.counts();
+        let block_bytes = counts.tiles as u64 * u64::from(self.layout.codes.tile_bytes());
+        let blocks = Axis { size: (self.experts * counts.row_blocks) as u64, stride_bytes: block_bytes };
+        let tiled = Tiled {
+            dtype: DType::I8,
+            address: self.codes.view().address(),
+            rows: counts.tiles as u64 * u64::from(TILE_ROWS),
+            cols: u64::from(TILE_K),
+            stride_bytes: u64::from(TILE_K),
+            outer: Some([blocks, Axis { size: 1, ..blocks }]),
+            box_rows: TILE_ROWS,
+            box_cols: TILE_K,
+            box_matrices: rows / TILE_ROWS,
+            swizzle: Swizzle::Bytes64,
+        };
+        device.tensor_map(op, &tiled)
     }
 
     /// The address of the experts' global scales; null where all have that of [`Weight::dims`].

@@ -172,6 +172,7 @@ impl Batch {
             stream: &stream,
             config,
             dtype,
+            activations: model.activations(),
             tokens,
             sizes: &sizes,
             groups: &groups,

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use host::ops::matmul::Activations;
 use regex::bytes::{Regex, RegexBuilder};
 use serde_json::Value;
 
@@ -12,6 +13,7 @@ use crate::ModelError;
 #[derive(Debug)]
 pub(crate) struct QuantConfig {
     modules: Modules,
+    activations: Activations,
     path: PathBuf,
     /// The field that names the method.
     field: String,
@@ -142,6 +144,11 @@ const MARKS: [&str; 6] =
     [".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks", "_scales"];
 
 impl QuantConfig {
+    /// What becomes of the rows that the weights are multiplied with.
+    pub(crate) fn activations(&self) -> Activations {
+        self.activations
+    }
+
     /// How this module is quantised, if it is.
     pub(crate) fn scheme_of(&self, module: &str) -> Option<Scheme> {
         self.modules.scheme_of(module)
@@ -209,7 +216,8 @@ impl QuantConfig {
 
     fn by(method: &str, key: &str, fields: &Fields, modules: Modules) -> Self {
         let field = format!("{}{key}", fields.prefix());
-        QuantConfig { modules, path: fields.path.into(), field, method: method.into() }
+        let activations = Activations::AsGiven;
+        QuantConfig { modules, activations, path: fields.path.into(), field, method: method.into() }
     }
 
     fn of(fields: &Fields) -> Result<Option<Self>, ModelError> {
@@ -234,7 +242,8 @@ impl QuantConfig {
             "modelopt" => modelopt(fields)?,
             other => return Err(fields.unsupported("quant_method", other.into(), METHODS)),
         };
-        Ok(Some(Self::by(method, key, fields, modules)))
+        let activations = if method == "fp8" { activations(fields)? } else { Activations::AsGiven };
+        Ok(Some(QuantConfig { activations, ..Self::by(method, key, fields, modules) }))
     }
 }
 
@@ -270,6 +279,17 @@ fn block(fields: &Fields, key: &str) -> Result<Option<[usize; 2]>, ModelError> {
         <[usize; 2]>::try_from(sides?).ok()
     };
     fields.nullable(key, "a list of two sizes", sides)
+}
+
+/// What the method fp8 says of the rows that weights are multiplied with. With scales of the file's own, which `static` is,
+/// they are multiplied as they are.
+fn activations(fields: &Fields) -> Result<Activations, ModelError> {
+    const SCHEMES: &[&str] = &["dynamic", "static"];
+    match fields.nullable("activation_scheme", "a string", Value::as_str)? {
+        Some("dynamic") => Ok(Activations::Fp8),
+        None | Some("static") => Ok(Activations::AsGiven),
+        Some(other) => Err(fields.unsupported("activation_scheme", other.into(), SCHEMES)),
+    }
 }
 
 fn fp8(fields: &Fields) -> Result<Modules, ModelError> {

@@ -33,7 +33,7 @@ use host::Error;
 use host::OptimizationReport;
 use host::Stream;
 use host::group::Communicator;
-use host::ops::matmul::{Act, Bias, Epilogue, Matmul, MatmulProblem};
+use host::ops::matmul::{Act, Activations, Bias, Epilogue, Matmul, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
 use host::weight::Layout;
@@ -128,6 +128,8 @@ pub(super) struct Phase<'a> {
     pub(super) stream: &'a Stream,
     pub(super) config: &'a DecoderConfig,
     pub(super) dtype: DType,
+    /// What becomes of rows before products with fp8 weights.
+    pub(super) activations: Activations,
     /// Most tokens of a step: what there is memory for.
     pub(super) tokens: usize,
     /// Numbers of tokens, ascending and below `tokens`, that have plans of their own besides.

@@ -227,7 +227,8 @@ impl ExpertsPlan {
         problem: GroupedMatmulProblem,
     ) -> Result<Self, Error> {
         let part = |n: usize, weight| {
-            let problem = GroupedMatmulProblem { n, weight, ..problem };
+            let activations = phase.activations;
+            let problem = GroupedMatmulProblem { n, weight, activations, ..problem };
             Ok((GroupedMatmul::plan(phase.stream.device(), problem)?, n))
         };
         let kind = weights.kind();

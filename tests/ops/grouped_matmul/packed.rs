@@ -21,10 +21,10 @@ use crate::harness::{
 use crate::matmul::packed::{Source, layouts};
 
 #[derive(Clone, Debug)]
-struct PackedCase {
-    case: Case,
+pub(super) struct PackedCase {
+    pub(super) case: Case,
     /// Of the sources; where their blocks end inside of an expert, each row has a scale of its own.
-    layout: WeightLayout,
+    pub(super) layout: WeightLayout,
 }
 
 fn packed() -> impl Strategy<Value = PackedCase> {
@@ -62,7 +62,7 @@ fn packed() -> impl Strategy<Value = PackedCase> {
 }
 
 impl PackedCase {
-    fn work(&self) -> usize {
+    pub(super) fn work(&self) -> usize {
         let GroupedMatmulProblem { rows, experts, n, k, .. } = self.case.problem;
         let slots: usize = self.case.groups.iter().map(|rows| rows.div_ceil(2)).sum();
         let tile = n.next_multiple_of(16) * k.next_multiple_of(64);
@@ -73,12 +73,12 @@ impl PackedCase {
         self.case.problem.n.is_multiple_of(self.layout.rows as usize)
     }
 
-    fn problem(&self) -> GroupedMatmulProblem {
+    pub(super) fn problem(&self) -> GroupedMatmulProblem {
         let rows = if self.is_whole() { self.layout.rows } else { 1 };
         GroupedMatmulProblem { weight: Some(WeightLayout { rows, ..self.layout }), ..self.case.problem }
     }
 
-    fn sources(&self) -> Vec<Source> {
+    pub(super) fn sources(&self) -> Vec<Source> {
         let GroupedMatmulProblem { experts, n, k, .. } = self.case.problem;
         let source = |expert: usize| {
             let mut source = Source::new([n, k], self.layout, self.case.seed ^ expert as u64);
@@ -90,7 +90,7 @@ impl PackedCase {
     }
 
     /// x and the weights' values, these perhaps rounded to the operands' type.
-    fn values(&self, sources: &[Source], rounded: bool) -> (Vec<f64>, Vec<f64>) {
+    pub(super) fn values(&self, sources: &[Source], rounded: bool) -> (Vec<f64>, Vec<f64>) {
         let (x, _) = inputs(&Case {
             problem: GroupedMatmulProblem { n: 0, ..self.case.problem },
             ..self.case.clone()
@@ -102,7 +102,7 @@ impl PackedCase {
         (x, w)
     }
 
-    fn pack(&self, device: &Device, sources: &[Source]) -> Result<Weight, TestCaseError> {
+    pub(super) fn pack(&self, device: &Device, sources: &[Source]) -> Result<Weight, TestCaseError> {
         let stream = device.stream().map_err(fail)?;
         let weight = if self.is_whole() {
             Weight::pack_experts(&stream, sources.len(), |expert| Ok(&sources[expert]))
@@ -113,7 +113,7 @@ impl PackedCase {
     }
 
     /// What a plan makes of sorted rows `from..` of the case, which are all that are not cut off.
-    fn product(
+    pub(super) fn product(
         &self,
         device: &Device,
         plan: &GroupedMatmul,
@@ -136,7 +136,12 @@ impl PackedCase {
         out.read(&stream)
     }
 
-    fn run(&self, device: &Device, plan: &GroupedMatmul, sources: &[Source]) -> Result<(), TestCaseError> {
+    pub(super) fn run(
+        &self,
+        device: &Device,
+        plan: &GroupedMatmul,
+        sources: &[Source],
+    ) -> Result<(), TestCaseError> {
         let variant = plan.report().variant;
         let (x, w) = self.values(sources, variant.contains("unpack"));
         let weight = self.pack(device, sources)?;

@@ -5,6 +5,7 @@
 //! counted from the number of rows and experts, and some stay empty.
 
 use super::matmul::{MMA_ROW_BYTES, MMA_STAGES, THREADS, WARPS, WGMMA_ROW_BYTES};
+use crate::matmul_fp8::QuantiseVariant;
 use crate::{Arch, DType};
 
 mod packed;
@@ -255,6 +256,34 @@ macro_rules! grouped_matmul_wgmma_table {
     };
 }
 
+/// The same of fp8 by fp8, with packed weights: the type is out's.
+#[macro_export]
+macro_rules! grouped_matmul_fp8_table {
+    ($callback:ident) => {
+        $callback! {
+            grouped_matmul_f16_fp8__m128n128__sm90a => f16, F16, Sm90a, Wgmma { bm: 128, bn: 128, stages: 4 };
+            grouped_matmul_bf16_fp8__m128n128__sm90a => bf16, BF16, Sm90a, Wgmma { bm: 128, bn: 128, stages: 4 };
+        }
+    };
+}
+
+/// The kernels that make rows of x fp8.
+#[macro_export]
+macro_rules! grouped_matmul_quantise_table {
+    ($callback:ident) => {
+        $callback! {
+            grouped_matmul_f16__quantise__sm90a => f16, F16, Sm90a;
+            grouped_matmul_bf16__quantise__sm90a => bf16, BF16, Sm90a;
+        }
+    };
+}
+
+macro_rules! quantise_rows {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident;)*) => {
+        &[$(QuantiseVariant::new(stringify!($entry), DType::$dtype, Arch::$floor)),*]
+    };
+}
+
 macro_rules! rows {
     ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
@@ -273,6 +302,10 @@ pub const VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_table!(rows);
 pub const MMA_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_mma_table!(rows);
 /// The kernels of Hopper's tensor cores.
 pub const WGMMA_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_wgmma_table!(rows);
+/// Those of fp8 by fp8.
+pub const FP8_VARIANTS: &[GroupedMatmulVariant] = grouped_matmul_fp8_table!(rows);
+/// Those that make rows of x fp8.
+pub const QUANTISE_VARIANTS: &[QuantiseVariant] = grouped_matmul_quantise_table!(quantise_rows);
 
 const _: () = {
     let mut i = 0;

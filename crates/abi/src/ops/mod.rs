@@ -28,7 +28,8 @@ macro_rules! for_each_operator {
             gated_delta "gated_delta" [VARIANTS];
             glu "glu" [VARIANTS];
             grouped_matmul "grouped_matmul" [
-                VARIANTS MMA_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS PACKED_MMA_VARIANTS UNPACK_VARIANTS
+                VARIANTS MMA_VARIANTS WGMMA_VARIANTS PACKED_VARIANTS PACKED_MMA_VARIANTS UNPACK_VARIANTS FP8_VARIANTS
+                QUANTISE_VARIANTS
             ];
             kv_append "kv_append" [VARIANTS];
             layernorm "layernorm" [VARIANTS];

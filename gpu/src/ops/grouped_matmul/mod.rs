@@ -8,6 +8,7 @@
 //! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `matmul::few_rows_mma` |
 //! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `matmul::mma_sync` |
 //! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
+//! | fp8 | many, of packed fp8 weights, where rows may be fp8 too, from sm_90a on | tiles of 128 × 128 in turn: `wgmma`, `matmul::fp8` |
 //! | packed | few, of packed weights; and to unpack them | up to 64 rows of an expert by some columns: `packed` |
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the
@@ -44,9 +45,13 @@ use core::ptr::null;
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, SLOTS_ARE_ROWS};
 use abi::ops::matmul::MatmulDims;
+#[cfg(not(lacks_wgmma))]
+use abi::{matmul_fp8::QuantiseDims, weight::WeightDims};
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{global, kernel, thread, warp};
 
+#[cfg(not(lacks_wgmma))]
+use crate::matmul::fp8;
 use crate::matmul::operand::Operand;
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::{
@@ -432,13 +437,70 @@ macro_rules! wgmma_entries {
             order: *const u32,
             out: *mut $type,
         ) {
-            let maps = wgmma::Maps { x: x_map, w };
+            let rows = wgmma::Rows { x, map: x_map, offsets, order };
             // SAFETY: threads and shared memory of the tile, the maps, x in pieces — GroupedMatmul::run.
             unsafe {
-                wgmma::multiply::<$type, $bn, { $bn / 2 }, $stages>(x, maps, offsets, order, out, &dims);
+                wgmma::multiply::<$type, $type, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(
+                    rows,
+                    wgmma::Plain { map: w },
+                    out,
+                    &dims,
+                );
             }
         }
     )*};
 }
 #[cfg(not(lacks_wgmma))]
 abi::grouped_matmul_wgmma_table!(wgmma_entries);
+
+#[cfg(not(lacks_wgmma))]
+macro_rules! fp8_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident,
+       Wgmma { bm: 128, bn: $bn:literal, stages: $stages:literal };)*) => {$(
+        /// Entry point; see the module and `abi::ops::grouped_matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `GroupedMatmul::run` makes them.
+        #[kernel(max_threads = 384, min_blocks = 1)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            dims: GroupedMatmulDims,
+            #[grid_constant] x_map: cuda_std::tma::TensorMap,
+            #[grid_constant] w: cuda_std::tma::TensorMap,
+            x: *const cuda_std::cvt::E4m3,
+            x_scales: *const f32,
+            scales: *const f32,
+            offsets: *const u32,
+            order: *const u32,
+            out: *mut $type,
+            weight: WeightDims,
+        ) {
+            let rows = wgmma::Rows { x, map: x_map, offsets, order };
+            let weights = wgmma::Fp8 { map: w, scales, x_scales, order, weight: &weight, dims: &dims };
+            // SAFETY: threads and shared memory of the tile, the maps, x as `quantise` makes it — GroupedMatmul::run.
+            unsafe {
+                wgmma::multiply::<_, $type, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(rows, weights, out, &dims);
+            }
+        }
+    )*};
+}
+#[cfg(not(lacks_wgmma))]
+abi::grouped_matmul_fp8_table!(fp8_entries);
+
+#[cfg(not(lacks_wgmma))]
+macro_rules! quantise_entries {
+    ($($entry:ident => $type:ident, $dtype:ident, $floor:ident;)*) => {$(
+        /// Entry point; see `matmul::fp8`.
+        ///
+        /// # Safety
+        /// - Arguments as `GroupedMatmul::run` makes them.
+        #[kernel(max_threads = 256, min_blocks = 2)]
+        #[allow(non_snake_case)]
+        pub unsafe fn $entry(x: *const $type, q: *mut u32, scales: *mut f32, dims: QuantiseDims) {
+            // SAFETY: whole warps, x in pieces, q and scales of the workspace — GroupedMatmul::run.
+            unsafe { fp8::quantise(x, q, scales, &dims) }
+        }
+    )*};
+}
+#[cfg(not(lacks_wgmma))]
+abi::grouped_matmul_quantise_table!(quantise_entries);

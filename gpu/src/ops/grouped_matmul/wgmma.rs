@@ -32,13 +32,15 @@
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
 use abi::ops::matmul::{A_BY_TMA, MatmulDims, OUT_IN_PIECES};
-use cuda_std::cvt::Element;
+use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
+use cuda_std::cvt::{E4m3, Element};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
 use cuda_std::{barrier, cp_async, fence, global, mbarrier, registers, shared, thread, tma, warp};
 
 use super::{null, x_number};
 use crate::matmul::epilogue::{Epilogue, PLAIN};
+use crate::matmul::fp8;
 use crate::matmul::wgmma_consumers::{
     BOX_BYTES, BOX_WORDS, Place, ROW_BYTES, Ring, Rounded, multiply_stages, put_words, store_pairs,
 };
@@ -57,13 +59,171 @@ const COPIES: usize = (32 / ROWS) as usize;
 /// Bytes of a box of x.
 const BOX: u32 = WGMMA_X_ROWS * ROW_BYTES;
 
-/// The tensor maps of a launch.
+/// Rows of x, as the producers find them.
 #[derive(Clone, Copy)]
-pub struct Maps {
-    /// x in boxes of [`WGMMA_X_ROWS`], if it is loaded by TMA.
-    pub x: *const TensorMap,
-    /// The weights in boxes of `BN / 2` rows.
-    pub w: *const TensorMap,
+pub struct Rows<X> {
+    /// The first.
+    pub x: *const X,
+    /// In boxes of [`WGMMA_X_ROWS`], if they are loaded by TMA.
+    pub map: *const TensorMap,
+    /// Where each expert's begin.
+    pub offsets: *const u32,
+    /// Which row of x each is, if they are gathered.
+    pub order: *const u32,
+}
+
+/// A tile: rows `row..end` of an expert, or the first of them, and columns from `col` on.
+pub struct Tile {
+    row: u32,
+    end: u32,
+    col: u32,
+    expert: u32,
+}
+
+/// How weights come into a stage, and how a consumer multiplies.
+pub trait Weights<X, const SUMS: usize> {
+    /// The weights' map, to be fetched early.
+    fn map(&self) -> *const TensorMap;
+
+    /// Loads the tile's rows of a weight for a step, `2 · SUMS` of 128 bytes. By one thread.
+    ///
+    /// # Safety
+    /// - The stage is empty and has the room; its barrier expects the bytes.
+    unsafe fn load(&self, to: u32, step: u32, tile: &Tile, full: u32);
+
+    /// A consumer's sums of all steps: as [`multiply_stages`].
+    ///
+    /// # Safety
+    /// - As for [`multiply_stages`]; the tile exists, and has rows for the consumer from `row` on.
+    unsafe fn sums<const STAGES: u32>(
+        &self,
+        ring: &mut Ring<STAGES>,
+        steps: u32,
+        tile: &Tile,
+        stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
+        meanwhile: impl FnMut(),
+    ) -> [f32; SUMS];
+}
+
+/// How a consumer comes by the stages: where a stage's operands lie, its barrier, and how it is given back.
+pub struct Stages<A, B, C> {
+    operands: A,
+    full: B,
+    release: C,
+}
+
+/// Weights of the type of x, in boxes of `SUMS` rows.
+pub struct Plain {
+    /// Of all experts.
+    pub map: *const TensorMap,
+}
+
+impl<T: Element + Multiply<[f32; SUMS]>, const SUMS: usize> Weights<T, SUMS> for Plain
+where
+    [f32; SUMS]: Registers,
+{
+    #[inline(always)]
+    fn map(&self) -> *const TensorMap {
+        self.map
+    }
+
+    #[inline(always)]
+    unsafe fn load(&self, to: u32, step: u32, tile: &Tile, full: u32) {
+        let k = (step * (ROW_BYTES / size_of::<T>() as u32)) as i32;
+        let [col, expert] = [tile.col as i32, tile.expert as i32];
+        // SAFETY: the caller's promise.
+        unsafe {
+            tma::load(to, self.map, [k, col, expert, 0], full);
+            tma::load(to + SUMS as u32 * ROW_BYTES, self.map, [k, col + SUMS as i32, expert, 0], full);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sums<const STAGES: u32>(
+        &self,
+        ring: &mut Ring<STAGES>,
+        steps: u32,
+        _: &Tile,
+        stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
+        meanwhile: impl FnMut(),
+    ) -> [f32; SUMS] {
+        let Stages { operands, full, release } = stages;
+        // SAFETY: the caller's promise.
+        unsafe {
+            multiply_stages::<T, f32, SUMS, STAGES>(ring, steps, false, operands, full, release, meanwhile)
+        }
+    }
+}
+
+/// Packed weights of fp8, multiplied by rows that [`fp8::quantise`] has made.
+pub struct Fp8<'a> {
+    /// The tiles of all experts: `[rows of tiles][tiles · 16][64]` bytes, in boxes of a tile of each of the rows of tiles.
+    pub map: *const TensorMap,
+    /// Scales of the weights.
+    pub scales: *const f32,
+    /// Scales of the rows of x: `[blocks of k, rows of x]`.
+    pub x_scales: *const f32,
+    /// Which row of x each is.
+    pub order: *const u32,
+    /// Sizes of the weights.
+    pub weight: &'a WeightDims,
+    /// Sizes of the product.
+    pub dims: &'a GroupedMatmulDims,
+}
+
+impl<const SUMS: usize> Weights<E4m3, SUMS> for Fp8<'_>
+where
+    E4m3: Multiply<[f32; SUMS]>,
+    [f32; SUMS]: Registers,
+{
+    #[inline(always)]
+    fn map(&self) -> *const TensorMap {
+        self.map
+    }
+
+    #[inline(always)]
+    unsafe fn load(&self, to: u32, step: u32, tile: &Tile, full: u32) {
+        let blocks = (tile.expert * self.weight.row_blocks + tile.col / TILE_ROWS) as i32;
+        let row = (2 * step * TILE_ROWS) as i32;
+        // SAFETY: the caller's promise. A tile of k that does not exist is zeros.
+        unsafe {
+            tma::load(to, self.map, [0, row, blocks, 0], full);
+            let second = to + 2 * SUMS as u32 * TILE_K;
+            tma::load(second, self.map, [0, row + TILE_ROWS as i32, blocks, 0], full);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sums<const STAGES: u32>(
+        &self,
+        ring: &mut Ring<STAGES>,
+        steps: u32,
+        tile: &Tile,
+        stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
+        meanwhile: impl FnMut(),
+    ) -> [f32; SUMS] {
+        let Stages { operands, full, release } = stages;
+        let WeightDims { row_blocks, stretches, rows_log2, .. } = *self.weight;
+        // Of blocks of 128 rows or a multiple, so one for all columns; each is there twice.
+        let block = (tile.expert * row_blocks + tile.col / TILE_ROWS) >> (rows_log2 - TILE_ROWS.ilog2());
+        let of_weight = self.scales.wrapping_add((block * stretches * 2) as usize);
+        let by_step = if stretches > 1 { 2 } else { 0 };
+        let x_rows = self.dims.x_rows as usize;
+        // SAFETY: rows of the tile, and where they end the last one; scales of the block and of the rows of x for each
+        // step; the caller's promise.
+        unsafe {
+            let member = thread::thread_idx_x() % 128;
+            let row = tile.row + member / 32 * 16 + member % 32 / 4;
+            let number = |row: u32| x_number(self.order, self.dims, row.min(tile.end - 1)) as usize;
+            let rows = [self.x_scales.wrapping_add(number(row)), self.x_scales.wrapping_add(number(row + 8))];
+            let scales = |step: u32| {
+                let weight = global::load(of_weight.wrapping_add((step * by_step) as usize));
+                let of_row = |row: *const f32| global::load(row.wrapping_add(step as usize * x_rows));
+                [of_row(rows[0]) * weight, of_row(rows[1]) * weight]
+            };
+            fp8::multiply_blocks::<SUMS, STAGES>(ring, steps, scales, operands, full, release, meanwhile)
+        }
+    }
 }
 
 /// A walk over the tiles' rows, experts in their order.
@@ -140,7 +300,7 @@ impl Walk {
     }
 }
 
-/// The block's part of the product.
+/// The block's part of the product. `BOXES` is how many boxes of 64 columns a tile has.
 ///
 /// # Safety
 /// - Blocks of 384 threads, shared memory as `GroupedMatmulTile::smem_bytes` says.
@@ -148,21 +308,21 @@ impl Walk {
 ///   there.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Element + Multiply<[f32; SUMS]>,
+    X,
+    O: Element,
     const BN: u32,
     const SUMS: usize,
+    const BOXES: usize,
     const STAGES: u32,
 >(
-    x: *const T,
-    maps: Maps,
-    offsets: *const u32,
-    order: *const u32,
-    out: *mut T,
+    rows: Rows<X>,
+    weights: impl Weights<X, SUMS>,
+    out: *mut O,
     dims: &GroupedMatmulDims,
-) where
-    [f32; SUMS]: Registers,
-{
-    const { assert!(SUMS as u32 * 2 == BN && STAGES == 4) };
+) {
+    const { assert!(SUMS as u32 * 2 == BN && BOXES as u32 * 64 == BN && STAGES == 4) };
+    let Rows { x, map: x_map, offsets, order } = rows;
+    let per_piece = 16 / size_of::<X>() as u32;
     let (x_bytes, w_bytes) = (BM * ROW_BYTES, BN * ROW_BYTES);
     let stage_bytes = x_bytes + w_bytes;
     let base = shared::base();
@@ -186,9 +346,9 @@ pub unsafe fn multiply<
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();
-            tma::prefetch_map(maps.w);
+            tma::prefetch_map(weights.map());
             if by_tma {
-                tma::prefetch_map(maps.x);
+                tma::prefetch_map(x_map);
             }
         }
         // Rows of x that no copy fills are multiplied too, though not stored.
@@ -205,7 +365,7 @@ pub unsafe fn multiply<
         thread::sync_threads();
     }
     // Elements of k per step.
-    let bk = ROW_BYTES / size_of::<T>() as u32;
+    let bk = ROW_BYTES / size_of::<X>() as u32;
     let steps = dims.k.div_ceil(bk);
     let warpgroup = thread / 128;
     // SAFETY: the roles are those of whole warpgroups; each waits for a stage before it touches it.
@@ -218,7 +378,7 @@ pub unsafe fn multiply<
             // Of the first rows, and of those four on, which are the next in the swizzle too.
             let place = |row: u32| at + row * ROW_BYTES + ((piece ^ (row % 8)) << 4);
             let places = [place(first_row), place(first_row + ROWS)];
-            let x_stride_bytes = dims.x_stride * size_of::<T>() as u32;
+            let x_stride_bytes = dims.x_stride * size_of::<X>() as u32;
             let col_blocks = dims.col_blocks.max(1);
             let mut walk = Walk::at(offsets, dims, 0, 0);
             let mut tile = thread::block_idx_x();
@@ -236,34 +396,26 @@ pub unsafe fn multiply<
                         numbers[i] = x_number(order, dims, (row + 32 * i as u32 + lane).min(end - 1));
                         i += 1;
                     }
-                    let col = tile % col_blocks * BN;
+                    let own = Tile { row, end, col: tile % col_blocks * BN, expert };
                     while step < steps {
                         let k = step * bk;
                         mbarrier::wait_parity(empty(stage), parity);
                         parity ^= 1;
                         if lane == 0 {
-                            shared::store_u32x4(tile_of(stage), [row, end, col, 0]);
+                            shared::store_u32x4(tile_of(stage), [row, end, own.col, expert]);
                             let boxes = if by_tma { rows.div_ceil(WGMMA_X_ROWS) } else { 0 };
                             mbarrier::expect_tx(full(stage), w_bytes + boxes * BOX);
-                            let (w_at, half) = (at + x_bytes, w_bytes / 2);
-                            let [k, col, expert] = [k as i32, col as i32, expert as i32];
-                            tma::load(w_at, maps.w, [k, col, expert, 0], full(stage));
-                            tma::load(
-                                w_at + half,
-                                maps.w,
-                                [k, col + (BN / 2) as i32, expert, 0],
-                                full(stage),
-                            );
+                            weights.load(at + x_bytes, step, &own, full(stage));
                             let mut i = 0;
                             while i < boxes {
                                 let from = (row + i * WGMMA_X_ROWS) as i32;
-                                tma::load(at + i * BOX, maps.x, [k, from], full(stage));
+                                tma::load(at + i * BOX, x_map, [k as i32, from], full(stage));
                                 i += 1;
                             }
                         }
-                        let from = x.wrapping_add(k as usize + piece as usize * T::PER_16_BYTES).cast::<u8>();
+                        let from = x.wrapping_add((k + piece * per_piece) as usize).cast::<u8>();
                         // k is a multiple of a piece.
-                        let left = (dims.k - k) / T::PER_16_BYTES as u32;
+                        let left = (dims.k - k) / per_piece;
                         let mut j = 0;
                         while j < numbers.len() {
                             if !by_tma && 32 * (j as u32) < rows {
@@ -322,7 +474,7 @@ pub unsafe fn multiply<
             let member = thread % 128;
             let my_boxes = boxes + consumer * 2 * BOX_BYTES;
             let mut ring = Ring::<STAGES>::START;
-            let mut leaving = Leaving { words: [0; 2 * BOX_WORDS], left: 0, row: 0, end: 0, col: 0 };
+            let mut leaving = Leaving::<BOXES> { words: [0; 2 * BOX_WORDS], left: 0, row: 0, end: 0, col: 0 };
             let operands = |stage: u32| {
                 let at = base + stage * stage_bytes;
                 (at + consumer * 64 * ROW_BYTES, at + x_bytes)
@@ -334,7 +486,7 @@ pub unsafe fn multiply<
             };
             loop {
                 mbarrier::wait_parity(full(ring.stage), ring.parity);
-                let [row, end, col, _] = shared::load_u32x4(tile_of(ring.stage));
+                let [row, end, col, expert] = shared::load_u32x4(tile_of(ring.stage));
                 // One thread gives the stage back: all have read whose it is.
                 barrier::sync(1 + consumer, 128);
                 let row = row + consumer * 64;
@@ -347,22 +499,18 @@ pub unsafe fn multiply<
                     break;
                 }
                 if has_rows {
-                    let sums = multiply_stages::<T, f32, SUMS, STAGES>(
-                        &mut ring,
-                        steps,
-                        false,
-                        operands,
-                        full,
-                        release,
-                        || leaving.store_box(out, dims, my_boxes, member),
-                    );
+                    let tile = Tile { row, end, col, expert };
+                    let stages = Stages { operands, full, release };
+                    let sums = weights.sums(&mut ring, steps, &tile, stages, || {
+                        leaving.store_box(out, dims, my_boxes, member)
+                    });
                     leaving.end_all(out, dims, my_boxes, member);
                     let place = Place { row, col, len: SUMS, consumer, member };
                     if dims.access & OUT_IN_PIECES != 0 && dims.n.is_multiple_of(8) {
-                        leaving.take::<T, SUMS>(&sums, my_boxes, end, &place);
+                        leaving.take::<O, SUMS>(&sums, my_boxes, end, &place);
                     } else {
                         let own = MatmulDims { m: end, ..super::product(dims) };
-                        store_pairs(&sums, &Epilogue::new(null::<T>(), null(), out, &own, &PLAIN), &place);
+                        store_pairs(&sums, &Epilogue::new(null::<O>(), null(), out, &own, &PLAIN), &place);
                         leaving.words = [0; 2 * BOX_WORDS];
                     }
                 } else {
@@ -384,8 +532,9 @@ pub unsafe fn multiply<
 }
 
 /// The tile before, on its way out while the next one is multiplied, 64 columns at a time: the first two boxes of them
-/// in shared memory, the others still in registers. Each warp stores its own rows, so none waits for another.
-struct Leaving {
+/// in shared memory, the others, if there are four, still in registers. Each warp stores its own rows, so none waits for
+/// another.
+struct Leaving<const BOXES: usize> {
     words: [u32; 2 * BOX_WORDS],
     /// Boxes still to be stored.
     left: u32,
@@ -395,7 +544,7 @@ struct Leaving {
     col: u32,
 }
 
-impl Leaving {
+impl<const BOXES: usize> Leaving<BOXES> {
     /// Rounds a tile's sums.
     ///
     /// # Safety
@@ -408,10 +557,12 @@ impl Leaving {
         end: u32,
         place: &Place,
     ) {
-        const { assert!(SUMS / 2 == 4 * BOX_WORDS) };
+        const { assert!((BOXES == 2 || BOXES == 4) && SUMS / 2 == BOXES * BOX_WORDS) };
         let mut rounded = Rounded::<SUMS>::NONE;
         rounded.round::<f32, T>(sums);
-        self.words = rounded.rest(2);
+        if BOXES > 2 {
+            self.words = rounded.rest(2);
+        }
         // SAFETY: the warp's lanes have read these rows of both when they have come together.
         unsafe {
             warp::sync_warp(warp::FULL_MASK);
@@ -419,7 +570,7 @@ impl Leaving {
             rounded.put_box(boxes + BOX_BYTES, place.member);
         }
         // Else LLVM makes copies of the store.
-        self.left = thread::opaque(4);
+        self.left = thread::opaque(BOXES as u32);
         (self.row, self.end, self.col) = (place.row, end, place.col);
     }
 
@@ -441,7 +592,7 @@ impl Leaving {
         unsafe {
             if self.left > 0 {
                 let at = boxes + self.left % 2 * BOX_BYTES;
-                if self.left <= 2 {
+                if BOXES > 2 && self.left <= 2 {
                     warp::sync_warp(warp::FULL_MASK);
                     put_words(&self.words, at, member);
                     let mut i = BOX_WORDS;

@@ -15,7 +15,7 @@ use crate::ops::check_size;
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::{Tensor, TensorView};
-use crate::tensor_map::{Axis, TensorMap, Tiled};
+use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 
 #[derive(Debug)]
 pub(super) struct Loaded {
@@ -221,6 +221,8 @@ impl Planned {
             outer: Some([axis(2), axis(0)]),
             box_rows,
             box_cols: 64,
+            box_matrices: 1,
+            swizzle: Swizzle::Bytes128,
         };
         self.device.tensor_map(OP, &tiled)
     }

@@ -15,18 +15,18 @@ use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::ops::matmul::{MatmulB, PackedVariant, matrix_map, rows_aligned};
+use crate::ops::matmul::{Activations, MatmulB, PackedVariant, matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
-use crate::tensor_map::{Axis, TensorMap, Tiled};
+use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 use crate::weight::{Layout, Weight};
 use packed::PackedKernels;
 
 pub use abi::ops::grouped_matmul::{
-    GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    FP8_VARIANTS, GroupedMatmulTile, GroupedMatmulVariant, MMA_VARIANTS, PACKED_MMA_VARIANTS,
+    PACKED_VARIANTS, QUANTISE_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, GroupedMatmulCase, samples};
 pub use packed::{GroupedPackedChoice, GroupedPackedChoices, select as select_packed};
@@ -63,12 +63,16 @@ pub struct GroupedMatmulProblem {
     pub from: GroupedRows,
     /// How the weights are packed; none if they are plain matrices.
     pub weight: Option<Layout>,
+    /// What may become of x.
+    pub activations: Activations,
 }
 
 impl GroupedMatmulProblem {
-    /// With what it must have. The other fields do nothing: `from: GroupedRows::Sorted`, `weight: None`.
+    /// With what it must have. The other fields do nothing: `from: GroupedRows::Sorted`, `weight: None`, `activations:
+    /// Activations::AsGiven`.
     pub fn new(rows: usize, experts: usize, n: usize, k: usize, dtype: DType) -> Self {
-        GroupedMatmulProblem { rows, experts, n, k, dtype, from: GroupedRows::Sorted, weight: None }
+        let (from, activations) = (GroupedRows::Sorted, Activations::AsGiven);
+        GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight: None, activations }
     }
 }
 
@@ -117,6 +121,9 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// which the number of rows alone decides, a row's result depends on that row and its expert, not on the other rows,
 /// their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
 /// on which place among them it has.
+/// **fp8 by fp8**: with [`Activations::Fp8`] rows of x may become fp8, which see. Each 128 of k are then summed by themselves,
+/// with at least 13 bits of the largest of their sums, multiplied by both scales and added up in f32; a NaN or an infinity
+/// in a row makes all of its results NaN.
 /// **Packed weights**: up to some rows per expert on average kernels read the weights as they are packed, of the
 /// experts that have rows only; these sum in orders of their own, which the planned number of rows decides. For more
 /// the experts that have rows are unpacked, some at a time, into memory of the plan, rounded to `dtype`, and
@@ -327,7 +334,7 @@ impl Rung for Planned {
 
     // If every expert has rows.
     fn report(&self) -> OptimizationReport {
-        let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight } = self.problem;
+        let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight, .. } = self.problem;
         let x_rows = match from {
             GroupedRows::Sorted => rows,
             GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
@@ -419,6 +426,8 @@ impl Planned {
             outer: Some([outer, Axis { size: 1, stride_bytes: outer.stride_bytes }]),
             box_rows,
             box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
+            box_matrices: 1,
+            swizzle: Swizzle::Bytes128,
         };
         self.device.tensor_map(OP, &tiled)
     }
@@ -496,7 +505,7 @@ impl Planned {
 }
 
 fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
-    let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight } = *problem;
+    let GroupedMatmulProblem { rows, experts, n, k, dtype, from, weight, .. } = *problem;
     for (name, size) in [("rows", rows), ("experts", experts), ("n", n), ("k", k)] {
         check_size(OP, "problem", name, size)?;
     }

@@ -1,22 +1,25 @@
 //! Grouped products with packed weights: few rows of each expert by kernels that read the weights as they are, many by
 //! those for plain matrices, for which the experts that have rows are unpacked.
 
+use abi::DType;
+use abi::matmul_fp8::{self, BLOCK_K, QuantiseDims};
 use abi::ops::grouped_matmul::{
-    GroupedMatmulDims, PACKED_MMA_VARIANTS, PACKED_VARIANTS, SLOTS_ARE_ROWS, SLOTS_ARE_TILES,
-    UNPACK_VARIANTS, UnpackDims, packed_smem_bytes,
+    FP8_VARIANTS, GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant, PACKED_MMA_VARIANTS,
+    PACKED_VARIANTS, QUANTISE_VARIANTS, SLOTS_ARE_ROWS, SLOTS_ARE_TILES, UNPACK_VARIANTS, UnpackDims,
+    WGMMA_X_ROWS, packed_smem_bytes,
 };
-use abi::ops::matmul::{A_IN_PIECES, PackedTile, PackedVariant, THREADS, WARPS};
+use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, PackedTile, PackedVariant, THREADS, WARPS};
 use abi::weight::{Layout, TILE_ROWS};
 
 use super::select as plain;
-use super::{GroupedMatmulArgs, GroupedMatmulProblem, OP, Planned};
+use super::{GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows, OP, Planned};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::Cut;
 use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::check_blocks;
-use crate::ops::matmul::{packed_split_log2, takes};
+use crate::ops::matmul::{Activations, matrix_map, packed_split_log2, takes};
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -25,11 +28,14 @@ use crate::weight::Weight;
 /// Rows of a tile by the rows of an expert on average, in halves. Rows of experts differ: where two rows are the
 /// average, few experts have more than 8, whose weights tiles of 8 rows read twice.
 const RUNGS: [(usize, u32); 3] = [(2 * 2, 8), (2 * 8, 16), (usize::MAX, 64)];
-/// Rows of an expert on average up to which weights are read as they are packed, on tensor cores: two tiles of the
+/// Rows of an expert on average up to which weights are read as they are packed, on tensor cores: one tile of the
 /// largest kind.
-const FEW_MAX_AVERAGE: usize = 128;
+const FEW_MAX_AVERAGE: usize = 48;
 /// The same by ordinary arithmetic, which decodes the weights again for every two rows.
 const FEW_MAX_AVERAGE_SIMT: usize = 8;
+/// Rows of an expert on average from which on they are made fp8, where they may be: before that the experts' bytes bound
+/// the product.
+const FP8_MIN_AVERAGE: usize = 16;
 /// Bytes of experts that are unpacked at a time; one expert at least.
 const UNPACKED_BYTES: usize = 128 << 20;
 /// Blocks that unpack an expert at most.
@@ -55,6 +61,8 @@ pub struct GroupedPackedChoices {
     pub dense_from: Option<usize>,
     /// Experts that are unpacked at a time.
     pub experts: usize,
+    /// The product of fp8 by fp8, and the rows of all experts from which on it is taken; none if x may not become fp8.
+    pub fp8: Option<(&'static GroupedMatmulVariant, usize)>,
     /// Binary logarithm of the warps that share a column's k.
     pub split_log2: u32,
 }
@@ -118,6 +126,7 @@ pub fn select(
         mma,
         dense_from: (rows > most).then_some(most + 1),
         experts: experts.div_ceil(steps),
+        fp8: fp8(limits, problem, layout),
         // As many experts have rows as can. It decides the order of a sum, so it does not depend on a run's rows.
         split_log2: packed_split_log2(limits, n.saturating_mul(experts.min(rows).max(1)), k),
     };
@@ -126,6 +135,27 @@ pub fn select(
         blocks(choice.variant.tile, few.min(choice.max_rows) as u32, problem, choices.split_log2)?;
     }
     Ok(choices)
+}
+
+/// The product of fp8 by fp8, if it can do the problem.
+fn fp8(
+    limits: &DeviceLimits,
+    problem: &GroupedMatmulProblem,
+    layout: &Layout,
+) -> Option<(&'static GroupedMatmulVariant, usize)> {
+    let GroupedMatmulProblem { experts, n, k, dtype, .. } = *problem;
+    // Blocks of an expert's scales may not reach into the next one's.
+    let fits = problem.activations == Activations::Fp8
+        && matmul_fp8::takes(layout)
+        && k > 0
+        && k.is_multiple_of(16 / dtype.bytes())
+        && (experts == 1 || n.is_multiple_of(layout.rows as usize));
+    let variant = FP8_VARIANTS.iter().find(|variant| {
+        variant.dtype == dtype
+            && limits.floor.runs(variant.floor)
+            && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
+    });
+    variant.filter(|_| fits).map(|variant| (variant, experts.saturating_mul(FP8_MIN_AVERAGE)))
 }
 
 /// Experts that a launch unpacks at most, each by blocks of its own.
@@ -146,7 +176,7 @@ pub(super) fn forced(
     }
     let mut choices = select(limits, problem, layout)?;
     blocks(variant.tile, problem.rows as u32, problem, choices.split_log2)?;
-    choices.dense_from = None;
+    (choices.dense_from, choices.fp8) = (None, None);
     let only = vec![GroupedPackedChoice { variant, max_rows: usize::MAX }];
     match variant.tile {
         PackedTile::Mma { .. } => choices.mma = only,
@@ -178,6 +208,18 @@ pub(super) struct PackedKernels {
     mma: Vec<(GroupedPackedChoice, Entry)>,
     split_log2: u32,
     dense: Option<Dense>,
+    fp8: Option<Fp8>,
+}
+
+/// The product of fp8 by fp8.
+#[derive(Debug)]
+struct Fp8 {
+    from: usize,
+    quantise: Entry,
+    tile: GroupedMatmulTile,
+    product: Entry,
+    /// Rows of x as fp8, and their scales.
+    workspace: Workspace<2>,
 }
 
 #[derive(Debug)]
@@ -198,7 +240,7 @@ impl PackedKernels {
         problem: &GroupedMatmulProblem,
         choices: GroupedPackedChoices,
     ) -> Result<Self, Error> {
-        let GroupedPackedChoices { simt, mma, dense_from, experts, split_log2 } = choices;
+        let GroupedPackedChoices { simt, mma, dense_from, experts, fp8, split_log2 } = choices;
         let load = |choices: Vec<GroupedPackedChoice>| {
             choices
                 .into_iter()
@@ -210,7 +252,8 @@ impl PackedKernels {
                 .collect::<Result<Vec<_>, Error>>()
         };
         let dense = dense_from.map(|from| Dense::new(device, problem, (from, experts))).transpose()?;
-        Ok(PackedKernels { problem: *problem, simt: load(simt)?, mma: load(mma)?, split_log2, dense })
+        let fp8 = fp8.map(|choice| Fp8::new(device, problem, choice)).transpose()?;
+        Ok(PackedKernels { problem: *problem, simt: load(simt)?, mma: load(mma)?, split_log2, dense, fp8 })
     }
 
     /// Runs the product of checked tensors that have elements.
@@ -221,6 +264,12 @@ impl PackedKernels {
         mut dims: GroupedMatmulDims,
     ) -> Result<(), Error> {
         let rows = dims.rows as usize;
+        if let Some(fp8) = &self.fp8
+            && rows >= fp8.from
+            && dims.access & A_IN_PIECES != 0
+        {
+            return fp8.run(stream, args, weight, dims);
+        }
         if let Some(dense) = &self.dense
             && rows >= dense.from
         {
@@ -260,6 +309,13 @@ impl PackedKernels {
 
     /// The kernel for the planned rows, and what a report says of it.
     pub(super) fn report(&self, rows: usize) -> (Option<&Entry>, Cut) {
+        if let Some(fp8) = &self.fp8
+            && rows >= fp8.from
+        {
+            let why = format!("from {} rows on they are made fp8, as the weights are", fp8.from);
+            let cut = Cut { why, tile: format!("{:?}", fp8.tile), threads: fp8.tile.threads() };
+            return (Some(&fp8.product), cut);
+        }
         if let Some(dense) = &self.dense
             && rows >= dense.from
         {
@@ -275,6 +331,90 @@ impl PackedKernels {
             }
             None => (None, Cut::cpu("panels")),
         }
+    }
+}
+
+impl Fp8 {
+    fn new(
+        device: &Device,
+        problem: &GroupedMatmulProblem,
+        (variant, from): (&'static GroupedMatmulVariant, usize),
+    ) -> Result<Self, Error> {
+        let GroupedMatmulProblem { rows, k, dtype, .. } = *problem;
+        let x_rows = match problem.from {
+            GroupedRows::Sorted => rows,
+            GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
+        };
+        let blocks = k.div_ceil(BLOCK_K as usize);
+        let workspace = Workspace::new(device, |stream| {
+            let q = Tensor::empty(stream, &[x_rows, blocks * BLOCK_K as usize], DType::F8E4M3)?;
+            Ok([q, Tensor::empty(stream, &[blocks, x_rows], DType::F32)?])
+        })?;
+        let quantise = QUANTISE_VARIANTS.iter().find(|quantise| quantise.dtype == dtype);
+        let quantise = quantise
+            .ok_or_else(|| Error::invalid(OP, "problem", "a type that can be made fp8", dtype.name()))?;
+        let product = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
+        Ok(Fp8 {
+            from,
+            quantise: device.entry(OP, quantise.entry, 0)?,
+            tile: variant.tile,
+            product,
+            workspace,
+        })
+    }
+
+    fn run(
+        &self,
+        stream: &Stream,
+        args: GroupedMatmulArgs<'_>,
+        weight: &Weight,
+        mut dims: GroupedMatmulDims,
+    ) -> Result<(), Error> {
+        let GroupedMatmulArgs { x, offsets, order, out, .. } = args;
+        let GroupedMatmulTile::Wgmma { bn, .. } = self.tile else {
+            return Err(Error::invalid(OP, "variant", "a tile of wgmma", format!("{:?}", self.tile)));
+        };
+        let device = stream.device();
+        let num_sms = device.profile().num_sms.max(1);
+        let [q, x_scales] = &self.workspace.tensors;
+        let _alone = self.workspace.enter(stream)?;
+        let q_stride = dims.k.next_multiple_of(BLOCK_K);
+        let rows = QuantiseDims { rows: dims.x_rows, k: dims.k, x_stride: dims.x_stride, q_stride };
+        let params = [x.into(), q.view().into(), x_scales.view().into(), (&rows).into()];
+        // A warp has two blocks of k.
+        let blocks = (rows.rows * (q_stride / BLOCK_K).div_ceil(2)).div_ceil(WARPS).min(8 * num_sms);
+        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such; the workspace has room
+        // for as many rows as were planned, and nobody else has entered it.
+        unsafe { self.quantise.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
+
+        (dims.k, dims.x_stride) = (q_stride, q_stride);
+        dims.col_blocks = self.tile.col_blocks(dims.n, 0);
+        let (_, slots) = self.tile.slots(dims.rows, dims.experts);
+        let grid = check_blocks(OP, "out", slots * u64::from(dims.col_blocks))?.min(num_sms);
+        let sizes = [dims.x_rows, dims.k, dims.x_stride];
+        let x_map = matrix_map(OP, device, DType::F8E4M3, q.view().address(), sizes, WGMMA_X_ROWS)?;
+        if dims.fan_out == 0 {
+            dims.access |= A_BY_TMA;
+        }
+        let w_map = weight.tiles_map(OP, device, bn)?;
+        let of_weight = weight.dims();
+        let [_, scales, ..] = weight.params();
+        let params = [
+            (&dims).into(),
+            (&x_map).into(),
+            (&w_map).into(),
+            q.view().into(),
+            x_scales.view().into(),
+            scales,
+            offsets.into(),
+            order.into(),
+            (&out).into(),
+            (&of_weight).into(),
+        ];
+        // SAFETY: as for the plain product; x is as the launch before has made it, with as many rows; the maps have its
+        // sizes and the weight's; the weight's layout is the planned one, whose scales are of blocks as the kernel has
+        // tiles.
+        unsafe { self.product.launch(stream, [grid, 1, 1], [self.tile.threads(), 1, 1], &params) }
     }
 }
 

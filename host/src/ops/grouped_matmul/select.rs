@@ -156,7 +156,8 @@ mod tests {
         ];
         for (rows, experts, dtype, entry) in table {
             let from = GroupedRows::Sorted;
-            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from, weight: None };
+            let problem =
+                GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, experts, 1536, 2048, dtype) };
             let choices = select(&LIMITS, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
@@ -176,7 +177,8 @@ mod tests {
         ];
         for (rows, experts, dtype, entry) in table {
             let from = GroupedRows::Sorted;
-            let problem = GroupedMatmulProblem { rows, experts, n: 1536, k: 2048, dtype, from, weight: None };
+            let problem =
+                GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, experts, 1536, 2048, dtype) };
             let choices = tensor(&ampere, &problem).unwrap();
             assert_eq!(choices.last().unwrap().variant.entry, entry, "{rows} of {experts}");
             assert!(choices.is_sorted_by(|a, b| a.max_rows <= b.max_rows));
@@ -193,7 +195,7 @@ mod tests {
     fn more_blocks_than_a_grid_has() {
         let (rows, n) = (1 << 30, 1 << 30);
         let (dtype, from) = (DType::F32, GroupedRows::Sorted);
-        let problem = GroupedMatmulProblem { rows, experts: 2, n, k: 1, dtype, from, weight: None };
+        let problem = GroupedMatmulProblem { from, ..GroupedMatmulProblem::new(rows, 2, n, 1, dtype) };
         let message = select(&LIMITS, &problem).unwrap_err().to_string();
         assert!(
             message.starts_with("grouped_matmul: problem: expected at most 2^31 - 1 blocks"),

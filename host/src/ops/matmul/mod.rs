@@ -27,7 +27,7 @@ use crate::ops::rmsnorm::NormWeight;
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{Mirror, TensorView, TensorViewMut, Views};
-use crate::tensor_map::{TensorMap, Tiled};
+use crate::tensor_map::{Swizzle, TensorMap, Tiled};
 use crate::weight::{Layout, Weight};
 use planned::{Backend, Planned, residual};
 
@@ -114,6 +114,20 @@ pub struct RowNorm {
     pub eps: f32,
     /// What the gain is.
     pub weight: NormWeight,
+}
+
+/// What may become of the rows that are multiplied with packed weights of fp8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Activations {
+    /// They are multiplied as they are.
+    #[default]
+    AsGiven,
+    /// Where kernels multiply fp8 by fp8 (Hopper, weights with scales of blocks of 128 rows or a multiple and of 128 of k or
+    /// all, rows in pieces of 16 bytes, more of them than the weights' bytes bound), rows may become e4m3 too, each 128 of
+    /// them by a scale of their own, `max|x| / 448`: an element then errs by up to 2^-4 of itself, or 2^-10 of that scale. That
+    /// is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere they are multiplied as they are.
+    Fp8,
 }
 
 /// What is to be multiplied.
@@ -412,6 +426,8 @@ pub(crate) fn matrix_map(
         outer: None,
         box_rows,
         box_cols: WGMMA_ROW_BYTES / dtype.bytes() as u32,
+        box_matrices: 1,
+        swizzle: Swizzle::Bytes128,
     };
     device.tensor_map(op, &tiled)
 }
