@@ -448,5 +448,15 @@ fn rows_that_are_refused() -> Outcome {
     let got = sampler.choose(&stream, tensor.view(), &[RowSampling { row: 1, ..plain }])?;
     assert_ne!(got[0].token, NO_TOKEN);
     assert_eq!(sampler.choose(&stream, tensor.view(), &[])?, []);
+    // In two halves the rows are those of the first.
+    sampler.enqueue(&stream, tensor.view(), &[RowSampling { row: 1, ..plain }])?;
+    assert_eq!(sampler.read(&stream, &[RowSampling { row: 1, ..plain }])?, got);
+    for (row, want) in [
+        (RowSampling { row: 2, ..plain }, "expected one of 2 rows, got 2"),
+        (RowSampling { logprobs: true, ..plain }, "expected none, as none were asked for, got some"),
+    ] {
+        let error = sampler.read(&stream, &[row]).expect_err(want).to_string();
+        assert!(error.ends_with(want), "{error}: {want}");
+    }
     Ok(())
 }

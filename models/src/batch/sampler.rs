@@ -84,6 +84,8 @@ pub struct BatchSampler {
     logprobs: Option<LogprobTensors>,
     rows: Vec<SamplingParams>,
     words: Vec<u32>,
+    /// Whether the last run wrote log-probabilities.
+    has_logprobs: bool,
 }
 
 impl BatchSampler {
@@ -125,6 +127,7 @@ impl BatchSampler {
             kinds,
             rows: Vec::new(),
             words: Vec::new(),
+            has_logprobs: false,
         })
     }
 
@@ -138,6 +141,22 @@ impl BatchSampler {
         logits: TensorView<'_>,
         asked: &[RowSampling<'_>],
     ) -> Result<Vec<ChosenToken>, Error> {
+        self.enqueue(stream, logits, asked)?;
+        self.read(stream, asked)
+    }
+
+    /// The first half of [`Self::choose`], which puts the work into the stream: the host may do other things while it
+    /// runs.
+    ///
+    /// **Errors**: those of [`Self::choose`].
+    pub fn enqueue(
+        &mut self,
+        stream: &Stream,
+        logits: TensorView<'_>,
+        asked: &[RowSampling<'_>],
+    ) -> Result<(), Error> {
+        // Of a run that comes to its end.
+        self.has_logprobs = false;
         let rows = logits.shape()[0];
         let asks_logprobs = asked.iter().any(|row| row.logprobs);
         self.set_rows(rows, asked)?;
@@ -195,7 +214,22 @@ impl BatchSampler {
             });
         }
         kind.plan.run(stream, args)?;
+        self.has_logprobs = asks_logprobs;
+        Ok(())
+    }
 
+    /// The other half: the tokens of rows of the last [`Self::enqueue`], in the order of `asked`; waits for them.
+    ///
+    /// **Errors**: [`Error::Invalid`] for a row that it had not, or log-probabilities that it was not asked for.
+    pub fn read(&self, stream: &Stream, asked: &[RowSampling<'_>]) -> Result<Vec<ChosenToken>, Error> {
+        let rows = self.rows.len();
+        if let Some(own) = asked.iter().find(|own| own.row >= rows) {
+            return Err(Error::invalid(OP, "row", format!("one of {rows} rows"), own.row.to_string()));
+        }
+        let asks_logprobs = asked.iter().any(|row| row.logprobs);
+        if asks_logprobs && !self.has_logprobs {
+            return Err(Error::invalid(OP, "logprobs", "none, as none were asked for", "some"));
+        }
         let ids: Vec<u32> = self.ids.view().slice(0, 0..rows)?.to_vec(stream)?;
         let found = match &self.logprobs {
             Some(LogprobTensors { chosen, top_ids, top }) if asks_logprobs => {
