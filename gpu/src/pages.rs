@@ -14,12 +14,20 @@
 //! `header[MISSING]` keeps the most pages that one lacked. Requests that are refused at the same moment may refuse one
 //! another: each of them saw fewer pages than it asked for.
 //!
+//! **Compaction.** Between other operations, while none is under way, the pages that tables hold can be moved to the lowest
+//! numbers, so that a pool can end earlier: [`PagePool::plan_moves`] by one block, which pairs each held page beyond the number
+//! of those that are held with a free one below; [`PagePool::copy_moved`] for each memory that pages are of; then
+//! [`PagePool::finish_moves`] and [`rewrite`] for the tables. Each is a kernel's, or separated from the next by a barrier
+//! of all its threads.
+//!
 //! What bounds it: one addition to `AVAILABLE` per request, at one address, and an `and` per 32 pages.
 
 use cuda_std::atomic::{self, Order};
 use cuda_std::global;
-use cuda_std::thread::lane;
+use cuda_std::thread::{lane, sync_threads, thread_idx_x};
 use cuda_std::warp::{self, FULL_MASK};
+
+use crate::tile::scan::block_scan_u64;
 
 /// Word of the header: free pages that are promised to nobody, as an i32, which requests under way can make negative.
 pub const AVAILABLE: usize = 0;
@@ -27,8 +35,10 @@ pub const AVAILABLE: usize = 0;
 pub const REFUSED: usize = 1;
 /// Word of the header: most pages that a request lacked.
 pub const MISSING: usize = 2;
+/// Word of the header: pages that [`PagePool::plan_moves`] has found to be moved.
+pub const MOVES: usize = 3;
 /// Words of the header.
-pub const HEADER_WORDS: usize = 3;
+pub const HEADER_WORDS: usize = 4;
 /// Most pages of a pool: `AVAILABLE` is an i32, below zero by what requests under way ask for.
 pub const MAX_PAGES: u32 = 1 << 30;
 
@@ -108,6 +118,133 @@ impl PagePool {
                 global::store(self.header.add(AVAILABLE), self.num_pages);
                 global::store(self.header.add(REFUSED), 0);
                 global::store(self.header.add(MISSING), 0);
+                global::store(self.header.add(MOVES), 0);
+            }
+        }
+    }
+
+    /// Plans which pages are to be moved: `moves` gets pairs of a held page and the free one where it goes, and
+    /// `header[MOVES]` their number, at most half of the pages. `map` gets the new number of every page, the same but for those.
+    ///
+    /// # Safety
+    /// - *converged*: all threads of one block of 1024; `scratch` is the shared address of 256 bytes.
+    /// - *in-bounds*: `moves` has a word for each page, `map` too.
+    /// - *exclusive*: no operation is under way, nor are there kernels that hold pages in registers.
+    #[inline(always)]
+    pub unsafe fn plan_moves(self, moves: *mut u32, map: *mut u32, scratch: u32) {
+        let thread = thread_idx_x();
+        let words = self.num_pages.div_ceil(32);
+        // Bits that are pages, and those of pages below a number.
+        let below = |word: u32, number: u32| match number.saturating_sub(word * 32) {
+            0 => 0,
+            bits if bits >= 32 => u32::MAX,
+            bits => (1 << bits) - 1,
+        };
+        // SAFETY: the header and the bitmap, which nobody changes meanwhile; each word is one thread's. Ranks are below the
+        // numbers of holes and of pages to be moved, which are the same: as many held pages are beyond the number of those
+        // that are held as free ones are below.
+        unsafe {
+            let held = self.num_pages - global::load(self.header.add(AVAILABLE).cast_const());
+            let (mut holes, mut movers) = (0, 0);
+            let mut first = 0;
+            while first < words {
+                let word = first + thread;
+                let (mut free, mut taken) = (0, 0);
+                if word < words {
+                    let bits = global::load(self.free.add(word as usize).cast_const());
+                    let low = below(word, held);
+                    free = bits & low;
+                    taken = !bits & !low & below(word, self.num_pages);
+                }
+                let both = u64::from(free.count_ones()) | u64::from(taken.count_ones()) << 32;
+                let scan = block_scan_u64(both, scratch);
+                let mut hole = holes + scan.before as u32;
+                let mut mover = movers + (scan.before >> 32) as u32;
+                let mut bit = 0;
+                while bit < 32 {
+                    let page = word * 32 + bit;
+                    if free >> bit & 1 != 0 {
+                        global::store(moves.add(2 * hole as usize + 1), page);
+                        hole += 1;
+                    }
+                    if taken >> bit & 1 != 0 {
+                        global::store(moves.add(2 * mover as usize), page);
+                        mover += 1;
+                    } else if word < words && page < self.num_pages {
+                        global::store(map.add(page as usize), page);
+                    }
+                    bit += 1;
+                }
+                holes += scan.total as u32;
+                movers += (scan.total >> 32) as u32;
+                first += 1024;
+            }
+            sync_threads();
+            let mut index = thread;
+            while index < movers {
+                let at = moves.add(2 * index as usize).cast_const();
+                global::store(map.add(global::load(at) as usize), global::load(at.add(1)));
+                index += 1024;
+            }
+            if thread == 0 {
+                global::store(self.header.add(MOVES), movers);
+            }
+        }
+    }
+
+    /// Copies what the moved pages of one memory hold to where they go. One of `num_warps` warps, behind
+    /// [`Self::plan_moves`].
+    ///
+    /// # Safety
+    /// - *converged*: all lanes of the warp; *in-bounds*: `data` holds `16 * page_x16` bytes per page, aligned to 16; `moves` is as
+    ///   it was planned. *exclusive*: nobody else touches the pages.
+    #[inline(always)]
+    pub unsafe fn copy_moved(
+        self,
+        moves: *const u32,
+        data: *mut u32,
+        page_x16: u32,
+        (warp, num_warps): (u32, u32),
+    ) {
+        let words = page_x16 as usize * 4;
+        // SAFETY: pages of the pool, each in one pair.
+        unsafe {
+            let count = global::load(self.header.add(MOVES).cast_const());
+            let mut index = warp;
+            while index < count {
+                let pair = moves.add(2 * index as usize);
+                let from = data.add(global::load(pair) as usize * words);
+                let to = data.add(global::load(pair.add(1)) as usize * words);
+                let mut at = lane();
+                while at < page_x16 {
+                    let value = global::load_x4(from.add(at as usize * 4).cast_const());
+                    global::store_x4(to.add(at as usize * 4), value);
+                    at += 32;
+                }
+                index += num_warps;
+            }
+        }
+    }
+
+    /// Makes the moved pages' old places free: behind all copies. One of `num_threads` threads.
+    ///
+    /// # Safety
+    /// - *in-bounds*: `moves` is as it was planned; *exclusive*: nothing else touches the pool during this kernel.
+    #[inline(always)]
+    pub unsafe fn finish_moves(self, moves: *const u32, thread: u32, num_threads: u32) {
+        // SAFETY: pages of the pool, each in one pair; bits by atomics, as pages of one word may be several threads'.
+        unsafe {
+            let count = global::load(self.header.add(MOVES).cast_const());
+            let mut index = thread;
+            while index < count {
+                let pair = moves.add(2 * index as usize);
+                let (from, to) = (global::load(pair), global::load(pair.add(1)));
+                let holders = global::load(self.counts.add(from as usize).cast_const());
+                global::store(self.counts.add(to as usize), holders);
+                global::store(self.counts.add(from as usize), 0);
+                atomic::or_u32(self.free.add((from / 32) as usize), 1 << (from % 32), Order::Relaxed);
+                atomic::and_u32(self.free.add((to / 32) as usize), !(1 << (to % 32)), Order::Relaxed);
+                index += num_threads;
             }
         }
     }
@@ -309,4 +446,24 @@ impl PagePool {
         }
         true
     }
+}
+
+/// Gives a table's entries the numbers that their pages have behind a compaction. One warp of its own.
+///
+/// # Safety
+/// - *converged*: all lanes of the warp; *in-bounds*: `held` entries, which are pages of the pool that `map` was planned for.
+/// - *exclusive*: no other warp touches the table.
+#[inline(always)]
+pub unsafe fn rewrite(table: *mut u32, held: u32, map: *const u32) {
+    let mut entry = lane();
+    while entry < held {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let page = global::load(table.add(entry as usize).cast_const());
+            global::store(table.add(entry as usize), global::load(map.add(page as usize)));
+        }
+        entry += 32;
+    }
+    // SAFETY: all lanes are here.
+    unsafe { warp::sync_warp(FULL_MASK) };
 }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use cuda_std::atomic::{self, Order};
 use cuda_std::sim::{Arch, Launch, Memory, simulate};
 use cuda_std::{global, thread};
-use gpu::pages::{AVAILABLE, HEADER_WORDS, MISSING, PagePool, REFUSED};
+use gpu::pages::{AVAILABLE, HEADER_WORDS, MISSING, PagePool, REFUSED, rewrite};
 use proptest::prelude::*;
 
 const SEQUENCES: usize = 8;
@@ -64,8 +64,14 @@ impl Pool {
 
     /// Runs `blocks` of `warps` each.
     fn launch(&mut self, blocks: u32, warps: u32, kernel: impl Fn()) {
+        self.launch_shared(blocks, warps, 0, kernel);
+    }
+
+    /// The same with shared memory.
+    fn launch_shared(&mut self, blocks: u32, warps: u32, bytes: u32, kernel: impl Fn()) {
         self.seed = self.seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
         let launch = Launch::new("pages", [blocks, 1, 1], [32 * warps, 1, 1]).arch(self.arch).seed(self.seed);
+        let launch = launch.shared_bytes(bytes);
         if let Err(report) = simulate(&mut self.memory, &launch, kernel) {
             panic!("{report}");
         }
@@ -253,6 +259,76 @@ proptest! {
         });
         prop_assert_eq!(pool.words(wrong, 1), [0]);
         pool.check(&[]);
+    }
+
+    /// Behind a compaction the held pages are the first ones, and every table has what it had; then the pool goes on.
+    #[test]
+    fn compaction(
+        num_pages in prop_oneof![1u32..4, 30..34u32, 60..70u32, 1000..1100u32, 33_000..33_100u32],
+        sizes in prop::collection::vec(0usize..ROOM, SEQUENCES),
+        gone in prop::collection::vec(any::<bool>(), SEQUENCES),
+        seed in any::<u64>(),
+    ) {
+        let mut pool = Pool::new(num_pages, seed);
+        let pages = pool.pages;
+        let words = num_pages as usize;
+        let data = pool.memory.allocate_from("data", &vec![0; 16 * PAGE_X16 * words]);
+        let (moves, map) = (pool.memory.allocate("moves", 4 * words), pool.memory.allocate("map", 4 * words));
+        let (moves, map) = (moves as *mut u32, map as *mut u32);
+        let mut all: Vec<*mut u32> = Vec::new();
+        for _ in 0..SEQUENCES {
+            all.push(pool.memory.allocate("table", 4 * ROOM) as *mut u32);
+        }
+        let held = RefCell::new(sizes.clone());
+        // SAFETY: the pool's pointers; each warp has a table of its own, of `ROOM` entries.
+        pool.launch(SEQUENCES as u32, 1, || unsafe {
+            let own = warp() as usize;
+            if !pages.extend(all[own], 0, sizes[own] as u32, own as u32 * 7 + seed as u32) {
+                held.borrow_mut()[own] = 0;
+            }
+        });
+        // Every second table is forked where there is room for that, and some go.
+        let mut held = held.into_inner();
+        for own in (1..SEQUENCES).step_by(2) {
+            if held[own - 1] != 0 {
+                continue;
+            }
+            held[own - 1] = held[own];
+            // SAFETY: as above; one warp.
+            pool.launch(1, 1, || unsafe { pages.fork(all[own], all[own - 1], held[own] as u32) });
+        }
+        for own in (0..SEQUENCES).filter(|&own| gone[own]) {
+            // SAFETY: as above; one warp.
+            pool.launch(1, 1, || unsafe { pages.release(all[own], held[own] as u32) });
+            held[own] = 0;
+        }
+        let tables = |pool: &Pool| -> Vec<Vec<u32>> {
+            (0..SEQUENCES).map(|own| pool.words(all[own], held[own])).collect()
+        };
+        let before = tables(&pool);
+        for &page in before.iter().flatten() {
+            let text = (page + 1).to_le_bytes().repeat(4 * PAGE_X16);
+            pool.memory.write(data + (16 * PAGE_X16 * page as usize) as u64, &text);
+        }
+        // SAFETY: one block of 1024 threads; moves and map have a word for each page.
+        pool.launch_shared(1, 32, 256, || unsafe { pages.plan_moves(moves, map, cuda_std::shared::base()) });
+        // SAFETY: as planned; nothing else is under way.
+        pool.launch(3, 2, || unsafe { pages.copy_moved(moves, data as *mut u32, PAGE_X16 as u32, (warp(), 6)) });
+        // SAFETY: as planned, behind the copies.
+        pool.launch(2, 1, || unsafe { pages.finish_moves(moves, warp() * 32 + thread::lane(), 64) });
+        // SAFETY: a table of its own for each warp.
+        pool.launch(SEQUENCES as u32, 1, || unsafe {
+            rewrite(all[warp() as usize], held[warp() as usize] as u32, map);
+        });
+        let after = tables(&pool);
+        pool.check(&after);
+        let kept: std::collections::HashSet<u32> = after.iter().flatten().copied().collect();
+        prop_assert!(kept.iter().all(|&page| (page as usize) < kept.len()), "{:?} of {}", kept, kept.len());
+        for (old, new) in before.iter().flatten().zip(after.iter().flatten()) {
+            let mut bytes = vec![0; 16 * PAGE_X16];
+            pool.memory.read(data + (16 * PAGE_X16 * *new as usize) as u64, &mut bytes);
+            prop_assert_eq!(bytes, (old + 1).to_le_bytes().repeat(4 * PAGE_X16));
+        }
     }
 
     /// Of more warps than pages, each of which wants one, as many get one as there are.

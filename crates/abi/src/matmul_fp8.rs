@@ -12,8 +12,12 @@ pub const TILE_COLS: u32 = 128;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantiseDims {
-    /// Rows.
+    /// Rows of fp8.
     pub rows: u32,
+    /// Rows of x.
+    pub x_rows: u32,
+    /// Rows that are made of one row of x, which an order names; 0: row i is made of row i of x.
+    pub fan_out: u32,
     /// Elements of a row, a multiple of 8.
     pub k: u32,
     /// From one row of x to the next, in elements.
@@ -22,7 +26,7 @@ pub struct QuantiseDims {
     pub q_stride: u32,
 }
 
-const _: () = assert!(size_of::<QuantiseDims>() == 16);
+const _: () = assert!(size_of::<QuantiseDims>() == 24);
 impl crate::Params for QuantiseDims {}
 
 /// A kernel that makes rows fp8.

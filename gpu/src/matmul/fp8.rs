@@ -2,7 +2,8 @@
 //! up in f32.
 //!
 //! A packed weight's tiles of 8 bits have their k in an order of their own (`abi::weight::byte_place`), in which
-//! [`quantise`] stores the rows too: what matters is that both have the same.
+//! [`quantise`] stores the rows too: what matters is that both have the same. Rows that are gathered are so then: as fp8 a row
+//! of x that several need is there several times, and TMA brings them all.
 //!
 //! ```text
 //! out[i, j] = Σ_b a_scale[i, b] · w_scale[j, b] · (Σ_{k in b} qa[i, k] · qw[j, k])      b: 128 of k each
@@ -25,10 +26,16 @@ const LANES: u32 = BLOCK_K / 8;
 /// A NaN or infinity makes the scale so, and then the products.
 ///
 /// # Safety
-/// - *converged*: whole warps; x *in-bounds* for `dims`, its rows aligned to 16 bytes and k a multiple of 8; q with rows of
+/// - *converged*: whole warps; x and the order *in-bounds* for `dims`, its rows aligned to 16 bytes and k a multiple of 8; q with rows of
 ///   `dims.q_stride` bytes, a multiple of 128, and scales `[blocks of k, rows]` — who launches.
 #[inline(always)]
-pub unsafe fn quantise<T: Element>(x: *const T, q: *mut u32, scales: *mut f32, dims: &QuantiseDims) {
+pub unsafe fn quantise<T: Element>(
+    x: *const T,
+    order: *const u32,
+    q: *mut u32,
+    scales: *mut f32,
+    dims: &QuantiseDims,
+) {
     let lane = thread::lane();
     let (half, own) = (lane / LANES, lane % LANES);
     let blocks = dims.k.div_ceil(BLOCK_K);
@@ -41,8 +48,14 @@ pub unsafe fn quantise<T: Element>(x: *const T, q: *mut u32, scales: *mut f32, d
         let k = block * BLOCK_K + own * 8;
         let mut values = [0.0; 8];
         if k < dims.k {
-            // SAFETY: eight elements of the row: k is a multiple of 8.
-            let bytes = unsafe { global::load_x4(x.add(row as usize * dims.x_stride as usize + k as usize)) };
+            // SAFETY: an order for every row, if there is a fan-out; eight elements of the row: k is a multiple of 8.
+            let bytes = unsafe {
+                let from = match dims.fan_out {
+                    0 => row,
+                    fan_out => (global::load(order.add(row as usize)) / fan_out).min(dims.x_rows - 1),
+                };
+                global::load_x4(x.add(from as usize * dims.x_stride as usize + k as usize))
+            };
             T::unpack(bytes, &mut values);
         }
         // Magnitudes as integers have infinity and NaN at the top.

@@ -9,6 +9,9 @@
 #![allow(clippy::missing_safety_doc)]
 
 use cuda_std::{global, thread};
+// Its panic handler is every image's.
+#[cfg(not(feature = "base"))]
+use gpu as _;
 
 #[cfg(feature = "base")]
 pub mod convert;
@@ -16,6 +19,8 @@ pub mod convert;
 pub mod copies;
 #[cfg(all(feature = "base", not(lacks_clusters)))]
 pub mod hopper;
+#[cfg(feature = "base")]
+pub mod pages;
 #[cfg(all(feature = "base", not(lacks_mma_sync)))]
 pub mod tensor;
 #[cfg(feature = "base")]
@@ -46,10 +51,4 @@ unsafe fn load(input: *const u32, words: u32, index: u32) -> u32 {
 unsafe fn store(output: *mut u32, words: u32, index: u32, value: u32) {
     // SAFETY: the caller's promise.
     unsafe { global::store(output.add((thread::block_idx_x() * words + index) as usize), value) }
-}
-
-#[cfg(target_arch = "nvptx64")]
-#[panic_handler]
-fn panic(_: &core::panic::PanicInfo) -> ! {
-    cuda_std::debug::trap()
 }

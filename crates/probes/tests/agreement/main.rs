@@ -6,6 +6,7 @@
 mod arithmetic;
 mod copies;
 mod hopper;
+mod pages;
 mod random;
 mod tensor;
 mod warp;

@@ -471,12 +471,11 @@ macro_rules! fp8_entries {
             x_scales: *const f32,
             scales: *const f32,
             offsets: *const u32,
-            order: *const u32,
             out: *mut $type,
             weight: WeightDims,
         ) {
-            let rows = wgmma::Rows { x, map: x_map, offsets, order };
-            let weights = wgmma::Fp8 { map: w, scales, x_scales, order, weight: &weight, dims: &dims };
+            let rows = wgmma::Rows { x, map: x_map, offsets, order: null() };
+            let weights = wgmma::Fp8 { map: w, scales, x_scales, weight: &weight, dims: &dims };
             // SAFETY: threads and shared memory of the tile, the maps, x as `quantise` makes it — GroupedMatmul::run.
             unsafe {
                 wgmma::multiply::<_, $type, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(rows, weights, out, &dims);
@@ -496,9 +495,15 @@ macro_rules! quantise_entries {
         /// - Arguments as `GroupedMatmul::run` makes them.
         #[kernel(max_threads = 256, min_blocks = 2)]
         #[allow(non_snake_case)]
-        pub unsafe fn $entry(x: *const $type, q: *mut u32, scales: *mut f32, dims: QuantiseDims) {
+        pub unsafe fn $entry(
+            x: *const $type,
+            order: *const u32,
+            q: *mut u32,
+            scales: *mut f32,
+            dims: QuantiseDims,
+        ) {
             // SAFETY: whole warps, x in pieces, q and scales of the workspace — GroupedMatmul::run.
-            unsafe { fp8::quantise(x, q, scales, &dims) }
+            unsafe { fp8::quantise(x, order, q, scales, &dims) }
         }
     )*};
 }

@@ -161,10 +161,8 @@ pub struct Fp8<'a> {
     pub map: *const TensorMap,
     /// Scales of the weights.
     pub scales: *const f32,
-    /// Scales of the rows of x: `[blocks of k, rows of x]`.
+    /// Scales of the rows: `[blocks of k, rows]`.
     pub x_scales: *const f32,
-    /// Which row of x each is.
-    pub order: *const u32,
     /// Sizes of the weights.
     pub weight: &'a WeightDims,
     /// Sizes of the product.
@@ -208,14 +206,14 @@ where
         let block = (tile.expert * row_blocks + tile.col / TILE_ROWS) >> (rows_log2 - TILE_ROWS.ilog2());
         let of_weight = self.scales.wrapping_add((block * stretches * 2) as usize);
         let by_step = if stretches > 1 { 2 } else { 0 };
-        let x_rows = self.dims.x_rows as usize;
+        let x_rows = self.dims.rows as usize;
         // SAFETY: rows of the tile, and where they end the last one; scales of the block and of the rows of x for each
         // step; the caller's promise.
         unsafe {
             let member = thread::thread_idx_x() % 128;
             let row = tile.row + member / 32 * 16 + member % 32 / 4;
-            let number = |row: u32| x_number(self.order, self.dims, row.min(tile.end - 1)) as usize;
-            let rows = [self.x_scales.wrapping_add(number(row)), self.x_scales.wrapping_add(number(row + 8))];
+            let of_row = |row: u32| self.x_scales.wrapping_add(row.min(tile.end - 1) as usize);
+            let rows = [of_row(row), of_row(row + 8)];
             let scales = |step: u32| {
                 let weight = global::load(of_weight.wrapping_add((step * by_step) as usize));
                 let of_row = |row: *const f32| global::load(row.wrapping_add(step as usize * x_rows));

@@ -12,7 +12,7 @@ use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, PackedTile, PackedVariant, THREADS
 use abi::weight::{Layout, TILE_ROWS};
 
 use super::select as plain;
-use super::{GroupedMatmulArgs, GroupedMatmulProblem, GroupedRows, OP, Planned};
+use super::{GroupedMatmulArgs, GroupedMatmulProblem, OP, Planned};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::kernel::Cut;
@@ -28,9 +28,9 @@ use crate::weight::Weight;
 /// Rows of a tile by the rows of an expert on average, in halves. Rows of experts differ: where two rows are the
 /// average, few experts have more than 8, whose weights tiles of 8 rows read twice.
 const RUNGS: [(usize, u32); 3] = [(2 * 2, 8), (2 * 8, 16), (usize::MAX, 64)];
-/// Rows of an expert on average up to which weights are read as they are packed, on tensor cores: one tile of the
-/// largest kind.
-const FEW_MAX_AVERAGE: usize = 48;
+/// Rows of an expert on average up to which weights are read as they are packed, on tensor cores: from there on it
+/// costs less to unpack them.
+const FEW_MAX_AVERAGE: usize = 24;
 /// The same by ordinary arithmetic, which decodes the weights again for every two rows.
 const FEW_MAX_AVERAGE_SIMT: usize = 8;
 /// Rows of an expert on average from which on they are made fp8, where they may be: before that the experts' bytes bound
@@ -341,14 +341,10 @@ impl Fp8 {
         (variant, from): (&'static GroupedMatmulVariant, usize),
     ) -> Result<Self, Error> {
         let GroupedMatmulProblem { rows, k, dtype, .. } = *problem;
-        let x_rows = match problem.from {
-            GroupedRows::Sorted => rows,
-            GroupedRows::Gathered { fan_out } => rows / fan_out.max(1),
-        };
         let blocks = k.div_ceil(BLOCK_K as usize);
         let workspace = Workspace::new(device, |stream| {
-            let q = Tensor::empty(stream, &[x_rows, blocks * BLOCK_K as usize], DType::F8E4M3)?;
-            Ok([q, Tensor::empty(stream, &[blocks, x_rows], DType::F32)?])
+            let q = Tensor::empty(stream, &[rows, blocks * BLOCK_K as usize], DType::F8E4M3)?;
+            Ok([q, Tensor::empty(stream, &[blocks, rows], DType::F32)?])
         })?;
         let quantise = QUANTISE_VARIANTS.iter().find(|quantise| quantise.dtype == dtype);
         let quantise = quantise
@@ -379,23 +375,23 @@ impl Fp8 {
         let [q, x_scales] = &self.workspace.tensors;
         let _alone = self.workspace.enter(stream)?;
         let q_stride = dims.k.next_multiple_of(BLOCK_K);
-        let rows = QuantiseDims { rows: dims.x_rows, k: dims.k, x_stride: dims.x_stride, q_stride };
-        let params = [x.into(), q.view().into(), x_scales.view().into(), (&rows).into()];
+        let GroupedMatmulDims { rows, x_rows, fan_out, k, x_stride, .. } = dims;
+        let rows = QuantiseDims { rows, x_rows, fan_out, k, x_stride, q_stride };
+        let params = [x.into(), order.into(), q.view().into(), x_scales.view().into(), (&rows).into()];
         // A warp has two blocks of k.
         let blocks = (rows.rows * (q_stride / BLOCK_K).div_ceil(2)).div_ceil(WARPS).min(8 * num_sms);
         // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such; the workspace has room
         // for as many rows as were planned, and nobody else has entered it.
         unsafe { self.quantise.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
 
-        (dims.k, dims.x_stride) = (q_stride, q_stride);
+        // Sorted as they are fp8.
+        (dims.k, dims.x_stride, dims.x_rows, dims.fan_out) = (q_stride, q_stride, dims.rows, 0);
+        dims.access |= A_BY_TMA;
         dims.col_blocks = self.tile.col_blocks(dims.n, 0);
         let (_, slots) = self.tile.slots(dims.rows, dims.experts);
         let grid = check_blocks(OP, "out", slots * u64::from(dims.col_blocks))?.min(num_sms);
         let sizes = [dims.x_rows, dims.k, dims.x_stride];
         let x_map = matrix_map(OP, device, DType::F8E4M3, q.view().address(), sizes, WGMMA_X_ROWS)?;
-        if dims.fan_out == 0 {
-            dims.access |= A_BY_TMA;
-        }
         let w_map = weight.tiles_map(OP, device, bn)?;
         let of_weight = weight.dims();
         let [_, scales, ..] = weight.params();
@@ -407,7 +403,6 @@ impl Fp8 {
             x_scales.view().into(),
             scales,
             offsets.into(),
-            order.into(),
             (&out).into(),
             (&of_weight).into(),
         ];
@@ -529,7 +524,7 @@ mod tests {
             (&ampere, LAYOUT, 8, "grouped_matmul_bf16_int4__packed8__sm80"),
             (&ampere, LAYOUT, 257, "grouped_matmul_bf16_int4__packed16__sm80"),
             (&ampere, narrow, 8, "grouped_matmul_bf16_int4__packed8g32__sm80"),
-            (&ampere, LAYOUT, 16384, "grouped_matmul_bf16_int4__packed64__sm80"),
+            (&ampere, LAYOUT, 3072, "grouped_matmul_bf16_int4__packed64__sm80"),
             (&pascal, LAYOUT, 8, "grouped_matmul_bf16_int4__packed2__sm61"),
         ] {
             let choices = select(limits, &problem(rows), &layout).unwrap();
@@ -537,8 +532,8 @@ mod tests {
             let chosen = ladder.iter().find(|choice| rows <= choice.max_rows).unwrap();
             assert_eq!((chosen.variant.entry, choices.dense_from), (entry, None), "{rows}");
         }
-        let many = select(&ampere, &problem(16385), &LAYOUT).unwrap();
-        assert_eq!((many.dense_from, many.experts), (Some(16385), 19));
+        let many = select(&ampere, &problem(3073), &LAYOUT).unwrap();
+        assert_eq!((many.dense_from, many.experts), (Some(3073), 19));
         assert_eq!(select(&pascal, &problem(1025), &LAYOUT).unwrap().dense_from, Some(1025));
     }
 
