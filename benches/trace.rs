@@ -24,7 +24,7 @@ use warpforge::models::{
 use warpforge::ops::sampling::{
     PARAMS_LEN, Sampler, SamplingArgs, SamplingFeatures, SamplingParams, SamplingProblem,
 };
-use warpforge::{DType, DeviceChoice, Error, Tensor};
+use warpforge::{DType, DeviceChoice, Error, Invariance, Tensor};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -77,6 +77,9 @@ struct Options {
     /// Seconds after which the trace stops, with what there is; and of each mode's repetitions.
     #[arg(long, num_args = 2, value_names = ["TRACE", "MODE"], default_values_t = [45.0, 2.0])]
     seconds: Vec<f64>,
+    /// By kernels that give a sequence the same bits alone and among others.
+    #[arg(long)]
+    invariant: bool,
     /// A step of a prompt's chunk and decode tokens, against the sum of one of each.
     #[arg(long)]
     mixed: bool,
@@ -553,7 +556,8 @@ fn run_sampling(model: &Model, options: &Options) -> Result<Value, Failure> {
 
 fn main() -> Result<(), Failure> {
     let options = Options::parse();
-    let device = options.device.open()?;
+    let invariance = if options.invariant { Invariance::Batch } else { Invariance::None };
+    let device = options.device.open()?.with_invariance(invariance);
     let any = options.mixed || options.fixed || options.sampling;
     type Mode = fn(&Model, &Options) -> Result<Value, Failure>;
     let modes: [(&str, bool, Mode); 4] = [
@@ -570,7 +574,8 @@ fn main() -> Result<(), Failure> {
                 continue;
             }
             let mut line = run(&model, &options)?;
-            println!("{name} {mode}, {} {}", device.describe(), options.dtype);
+            let bits = if options.invariant { ", the same bits" } else { "" };
+            println!("{name} {mode}, {} {}{bits}", device.describe(), options.dtype);
             for (key, value) in line.as_object().into_iter().flatten() {
                 let value = value.as_f64().filter(|_| value.is_f64()).map(|value| format!("{value:.4}"));
                 println!("  {key:<24} {}", value.unwrap_or_else(|| line[key].to_string()));
@@ -579,6 +584,7 @@ fn main() -> Result<(), Failure> {
             line["model"] = name.as_str().into();
             line["mode"] = mode.into();
             line["device"] = device.describe().into();
+            line["invariant"] = options.invariant.into();
             line["dtype"] = options.dtype.name().into();
             let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path)?;
             writeln!(file, "{line}")?;

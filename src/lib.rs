@@ -73,11 +73,11 @@ pub use images::IMAGES;
 
 pub use host::{
     Arch, Choice, Constant, DType, Device, DeviceLimits, Dims, Download, DriverError, Element,
-    EmbeddedKernel, Error, Event, F8E4M3, Fallback, Function, Graph, HardwareProfile, Image, Kernel,
-    MAX_RANK, MemoryFault, Module, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool, PoolEvent,
-    PoolEventKind, PoolMap, PoolPiece, PoolSegment, PoolStats, PoolTimeline, ProgramImages, Ptx, PtxModule,
-    Resources, Sample, SampleTensor, SizeCount, Staging, StagingStats, Stream, Tensor, TensorCores,
-    TensorView, TensorViewMut, UnknownArch, UnknownDType, group, module, ops, simulator, weight,
+    EmbeddedKernel, Error, Event, F8E4M3, Fallback, Function, Graph, HardwareProfile, Image, Invariance,
+    Kernel, MAX_RANK, MemoryFault, Module, Need, NeededDriver, OptLevel, OptimizationReport, Place, Pool,
+    PoolEvent, PoolEventKind, PoolMap, PoolPiece, PoolSegment, PoolStats, PoolTimeline, ProgramImages, Ptx,
+    PtxModule, Resources, Sample, SampleTensor, SizeCount, Staging, StagingStats, Stream, Tensor,
+    TensorCores, TensorView, TensorViewMut, UnknownArch, UnknownDType, group, module, ops, simulator, weight,
 };
 
 #[cfg(feature = "async")]

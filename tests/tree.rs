@@ -28,7 +28,18 @@ fn folders_hold_the_operators_alone() {
         ("host/src/ops", &["mod", "packed", "parallel", "reference", "workspace"]),
         (
             "tests/ops",
-            &["arguments", "fallback", "faults", "harness", "latent", "main", "moe", "nothing", "packed"],
+            &[
+                "arguments",
+                "fallback",
+                "faults",
+                "harness",
+                "invariance",
+                "latent",
+                "main",
+                "moe",
+                "nothing",
+                "packed",
+            ],
         ),
         ("benches/ops", &["harness", "main", "models", "sweep"]),
     ] {

@@ -10,7 +10,7 @@ use warpforge::models::download_repo;
 use warpforge::models::{ExpertSharding, GenerationConfig, ModelError, Quantise};
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
-use warpforge::{DType, Device, DeviceChoice, OptLevel};
+use warpforge::{DType, Device, DeviceChoice, Invariance, OptLevel};
 
 use crate::output::Failure;
 
@@ -95,6 +95,9 @@ pub struct Options {
     /// How much of the hardware to use: basic, medium or high.
     #[arg(long, default_value = "high")]
     pub level: OptLevel,
+    /// Take kernels that give a text the same bits alone and among others, in chunks and token by token. Slower.
+    #[arg(long)]
+    pub invariant: bool,
     /// Print one JSON line with the new ids instead of text.
     #[arg(long, conflicts_with = "chat")]
     pub print_ids: bool,
@@ -167,7 +170,10 @@ impl Options {
     /// The device, or those of a group.
     pub fn devices(&self) -> Result<Vec<Device>, Failure> {
         let choices = if self.devices.is_empty() { vec![self.device] } else { self.devices.clone() };
-        let devices = choices.into_iter().map(|choice| Ok(choice.open()?.with_level(self.level)));
+        let invariance = if self.invariant { Invariance::Batch } else { Invariance::None };
+        let devices = choices
+            .into_iter()
+            .map(|choice| Ok(choice.open()?.with_level(self.level).with_invariance(invariance)));
         devices.collect()
     }
 

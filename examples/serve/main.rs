@@ -28,8 +28,8 @@ use output::{Failure, note};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
-use warpforge::DType;
 use warpforge::models::{Adapter, BatchOptions, Model, ModelConfig, ModelDraft, NgramDraft};
+use warpforge::{DType, Invariance};
 
 /// What clients have to read the end in, after requests were cancelled.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -103,7 +103,8 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
         ModelDraft::check(&ModelConfig::from_dir(folder)?, &config)
             .map_err(|error| format!("--draft-model {}: {error}", folder.display()))?;
     }
-    let device = options.device.open()?;
+    let invariance = if options.invariant { Invariance::Batch } else { Invariance::None };
+    let device = options.device.open()?.with_invariance(invariance);
     let own = if device.limits().is_some() { config.dtype.unwrap_or(DType::BF16) } else { DType::F32 };
     let dtype = options.dtype.unwrap_or(own);
     let name = match &options.name {

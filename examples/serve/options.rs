@@ -54,6 +54,9 @@ pub struct Options {
     /// adapter_model.safetensors. May be given several times; requests of different ones share forward passes.
     #[arg(long, value_name = "NAME=DIR", value_parser = parse_lora)]
     pub lora: Vec<(String, PathBuf)>,
+    /// Take kernels that give an answer the same bits alone and among others, whatever is reused or drafted. Slower.
+    #[arg(long)]
+    pub invariant: bool,
     /// Most memory for the caches, in MiB.
     #[arg(long, default_value_t = 4096)]
     pub cache_mib: usize,

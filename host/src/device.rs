@@ -21,7 +21,7 @@ use crate::stream::Stream;
 use crate::tensor_map::{TensorMap, Tiled};
 use crate::trace;
 
-pub use crate::profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, TensorCores};
+pub use crate::profile::{DeviceLimits, Fallback, HardwareProfile, Invariance, OptLevel, Place, TensorCores};
 
 impl HardwareProfile {
     /// The profile of the first CUDA device if there is one, else of the CPU. Needs no images.
@@ -37,6 +37,7 @@ pub struct Device {
     /// The floor whose images are loaded; unused on the CPU.
     arch: Arch,
     level: OptLevel,
+    invariance: Invariance,
     fallback: Fallback,
 }
 
@@ -136,7 +137,8 @@ impl Device {
             Backend::Cuda(context, _) => Source::Pinned(context.clone()),
         });
         let shared = Arc::new(Shared { backend, pool, staging, profile, fallen: Mutex::default() });
-        Device { shared, arch, level: OptLevel::default(), fallback: Fallback::default() }
+        let (level, invariance, fallback) = <(OptLevel, Invariance, Fallback)>::default();
+        Device { shared, arch, level, invariance, fallback }
     }
 
     /// How many CUDA devices the driver reports.
@@ -163,6 +165,11 @@ impl Device {
         Device { level, ..self.clone() }
     }
 
+    /// The same device, with other things that the last bits of results may depend on.
+    pub fn with_invariance(&self, invariance: Invariance) -> Self {
+        Device { invariance, ..self.clone() }
+    }
+
     /// The same device, with another way to go on where it refuses a plan.
     pub fn with_fallback(&self, fallback: Fallback) -> Self {
         Device { fallback, ..self.clone() }
@@ -181,6 +188,11 @@ impl Device {
     /// The bound on the kernels that plans choose.
     pub fn level(&self) -> OptLevel {
         self.level
+    }
+
+    /// What the last bits of results may depend on.
+    pub fn invariance(&self) -> Invariance {
+        self.invariance
     }
 
     /// What plans do where the device refuses them.
@@ -217,7 +229,8 @@ impl Device {
         let floors = is_card && self.fallback != Fallback::Error;
         let below = move |arch: &Arch| floors && *arch != self.arch && self.arch.runs(*arch);
         let floors = Arch::PREFERRED.into_iter().filter(below).filter_map(|arch| self.with_arch(arch).ok());
-        floors.chain((is_card && self.fallback == Fallback::Cpu).then(Device::cpu))
+        let cpu = || Device::cpu().with_invariance(self.invariance);
+        floors.chain((is_card && self.fallback == Fallback::Cpu).then(cpu))
     }
 
     /// Name and floor, for messages.
@@ -330,6 +343,7 @@ impl Device {
                 floor: self.level.bound(self.arch),
                 num_sms: profile.num_sms,
                 smem_per_block_bytes: profile.smem_per_block_bytes,
+                invariance: self.invariance,
             }),
         }
     }
@@ -352,6 +366,6 @@ impl Device {
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Device({}, {:?})", self.describe(), self.level)
+        write!(f, "Device({}, {:?}, {:?})", self.describe(), self.level, self.invariance)
     }
 }

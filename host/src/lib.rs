@@ -58,7 +58,9 @@ pub use memory::{
 };
 pub use module::{Function, Module};
 pub use plan::Choice;
-pub use profile::{DeviceLimits, Fallback, HardwareProfile, OptLevel, Place, Resources, TensorCores};
+pub use profile::{
+    DeviceLimits, Fallback, HardwareProfile, Invariance, OptLevel, Place, Resources, TensorCores,
+};
 pub use sample::{Sample, SampleTensor};
 pub use staging::{Download, Staging, StagingStats};
 pub use stream::{Event, Graph, Stream};

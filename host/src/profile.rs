@@ -73,6 +73,47 @@ impl std::str::FromStr for OptLevel {
 #[cfg(feature = "serde")]
 abi::serde_by_name!(OptLevel);
 
+/// What the bits of a row's result may depend on besides the row: a restriction of the choice of kernels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Invariance {
+    /// Each plan takes the kernels that are the fastest for its numbers of rows, sequences and keys. Each operator's
+    /// documentation says what that does to the last bits.
+    #[default]
+    None,
+    /// Kernels, tiles and splits of sums are chosen by the sizes of weights and heads alone. A row's result has the
+    /// same bits whatever rows, sequences or tokens are beside it, planned or run: so a sequence's logits are the same
+    /// alone, in any batch, in chunks of any size, token by token, behind a prefix that is found again, after a fork
+    /// and after a pre-emption. Few rows are slower for it, and so are recurrent prompts.
+    ///
+    /// It holds for what an operator chooses by itself, with the same kernels: on the same card and floor or the same
+    /// CPU, with the same build, and as long as no [`Fallback`] stands in. `plan_with` takes what it is given. How rows
+    /// are aligned still counts, where the stride of a single row does not: columns of a wider matrix are to begin at
+    /// multiples of 16 bytes, in rows that do, or there are such of one row and others of many. What cannot be held is
+    /// refused: a product with a norm before it ([`MatmulProblem::norm`](crate::ops::matmul::MatmulProblem::norm)),
+    /// which is of a single row, and models over several devices, whose sums go ways that depend on sizes.
+    Batch,
+}
+
+impl fmt::Display for Invariance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Invariance::None => "none",
+            Invariance::Batch => "batch",
+        })
+    }
+}
+
+impl std::str::FromStr for Invariance {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Invariance::None),
+            "batch" => Ok(Invariance::Batch),
+            other => Err(format!("unknown invariance {other:?}: expected none or batch")),
+        }
+    }
+}
+
 /// What a plan does where its device refuses it: the driver does not take a kernel or its launch, a capability lacks,
 /// or there is no memory for what the plan holds.
 ///
@@ -210,6 +251,15 @@ pub struct DeviceLimits {
     pub num_sms: u32,
     /// Most shared memory of a block, in bytes.
     pub smem_per_block_bytes: u32,
+    /// What choices may depend on.
+    pub invariance: Invariance,
+}
+
+impl DeviceLimits {
+    /// Whether numbers of rows may decide about nothing.
+    pub(crate) fn is_invariant(&self) -> bool {
+        self.invariance == Invariance::Batch
+    }
 }
 
 /// What a kernel takes of a multiprocessor, as the driver reports it.

@@ -9,6 +9,7 @@ use super::layers::{Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerB
 use super::loader::Loader;
 use super::part::{Cut, Part};
 use host::Error;
+use host::Invariance;
 use host::group::Communicator;
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
@@ -227,6 +228,11 @@ impl DecoderBlock {
         let &Phase { stream, config, dtype, logit_rows, .. } = phase;
         let &DecoderConfig { vocab_size, hidden_size, .. } = config;
         let device = stream.device();
+        if phase.rank.is_some() && device.invariance() == Invariance::Batch {
+            let expected = "without Invariance::Batch for a model over several devices, whose sums go ways that \
+                            depend on sizes";
+            return Err(Error::invalid("Session", "device", expected, device.describe()));
+        }
         // Layers of one configuration, whose weights are quantised alike, share what is planned.
         let (mut mixer_kinds, mut feed_forward_kinds) = (Vec::new(), Vec::new());
         let (mut mixers, mut feed_forwards) = (Vec::new(), Vec::new());

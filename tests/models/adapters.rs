@@ -363,6 +363,41 @@ fn others_are_as_before() -> Outcome {
     Ok(())
 }
 
+/// Under `Invariance::Batch` sequences with adapters and without have the bits that they have alone in such a batch.
+#[test]
+fn the_same_bits_beside_others() -> Outcome {
+    let base = Base::open("qwen3")?;
+    let made = [
+        base.adapter(1, (4, 6.0, false), &["q_proj", "v_proj"])?,
+        base.adapter(2, (11, 3.0, true), &[&ATTENTION[..], &MLP].concat())?,
+    ];
+    let [one, two] = made.each_ref().map(|made| Adapter::open(made.folder.path()));
+    let (one, two) = (one?, two?);
+    let card = |arch| Device::simulated(Arc::new(Card::new(arch)));
+    for (device, dtype) in
+        [(Device::cpu(), DType::F32), (card(Arch::Sm80)?, DType::BF16), (card(Arch::Sm90a)?, DType::BF16)]
+    {
+        let device = device.with_invariance(Invariance::Batch);
+        let model = Model::load(&device, &golden::folder("qwen3"), dtype, &mut |_| {})?;
+        let mut batch = model.batch_with(BatchOptions { prefix_cache: false, ..OPTIONS }, &[&one, &two])?;
+        let vocab = model.config().decoder.vocab_size;
+        let adapters = [Some(1), None, Some(0), Some(1)];
+        let got = together(&mut batch, &adapters)?;
+        for ((prompt, adapter), got) in std::iter::zip(std::iter::zip(PROMPTS, adapters), &got) {
+            let id = batch.add_prompt(Prompt { adapter, ..prompt.into() })?;
+            for (place, row) in got.iter().enumerate() {
+                let logits = batch.step(&[Work::new(id, batch.pending(id)?)])?.logits().to_host()?;
+                assert!(logits[..vocab] == row[..], "{device:?}: {adapter:?}, row {place}");
+                if place < NEW.len() {
+                    batch.push(id, NEW[place])?;
+                }
+            }
+            batch.remove(id)?;
+        }
+    }
+    Ok(())
+}
+
 /// Pages are found again by sequences of the same adapter alone.
 #[test]
 fn prefixes_are_of_one_adapter() -> Outcome {

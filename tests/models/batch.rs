@@ -234,8 +234,9 @@ fn small() -> BatchOptions {
     }
 }
 
-/// What each sequence gives alone.
+/// What each sequence gives alone: under `Invariance::Batch` the same bits.
 fn check_against_sessions(model: &Model, seen: &Seen, budget: usize, name: &str) -> Outcome {
+    let is_invariant = model.device().invariance() == Invariance::Batch;
     let chunk = if budget <= FEW_ROWS { FEW_ROWS } else { 64 };
     let options = SessionOptions { capacity: 64, chunk, logits: Logits::All, ..SessionOptions::default() };
     let mut session = model.session(options)?;
@@ -258,7 +259,8 @@ fn check_against_sessions(model: &Model, seen: &Seen, budget: usize, name: &str)
         }
         let want = &alone[key][(tokens.len() - 1) * vocab..tokens.len() * vocab];
         // Latent attention has another form for a single token.
-        let is_exact = chunk == FEW_ROWS && model.device().place() == Place::Cpu && name != "glm4_moe_lite";
+        let is_exact = is_invariant
+            || (chunk == FEW_ROWS && model.device().place() == Place::Cpu && name != "glm4_moe_lite");
         for got in rows {
             let (error, len) = (relative_l2(got, want), tokens.len());
             assert!(error <= 1e-4, "{name}: token {len}: {error:.2e}");
@@ -295,12 +297,17 @@ fn run(
 
 /// Random schedules of each architecture.
 fn schedules(name: &str, cases: u32) -> Outcome {
-    let model = Model::load(&Device::cpu(), &golden::folder(name), DType::F32, &mut |_| {})?;
+    schedules_on(&Device::cpu(), DType::F32, name, (40, cases))
+}
+
+/// So many, of so many acts at most.
+fn schedules_on(device: &Device, dtype: DType, name: &str, (most, cases): (usize, u32)) -> Outcome {
+    let model = Model::load(device, &golden::folder(name), dtype, &mut |_| {})?;
     let mut runner = TestRunner::new_with_rng(
         Config { cases, failure_persistence: None, ..Config::default() },
         TestRng::deterministic_rng(RngAlgorithm::ChaCha),
     );
-    runner.run(&acts(40), |acts| {
+    runner.run(&acts(most), |acts| {
         for max_step_tokens in [40, FEW_ROWS] {
             let options = BatchOptions { max_step_tokens, ..small() };
             run(&model, options, &acts, name).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -387,6 +394,56 @@ mod one_schedule_in_the_simulator {
     }
 }
 
+/// Under `Invariance::Batch` a sequence has the bits that it has alone, whatever the schedule.
+mod the_same_bits {
+    use super::*;
+
+    macro_rules! models {
+        ($($name:ident,)*) => {$(
+            mod $name {
+                use super::*;
+
+                const NAME: &str = stringify!($name);
+
+                #[test]
+                fn on_the_cpu() -> Outcome {
+                    let device = Device::cpu().with_invariance(Invariance::Batch);
+                    for dtype in [DType::F32, DType::BF16] {
+                        schedules_on(&device, dtype, NAME, (40, 12))?;
+                    }
+                    Ok(())
+                }
+
+                #[test]
+                fn on_sm61() -> Outcome {
+                    in_the_simulator(Arch::Sm61, NAME)
+                }
+
+                #[test]
+                fn on_sm80() -> Outcome {
+                    in_the_simulator(Arch::Sm80, NAME)
+                }
+
+                #[test]
+                fn on_sm90a() -> Outcome {
+                    in_the_simulator(Arch::Sm90a, NAME)
+                }
+            }
+        )*};
+    }
+
+    models! { qwen3, qwen3_sliding, qwen3_moe, qwen3_next, glm4_moe_lite, qwen3_vl, }
+
+    /// In the type that the floor has tensor cores for, if it has some.
+    fn in_the_simulator(arch: Arch, name: &str) -> Outcome {
+        let device = Device::simulated(Arc::new(Card::new(arch)))?.with_invariance(Invariance::Batch);
+        let dtype = if arch == Arch::Sm61 { DType::F32 } else { DType::BF16 };
+        let model = Model::load(&device, &golden::folder(name), dtype, &mut |_| {})?;
+        run(&model, small(), &everything(), name)?;
+        schedules_on(&device, dtype, name, (8, 1))
+    }
+}
+
 #[test]
 fn schedules_on_the_card() -> Outcome {
     for device in cards() {
@@ -400,6 +457,12 @@ fn schedules_on_the_card() -> Outcome {
                 decode,
             ];
             run(&model, BatchOptions { pages: 16, ..small() }, &acts.concat(), name)?;
+            for dtype in [DType::F32, DType::BF16] {
+                let device = device.with_invariance(Invariance::Batch);
+                let model = Model::load(&device, &golden::folder(name), dtype, &mut |_| {})?;
+                run(&model, small(), &everything(), name)?;
+                run(&model, BatchOptions { pages: 16, ..small() }, &acts.concat(), name)?;
+            }
         }
     }
     Ok(())

@@ -85,6 +85,23 @@ mod golden_f32_over_simulated_cards {
     }
 }
 
+/// Sums over ranks go ways that depend on their sizes.
+#[test]
+fn bits_that_depend_on_no_batch_are_of_one_device() -> Outcome {
+    let devices = vec![Device::cpu().with_invariance(Invariance::Batch); 2];
+    let messages = Group::new(&devices)?.run(|rank| -> Result<String, String> {
+        let model = part(rank, &testkit::golden::folder("qwen3"), DType::F32);
+        let session = model.map_err(|error| error.to_string())?.session(SessionOptions::default());
+        Ok(session.err().map(|error| error.to_string()).unwrap_or_default())
+    });
+    for message in messages {
+        let want = "Session: device: expected without Invariance::Batch for a model over several devices";
+        let message = message?;
+        assert!(message.starts_with(want), "{message}");
+    }
+    Ok(())
+}
+
 #[test]
 fn golden_f32_over_cards() -> Outcome {
     let count = Device::cuda_count().unwrap_or(0);

@@ -26,7 +26,7 @@ use warpforge::models::{
     Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, Visual,
 };
 use warpforge::ops::sampling::SamplingParams;
-use warpforge::{Arch, DType, Device, Place};
+use warpforge::{Arch, DType, Device, Invariance, Place};
 
 type Outcome = Result<(), Box<dyn StdError>>;
 

@@ -5,6 +5,7 @@ mod arguments;
 mod fallback;
 mod faults;
 mod harness;
+mod invariance;
 mod latent;
 mod nothing;
 mod packed;

@@ -73,7 +73,11 @@ struct Sequence {
 ///
 /// **A sequence's logits** are those that it has alone in a [`Session`](super::Session), within rounding: kernels are
 /// chosen by numbers of rows, so that last bits depend on what else is in a step. Nothing else of the other sequences
-/// does.
+/// does. Of a model on a device with [`Invariance::Batch`](host::Invariance::Batch) they are the same bits, whatever is
+/// in a step, however prompts are cut, and whatever is found again, forked or pre-empted; with adapters, the bits that
+/// it has alone in a batch with the same ones. A decode step takes the attention of prompts then, for which Ampere
+/// copies the caches into rows in each layer; latent attention has memory for each query, head and 256 keys of a step's
+/// longest prompts, and delta nets read prompts token by token.
 /// **Pages** are taken by steps, as tokens need them. A fork shares all pages of its sequence; who first writes to a
 /// page that others hold, which can only be the last, gets a copy of it. Full pages stay known by their tokens: a
 /// sequence that begins with them takes them as they are, also after those that computed them are gone, until their

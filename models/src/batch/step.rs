@@ -10,7 +10,7 @@ use crate::LogitRows;
 use crate::decoder::LogitArgs;
 use crate::layers::{Group, Keys, Span, Step};
 use crate::recording::Recording;
-use host::{Error, Stream, nvtx};
+use host::{Error, Invariance, Stream, nvtx};
 
 impl Batch {
     /// One forward pass: the next so many pending tokens of each sequence that takes part, in any mix. They are
@@ -167,7 +167,9 @@ impl Batch {
         };
         let visual = rows.as_ref();
         let Self { model, block, ropes, caches, inputs, filled, logits, recorded, adapters, .. } = self;
-        let is_adapted = filled.adapters.iter().any(|&adapter| adapter != NOWHERE);
+        // Rows without an adapter go another way beside those that have one: always that, if bits are to be the same.
+        let is_invariant = model.device().invariance() == Invariance::Batch;
+        let is_adapted = is_invariant || filled.adapters.iter().any(|&adapter| adapter != NOWHERE);
         let (tokens, asked) = (filled.ids.len(), filled.logits.len());
         let mut run = |stream: &Stream| {
             let [ids, positions, slots] = inputs.tokens(tokens)?;

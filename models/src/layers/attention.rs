@@ -108,7 +108,8 @@ impl KeysValues {
         [outer, inner]: [usize; 2],
     ) -> Result<Self, Error> {
         let shape = [outer, inner, config.heads_kv, config.head_dim];
-        Ok(KeysValues { k: Tensor::empty(stream, &shape, dtype)?, v: Tensor::empty(stream, &shape, dtype)? })
+        // Hopper's kernel of many queries loads pages as a whole, also what nobody has written yet.
+        Ok(KeysValues { k: Tensor::zeros(stream, &shape, dtype)?, v: Tensor::zeros(stream, &shape, dtype)? })
     }
 
     pub(super) fn bytes(&self) -> usize {

@@ -147,7 +147,7 @@ pub(crate) struct DeltaNetBlock {
     plans: Plans<DeltaNetPlans>,
     /// Of each group.
     over_time: Vec<(CausalConv1d, GatedDelta)>,
-    /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`: q, k, v, z, b, a.
+    /// `[tokens, channels + heads_v · dim_v + 2 · heads_v]`, or a few columns more: q, k, v, z, b, a.
     projected: Tensor,
     /// `[tokens, channels]`: q, k, v.
     convolved: Tensor,
@@ -198,7 +198,7 @@ impl DeltaNetBlock {
             config: *config,
             plans,
             over_time: phase.groups.iter().map(over_time).collect::<Result<_, _>>()?,
-            projected: phase.rows(&[cols])?,
+            projected: phase.wide_rows(cols)?,
             convolved: zeros(&[channels])?,
             mixed: zeros(&[heads_v, dim_v])?,
             normed: phase.rows(&[heads_v, dim_v])?,
@@ -229,7 +229,8 @@ impl DeltaNetBlock {
         let (stream, tokens) = (step.stream, step.tokens);
         let plans = self.plans.holding(tokens)?;
         let (keys, values, channels) = (heads_k * dim_k, heads_v * dim_v, self.config.channels());
-        let mut projected = self.projected.view_mut().slice(0, 0..tokens)?;
+        let cols = self.config.input_rows();
+        let mut projected = self.projected.view_mut().slice(0, 0..tokens)?.slice(1, 0..cols)?;
         let mut convolved = self.convolved.view_mut().slice(0, 0..tokens)?;
         let mut mixed = self.mixed.view_mut().slice(0, 0..tokens)?;
         let mut normed = self.normed.view_mut().slice(0, 0..tokens)?;

@@ -133,13 +133,13 @@ pub(crate) struct LatentBlock {
     plans: Plans<LatentPlans>,
     /// Of each group.
     forms: Vec<Form>,
-    /// `[tokens, q_latent + latent + rope]`
+    /// `[tokens, q_latent + latent + rope]`, or a few columns more.
     a: Tensor,
     /// `[tokens, q_latent]`
     q_a: Tensor,
     /// `[tokens, heads, nope + rope]`
     q: Tensor,
-    /// `[tokens, latent + rope]`: what is appended.
+    /// `[tokens, latent + rope]`, or a few columns more: what is appended.
     row: Tensor,
     /// `[tokens, heads, value]`
     attended: Tensor,
@@ -158,7 +158,8 @@ struct LatentPlans {
 }
 
 /// The two ways to compute the same: few queries go into the latent space, where the cached rows are keys and values of
-/// a single head; for many it is less work to make every head's keys and values.
+/// a single head; for many it is less work to make every head's keys and values. Under [`host::Invariance::Batch`] the
+/// former takes all, with memory of its attention for each query that a group may have.
 #[derive(Debug)]
 enum Form {
     Absorbed(Box<Absorbed>),
@@ -244,8 +245,15 @@ impl LatentBlock {
         weights: &LatentAttention,
     ) -> Result<Self, Error> {
         let &LatentConfig { heads, q_latent, nope, rope, value, .. } = config;
+        let widths = [nope, rope, config.latent, value].map(|width| width * phase.dtype.bytes());
+        if phase.is_invariant() && heads == 1 && widths.iter().any(|bytes| !bytes.is_multiple_of(16)) {
+            // A single row of it is aligned where several are not.
+            let expected = "parts of whole 16 bytes in a single latent head, under Invariance::Batch";
+            return Err(Error::invalid("Session", "layer", expected, format!("{widths:?} bytes")));
+        }
         let form = |group: &GroupPhase| {
-            Ok(if group.seq <= MAX_DECODE_QUERIES {
+            // One of the two for any number of tokens, where they are to have the same bits.
+            Ok(if group.seq <= MAX_DECODE_QUERIES || phase.is_invariant() {
                 Form::Absorbed(Box::new(Absorbed::new(phase, group, config)?))
             } else {
                 Form::Naive(Box::new(Naive::new(phase, group, config)?))
@@ -255,10 +263,10 @@ impl LatentBlock {
             config: *config,
             plans: phase.plans(|phase| LatentPlans::new(&phase, config, weights))?,
             forms: phase.groups.iter().map(form).collect::<Result<_, Error>>()?,
-            a: phase.rows(&[q_latent.unwrap_or(0) + config.row()])?,
+            a: phase.wide_rows(q_latent.unwrap_or(0) + config.row())?,
             q_a: phase.rows(&[q_latent.unwrap_or(0)])?,
             q: phase.rows(&[heads, nope + rope])?,
-            row: phase.rows(&[config.row()])?,
+            row: phase.wide_rows(config.row())?,
             attended: phase.rows(&[heads, value])?,
         })
     }
@@ -298,15 +306,15 @@ impl LatentBlock {
         let (stream, tokens, row_cols) = (step.stream, step.tokens, self.config.row());
         let (positions, tables) = (step.positions, step.ropes);
         let plans = self.plans.holding(tokens)?;
-        let mut a = self.a.view_mut().slice(0, 0..tokens)?;
+        let q_cols = q_latent.unwrap_or(0);
+        let mut a = self.a.view_mut().slice(0, 0..tokens)?.slice(1, 0..q_cols + row_cols)?;
         let mut q_a = self.q_a.view_mut().slice(0, 0..tokens)?;
         let mut q = self.q.view_mut().slice(0, 0..tokens)?;
-        let mut row = self.row.view_mut().slice(0, 0..tokens)?;
+        let mut row = self.row.view_mut().slice(0, 0..tokens)?.slice(1, 0..row_cols)?;
         let mut attended = self.attended.view_mut().slice(0, 0..tokens)?;
         plans.a.run(stream, &weights.a, x, a.reborrow())?;
         let a = a.as_view();
         let columns = |start: usize, width: usize| a.slice(1, start..start + width);
-        let q_cols = q_latent.unwrap_or(0);
 
         let x = match (&plans.q_norm, &weights.q_norm) {
             (Some(norm), Some(gain)) => {

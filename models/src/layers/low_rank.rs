@@ -268,7 +268,9 @@ impl LowRankBlock {
                 product: ProjectionPlan::onto(&phase, weights, n, k)?,
             })
         })?;
-        Ok(Some(LowRankBlock { plans, inner: phase.rows(&[rank])?, added: phase.rows(&[n])? }))
+        // Hopper's kernel loads rows beside those that have an adapter, which nobody writes.
+        let inner = Tensor::zeros(stream, &[phase.tokens, rank], dtype)?;
+        Ok(Some(LowRankBlock { plans, inner, added: phase.rows(&[n])? }))
     }
 
     /// Both projections of a mixer.

@@ -30,6 +30,7 @@ use attention::{AttentionBlock, KeysValues};
 use delta_net::{DeltaNetBlock, DeltaState};
 pub(super) use group::{Group, GroupPhase, Keys, Span, Visible};
 use host::Error;
+use host::Invariance;
 use host::OptimizationReport;
 use host::Stream;
 use host::group::Communicator;
@@ -196,7 +197,15 @@ impl<'a> Phase<'a> {
     /// Whether parts of a layer may work on the residual itself ([`MixerBlock::run_in_place`]), where kernels are: for
     /// a single token, whose layer is as long as its launches are many. A rank of a group has sums to add up first.
     fn may_work_in_place(&self) -> bool {
-        self.tokens == 1 && self.rank.is_none() && self.stream.device().limits().is_some()
+        self.tokens == 1
+            && self.rank.is_none()
+            && !self.is_invariant()
+            && self.stream.device().limits().is_some()
+    }
+
+    /// Whether nothing may depend on how many rows and sequences there are.
+    fn is_invariant(&self) -> bool {
+        self.stream.device().invariance() == Invariance::Batch
     }
 
     /// The decoder's norm over rows of `cols`.
@@ -207,6 +216,12 @@ impl<'a> Phase<'a> {
     fn norm_problem(&self, rows: usize, cols: usize) -> RmsNormProblem {
         let (dtype, norm) = (self.dtype, self.config.norm);
         RmsNormProblem { rows, cols, dtype, eps: norm.eps, weight: norm.weight }
+    }
+
+    /// Memory for a row of so many columns of each token, whose rows begin at multiples of 16 bytes: kernels that are
+    /// chosen by how columns of them are aligned are the same for one row and for many.
+    pub(super) fn wide_rows(&self, cols: usize) -> Result<Tensor, Error> {
+        self.rows(&[cols.next_multiple_of(16 / self.dtype.bytes())])
     }
 
     /// Memory for a row of each token.

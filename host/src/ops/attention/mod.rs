@@ -263,6 +263,8 @@ pub struct Offsets<'a> {
 /// queries of the former, if the scale is positive. **Source**: Dao et al., *FlashAttention* (2022), algorithm 1;
 /// Milakov and Gimelshein, *Online normalizer calculation for softmax* (2018), algorithm 3; the splits as in Dao et
 /// al., *Flash-Decoding* (2023); the warpgroups' turns as in Shah et al., *FlashAttention-3* (2024).
+/// **Invariance**: under [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any number of queries,
+/// that of many, or for heads wider than 256 theirs, and its blocks share no keys.
 ///
 /// ```no_run
 /// # extern crate host as warpforge;
@@ -371,6 +373,7 @@ impl Rung for Planned {
         let tile = choice.variant.tile;
         let parts_log2 = |tiles| select::key_parts_log2(limits.num_sms, tile, tiles, seen(&problem));
         if let Some(split) = select::split(choice.variant)
+            && !limits.is_invariant()
             && parts_log2(problem.heads_q as u32) > 0
         {
             variants.push(split);

@@ -194,7 +194,9 @@ fn unsupported_dtype(problem: &AttentionProblem) -> Error {
 
 /// The kernel for `seq_q` queries of each sequence: decode for a few and for wide heads, else prefill, on tensor cores
 /// if there are any; the smallest that holds the head and, for decode, the rows that share a key head. Does not depend
-/// on the number of sequences or keys. Wide heads are taken to be latent attention's, with values in the keys' rows.
+/// on the number of sequences or keys, nor under [`Invariance::Batch`](crate::Invariance::Batch) on that of queries:
+/// then the kernel of many takes few, too, and its blocks share no keys. Wide heads are taken to be latent attention's,
+/// with values in the keys' rows.
 pub fn select(
     limits: &DeviceLimits,
     problem: &AttentionProblem,
@@ -209,6 +211,7 @@ pub(super) enum Reason {
     Many { most: usize },
     Few { most: usize, rows: usize },
     Wide { rows: usize },
+    Any,
 }
 
 impl fmt::Display for Reason {
@@ -217,6 +220,7 @@ impl fmt::Display for Reason {
             Reason::Many { most } => write!(f, "more than {most} queries"),
             Reason::Few { most, rows } => write!(f, "at most {most} queries: {rows} rows share each key"),
             Reason::Wide { rows } => write!(f, "wide heads: {rows} rows share each key"),
+            Reason::Any => f.write_str("one kernel for any number of queries"),
         }
     }
 }
@@ -228,22 +232,25 @@ pub(super) fn choose(
     seq_q: usize,
 ) -> Result<(&'static AttentionVariant, Reason), Error> {
     let group = problem.heads_q / problem.heads_kv.max(1);
-    let rows = seq_q * group;
+    let is_invariant = limits.is_invariant();
+    let rows = if is_invariant { usize::MAX } else { seq_q * group };
     let rings = if problem.is_fp8() { DECODE_RING_FP8_VARIANTS } else { DECODE_RING_VARIANTS };
     let tensor_decode = for_rows(rings, |v| holds(v, problem) && runs(limits, v, problem), rows);
     let most = if tensor_decode.is_some() { MAX_TENSOR_DECODE_QUERIES } else { MAX_DECODE_QUERIES };
-    let few = (1..=most).contains(&seq_q);
+    let few = !is_invariant && (1..=most).contains(&seq_q);
     let (variant, reason) = match prefill(problem) {
         Some(variant) if !few => {
             let on_tensor_cores = smallest(WGMMA_VARIANTS, limits, problem)
                 .or_else(|| smallest(PREFILL_MMA_VARIANTS, limits, problem));
-            (Some(on_tensor_cores.unwrap_or(variant)), Reason::Many { most })
+            let reason = if is_invariant { Reason::Any } else { Reason::Many { most } };
+            (Some(on_tensor_cores.unwrap_or(variant)), reason)
         }
         Some(_) => (tensor_decode.or_else(|| decode(problem, rows)), Reason::Few { most, rows }),
         None => {
             let latent = smallest(DECODE_LATENT_WGMMA_VARIANTS, limits, problem)
                 .or_else(|| smallest(DECODE_LATENT_VARIANTS, limits, problem));
-            (latent.or_else(|| decode(problem, rows)), Reason::Wide { rows })
+            let reason = if is_invariant { Reason::Any } else { Reason::Wide { rows } };
+            (latent.or_else(|| decode(problem, rows)), reason)
         }
     };
     Ok((variant.ok_or_else(|| unsupported_dtype(problem))?, reason))
@@ -299,7 +306,12 @@ mod tests {
 
     #[test]
     fn choice_by_queries_and_head() {
-        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm61,
+            num_sms: 20,
+            smem_per_block_bytes: 48 << 10,
+            invariance: Default::default(),
+        };
         let table = [
             (DType::BF16, (32, 8), 128, 1, "attention_bf16__decode_d128_r4__sm61"),
             (DType::BF16, (32, 8), 128, 2, "attention_bf16__decode_d128_r8__sm61"),
@@ -319,9 +331,19 @@ mod tests {
 
     #[test]
     fn tensor_cores() {
-        let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let hopper = DeviceLimits {
+            floor: Arch::Sm90a,
+            num_sms: 132,
+            smem_per_block_bytes: 227 << 10,
+            invariance: Default::default(),
+        };
         let ampere = DeviceLimits { floor: Arch::Sm80, ..hopper };
-        let small = DeviceLimits { floor: Arch::Sm80, num_sms: 84, smem_per_block_bytes: 99 << 10 };
+        let small = DeviceLimits {
+            floor: Arch::Sm80,
+            num_sms: 84,
+            smem_per_block_bytes: 99 << 10,
+            invariance: Default::default(),
+        };
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
             (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128_r16__sm80"),
@@ -351,7 +373,12 @@ mod tests {
 
     #[test]
     fn masks_of_ones_own() {
-        let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
+        let limits = |floor| DeviceLimits {
+            floor,
+            num_sms: 100,
+            smem_per_block_bytes: 99 << 10,
+            invariance: Default::default(),
+        };
         let table = [
             (
                 Arch::Sm80,
@@ -382,8 +409,41 @@ mod tests {
     }
 
     #[test]
+    fn invariant_choices_know_no_queries() {
+        use crate::Invariance;
+        for (floor, head_dim, dtype, entry) in [
+            (Arch::Sm61, 128, DType::BF16, "attention_bf16__prefill_d128__sm61"),
+            (Arch::Sm80, 128, DType::BF16, "attention_bf16__prefill_d128__sm80"),
+            (Arch::Sm90a, 64, DType::F16, "attention_f16__prefill_d64__sm90a"),
+            (Arch::Sm90a, 128, DType::F32, "attention_f32__prefill_d128__sm61"),
+            (Arch::Sm80, 576, DType::BF16, "attention_bf16__decode_latent_p4__sm80"),
+            (Arch::Sm61, 576, DType::BF16, "attention_bf16__decode_d576v512_r4__sm61"),
+        ] {
+            let limits = DeviceLimits {
+                floor,
+                num_sms: 132,
+                smem_per_block_bytes: 227 << 10,
+                invariance: Invariance::Batch,
+            };
+            for (seq_q, batch) in
+                [0, 1, 2, 4, 5, 16, 17, 512, 4096].into_iter().flat_map(|q| [(q, 1), (q, 32)])
+            {
+                let head_dim_v = head_dim.min(512);
+                let problem =
+                    AttentionProblem { batch, seq_q, head_dim_v, ..problem(dtype, 32, 8, head_dim) };
+                assert_eq!(select(&limits, &problem, seq_q).unwrap().variant.entry, entry, "{seq_q} {batch}");
+            }
+        }
+    }
+
+    #[test]
     fn fp8_and_pages() {
-        let limits = |floor| DeviceLimits { floor, num_sms: 100, smem_per_block_bytes: 99 << 10 };
+        let limits = |floor| DeviceLimits {
+            floor,
+            num_sms: 100,
+            smem_per_block_bytes: 99 << 10,
+            invariance: Default::default(),
+        };
         let fp8 = DType::F8E4M3;
         let table = [
             (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128_r8__sm80", false),
@@ -411,7 +471,12 @@ mod tests {
 
     #[test]
     fn choice_by_both_head_dims() {
-        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm61,
+            num_sms: 20,
+            smem_per_block_bytes: 48 << 10,
+            invariance: Default::default(),
+        };
         let table = [
             ((64, 128), 1, "attention_bf16__decode_d128_r4__sm61"),
             ((192, 128), 1, "attention_bf16__decode_d256_r4__sm61"),
@@ -430,7 +495,12 @@ mod tests {
 
     #[test]
     fn forced_kernels_must_fit() {
-        let limits = DeviceLimits { floor: Arch::Sm80, num_sms: 20, smem_per_block_bytes: 163 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm80,
+            num_sms: 20,
+            smem_per_block_bytes: 163 << 10,
+            invariance: Default::default(),
+        };
         let named = |entry: &str| VARIANTS.iter().chain(WGMMA_VARIANTS).find(|v| v.entry == entry).unwrap();
         let problem = problem(DType::BF16, 4, 4, 80);
         assert!(
@@ -457,7 +527,12 @@ mod tests {
 
     #[test]
     fn blocks_share_keys() {
-        let hopper = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let hopper = DeviceLimits {
+            floor: Arch::Sm90a,
+            num_sms: 132,
+            smem_per_block_bytes: 227 << 10,
+            invariance: Default::default(),
+        };
         let ampere = DeviceLimits { floor: Arch::Sm80, num_sms: 108, ..hopper };
         let of = |limits: &DeviceLimits, head_dim, tiles, keys| {
             let wanted = problem(DType::BF16, 32, 8, head_dim);

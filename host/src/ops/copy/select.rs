@@ -45,7 +45,12 @@ mod tests {
 
     #[test]
     fn choice_by_types() {
-        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm61,
+            num_sms: 20,
+            smem_per_block_bytes: 48 << 10,
+            invariance: Default::default(),
+        };
         let table = [
             (DType::BF16, DType::BF16, "copy_b16__pieces__sm61"),
             (DType::F16, DType::F16, "copy_b16__pieces__sm61"),

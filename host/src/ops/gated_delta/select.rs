@@ -38,8 +38,11 @@ impl Form {
 }
 
 /// The form, by the planned length alone, so that a plan's results do not depend on how a run is packed.
-pub fn select(_limits: &DeviceLimits, problem: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
-    let (form, why) = if problem.longest <= MAX_RECURRENT_TOKENS {
+/// Under [`Invariance::Batch`](crate::Invariance::Batch) always the recurrence: chunks begin where runs do.
+pub fn select(limits: &DeviceLimits, problem: &GatedDeltaProblem) -> Result<Choice<Form>, Error> {
+    let (form, why) = if limits.is_invariant() {
+        (Form::Recurrent, "the same bits however a sequence is cut into runs")
+    } else if problem.longest <= MAX_RECURRENT_TOKENS {
         (Form::Recurrent, "short sequences: the state's bytes count")
     } else {
         (Form::Chunked { pass: PASS }, "long sequences: chunks are matrix products")
@@ -60,7 +63,12 @@ mod tests {
 
     #[test]
     fn choice_by_length() {
-        let limits = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm61,
+            num_sms: 20,
+            smem_per_block_bytes: 48 << 10,
+            invariance: Default::default(),
+        };
         for (longest, form) in [
             (0, Form::Recurrent),
             (1, Form::Recurrent),
@@ -78,6 +86,8 @@ mod tests {
                 dtype: DType::BF16,
             };
             assert_eq!(select(&limits, &problem).unwrap().variant, form, "{longest}");
+            let limits = DeviceLimits { invariance: crate::Invariance::Batch, ..limits };
+            assert_eq!(select(&limits, &problem).unwrap().variant, Form::Recurrent, "{longest}");
         }
     }
 

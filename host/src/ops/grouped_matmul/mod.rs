@@ -10,12 +10,12 @@ use abi::DType;
 use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
 use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, B_IN_PIECES, OUT_IN_PIECES, OUT_IN_QUADS, WGMMA_ROW_BYTES};
 
-use crate::device::Device;
+use crate::device::{Device, Invariance};
 use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::ops::matmul::{Activations, MatmulB, PackedVariant, matrix_map, rows_aligned};
+use crate::ops::matmul::{Activations, CPU_ROWS, MatmulB, PackedVariant, matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
@@ -120,7 +120,8 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// ordinary arithmetic also for up to 16 rows per expert on average, and for more. Among the products of one kind,
 /// which the number of rows alone decides, a row's result depends on that row and its expert, not on the other rows,
 /// their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
-/// on which place among them it has.
+/// on which place among them it has. Under [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any
+/// number of rows, of plain and of packed weights, as for [`Matmul`](crate::ops::matmul::Matmul).
 /// **fp8 by fp8**: with [`Activations::Fp8`] rows of x may become fp8, which see. Each 128 of k are then summed by themselves,
 /// with at least 13 bits of the largest of their sums, multiplied by both scales and added up in f32; a NaN or an infinity
 /// in a row makes all of its results NaN.
@@ -276,7 +277,10 @@ impl Rung for Planned {
         at.stream(stream)?;
         let mut dims = self.check(&at, args)?;
         if self.device.limits().is_none() {
-            cpu::run(self.problem.dtype, &dims, args);
+            match self.device.invariance() {
+                Invariance::None => cpu::run(self.problem.dtype, &dims, args),
+                Invariance::Batch => self.cpu_by_few_rows(&dims, args)?,
+            }
             return Ok(());
         }
         let rows = dims.rows as usize;
@@ -386,6 +390,33 @@ impl Planned {
         let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
         let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
         Ok(Planned { device: device.clone(), problem, kernels, tensor, packed: None })
+    }
+
+    /// On the CPU, a few rows of an expert at a time, of which each is dot products of its own.
+    fn cpu_by_few_rows(
+        &self,
+        dims: &GroupedMatmulDims,
+        args: &mut GroupedMatmulArgs<'_>,
+    ) -> Result<(), Error> {
+        let GroupedMatmulArgs { x, w, offsets, order, out } = args;
+        let all = offsets.host_slice::<u32>();
+        let mut own = vec![0; all.len()];
+        for (expert, bounds) in all.windows(2).enumerate() {
+            let [start, end] = [bounds[0], bounds[1]].map(|bound| bound.min(dims.rows));
+            for first in (start..end).step_by(CPU_ROWS) {
+                own[..=expert].fill(first);
+                own[expert + 1..].fill(end.min(first + CPU_ROWS as u32));
+                let (address, shape) = (own.as_ptr() as u64, [own.len()]);
+                // SAFETY: the numbers are this function's, which changes them when the run is done, as it is on the
+                // CPU when the call returns.
+                let offsets =
+                    unsafe { TensorView::from_raw(&self.device, address, &shape, &[1], DType::U32)? };
+                let mut args =
+                    GroupedMatmulArgs { x: *x, w: *w, offsets, order: *order, out: out.reborrow() };
+                cpu::run(self.problem.dtype, dims, &mut args);
+            }
+        }
+        Ok(())
     }
 
     /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were

@@ -19,7 +19,7 @@ use crate::kernel::Cut;
 use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::check_blocks;
-use crate::ops::matmul::{Activations, matrix_map, packed_split_log2, takes};
+use crate::ops::matmul::{Activations, INVARIANT_ROWS, matrix_map, packed_split_log2, takes};
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -116,19 +116,31 @@ pub fn select(
             Some(GroupedPackedChoice { variant: of(PACKED_MMA_VARIANTS, tile_rows)?, max_rows })
         })
         .collect();
+    let is_invariant = limits.is_invariant();
+    let of_any_rows = mma
+        .iter()
+        .find(|choice: &&GroupedPackedChoice| is_invariant && choice.variant.tile.rows() >= INVARIANT_ROWS);
+    let mma = match of_any_rows.cloned() {
+        Some(choice) => vec![GroupedPackedChoice { max_rows: usize::MAX, ..choice }],
+        None if is_invariant => mma.into_iter().next_back().into_iter().collect(),
+        None => mma,
+    };
     let average = if mma.is_empty() { FEW_MAX_AVERAGE_SIMT } else { FEW_MAX_AVERAGE };
-    let most = experts.saturating_mul(average);
+    let most = if is_invariant { usize::MAX } else { experts.saturating_mul(average) };
     let at_a_time = UNPACKED_BYTES / (n * k * dtype.bytes()).max(1);
     // All in as many steps as are wanted, of nearly the same number.
     let steps = experts.div_ceil(at_a_time.clamp(1, MAX_EXPERTS)).max(1);
     let choices = GroupedPackedChoices {
         simt,
         mma,
-        dense_from: (rows > most).then_some(most + 1),
+        dense_from: (rows > most).then(|| most + 1),
         experts: experts.div_ceil(steps),
-        fp8: fp8(limits, problem, layout),
+        fp8: if is_invariant { None } else { fp8(limits, problem, layout) },
         // As many experts have rows as can. It decides the order of a sum, so it does not depend on a run's rows.
-        split_log2: packed_split_log2(limits, n.saturating_mul(experts.min(rows).max(1)), k),
+        split_log2: {
+            let with_rows = if is_invariant { experts } else { experts.min(rows).max(1) };
+            packed_split_log2(limits, n.saturating_mul(with_rows), k)
+        },
     };
     for choice in choices.simt.iter().chain(&choices.mma) {
         let few = if choices.dense_from.is_some() { most } else { rows };
@@ -516,8 +528,18 @@ mod tests {
 
     #[test]
     fn choice_by_rows() {
-        let ampere = DeviceLimits { floor: Arch::Sm80, num_sms: 132, smem_per_block_bytes: 99 << 10 };
-        let pascal = DeviceLimits { floor: Arch::Sm61, num_sms: 20, smem_per_block_bytes: 48 << 10 };
+        let ampere = DeviceLimits {
+            floor: Arch::Sm80,
+            num_sms: 132,
+            smem_per_block_bytes: 99 << 10,
+            invariance: Default::default(),
+        };
+        let pascal = DeviceLimits {
+            floor: Arch::Sm61,
+            num_sms: 20,
+            smem_per_block_bytes: 48 << 10,
+            invariance: Default::default(),
+        };
         let problem = |rows| GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
         let narrow = Layout { group: 32, scale: ScaleType::F16, ..LAYOUT };
         for (limits, layout, rows, entry) in [
@@ -537,10 +559,41 @@ mod tests {
         assert_eq!(select(&pascal, &problem(1025), &LAYOUT).unwrap().dense_from, Some(1025));
     }
 
+    #[test]
+    fn invariant_choices_know_no_rows() {
+        use crate::Invariance;
+        for (floor, entry) in [
+            (Arch::Sm61, "grouped_matmul_bf16_int4__packed2__sm61"),
+            (Arch::Sm80, "grouped_matmul_bf16_int4__packed16__sm80"),
+        ] {
+            let limits = DeviceLimits {
+                floor,
+                num_sms: 132,
+                smem_per_block_bytes: 99 << 10,
+                invariance: Invariance::Batch,
+            };
+            let of = |rows| {
+                let problem = GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
+                select(&limits, &problem, &LAYOUT).unwrap()
+            };
+            let first = of(1);
+            let ladder = if first.mma.is_empty() { &first.simt } else { &first.mma };
+            assert_eq!((ladder.len(), ladder[0].variant.entry, first.dense_from), (1, entry, None));
+            for rows in [0, 8, 257, 1025, 16_384, 16_385, 1 << 20] {
+                assert_eq!(of(rows), first, "{rows} on {floor}");
+            }
+        }
+    }
+
     /// Few experts of a large card share k among warps.
     #[test]
     fn warps_of_a_column() {
-        let limits = DeviceLimits { floor: Arch::Sm90a, num_sms: 132, smem_per_block_bytes: 227 << 10 };
+        let limits = DeviceLimits {
+            floor: Arch::Sm90a,
+            num_sms: 132,
+            smem_per_block_bytes: 227 << 10,
+            invariance: Default::default(),
+        };
         for (rows, split_log2) in [(8, 2), (64, 0), (4096, 0)] {
             let problem = GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
             assert_eq!(select(&limits, &problem, &LAYOUT).unwrap().split_log2, split_log2, "{rows}");

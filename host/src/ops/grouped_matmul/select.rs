@@ -8,7 +8,7 @@ use abi::ops::grouped_matmul::{
 use super::{GroupedMatmulProblem, OP};
 use crate::device::DeviceLimits;
 use crate::error::Error;
-use crate::ops::matmul::select::{split_log2, stream_split_log2};
+use crate::ops::matmul::select::{INVARIANT, split_log2, stream_split_log2};
 
 /// A kernel and how it is launched.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,6 +34,9 @@ const RUNGS: [(usize, u32); 6] = [(1, 1), (2, 2), (4, 4), (2 * 16, 8), (2 * 256,
 /// than 8, whose weights tiles of 8 rows read twice. A tile of 128 rows takes a multiprocessor of Ampere as long as
 /// three and a half of 64 × 64, so it pays when most experts fill more than half of it.
 const TENSOR_RUNGS: [(usize, u32); 4] = [(1, 8), (2 * 16, 16), (2 * 64, 64), (usize::MAX, 128)];
+
+/// The only one under [`Invariance::Batch`](crate::Invariance::Batch); Hopper's own kernel has one size.
+const INVARIANT_RUNG: [(usize, u32); 1] = [(usize::MAX, 64)];
 
 /// On Hopper, most rows, of all experts together, for the kernels of few. Its own kernel for many needs weights for its
 /// multiprocessors rather than rows (`gpu/NOTES/grouped_matmul.md`).
@@ -74,7 +77,8 @@ pub fn select(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
-    let choices = ladder(limits, problem, &by_average(&RUNGS, problem), &[VARIANTS])?;
+    let rungs = if limits.is_invariant() { INVARIANT_RUNG.to_vec() } else { by_average(&RUNGS, problem) };
+    let choices = ladder(limits, problem, &rungs, &[VARIANTS])?;
     if choices.is_empty() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", problem.dtype.name()));
     }
@@ -86,7 +90,12 @@ pub(super) fn tensor(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
 ) -> Result<Vec<GroupedMatmulChoice>, Error> {
-    if limits.floor.has(Need::Wgmma) {
+    let is_invariant = limits.is_invariant();
+    if is_invariant && limits.floor.has(Need::Wgmma) {
+        ladder(limits, problem, &[(usize::MAX, 128)], &[WGMMA_VARIANTS, MMA_VARIANTS])
+    } else if is_invariant {
+        ladder(limits, problem, &INVARIANT_RUNG, &[MMA_VARIANTS])
+    } else if limits.floor.has(Need::Wgmma) {
         ladder(limits, problem, &[(HOPPER_FEW_ROWS, 8), (usize::MAX, 128)], &[WGMMA_VARIANTS, MMA_VARIANTS])
     } else {
         ladder(limits, problem, &by_average(&TENSOR_RUNGS, problem), &[MMA_VARIANTS])
@@ -119,6 +128,7 @@ fn ladder(
         let largest = GroupedMatmulProblem { rows: rows.min(max_rows), ..*problem };
         let choice = GroupedMatmulChoice::forced(limits, variant, &largest)?;
         let why = match max_rows {
+            _ if limits.is_invariant() => INVARIANT.into(),
             usize::MAX => format!("more rows of {experts} experts"),
             _ => format!("up to {max_rows} rows of {experts} experts"),
         };
@@ -136,9 +146,14 @@ mod tests {
 
     use super::super::GroupedRows;
     use super::*;
+    use crate::Invariance;
 
-    const LIMITS: DeviceLimits =
-        DeviceLimits { floor: Arch::Sm61, num_sms: 132, smem_per_block_bytes: 48 << 10 };
+    const LIMITS: DeviceLimits = DeviceLimits {
+        floor: Arch::Sm61,
+        num_sms: 132,
+        smem_per_block_bytes: 48 << 10,
+        invariance: Invariance::None,
+    };
 
     #[test]
     fn choice_by_rows() {
@@ -188,6 +203,34 @@ mod tests {
             let hopper = DeviceLimits { floor: Arch::Sm90a, smem_per_block_bytes: 227 << 10, ..LIMITS };
             let on_hopper = tensor(&hopper, &problem).unwrap().last().unwrap().variant;
             assert_eq!(on_hopper.floor == Arch::Sm90a, rows > 31, "{rows} of {experts}");
+        }
+    }
+
+    #[test]
+    fn invariant_choices_know_no_rows() {
+        for (floor, entries) in [
+            (Arch::Sm61, ["grouped_matmul_bf16__m64n64k32__sm61", ""]),
+            (Arch::Sm80, ["grouped_matmul_bf16__m64n64k32__sm61", "grouped_matmul_bf16__m64n64__sm80"]),
+            (Arch::Sm90a, ["grouped_matmul_bf16__m64n64k32__sm61", "sm90a"]),
+        ] {
+            let limits = DeviceLimits {
+                floor,
+                smem_per_block_bytes: 227 << 10,
+                invariance: Invariance::Batch,
+                ..LIMITS
+            };
+            let of = |rows| {
+                let problem = GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
+                [select(&limits, &problem).unwrap(), tensor(&limits, &problem).unwrap()]
+            };
+            let first = of(1);
+            for (choices, entry) in std::iter::zip(&first, entries) {
+                assert_eq!(choices.len(), usize::from(!entry.is_empty()), "{floor}");
+                assert!(choices.iter().all(|choice| choice.variant.entry.ends_with(entry)), "{choices:?}");
+            }
+            for rows in [0, 8, 31, 32, 257, 2049, 8193, 32_769, 1 << 20] {
+                assert_eq!(of(rows), first, "{rows} on {floor}");
+            }
         }
     }
 

@@ -11,6 +11,8 @@ pub(crate) mod select;
 mod tuned;
 mod tuning;
 
+use std::ops::Range;
+
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
@@ -18,7 +20,7 @@ use abi::ops::matmul::{
     OUT_IN_PIECES, THREADS, WGMMA_OUT_ROWS, WGMMA_ROW_BYTES, swapped_rows,
 };
 
-use crate::device::{Device, DeviceLimits};
+use crate::device::{Device, DeviceLimits, Invariance};
 use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
@@ -39,11 +41,14 @@ pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
 use check::{Launch, check_problem};
 pub(crate) use check::{Shapes, check_bias, rows_aligned};
+pub(crate) use packed::{INVARIANT_ROWS, split_log2 as packed_split_log2, takes};
 pub use packed::{PackedChoice, PackedChoices, select as select_packed};
-pub(crate) use packed::{split_log2 as packed_split_log2, takes};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
+
+/// Rows of a product on the CPU at a time under [`Invariance::Batch`]: of so few each is dot products of its own.
+pub(crate) const CPU_ROWS: usize = 8;
 
 /// What is added to a product.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -126,7 +131,8 @@ pub enum Activations {
     /// Where kernels multiply fp8 by fp8 (Hopper, weights with scales of blocks of 128 rows or a multiple and of 128 of k or
     /// all, rows in pieces of 16 bytes, more of them than the weights' bytes bound), rows may become e4m3 too, each 128 of
     /// them by a scale of their own, `max|x| / 448`: an element then errs by up to 2^-4 of itself, or 2^-10 of that scale. That
-    /// is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere they are multiplied as they are.
+    /// is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere, and under
+    /// [`Invariance::Batch`](crate::Invariance::Batch), they are multiplied as they are.
     Fp8,
 }
 
@@ -216,6 +222,18 @@ impl<'a> MatmulArgs<'a> {
     /// The operands and the result alone.
     pub fn new(a: TensorView<'a>, b: impl Into<MatmulB<'a>>, out: TensorViewMut<'a>) -> Self {
         MatmulArgs { a, b: b.into(), up: None, gain: None, bias: None, residual: None, out }
+    }
+
+    /// These rows of a, out and the residual, of each product.
+    fn rows(&mut self, rows: Range<usize>) -> Result<MatmulArgs<'_>, Error> {
+        let MatmulArgs { a, b, up, gain, bias, residual, out } = self.reborrow();
+        let axis = out.shape().len() - 2;
+        let residual = match residual {
+            Some(Residual::Tensor(residual)) => Some(Residual::Tensor(residual.slice(axis, rows.clone())?)),
+            other => other,
+        };
+        let (a, out) = (a.slice(axis, rows.clone())?, out.slice(axis, rows)?);
+        Ok(MatmulArgs { a, b, up, gain, bias, residual, out })
     }
 
     /// The same tensors, of which others may be put in their place.
@@ -308,7 +326,10 @@ impl Views for Residual<'_> {
 /// rows, one to three) and k is at least 4096. Else: up to 16 rows, and more, which for tf32 are two kinds where the
 /// addresses differ in that. Among the products of one kind a row's result depends on that row alone, not on the
 /// others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
-/// from the same one alone, since the planned number decides how many warps share a sum.
+/// from the same one alone, since the planned number decides how many warps share a sum. Under
+/// [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any number of rows, of plain and of packed
+/// weights, chosen by n, k, types and the planned number of products; another where k, the addresses or strides are no
+/// multiples of 16 bytes, of which the stride of a single row does not count. On the CPU rows go by eight then.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
 /// **Errors**: [`Error::Invalid`] for a shape, stride, type or place that does not fit; never after work was enqueued.
 /// **Architectures**: the SIMT kernels on all floors; tensor cores for f16, bf16 and tf32 from sm_80 on, with Hopper's

@@ -81,13 +81,18 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         }
         rungs
     };
-    let (simt, mma) = (of(PACKED_VARIANTS), of(PACKED_MMA_VARIANTS));
+    let (mut simt, mut mma) = (of(PACKED_VARIANTS), of(PACKED_MMA_VARIANTS));
+    let is_invariant = limits.is_invariant();
+    if is_invariant {
+        [&mut simt, &mut mma].into_iter().for_each(invariant);
+    }
     let most = match (few, mma.is_empty()) {
         (false, _) => 0,
+        (true, _) if is_invariant => usize::MAX,
         (true, true) => FEW_MAX_ROWS_SIMT,
         (true, false) => FEW_MAX_ROWS,
     };
-    let dense_from = (m > most).then_some(most + 1);
+    let dense_from = (m > most).then(|| most + 1);
     PackedChoices {
         simt,
         mma,
@@ -96,6 +101,17 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         split_log2: split_log2(limits, problem.b_rows(), k),
     }
 }
+
+/// Leaves the one kernel that takes any number of rows under [`Invariance::Batch`](crate::Invariance::Batch): of as
+/// many rows to a tile as cost no more than one while memory sets the pace.
+fn invariant(rungs: &mut Vec<PackedChoice>) {
+    let rows = |rung: &PackedChoice| rung.variant.tile.rows();
+    let kept = rungs.iter().find(|rung| rows(rung) >= INVARIANT_ROWS).or(rungs.last()).cloned();
+    *rungs = kept.into_iter().map(|kept| PackedChoice { max_rows: usize::MAX, ..kept }).collect();
+}
+
+/// Rows of such a kernel's tile, if there is one.
+pub(crate) const INVARIANT_ROWS: u32 = 16;
 
 /// Whether kernels of this kind of groups take a layout.
 pub(crate) fn takes(group: u32, layout: &Layout) -> bool {

@@ -35,6 +35,7 @@ impl Rung for Planned {
 
     fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
+        refuse_norm(device, problem)?;
         let Some(limits) = device.limits() else { return Ok(()) };
         if problem.norm.is_some() {
             return normed(&limits, problem).map(|_| ());
@@ -55,9 +56,14 @@ impl Rung for Planned {
 
     fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
+        refuse_norm(device, &problem)?;
         let Some(limits) = device.limits() else {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
+        if problem.weight.is_none() && limits.is_invariant() {
+            let tensor = select::invariant(&limits, &problem).into_iter().collect();
+            return Self::new(device, problem, select(&limits, &problem)?, tensor, 0, None);
+        }
         if let Some(layout) = &problem.weight {
             return Self::with_packed(device, problem, packed::select(&limits, &problem, layout));
         }
@@ -140,7 +146,17 @@ impl Rung for Planned {
                     Act::Of(activation) | Act::Gated(activation) => Some(activation),
                 };
                 let (how, norm) = ((&how, activation), self.problem.norm);
-                cpu::run(dtype, out_dtype, batch, &dims, (how, norm), (weight.ok_or(b), &mut args));
+                let of_cpu = |dims: &MatmulDims, args: &mut MatmulArgs<'_>| {
+                    cpu::run(dtype, out_dtype, batch, dims, (how, norm), (weight.ok_or(b), args));
+                };
+                if self.device.invariance() == Invariance::None {
+                    of_cpu(&dims, &mut args);
+                    return Ok(());
+                }
+                for first in (0..dims.m).step_by(CPU_ROWS) {
+                    let m = (dims.m - first).min(CPU_ROWS as u32);
+                    of_cpu(&MatmulDims { m, ..dims }, &mut args.rows(first as usize..(first + m) as usize)?);
+                }
                 Ok(())
             }
             Backend::Cuda { kernels, tensor, tensor_from, ahead } => {
@@ -209,6 +225,15 @@ impl Rung for Planned {
                 let why =
                     "one row: b is loaded before the kernel ahead has ended, where it is a constant".into();
                 let cut = Cut { why, tile: format!("{:?}", variant.tile), threads: variant.tile.threads() };
+                OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
+            }
+            Backend::Cuda { tensor, kernels, .. }
+                if let (true, [(variant, entry)], Some((choice, _))) =
+                    (self.device.invariance() == Invariance::Batch, &tensor[..], kernels.last())
+                    && in_pieces(&aligned_dims([m.max(1), b_rows, k]), dtype) =>
+            {
+                let (why, tile) = (choice.why.clone(), format!("{:?}", variant.tile));
+                let cut = Cut { why, tile, threads: variant.tile.threads() };
                 OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
             Backend::Cuda { tensor, tensor_from, .. }
@@ -424,6 +449,14 @@ impl Planned {
             "another",
         )
     }
+}
+
+/// An error for a norm where rows are to have the same bits alone and among others: only a single row has one.
+fn refuse_norm(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
+    if problem.norm.is_some() && device.invariance() == Invariance::Batch {
+        return Err(Error::invalid(OP, "problem", "without a norm, under Invariance::Batch", "one"));
+    }
+    Ok(())
 }
 
 /// The kernel that norms the row it multiplies.

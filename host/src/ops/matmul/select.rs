@@ -69,6 +69,9 @@ impl Wanted {
 
 /// The tiles for every number of rows up to `m`, fewest rows first; n is the columns of all products together.
 pub(crate) fn ladder(limits: &DeviceLimits, m: usize, n: usize) -> Vec<Rung> {
+    if limits.is_invariant() {
+        return vec![Rung { max_rows: usize::MAX, tile: Wanted::Simt(64), why: INVARIANT.into() }];
+    }
     let num_sms = limits.num_sms.max(1) as usize;
     // From so many tile rows on the large tile gives every multiprocessor a block.
     let tile_rows = num_sms.div_ceil(n.div_ceil(128).max(1));
@@ -180,6 +183,24 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem) -> Result<Vec<Matm
         choices.push(MatmulChoice { max_rows, why, ..MatmulChoice::forced(limits, variant, &largest)? });
     }
     Ok(choices)
+}
+
+/// Why a kernel is chosen under [`Invariance::Batch`](crate::Invariance::Batch).
+pub(crate) const INVARIANT: &str = "one kernel for any number of rows";
+
+/// Rows that the tile of such products is chosen for: decode steps read their weights at the pace of many blocks, while
+/// wide weights have large tiles for prompts.
+const INVARIANT_ROWS: u32 = 64;
+
+/// The tensor cores' kernel that products take whatever their rows; none for other cards and types. Of the kinds that
+/// share no sum among blocks or warps, the tile that is the fastest for [`INVARIANT_ROWS`].
+pub(super) fn invariant(limits: &DeviceLimits, problem: &MatmulProblem) -> Option<&'static MatmulVariant> {
+    let whole =
+        |variant: &&MatmulVariant| matches!(variant.tile, MatmulTile::Wgmma { .. } | MatmulTile::Mma { .. });
+    let tiles: Vec<_> = tensor(limits, problem).into_iter().filter(whole).map(|tile| (tile, ())).collect();
+    let [n, k] = [problem.b_rows(), problem.k].map(|size| size.min(u32::MAX as usize) as u32);
+    let batch = problem.batch.min(u32::MAX as usize) as u32;
+    fastest(&tiles, problem, batch, [INVARIANT_ROWS, n, k], limits.num_sms).map(|&(variant, ())| variant)
 }
 
 /// The kernel of one row with constant b, which reads that ahead of the wait for the kernel before, if it pays: where
@@ -405,10 +426,15 @@ mod tests {
 
     use super::super::{Act, Activation, Epilogue, RowNorm};
     use super::*;
+    use crate::Invariance;
     use crate::ops::rmsnorm::NormWeight;
 
-    const H200: DeviceLimits =
-        DeviceLimits { floor: Arch::Sm61, num_sms: 132, smem_per_block_bytes: 48 << 10 };
+    const H200: DeviceLimits = DeviceLimits {
+        floor: Arch::Sm61,
+        num_sms: 132,
+        smem_per_block_bytes: 48 << 10,
+        invariance: Invariance::None,
+    };
 
     #[test]
     fn choice_by_rows() {
@@ -674,6 +700,40 @@ mod tests {
             (129, 1024, 4096, None),
         ] {
             assert_eq!(split_tile(132, m, n, k), tile, "{m} {n} {k}");
+        }
+    }
+
+    /// Whatever rows there are: one choice, which has no sums that others share.
+    #[test]
+    fn invariant_choices_know_no_rows() {
+        let layout = crate::weight::Scheme::INT4.layout();
+        let shapes = [[1024, 2048], [6144, 2560], [2560, 9728], [151_936, 1024], [80, 528], [128, 2048]];
+        for (floor, smem_per_block_bytes) in
+            [(Arch::Sm61, 48 << 10), (Arch::Sm80, 163 << 10), (Arch::Sm90a, 227 << 10)]
+        {
+            let limits = DeviceLimits { floor, smem_per_block_bytes, invariance: Invariance::Batch, ..H200 };
+            for ([n, k], dtype, batch) in shapes
+                .into_iter()
+                .flat_map(|size| DType::FLOATS.map(|dtype| (size, dtype)))
+                .flat_map(|(size, dtype)| [1, 20].map(|batch| (size, dtype, batch)))
+            {
+                for epilogue in [Epilogue::NONE, Epilogue::of(Act::Gated(Activation::Silu))] {
+                    let of = |m| {
+                        let problem = MatmulProblem { batch, epilogue, ..MatmulProblem::new(m, n, k, dtype) };
+                        let packed = super::super::select_packed(&limits, &problem, &layout);
+                        (select(&limits, &problem).unwrap(), invariant(&limits, &problem), packed)
+                    };
+                    let (choices, tensor, packed) = of(1);
+                    assert!(packed.dense_from.is_none() && packed.simt.len() <= 1 && packed.mma.len() <= 1);
+                    assert_eq!((choices.len(), choices[0].max_rows), (1, usize::MAX));
+                    let has_tensor = floor != Arch::Sm61 && dtype != DType::F32;
+                    assert_eq!(tensor.is_some(), has_tensor, "{n} × {k} {dtype} {batch} on {floor}");
+                    for m in [0, 2, 3, 8, 16, 17, 31, 64, 65, 128, 129, 512, 2048, 8192] {
+                        let same = of(m) == (choices.clone(), tensor, packed.clone());
+                        assert!(same, "{m} × {n} × {k} {dtype} on {floor}");
+                    }
+                }
+            }
         }
     }
 
