@@ -1,14 +1,14 @@
 //! The grouped product at the shapes of its cases.
 
-use abi::ops::grouped_matmul::{MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
+use abi::ops::grouped_matmul::{FP8_VARIANTS, MMA_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use half::bf16;
 use serde_json::json;
 use warpforge::ops::grouped_matmul::{
     CASES, GroupedMatmul, GroupedMatmulArgs, GroupedMatmulCase, GroupedMatmulProblem, GroupedRows,
 };
-use warpforge::ops::matmul::reference;
+use warpforge::ops::matmul::{Activations, reference};
 use warpforge::weight::{Quantised, Scheme, Weight};
-use warpforge::{DType, Stream, Tensor};
+use warpforge::{DType, F8E4M3, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
 
@@ -31,7 +31,12 @@ pub fn bench(bencher: &mut Bencher) {
     for (name, scheme) in Scheme::NAMED {
         for case in PACKED_CASES {
             let label = format!("packed {name} {}", case.name);
-            bencher.case("grouped_matmul", &label, |bencher| time_packed(bencher, scheme, &case));
+            let given = Activations::AsGiven;
+            bencher.case("grouped_matmul", &label, |bencher| time_packed(bencher, (scheme, given), &case));
+            if name == "fp8" {
+                let (label, fp8) = (format!("packed fp8 by fp8 {}", case.name), Activations::Fp8);
+                bencher.case("grouped_matmul", &label, |bencher| time_packed(bencher, (scheme, fp8), &case));
+            }
         }
     }
 }
@@ -57,13 +62,22 @@ const PACKED_CASES: [GroupedMatmulCase; 4] = {
 };
 
 /// A product with packed weights: the rows are made, and not stored, before they are quantised.
-fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &GroupedMatmulCase) -> Result<(), Failure> {
+fn time_packed(
+    bencher: &mut Bencher,
+    (scheme, activations): (Scheme, Activations),
+    case: &GroupedMatmulCase,
+) -> Result<(), Failure> {
     let &GroupedMatmulCase { rows, experts, n, k, from, .. } = case;
     let weight = Some(scheme.layout());
-    let problem =
-        GroupedMatmulProblem { from, weight, ..GroupedMatmulProblem::new(rows, experts, n, k, DTYPE) };
+    let problem = GroupedMatmulProblem {
+        from,
+        weight,
+        activations,
+        ..GroupedMatmulProblem::new(rows, experts, n, k, DTYPE)
+    };
     let plan = GroupedMatmul::plan(&bencher.device, problem)?;
     let report = plan.report();
+    let is_fp8 = FP8_VARIANTS.iter().any(|variant| variant.entry == report.variant);
     let fan_out = fan_out(from);
     let shape = json!({ "experts": experts, "m": rows, "n": n, "k": k, "fan_out": fan_out, "weight": format!("{:?}", scheme.layout()) });
     let work = Work { dtype: DTYPE.name(), shape, bytes: report.bytes, flops: report.flops };
@@ -91,6 +105,7 @@ fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &GroupedMatmulCase) 
     };
     let verify = |stream: &Stream, set: &Set| {
         let x = x_of_first_row(stream, set, if fan_out > 0 { x_rows - 1 } else { 0 })?;
+        let x = if is_fp8 { x.chunks(128).flat_map(as_fp8).collect() } else { x };
         let (source, mut row) = (source(set.first_expert)?, vec![0.0; k]);
         let mut w = Vec::new();
         for index in 0..CHECKED {
@@ -101,6 +116,14 @@ fn time_packed(bencher: &mut Bencher, scheme: Scheme, case: &GroupedMatmulCase) 
         expect_close(DTYPE, &first_row(&set.out, stream)?[..want.len()], &want)
     };
     bencher.time(&report, &mut sets, run, verify)
+}
+
+/// What 128 elements of a row are when they have become fp8.
+fn as_fp8(block: &[f64]) -> Vec<f64> {
+    let scale = block.iter().fold(0.0, |most: f64, value| most.max(value.abs())) / 448.0;
+    let value =
+        |x: &f64| f64::from(F8E4M3::from_f32((x / scale.max(f64::MIN_POSITIVE)) as f32).to_f32()) * scale;
+    block.iter().map(value).collect()
 }
 
 fn fan_out(from: GroupedRows) -> usize {

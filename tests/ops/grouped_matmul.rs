@@ -1,6 +1,6 @@
 //! The grouped product against its reference.
 
-mod fp8;
+pub(crate) mod fp8;
 mod packed;
 
 use abi::ops::grouped_matmul::{

@@ -97,8 +97,8 @@ pub unsafe fn quantise<T: Element>(
     }
 }
 
-/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by the scales of the thread's two rows:
-/// `scales(step)`. Rows of a are 128 bytes in the 128-byte swizzle; those of b are two tiles of 64 bytes, `2 · SUMS` rows
+/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by the scales of the thread's two rows
+/// and of the weight: `scales(step)`, which are loaded a step ahead. Rows of a are 128 bytes in the 128-byte swizzle; those of b are two tiles of 64 bytes, `2 · SUMS` rows
 /// each, in the 64-byte swizzle, one after the other. `operands`, `full`, `release` and `meanwhile` as for
 /// [`super::wgmma_consumers::multiply_stages`].
 ///
@@ -109,7 +109,7 @@ pub unsafe fn quantise<T: Element>(
 pub unsafe fn multiply_blocks<const SUMS: usize, const STAGES: u32>(
     ring: &mut Ring<STAGES>,
     steps: u32,
-    scales: impl Fn(u32) -> [f32; 2],
+    scales: impl Fn(u32) -> [f32; 3],
     operands: impl Fn(u32) -> (u32, u32),
     full: impl Fn(u32) -> u32,
     release: impl Fn(u32),
@@ -123,12 +123,11 @@ where
     let mut sums = [0.0; SUMS];
     let mut total = [0.0; SUMS];
     let mut step = 0;
+    let mut ahead = if steps > 0 { scales(0) } else { [0.0; 3] };
     // SAFETY: the caller's promise.
     unsafe {
         while step < steps {
             let Ring { stage, parity } = *ring;
-            // On their way while the stage is waited for.
-            let by = scales(step);
             mbarrier::wait_parity(full(stage), parity);
             let (a_at, b_at) = operands(stage);
             let a = Descriptor::<KMajor>::new(a_at, Swizzle::Bytes128, 16, 8 * ROW_BYTES);
@@ -140,9 +139,13 @@ where
             wgmma::ss::<E4m3, _, _, _>(&mut sums, a.advance(64), second, Accumulate::Add);
             wgmma::ss::<E4m3, _, _, _>(&mut sums, a.advance(96), second.advance(32), Accumulate::Add);
             wgmma::commit_group();
+            // Not multiplied before the products are there: nothing may wait for them here.
+            let own = ahead;
+            ahead = scales((step + 1).min(steps - 1));
             meanwhile();
             wgmma::wait_group::<0>(&mut sums);
             release(stage);
+            let by = [own[0] * own[2], own[1] * own[2]];
             let mut i = 0;
             while i < SUMS {
                 total[i] = math::fma(sums[i], by[i / 2 % 2], total[i]);

@@ -191,7 +191,7 @@ impl<'a> Phase<'a> {
     fn problem(&self, n: usize, k: usize, bias: bool, act: Act, weight: Option<Layout>) -> MatmulProblem {
         let bias = if bias { Bias::PerColumn } else { Bias::None };
         let problem = MatmulProblem::new(self.tokens, n, k, self.dtype);
-        MatmulProblem { bias, epilogue: Epilogue::of(act), weight, ..problem }
+        MatmulProblem { bias, epilogue: Epilogue::of(act), weight, activations: self.activations, ..problem }
     }
 
     /// Whether parts of a layer may work on the residual itself ([`MixerBlock::run_in_place`]), where kernels are: for

@@ -8,13 +8,14 @@ use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{
-    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    PackedChoices, select_packed,
+    Act, Activations, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS,
+    PACKED_VARIANTS, PackedChoices, reference, select_packed,
 };
 use warpforge::weight::{GateUp, Weight, WeightSource};
 use warpforge::{DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
+use crate::grouped_matmul::fp8;
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, all_cards, cards_of, devices_for, every_kernel_of, expect_loaded, fail,
     floats, on_executors,
@@ -377,6 +378,52 @@ fn packed_stripes() -> Result<(), TestCaseError> {
                     let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
                     case.run(&device, &plan, &case.sources())?;
                 }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Of fp8 by fp8, as of a group by itself: several tiles of rows and columns, the last not full, any stride of out. What adds
+/// something is multiplied as always, and so are rows that are no pieces.
+#[test]
+fn packed_fp8_by_fp8() -> Result<(), TestCaseError> {
+    let layout = WeightLayout {
+        codes: Codes::E4m3,
+        group: 128,
+        rows: 128,
+        scale: ScaleType::F32,
+        zeros: false,
+        minimums: false,
+    };
+    for (i, [m, n, k]) in [[70, 256, 136], [300, 40, 256], [129, 130, 8]].into_iter().enumerate() {
+        let dtype = [DType::BF16, DType::F16][i % 2];
+        let problem = MatmulProblem { activations: Activations::Fp8, ..MatmulProblem::new(m, n, k, dtype) };
+        let case = Case { out_layout: Layout { padding: 3 * i, offset: i }, ..contiguous(problem, i as u64) };
+        let case = PackedCase { case, layout };
+        let sources = case.sources();
+        for device in devices_for(work(&case)) {
+            let Some(limits) = device.limits() else { continue };
+            let choices = select_packed(&limits, &case.problem(), &layout);
+            let Some((variant, _)) = choices.fp8 else { continue };
+            let choices = PackedChoices { fp8: Some((variant, 0)), ..choices };
+            let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
+            prop_assert_eq!(plan.report().variant, variant.entry);
+            let weight = Weight::pack(&device.stream()?, &sources[0]).map_err(fail)?;
+            let inputs = case.inputs(&sources, false);
+            let got = product_of(&device, &plan, &case.case, &inputs, Some(&weight))?;
+            let a = fp8::quantised(&inputs.a, k);
+            let product =
+                |a: &[f64], b: &[f64]| reference::matmul::<f64>(a, b, None, [m, n, k], |value| value);
+            let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
+            fp8::expect(dtype, &got, &product(&a, &inputs.b), &product(&absolute(&a), &absolute(&inputs.b)))?;
+        }
+        let odd = Case { a_layout: Layout { padding: 1, offset: 1 }, ..case.case.clone() };
+        let added = MatmulProblem { epilogue: Epilogue { residual: true, ..Epilogue::NONE }, ..problem };
+        for case in [odd, Case { problem: added, ..case.case.clone() }] {
+            let case = PackedCase { case, layout };
+            for device in devices_for(work(&case)) {
+                case_of_many(&device, &case)?;
             }
         }
     }

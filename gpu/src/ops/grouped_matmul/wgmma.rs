@@ -217,7 +217,7 @@ where
             let scales = |step: u32| {
                 let weight = global::load(of_weight.wrapping_add((step * by_step) as usize));
                 let of_row = |row: *const f32| global::load(row.wrapping_add(step as usize * x_rows));
-                [of_row(rows[0]) * weight, of_row(rows[1]) * weight]
+                [of_row(rows[0]), of_row(rows[1]), weight]
             };
             fp8::multiply_blocks::<SUMS, STAGES>(ring, steps, scales, operands, full, release, meanwhile)
         }

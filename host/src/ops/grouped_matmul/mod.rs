@@ -29,6 +29,7 @@ pub use abi::ops::grouped_matmul::{
     PACKED_VARIANTS, QUANTISE_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, GroupedMatmulCase, samples};
+pub(crate) use packed::{Fp8, fp8};
 pub use packed::{GroupedPackedChoice, GroupedPackedChoices, select as select_packed};
 pub use select::{GroupedMatmulChoice, select};
 

@@ -150,7 +150,7 @@ pub fn select(
 }
 
 /// The product of fp8 by fp8, if it can do the problem.
-fn fp8(
+pub(crate) fn fp8(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
     layout: &Layout,
@@ -223,9 +223,9 @@ pub(super) struct PackedKernels {
     fp8: Option<Fp8>,
 }
 
-/// The product of fp8 by fp8.
+/// The product of fp8 by fp8, also of one weight by itself.
 #[derive(Debug)]
-struct Fp8 {
+pub(crate) struct Fp8 {
     from: usize,
     quantise: Entry,
     tile: GroupedMatmulTile,
@@ -347,7 +347,7 @@ impl PackedKernels {
 }
 
 impl Fp8 {
-    fn new(
+    pub(crate) fn new(
         device: &Device,
         problem: &GroupedMatmulProblem,
         (variant, from): (&'static GroupedMatmulVariant, usize),
@@ -371,7 +371,13 @@ impl Fp8 {
         })
     }
 
-    fn run(
+    /// Its kernel and how that cuts the product up.
+    pub(crate) fn kernel(&self) -> (&Entry, GroupedMatmulTile) {
+        (&self.product, self.tile)
+    }
+
+    /// Runs the product of checked tensors that have elements, of rows of x in pieces.
+    pub(crate) fn run(
         &self,
         stream: &Stream,
         args: GroupedMatmulArgs<'_>,

@@ -159,13 +159,16 @@ pub struct MatmulProblem {
     pub epilogue: Epilogue,
     /// How b is packed; none if it is a plain matrix.
     pub weight: Option<Layout>,
+    /// What may become of a.
+    pub activations: Activations,
     /// The norm of a single row of a; none if a is multiplied as it is.
     pub norm: Option<RowNorm>,
 }
 
 impl MatmulProblem {
     /// With what it must have. The other fields do nothing: `batch: 1`, `out_dtype: dtype`, `precision:
-    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`, `weight: None`, `norm: None`.
+    /// Precision::default()`, `bias: Bias::None`, `epilogue: Epilogue::default()`, `weight: None`, `activations:
+    /// Activations::AsGiven`, `norm: None`.
     pub fn new(m: usize, n: usize, k: usize, dtype: DType) -> Self {
         MatmulProblem {
             batch: 1,
@@ -178,6 +181,7 @@ impl MatmulProblem {
             bias: Bias::None,
             epilogue: Epilogue::default(),
             weight: None,
+            activations: Activations::AsGiven,
             norm: None,
         }
     }
