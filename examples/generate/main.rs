@@ -273,6 +273,7 @@ fn load(
         }
         None => Model::quantised_while(device, &checkpoint, dtype, options.quant, &mut progress)?,
     };
+    let model = options.with_activations(model);
     bar.finish_and_clear();
     note(format_args!("loaded in {:.2} s", started.elapsed().as_secs_f64()));
     if !model.report().is_empty() {

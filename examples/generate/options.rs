@@ -7,7 +7,8 @@ use clap::Parser;
 use warpforge::models::cached_repo;
 #[cfg(feature = "hub")]
 use warpforge::models::download_repo;
-use warpforge::models::{ExpertSharding, GenerationConfig, ModelError, Quantise};
+use warpforge::models::{ExpertSharding, GenerationConfig, Model, ModelError, Quantise};
+use warpforge::ops::matmul::Activations;
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
 use warpforge::{DType, Device, DeviceChoice, Invariance, OptLevel};
@@ -72,6 +73,10 @@ pub struct Options {
     /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
+    /// Whether rows become fp8 before products with fp8 weights, where kernels multiply both. Default: what the checkpoint
+    /// says (`activation_scheme`).
+    #[arg(long, value_name = "BOOL")]
+    pub fp8_activations: Option<bool>,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
@@ -155,6 +160,15 @@ fn repository(name: &str) -> Result<PathBuf, ModelError> {
 }
 
 impl Options {
+    /// The model with the activations that were asked for.
+    pub fn with_activations(&self, model: Model) -> Model {
+        match self.fp8_activations {
+            None => model,
+            Some(true) => model.with_activations(Activations::Fp8),
+            Some(false) => model.with_activations(Activations::AsGiven),
+        }
+    }
+
     /// A model that is no path here is a repository's name, if it looks like one.
     pub fn found(mut self) -> Result<Self, Failure> {
         let name =

@@ -75,7 +75,7 @@ pub fn follow(
         options.quant,
         &mut go_on,
     )?;
-    let mut session = model.session(session)?;
+    let mut session = options.with_activations(model).session(session)?;
     while let Ok(call) = orders.0.recv() {
         obey(&mut session, &call)?;
     }
