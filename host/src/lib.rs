@@ -36,6 +36,7 @@ mod queue;
 mod sample;
 #[cfg(feature = "async")]
 mod signal;
+mod simd;
 pub mod simulator;
 mod staging;
 mod stream;

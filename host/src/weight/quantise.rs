@@ -321,8 +321,10 @@ impl<R: Fn(usize, &mut [f32]) + Sync> WeightSource for Quantised<R> {
 mod tests {
     use super::*;
     use crate::device::Device;
+    use crate::simd::Level;
     use crate::weight::Weight;
     use crate::weight::cpu::Packed;
+    use crate::weight::cpu::tests::{products, values};
 
     fn value(row: usize, col: usize) -> f32 {
         let noise = ((row * 7919 + col * 104_729) % 1009) as f32 / 504.5 - 1.0;
@@ -339,6 +341,7 @@ mod tests {
     #[test]
     fn schemes() -> Result<(), Error> {
         let (n, k) = (50, 300);
+        let a: Vec<Vec<f32>> = (0..5).map(|row| (0..k).map(|i| value(row + 90, i) * 8.0).collect()).collect();
         let stream = Device::cpu().stream()?;
         let asymmetric = Scheme { asymmetric: true, scale: ScaleType::F16, ..Scheme::INT4 };
         let named = Scheme::NAMED.map(|(_, scheme)| scheme);
@@ -348,13 +351,38 @@ mod tests {
             let error = quantised.relative_error();
             assert!(error > bound / 20.0 && error < bound, "{scheme:?}: {error}");
             let weight = Weight::pack(&stream, &quantised)?;
-            let stride = k.next_multiple_of(64);
-            let mut block = vec![0.0; 16 * stride];
-            let mut expected = vec![0.0; k];
-            for row in 0..n {
-                Packed::new(&weight).row_block(0, row / 16, &mut block);
-                quantised.dequantise(row, &mut expected);
-                assert_eq!(&block[row % 16 * stride..][..k], &expected[..], "{scheme:?} row {row}");
+            let packed = Packed::new(&weight);
+            let stride = packed.columns();
+            for (block, &level) in
+                (0..n.div_ceil(16)).flat_map(|block| Level::available().iter().map(move |l| (block, l)))
+            {
+                let values = values(level, &packed, block);
+                let sums = products(level, &packed, block, &a);
+                for row in block * 16..n.min(block * 16 + 16) {
+                    let mut expected = vec![0.0; k];
+                    quantised.dequantise(row, &mut expected);
+                    assert_eq!(
+                        &values[row % 16 * stride..][..k],
+                        &expected[..],
+                        "{scheme:?} row {row} {level:?}"
+                    );
+                    for (a, sums) in std::iter::zip(&a, &sums) {
+                        let terms = std::iter::zip(a, &expected).map(|(a, w)| f64::from(a * w));
+                        let (sum, size) =
+                            terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                        let error = f64::from(sums[row % 16]) - sum;
+                        assert!(
+                            error.abs() <= 1e-6 * size,
+                            "{scheme:?} row {row} {level:?}: {error} of {size}"
+                        );
+                    }
+                }
+                // A row alone, and where products are added with one rounding by any instructions.
+                let alone = products(level, &packed, block, &a[4..]);
+                assert_eq!(alone[0], sums[4], "{scheme:?} {level:?}");
+                if level == Level::Avx512 {
+                    assert_eq!(sums, products(Level::Avx2, &packed, block, &a), "{scheme:?}");
+                }
             }
         }
         Ok(())

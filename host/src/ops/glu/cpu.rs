@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::GluArgs;
 use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::simd::{LANES, Lanes, Work, by_best, exp, load_rest, store_rest};
 use crate::tensor::FloatElement;
 
 pub(super) fn run(dtype: DType, activation: Activation, args: &mut GluArgs<'_>) {
@@ -17,25 +18,6 @@ pub(super) fn run(dtype: DType, activation: Activation, args: &mut GluArgs<'_>) 
 }
 
 fn of_type<T: FloatElement>(activation: Activation, args: &mut GluArgs<'_>) {
-    match activation {
-        Activation::Silu => rows::<T>(args, silu),
-        Activation::GeluTanh => rows::<T>(args, gelu_tanh),
-        Activation::GeluErf => rows::<T>(args, gelu_erf),
-        Activation::Sigmoid => rows::<T>(args, sigmoid),
-    }
-}
-
-/// The function of an activation.
-pub(crate) fn act(activation: Activation) -> fn(f32) -> f32 {
-    match activation {
-        Activation::Silu => silu,
-        Activation::GeluTanh => gelu_tanh,
-        Activation::GeluErf => gelu_erf,
-        Activation::Sigmoid => sigmoid,
-    }
-}
-
-fn rows<T: FloatElement>(args: &mut GluArgs<'_>, act: impl Fn(f32) -> f32 + Sync + Send) {
     let [rows, cols] = *args.out.shape() else { return };
     let (gate_stride, out_stride) = (args.gate.strides()[0], args.out.strides()[0]);
     if args.out.is_empty() {
@@ -48,19 +30,62 @@ fn rows<T: FloatElement>(args: &mut GluArgs<'_>, act: impl Fn(f32) -> f32 + Sync
         let gate = &gate[row * gate_stride..][..cols];
         // SAFETY: the rows of a view that is written do not overlap.
         let out = unsafe { out.part(row * out_stride, cols) };
-        match up {
-            Some((up, stride)) => {
-                for ((out, gate), up) in out.iter_mut().zip(gate).zip(&up[row * stride..][..cols]) {
-                    *out = T::from_f32(act(gate.to_f32()) * up.to_f32());
-                }
-            }
-            None => {
-                for (out, gate) in out.iter_mut().zip(gate) {
-                    *out = T::from_f32(act(gate.to_f32()));
-                }
-            }
-        }
+        let up = up.map(|(up, stride)| &up[row * stride..][..cols]);
+        by_best(Row { activation, gate, up, out });
     });
+}
+
+struct Row<'s, T> {
+    activation: Activation,
+    gate: &'s [T],
+    up: Option<&'s [T]>,
+    out: &'s mut [T],
+}
+
+impl<T: FloatElement> Work for Row<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        for (i, out) in self.out.chunks_mut(LANES).enumerate() {
+            let part = i * LANES..i * LANES + out.len();
+            let mut value = activate(self.activation, load_rest::<V, T>(&self.gate[part.clone()]));
+            if let Some(up) = self.up {
+                value = value.mul(load_rest(&up[part]));
+            }
+            store_rest(value, out);
+        }
+    }
+}
+
+/// The function of an activation.
+#[inline(always)]
+pub(crate) fn activate<V: Lanes>(activation: Activation, x: V) -> V {
+    match activation {
+        Activation::Silu => times_sigmoid_of(x, x),
+        Activation::GeluTanh => {
+            let cube = x.mul(V::splat(0.044_715)).mul(x).mul(x);
+            times_sigmoid_of(x, x.add(cube).mul(V::splat(LINEAR)))
+        }
+        Activation::GeluErf | Activation::Sigmoid => {
+            let act = if activation == Activation::Sigmoid { sigmoid } else { gelu_erf };
+            let mut lanes = [0.0; LANES];
+            x.store(&mut lanes);
+            for lane in &mut lanes {
+                *lane = act(*lane);
+            }
+            V::load(&lanes)
+        }
+    }
+}
+
+/// As [`times_sigmoid`].
+#[inline(always)]
+fn times_sigmoid_of<V: Lanes>(x: V, z: V) -> V {
+    let power = exp(z.neg_abs());
+    // Of −inf · 0 that would be NaN.
+    let finite = V::splat(f32::MIN).max(x);
+    z.where_negative(finite.mul(power), x).div(power.add(V::splat(1.0)))
 }
 
 /// x · sigmoid(z), for z of the sign of x; −0 for −inf.
@@ -77,11 +102,8 @@ pub(crate) fn silu(x: f32) -> f32 {
     times_sigmoid(x, x)
 }
 
-/// (1 + tanh(z/2)) / 2 is sigmoid(z).
-fn gelu_tanh(x: f32) -> f32 {
-    const LINEAR: f32 = 1.595_769; // 2 √(2/π)
-    times_sigmoid(x, LINEAR * (x + 0.044_715 * x * x * x))
-}
+/// 2 √(2/π): (1 + tanh(z/2)) / 2 is sigmoid(z).
+const LINEAR: f32 = 1.595_769;
 
 fn gelu_erf(x: f32) -> f32 {
     if x == f32::NEG_INFINITY {

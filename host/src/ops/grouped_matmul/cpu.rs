@@ -68,7 +68,7 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
         };
         match &packed {
             Some(packed) => packed_sums(row_of, (packed, expert), &own, store),
-            None => sums(row_of, own_w, &own, store),
+            None => sums(row_of, |row| own_w.row(row), &own, store),
         }
     }
 }

@@ -1,119 +1,167 @@
-//! Dot products on the CPU by the widest vectors that it has: what products of few rows are made of, which are bound by
-//! reading their weights.
+//! Products of few rows on the CPU, which are bound by reading their weights: a row of the weights is read once, and
+//! multiplied by all rows of a.
 //!
-//! A sum is that of fixed lanes, added up in a fixed order, so its bits depend on the CPU's vectors alone, not on
-//! threads or on what else is computed.
+//! Each result is a sum of its own in twice sixteen lanes, which are added up in one order. So its bits depend on its
+//! row and column alone, not on what else is computed, nor on threads.
 
-use half::bf16;
+use crate::simd::{LANES, Lanes, Work, load, load_rest};
+use crate::tensor::FloatElement;
 
-/// An element that becomes f32 within the loop.
-trait Lane: Copy {
-    fn widen(self) -> f32;
+/// Some columns of all rows.
+pub(crate) struct FewRows<'s, F> {
+    /// Rows of a in f32, each with zeros to a multiple of sixteen.
+    pub(crate) rows: &'s [[f32; LANES]],
+    /// How many.
+    pub(crate) count: usize,
+    /// The elements of a column of the result: a row of the weights.
+    pub(crate) column: F,
+    /// How many columns.
+    pub(crate) cols: usize,
+    /// The sums, `[count][stride]`.
+    pub(crate) sums: &'s mut [f32],
+    pub(crate) stride: usize,
 }
 
-impl Lane for f32 {
+impl<'b, T: FloatElement, F: Fn(usize) -> &'b [T]> Work for FewRows<'_, F> {
+    type Out = ();
+
     #[inline(always)]
-    fn widen(self) -> f32 {
-        self
-    }
-}
-
-impl Lane for bf16 {
-    /// Bit by bit: half's own conversion branches on NaN, which keeps the loop from being vectorised.
-    #[inline(always)]
-    fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
-    }
-}
-
-/// The sum of the products of elements in the same places; of slices of one length.
-pub(crate) fn dot(x: &[f32], y: &[f32]) -> f32 {
-    widest(x, y)
-}
-
-/// The same with the second factors in bfloat16.
-pub(crate) fn dot_bf16(x: &[f32], y: &[bf16]) -> f32 {
-    widest(x, y)
-}
-
-fn widest<T: Lane>(x: &[f32], y: &[T]) -> f32 {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-        // SAFETY: the CPU has what the function is compiled for, as it has just said.
-        return unsafe { by_avx2(x, y) };
-    }
-    by_lanes::<T, 16, false>(x, y)
-}
-
-/// Eight registers of sums, so that additions do not wait for each other.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn by_avx2<T: Lane>(x: &[f32], y: &[T]) -> f32 {
-    by_lanes::<T, 64, true>(x, y)
-}
-
-#[inline(always)]
-fn by_lanes<T: Lane, const LANES: usize, const FUSED: bool>(x: &[f32], y: &[T]) -> f32 {
-    let add = |x: f32, y: f32, sum: f32| if FUSED { x.mul_add(y, sum) } else { x * y + sum };
-    let mut lanes = [0.0f32; LANES];
-    let (x, y) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
-    let rest = std::iter::zip(x.remainder(), y.remainder()).fold(0.0, |sum, (&x, y)| add(x, y.widen(), sum));
-    for (x, y) in std::iter::zip(x, y) {
-        for i in 0..LANES {
-            lanes[i] = add(x[i], y[i].widen(), lanes[i]);
+    fn with<V: Lanes>(mut self) {
+        // One column after the other, as they lie in memory: more streams at a time are read more slowly.
+        for col in 0..self.cols {
+            let mut row = 0;
+            while row < self.count {
+                row += match (V::SUMS >= 16, self.count - row) {
+                    (_, 1) => self.rows_of::<V, T, 1>(row, col),
+                    (true, 4..) => self.rows_of::<V, T, 4>(row, col),
+                    (_, _) => self.rows_of::<V, T, 2>(row, col),
+                };
+            }
         }
     }
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
+}
+
+impl<'b, F> FewRows<'_, F> {
+    /// The sums of so many rows from this one on, of a column; how many rows.
+    #[inline(always)]
+    fn rows_of<V: Lanes, T: FloatElement, const ROWS: usize>(&mut self, row: usize, col: usize) -> usize
+    where
+        F: Fn(usize) -> &'b [T],
+    {
+        let length = self.rows.len() / self.count;
+        let (column, rest) = (self.column)(col).as_chunks::<LANES>();
+        let rows: [&[[f32; LANES]]; ROWS] =
+            std::array::from_fn(|i| &self.rows[(row + i) * length..][..length]);
+        let firsts = rows.map(|row| &row[..column.len()]);
+        // Two sums of each, so that additions do not wait for each other.
+        let mut sums = [[V::splat(0.0); 2]; ROWS];
+        let mut step = 0;
+        while step + 1 < column.len() {
+            let weights = [load::<V, T>(&column[step]), load::<V, T>(&column[step + 1])];
+            for i in 0..ROWS {
+                for j in 0..2 {
+                    sums[i][j] = V::load(&firsts[i][step + j]).mul_add(weights[j], sums[i][j]);
+                }
+            }
+            step += 2;
         }
-        width /= 2;
+        if step < column.len() {
+            let weights = load::<V, T>(&column[step]);
+            for i in 0..ROWS {
+                sums[i][0] = V::load(&firsts[i][step]).mul_add(weights, sums[i][0]);
+            }
+        }
+        if column.len() < length {
+            let weights = load_rest::<V, T>(rest);
+            for i in 0..ROWS {
+                sums[i][1] = V::load(&rows[i][column.len()]).mul_add(weights, sums[i][1]);
+            }
+        }
+        for (i, [first, second]) in sums.into_iter().enumerate() {
+            self.sums[(row + i) * self.stride + col] = first.add(second).sum();
+        }
+        ROWS
     }
-    lanes[0] + rest
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use half::{bf16, f16};
 
-    /// All lengths beside the lanes', against f64; both ways of adding.
+    use super::*;
+    use crate::simd::{Level, by};
+
+    fn value(i: usize, seed: usize) -> f32 {
+        ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0
+    }
+
+    /// The product of these rows, each with zeros behind it, and the weights' rows of this length.
+    fn product<T: FloatElement>(level: Level, rows: &[Vec<f32>], weights: &[Vec<T>]) -> Vec<f32> {
+        let chunks = rows[0].len().div_ceil(LANES);
+        let mut padded = vec![[0.0f32; LANES]; chunks * rows.len()];
+        for (i, row) in rows.iter().enumerate() {
+            padded[i * chunks..][..chunks].as_flattened_mut()[..row.len()].copy_from_slice(row);
+        }
+        let mut sums = vec![f32::NAN; rows.len() * weights.len()];
+        let column = |col: usize| &weights[col][..];
+        let (cols, stride) = (weights.len(), weights.len());
+        by(level, FewRows { rows: &padded, count: rows.len(), column, cols, sums: &mut sums, stride });
+        sums
+    }
+
+    /// All lengths beside the lanes', all tiles, by all instructions: against f64, the same bits by all that add alike,
+    /// and those of a row alone.
     #[test]
-    fn sums_of_any_length() {
-        let value = |i: usize, seed: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0;
-        for len in (0..200).chain([511, 512, 4097]) {
-            let x: Vec<f32> = (0..len).map(|i| value(i, 1)).collect();
-            let y: Vec<f32> = (0..len).map(|i| value(i, 2)).collect();
-            let halves: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
-            let want = |y: &dyn Fn(usize) -> f64| -> (f64, f64) {
-                let products = (0..len).map(|i| f64::from(x[i]) * y(i));
-                products.fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()))
-            };
-            let (sum, size) = want(&|i| f64::from(y[i]));
-            let (half, half_size) = want(&|i| halves[i].to_f64());
-            for (got, want, size) in [
-                (dot(&x, &y), sum, size),
-                (by_lanes::<_, 16, false>(&x, &y), sum, size),
-                (dot_bf16(&x, &halves), half, half_size),
-                (by_lanes::<_, 16, false>(&x, &halves), half, half_size),
-            ] {
-                assert!((f64::from(got) - want).abs() <= 1e-6 * size, "{len}: {got} {want}");
+    fn sums_of_any_size() {
+        fn check<T: FloatElement>() {
+            for (len, count, cols) in
+                (1..50).map(|len| (len, len % 8 + 1, len * 5 % 13 + 1)).chain([(511, 8, 9), (4097, 5, 7)])
+            {
+                let rows: Vec<Vec<f32>> =
+                    (0..count).map(|row| (0..len).map(|i| value(i, row)).collect()).collect();
+                let weights: Vec<Vec<T>> = (0..cols)
+                    .map(|col| (0..len).map(|i| T::from_f32(value(i, 100 + col))).collect())
+                    .collect();
+                let mut known: Option<Vec<u32>> = None;
+                for &level in Level::available() {
+                    let got = product(level, &rows, &weights);
+                    for (i, &got) in got.iter().enumerate() {
+                        let products = std::iter::zip(&rows[i / cols], &weights[i % cols])
+                            .map(|(&x, w)| f64::from(x) * f64::from(w.to_f32()));
+                        let (sum, size) = products
+                            .fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()));
+                        assert!((f64::from(got) - sum).abs() <= 1e-6 * size, "{level:?} {len}: {got} {sum}");
+                    }
+                    let alone = product(level, &rows[count - 1..], &weights);
+                    assert_eq!(&got[(count - 1) * cols..], &alone[..], "{level:?} {len} {count} {cols}");
+                    let bits: Vec<u32> = got.iter().map(|got| got.to_bits()).collect();
+                    if level > Level::Portable {
+                        assert!(*known.get_or_insert_with(|| bits.clone()) == bits, "{level:?} {len}");
+                    }
+                }
             }
         }
+        check::<f32>();
+        check::<bf16>();
+        check::<f16>();
     }
 
     /// What is not finite comes through wherever it is.
     #[test]
     fn values_that_are_not_finite() {
-        for len in [1, 63, 64, 65, 200] {
-            for place in [0, len / 2, len - 1] {
-                let mut y = vec![1.0; len];
-                y[place] = f32::NAN;
-                assert!(dot(&vec![1.0; len], &y).is_nan());
-                y[place] = f32::INFINITY;
-                assert_eq!(dot(&vec![1.0; len], &y), f32::INFINITY);
-                let halves: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
-                assert_eq!(dot_bf16(&vec![1.0; len], &halves), f32::INFINITY);
+        for len in [1, 15, 16, 17, 200] {
+            for (place, &level) in [0, len / 2, len - 1]
+                .into_iter()
+                .flat_map(|place| Level::available().iter().map(move |l| (place, l)))
+            {
+                let ones = vec![vec![1.0; len]];
+                let mut weights = vec![vec![1.0f32; len]];
+                weights[0][place] = f32::NAN;
+                assert!(product(level, &ones, &weights)[0].is_nan());
+                weights[0][place] = f32::INFINITY;
+                assert_eq!(product(level, &ones, &weights)[0], f32::INFINITY);
+                let halves = vec![weights[0].iter().map(|&y| bf16::from_f32(y)).collect()];
+                assert_eq!(product::<bf16>(level, &ones, &halves)[0], f32::INFINITY);
             }
         }
     }

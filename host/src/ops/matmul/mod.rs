@@ -8,6 +8,7 @@ mod packed;
 mod planned;
 pub mod reference;
 pub(crate) mod select;
+mod tile;
 mod tuned;
 mod tuning;
 
