@@ -1,5 +1,7 @@
 //! Attention on the CPU: online softmax over tiles of keys, tiles of queries in parallel.
 
+use std::ops::Range;
+
 use abi::DType;
 use abi::ops::attention::{ADDED, AttentionDims, SEEN};
 use half::{bf16, f16};
@@ -9,14 +11,13 @@ use crate::error::Error;
 use crate::fp8::F8E4M3;
 use crate::ops::packed::sequence;
 use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::simd::{LANES, Lanes, Work, by_best, exp, load_rest};
 use crate::tensor::{FloatElement, TensorView};
 
 /// Queries of a tile.
 const QUERIES: usize = 16;
 /// Keys of a tile; tiles start at multiples of it, so that the order of a row's sums depends on the row alone.
 const KEYS: usize = 64;
-/// Sums that a dot product is made of, for the vector units.
-const LANES: usize = 8;
 
 pub(super) fn run(
     problem: &AttentionProblem,
@@ -37,7 +38,8 @@ pub(super) fn run(
 struct Row {
     max: f32,
     sum: f32,
-    out: Vec<f32>,
+    /// With zeros to whole vectors.
+    out: Vec<[f32; LANES]>,
 }
 
 impl Row {
@@ -48,7 +50,7 @@ impl Row {
         let decay = (self.max - base).exp();
         self.max = max;
         self.sum = self.sum * decay + (score - base).exp();
-        self.out.iter_mut().for_each(|out| *out *= decay);
+        self.out.as_flattened_mut().iter_mut().for_each(|out| *out *= decay);
     }
 }
 
@@ -129,6 +131,7 @@ fn tiles<T: FloatElement, C: FloatElement>(
         Some(added.map_or(0.0, |added| added[at].to_f32())).filter(|&term| term != f32::NEG_INFINITY)
     };
 
+    let has_terms = blocks.is_some() || seen.is_some() || added.is_some();
     // A task is a tile of queries of all the heads that share a key head: k and v are converted once for them.
     let num_tasks = dims.batch as usize * heads_kv * query_tiles;
     let num_products = num_tasks * QUERIES.min(seq_q) * group * dims.seq_kv as usize * head_dim;
@@ -148,18 +151,19 @@ fn tiles<T: FloatElement, C: FloatElement>(
         let pairs = || {
             queries.clone().flat_map(|query| (head_kv * group..).take(group).map(move |head| (query, head)))
         };
-        let scaled: Vec<f32> = pairs()
-            .flat_map(|(query, head)| {
-                let start = place(batch, dims.q_batch_stride)
-                    + place(first_query + query, dims.q_token_stride)
-                    + place(head, dims.q_head_stride);
-                q[start..][..head_dim].iter().map(|value| value.to_f32() * scale)
-            })
-            .collect();
-        let new_row = |_| Row { max: f32::NEG_INFINITY, sum: 0.0, out: vec![0.0; head_dim_v] };
+        // Rows of whole vectors, with zeros behind them.
+        let [length, length_v] = [head_dim, head_dim_v].map(|dim| dim.div_ceil(LANES));
+        let mut scaled = vec![[0.0; LANES]; pairs().count() * length];
+        for ((query, head), scaled) in pairs().zip(scaled.chunks_mut(length)) {
+            let start = place(batch, dims.q_batch_stride)
+                + place(first_query + query, dims.q_token_stride)
+                + place(head, dims.q_head_stride);
+            by_best(Widen { from: &q[start..][..head_dim], scale, to: scaled });
+        }
+        let new_row = |_| Row { max: f32::NEG_INFINITY, sum: 0.0, out: vec![[0.0; LANES]; length_v] };
         let mut rows: Vec<Row> = pairs().map(new_row).collect();
-        let (mut keys, mut values) = (vec![0.0; KEYS * head_dim], vec![0.0; KEYS * head_dim_v]);
-        let mut weights = [0.0; KEYS];
+        let (mut keys, mut values) = (vec![[0.0; LANES]; KEYS * length], vec![[0.0; LANES]; KEYS * length_v]);
+        let mut weights = [[0.0; LANES]; KEYS / LANES];
         let [k_scale, v_scale] =
             [k_scales, v_scales].map(|scales| scales.map_or(1.0, |scales| scales[head_kv]));
         for first in (any_lo / KEYS * KEYS..any_hi).step_by(KEYS) {
@@ -170,8 +174,10 @@ fn tiles<T: FloatElement, C: FloatElement>(
                     + place(head_kv, dims.k_head_stride);
                 let v_row = row(batch, key, dims.v_batch_stride, dims.v_token_stride)
                     + place(head_kv, dims.v_head_stride);
-                widen(&k[k_row..][..head_dim], k_scale, &mut keys[at(head_dim)]);
-                widen(&v[v_row..][..head_dim_v], v_scale, &mut values[at(head_dim_v)]);
+                let from = &k[k_row..][..head_dim];
+                by_best(Widen { from, scale: k_scale, to: &mut keys[at(length)] });
+                let from = &v[v_row..][..head_dim_v];
+                by_best(Widen { from, scale: v_scale, to: &mut values[at(length_v)] });
             }
             for (index, (row, (query, head))) in std::iter::zip(&mut rows, pairs()).enumerate() {
                 let place = [batch, head, query];
@@ -181,35 +187,22 @@ fn tiles<T: FloatElement, C: FloatElement>(
                     continue;
                 }
                 let span = span.start - first..span.end - first;
-                let query = &scaled[index * head_dim..][..head_dim];
-                let mut max = row.max;
-                let mut hidden = [false; KEYS];
-                for key in span.clone() {
-                    let Some(term) = term(place, first + key) else {
-                        hidden[key] = true;
-                        continue;
-                    };
-                    weights[key] = dot(query, &keys[key * head_dim..][..head_dim]);
-                    if cap_in != 0.0 {
-                        weights[key] = cap_out * (cap_in * weights[key]).tanh();
-                    }
-                    weights[key] += term;
-                    max = max.max(weights[key]);
-                }
-                let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-                let decay = (row.max - base).exp();
-                row.max = max;
-                row.sum *= decay;
-                row.out.iter_mut().for_each(|out| *out *= decay);
-                for key in span.filter(|&key| !hidden[key]) {
-                    let weight = (weights[key] - base).exp();
-                    row.sum += weight;
-                    for (out, value) in
-                        std::iter::zip(&mut row.out, &values[key * head_dim_v..][..head_dim_v])
-                    {
-                        *out += weight * value;
+                let query = &scaled[index * length..][..length];
+                by_best(Scores { query, keys: &keys, span: span.clone(), weights: &mut weights });
+                if has_terms || cap_in != 0.0 {
+                    for key in span.clone() {
+                        let weight = &mut weights.as_flattened_mut()[key];
+                        let Some(term) = term(place, first + key) else {
+                            *weight = f32::NEG_INFINITY;
+                            continue;
+                        };
+                        if cap_in != 0.0 {
+                            *weight = cap_out * (cap_in * *weight).tanh();
+                        }
+                        *weight += term;
                     }
                 }
+                by_best(Update { row, values: &values, span, weights: &mut weights });
             }
         }
 
@@ -224,7 +217,7 @@ fn tiles<T: FloatElement, C: FloatElement>(
             // offsets that ascend give each row to one sequence.
             let out = unsafe { out.part(start, head_dim_v) };
             let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
-            for (out, value) in std::iter::zip(out, &row.out) {
+            for (out, value) in std::iter::zip(out, row.out.as_flattened()) {
                 *out = T::from_f32(if empty { 0.0 } else { value * inverse });
             }
             if let Some(lse) = &lse {
@@ -245,18 +238,146 @@ fn words<'a>(view: &'a Option<TensorView<'_>>) -> Option<&'a [u32]> {
     view.as_ref().map(|view| view.host_slice())
 }
 
-fn widen<T: FloatElement>(from: &[T], scale: f32, to: &mut [f32]) {
-    for (to, from) in std::iter::zip(to, from) {
-        *to = from.to_f32() * scale;
+/// Elements times a number, with zeros to whole vectors.
+struct Widen<'s, T> {
+    from: &'s [T],
+    scale: f32,
+    to: &'s mut [[f32; LANES]],
+}
+
+impl<T: FloatElement> Work for Widen<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        for (to, from) in std::iter::zip(self.to, self.from.chunks(LANES)) {
+            if T::DTYPE == DType::F8E4M3 {
+                let mut codes = [0; LANES];
+                codes[..from.len()].copy_from_slice(bytemuck::cast_slice(from));
+                V::load_e4m3(&codes).mul(V::splat(self.scale)).store(to);
+            } else {
+                load_rest::<V, T>(from).mul(V::splat(self.scale)).store(to);
+            }
+        }
     }
 }
 
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0.0; LANES];
-    for (a, b) in std::iter::zip(a.chunks_exact(LANES), b.chunks_exact(LANES)) {
-        for lane in 0..LANES {
-            sums[lane] += a[lane] * b[lane];
+/// The products of a query and the keys of a span.
+struct Scores<'s> {
+    query: &'s [[f32; LANES]],
+    keys: &'s [[f32; LANES]],
+    span: Range<usize>,
+    weights: &'s mut [[f32; LANES]; KEYS / LANES],
+}
+
+impl Work for Scores<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        let Scores { query, keys, span, weights } = self;
+        let weights = weights.as_flattened_mut();
+        let length = query.len();
+        let mut key = span.start;
+        while key < span.end {
+            // Four at a time, so that additions do not wait for each other.
+            if span.end - key >= 4 {
+                let of: [&[[f32; LANES]]; 4] = std::array::from_fn(|i| &keys[(key + i) * length..][..length]);
+                let mut sums = [V::splat(0.0); 4];
+                for i in 0..length {
+                    let query = V::load(&query[i]);
+                    for j in 0..4 {
+                        sums[j] = query.mul_add(V::load(&of[j][i]), sums[j]);
+                    }
+                }
+                for j in 0..4 {
+                    weights[key + j] = sums[j].sum();
+                }
+                key += 4;
+            } else {
+                let of = &keys[key * length..][..length];
+                let mut sum = V::splat(0.0);
+                for i in 0..length {
+                    sum = V::load(&query[i]).mul_add(V::load(&of[i]), sum);
+                }
+                weights[key] = sum.sum();
+                key += 1;
+            }
         }
     }
-    sums.iter().sum()
+}
+
+/// A step of the online softmax: scores become weights, and values times these are added.
+struct Update<'s> {
+    row: &'s mut Row,
+    values: &'s [[f32; LANES]],
+    span: Range<usize>,
+    /// −inf for keys that are hidden.
+    weights: &'s mut [[f32; LANES]; KEYS / LANES],
+}
+
+impl Work for Update<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        let Update { row, values, span, weights } = self;
+        let flat = weights.as_flattened_mut();
+        // What is not of the span is as if it were hidden.
+        flat[..span.start].fill(f32::NEG_INFINITY);
+        flat[span.end..].fill(f32::NEG_INFINITY);
+        let max = flat[span.clone()].iter().fold(row.max, |max, &weight| max.max(weight));
+        let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let decay = (row.max - base).exp();
+        row.max = max;
+        let mut sum = V::splat(0.0);
+        for weights in weights.iter_mut() {
+            let weight = exp(V::load(weights).sub(V::splat(base)));
+            weight.store(weights);
+            sum = sum.add(weight);
+        }
+        row.sum = row.sum * decay + sum.sum();
+        let length = row.out.len();
+        let flat = weights.as_flattened();
+        let decay = V::splat(decay);
+        // Four vectors of a row of values at a time, which stay in registers.
+        let mut start = 0;
+        while start < length {
+            start += if length - start >= 4 {
+                add_values::<V, 4>((&mut row.out, start), decay, values, (flat, span.clone()))
+            } else {
+                add_values::<V, 1>((&mut row.out, start), decay, values, (flat, span.clone()))
+            };
+        }
+    }
+}
+
+/// So many vectors of the values of keys, times their weights; how many.
+#[inline(always)]
+fn add_values<V: Lanes, const N: usize>(
+    (out, start): (&mut [[f32; LANES]], usize),
+    decay: V,
+    values: &[[f32; LANES]],
+    (weights, span): (&[f32], Range<usize>),
+) -> usize {
+    let length = out.len();
+    let mut sums = [decay; N];
+    for i in 0..N {
+        sums[i] = decay.mul(V::load(&out[start + i]));
+    }
+    for key in span {
+        // Not 0 · inf of a hidden key.
+        if weights[key] == 0.0 {
+            continue;
+        }
+        let weight = V::splat(weights[key]);
+        let of = &values[key * length + start..][..N];
+        for i in 0..N {
+            sums[i] = weight.mul_add(V::load(&of[i]), sums[i]);
+        }
+    }
+    for i in 0..N {
+        sums[i].store(&mut out[start + i]);
+    }
+    N
 }
