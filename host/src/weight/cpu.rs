@@ -228,8 +228,8 @@ impl<'a> Packed<'a> {
                     let kind = (is_narrow, if CODES < INT8 { 4 } else { 8 });
                     if zeros_differ {
                         let zeros = levels_as_lanes::<V>(&levels.zeros[place], kind);
-                        for i in 0..4 {
-                            decoded[i] = decoded[i].sub(zeros);
+                        for value in &mut decoded {
+                            *value = value.sub(zeros);
                         }
                     }
                     let scales = levels_as_lanes(&levels.scales[place], kind);
