@@ -73,8 +73,8 @@ pub struct Options {
     /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
-    /// Whether rows become fp8 before products with fp8 weights, where kernels multiply both. Default: what the checkpoint
-    /// says (`activation_scheme`).
+    /// Whether rows become fp8 before products with fp8 weights, where kernels multiply both. Default: what the
+    /// checkpoint says (`activation_scheme`).
     #[arg(long, value_name = "BOOL")]
     pub fp8_activations: Option<bool>,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.

@@ -14,11 +14,11 @@
 //! `header[MISSING]` keeps the most pages that one lacked. Requests that are refused at the same moment may refuse one
 //! another: each of them saw fewer pages than it asked for.
 //!
-//! **Compaction.** Between other operations, while none is under way, the pages that tables hold can be moved to the lowest
-//! numbers, so that a pool can end earlier: [`PagePool::plan_moves`] by one block, which pairs each held page beyond the number
-//! of those that are held with a free one below; [`PagePool::copy_moved`] for each memory that pages are of; then
-//! [`PagePool::finish_moves`] and [`rewrite`] for the tables. Each is a kernel's, or separated from the next by a barrier
-//! of all its threads.
+//! **Compaction.** Between other operations, while none is under way, the pages that tables hold can be moved to the
+//! lowest numbers, so that a pool can end earlier: [`PagePool::plan_moves`] by one block, which pairs each held page
+//! beyond the number of those that are held with a free one below; [`PagePool::copy_moved`] for each memory that pages
+//! are of; then [`PagePool::finish_moves`] and [`rewrite`] for the tables. Each is a kernel's, or separated from the
+//! next by a barrier of all its threads.
 //!
 //! What bounds it: one addition to `AVAILABLE` per request, at one address, and an `and` per 32 pages.
 
@@ -124,7 +124,8 @@ impl PagePool {
     }
 
     /// Plans which pages are to be moved: `moves` gets pairs of a held page and the free one where it goes, and
-    /// `header[MOVES]` their number, at most half of the pages. `map` gets the new number of every page, the same but for those.
+    /// `header[MOVES]` their number, at most half of the pages. `map` gets the new number of every page, the same but
+    /// for those.
     ///
     /// # Safety
     /// - *converged*: all threads of one block of 1024; `scratch` is the shared address of 256 bytes.
@@ -140,9 +141,9 @@ impl PagePool {
             bits if bits >= 32 => u32::MAX,
             bits => (1 << bits) - 1,
         };
-        // SAFETY: the header and the bitmap, which nobody changes meanwhile; each word is one thread's. Ranks are below the
-        // numbers of holes and of pages to be moved, which are the same: as many held pages are beyond the number of those
-        // that are held as free ones are below.
+        // SAFETY: the header and the bitmap, which nobody changes meanwhile; each word is one thread's. Ranks are below
+        // the numbers of holes and of pages to be moved, which are the same: as many held pages are beyond the number
+        // of those that are held as free ones are below.
         unsafe {
             let held = self.num_pages - global::load(self.header.add(AVAILABLE).cast_const());
             let (mut holes, mut movers) = (0, 0);
@@ -196,8 +197,8 @@ impl PagePool {
     /// [`Self::plan_moves`].
     ///
     /// # Safety
-    /// - *converged*: all lanes of the warp; *in-bounds*: `data` holds `16 * page_x16` bytes per page, aligned to 16; `moves` is as
-    ///   it was planned. *exclusive*: nobody else touches the pages.
+    /// - *converged*: all lanes of the warp; *in-bounds*: `data` holds `16 * page_x16` bytes per page, aligned to 16;
+    ///   `moves` is as it was planned. *exclusive*: nobody else touches the pages.
     #[inline(always)]
     pub unsafe fn copy_moved(
         self,
@@ -451,7 +452,8 @@ impl PagePool {
 /// Gives a table's entries the numbers that their pages have behind a compaction. One warp of its own.
 ///
 /// # Safety
-/// - *converged*: all lanes of the warp; *in-bounds*: `held` entries, which are pages of the pool that `map` was planned for.
+/// - *converged*: all lanes of the warp; *in-bounds*: `held` entries, which are pages of the pool that `map` was
+///   planned for.
 /// - *exclusive*: no other warp touches the table.
 #[inline(always)]
 pub unsafe fn rewrite(table: *mut u32, held: u32, map: *const u32) {

@@ -9,8 +9,8 @@ pub struct TensorMap(pub [u64; 16]);
 
 impl abi::Params for TensorMap {}
 
-/// A matrix with dense rows, or a stack of stacks of such, and the box that one copy moves. Reads outside the matrix give
-/// zeros.
+/// A matrix with dense rows, or a stack of stacks of such, and the box that one copy moves. Reads outside the matrix
+/// give zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiled {
     /// Type of an element.

@@ -125,8 +125,8 @@ impl Model {
     /// and of every expert, and of the tokens of the head; of the files it reads that alone. The results are the same
     /// at all ranks.
     ///
-    /// A quantised weight that would be cut inside of a group or block is dequantised. `rank` is the rank, or it with experts
-    /// that are shared as a whole ([`Shard::with_experts`]), which all ranks must say alike.
+    /// A quantised weight that would be cut inside of a group or block is dequantised. `rank` is the rank, or it with
+    /// experts that are shared as a whole ([`Shard::with_experts`]), which all ranks must say alike.
     ///
     /// **Errors**: as [`Model::quantised_while`].
     pub fn of_rank<'a>(

@@ -1,6 +1,6 @@
-//! What of a model a rank of a group has: heads of the mixers, columns of the gated MLPs and of each expert or some of the
-//! experts, tokens of the head. What is behind them, a matrix that takes a rank's heads or columns, gives a rank's part of a sum; norms,
-//! routers, embedding, latent rows and vision tower are the same at all ranks.
+//! What of a model a rank of a group has: heads of the mixers, columns of the gated MLPs and of each expert or some of
+//! the experts, tokens of the head. What is behind them, a matrix that takes a rank's heads or columns, gives a rank's
+//! part of a sum; norms, routers, embedding, latent rows and vision tower are the same at all ranks.
 
 use std::ops::Range;
 
@@ -90,8 +90,8 @@ pub enum ExpertSharding {
     /// Each rank has some columns of every expert: all have as much to do, whatever experts the tokens choose.
     #[default]
     Tensor,
-    /// Each rank has some experts as a whole: fewer and larger products, of experts that no border cuts, but ranks wait for
-    /// the one whose experts have the most tokens. With fewer experts than ranks as [`ExpertSharding::Tensor`].
+    /// Each rank has some experts as a whole: fewer and larger products, of experts that no border cuts, but ranks wait
+    /// for the one whose experts have the most tokens. With fewer experts than ranks as [`ExpertSharding::Tensor`].
     Expert,
 }
 

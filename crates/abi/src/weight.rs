@@ -5,10 +5,11 @@
 //!          takes 16 bytes (for 8 bits twice): of rows l / 4 and l / 4 + 8, and of k 16 j + 4 (l % 4) to + 3 for j = 0
 //!          … 3. That is what `mma` m16n8k16 wants of its first operand in a lane, so codes go from memory through
 //!          registers into the product. Tiles of 8 bits are also rows of 64 bytes, as `wgmma` takes them from shared
-//!          memory; their k are not in order ([`byte_place`]), nor need they be, if those of the other operand are not either.
+//!          memory; their k are not in order ([`byte_place`]), nor need they be, if those of the other operand are not.
 //! 4 bits   word j has k's 16 of step j: pair i = 2 p + h (p: k's + 0, 1 or + 2, 3; h: the upper eight rows) has its
 //!          first element at bit 4 i and its second at bit 16 + 4 i
-//! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the others
+//! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the
+//!          others
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
 //!          lane's two are neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n
 //!          / rows][k / group][2]

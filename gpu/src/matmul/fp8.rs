@@ -1,9 +1,9 @@
-//! Products of fp8 by fp8: rows that become fp8, each 128 of them by a scale of their own, and sums of 128 that are added
-//! up in f32.
+//! Products of fp8 by fp8: rows that become fp8, each 128 of them by a scale of their own, and sums of 128 that are
+//! added up in f32.
 //!
 //! A packed weight's tiles of 8 bits have their k in an order of their own (`abi::weight::byte_place`), in which
-//! [`quantise`] stores the rows too: what matters is that both have the same. Rows that are gathered are so then: as fp8 a row
-//! of x that several need is there several times, and TMA brings them all.
+//! [`quantise`] stores the rows too: what matters is that both have the same. Rows that are gathered are so then: as
+//! fp8 a row of x that several need is there several times, and TMA brings them all.
 //!
 //! ```text
 //! out[i, j] = Σ_b a_scale[i, b] · w_scale[j, b] · (Σ_{k in b} qa[i, k] · qw[j, k])      b: 128 of k each
@@ -22,12 +22,12 @@ use super::wgmma_consumers::{ROW_BYTES, Ring};
 /// Lanes that have 128 elements of a row, 16 bytes each.
 const LANES: u32 = BLOCK_K / 8;
 
-/// Rows become e4m3, and each 128 of them a scale: `scale = max|x| / 448`, `q = round(x / scale)`, and zeros where all are.
-/// A NaN or infinity makes the scale so, and then the products.
+/// Rows become e4m3, and each 128 of them a scale: `scale = max|x| / 448`, `q = round(x / scale)`, and zeros where all
+/// are. A NaN or infinity makes the scale so, and then the products.
 ///
 /// # Safety
-/// - *converged*: whole warps; x and the order *in-bounds* for `dims`, its rows aligned to 16 bytes and k a multiple of 8; q with rows of
-///   `dims.q_stride` bytes, a multiple of 128, and scales `[blocks of k, rows]` — who launches.
+/// - *converged*: whole warps; x and the order *in-bounds* for `dims`, its rows aligned to 16 bytes and k a multiple of
+///   8; q with rows of `dims.q_stride` bytes, a multiple of 128, and scales `[blocks of k, rows]` — who launches.
 #[inline(always)]
 pub unsafe fn quantise<T: Element>(
     x: *const T,
@@ -97,10 +97,10 @@ pub unsafe fn quantise<T: Element>(
     }
 }
 
-/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by the scales of the thread's two rows
-/// and of the weight: `scales(step)`, which are loaded a step ahead. Rows of a are 128 bytes in the 128-byte swizzle; those of b are two tiles of 64 bytes, `2 · SUMS` rows
-/// each, in the 64-byte swizzle, one after the other. `operands`, `full`, `release` and `meanwhile` as for
-/// [`super::wgmma_consumers::multiply_stages`].
+/// A consumer's sums over `steps` stages, each a block of k, whose sum is multiplied by the scales of the thread's two
+/// rows and of the weight: `scales(step)`, which are loaded a step ahead. Rows of a are 128 bytes in the 128-byte
+/// swizzle; those of b are two tiles of 64 bytes, `2 · SUMS` rows each, in the 64-byte swizzle, one after the other.
+/// `operands`, `full`, `release` and `meanwhile` as for [`super::wgmma_consumers::multiply_stages`].
 ///
 /// # Safety
 /// - *converged*: all 128 threads of the warpgroup, also behind `meanwhile` and `scales`.

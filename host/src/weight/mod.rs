@@ -534,8 +534,8 @@ impl Weight {
         ]
     }
 
-    /// The tiles of 8 bits of all experts as rows of 64 bytes, in boxes of a tile of `rows` rows of the weight, which lie one
-    /// above the other there.
+    /// The tiles of 8 bits of all experts as rows of 64 bytes, in boxes of a tile of `rows` rows of the weight, which
+    /// lie one above the other there.
     pub(crate) fn tiles_map(&self, op: &'static str, device: &Device, rows: u32) -> Result<TensorMap, Error> {
         let counts = self.counts();
         let block_bytes = counts.tiles as u64 * u64::from(self.layout.codes.tile_bytes());

@@ -281,8 +281,8 @@ fn block(fields: &Fields, key: &str) -> Result<Option<[usize; 2]>, ModelError> {
     fields.nullable(key, "a list of two sizes", sides)
 }
 
-/// What the method fp8 says of the rows that weights are multiplied with. With scales of the file's own, which `static` is,
-/// they are multiplied as they are.
+/// What the method fp8 says of the rows that weights are multiplied with. With scales of the file's own, which `static`
+/// is, they are multiplied as they are.
 fn activations(fields: &Fields) -> Result<Activations, ModelError> {
     const SCHEMES: &[&str] = &["dynamic", "static"];
     match fields.nullable("activation_scheme", "a string", Value::as_str)? {

@@ -201,7 +201,8 @@ impl MoeBlock {
         let plain = Phase { adapters: None, ..*phase };
         let shared = shared.map(|(shared, weights)| MlpBlock::new(&plain, &shared.mlp, weights));
         let empty = |shape: &[usize], dtype| Tensor::empty(stream, shape, dtype);
-        // Zeros stay where there is nothing of the experts, and in rows of pairs whose expert is elsewhere, which the gate reads.
+        // Zeros stay where there is nothing of the experts, and in rows of pairs whose expert is elsewhere, which the
+        // gate reads.
         let is_whole = moe.experts.len() == num_experts;
         let of_pairs = |cols, is_written| match is_written {
             true => Tensor::empty(stream, &[rows, cols], dtype),

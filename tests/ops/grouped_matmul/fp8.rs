@@ -1,4 +1,5 @@
-//! Grouped products of fp8 by fp8: rows become fp8 by the formula, and what is multiplied then is exact but for the sums.
+//! Grouped products of fp8 by fp8: rows become fp8 by the formula, and what is multiplied then is exact but for the
+//! sums.
 
 use abi::weight::{Codes, Layout as WeightLayout, ScaleType};
 use proptest::prelude::*;

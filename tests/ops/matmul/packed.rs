@@ -384,8 +384,8 @@ fn packed_stripes() -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Of fp8 by fp8, as of a group by itself: several tiles of rows and columns, the last not full, any stride of out. What adds
-/// something is multiplied as always, and so are rows that are no pieces.
+/// Of fp8 by fp8, as of a group by itself: several tiles of rows and columns, the last not full, any stride of out.
+/// What adds something is multiplied as always, and so are rows that are no pieces.
 #[test]
 fn packed_fp8_by_fp8() -> Result<(), TestCaseError> {
     let layout = WeightLayout {

@@ -7,7 +7,8 @@ use gpu::pages::{HEADER_WORDS, PagePool};
 /// Entries of a warp's table.
 pub const ROOM: u32 = 64;
 
-/// Where the parts of the output begin, in words: header, bitmap, counts, what was wrong, owners, and the warps' tables.
+/// Where the parts of the output begin, in words: header, bitmap, counts, what was wrong, owners, and the warps'
+/// tables.
 #[derive(Clone, Copy)]
 pub struct Places {
     /// The bitmap of free pages.

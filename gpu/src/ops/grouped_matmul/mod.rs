@@ -8,7 +8,7 @@
 //! | `Stream` | few, from sm_80 on | up to 16 rows of an expert by some columns: `matmul::few_rows_mma` |
 //! | `Mma` | many, from sm_80 on | 64 × 64 or 128 × 128 of an expert's product: `matmul::mma_sync` |
 //! | `Wgmma` | many, from sm_90a on | tiles of 128 × 256 in turn: `wgmma` |
-//! | fp8 | many, of packed fp8 weights, where rows may be fp8 too, from sm_90a on | tiles of 128 × 128 in turn: `wgmma`, `matmul::fp8` |
+//! | fp8 | many, of packed fp8 weights, where rows may be fp8, on sm_90a | tiles of 128 × 128 in turn: `matmul::fp8` |
 //! | packed | few, of packed weights; and to unpack them | up to 64 rows of an expert by some columns: `packed` |
 //!
 //! Those of the tensor cores take types of 16 bits in pieces of 16 bytes; what is not aligned to them is for the

@@ -157,7 +157,8 @@ where
 
 /// Packed weights of fp8, multiplied by rows that [`fp8::quantise`] has made.
 pub struct Fp8<'a> {
-    /// The tiles of all experts: `[rows of tiles][tiles · 16][64]` bytes, in boxes of a tile of each of the rows of tiles.
+    /// The tiles of all experts: `[rows of tiles][tiles · 16][64]` bytes, in boxes of a tile of each of the rows of
+    /// tiles.
     pub map: *const TensorMap,
     /// Scales of the weights.
     pub scales: *const f32,
@@ -530,8 +531,8 @@ pub unsafe fn multiply<
 }
 
 /// The tile before, on its way out while the next one is multiplied, 64 columns at a time: the first two boxes of them
-/// in shared memory, the others, if there are four, still in registers. Each warp stores its own rows, so none waits for
-/// another.
+/// in shared memory, the others, if there are four, still in registers. Each warp stores its own rows, so none waits
+/// for another.
 struct Leaving<const BOXES: usize> {
     words: [u32; 2 * BOX_WORDS],
     /// Boxes still to be stored.

@@ -123,9 +123,9 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
 /// on which place among them it has. Under [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any
 /// number of rows, of plain and of packed weights, as for [`Matmul`](crate::ops::matmul::Matmul).
-/// **fp8 by fp8**: with [`Activations::Fp8`] rows of x may become fp8, which see. Each 128 of k are then summed by themselves,
-/// with at least 13 bits of the largest of their sums, multiplied by both scales and added up in f32; a NaN or an infinity
-/// in a row makes all of its results NaN.
+/// **fp8 by fp8**: with [`Activations::Fp8`] rows of x may become fp8, which see. Each 128 of k are then summed by
+/// themselves, with at least 13 bits of the largest of their sums, multiplied by both scales and added up in f32; a NaN
+/// or an infinity in a row makes all of its results NaN.
 /// **Packed weights**: up to some rows per expert on average kernels read the weights as they are packed, of the
 /// experts that have rows only; these sum in orders of their own, which the planned number of rows decides. For more
 /// the experts that have rows are unpacked, some at a time, into memory of the plan, rounded to `dtype`, and

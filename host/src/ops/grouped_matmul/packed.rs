@@ -33,8 +33,8 @@ const RUNGS: [(usize, u32); 3] = [(2 * 2, 8), (2 * 8, 16), (usize::MAX, 64)];
 const FEW_MAX_AVERAGE: usize = 24;
 /// The same by ordinary arithmetic, which decodes the weights again for every two rows.
 const FEW_MAX_AVERAGE_SIMT: usize = 8;
-/// Rows of an expert on average from which on they are made fp8, where they may be: before that the experts' bytes bound
-/// the product.
+/// Rows of an expert on average from which on they are made fp8, where they may be: before that the experts' bytes
+/// bound the product.
 const FP8_MIN_AVERAGE: usize = 16;
 /// Bytes of experts that are unpacked at a time; one expert at least.
 const UNPACKED_BYTES: usize = 128 << 20;
@@ -398,8 +398,8 @@ impl Fp8 {
         let params = [x.into(), order.into(), q.view().into(), x_scales.view().into(), (&rows).into()];
         // A warp has two blocks of k.
         let blocks = (rows.rows * (q_stride / BLOCK_K).div_ceil(2)).div_ceil(WARPS).min(8 * num_sms);
-        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such; the workspace has room
-        // for as many rows as were planned, and nobody else has entered it.
+        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such; the workspace has
+        // room for as many rows as were planned, and nobody else has entered it.
         unsafe { self.quantise.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
 
         // Sorted as they are fp8.
