@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 /// The lower 12 bits of an instruction's 16 bytes: a move to a uniform register; `wgmma` of floats (HGMMA) with a in
-/// shared memory, and in registers; of int8 (IGMMA), likewise.
+/// shared memory, and in registers; of int8 (IGMMA) and fp8 (QGMMA), likewise.
 const R2UR: u64 = 0x2ca;
-const WGMMA: [u64; 4] = [0x9f0, 0xdf0, 0x9f1, 0xdf1];
+const WGMMA: [u64; 6] = [0x9f0, 0xdf0, 0x9f1, 0xdf1, 0x9f3, 0xdf3];
 /// `wgmma.fence` and `wgmma.wait_group`, which stand between groups of products.
 const WARPGROUP: u64 = 0x9c5;
 
