@@ -121,7 +121,7 @@ impl<'a> GroupedMatmulArgs<'a> {
 /// ordinary arithmetic also for up to 16 rows per expert on average, and for more. Among the products of one kind,
 /// which the number of rows alone decides, a row's result depends on that row and its expert, not on the other rows,
 /// their number or their experts. On the CPU it depends on whether its expert has up to 8 rows or more, and beyond 8
-/// on which place among them it has. Under [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any
+/// on which place among them it has. Under [`Invariance::Batch`] there is one kernel for any
 /// number of rows, of plain and of packed weights, as for [`Matmul`](crate::ops::matmul::Matmul).
 /// **fp8 by fp8**: with [`Activations::Fp8`] rows of x may become fp8, which see. Each 128 of k are then summed by
 /// themselves, with at least 13 bits of the largest of their sums, multiplied by both scales and added up in f32; a NaN

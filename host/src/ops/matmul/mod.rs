@@ -133,7 +133,7 @@ pub enum Activations {
     /// k or all, rows in pieces of 16 bytes, more of them than the weights' bytes bound), rows may become e4m3 too,
     /// each 128 of them by a scale of their own, `max|x| / 448`: an element then errs by up to 2^-4 of itself, or 2^-10
     /// of that scale. That is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere, and under
-    /// [`Invariance::Batch`](crate::Invariance::Batch), they are multiplied as they are.
+    /// [`Invariance::Batch`], they are multiplied as they are.
     Fp8,
 }
 
@@ -332,7 +332,7 @@ impl Views for Residual<'_> {
 /// addresses differ in that. Among the products of one kind a row's result depends on that row alone, not on the
 /// others or their number. On the CPU that holds for up to 8 rows. A product among others may differ in the last bits
 /// from the same one alone, since the planned number decides how many warps share a sum. Under
-/// [`Invariance::Batch`](crate::Invariance::Batch) there is one kernel for any number of rows, of plain and of packed
+/// [`Invariance::Batch`] there is one kernel for any number of rows, of plain and of packed
 /// weights, chosen by n, k, types and the planned number of products; another where k, the addresses or strides are no
 /// multiples of 16 bytes, of which the stride of a single row does not count. On the CPU rows go by eight then.
 /// **Aliasing**: out may not overlap the other tensors; as a residual it is [`Residual::InPlace`].
