@@ -135,7 +135,7 @@ macro_rules! matmul_packed_mma_table {
             matmul_f16_e2m1__packed16g16__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 16, tiles: 1, group: 16 };
             matmul_f16_e2m1__packed64g16__sm80 => f16, F16, E2m1, Sm80, Mma { rows: 64, tiles: 1, group: 16 };
             matmul_f16_e4m3__packed8__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 8, tiles: 2, group: 64 };
-            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, tiles: 2, group: 64 };
+            matmul_f16_e4m3__packed16__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 16, tiles: 1, group: 64 };
             matmul_f16_e4m3__packed32__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 32, tiles: 1, group: 64 };
             matmul_f16_e4m3__packed64__sm80 => f16, F16, E4m3, Sm80, Mma { rows: 64, tiles: 1, group: 64 };
             matmul_bf16_int4__packed8__sm80 => bf16, BF16, Int4, Sm80, Mma { rows: 8, tiles: 4, group: 64 };
