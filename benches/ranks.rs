@@ -4,19 +4,23 @@
 //! Timed by the clock at rank 0 around a call and its synchronisation, the choice of the next tokens included, as in
 //! `--bench ops`; the first two calls, which warm up and record, are left out, and the median is told.
 
+#[path = "common/named.rs"]
+mod named;
+
 use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
-use serde_json::{Value, json};
+use serde_json::json;
 use warpforge::group::Group;
 use warpforge::models::{
-    ExpertSharding, FeedForwardConfig, LayerConfig, Model, ModelConfig, Quantise, SessionOptions,
-    SessionSampler, Shard,
+    ExpertSharding, FeedForwardConfig, LayerConfig, Model, SessionOptions, SessionSampler, Shard,
 };
 use warpforge::ops::matmul::Activations;
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{DType, Device, DeviceChoice};
+
+use named::Named;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -68,29 +72,6 @@ impl Options {
             self.experts.iter().take(count).map(move |&experts| (ranks, experts))
         };
         self.ranks.iter().flat_map(ways).collect()
-    }
-}
-
-/// A model, as an argument names it.
-struct Named {
-    config: ModelConfig,
-    quantise: Quantise,
-}
-
-impl Named {
-    fn new(name: &str) -> Result<Self, Failure> {
-        let (name, layers) = name.split_once('@').map_or((name, None), |(name, layers)| (name, Some(layers)));
-        let (file, scheme) = name.split_once(':').map_or((name, None), |(file, scheme)| (file, Some(scheme)));
-        let folder = testkit::gpu::workspace_root().join("assets/configs");
-        let path = folder.join(format!("{file}.json"));
-        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let mut json: Value = serde_json::from_str(&text)?;
-        if let Some(layers) = layers {
-            json["num_hidden_layers"] = layers.parse::<usize>()?.into();
-        }
-        let config = ModelConfig::from_json(&json.to_string(), &path)?;
-        let quantise = scheme.map_or(Ok(Quantise::Dense), str::parse)?;
-        Ok(Named { config, quantise })
     }
 }
 

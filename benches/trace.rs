@@ -10,6 +10,9 @@
 //! time until its tokens are taken account of: no work of another step is in the stream meanwhile. On the CPU work is
 //! done when it is enqueued, so that the share says nothing there.
 
+#[path = "common/named.rs"]
+mod named;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
 use std::path::PathBuf;
@@ -18,13 +21,15 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use serde_json::{Value, json};
 use warpforge::models::{
-    Batch, BatchError, BatchOptions, BatchSampler, Model, ModelConfig, Quantise, RequestId, RowSampling,
-    Scheduler, SequenceId, SessionOptions, Work,
+    Batch, BatchError, BatchOptions, BatchSampler, Model, RequestId, RowSampling, Scheduler, SequenceId,
+    SessionOptions, Work,
 };
 use warpforge::ops::sampling::{
     PARAMS_LEN, Sampler, SamplingArgs, SamplingFeatures, SamplingParams, SamplingProblem,
 };
 use warpforge::{DType, DeviceChoice, Error, Invariance, Tensor};
+
+use named::Named;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
@@ -98,29 +103,6 @@ struct Options {
     /// Of cargo.
     #[arg(long, hide = true)]
     bench: bool,
-}
-
-/// A model, as an argument names it.
-struct Named {
-    config: ModelConfig,
-    quantise: Quantise,
-}
-
-impl Named {
-    fn new(name: &str) -> Result<Self, Failure> {
-        let (name, layers) = name.split_once('@').map_or((name, None), |(name, layers)| (name, Some(layers)));
-        let (file, scheme) = name.split_once(':').map_or((name, None), |(file, scheme)| (file, Some(scheme)));
-        let folder = testkit::gpu::workspace_root().join("assets/configs");
-        let path = folder.join(format!("{file}.json"));
-        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let mut json: Value = serde_json::from_str(&text)?;
-        if let Some(layers) = layers {
-            json["num_hidden_layers"] = layers.parse::<usize>()?.into();
-        }
-        let config = ModelConfig::from_json(&json.to_string(), &path)?;
-        let quantise = scheme.map_or(Ok(Quantise::Dense), str::parse)?;
-        Ok(Named { config, quantise })
-    }
 }
 
 /// SplitMix64: the same numbers on every machine.

@@ -256,6 +256,11 @@ pub struct DeviceLimits {
 }
 
 impl DeviceLimits {
+    /// Of a floor, so many multiprocessors, and so much shared memory of a block; choices may depend on anything.
+    pub const fn new(floor: Arch, num_sms: u32, smem_per_block_bytes: u32) -> Self {
+        DeviceLimits { floor, num_sms, smem_per_block_bytes, invariance: Invariance::None }
+    }
+
     /// Whether numbers of rows may decide about nothing.
     pub(crate) fn is_invariant(&self) -> bool {
         self.invariance == Invariance::Batch

@@ -7,10 +7,11 @@ use proptest::sample::select;
 use testkit::round::{max_finite, ulp};
 use testkit::strategies::{Values, dims_from};
 use warpforge::ops::grouped_matmul::{
-    GroupedMatmul, GroupedMatmulProblem, GroupedPackedChoices, GroupedRows, select_packed,
+    GroupedMatmul, GroupedMatmulProblem, GroupedMatmulVariant, GroupedPackedChoices, GroupedRows,
+    select_packed,
 };
 use warpforge::ops::matmul::Activations;
-use warpforge::{DType, Device, F8E4M3};
+use warpforge::{DType, Device, DeviceLimits, F8E4M3};
 
 use super::packed::PackedCase;
 use super::{Case, contiguous, groups, reference};
@@ -80,14 +81,23 @@ pub(crate) fn quantised(x: &[f64], k: usize) -> Vec<f64> {
     x.chunks(k.max(1)).flat_map(|row| row.chunks(128).flat_map(block).collect::<Vec<f64>>()).collect()
 }
 
+/// The kernel that a device has for the problem with many rows.
+fn variant(limits: &DeviceLimits, problem: &GroupedMatmulProblem) -> Option<&'static GroupedMatmulVariant> {
+    let many = GroupedMatmulProblem { rows: 1 << 20, ..*problem };
+    let choices = select_packed(limits, &many, problem.weight.as_ref()?).ok()?;
+    choices.fp8.map(|(variant, _)| variant)
+}
+
 /// The kernels of the case's type, for any number of rows.
 fn run_variants(cards: &[Device], case: &PackedCase, wanted: Wanted<'_>) -> Result<(), TestCaseError> {
     let problem = GroupedMatmulProblem { activations: Activations::Fp8, ..case.problem() };
     let sources: Vec<Source> = case.sources();
     for device in cards {
         let (Some(limits), Some(layout)) = (device.limits(), &problem.weight) else { continue };
+        let Some(variant) = variant(&limits, &problem).filter(|variant| wanted(variant.entry)) else {
+            continue;
+        };
         let choices = select_packed(&limits, &problem, layout).map_err(fail)?;
-        let Some((variant, _)) = choices.fp8.filter(|(variant, _)| wanted(variant.entry)) else { continue };
         let choices = GroupedPackedChoices { fp8: Some((variant, 0)), ..choices };
         let plan = GroupedMatmul::plan_packed(device, problem, choices).map_err(fail)?;
         prop_assert_eq!(plan.report().variant, variant.entry);
@@ -183,8 +193,8 @@ fn fp8_rows_that_are_not_finite() -> Result<(), TestCaseError> {
     let sources = case.sources();
     for device in &all_cards() {
         let (Some(limits), Some(layout)) = (device.limits(), &problem.weight) else { continue };
+        let Some(variant) = variant(&limits, &problem) else { continue };
         let choices = select_packed(&limits, &problem, layout).map_err(fail)?;
-        let Some((variant, _)) = choices.fp8 else { continue };
         let choices = GroupedPackedChoices { fp8: Some((variant, 0)), ..choices };
         let plan = GroupedMatmul::plan_packed(device, problem, choices).map_err(fail)?;
         let weight = case.pack(device, &sources)?;

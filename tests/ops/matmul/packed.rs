@@ -404,8 +404,10 @@ fn packed_fp8_by_fp8() -> Result<(), TestCaseError> {
         let sources = case.sources();
         for device in devices_for(work(&case)) {
             let Some(limits) = device.limits() else { continue };
+            let many = MatmulProblem { m: 1 << 16, ..case.problem() };
+            let Some((variant, _)) = select_packed(&limits, &many, &layout).fp8 else { continue };
             let choices = select_packed(&limits, &case.problem(), &layout);
-            let Some((variant, _)) = choices.fp8 else { continue };
+            prop_assert!(choices.fp8.is_none_or(|(_, from)| m >= from), "{m} rows");
             let choices = PackedChoices { fp8: Some((variant, 0)), ..choices };
             let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
             prop_assert_eq!(plan.report().variant, variant.entry);

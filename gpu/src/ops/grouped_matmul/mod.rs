@@ -440,7 +440,7 @@ macro_rules! wgmma_entries {
             let rows = wgmma::Rows { x, map: x_map, offsets, order };
             // SAFETY: threads and shared memory of the tile, the maps, x in pieces — GroupedMatmul::run.
             unsafe {
-                wgmma::multiply::<$type, $type, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(
+                wgmma::multiply::<$type, $type, _, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(
                     rows,
                     wgmma::Plain { map: w },
                     out,
@@ -478,7 +478,7 @@ macro_rules! fp8_entries {
             let weights = wgmma::Fp8 { map: w, scales, x_scales, weight: &weight, dims: &dims };
             // SAFETY: threads and shared memory of the tile, the maps, x as `quantise` makes it — GroupedMatmul::run.
             unsafe {
-                wgmma::multiply::<_, $type, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(rows, weights, out, &dims);
+                wgmma::multiply::<_, $type, _, $bn, { $bn / 2 }, { $bn / 64 }, $stages>(rows, weights, out, &dims);
             }
         }
     )*};

@@ -82,6 +82,9 @@ pub struct Tile {
 
 /// How weights come into a stage, and how a consumer multiplies.
 pub trait Weights<X, const SUMS: usize> {
+    /// Whether rows of x are sorted in any case: then nothing gathers them.
+    const SORTED: bool;
+
     /// The weights' map, to be fetched early.
     fn map(&self) -> *const TensorMap;
 
@@ -122,6 +125,8 @@ impl<T: Element + Multiply<[f32; SUMS]>, const SUMS: usize> Weights<T, SUMS> for
 where
     [f32; SUMS]: Registers,
 {
+    const SORTED: bool = false;
+
     #[inline(always)]
     fn map(&self) -> *const TensorMap {
         self.map
@@ -175,6 +180,8 @@ where
     E4m3: Multiply<[f32; SUMS]>,
     [f32; SUMS]: Registers,
 {
+    const SORTED: bool = true;
+
     #[inline(always)]
     fn map(&self) -> *const TensorMap {
         self.map
@@ -309,13 +316,14 @@ impl Walk {
 pub unsafe fn multiply<
     X,
     O: Element,
+    W: Weights<X, SUMS>,
     const BN: u32,
     const SUMS: usize,
     const BOXES: usize,
     const STAGES: u32,
 >(
     rows: Rows<X>,
-    weights: impl Weights<X, SUMS>,
+    weights: W,
     out: *mut O,
     dims: &GroupedMatmulDims,
 ) {
@@ -333,7 +341,7 @@ pub unsafe fn multiply<
     let full = |stage: u32| barriers + 8 * stage;
     let empty = |stage: u32| barriers + 8 * (STAGES + stage);
     let thread = thread::thread_idx_x();
-    let by_tma = dims.access & A_BY_TMA != 0;
+    let by_tma = W::SORTED || dims.access & A_BY_TMA != 0;
     // SAFETY: the barriers lie behind the boxes; one thread initialises them before anyone uses them, and all the
     // stages.
     unsafe {

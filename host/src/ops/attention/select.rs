@@ -306,12 +306,7 @@ mod tests {
 
     #[test]
     fn choice_by_queries_and_head() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::BF16, (32, 8), 128, 1, "attention_bf16__decode_d128_r4__sm61"),
             (DType::BF16, (32, 8), 128, 2, "attention_bf16__decode_d128_r8__sm61"),
@@ -331,19 +326,9 @@ mod tests {
 
     #[test]
     fn tensor_cores() {
-        let hopper = DeviceLimits {
-            floor: Arch::Sm90a,
-            num_sms: 132,
-            smem_per_block_bytes: 227 << 10,
-            invariance: Default::default(),
-        };
+        let hopper = DeviceLimits::new(Arch::Sm90a, 132, 227 << 10);
         let ampere = DeviceLimits { floor: Arch::Sm80, ..hopper };
-        let small = DeviceLimits {
-            floor: Arch::Sm80,
-            num_sms: 84,
-            smem_per_block_bytes: 99 << 10,
-            invariance: Default::default(),
-        };
+        let small = DeviceLimits::new(Arch::Sm80, 84, 99 << 10);
         let table = [
             (hopper, DType::BF16, (128, 128), 17, None, "attention_bf16__prefill_d128__sm90a"),
             (hopper, DType::BF16, (128, 128), 16, Some(-1.0), "attention_bf16__decode_ring_d128_r16__sm80"),
@@ -373,12 +358,7 @@ mod tests {
 
     #[test]
     fn masks_of_ones_own() {
-        let limits = |floor| DeviceLimits {
-            floor,
-            num_sms: 100,
-            smem_per_block_bytes: 99 << 10,
-            invariance: Default::default(),
-        };
+        let limits = |floor| DeviceLimits::new(floor, 100, 99 << 10);
         let table = [
             (
                 Arch::Sm80,
@@ -419,12 +399,8 @@ mod tests {
             (Arch::Sm80, 576, DType::BF16, "attention_bf16__decode_latent_p4__sm80"),
             (Arch::Sm61, 576, DType::BF16, "attention_bf16__decode_d576v512_r4__sm61"),
         ] {
-            let limits = DeviceLimits {
-                floor,
-                num_sms: 132,
-                smem_per_block_bytes: 227 << 10,
-                invariance: Invariance::Batch,
-            };
+            let limits =
+                DeviceLimits { invariance: Invariance::Batch, ..DeviceLimits::new(floor, 132, 227 << 10) };
             for (seq_q, batch) in
                 [0, 1, 2, 4, 5, 16, 17, 512, 4096].into_iter().flat_map(|q| [(q, 1), (q, 32)])
             {
@@ -438,12 +414,7 @@ mod tests {
 
     #[test]
     fn fp8_and_pages() {
-        let limits = |floor| DeviceLimits {
-            floor,
-            num_sms: 100,
-            smem_per_block_bytes: 99 << 10,
-            invariance: Default::default(),
-        };
+        let limits = |floor| DeviceLimits::new(floor, 100, 99 << 10);
         let fp8 = DType::F8E4M3;
         let table = [
             (Arch::Sm80, fp8, None, 1, "attention_bf16_f8e4m3__decode_ring_d128_r8__sm80", false),
@@ -471,12 +442,7 @@ mod tests {
 
     #[test]
     fn choice_by_both_head_dims() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             ((64, 128), 1, "attention_bf16__decode_d128_r4__sm61"),
             ((192, 128), 1, "attention_bf16__decode_d256_r4__sm61"),
@@ -495,12 +461,7 @@ mod tests {
 
     #[test]
     fn forced_kernels_must_fit() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm80,
-            num_sms: 20,
-            smem_per_block_bytes: 163 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm80, 20, 163 << 10);
         let named = |entry: &str| VARIANTS.iter().chain(WGMMA_VARIANTS).find(|v| v.entry == entry).unwrap();
         let problem = problem(DType::BF16, 4, 4, 80);
         assert!(
@@ -527,12 +488,7 @@ mod tests {
 
     #[test]
     fn blocks_share_keys() {
-        let hopper = DeviceLimits {
-            floor: Arch::Sm90a,
-            num_sms: 132,
-            smem_per_block_bytes: 227 << 10,
-            invariance: Default::default(),
-        };
+        let hopper = DeviceLimits::new(Arch::Sm90a, 132, 227 << 10);
         let ampere = DeviceLimits { floor: Arch::Sm80, num_sms: 108, ..hopper };
         let of = |limits: &DeviceLimits, head_dim, tiles, keys| {
             let wanted = problem(DType::BF16, 32, 8, head_dim);

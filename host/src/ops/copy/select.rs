@@ -45,12 +45,7 @@ mod tests {
 
     #[test]
     fn choice_by_types() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::BF16, DType::BF16, "copy_b16__pieces__sm61"),
             (DType::F16, DType::F16, "copy_b16__pieces__sm61"),

@@ -57,12 +57,7 @@ mod tests {
 
     #[test]
     fn choice_by_row_length() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::BF16, 8, "embedding_b128__row__sm61", 32),
             (DType::BF16, 1024, "embedding_b128__row__sm61", 32),

@@ -56,12 +56,7 @@ mod tests {
 
     #[test]
     fn choice_by_row_length() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::BF16, 2048, "embedding_bag_bf16__pieces__sm61"),
             (DType::BF16, 12, "embedding_bag_bf16__scalar__sm61"),

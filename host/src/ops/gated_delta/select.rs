@@ -63,12 +63,7 @@ mod tests {
 
     #[test]
     fn choice_by_length() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         for (longest, form) in [
             (0, Form::Recurrent),
             (1, Form::Recurrent),

@@ -12,15 +12,16 @@ use crate::ops::parallel::SharedSlice;
 use crate::tensor::FloatElement;
 use crate::weight::cpu::Packed;
 
-pub(super) fn run(dtype: DType, dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
+/// The products; `few`: rows are done a few at a time, so that each has the same bits among any number.
+pub(super) fn run(dtype: DType, (dims, few): (&GroupedMatmulDims, bool), args: &mut GroupedMatmulArgs<'_>) {
     match dtype {
-        DType::F16 => experts::<f16>(dims, args),
-        DType::BF16 => experts::<bf16>(dims, args),
-        _ => experts::<f32>(dims, args),
+        DType::F16 => experts::<f16>(dims, few, args),
+        DType::BF16 => experts::<bf16>(dims, few, args),
+        _ => experts::<f32>(dims, few, args),
     }
 }
 
-fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulArgs<'_>) {
+fn experts<T: FloatElement>(dims: &GroupedMatmulDims, few: bool, args: &mut GroupedMatmulArgs<'_>) {
     let x = args.x.host_slice::<T>();
     let (w, packed) = match &args.w {
         MatmulB::Matrix(w) => (w.host_slice::<T>(), None),
@@ -67,8 +68,8 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, args: &mut GroupedMatmulAr
             }
         };
         match &packed {
-            Some(packed) => packed_sums(row_of, (packed, expert), &own, store),
-            None => sums(row_of, |row| own_w.row(row), &own, store),
+            Some(packed) => packed_sums(row_of, (packed, expert), (&own, few), store),
+            None => sums(row_of, |row| own_w.row(row), (&own, few), store),
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::kernel::{Cut, OptimizationReport, Work, count};
 use crate::ladder::{Ladder, Rung};
 use crate::launch::Entry;
-use crate::ops::matmul::{Activations, CPU_ROWS, MatmulB, PackedVariant, matrix_map, rows_aligned};
+use crate::ops::matmul::{Activations, MatmulB, PackedVariant, matrix_map, rows_aligned};
 use crate::ops::{check_blocks, check_size};
 use crate::plan::{Check, planned};
 use crate::stream::Stream;
@@ -29,7 +29,7 @@ pub use abi::ops::grouped_matmul::{
     PACKED_VARIANTS, QUANTISE_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, GroupedMatmulCase, samples};
-pub(crate) use packed::{Fp8, fp8};
+pub(crate) use packed::{Fp8, fp8_variant};
 pub use packed::{GroupedPackedChoice, GroupedPackedChoices, select as select_packed};
 pub use select::{GroupedMatmulChoice, select};
 
@@ -278,10 +278,8 @@ impl Rung for Planned {
         at.stream(stream)?;
         let mut dims = self.check(&at, args)?;
         if self.device.limits().is_none() {
-            match self.device.invariance() {
-                Invariance::None => cpu::run(self.problem.dtype, &dims, args),
-                Invariance::Batch => self.cpu_by_few_rows(&dims, args)?,
-            }
+            let few = self.device.invariance() == Invariance::Batch;
+            cpu::run(self.problem.dtype, (&dims, few), args);
             return Ok(());
         }
         let rows = dims.rows as usize;
@@ -391,33 +389,6 @@ impl Planned {
         let kernels = choices.into_iter().map(load).collect::<Result<_, _>>()?;
         let tensor = tensor.into_iter().map(load).collect::<Result<_, _>>()?;
         Ok(Planned { device: device.clone(), problem, kernels, tensor, packed: None })
-    }
-
-    /// On the CPU, a few rows of an expert at a time, of which each is dot products of its own.
-    fn cpu_by_few_rows(
-        &self,
-        dims: &GroupedMatmulDims,
-        args: &mut GroupedMatmulArgs<'_>,
-    ) -> Result<(), Error> {
-        let GroupedMatmulArgs { x, w, offsets, order, out } = args;
-        let all = offsets.host_slice::<u32>();
-        let mut own = vec![0; all.len()];
-        for (expert, bounds) in all.windows(2).enumerate() {
-            let [start, end] = [bounds[0], bounds[1]].map(|bound| bound.min(dims.rows));
-            for first in (start..end).step_by(CPU_ROWS) {
-                own[..=expert].fill(first);
-                own[expert + 1..].fill(end.min(first + CPU_ROWS as u32));
-                let (address, shape) = (own.as_ptr() as u64, [own.len()]);
-                // SAFETY: the numbers are this function's, which changes them when the run is done, as it is on the
-                // CPU when the call returns.
-                let offsets =
-                    unsafe { TensorView::from_raw(&self.device, address, &shape, &[1], DType::U32)? };
-                let mut args =
-                    GroupedMatmulArgs { x: *x, w: *w, offsets, order: *order, out: out.reborrow() };
-                cpu::run(self.problem.dtype, dims, &mut args);
-            }
-        }
-        Ok(())
     }
 
     /// The kernel for so many rows, whose operands are in pieces or not; none on the CPU, or for more than were

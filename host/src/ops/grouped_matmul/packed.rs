@@ -8,7 +8,7 @@ use abi::ops::grouped_matmul::{
     PACKED_VARIANTS, QUANTISE_VARIANTS, SLOTS_ARE_ROWS, SLOTS_ARE_TILES, UNPACK_VARIANTS, UnpackDims,
     WGMMA_X_ROWS, packed_smem_bytes,
 };
-use abi::ops::matmul::{A_BY_TMA, A_IN_PIECES, PackedTile, PackedVariant, THREADS, WARPS};
+use abi::ops::matmul::{A_IN_PIECES, PackedTile, PackedVariant, THREADS, WARPS};
 use abi::weight::{Layout, TILE_ROWS};
 
 use super::select as plain;
@@ -149,12 +149,23 @@ pub fn select(
     Ok(choices)
 }
 
-/// The product of fp8 by fp8, if it can do the problem.
-pub(crate) fn fp8(
+/// The product of fp8 by fp8, if it can do the problem, and the rows from which on it is taken, if there are so many.
+fn fp8(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
     layout: &Layout,
 ) -> Option<(&'static GroupedMatmulVariant, usize)> {
+    let from = problem.experts.saturating_mul(FP8_MIN_AVERAGE);
+    let variant = fp8_variant(limits, problem, layout).filter(|_| problem.rows >= from)?;
+    Some((variant, from))
+}
+
+/// The kernel of fp8 by fp8, if it can do the problem with any number of rows.
+pub(crate) fn fp8_variant(
+    limits: &DeviceLimits,
+    problem: &GroupedMatmulProblem,
+    layout: &Layout,
+) -> Option<&'static GroupedMatmulVariant> {
     let GroupedMatmulProblem { experts, n, k, dtype, .. } = *problem;
     // Blocks of an expert's scales may not reach into the next one's.
     let fits = problem.activations == Activations::Fp8
@@ -167,7 +178,7 @@ pub(crate) fn fp8(
             && limits.floor.runs(variant.floor)
             && variant.tile.smem_bytes() <= limits.smem_per_block_bytes
     });
-    variant.filter(|_| fits).map(|variant| (variant, experts.saturating_mul(FP8_MIN_AVERAGE)))
+    variant.filter(|_| fits)
 }
 
 /// Experts that a launch unpacks at most, each by blocks of its own.
@@ -371,6 +382,11 @@ impl Fp8 {
         })
     }
 
+    /// Rows from which on it is taken.
+    pub(crate) fn from(&self) -> usize {
+        self.from
+    }
+
     /// Its kernel and how that cuts the product up.
     pub(crate) fn kernel(&self) -> (&Entry, GroupedMatmulTile) {
         (&self.product, self.tile)
@@ -404,7 +420,6 @@ impl Fp8 {
 
         // Sorted as they are fp8.
         (dims.k, dims.x_stride, dims.x_rows, dims.fan_out) = (q_stride, q_stride, dims.rows, 0);
-        dims.access |= A_BY_TMA;
         dims.col_blocks = self.tile.col_blocks(dims.n, 0);
         let (_, slots) = self.tile.slots(dims.rows, dims.experts);
         let grid = check_blocks(OP, "out", slots * u64::from(dims.col_blocks))?.min(num_sms);
@@ -534,18 +549,8 @@ mod tests {
 
     #[test]
     fn choice_by_rows() {
-        let ampere = DeviceLimits {
-            floor: Arch::Sm80,
-            num_sms: 132,
-            smem_per_block_bytes: 99 << 10,
-            invariance: Default::default(),
-        };
-        let pascal = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let ampere = DeviceLimits::new(Arch::Sm80, 132, 99 << 10);
+        let pascal = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let problem = |rows| GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
         let narrow = Layout { group: 32, scale: ScaleType::F16, ..LAYOUT };
         for (limits, layout, rows, entry) in [
@@ -572,12 +577,8 @@ mod tests {
             (Arch::Sm61, "grouped_matmul_bf16_int4__packed2__sm61"),
             (Arch::Sm80, "grouped_matmul_bf16_int4__packed16__sm80"),
         ] {
-            let limits = DeviceLimits {
-                floor,
-                num_sms: 132,
-                smem_per_block_bytes: 99 << 10,
-                invariance: Invariance::Batch,
-            };
+            let limits =
+                DeviceLimits { invariance: Invariance::Batch, ..DeviceLimits::new(floor, 132, 99 << 10) };
             let of = |rows| {
                 let problem = GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
                 select(&limits, &problem, &LAYOUT).unwrap()
@@ -594,12 +595,7 @@ mod tests {
     /// Few experts of a large card share k among warps.
     #[test]
     fn warps_of_a_column() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm90a,
-            num_sms: 132,
-            smem_per_block_bytes: 227 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm90a, 132, 227 << 10);
         for (rows, split_log2) in [(8, 2), (64, 0), (4096, 0)] {
             let problem = GroupedMatmulProblem::new(rows, 128, 1536, 2048, DType::BF16);
             assert_eq!(select(&limits, &problem, &LAYOUT).unwrap().split_log2, split_log2, "{rows}");

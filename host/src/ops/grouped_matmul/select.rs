@@ -148,12 +148,7 @@ mod tests {
     use super::*;
     use crate::Invariance;
 
-    const LIMITS: DeviceLimits = DeviceLimits {
-        floor: Arch::Sm61,
-        num_sms: 132,
-        smem_per_block_bytes: 48 << 10,
-        invariance: Invariance::None,
-    };
+    const LIMITS: DeviceLimits = DeviceLimits::new(Arch::Sm61, 132, 48 << 10);
 
     #[test]
     fn choice_by_rows() {

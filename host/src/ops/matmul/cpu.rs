@@ -60,11 +60,12 @@ fn with_buffer<R>(buffer: &'static LocalKey<Buffer>, len: usize, body: impl FnOn
     result
 }
 
+/// The products; `few`: rows are done a few at a time, so that each has the same bits among any number.
 pub(super) fn run(
     dtype: DType,
     out_dtype: DType,
     batch: u32,
-    dims: &MatmulDims,
+    dims: (&MatmulDims, bool),
     how: ((&MatmulEpilogue, Option<Activation>), Option<RowNorm>),
     args: (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
@@ -79,7 +80,7 @@ pub(super) fn run(
 
 fn products<T: FloatElement, O: FloatElement>(
     batch: u32,
-    dims: &MatmulDims,
+    dims: (&MatmulDims, bool),
     ((how, activation), norm): ((&MatmulEpilogue, Option<Activation>), Option<RowNorm>),
     (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
 ) {
@@ -109,7 +110,7 @@ fn norm_row<T: FloatElement>(row: &[T], gain: &[T], norm: RowNorm, normed: &mut 
 
 fn all_products<T: FloatElement, O: FloatElement>(
     batch: u32,
-    dims: &MatmulDims,
+    (dims, few): (&MatmulDims, bool),
     (how, activation): (&MatmulEpilogue, Option<Activation>),
     a: &[T],
     (b, args): (Result<&Weight, TensorView<'_>>, &mut MatmulArgs<'_>),
@@ -154,10 +155,10 @@ fn all_products<T: FloatElement, O: FloatElement>(
         };
         let a = Strided { values: a, stride: dims.a_stride as usize, len: k };
         match (&packed, up) {
-            (Some(packed), _) => packed_sums(|row| a.row(row), (packed, 0), dims, store),
+            (Some(packed), _) => packed_sums(|row| a.row(row), (packed, 0), (dims, few), store),
             (None, None) => {
                 let b = Strided { values: b, stride: dims.b_stride as usize, len: k };
-                sums(|row| a.row(row), |row| b.row(row), dims, store);
+                sums(|row| a.row(row), |row| b.row(row), (dims, few), store);
             }
             (None, Some(up)) => {
                 // The rows of the gate and of up in turn, so that a stretch of sums has both.
@@ -165,7 +166,7 @@ fn all_products<T: FloatElement, O: FloatElement>(
                     let values = if row.is_multiple_of(2) { b } else { up };
                     Strided { values, stride: dims.b_stride as usize, len: k }.row(row / 2)
                 };
-                sums(|row| a.row(row), b_row, dims, store);
+                sums(|row| a.row(row), b_row, (dims, few), store);
             }
         }
     }
@@ -240,14 +241,36 @@ impl<T: FloatElement, O: FloatElement> Work for Finish<'_, T, O> {
 pub(crate) fn packed_sums<'a, T: FloatElement>(
     a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
     (packed, expert): (&Packed<'_>, usize),
+    (dims, few): (&MatmulDims, bool),
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+) {
+    if dims.m as usize <= DOT_MAX_ROWS || few {
+        for_few_rows(dims, |first, dims| {
+            let store = |row: usize, col: usize, sums: &[f32]| store(first + row, col, sums);
+            packed_dots(|row| a_row(first + row), (packed, expert), dims, store);
+        });
+    } else {
+        let order = Some(packed.places());
+        tiles(a_row, &OfExpert { packed, expert }, (packed.columns(), order), dims, store);
+    }
+}
+
+/// Calls `part(first row, sizes)` for so many rows at a time as dot products take.
+fn for_few_rows(dims: &MatmulDims, part: impl Fn(usize, &MatmulDims)) {
+    for first in (0..dims.m).step_by(DOT_MAX_ROWS) {
+        let m = (dims.m - first).min(DOT_MAX_ROWS as u32);
+        part(first as usize, &MatmulDims { m, ..*dims });
+    }
+}
+
+/// As [`packed_sums`], of few rows.
+fn packed_dots<'a, T: FloatElement>(
+    a_row: impl Fn(usize) -> &'a [T] + Sync + Send,
+    (packed, expert): (&Packed<'_>, usize),
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
     let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
-    if m > DOT_MAX_ROWS {
-        let order = Some(packed.places());
-        return tiles(a_row, &OfExpert { packed, expert }, (packed.columns(), order), dims, store);
-    }
     with_buffer(&ROWS_IN_F32, packed.ordered_len() * m, |rows| {
         let (rows, _) = rows.as_chunks_mut();
         // No columns have no tiles.
@@ -290,15 +313,18 @@ impl Panels for OfExpert<'_> {
 }
 
 /// Calls `store(row, first column, sums)` for the columns of every row, in stretches that begin at multiples of 16;
-/// `a` and `b` give the operands' rows.
+/// `a` and `b` give the operands' rows. `few`: as for [`run`].
 pub(crate) fn sums<'a, T: FloatElement>(
     a: impl Fn(usize) -> &'a [T] + Sync,
     b: impl Fn(usize) -> &'a [T] + Sync,
-    dims: &MatmulDims,
+    (dims, few): (&MatmulDims, bool),
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
-    if dims.m as usize <= DOT_MAX_ROWS {
-        dots(a, b, dims, store);
+    if dims.m as usize <= DOT_MAX_ROWS || few {
+        for_few_rows(dims, |first, dims| {
+            let store = |row: usize, col: usize, sums: &[f32]| store(first + row, col, sums);
+            dots(|row| a(first + row), &b, dims, store);
+        });
     } else {
         tiles(a, &OfMatrix(b), (dims.k as usize, None), dims, store);
     }

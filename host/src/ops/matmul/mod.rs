@@ -12,8 +12,6 @@ mod tile;
 mod tuned;
 mod tuning;
 
-use std::ops::Range;
-
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{
@@ -47,9 +45,6 @@ pub use packed::{PackedChoice, PackedChoices, select as select_packed};
 pub use select::{MatmulChoice, select};
 
 const OP: &str = "matmul";
-
-/// Rows of a product on the CPU at a time under [`Invariance::Batch`]: of so few each is dot products of its own.
-pub(crate) const CPU_ROWS: usize = 8;
 
 /// What is added to a product.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -227,18 +222,6 @@ impl<'a> MatmulArgs<'a> {
     /// The operands and the result alone.
     pub fn new(a: TensorView<'a>, b: impl Into<MatmulB<'a>>, out: TensorViewMut<'a>) -> Self {
         MatmulArgs { a, b: b.into(), up: None, gain: None, bias: None, residual: None, out }
-    }
-
-    /// These rows of a, out and the residual, of each product.
-    fn rows(&mut self, rows: Range<usize>) -> Result<MatmulArgs<'_>, Error> {
-        let MatmulArgs { a, b, up, gain, bias, residual, out } = self.reborrow();
-        let axis = out.shape().len() - 2;
-        let residual = match residual {
-            Some(Residual::Tensor(residual)) => Some(Residual::Tensor(residual.slice(axis, rows.clone())?)),
-            other => other,
-        };
-        let (a, out) = (a.slice(axis, rows.clone())?, out.slice(axis, rows)?);
-        Ok(MatmulArgs { a, b, up, gain, bias, residual, out })
     }
 
     /// The same tensors, of which others may be put in their place.

@@ -113,20 +113,22 @@ fn grouped(problem: &MatmulProblem) -> GroupedMatmulProblem {
     GroupedMatmulProblem { weight, activations, ..GroupedMatmulProblem::new(m, 1, n, k, dtype) }
 }
 
-/// The product of fp8 by fp8, if it can do the problem, of which nothing but the sums is made.
+/// The product of fp8 by fp8, if it can do the problem, of which nothing but the sums is made, and the rows from which
+/// on it is taken, if there are so many.
 fn fp8(
     limits: &DeviceLimits,
     problem: &MatmulProblem,
     layout: &Layout,
 ) -> Option<(&'static GroupedMatmulVariant, usize)> {
-    let MatmulProblem { batch, n, dtype, out_dtype, bias, epilogue, .. } = *problem;
+    let MatmulProblem { batch, m, n, dtype, out_dtype, bias, epilogue, .. } = *problem;
     let is_plain = batch == 1 && out_dtype == dtype && bias == Bias::None && epilogue == Epilogue::NONE;
-    let (variant, _) = grouped_matmul::fp8(limits, &grouped(problem), layout).filter(|_| is_plain)?;
+    let variant = grouped_matmul::fp8_variant(limits, &grouped(problem), layout).filter(|_| is_plain)?;
     let GroupedMatmulTile::Wgmma { bm, bn, .. } = variant.tile else { return None };
     // Tiles for most of the multiprocessors.
     let cols = n.div_ceil(bn as usize).max(1);
     let rows = (3 * limits.num_sms as usize / 4).div_ceil(cols).saturating_sub(1) * bm as usize;
-    Some((variant, rows.max(FEW_MAX_ROWS) + 1))
+    let from = rows.max(FEW_MAX_ROWS) + 1;
+    (m >= from).then_some((variant, from))
 }
 
 /// Leaves the one kernel that takes any number of rows under [`Invariance::Batch`](crate::Invariance::Batch): of as
@@ -208,7 +210,6 @@ pub(super) struct PackedKernels {
 /// The product of fp8 by fp8, whose rows are those of one group.
 #[derive(Debug)]
 struct OneGroup {
-    from: usize,
     product: Fp8,
     /// All rows: the kernel bounds the end by the number of rows.
     offsets: Tensor,
@@ -280,7 +281,7 @@ impl PackedKernels {
     ) -> Result<(), Error> {
         let rows = dims.m as usize;
         if let Some(fp8) = &self.fp8
-            && rows >= fp8.from
+            && rows >= fp8.product.from()
             && dims.access & A_IN_PIECES != 0
         {
             return fp8.run(stream, args, weight, &dims);
@@ -325,10 +326,10 @@ impl PackedKernels {
     /// The kernel for the planned rows, whether its weight is unpacked, and why.
     pub(super) fn report(&self, m: usize) -> (Option<&Entry>, String, String) {
         if let Some(fp8) = &self.fp8
-            && m >= fp8.from
+            && m >= fp8.product.from()
         {
             let (entry, tile) = fp8.product.kernel();
-            let why = format!("from {} rows on they are made fp8, as the weight is", fp8.from);
+            let why = format!("from {} rows on they are made fp8, as the weight is", fp8.product.from());
             return (Some(entry), format!("{tile:?}"), why);
         }
         if let Some(dense) = &self.dense
@@ -353,12 +354,12 @@ impl OneGroup {
     fn new(
         device: &Device,
         problem: &MatmulProblem,
-        (variant, from): (&'static GroupedMatmulVariant, usize),
+        choice: (&'static GroupedMatmulVariant, usize),
     ) -> Result<Self, Error> {
         let stream = device.stream()?;
         let offsets = Tensor::from_slice(&stream, &[2], &[0, u32::MAX])?;
         stream.synchronize()?;
-        Ok(OneGroup { from, product: Fp8::new(device, &grouped(problem), (variant, from))?, offsets })
+        Ok(OneGroup { product: Fp8::new(device, &grouped(problem), choice)?, offsets })
     }
 
     fn run(

@@ -146,17 +146,8 @@ impl Rung for Planned {
                     Act::Of(activation) | Act::Gated(activation) => Some(activation),
                 };
                 let (how, norm) = ((&how, activation), self.problem.norm);
-                let of_cpu = |dims: &MatmulDims, args: &mut MatmulArgs<'_>| {
-                    cpu::run(dtype, out_dtype, batch, dims, (how, norm), (weight.ok_or(b), args));
-                };
-                if self.device.invariance() == Invariance::None {
-                    of_cpu(&dims, &mut args);
-                    return Ok(());
-                }
-                for first in (0..dims.m).step_by(CPU_ROWS) {
-                    let m = (dims.m - first).min(CPU_ROWS as u32);
-                    of_cpu(&MatmulDims { m, ..dims }, &mut args.rows(first as usize..(first + m) as usize)?);
-                }
+                let few = self.device.invariance() == Invariance::Batch;
+                cpu::run(dtype, out_dtype, batch, (&dims, few), (how, norm), (weight.ok_or(b), &mut args));
                 Ok(())
             }
             Backend::Cuda { kernels, tensor, tensor_from, ahead } => {

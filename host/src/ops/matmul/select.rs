@@ -429,12 +429,7 @@ mod tests {
     use crate::Invariance;
     use crate::ops::rmsnorm::NormWeight;
 
-    const H200: DeviceLimits = DeviceLimits {
-        floor: Arch::Sm61,
-        num_sms: 132,
-        smem_per_block_bytes: 48 << 10,
-        invariance: Invariance::None,
-    };
+    const H200: DeviceLimits = DeviceLimits::new(Arch::Sm61, 132, 48 << 10);
 
     #[test]
     fn choice_by_rows() {

@@ -95,12 +95,7 @@ mod tests {
 
     #[test]
     fn tensor_cores_by_card() {
-        let limits = |floor, smem| DeviceLimits {
-            floor,
-            num_sms: 132,
-            smem_per_block_bytes: smem,
-            invariance: Default::default(),
-        };
+        let limits = |floor, smem| DeviceLimits::new(floor, 132, smem);
         let problem = MatmulI8Problem { m: 8192, n: 8192, k: 8192, out_dtype: DType::BF16, bias: Bias::None };
         for (limits, m, entry) in [
             (limits(Arch::Sm61, 48 << 10), 8192, None),
@@ -140,12 +135,7 @@ mod tests {
 
     #[test]
     fn choice_by_rows() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 132,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 132, 48 << 10);
         let table = [
             (1, 4096, DType::BF16, "matmul_i8_bf16__gemv1__sm61"),
             (4, 4096, DType::F32, "matmul_i8_f32__gemv4__sm61"),

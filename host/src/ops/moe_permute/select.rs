@@ -43,12 +43,7 @@ mod tests {
 
     #[test]
     fn choice_by_pairs() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (0, MoePermutePath::Block),
             (512, MoePermutePath::Block),

@@ -81,12 +81,7 @@ mod tests {
 
     #[test]
     fn choice_by_row_length() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::BF16, 64, "rmsnorm_bf16__lanes8__sm61", 256),
             (DType::BF16, 128, "rmsnorm_bf16__lanes16__sm61", 256),

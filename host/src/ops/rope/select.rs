@@ -58,12 +58,7 @@ mod tests {
 
     #[test]
     fn choice_by_head() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let (half, inter) = (RopeStyle::HalfSplit, RopeStyle::Interleaved);
         let table = [
             (DType::BF16, half, 128, 128, "rope_bf16_half_split__pieces__sm61"),

@@ -47,12 +47,7 @@ mod tests {
 
     #[test]
     fn choice_by_element_size() {
-        let limits = DeviceLimits {
-            floor: Arch::Sm61,
-            num_sms: 20,
-            smem_per_block_bytes: 48 << 10,
-            invariance: Default::default(),
-        };
+        let limits = DeviceLimits::new(Arch::Sm61, 20, 48 << 10);
         let table = [
             (DType::I8, "transpose_b8__m128n128__sm61"),
             (DType::F16, "transpose_b16__m64n64__sm61"),
