@@ -335,6 +335,25 @@ fn is_drawn(kept: &[(u32, f64)], u: f64, id: u32, distance: f64) -> bool {
     own.is_some_and(|&(_, p)| before / total <= u + distance && u - distance <= (before + p) / total)
 }
 
+/// The same of some set between these two: of tokens about as far from the entropy roundings say which are typical.
+fn is_drawn_between(
+    (sure, possible): (&[(u32, f64)], &[(u32, f64)]),
+    u: f64,
+    id: u32,
+    distance: f64,
+) -> bool {
+    let Some(&(_, own)) = possible.iter().find(|&&(token, _)| token == id) else { return false };
+    let before = |kept: &[(u32, f64)]| -> f64 {
+        kept.iter().filter(|&&(token, _)| token < id).map(|&(_, p)| p).sum()
+    };
+    let behind = |kept: &[(u32, f64)]| -> f64 {
+        kept.iter().filter(|&&(token, _)| token > id).map(|&(_, p)| p).sum()
+    };
+    let least = before(sure) / (before(sure) + own + behind(possible));
+    let most = (before(possible) + own) / (before(possible) + own + behind(sure));
+    least <= u + distance && u - distance <= most
+}
+
 /// Whether `id` is what the definition gives, for some u and some shares within [`NEAR`] of the true ones.
 pub(super) fn is_near(logits: &[f64], params: &SamplingParams, id: u32) -> bool {
     let exact = reference::kept(logits, params);
@@ -352,18 +371,16 @@ pub(super) fn is_near(logits: &[f64], params: &SamplingParams, id: u32) -> bool 
         prefix.truncate(reference::nucleus(&prefix, f64::from(params.top_p) + top_p));
         for min_p in around(params.min_p, 0.0) {
             let likely = reference::likely(prefix.clone(), f64::from(params.min_p) * (1.0 + min_p));
-            for typical_p in around(params.typical_p, 1.0) {
-                for slack in [-NEAR_ENTROPY, 0.0, NEAR_ENTROPY] {
-                    let typical_p = f64::from(params.typical_p) + typical_p;
-                    let is_typical = params.typical_p < 1.0;
-                    let kept = match is_typical {
-                        true => reference::typical(likely.clone(), typical_p, slack),
-                        false => likely.clone(),
-                    };
-                    if is_drawn(&kept, u, id, 4.0 * NEAR) {
-                        return true;
-                    }
-                }
+            let is_drawn = if params.typical_p < 1.0 {
+                let typical_p = f64::from(params.typical_p);
+                let sure = reference::typical(likely.clone(), typical_p - NEAR, -NEAR_ENTROPY);
+                let possible = reference::typical(likely, typical_p + NEAR, NEAR_ENTROPY);
+                is_drawn_between((&sure, &possible), u, id, 4.0 * NEAR)
+            } else {
+                is_drawn(&likely, u, id, 4.0 * NEAR)
+            };
+            if is_drawn {
+                return true;
             }
         }
     }
