@@ -1,5 +1,7 @@
 //! A case of sampling: its rows, what a device chooses, and whether that is near enough to the reference.
 
+use std::collections::BTreeMap;
+
 use abi::ops::sampling::{EDIT_VARIANTS, LOGPROBS_VARIANTS, SamplingVariant, VARIANTS, draw};
 use proptest::prelude::*;
 use testkit::strategies::{Rng, Values, any_values, dims, dims_from, stride_padding};
@@ -335,20 +337,17 @@ fn is_drawn(kept: &[(u32, f64)], u: f64, id: u32, distance: f64) -> bool {
     own.is_some_and(|&(_, p)| before / total <= u + distance && u - distance <= (before + p) / total)
 }
 
-/// The same of some set between these two: of tokens about as far from the entropy roundings say which are typical.
+/// The same of some set between these two: where tokens are about as probable, or as far from the entropy, each
+/// rounding says which of them are kept.
 fn is_drawn_between(
-    (sure, possible): (&[(u32, f64)], &[(u32, f64)]),
+    (sure, possible): (&BTreeMap<u32, f64>, &BTreeMap<u32, f64>),
     u: f64,
     id: u32,
     distance: f64,
 ) -> bool {
-    let Some(&(_, own)) = possible.iter().find(|&&(token, _)| token == id) else { return false };
-    let before = |kept: &[(u32, f64)]| -> f64 {
-        kept.iter().filter(|&&(token, _)| token < id).map(|&(_, p)| p).sum()
-    };
-    let behind = |kept: &[(u32, f64)]| -> f64 {
-        kept.iter().filter(|&&(token, _)| token > id).map(|&(_, p)| p).sum()
-    };
+    let Some(own) = possible.get(&id) else { return false };
+    let before = |kept: &BTreeMap<u32, f64>| -> f64 { kept.range(..id).map(|(_, p)| p).sum() };
+    let behind = |kept: &BTreeMap<u32, f64>| -> f64 { kept.range(id + 1..).map(|(_, p)| p).sum() };
     let least = before(sure) / (before(sure) + own + behind(possible));
     let most = (before(possible) + own) / (before(possible) + own + behind(sure));
     least <= u + distance && u - distance <= most
@@ -366,25 +365,29 @@ pub(super) fn is_near(logits: &[f64], params: &SamplingParams, id: u32) -> bool 
     }
     let ranked = reference::ranked(logits, f64::from(params.temperature), params.top_k);
     let around = |p: f32, most: f32| if p == most { vec![0.0] } else { vec![-NEAR, 0.0, NEAR] };
+    // What any of the shares keeps for sure, and what some may.
+    let (mut sure, mut possible) = (None, BTreeMap::new());
     for top_p in around(params.top_p, 1.0) {
         let mut prefix = ranked.clone();
         prefix.truncate(reference::nucleus(&prefix, f64::from(params.top_p) + top_p));
         for min_p in around(params.min_p, 0.0) {
             let likely = reference::likely(prefix.clone(), f64::from(params.min_p) * (1.0 + min_p));
-            let is_drawn = if params.typical_p < 1.0 {
-                let typical_p = f64::from(params.typical_p);
-                let sure = reference::typical(likely.clone(), typical_p - NEAR, -NEAR_ENTROPY);
-                let possible = reference::typical(likely, typical_p + NEAR, NEAR_ENTROPY);
-                is_drawn_between((&sure, &possible), u, id, 4.0 * NEAR)
+            let typical_p = f64::from(params.typical_p);
+            let [least, most] = if params.typical_p < 1.0 {
+                [
+                    reference::typical(likely.clone(), typical_p - NEAR, -NEAR_ENTROPY),
+                    reference::typical(likely, typical_p + NEAR, NEAR_ENTROPY),
+                ]
             } else {
-                is_drawn(&likely, u, id, 4.0 * NEAR)
+                [likely.clone(), likely]
             };
-            if is_drawn {
-                return true;
-            }
+            possible.extend(most);
+            let least: BTreeMap<u32, f64> = least.into_iter().collect();
+            let kept = sure.get_or_insert_with(|| least.clone());
+            kept.retain(|token, _| least.contains_key(token));
         }
     }
-    false
+    is_drawn_between((&sure.unwrap_or_default(), &possible), u, id, 4.0 * NEAR)
 }
 
 pub(super) fn check(what: &str, case: &Case, output: &Output) -> Result<(), TestCaseError> {
