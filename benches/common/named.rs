@@ -5,8 +5,8 @@ use warpforge::models::{ModelConfig, Quantise};
 
 use crate::Failure;
 
-/// A published model, as an argument names it: a file of `assets/configs` without `.json`; behind a colon a scheme, behind
-/// an @ layers, if not all.
+/// A published model, as an argument names it: a file of `assets/configs` without `.json`; behind a colon a scheme,
+/// behind an @ layers, if not all.
 pub struct Named {
     pub config: ModelConfig,
     pub quantise: Quantise,

@@ -18,7 +18,7 @@ pub fn bench(bencher: &mut Bencher) {
 
 fn time(bencher: &mut Bencher, case: &EmbeddingCase) -> Result<(), Failure> {
     let &EmbeddingCase { tokens, vocab, cols, .. } = case;
-    let problem = EmbeddingProblem { tokens, vocab, cols, dtype: DTYPE };
+    let problem = EmbeddingProblem::new(tokens, vocab, cols, DTYPE);
     let plan = Embedding::plan(&bencher.device, problem)?;
     let shape = json!({ "tokens": tokens, "vocab": vocab, "cols": cols });
     let bytes = (2 * tokens * cols * DTYPE.bytes() + tokens * DType::U32.bytes()) as u64;
@@ -34,7 +34,7 @@ fn time(bencher: &mut Bencher, case: &EmbeddingCase) -> Result<(), Failure> {
         Ok((Tensor::from_slice(&bencher.stream, &[tokens], &ids)?, out))
     })?;
     let run = |stream: &Stream, (ids, out): &mut (Tensor, Tensor)| {
-        plan.run(stream, EmbeddingArgs { table: table.view(), ids: ids.view(), out: out.view_mut() })
+        plan.run(stream, EmbeddingArgs::new(table.view(), ids.view(), out.view_mut()))
     };
     let verify = |stream: &Stream, (ids, out): &(Tensor, Tensor)| {
         let ids: Vec<u32> = ids.to_vec(stream)?;

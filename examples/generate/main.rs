@@ -36,7 +36,7 @@ use ranks::Followers;
 use text::Codec;
 use warpforge::group::{Communicator, Group};
 use warpforge::models::{
-    Adapter, Checkpoint, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler, Shard,
+    Adapter, CacheType, LoadProgress, Logits, Model, ModelConfig, SessionOptions, SessionSampler, Shard,
 };
 use warpforge::ops::sampling::{PARAMS_LEN, SamplingFeatures, SamplingParams, SamplingProblem};
 use warpforge::{DType, Device};
@@ -169,7 +169,8 @@ fn plan(options: &Options) -> Result<Plan, Failure> {
         )
         .into());
     }
-    let session = SessionOptions { capacity, max_patches, ..SessionOptions::default() };
+    let cache_type = options.cache_type;
+    let session = SessionOptions { capacity, max_patches, cache_type, ..SessionOptions::default() };
     let session = if options.dump_logits.is_some() {
         // All rows of logits of a chunk, half a megabyte each for a large vocabulary.
         SessionOptions { chunk: 512, logits: Logits::All, ..session }
@@ -179,7 +180,7 @@ fn plan(options: &Options) -> Result<Plan, Failure> {
     session.check(&config)?;
     // A group's ranks have parts of it.
     if devices.len() == 1 {
-        check_memory(device, &config, dtype, capacity)?;
+        check_memory(device, &config, (dtype, cache_type), capacity)?;
     }
     if capacity > most {
         note(format_args!(
@@ -225,12 +226,17 @@ fn task(options: &Options, config: &ModelConfig, codec: Option<&Codec>) -> Resul
 }
 
 /// The caches of a session must fit into the memory, beside what else there is: known before minutes of loading.
-fn check_memory(device: &Device, config: &ModelConfig, dtype: DType, capacity: usize) -> Result<(), Failure> {
+fn check_memory(
+    device: &Device,
+    config: &ModelConfig,
+    (dtype, cache_type): (DType, CacheType),
+    capacity: usize,
+) -> Result<(), Failure> {
     let memory = match device.profile().memory_bytes {
         0 => host_memory(),
         bytes => Some(bytes),
     };
-    let needed = config.decoder.cache_bytes(dtype, capacity);
+    let needed = config.decoder.cache_bytes_as(dtype, cache_type, capacity);
     match memory {
         Some(memory) if needed > memory => Err(format!(
             "--max-new-tokens or --context: {capacity} tokens need {needed} bytes of cache; {} has {memory}",
@@ -257,7 +263,7 @@ fn load(
     let started = Instant::now();
     let bar = ProgressBar::new(0)
         .with_style(ProgressStyle::with_template("loading {bytes}/{total_bytes} {bar:40} {eta}")?);
-    let mut checkpoint = Checkpoint::open(&options.model)?;
+    let mut checkpoint = options.checkpoint()?;
     if let Some(folder) = &options.lora {
         checkpoint = checkpoint.with_adapter(Adapter::open(folder)?)?;
     }
@@ -273,7 +279,6 @@ fn load(
         }
         None => Model::quantised_while(device, &checkpoint, dtype, options.quant, &mut progress)?,
     };
-    let model = options.with_activations(model);
     bar.finish_and_clear();
     note(format_args!("loaded in {:.2} s", started.elapsed().as_secs_f64()));
     if !model.report().is_empty() {

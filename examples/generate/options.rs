@@ -7,7 +7,7 @@ use clap::Parser;
 use warpforge::models::cached_repo;
 #[cfg(feature = "hub")]
 use warpforge::models::download_repo;
-use warpforge::models::{ExpertSharding, GenerationConfig, Model, ModelError, Quantise};
+use warpforge::models::{CacheType, Checkpoint, ExpertSharding, GenerationConfig, ModelError, Quantise};
 use warpforge::ops::matmul::Activations;
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::weight::Scheme;
@@ -73,10 +73,14 @@ pub struct Options {
     /// int8, int4, fp8, fp8-channel, mxfp4 or nvfp4; with requantise- before it also those that are quantised already.
     #[arg(long, default_value = "as-stored", value_name = "SCHEME", value_parser = parse_quantise)]
     pub quant: Quantise,
-    /// Whether rows become fp8 before products with fp8 weights, where kernels multiply both. Default: what the
-    /// checkpoint says (`activation_scheme`).
-    #[arg(long, value_name = "BOOL")]
-    pub fp8_activations: Option<bool>,
+    /// What becomes of rows before products with quantised weights: as-given; fp8 before fp8 weights, where kernels
+    /// multiply both; int8 before int8 weights of linear layers that have a scale for each row. Default: what the
+    /// checkpoint says.
+    #[arg(long, value_parser = parse_activations)]
+    pub activations: Option<Activations>,
+    /// What keys and values are stored as: model (its own type), or fp8, for half of the memory.
+    #[arg(long, default_value = "model", value_name = "TYPE", value_parser = parse_cache_type)]
+    pub cache_type: CacheType,
     /// Divides the logits; 0 takes the most likely token each time. Default: generation_config.json's, or 0.
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
@@ -131,6 +135,19 @@ fn parse_experts(text: &str) -> Result<ExpertSharding, String> {
     text.parse().map_err(|error: warpforge::Error| error.to_string())
 }
 
+fn parse_cache_type(text: &str) -> Result<CacheType, String> {
+    text.parse().map_err(|error: warpforge::Error| error.to_string())
+}
+
+fn parse_activations(text: &str) -> Result<Activations, String> {
+    match text {
+        "as-given" => Ok(Activations::AsGiven),
+        "fp8" => Ok(Activations::Fp8),
+        "int8" => Ok(Activations::Int8),
+        _ => Err(format!("unknown kind {text:?}: expected as-given, fp8 or int8")),
+    }
+}
+
 fn parse_quantise(text: &str) -> Result<Quantise, String> {
     text.parse().map_err(|_| {
         let schemes = Scheme::NAMED.map(|(name, _)| name).join(", ");
@@ -160,13 +177,13 @@ fn repository(name: &str) -> Result<PathBuf, ModelError> {
 }
 
 impl Options {
-    /// The model with the activations that were asked for.
-    pub fn with_activations(&self, model: Model) -> Model {
-        match self.fp8_activations {
-            None => model,
-            Some(true) => model.with_activations(Activations::Fp8),
-            Some(false) => model.with_activations(Activations::AsGiven),
-        }
+    /// The checkpoint with the activations that were asked for.
+    pub fn checkpoint(&self) -> Result<Checkpoint, Failure> {
+        let checkpoint = Checkpoint::open(&self.model)?;
+        Ok(match self.activations {
+            None => checkpoint,
+            Some(activations) => checkpoint.with_activations(activations),
+        })
     }
 
     /// A model that is no path here is a repository's name, if it looks like one.

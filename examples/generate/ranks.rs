@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use warpforge::DType;
 use warpforge::group::Communicator;
-use warpforge::models::{Checkpoint, Model, PatchGrid, Session, SessionOptions, Shard, Visual};
+use warpforge::models::{Model, PatchGrid, Session, SessionOptions, Shard, Visual};
 
 use crate::options::Options;
 use crate::output::Failure;
@@ -66,7 +66,7 @@ pub fn follow(
     (dtype, session): (DType, SessionOptions),
     orders: &Orders,
 ) -> Result<(), Failure> {
-    let checkpoint = Checkpoint::open(&options.model)?;
+    let checkpoint = options.checkpoint()?;
     let mut go_on = |_| ControlFlow::Continue(());
     let model = Model::of_rank(
         Shard::from(rank).with_experts(options.experts),
@@ -75,7 +75,7 @@ pub fn follow(
         options.quant,
         &mut go_on,
     )?;
-    let mut session = options.with_activations(model).session(session)?;
+    let mut session = model.session(session)?;
     while let Ok(call) = orders.0.recv() {
         obey(&mut session, &call)?;
     }

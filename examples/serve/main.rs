@@ -123,6 +123,7 @@ fn start(options: &Options) -> Result<(Arc<Served>, std::thread::JoinHandle<()>)
         max_sequences: options.sequences,
         max_step_tokens: options.step_tokens,
         capacity,
+        cache_type: options.cache_type,
         ..BatchOptions::default()
     };
     // Drafts have rows of their own, for as many sequences as a step has several tokens of.

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::Parser;
+use warpforge::models::CacheType;
 use warpforge::{DType, DeviceChoice};
 
 /// Serves a model by HTTP, with the routes of OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models; and
@@ -60,6 +61,9 @@ pub struct Options {
     /// Most memory for the caches, in MiB.
     #[arg(long, default_value_t = 4096)]
     pub cache_mib: usize,
+    /// What keys and values are stored as: model (its own type), or fp8, for half of the memory.
+    #[arg(long, default_value = "model", value_name = "TYPE", value_parser = parse_cache_type)]
+    pub cache_type: CacheType,
     /// Seconds that requests have to come to their end after Ctrl-C or SIGTERM.
     #[arg(long, default_value_t = 30)]
     pub grace: u64,
@@ -75,4 +79,8 @@ fn parse_lora(text: &str) -> Result<(String, PathBuf), String> {
 fn parse_dtype(text: &str) -> Result<DType, String> {
     let known = DType::FLOATS.into_iter().find(|dtype| dtype.name() == text);
     known.ok_or_else(|| format!("unknown type {text:?}: expected f32, bf16 or f16"))
+}
+
+fn parse_cache_type(text: &str) -> Result<CacheType, String> {
+    text.parse().map_err(|error: warpforge::Error| error.to_string())
 }

@@ -261,6 +261,15 @@ impl Tensor {
         TensorViewMut::of(self.raw())
     }
 
+    /// As [`Tensor::view_mut`], of a tensor that is shared.
+    ///
+    /// # Safety
+    /// - *exclusive*: while the view is used, and until work that was enqueued with it is done, nobody else uses the
+    ///   tensor, but for work in the same stream.
+    pub(crate) unsafe fn view_mut_alone(&self) -> TensorViewMut<'_> {
+        TensorViewMut::of(self.raw())
+    }
+
     /// The elements of a tensor in host memory.
     pub(crate) fn host_slice<T: Element>(&self) -> &[T] {
         assert!(self.place == Place::Cpu && self.dtype == T::DTYPE, "CPU backend on {self:?}");

@@ -29,6 +29,8 @@ pub struct Checkpoint {
     source: Source,
     /// What is added to its weights as they are read.
     adapter: Option<Adapter>,
+    /// Instead of what the files say.
+    activations: Option<Activations>,
 }
 
 #[derive(Debug)]
@@ -125,14 +127,14 @@ impl Checkpoint {
             let is_bare = has_embeddings && !weights.names().any(|name| name.starts_with(PREFIX));
             let names = if is_bare { Names::Bare } else { Names::Published };
             let source = Source::Safetensors { weights: Box::new(weights), quantised, names };
-            return Ok(Checkpoint { path: path.into(), config, source, adapter: None });
+            return Ok(Checkpoint { path: path.into(), config, source, adapter: None, activations: None });
         }
         let file = Box::new(Gguf::open(path)?);
         let tower = tower.map(Gguf::open).transpose()?.map(Box::new);
         let config = ModelConfig::from_gguf(&file, tower.as_deref())?;
         let is_permuted = file.text("general.architecture")? == Some("llama");
         let source = Source::Gguf { file, tower, is_permuted };
-        Ok(Checkpoint { path: path.into(), config, source, adapter: None })
+        Ok(Checkpoint { path: path.into(), config, source, adapter: None, activations: None })
     }
 
     /// Opens the safetensors of a folder as a model of this configuration, whose tensors are where `names` says: it is
@@ -150,7 +152,7 @@ impl Checkpoint {
         config.check()?;
         let (weights, quantised) = (Box::new(Weights::open(path)?), quantisation(path)?);
         let source = Source::Safetensors { weights, quantised, names: Names::Custom(Box::new(names)) };
-        Ok(Checkpoint { path: path.into(), config, source, adapter: None })
+        Ok(Checkpoint { path: path.into(), config, source, adapter: None, activations: None })
     }
 
     /// The checkpoint with an adapter added to its weights: each is `W + scale · B · A` when it is loaded, in f32
@@ -164,6 +166,17 @@ impl Checkpoint {
     pub fn with_adapter(self, adapter: Adapter) -> Result<Checkpoint, Error> {
         adapter.check_modules(&Model::tensors(&self.config)?)?;
         Ok(Checkpoint { adapter: Some(adapter), ..self })
+    }
+
+    /// The checkpoint with what becomes of rows before products with its quantised weights, instead of what its files
+    /// say: [`Activations::Fp8`] where `activation_scheme` is `dynamic`, [`Activations::Int8`] for linear layers of
+    /// compressed-tensors whose `input_activations` are so, by a scale for each token that is found when it is there.
+    ///
+    /// Rows become int8 before int8 weights with a scale for each of their rows, of linear layers, stored so or
+    /// quantised so as they are loaded (`int8`); before those of experts they stay as they are. At a rank of a group
+    /// each part of a row has a scale of its own.
+    pub fn with_activations(self, activations: Activations) -> Checkpoint {
+        Checkpoint { activations: Some(activations), ..self }
     }
 
     /// The model's configuration.
@@ -220,11 +233,25 @@ impl Checkpoint {
         Ok(stored.max(quantise.unit()))
     }
 
-    /// What becomes of rows before products with its weights.
+    /// What becomes of rows before products with its packed weights.
     pub(super) fn activations(&self) -> Activations {
-        match &self.source {
-            Source::Safetensors { quantised: Some(quantised), .. } => quantised.activations(),
+        match (self.activations, &self.source) {
+            (Some(Activations::Int8), _) => Activations::AsGiven,
+            (Some(activations), _) => activations,
+            (None, Source::Safetensors { quantised: Some(quantised), .. }) => quantised.activations(),
             _ => Activations::AsGiven,
+        }
+    }
+
+    /// Whether rows become int8 before they are multiplied with this weight, if it is int8.
+    pub(super) fn rows_become_int8(&self, name: &str) -> bool {
+        match (self.activations, &self.source) {
+            (Some(activations), _) => activations == Activations::Int8,
+            (None, Source::Safetensors { quantised: Some(quantised), names, .. }) => {
+                let (name, _) = names.place(name);
+                quantised.rows_become_int8(name.strip_suffix(".weight").unwrap_or(&name))
+            }
+            _ => false,
         }
     }
 
@@ -314,6 +341,32 @@ impl Checkpoint {
             }),
             _ => self.merged(name, stored),
         }
+    }
+
+    /// Numbers above 0, one for all of so many heads or one for each: of each head.
+    pub(super) fn head_scales(&self, name: &str, heads: usize) -> Result<Vec<f32>, TensorProblem> {
+        let found = self.find(name)?.map(|stored| stored.shape);
+        let shape = match &found {
+            Some(shape) if shape.iter().product::<usize>() == 1 => &shape[..],
+            _ => &[heads],
+        };
+        let Stored { data, .. } = self.tensor(name, shape)?;
+        let count = shape.iter().product::<usize>();
+        let mut bytes = vec![0; count * DType::F32.bytes()];
+        let unfit = |got| TensorProblem::Unfit {
+            name: name.into(),
+            expected: "scales that are finite and above 0".into(),
+            got,
+        };
+        data.read(0..count, DType::F32, &mut bytes).map_err(unfit)?;
+        let numbers: Vec<f32> = bytes
+            .chunks_exact(4)
+            .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+            .collect();
+        if let Some(wrong) = numbers.iter().find(|number| !(number.is_finite() && **number > 0.0)) {
+            return Err(unfit(wrong.to_string()));
+        }
+        Ok(if count == 1 { vec![numbers[0]; heads] } else { numbers })
     }
 
     /// With what the adapter adds to it.
@@ -474,7 +527,7 @@ fn quantised_tensor<'a>(
         Scheme::Gptq { bits, group, is_v1 } => module.gptq(bits, group, is_v1)?,
         Scheme::Awq { group } => module.awq(group)?,
         Scheme::Packed { bits, group, is_symmetric } => module.packed(bits, group, is_symmetric)?,
-        Scheme::Bytes { block } => module.bytes("weight_scale", block)?,
+        Scheme::Bytes { block, .. } => module.bytes("weight_scale", block)?,
         Scheme::Nvfp4Packed => module.nvfp4_packed()?,
         Scheme::Mxfp4Packed => module.mxfp4_packed()?,
         Scheme::Nvfp4Modelopt => module.nvfp4_modelopt()?,

@@ -5,7 +5,9 @@ use std::ops::Range;
 use abi::DType;
 
 use super::config::DecoderConfig;
-use super::layers::{Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerBlock, Phase, Plans, Step};
+use super::layers::{
+    Cache, FeedForward, FeedForwardBlock, InPlace, Mixer, MixerBlock, Phase, Plans, ProjectionWeight, Step,
+};
 use super::loader::Loader;
 use super::part::{Cut, Part};
 use host::Error;
@@ -13,8 +15,9 @@ use host::Invariance;
 use host::group::Communicator;
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
-use host::ops::matmul::{Matmul, MatmulArgs, MatmulProblem};
+use host::ops::matmul::{Matmul, MatmulArgs, MatmulB, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormArgs};
+use host::weight::Layout;
 use host::{Constant, Tensor, TensorView, TensorViewMut};
 use host::{Kernel, OptimizationReport, Stream};
 
@@ -52,14 +55,14 @@ impl DecoderLayer {
 /// All weights of a decoder.
 #[derive(Debug)]
 pub struct Decoder {
-    /// `[vocab, hidden]`.
-    pub embedding: Constant,
+    /// `[vocab, hidden]`, as the checkpoint has it, quantised or not.
+    pub embedding: ProjectionWeight,
     /// The layers.
     pub layers: Vec<DecoderLayer>,
     /// Gain of the final norm.
     pub norm: Constant,
     /// `[vocab, hidden]`, at a rank of a group its rows of it; none if the embedding serves as the head.
-    pub head: Option<Constant>,
+    pub head: Option<ProjectionWeight>,
     /// The tokens that are of this rank.
     rows: Range<usize>,
 }
@@ -77,25 +80,37 @@ impl Decoder {
             (true, true, true) => (name.as_str(), !loader.is_same(&name, HEAD)),
             (true, false, _) => (name.as_str(), false),
         };
-        let embedding = loader.matrix(table, vocab_size.into(), hidden_size)?;
+        // Of a tied table a rank's head are some rows, which a packed one cannot be taken apart into.
+        let is_whole = loader.part() == Part::WHOLE;
+        let embedding = if has_head || is_whole {
+            loader.table(table, vocab_size.into(), hidden_size)?
+        } else {
+            ProjectionWeight::Plain(loader.matrix(table, vocab_size.into(), hidden_size)?)
+        };
         let layers = (0..config.layers.len())
             .map(|index| DecoderLayer::new(config, loader, prefix, index))
             .collect::<Result<_, _>>()?;
         let norm = loader.gain(&format!("{prefix}.norm.weight"), hidden_size)?;
         let rows = loader.part().tokens(vocab_size);
         let head_rows = Cut::range(vocab_size, rows.clone());
-        let head = if has_head { Some(loader.matrix(HEAD, head_rows, hidden_size)?) } else { None };
+        let head = if has_head { Some(loader.table(HEAD, head_rows, hidden_size)?) } else { None };
         Ok(Decoder { embedding, layers, norm, head, rows })
     }
 
     /// The matrix of the output head, at a rank of a group its rows of it.
     ///
     /// **Errors**: none of a decoder that has been loaded.
-    pub fn head(&self) -> Result<TensorView<'_>, Error> {
-        match &self.head {
-            Some(head) => Ok(head.view()),
-            None => self.embedding.view().slice(0, self.rows.clone()),
+    pub fn head(&self) -> Result<MatmulB<'_>, Error> {
+        match (&self.head, &self.embedding) {
+            (Some(head), _) => Ok(head.operand()),
+            (None, ProjectionWeight::Plain(table)) => Ok(table.view().slice(0, self.rows.clone())?.into()),
+            (None, table) => Ok(table.operand()),
         }
+    }
+
+    /// How the head is packed, if it is.
+    fn head_layout(&self) -> Option<Layout> {
+        self.head.as_ref().unwrap_or(&self.embedding).layout()
     }
 }
 
@@ -251,16 +266,19 @@ impl DecoderBlock {
         }
         let hidden = || phase.rows(&[hidden_size]);
         let plans = phase.plans(|phase| {
-            let table =
-                EmbeddingProblem { tokens: phase.tokens, vocab: vocab_size, cols: hidden_size, dtype };
+            let table = EmbeddingProblem {
+                weight: decoder.embedding.layout(),
+                ..EmbeddingProblem::new(phase.tokens, vocab_size, hidden_size, dtype)
+            };
             let norm = phase.norm(phase.tokens, hidden_size)?;
             Ok(DecoderPlans { embedding: Embedding::plan(device, table)?, norm })
         });
         let heads = phase.plans_to(logit_rows, |part| {
             let rows = part.tokens;
-            let chosen = EmbeddingProblem { tokens: rows, vocab: phase.tokens, cols: hidden_size, dtype };
+            let chosen = EmbeddingProblem::new(rows, phase.tokens, hidden_size, dtype);
             let product = MatmulProblem {
                 out_dtype: DType::F32,
+                weight: decoder.head_layout(),
                 ..MatmulProblem::new(rows, decoder.rows.len().max(1), hidden_size, dtype)
             };
             let choose = phase.chooses.then(|| Embedding::plan(device, chosen)).transpose()?;
@@ -327,8 +345,8 @@ impl DecoderBlock {
         let mut residual = residual.view_mut().slice(0, 0..tokens)?;
         let mut normed = all.view_mut().slice(0, 0..tokens)?;
         let mut projected = projected.view_mut().slice(0, 0..tokens)?;
-        let table = decoder.embedding.view();
-        embedding.run(stream, EmbeddingArgs { ids: step.ids, table, out: residual.reborrow() })?;
+        let table = decoder.embedding.operand();
+        embedding.run(stream, EmbeddingArgs::new(table, step.ids, residual.reborrow()))?;
         if let Some(rows) = step.visual {
             rows.replace(stream, residual.reborrow())?;
         }
@@ -385,7 +403,7 @@ impl DecoderBlock {
             (Some(ids), Some(choose), Some(chosen)) => {
                 // A table of all rows that there are, as it has a planned number.
                 let (table, out) = (all.view(), chosen.view_mut().slice(0, 0..rows)?);
-                choose.run(stream, EmbeddingArgs { ids, table, out })?;
+                choose.run(stream, EmbeddingArgs::new(table, ids, out))?;
                 chosen.view().slice(0, 0..rows)?
             }
             _ => all.view().slice(0, tokens - rows..tokens)?,

@@ -45,7 +45,7 @@ pub use hub::cached_repo;
 #[cfg(feature = "hub")]
 pub use hub::{DownloadProgress, download_repo};
 pub use layers::{
-    DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, Projection, ProjectionWeight,
+    CacheType, DeltaNet, FeedForward, LatentAttention, Linear, Mixer, Mlp, Moe, Projection, ProjectionWeight,
     SelfAttention,
 };
 pub use loader::{LoadProgress, Quantise};

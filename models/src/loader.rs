@@ -14,7 +14,7 @@ use super::quant::Packable;
 use super::weights::MAX_PROBLEMS;
 use super::{ModelError, TensorProblem};
 use host::weight::{
-    GateUp, Layout, Part as WeightPart, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource,
+    Codes, GateUp, Layout, Part as WeightPart, Quantised, ScaleType, Scheme, Stack, Weight, WeightSource,
 };
 use host::{Constant, Error, Stream, Tensor};
 
@@ -58,16 +58,16 @@ pub(super) fn tell(progress: Progress<'_>, loaded_bytes: u64, total_bytes: u64) 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Quantise {
-    /// They stay as they are in the checkpoint, quantised or not. What kernels have no layout for is dequantised:
-    /// tables, and columns in an order of their own (GPTQ's `desc_act`).
+    /// They stay as they are in the checkpoint, quantised or not, and so do the tables of embedding and head. What
+    /// kernels have no layout for is dequantised: columns in an order of their own (GPTQ's `desc_act`).
     #[default]
     AsStored,
     /// All are dequantised.
     Dense,
-    /// Those that are not quantised are, by this scheme, as they are loaded.
+    /// Those that are not quantised are, by this scheme, as they are loaded. Tables stay as they are.
     By(Scheme),
     /// All are by this scheme as they are loaded; those that are quantised already from the values that they stand for,
-    /// so with the errors of both.
+    /// so with the errors of both. Tables are dequantised.
     Requantise(Scheme),
 }
 
@@ -301,6 +301,9 @@ impl<'a> Loader<'a> {
         let Some(sources) = self.packable(parts, cols)? else {
             return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
         };
+        if self.rows_become_int8(parts, &sources) {
+            return self.int8(&sources);
+        }
         // One product, if they are alike.
         let refs: Vec<&dyn WeightSource> = sources.iter().map(|source| &**source).collect();
         let weights = match Stack::new(refs.clone()) {
@@ -308,6 +311,21 @@ impl<'a> Loader<'a> {
             None => self.pack(&refs)?,
         };
         Ok(ProjectionWeight::Packed(weights))
+    }
+
+    /// Rows of a table that tokens are looked up in or scored by. It stays as it is in the checkpoint, or becomes
+    /// dense: no scheme is for tables.
+    pub(super) fn table(&mut self, name: &str, rows: Cut, cols: usize) -> Result<ProjectionWeight, Error> {
+        let parts = [(name.to_owned(), rows)];
+        if matches!(self.quantise, Quantise::AsStored | Quantise::By(_)) {
+            let asked_for = std::mem::replace(&mut self.quantise, Quantise::AsStored);
+            let sources = self.packable(&parts, &cols.into());
+            self.quantise = asked_for;
+            if let Some([source]) = sources?.as_deref() {
+                return Ok(ProjectionWeight::Packed(self.pack(&[&**source])?));
+            }
+        }
+        Ok(ProjectionWeight::Plain(self.stacked(&parts, &cols.into())?))
     }
 
     /// A gate and up: packed with their rows in turn if both are quantised alike, else above each other.
@@ -326,7 +344,13 @@ impl<'a> Loader<'a> {
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        if let Some(sources) = self.packable(parts, cols)?
+        let sources = self.packable(parts, cols)?;
+        if let Some(sources) = &sources
+            && self.rows_become_int8(parts, sources)
+        {
+            return self.int8(sources);
+        }
+        if let Some(sources) = sources
             && let [gate, up] = &sources[..]
             && gate.layout() == up.layout()
             && gate.global() == up.global()
@@ -403,6 +427,52 @@ impl<'a> Loader<'a> {
             sources.push(source);
         }
         Ok(Some(sources))
+    }
+
+    /// Whether rows become int8 before they are multiplied with these weights: the checkpoint says so, and they are
+    /// int8 with a scale for each of their rows and without a zero point.
+    fn rows_become_int8(&self, parts: &[(String, Cut)], sources: &[Box<dyn WeightSource + 'a>]) -> bool {
+        let Source::Checkpoint(checkpoint) = self.source else { return false };
+        let suits = |source: &Box<dyn WeightSource + 'a>| {
+            let Layout { codes, group, rows, zeros, minimums, .. } = source.layout();
+            (codes, group, rows, zeros, minimums) == (Codes::Int8, 0, 1, false, false)
+        };
+        parts.iter().all(|(name, _)| checkpoint.rows_become_int8(name)) && sources.iter().all(suits)
+    }
+
+    /// int8 matrices above each other, for rows that become int8.
+    fn int8(&mut self, sources: &[Box<dyn WeightSource + 'a>]) -> Result<ProjectionWeight, Error> {
+        let stream = self.stream;
+        let k = sources.first().map_or(0, |source| source.size()[1]);
+        let n = sources.iter().map(|source| source.size()[0]).sum();
+        let mut codes = Tensor::empty(stream, &[n, k], DType::I8)?;
+        let mut scales = Vec::with_capacity(n);
+        let step = (BUFFER_ELEMS / k.max(1)).max(1);
+        let (mut buffer, mut done) = (Vec::new(), 0);
+        for source in sources {
+            let Layout { scale, .. } = source.layout();
+            let rows = source.size()[0];
+            scales.extend((0..rows).map(|row| number(scale, source.scale(row, 0))));
+            for start in (0..rows).step_by(step) {
+                let rows = start..rows.min(start + step);
+                buffer.resize(rows.len() * k, 0);
+                for (row, codes) in std::iter::zip(rows.clone(), buffer.chunks_exact_mut(k.max(1))) {
+                    source.codes(row, codes);
+                    // Counted from the middle of their range.
+                    codes.iter_mut().for_each(|code| *code ^= 0x80);
+                }
+                let mut to = codes.view_mut().slice(0, done..done + rows.len())?;
+                to.write_bytes(stream, &buffer)?;
+                done += rows.len();
+                self.loaded_bytes += (rows.len() * k * self.dtype.bytes()) as u64;
+                tell(self.progress, self.loaded_bytes, self.total_bytes)?;
+            }
+        }
+        let scales = Tensor::from_slice(stream, &[n], &scales)?;
+        Ok(ProjectionWeight::Int8 {
+            codes: Constant::new(codes, stream)?,
+            scales: Constant::new(scales, stream)?,
+        })
     }
 
     fn pack(&mut self, sources: &[&dyn WeightSource]) -> Result<Vec<Weight>, Error> {
@@ -505,6 +575,25 @@ impl<'a> Loader<'a> {
         self.load(dtype, &pieces, &[height(parts)])
     }
 
+    /// What keys or values of these heads are multiplied by when they are fp8, f32: of the first of these names that the
+    /// checkpoint has, one for all heads or one for each; or 1.
+    pub(super) fn head_scales(&mut self, names: &[String], heads: &Cut) -> Result<Constant, Error> {
+        let name = names.iter().find(|name| self.contains(name));
+        let ones = vec![1.0; heads.of];
+        let all = match (name, &mut self.source) {
+            (Some(name), Source::Check(checkpoint, problems)) => {
+                problems.extend(checkpoint.head_scales(name, heads.of).err());
+                ones
+            }
+            (Some(name), Source::Checkpoint(checkpoint)) => checkpoint
+                .head_scales(name, heads.of)
+                .map_err(|problem| checkpoint.unusable(1, vec![problem]))?,
+            _ => ones,
+        };
+        let own: Vec<f32> = heads.ranges.iter().flat_map(|range| all[range.clone()].to_vec()).collect();
+        Constant::new(Tensor::from_slice(self.stream, &[own.len()], &own)?, self.stream)
+    }
+
     /// The gains of a norm.
     pub(super) fn gain(&mut self, name: &str, len: usize) -> Result<Constant, Error> {
         if let Source::Random { .. } = self.source {
@@ -592,6 +681,15 @@ impl<'a> Loader<'a> {
             }
         };
         Constant::new(tensor, stream)
+    }
+}
+
+/// The number that a scale's bits stand for: a float.
+fn number(scale: ScaleType, bits: u32) -> f32 {
+    match scale {
+        ScaleType::F16 => half::f16::from_bits(bits as u16).to_f32(),
+        ScaleType::Bf16 => half::bf16::from_bits(bits as u16).to_f32(),
+        _ => f32::from_bits(bits),
     }
 }
 

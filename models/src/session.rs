@@ -7,7 +7,7 @@ use abi::DType;
 use super::Model;
 use super::config::{DecoderConfig, ModelConfig};
 use super::decoder::{DecoderBlock, LogitArgs, Observer};
-use super::layers::{Cache, Group, GroupPhase, Keys, Phase, Span, Step, Visible};
+use super::layers::{Cache, CacheType, Group, GroupPhase, Keys, Phase, Span, Step, Visible};
 use super::recording::Recording;
 use super::vision::{Visual, VisualInputs};
 use host::Error;
@@ -34,11 +34,20 @@ pub struct SessionOptions {
     pub logits: Logits,
     /// Most patches of the images and videos of a prompt; 0 for text alone, which takes no memory for a vision tower.
     pub max_patches: usize,
+    /// What keys and values are stored as.
+    pub cache_type: CacheType,
 }
 
 impl Default for SessionOptions {
     fn default() -> Self {
-        SessionOptions { batch: 1, capacity: 2048, chunk: 2048, logits: Logits::Last, max_patches: 0 }
+        SessionOptions {
+            batch: 1,
+            capacity: 2048,
+            chunk: 2048,
+            logits: Logits::Last,
+            max_patches: 0,
+            cache_type: CacheType::Model,
+        }
     }
 }
 
@@ -143,8 +152,9 @@ impl<'a> Deref for LogitRows<'a> {
 
 impl Session {
     pub(super) fn new(model: Model, options: SessionOptions) -> Result<Self, Error> {
-        let SessionOptions { batch, capacity, chunk, logits, max_patches } = options;
+        let SessionOptions { batch, capacity, chunk, logits, max_patches, cache_type } = options;
         options.check(model.config())?;
+        cache_type.check(OP, model.own_decoder(), model.dtype())?;
         let chunk = chunk.min(capacity);
         let options = SessionOptions { chunk, ..options };
         let config = model.own_decoder();
@@ -164,6 +174,7 @@ impl Session {
                 stream,
                 config,
                 dtype,
+                cache_type,
                 activations: model.activations(),
                 tokens,
                 sizes,
@@ -179,7 +190,7 @@ impl Session {
         let caches = config
             .layers
             .iter()
-            .map(|layer| Cache::new(&layer.mixer, &stream, dtype, [batch, capacity], batch))
+            .map(|layer| Cache::new(&layer.mixer, &stream, (dtype, cache_type), [batch, capacity], batch))
             .collect::<Result<_, _>>()?;
         let inputs = Inputs::new(&stream, chunk.max(batch + 1))?;
         let logits = Tensor::empty(&stream, &[prefill_rows.max(batch), vocab_size], DType::F32)?;

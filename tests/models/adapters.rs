@@ -26,6 +26,7 @@ const OPTIONS: BatchOptions = BatchOptions {
     pages: 16,
     prefix_cache: true,
     max_patches: 0,
+    cache_type: CacheType::Model,
 };
 
 const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use testkit::golden;
 use warpforge::models::{
-    Batch, BatchError, BatchOptions, BatchStats, RequestId, Scheduler, SequenceId, Work, WorkLogits,
+    Batch, BatchError, BatchOptions, BatchStats, CacheType, RequestId, Scheduler, SequenceId, Work,
+    WorkLogits,
 };
 
 use super::*;
@@ -63,7 +64,8 @@ struct Driver {
 impl Driver {
     /// A token: others than before, but few of them.
     fn token(&mut self) -> u32 {
-        self.next = (self.next * 37 + 11) % 301;
+        let vocab = self.batch.model().config().decoder.vocab_size as u32;
+        self.next = (self.next * 37 + 11) % vocab.min(301);
         self.next
     }
 
@@ -231,14 +233,17 @@ fn small() -> BatchOptions {
         pages: 10,
         prefix_cache: true,
         max_patches: 0,
+        cache_type: CacheType::Model,
     }
 }
 
 /// What each sequence gives alone: under `Invariance::Batch` the same bits.
-fn check_against_sessions(model: &Model, seen: &Seen, budget: usize, name: &str) -> Outcome {
+fn check_against_sessions(model: &Model, seen: &Seen, options: BatchOptions, name: &str) -> Outcome {
+    let BatchOptions { max_step_tokens: budget, cache_type, .. } = options;
     let is_invariant = model.device().invariance() == Invariance::Batch;
     let chunk = if budget <= FEW_ROWS { FEW_ROWS } else { 64 };
-    let options = SessionOptions { capacity: 64, chunk, logits: Logits::All, ..SessionOptions::default() };
+    let options =
+        SessionOptions { capacity: 64, chunk, logits: Logits::All, cache_type, ..SessionOptions::default() };
     let mut session = model.session(options)?;
     let stream = session.stream().clone();
     let vocab = model.config().decoder.vocab_size;
@@ -291,7 +296,7 @@ fn run(
     assert_eq!((end.sequences, end.free_pages), (0, options.pages), "{name}: all pages are back");
     driver.batch.clear_prefix_cache();
     assert_eq!(driver.batch.stats().cached_pages, 0);
-    check_against_sessions(model, &driver.seen, options.max_step_tokens, name)?;
+    check_against_sessions(model, &driver.seen, options, name)?;
     Ok(stats)
 }
 
@@ -442,6 +447,22 @@ mod the_same_bits {
         run(&model, small(), &everything(), name)?;
         schedules_on(&device, dtype, name, (8, 1))
     }
+}
+
+/// Nor do the kernels of quantised weights, tables and rows let bits depend on the mix; caches in fp8 do not either.
+#[test]
+fn the_same_bits_of_quantised_models() -> Outcome {
+    let card = Device::simulated(Arc::new(Card::new(Arch::Sm80)))?;
+    for name in ["ct_w8a8_int8", "gguf_q4_k_m", "fp8_block_moe"] {
+        let folder = workspace_root().join("tests/golden-quant").join(name);
+        let path = if name.starts_with("gguf") { folder.join("model.gguf") } else { folder };
+        for (device, cache_type) in [(&Device::cpu(), CacheType::Fp8), (&card, CacheType::Model)] {
+            let device = device.with_invariance(Invariance::Batch);
+            let model = Model::load(&device, &path, DType::BF16, &mut |_| {})?;
+            run(&model, BatchOptions { cache_type, ..small() }, &everything(), name)?;
+        }
+    }
+    Ok(())
 }
 
 #[test]

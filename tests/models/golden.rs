@@ -277,10 +277,16 @@ pub(super) fn with_experts_in_one_tensor(folder: &Path) -> Outcome {
     Ok(safetensors::serialize_to_file(views, None, &folder.join("model.safetensors"))?)
 }
 
-/// Mixtures whose experts stay quantised, prompt and decode, against transformers with the dequantised weights: in f32
-/// by ordinary arithmetic, in bf16 by tensor cores.
-fn quantised_experts(device: &Device) -> Outcome {
-    for name in ["awq_int4_moe", "fp8_block_moe", "gguf_moe_mxfp4"] {
+/// Models whose weights stay quantised, prompt and decode, against transformers with the dequantised weights: mixtures,
+/// tied tables, and rows that become int8. In f32 by ordinary arithmetic, in bf16 by tensor cores.
+fn quantised(device: &Device) -> Outcome {
+    for (name, rows) in [
+        ("awq_int4_moe", ""),
+        ("fp8_block_moe", ""),
+        ("gguf_moe_mxfp4", ""),
+        ("gguf_q4_k_m", ""),
+        ("ct_w8a8_int8", "_act"),
+    ] {
         let folder = workspace_root().join("tests/golden-quant").join(name);
         let arrays = testkit::golden::load(&folder.join("case.safetensors"))?;
         let path = if name.starts_with("gguf") { folder.join("model.gguf") } else { folder.clone() };
@@ -296,11 +302,14 @@ fn quantised_experts(device: &Device) -> Outcome {
                 logits.extend(rows.to_vec::<f32>(&stream)?);
                 Ok(())
             })?;
-            let error = relative_l2(&logits, case.sequence("logits", 0));
+            let error = relative_l2(&logits, case.sequence(&format!("logits{rows}"), 0));
             assert!(error <= bound, "{name} in {dtype} on {device:?}: {error:.2e}");
             if dtype == DType::F32 {
-                let want = case.greedy().expect("greedy");
-                assert_eq!(greedy(&mut session, prompt, 4)?, want[..4], "{name} on {device:?}");
+                let want: Vec<u32> = case.arrays[&format!("greedy{rows}")].i32().expect("greedy")[..4]
+                    .iter()
+                    .map(|&id| id as u32)
+                    .collect();
+                assert_eq!(greedy(&mut session, prompt, 4)?, want, "{name} on {device:?}");
             }
         }
     }
@@ -308,11 +317,11 @@ fn quantised_experts(device: &Device) -> Outcome {
 }
 
 #[test]
-fn quantised_experts_on_a_simulated_card() -> Outcome {
-    quantised_experts(&Device::simulated(Arc::new(Card::new(Arch::Sm80)))?)
+fn quantised_on_a_simulated_card() -> Outcome {
+    quantised(&Device::simulated(Arc::new(Card::new(Arch::Sm80)))?)
 }
 
 #[test]
-fn quantised_experts_on_the_card() -> Outcome {
-    cards().iter().try_for_each(quantised_experts)
+fn quantised_on_the_card() -> Outcome {
+    cards().iter().try_for_each(quantised)
 }

@@ -2,6 +2,7 @@
 
 mod adapters;
 mod batch;
+mod cache_type;
 mod fallback;
 mod files;
 mod golden;
@@ -22,8 +23,8 @@ use testkit::golden::Array;
 use testkit::gpu::workspace_root;
 use testkit::simulator::Card;
 use warpforge::models::{
-    BatchError, BatchOptions, FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model, ModelConfig,
-    Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, Visual,
+    BatchError, BatchOptions, CacheType, FeedForwardConfig, LayerConfig, Logits, MixerConfig, Model,
+    ModelConfig, Observed, PatchGrid, Scheduler, Session, SessionOptions, SessionSampler, Visual,
 };
 use warpforge::ops::sampling::SamplingParams;
 use warpforge::{Arch, DType, Device, Invariance, Place};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use testkit::golden;
 use warpforge::models::{
-    BatchError, BatchOptions, BatchSampler, DraftRequest, ModelDraft, NgramDraft, RequestId, RowSampling,
-    Scheduler, TokenLogprobs,
+    BatchError, BatchOptions, BatchSampler, CacheType, DraftRequest, ModelDraft, NgramDraft, RequestId,
+    RowSampling, Scheduler, TokenLogprobs,
 };
 use warpforge::ops::sampling::{NO_TOKEN, SamplingFeatures};
 use warpforge::{Error, Stream, Tensor, TensorView};
@@ -22,6 +22,7 @@ const OPTIONS: BatchOptions = BatchOptions {
     pages: 16,
     prefix_cache: true,
     max_patches: 0,
+    cache_type: CacheType::Model,
 };
 
 const ALL: SamplingFeatures = SamplingFeatures {

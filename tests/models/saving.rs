@@ -84,7 +84,8 @@ fn what_is_written_is_what_is_quantised() -> Outcome {
                 let own: usize = own.map(|(_, tensor)| tensor.data().len()).sum();
                 assert_eq!((tensor.bytes_after, own > 0), (own as u64, true));
                 assert!(tensor.bytes_after < tensor.bytes_before);
-                assert!(tensor.relative_error > 0.0 && tensor.relative_error < 0.3, "{tensor:?}");
+                assert!(tensor.errors.relative > 0.0 && tensor.errors.relative < 0.3, "{tensor:?}");
+                assert!(tensor.errors.largest > 0.0 && tensor.errors.largest < 0.3, "{tensor:?}");
             }
             let table = report.to_string();
             assert_eq!(table.lines().count(), report.tensors.len() + report.kept.len() + 2);

@@ -1,4 +1,6 @@
-//! Embedding against its reference: bit by bit.
+//! Embedding against its reference: bit by bit; of packed tables within its bound.
+
+mod packed;
 
 use abi::ops::embedding::{EmbeddingVariant, VARIANTS};
 use half::bf16;
@@ -9,8 +11,8 @@ use warpforge::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use warpforge::{DType, Device, Error, Tensor};
 
 use crate::harness::{
-    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel, fail, floats, on_executors,
-    through_every_kernel, values,
+    EVERY, Layout, Rows, Wanted, devices, devices_for, every_kernel_of, fail, floats, on_executors,
+    through_kernels, values,
 };
 
 #[derive(Clone, Debug)]
@@ -55,14 +57,15 @@ impl Case {
     }
 }
 
-fn ids(case: &Case) -> Vec<u32> {
-    let mut rng = Rng::new(case.seed ^ 7);
-    let invalid = [case.vocab as u32, u32::MAX, 1 << 31];
+/// Rows of a table, perhaps some that it does not have.
+fn ids(tokens: usize, vocab: usize, has_invalid: bool, seed: u64) -> Vec<u32> {
+    let mut rng = Rng::new(seed ^ 7);
+    let invalid = [vocab as u32, u32::MAX, 1 << 31];
     let mut draw = || match rng.below(4) {
-        0 if case.has_invalid => invalid[rng.below(3)],
-        _ => rng.below(case.vocab) as u32,
+        0 if has_invalid => invalid[rng.below(3)],
+        _ => rng.below(vocab) as u32,
     };
-    (0..case.tokens).map(|_| draw()).collect()
+    (0..tokens).map(|_| draw()).collect()
 }
 
 /// Runs the case on a device, with the kernel that `plan` chooses or with a given one.
@@ -71,20 +74,20 @@ fn run(
     case: &Case,
     variant: Option<&'static EmbeddingVariant>,
 ) -> Result<(), TestCaseError> {
-    let Case { dtype, tokens, vocab, cols, .. } = *case;
+    let Case { dtype, tokens, vocab, cols, has_invalid, seed, .. } = *case;
     let stream = device.stream().map_err(fail)?;
-    let problem = EmbeddingProblem { tokens, vocab, cols, dtype };
+    let problem = EmbeddingProblem::new(tokens, vocab, cols, dtype);
     let plan = match variant {
         None => Embedding::plan(device, problem),
         Some(variant) => Embedding::plan_with(device, problem, variant),
     };
     let plan = plan.map_err(fail)?;
     let data = values(case.kind, dtype, vocab * cols, case.seed);
-    let ids = ids(case);
+    let ids = ids(tokens, vocab, has_invalid, seed);
     let table = Rows::input(&stream, dtype, &data, cols, case.table).map_err(fail)?;
     let ids_tensor = Tensor::from_slice(&stream, &[tokens], &ids).map_err(fail)?;
     let mut out = Rows::output(&stream, dtype, tokens, cols, case.out).map_err(fail)?;
-    let args = EmbeddingArgs { table: table.view(), ids: ids_tensor.view(), out: out.view_mut() };
+    let args = EmbeddingArgs::new(table.view(), ids_tensor.view(), out.view_mut());
     plan.run(&stream, args).map_err(fail)?;
     let (got, want) = (out.read(&stream)?, reference::embedding(&data, &ids, cols));
     prop_assert_eq!(got.len(), want.len());
@@ -101,7 +104,7 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
     for device in cards {
         for variant in VARIANTS {
             if wanted(variant.entry)
-                && Embedding::plan_with(device, EmbeddingProblem { tokens, vocab, cols, dtype }, variant)
+                && Embedding::plan_with(device, EmbeddingProblem::new(tokens, vocab, cols, dtype), variant)
                     .is_ok()
             {
                 run(device, case, Some(variant))?;
@@ -113,12 +116,14 @@ fn run_variants(cards: &[Device], case: &Case, wanted: Wanted<'_>) -> Result<(),
 
 /// Sizes of 0, through every kernel.
 pub fn nothing() -> Result<(), TestCaseError> {
-    through_every_kernel("embedding", &[|case: &mut Case| case.tokens = 0], case(), Case::work, run_variants)
+    let plain = || VARIANTS.iter().map(|variant| variant.entry);
+    through_kernels(plain, &[|case: &mut Case| case.tokens = 0], case(), Case::work, run_variants)?;
+    packed::nothing()
 }
 
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    every_kernel("embedding", case(), Case::work, run_variants)
+    every_kernel_of(VARIANTS.iter().map(|variant| variant.entry), case(), Case::work, run_variants)
 }
 
 proptest! {
@@ -152,8 +157,8 @@ fn bits_are_kept() -> Result<(), Error> {
             let ids: Vec<u32> = (0..vocab as u32).rev().chain([vocab as u32, 0, u32::MAX]).collect();
             let ids_tensor = Tensor::from_slice(&stream, &[ids.len()], &ids)?;
             let mut out = Tensor::zeros(&stream, &[ids.len(), cols], DType::BF16)?;
-            let problem = EmbeddingProblem { tokens: ids.len(), vocab, cols, dtype: DType::BF16 };
-            let args = EmbeddingArgs { table: table.view(), ids: ids_tensor.view(), out: out.view_mut() };
+            let problem = EmbeddingProblem::new(ids.len(), vocab, cols, DType::BF16);
+            let args = EmbeddingArgs::new(table.view(), ids_tensor.view(), out.view_mut());
             Embedding::plan(device, problem)?.run(&stream, args)?;
             let out: Vec<u16> = out.to_vec::<bf16>(&stream)?.into_iter().map(bf16::to_bits).collect();
             for (row, &id) in std::iter::zip(out.chunks(cols), &ids) {
@@ -179,9 +184,9 @@ fn part_of_a_wider_table() -> Result<(), Box<dyn std::error::Error>> {
             let ids = [9u32, 0, 4];
             let ids_tensor = Tensor::from_slice(&stream, &[3], &ids)?;
             let mut out = Rows::output(&stream, DType::F16, 3, cols, Layout::default())?;
-            let problem = EmbeddingProblem { tokens: 8, vocab: 10, cols, dtype: DType::F16 };
+            let problem = EmbeddingProblem::new(8, 10, cols, DType::F16);
             let part = table.view().slice(1, start..start + cols)?;
-            let args = EmbeddingArgs { table: part, ids: ids_tensor.view(), out: out.view_mut() };
+            let args = EmbeddingArgs::new(part, ids_tensor.view(), out.view_mut());
             Embedding::plan(device, problem)?.run(&stream, args)?;
             let want: Vec<f64> =
                 ids.iter().flat_map(|&id| &data[id as usize * 128 + start..][..cols]).copied().collect();
@@ -197,11 +202,11 @@ fn empty() -> Result<(), Error> {
     for device in &devices() {
         let stream = device.stream()?;
         for (tokens, vocab, cols) in [(0, 5, 8), (3, 5, 0), (0, 0, 0), (2, 0, 8)] {
-            let problem = EmbeddingProblem { tokens, vocab, cols, dtype: DType::F32 };
+            let problem = EmbeddingProblem::new(tokens, vocab, cols, DType::F32);
             let table = Tensor::zeros(&stream, &[vocab, cols], DType::F32)?;
             let ids = Tensor::zeros(&stream, &[tokens], DType::U32)?;
             let mut out = Tensor::zeros(&stream, &[tokens, cols], DType::F32)?;
-            let args = EmbeddingArgs { table: table.view(), ids: ids.view(), out: out.view_mut() };
+            let args = EmbeddingArgs::new(table.view(), ids.view(), out.view_mut());
             Embedding::plan(device, problem)?.run(&stream, args)?;
             let out: Vec<f32> = out.to_vec(&stream)?;
             assert!(out.iter().all(|value| value.is_nan()), "an empty table has no valid id");
@@ -215,11 +220,11 @@ fn empty() -> Result<(), Error> {
 fn bad_input() -> Result<(), Error> {
     for device in &devices() {
         let stream = device.stream()?;
-        let problem = EmbeddingProblem { tokens: 4, vocab: 10, cols: 64, dtype: DType::F32 };
+        let problem = EmbeddingProblem::new(4, 10, 64, DType::F32);
         let plan = Embedding::plan(device, problem)?;
         let tensor = |shape: &[usize], dtype| Tensor::zeros(&stream, shape, dtype);
         let message = |table: &Tensor, ids: &Tensor, out: &mut Tensor| {
-            let args = EmbeddingArgs { table: table.view(), ids: ids.view(), out: out.view_mut() };
+            let args = EmbeddingArgs::new(table.view(), ids.view(), out.view_mut());
             plan.run(&stream, args).unwrap_err().to_string()
         };
         let (table, ids) = (tensor(&[10, 64], DType::F32)?, tensor(&[4], DType::U32)?);
@@ -246,7 +251,7 @@ fn bad_input() -> Result<(), Error> {
         );
         let wide = tensor(&[4, 2], DType::U32)?;
         let every_other = wide.view().slice(1, 0..1)?.reshape(&[4])?;
-        let args = EmbeddingArgs { table: table.view(), ids: every_other, out: out.view_mut() };
+        let args = EmbeddingArgs::new(table.view(), every_other, out.view_mut());
         assert_eq!(
             plan.run(&stream, args).unwrap_err().to_string(),
             "embedding: ids: expected stride 1 in the last dimension, got 2"

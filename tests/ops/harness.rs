@@ -197,9 +197,20 @@ pub fn through_every_kernel<S: Strategy>(
     work: impl Fn(&S::Value) -> usize,
     run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
 ) -> Result<(), TestCaseError> {
+    through_kernels(|| abi::ops::entries(family), zeros, cases, work, run)
+}
+
+/// The same of some kernels of a family.
+pub fn through_kernels<S: Strategy, E: Iterator<Item = &'static str>>(
+    entries: impl Fn() -> E,
+    zeros: &[fn(&mut S::Value)],
+    cases: S,
+    work: impl Fn(&S::Value) -> usize,
+    run: impl Fn(&[Device], &S::Value, Wanted<'_>) -> Result<(), TestCaseError>,
+) -> Result<(), TestCaseError> {
     let cards = all_cards();
     for (number, zero) in zeros.iter().enumerate() {
-        let mut missing: BTreeSet<&str> = abi::ops::entries(family).collect();
+        let mut missing: BTreeSet<&str> = entries().collect();
         let mut runner = TestRunner::deterministic();
         let mut draws = 0..10_000;
         while !missing.is_empty() {

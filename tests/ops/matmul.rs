@@ -1,6 +1,7 @@
 //! The matrix product against its reference.
 
 mod case;
+mod int8;
 mod mistakes;
 pub(crate) mod packed;
 

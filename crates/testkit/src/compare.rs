@@ -49,8 +49,8 @@ use abi::DType;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Number of elements of like magnitude whose naive results err from which the largest of these errors is taken as it is.
-/// The same result for the same reference again is no second one.
+/// Number of elements of like magnitude whose naive results err from which the largest of these errors is taken as it
+/// is. The same result for the same reference again is no second one.
 pub const SAMPLE: usize = 64;
 
 /// Number of elements from which the root mean square is checked: below, one element decides it.

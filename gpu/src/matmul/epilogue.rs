@@ -11,7 +11,9 @@
 //! Nothing else of the main loops knows of it, and they read and multiply what they would without: the rows of b in
 //! memory stay as they are.
 
-use abi::ops::matmul::{ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU};
+use abi::ops::matmul::{
+    ACTIVATED, GATED, MatmulDims, MatmulEpilogue, OUT_IN_F32, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
+};
 use cuda_std::cvt::Element;
 use cuda_std::{global, thread};
 
@@ -354,6 +356,23 @@ impl<'a, T: Element, O: Element> Epilogue<'a, T, O> {
             } else {
                 self.store_quad(row, col, values);
             }
+        }
+    }
+
+    /// As [`Self::quad`], of kernels that store to f32 if that is asked for.
+    ///
+    /// # Safety
+    /// - As [`Self::quad`]; out is f32 if [`OUT_IN_F32`] is set.
+    #[inline(always)]
+    pub unsafe fn quad_to_any(&self, row: u32, col: u32, sums: [f32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.how.options & OUT_IN_F32 == 0 {
+                return self.quad(row, col, sums, &self.bias(col));
+            }
+            let scale = self.how.scale;
+            let values = [sums[0] * scale, sums[1] * scale, sums[2] * scale, sums[3] * scale];
+            simt::store_quad(self.out.cast::<f32>(), row, col, values, self.dims);
         }
     }
 

@@ -180,8 +180,14 @@ impl Packed {
     /// A row of tiles, as the lane reads it.
     #[inline(always)]
     pub fn row<C: Code>(&self, row_block: u32) -> Row<'_> {
+        self.row_of_lane::<C>(row_block, thread::lane())
+    }
+
+    /// The same as another lane reads it.
+    #[inline(always)]
+    pub fn row_of_lane<C: Code>(&self, row_block: u32, lane: u32) -> Row<'_> {
         let WeightDims { tiles, stretches, group_log2, rows_log2, scale, .. } = self.dims;
-        let (row_block, lane) = ((self.dims.first_block + row_block) as usize, thread::lane() as usize);
+        let (row_block, lane) = ((self.dims.first_block + row_block) as usize, lane as usize);
         let words = (C::CODES.tile_bytes() / 4) as usize;
         let count = self.per_stretch() as usize;
         let bytes = count as u32 * bytes_of(scale);

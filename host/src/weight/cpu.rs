@@ -129,6 +129,11 @@ impl<'a> Packed<'a> {
         self.for_tiles::<V>(expert, block, tiles.clone(), &mut Values { first: tiles.start, values, stride });
     }
 
+    /// Columns of a row from `first` on, a multiple of a tile's, as many as there is room for.
+    pub(crate) fn row(&self, row: usize, first: usize, values: &mut [f32]) {
+        by_best(OneRow { packed: self, row, first, values });
+    }
+
     /// Gives each row of these tiles to `user`.
     #[inline(always)]
     fn for_tiles<V: Lanes>(
@@ -453,6 +458,33 @@ impl<T: FloatElement> Work for Order<'_, T> {
             // Minimums are subtracted.
             for (sums, pair) in std::iter::zip(sums, elements.as_chunks::<2>().0) {
                 V::splat(0.0).sub(V::load(&pair[0])).sub(V::load(&pair[1])).store(sums);
+            }
+        }
+    }
+}
+
+struct OneRow<'s> {
+    packed: &'s Packed<'s>,
+    row: usize,
+    first: usize,
+    values: &'s mut [f32],
+}
+
+impl Work for OneRow<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        let OneRow { packed, row, first, values } = self;
+        let places = packed.places();
+        for (tile, values) in values.chunks_mut(TILE).enumerate() {
+            let mut rows = [[0.0; TILE]; ROWS];
+            let columns = first + tile * TILE..first + (tile + 1) * TILE;
+            packed.row_block::<V>((0, row / ROWS), columns, (rows.as_flattened_mut(), TILE));
+            for (value, &place) in std::iter::zip(&rows[row % ROWS], places) {
+                if let Some(to) = values.get_mut(usize::from(place)) {
+                    *to = *value;
+                }
             }
         }
     }

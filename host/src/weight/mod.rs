@@ -22,7 +22,7 @@ use crate::tensor::{Mirror, Tensor, TensorView, Views};
 use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
 
 pub use abi::weight::{Codes, Layout, ScaleType};
-pub use quantise::{Quantised, Scheme};
+pub use quantise::{QuantErrors, Quantised, Scheme};
 
 const OP: &str = "Weight::pack";
 

@@ -231,21 +231,45 @@ impl<R: Fn(usize, &mut [f32]) + Sync> Quantised<R> {
         }
     }
 
-    /// The error of all values relative to them: the root of the sum of its squares over that of theirs; 0 for no
-    /// values.
-    pub fn relative_error(&self) -> f64 {
+    /// How far the values are from what they were.
+    pub fn errors(&self) -> QuantErrors {
         let [n, k] = self.size;
-        let sums = (0..n).into_par_iter().map(|row| {
+        let of_row = |row| {
             let (mut values, mut after) = (vec![0.0; k], vec![0.0; k]);
             (self.rows)(row, &mut values);
             self.dequantise(row, &mut after);
-            std::iter::zip(values, after).fold([0.0f64; 2], |[error, all], (value, after)| {
-                [error + f64::from(value - after).powi(2), all + f64::from(value).powi(2)]
-            })
-        });
-        let [error, all] = sums.reduce(|| [0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]);
-        if all > 0.0 { (error / all).sqrt() } else { 0.0 }
+            let mut sums = Errors::default();
+            for (&value, after) in std::iter::zip(&values, after) {
+                let (error, value) = (f64::from(value - after).abs(), f64::from(value).abs());
+                sums.squares = [sums.squares[0] + error * error, sums.squares[1] + value * value];
+                sums.largest = [sums.largest[0].max(error), sums.largest[1].max(value)];
+            }
+            sums
+        };
+        let Errors { squares, largest } =
+            (0..n).into_par_iter().map(of_row).reduce(Errors::default, |a, b| Errors {
+                squares: [a.squares[0] + b.squares[0], a.squares[1] + b.squares[1]],
+                largest: [a.largest[0].max(b.largest[0]), a.largest[1].max(b.largest[1])],
+            });
+        let share = |[error, all]: [f64; 2]| if all > 0.0 { error / all } else { 0.0 };
+        QuantErrors { relative: share(squares).sqrt(), largest: share(largest) }
     }
+}
+
+/// How far quantised values are from what they were; 0 for no values, and where all are 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct QuantErrors {
+    /// The root of the sum of the squares of all values' errors, over that of the values'.
+    pub relative: f64,
+    /// The largest error of a value, over the largest magnitude of a value.
+    pub largest: f64,
+}
+
+/// Of errors and of values.
+#[derive(Default)]
+struct Errors {
+    squares: [f64; 2],
+    largest: [f64; 2],
 }
 
 /// From the smallest to the largest value of a group, 0 included; NaN if there is one.
@@ -348,8 +372,9 @@ mod tests {
         let bounds = [0.006, 0.12, 0.04, 0.04, 0.2, 0.14];
         for (scheme, bound) in std::iter::zip(named, bounds).chain([(asymmetric, 0.12)]) {
             let quantised = Quantised::new([n, k], scheme, rows)?;
-            let error = quantised.relative_error();
+            let QuantErrors { relative: error, largest } = quantised.errors();
             assert!(error > bound / 20.0 && error < bound, "{scheme:?}: {error}");
+            assert!(largest > 0.0 && largest < 2.0 * bound, "{scheme:?}: {largest}");
             let weight = Weight::pack(&stream, &quantised)?;
             let packed = Packed::new(&weight);
             let stride = packed.columns();

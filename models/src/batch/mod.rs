@@ -153,9 +153,17 @@ impl Batch {
         adapters: &[&Adapter],
     ) -> Result<Self, BatchError> {
         options.check()?;
-        let BatchOptions { max_sequences, max_step_tokens: tokens, capacity, page_tokens, pages, .. } =
-            options;
+        let BatchOptions {
+            max_sequences,
+            max_step_tokens: tokens,
+            capacity,
+            page_tokens,
+            pages,
+            cache_type,
+            ..
+        } = options;
         let config = model.own_decoder();
+        cache_type.check(OP, config, model.dtype())?;
         let &DecoderConfig { vocab_size, .. } = config;
         let (stream, dtype, logit_rows) = (model.device().stream()?, model.dtype(), options.logit_rows());
         let (ones, severals) = (options.max_ones(), options.max_severals());
@@ -176,6 +184,7 @@ impl Batch {
             stream: &stream,
             config,
             dtype,
+            cache_type,
             activations: model.activations(),
             tokens,
             sizes: &sizes,
@@ -186,7 +195,8 @@ impl Batch {
             adapters: adapters.as_ref().map(Adapters::sizes),
         };
         let block = DecoderBlock::new(&phase, model.decoder())?;
-        let cache = |mixer| Cache::new(mixer, &stream, dtype, [pages, page_tokens], max_sequences);
+        let cache =
+            |mixer| Cache::new(mixer, &stream, (dtype, cache_type), [pages, page_tokens], max_sequences);
         let caches: Vec<Cache> =
             config.layers.iter().map(|layer| cache(&layer.mixer)).collect::<Result<_, _>>()?;
         let rope = &config.rope;

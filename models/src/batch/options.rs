@@ -2,6 +2,7 @@
 
 use abi::DType;
 
+use crate::CacheType;
 use crate::config::ModelConfig;
 use host::Error;
 use host::ops::attention::PAGE_SIZES;
@@ -31,6 +32,8 @@ pub struct BatchOptions {
     pub prefix_cache: bool,
     /// Most patches of the images and videos of a prompt; 0 for text alone, which takes no memory for a vision tower.
     pub max_patches: usize,
+    /// What keys and values are stored as.
+    pub cache_type: CacheType,
 }
 
 impl Default for BatchOptions {
@@ -45,6 +48,7 @@ impl Default for BatchOptions {
             pages: 1024,
             prefix_cache: true,
             max_patches: 0,
+            cache_type: CacheType::Model,
         }
     }
 }
@@ -54,7 +58,7 @@ impl BatchOptions {
     /// configuration and type.
     pub fn with_cache_bytes(self, config: &ModelConfig, dtype: DType, bytes: usize) -> Self {
         // What grows with a sequence; what does not is taken for each anyway.
-        let of = |tokens| config.decoder.cache_bytes(dtype, tokens);
+        let of = |tokens| config.decoder.cache_bytes_as(dtype, self.cache_type, tokens);
         let page = of(self.page_tokens) - of(0);
         let all = self.max_sequences.saturating_mul(self.pages_of(self.capacity));
         let pages = bytes.checked_div(page);

@@ -22,6 +22,7 @@ use serde_json::Value;
 
 use super::ModelError;
 use super::gguf::{Gguf, config_json};
+use crate::CacheType;
 use fields::{Fields, Seen, whole};
 pub(super) use fields::{parse_json, read_json, read_text};
 pub use generation::GenerationConfig;
@@ -127,16 +128,23 @@ impl DecoderConfig {
 
     /// Bytes of a sequence's caches with room for `capacity` tokens, in all layers; `usize::MAX` if they are more.
     pub fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
-        let of_layer = |layer: &LayerConfig| layer.mixer.cache_bytes(dtype, capacity);
+        self.cache_bytes_as(dtype, CacheType::Model, capacity)
+    }
+
+    /// The same with keys and values stored so.
+    pub fn cache_bytes_as(&self, dtype: DType, cache_type: CacheType, capacity: usize) -> usize {
+        let of_layer = |layer: &LayerConfig| layer.mixer.cache_bytes(dtype, cache_type, capacity);
         self.layers.iter().map(of_layer).fold(0, usize::saturating_add)
     }
 }
 
 impl MixerConfig {
-    fn cache_bytes(&self, dtype: DType, capacity: usize) -> usize {
+    fn cache_bytes(&self, dtype: DType, cache_type: CacheType, capacity: usize) -> usize {
         match self {
             MixerConfig::Attention(AttentionConfig { heads_kv, head_dim, .. }) => {
-                [2, *heads_kv, *head_dim, dtype.bytes()].into_iter().fold(capacity, usize::saturating_mul)
+                [2, *heads_kv, *head_dim, cache_type.dtype(dtype).bytes()]
+                    .into_iter()
+                    .fold(capacity, usize::saturating_mul)
             }
             MixerConfig::DeltaNet(net) => {
                 let product = |sizes: [usize; 4]| sizes.into_iter().fold(1, usize::saturating_mul);

@@ -57,9 +57,10 @@ pub(crate) enum Scheme {
         group: Option<usize>,
         is_symmetric: bool,
     },
-    /// Bytes, and `weight_scale`.
+    /// Bytes, and `weight_scale`; of integers perhaps for rows that become int8 too.
     Bytes {
         block: Option<[usize; 2]>,
+        rows_become_int8: bool,
     },
     Nvfp4Packed,
     Mxfp4Packed,
@@ -147,6 +148,11 @@ impl QuantConfig {
     /// What becomes of the rows that the weights are multiplied with.
     pub(crate) fn activations(&self) -> Activations {
         self.activations
+    }
+
+    /// Whether rows become int8 before they are multiplied with this module's weight.
+    pub(crate) fn rows_become_int8(&self, module: &str) -> bool {
+        matches!(self.scheme_of(module), Some(Scheme::Bytes { rows_become_int8: true, .. }))
     }
 
     /// How this module is quantised, if it is.
@@ -398,7 +404,7 @@ fn modelopt(fields: &Fields) -> Result<Modules, ModelError> {
             }
             Scheme::Nvfp4Modelopt
         }
-        "FP8" => Scheme::Bytes { block: None },
+        "FP8" => Scheme::Bytes { block: None, rows_become_int8: false },
         other => return Err(fields.unsupported("quant_algo", other.into(), &["NVFP4", "FP8"])),
     };
     Ok(Modules {
@@ -511,7 +517,8 @@ fn scheme(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Sche
                     return Err(weights.unsupported("strategy", other.into(), supported));
                 }
             };
-            Ok(Scheme::Bytes { block })
+            let rows_become_int8 = kind == "int" && block.is_none() && rows_become_int8(group)?;
+            Ok(Scheme::Bytes { block, rows_become_int8 })
         }
         "nvfp4-pack-quantized" | "mxfp4-pack-quantized" => {
             let (scheme, group, name) = match format {
@@ -529,6 +536,28 @@ fn scheme(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Sche
         }
         other => Err(group.unsupported("format", other.into(), FORMATS)),
     }
+}
+
+/// Whether a group's rows become int8, each by a scale that is found when it is there. With scales of the file's own or
+/// in another way they are multiplied as they are.
+fn rows_become_int8(group: &Fields) -> Result<bool, ModelError> {
+    let Some(map) = group.nullable("input_activations", "an object", Value::as_object)? else {
+        return Ok(false);
+    };
+    let prefix = format!("{}input_activations.", group.prefix());
+    let rows = group.inside(prefix.as_str(), map);
+    let bits = rows.nullable("num_bits", "a number of bits", Value::as_u64)?;
+    let text = |key| rows.nullable(key, "a string", Value::as_str);
+    let is_dynamic = rows.nullable("dynamic", "true, false or a string", |value| match value {
+        Value::Bool(is_dynamic) => Some(*is_dynamic),
+        Value::String(_) => Some(false),
+        _ => None,
+    })?;
+    Ok(bits == Some(8)
+        && matches!(text("type")?, None | Some("int"))
+        && text("strategy")? == Some("token")
+        && is_dynamic == Some(true)
+        && rows.flag("symmetric")?.unwrap_or(true))
 }
 
 #[cfg(test)]

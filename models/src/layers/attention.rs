@@ -11,7 +11,7 @@ use crate::loader::Loader;
 use crate::part::{Cut, Part};
 use host::Error;
 use host::Stream;
-use host::ops::attention::{self, AttentionProblem, Mask};
+use host::ops::attention::{self, AttentionProblem, KvScales, Mask};
 use host::ops::glu::{Activation, Glu, GluArgs, GluProblem};
 use host::ops::matmul::{Act, Residual};
 use host::ops::qk_norm_rope::{QkNorm, QkNormRope, QkNormRopeArgs, QkNormRopeProblem, QkNormWeights};
@@ -30,6 +30,8 @@ pub struct SelfAttention {
     pub k_norm: Option<Constant>,
     /// Output projection.
     pub o: Projection,
+    /// `[heads_kv]` f32 each: what keys and values of an fp8 cache are multiplied by.
+    pub kv_scales: [Constant; 2],
 }
 
 impl SelfAttention {
@@ -51,10 +53,16 @@ impl SelfAttention {
         };
         let mut gain = |part| if qk_norm { loader.gain(&name(part), head_dim).map(Some) } else { Ok(None) };
         let (q_norm, k_norm) = (gain("q_norm.weight")?, gain("k_norm.weight")?);
+        let [_, kv_heads] = part.heads(config);
+        let heads = Cut::range(config.heads_kv, kv_heads);
+        let scales = |of: &str| [format!("{prefix}.{of}_scale"), format!("{prefix}.{of}_proj.{of}_scale")];
+        let kv_scales =
+            [loader.head_scales(&scales("k"), &heads)?, loader.head_scales(&scales("v"), &heads)?];
         Ok(SelfAttention {
             qkv,
             q_norm,
             k_norm,
+            kv_scales,
             o: Projection::new(
                 loader,
                 &[(o.as_str(), hidden_size.into())],
@@ -164,12 +172,14 @@ impl AttentionBlock {
         weights: &SelfAttention,
     ) -> Result<Self, Error> {
         let &AttentionConfig { heads_q, heads_kv, head_dim, qk_norm, window, output_gate, .. } = config;
-        let &Phase { stream, dtype, .. } = phase;
+        let &Phase { stream, dtype, cache_type, .. } = phase;
+        let cache_dtype = cache_type.dtype(dtype);
         let (hidden_size, rotary_dim) = (phase.config.hidden_size, phase.config.rope.rotary_dim);
         let (device, norm) = (stream.device(), phase.config.norm);
         let problem = AttentionProblem {
             mask: Mask::Causal,
             window,
+            dtype_kv: cache_dtype,
             ..AttentionProblem::new(0, [0, 0], [heads_q, heads_kv], head_dim, dtype)
         };
         let q_cols = heads_q * head_dim;
@@ -185,7 +195,7 @@ impl AttentionBlock {
                 rotary_dim,
                 style: RopeStyle::HalfSplit,
                 dtype,
-                cache_dtype: dtype,
+                cache_dtype,
                 norm: qk_norm.then_some(QkNorm { eps: norm.eps, weight: norm.weight }),
             };
             let gate = GluProblem { rows: tokens, cols: q_cols, dtype, activation: Activation::Sigmoid };
@@ -300,6 +310,13 @@ impl AttentionBlock {
             (Some(q), Some(k)) => Some(QkNormWeights { q: q.view(), k: k.view() }),
             _ => None,
         };
+        let kv_scales = match cache.k.dtype() {
+            DType::F8E4M3 => {
+                let [k, v] = weights.kv_scales.each_ref().map(|scale| Some(scale.view()));
+                KvScales { k, v }
+            }
+            _ => KvScales::default(),
+        };
         let args = QkNormRopeArgs {
             q: RopeInput::From(heads(0..k_start)?),
             k: heads(k_start..v_start)?,
@@ -311,8 +328,8 @@ impl AttentionBlock {
             q_out: q.reborrow(),
             k_cache: cache.k.view_mut().reshape(&[slots, heads_kv, head_dim])?,
             v_cache: cache.v.view_mut().reshape(&[slots, heads_kv, head_dim])?,
-            k_scale: None,
-            v_scale: None,
+            k_scale: kv_scales.k,
+            v_scale: kv_scales.v,
         };
         plans.norm_rope.run(stream, args)?;
 
@@ -320,7 +337,8 @@ impl AttentionBlock {
             let rows = group.rows.clone();
             let out =
                 attended.reborrow().slice(0, rows.clone())?.reshape(&[rows.len(), heads_q, head_dim])?;
-            group.attend(stream, plan, q.as_view().slice(0, rows)?, [cache.k.view(), cache.v.view()], out)?;
+            let keys = ([cache.k.view(), cache.v.view()], kv_scales);
+            group.attend(stream, plan, q.as_view().slice(0, rows)?, keys, out)?;
         }
         let (Some(glu), Some(gated)) = (&plans.gate, &mut self.gated) else {
             return Ok(());

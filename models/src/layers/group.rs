@@ -92,14 +92,14 @@ pub(crate) struct Span {
 }
 
 impl Group<'_> {
-    /// The attention of its rows `q` `[rows, heads, head_dim]` over a cache `[outer, inner, heads, head_dim]`; `out` is
-    /// like q.
+    /// The attention of its rows `q` `[rows, heads, head_dim]` over a cache `[outer, inner, heads, head_dim]`, with its
+    /// scales; `out` is like q.
     pub(super) fn attend(
         &self,
         stream: &Stream,
         plan: &Attention,
         q: TensorView<'_>,
-        [k, v]: [TensorView<'_>; 2],
+        ([k, v], kv_scales): ([TensorView<'_>; 2], KvScales<'_>),
         out: TensorViewMut<'_>,
     ) -> Result<(), Error> {
         let (batch, seq) = match self.ragged {
@@ -123,7 +123,7 @@ impl Group<'_> {
             k,
             v,
             kv_lens,
-            kv_scales: KvScales::default(),
+            kv_scales,
             out: {
                 let shape = shape(out.shape());
                 out.reshape(&shape)?

@@ -10,7 +10,7 @@ use crate::loader::Loader;
 use crate::part::Cut;
 use host::Error;
 use host::Stream;
-use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, MAX_DECODE_QUERIES, Mask};
+use host::ops::attention::{Attention, AttentionArgs, AttentionProblem, KvScales, MAX_DECODE_QUERIES, Mask};
 use host::ops::copy::{Copy, CopyArgs, CopyProblem};
 use host::ops::embedding::{Embedding, EmbeddingArgs, EmbeddingProblem};
 use host::ops::kv_append::{KvAppend, KvAppendArgs, KvAppendProblem};
@@ -441,7 +441,8 @@ impl Absorbed {
         let [outer, inner, _] = [0, 1, 2].map(|axis| cache.rows.shape()[axis]);
         let k = cache.rows.view().reshape(&[outer, inner, 1, row])?;
         let v = k.slice(3, 0..latent)?;
-        group.attend(stream, &self.attention, absorbed.as_view(), [k, v], attended.reborrow())?;
+        let keys = ([k, v], KvScales::default());
+        group.attend(stream, &self.attention, absorbed.as_view(), keys, attended.reborrow())?;
         let a = attended.as_view().swap_axes(0, 1)?;
         let v_b =
             weights.kv_b.view().reshape(&[heads, nope + value, latent])?.slice(1, nope..nope + value)?;
@@ -462,7 +463,7 @@ impl Naive {
         let pages = |page_tokens: usize| -> Result<_, Error> {
             let (tokens, cols) = (capacity.div_ceil(page_tokens), page_tokens * config.row());
             let vocab = group.pages;
-            let plan = Embedding::plan(device, EmbeddingProblem { tokens, vocab, cols, dtype })?;
+            let plan = Embedding::plan(device, EmbeddingProblem::new(tokens, vocab, cols, dtype))?;
             Ok((plan, Tensor::empty(stream, &[tokens, cols], dtype)?))
         };
         // A sequence at a time, so that its keys have their number.
@@ -496,12 +497,10 @@ impl Naive {
             let rows = match (&group.keys, &mut self.pages) {
                 (Keys::Pages { table, .. }, Some((plan, in_a_row))) => {
                     let pages = keys.div_ceil(inner);
-                    let args = EmbeddingArgs {
-                        table: cache.rows.view().reshape(&[outer, inner * row])?,
-                        ids: table.slice(0, index..index + 1)?.slice(1, 0..pages)?.reshape(&[pages])?,
-                        out: in_a_row.view_mut().slice(0, 0..pages)?,
-                    };
-                    plan.run(stream, args)?;
+                    let rows = cache.rows.view().reshape(&[outer, inner * row])?;
+                    let ids = table.slice(0, index..index + 1)?.slice(1, 0..pages)?.reshape(&[pages])?;
+                    let to = in_a_row.view_mut().slice(0, 0..pages)?;
+                    plan.run(stream, EmbeddingArgs::new(rows, ids, to))?;
                     in_a_row.view().slice(0, 0..pages)?.reshape(&[pages * inner, row])?.slice(0, 0..keys)?
                 }
                 (Keys::Rows { sequences, .. }, _) => {

@@ -4,6 +4,7 @@
 //! A session has a block for each *kind* of part, a configuration, in each phase, and a cache for each layer.
 
 mod attention;
+mod cache;
 mod delta_net;
 mod group;
 mod latent;
@@ -14,6 +15,7 @@ mod moe;
 mod projection;
 
 pub use attention::SelfAttention;
+pub use cache::CacheType;
 pub use delta_net::DeltaNet;
 pub use latent::LatentAttention;
 pub use linear::Linear;
@@ -26,8 +28,9 @@ use abi::DType;
 use super::config::{DecoderConfig, FeedForwardConfig, MixerConfig};
 use super::loader::Loader;
 use super::vision::VisualRows;
-use attention::{AttentionBlock, KeysValues};
-use delta_net::{DeltaNetBlock, DeltaState};
+use attention::AttentionBlock;
+pub(super) use cache::Cache;
+use delta_net::DeltaNetBlock;
 pub(super) use group::{Group, GroupPhase, Keys, Span, Visible};
 use host::Error;
 use host::Invariance;
@@ -37,14 +40,13 @@ use host::group::Communicator;
 use host::ops::matmul::{Act, Activations, Bias, Epilogue, Matmul, MatmulProblem};
 use host::ops::rmsnorm::{RmsNorm, RmsNormProblem};
 use host::ops::rope::RopeTables;
-use host::weight::Layout;
 use host::{Tensor, TensorView, TensorViewMut};
-use latent::{LatentBlock, LatentRows};
+use latent::LatentBlock;
 pub(super) use low_rank::{AdaptedRows, AdapterSizes, Adapters, PartAdapters, RowSorter};
 use mlp::MlpBlock;
 use moe::MoeBlock;
-pub(super) use projection::ProjectionKind;
 use projection::ProjectionPlan;
+pub(super) use projection::{Form, ProjectionKind};
 
 /// What mixes the tokens of a sequence.
 #[derive(Debug)]
@@ -129,6 +131,8 @@ pub(super) struct Phase<'a> {
     pub(super) stream: &'a Stream,
     pub(super) config: &'a DecoderConfig,
     pub(super) dtype: DType,
+    /// What keys and values are stored as.
+    pub(super) cache_type: CacheType,
     /// What becomes of rows before products with fp8 weights.
     pub(super) activations: Activations,
     /// Most tokens of a step: what there is memory for.
@@ -176,22 +180,27 @@ impl<'a> Phase<'a> {
         self.product(n, k, bias, Act::None, None)
     }
 
-    /// `act([tokens, k] · [n, k]ᵀ + bias)`, or gated, with a weight that may be packed.
+    /// `act([tokens, k] · [n, k]ᵀ + bias)`, or gated, with a weight that may be quantised.
     pub(super) fn product(
         &self,
         n: usize,
         k: usize,
         bias: bool,
         act: Act,
-        weight: Option<Layout>,
+        form: Option<Form>,
     ) -> Result<Matmul, Error> {
-        Matmul::plan(self.stream.device(), self.problem(n, k, bias, act, weight))
+        Matmul::plan(self.stream.device(), self.problem(n, k, bias, act, form))
     }
 
-    fn problem(&self, n: usize, k: usize, bias: bool, act: Act, weight: Option<Layout>) -> MatmulProblem {
+    fn problem(&self, n: usize, k: usize, bias: bool, act: Act, form: Option<Form>) -> MatmulProblem {
+        let (weight, activations) = match form {
+            Some(Form::Packed(layout)) => (Some(layout), self.activations),
+            Some(Form::Int8) => (None, Activations::Int8),
+            None => (None, Activations::AsGiven),
+        };
         let bias = if bias { Bias::PerColumn } else { Bias::None };
         let problem = MatmulProblem::new(self.tokens, n, k, self.dtype);
-        MatmulProblem { bias, epilogue: Epilogue::of(act), weight, activations: self.activations, ..problem }
+        MatmulProblem { bias, epilogue: Epilogue::of(act), weight, activations, ..problem }
     }
 
     /// Whether parts of a layer may work on the residual itself ([`MixerBlock::run_in_place`]), where kernels are: for
@@ -274,99 +283,6 @@ impl Step<'_> {
     /// Its groups, each with what a mixer has for that group.
     pub(super) fn groups<'b, T>(&'b self, of: &'b [T]) -> impl Iterator<Item = (&'b T, &'b Group<'b>)> {
         std::iter::zip(of, self.groups).filter_map(|(of, group)| Some((of, group.as_ref()?)))
-    }
-}
-
-/// What a layer keeps of the tokens that it has seen.
-#[derive(Debug)]
-pub(super) enum Cache {
-    KeysValues(KeysValues),
-    Delta(DeltaState),
-    LatentRows(LatentRows),
-}
-
-impl Cache {
-    /// Of what is kept for each token `rows` times so many, a sequence's or a page's; of what is kept for a sequence
-    /// `states`.
-    pub(super) fn new(
-        config: &MixerConfig,
-        stream: &Stream,
-        dtype: DType,
-        rows: [usize; 2],
-        states: usize,
-    ) -> Result<Self, Error> {
-        match config {
-            MixerConfig::Attention(config) => {
-                Ok(Cache::KeysValues(KeysValues::new(config, stream, dtype, rows)?))
-            }
-            MixerConfig::DeltaNet(config) => {
-                Ok(Cache::Delta(DeltaState::new(config, stream, dtype, states)?))
-            }
-            MixerConfig::Latent(config) => {
-                Ok(Cache::LatentRows(LatentRows::new(config, stream, dtype, rows)?))
-            }
-        }
-    }
-
-    /// Bytes of device memory.
-    pub(super) fn bytes(&self) -> usize {
-        match self {
-            Cache::KeysValues(cache) => cache.bytes(),
-            Cache::Delta(cache) => cache.bytes(),
-            Cache::LatentRows(cache) => cache.bytes(),
-        }
-    }
-
-    /// Makes page `to` what page `from`, another one with `len` tokens, is; of a state nothing.
-    pub(super) fn copy_page(
-        &mut self,
-        stream: &Stream,
-        pages: (usize, usize),
-        len: usize,
-    ) -> Result<(), Error> {
-        match self {
-            Cache::KeysValues(_) | Cache::LatentRows(_) => self.copy_sequence(stream, pages, len),
-            Cache::Delta(_) => Ok(()),
-        }
-    }
-
-    /// Makes the state `to` what `from`, another one, is; of pages nothing.
-    pub(super) fn copy_state(&mut self, stream: &Stream, states: (usize, usize)) -> Result<(), Error> {
-        match self {
-            Cache::KeysValues(_) | Cache::LatentRows(_) => Ok(()),
-            Cache::Delta(cache) => cache.copy_sequence(stream, states),
-        }
-    }
-
-    /// Makes sequence `to` what sequence `from`, another one of `len` tokens, is.
-    pub(super) fn copy_sequence(
-        &mut self,
-        stream: &Stream,
-        sequences: (usize, usize),
-        len: usize,
-    ) -> Result<(), Error> {
-        match self {
-            Cache::KeysValues(cache) => cache.copy_sequence(stream, sequences, len),
-            Cache::Delta(cache) => cache.copy_sequence(stream, sequences),
-            Cache::LatentRows(cache) => cache.copy_sequence(stream, sequences, len),
-        }
-    }
-
-    /// Whether the last tokens of a sequence can be forgotten while those before are kept.
-    pub(super) fn can_be_cropped(&self) -> bool {
-        match self {
-            Cache::KeysValues(_) | Cache::LatentRows(_) => true,
-            Cache::Delta(_) => false,
-        }
-    }
-
-    /// Forgets all tokens of a sequence.
-    pub(super) fn clear(&mut self, stream: &Stream, sequence: usize) -> Result<(), Error> {
-        match self {
-            // Nobody reads beyond a sequence's length.
-            Cache::KeysValues(_) | Cache::LatentRows(_) => Ok(()),
-            Cache::Delta(cache) => cache.clear(stream, sequence),
-        }
     }
 }
 

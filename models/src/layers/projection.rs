@@ -5,7 +5,7 @@ use crate::loader::Loader;
 use crate::part::Cut;
 use host::ops::glu::Activation;
 use host::ops::grouped_matmul::{GroupedMatmul, GroupedMatmulArgs, GroupedMatmulProblem};
-use host::ops::matmul::{Act, Epilogue, Matmul, MatmulArgs, MatmulProblem, Residual, RowNorm};
+use host::ops::matmul::{Act, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, Residual, RowNorm};
 use host::ops::rmsnorm::RmsNormProblem;
 use host::weight::{Layout, Weight};
 use host::{Constant, Error, Kernel, OptimizationReport, Stream, TensorView, TensorViewMut};
@@ -27,10 +27,25 @@ pub enum ProjectionWeight {
     /// Packed, in parts whose rows are above each other: one, or several where their layouts differ. Of a gate and up,
     /// one with the rows of both in turn.
     Packed(Vec<Weight>),
+    /// int8, for rows that become int8 too ([`host::ops::matmul::Activations::Int8`]). Of a gate and up above each
+    /// other.
+    Int8 {
+        /// `[out, in]` i8.
+        codes: Constant,
+        /// `[out]` f32: what 1 means in each row.
+        scales: Constant,
+    },
 }
 
-/// What the plans of a projection depend on: nothing of a plain weight, rows and layout of each part of a packed one.
-pub(crate) type ProjectionKind = Vec<(usize, Layout)>;
+/// What the plans of a projection depend on: nothing of a plain weight, rows and form of each part of another.
+pub(crate) type ProjectionKind = Vec<(usize, Form)>;
+
+/// How a weight is quantised.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Form {
+    Packed(Layout),
+    Int8,
+}
 
 impl Projection {
     /// Several projections of the same input as one: their rows above each other.
@@ -75,7 +90,29 @@ impl ProjectionWeight {
     pub(crate) fn kind(&self) -> ProjectionKind {
         match self {
             ProjectionWeight::Plain(_) => Vec::new(),
-            ProjectionWeight::Packed(parts) => parts.iter().map(|part| (part.n(), part.layout())).collect(),
+            ProjectionWeight::Packed(parts) => {
+                parts.iter().map(|part| (part.n(), Form::Packed(part.layout()))).collect()
+            }
+            ProjectionWeight::Int8 { scales, .. } => vec![(scales.view().len(), Form::Int8)],
+        }
+    }
+
+    /// How it is packed, if it is, in one part.
+    pub(crate) fn layout(&self) -> Option<Layout> {
+        match self {
+            ProjectionWeight::Packed(parts) => Some(parts[0].layout()),
+            _ => None,
+        }
+    }
+
+    /// As the operand of a product, of a weight in one part.
+    pub(crate) fn operand(&self) -> MatmulB<'_> {
+        match self {
+            ProjectionWeight::Plain(weight) => weight.view().into(),
+            ProjectionWeight::Packed(parts) => (&parts[0]).into(),
+            ProjectionWeight::Int8 { codes, scales } => {
+                MatmulB::Int8 { codes: codes.view(), scales: scales.view() }
+            }
         }
     }
 
@@ -84,6 +121,7 @@ impl ProjectionWeight {
         match self {
             ProjectionWeight::Plain(weight) => weight.bytes(),
             ProjectionWeight::Packed(parts) => parts.iter().map(Weight::bytes).sum(),
+            ProjectionWeight::Int8 { codes, scales } => codes.bytes() + scales.bytes(),
         }
     }
 }
@@ -105,13 +143,12 @@ impl ProjectionPlan {
     /// `[tokens, k] · [n, k]ᵀ`.
     pub(crate) fn new(phase: &Phase<'_>, weights: &Projection, n: usize, k: usize) -> Result<Self, Error> {
         let (kind, bias) = (weights.kind(), weights.bias.is_some());
-        let part = |rows: usize, layout| Ok((phase.product(rows, k, bias, Act::None, layout)?, rows));
+        let part = |rows: usize, form| Ok((phase.product(rows, k, bias, Act::None, form)?, rows));
         let parts = match kind.is_empty() {
             true => vec![part(n, None)?],
-            false => kind
-                .into_iter()
-                .map(|(rows, layout)| part(rows, Some(layout)))
-                .collect::<Result<_, Error>>()?,
+            false => {
+                kind.into_iter().map(|(rows, form)| part(rows, Some(form))).collect::<Result<_, Error>>()?
+            }
         };
         Ok(ProjectionPlan { parts })
     }
@@ -119,17 +156,21 @@ impl ProjectionPlan {
     /// The same, added to what is in out.
     pub(crate) fn onto(phase: &Phase<'_>, weights: &Projection, n: usize, k: usize) -> Result<Self, Error> {
         let (kind, bias) = (weights.kind(), weights.bias.is_some());
-        let part = |rows: usize, layout| {
-            let problem = phase.problem(rows, k, bias, Act::None, layout);
+        if kind.iter().any(|&(_, form)| form == Form::Int8) {
+            let expected = "none over weights whose rows become int8; or load these with \
+                            Checkpoint::with_activations(Activations::AsGiven)";
+            return Err(Error::invalid("Batch", "adapters", expected, "some"));
+        }
+        let part = |rows: usize, form| {
+            let problem = phase.problem(rows, k, bias, Act::None, form);
             let epilogue = Epilogue { residual: true, ..problem.epilogue };
             Ok((Matmul::plan(phase.stream.device(), MatmulProblem { epilogue, ..problem })?, rows))
         };
         let parts = match kind.is_empty() {
             true => vec![part(n, None)?],
-            false => kind
-                .into_iter()
-                .map(|(rows, layout)| part(rows, Some(layout)))
-                .collect::<Result<_, Error>>()?,
+            false => {
+                kind.into_iter().map(|(rows, form)| part(rows, Some(form))).collect::<Result<_, Error>>()?
+            }
         };
         Ok(ProjectionPlan { parts })
     }
@@ -142,8 +183,8 @@ impl ProjectionPlan {
         k: usize,
         activation: Activation,
     ) -> Result<Self, Error> {
-        let layout = weights.kind().first().map(|&(_, layout)| layout);
-        Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), layout)?, n)] })
+        let form = weights.kind().first().map(|&(_, form)| form);
+        Ok(ProjectionPlan { parts: vec![(phase.product(n, k, false, Act::Gated(activation), form)?, n)] })
     }
 
     /// The first and the last projection of a part that works on the residual itself, `[n, k]` each: of the residual
@@ -204,6 +245,7 @@ impl ProjectionPlan {
             let args = match &weights.weight {
                 ProjectionWeight::Plain(weight) => MatmulArgs::new(x, weight.view(), out),
                 ProjectionWeight::Packed(parts) => MatmulArgs::new(x, &parts[part], out),
+                ProjectionWeight::Int8 { .. } => MatmulArgs::new(x, weights.weight.operand(), out),
             };
             plan.run(stream, MatmulArgs { gain, bias, residual, ..args })?;
             start = end;
@@ -231,12 +273,12 @@ impl ExpertsPlan {
             let problem = GroupedMatmulProblem { n, weight, activations, ..problem };
             Ok((GroupedMatmul::plan(phase.stream.device(), problem)?, n))
         };
-        let kind = weights.kind();
-        let parts = match kind.is_empty() {
-            true => vec![part(problem.n, None)?],
-            false => {
-                kind.into_iter().map(|(n, layout)| part(n, Some(layout))).collect::<Result<_, Error>>()?
+        let parts = match weights {
+            ProjectionWeight::Packed(parts) => {
+                parts.iter().map(|own| part(own.n(), Some(own.layout()))).collect::<Result<_, Error>>()?
             }
+            // Experts are never int8 in this form.
+            ProjectionWeight::Plain(_) | ProjectionWeight::Int8 { .. } => vec![part(problem.n, None)?],
         };
         Ok(ExpertsPlan { parts })
     }
@@ -260,6 +302,7 @@ impl ExpertsPlan {
             let args = match weights {
                 ProjectionWeight::Plain(weight) => GroupedMatmulArgs::new(x, weight.view(), offsets, out),
                 ProjectionWeight::Packed(parts) => GroupedMatmulArgs::new(x, &parts[part], offsets, out),
+                ProjectionWeight::Int8 { .. } => GroupedMatmulArgs::new(x, weights.operand(), offsets, out),
             };
             plan.run(stream, GroupedMatmulArgs { order, ..args })?;
             start = end;

@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use host::Error;
-use host::weight::{Codes, Quantised, ScaleType, Scheme, WeightSource};
+use host::weight::{Codes, QuantErrors, Quantised, ScaleType, Scheme, WeightSource};
 use rayon::prelude::*;
 use safetensors::{Dtype, View};
 use serde_json::{Value, json};
@@ -52,8 +52,8 @@ pub struct QuantisedTensor {
     pub name: String,
     /// Rows and columns.
     pub shape: [usize; 2],
-    /// The root of the sum of the squares of all values' errors, over that of the values'.
-    pub relative_error: f64,
+    /// How far its values are from what they were.
+    pub errors: QuantErrors,
     /// Its bytes before.
     pub bytes_before: u64,
     /// And after, with scales and what else belongs to it.
@@ -66,15 +66,16 @@ impl fmt::Display for QuantReport {
         let width = self.tensors.iter().map(|tensor| tensor.name.len()).max().unwrap_or(0).max(6);
         writeln!(
             f,
-            "{:width$}  {:>13}  {:>9}  {:>12}  {:>12}",
-            "tensor", "shape", "error", "bytes before", "after"
+            "{:width$}  {:>13}  {:>9}  {:>9}  {:>12}  {:>12}",
+            "tensor", "shape", "error", "largest", "bytes before", "after"
         )?;
-        for QuantisedTensor { name, shape: [n, k], relative_error, bytes_before, bytes_after } in
-            &self.tensors
-        {
+        for QuantisedTensor { name, shape: [n, k], errors, bytes_before, bytes_after } in &self.tensors {
             let shape = format!("{n} × {k}");
-            let error = 100.0 * relative_error;
-            writeln!(f, "{name:width$}  {shape:>13}  {error:>7.3} %  {bytes_before:>12}  {bytes_after:>12}")?;
+            let [error, largest] = [errors.relative, errors.largest].map(|error| 100.0 * error);
+            writeln!(
+                f,
+                "{name:width$}  {shape:>13}  {error:>7.3} %  {largest:>7.3} %  {bytes_before:>12}  {bytes_after:>12}"
+            )?;
         }
         for (name, reason) in &self.kept {
             writeln!(f, "{name:width$}  as it was: {reason}")?;
@@ -483,7 +484,7 @@ impl<'a> Writer<'a, '_> {
             self.report.tensors.push(QuantisedTensor {
                 name: tensor.name.to_owned(),
                 shape: matrix.size(),
-                relative_error: matrix.source.relative_error(),
+                errors: matrix.source.errors(),
                 bytes_before: tensor.bytes.len() as u64,
                 bytes_after,
             });

@@ -9,14 +9,15 @@ mod writer;
 use std::collections::HashMap;
 use std::error::Error as StdError;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use host::group::Group;
+use host::ops::matmul::Activations;
 use host::ops::sampling::SamplingParams;
 use host::weight::{Codes, Scheme};
 use host::{DType, Device};
 use models::{
-    Checkpoint, ExpertSharding, FeedForward, Logits, Model, ProjectionWeight, Quantise, Session,
+    Checkpoint, ExpertSharding, FeedForward, Logits, Model, ModelError, ProjectionWeight, Quantise, Session,
     SessionOptions, SessionSampler, Shard,
 };
 use testkit::compare::relative_l2;
@@ -60,14 +61,25 @@ fn case(name: &str) -> Result<HashMap<String, Array>, golden::GoldenError> {
     golden::load(&folder().join(name).join("case.safetensors"))
 }
 
-fn session(path: &Path) -> Result<Session, host::Error> {
-    let model = Model::load(&Device::cpu(), path, DType::F32, &mut |_| {})?;
+/// A checkpoint whose rows are multiplied as they are given, as those of its logits were.
+fn opened(name: &str) -> Result<Checkpoint, ModelError> {
+    Ok(Checkpoint::open(&checkpoint(name))?.with_activations(Activations::AsGiven))
+}
+
+fn session(device: &Device, checkpoint: &Checkpoint) -> Result<Session, host::Error> {
+    let model = Model::from_checkpoint(device, checkpoint, DType::F32, &mut |_| {})?;
     model.session(SessionOptions {
         capacity: 96,
         chunk: 64,
         logits: Logits::All,
         ..SessionOptions::default()
     })
+}
+
+/// The prompts of a case.
+fn prompts(case: &HashMap<String, Array>) -> Vec<Vec<u32>> {
+    let input = &case["input_ids"];
+    ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect()
 }
 
 fn greedy(session: &mut Session, prompt: &[u32], num_tokens: usize) -> Result<Vec<u32>, host::Error> {
@@ -104,14 +116,63 @@ fn ids(array: &Array) -> Vec<u32> {
 fn logits_and_greedy_tokens() -> Outcome {
     for name in GOLDEN {
         let case = case(name)?;
-        let input = &case["input_ids"];
-        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
-        let mut session = session(&checkpoint(name))?;
+        let prompts = prompts(&case);
+        let mut session = session(&Device::cpu(), &opened(name)?)?;
         let error = relative_l2(&logits(&mut session, &prompts)?, case["logits"].f32().expect("logits"));
         println!("{name}: {error:.2e}");
         assert!(error <= 1e-5, "{name}: logits: {error:.2e}");
         let want = ids(&case["greedy"]);
         assert_eq!(greedy(&mut session, &prompts[0], want.len())?, want, "{name}");
+    }
+    Ok(())
+}
+
+/// Rows become int8 where the checkpoint says so: the logits are those of rows that were quantised and dequantised in
+/// f32.
+#[test]
+fn rows_become_int8() -> Outcome {
+    let name = "ct_w8a8_int8";
+    let (case, checkpoint) = (case(name)?, Checkpoint::open(&checkpoint(name))?);
+    let prompts = prompts(&case);
+    let mut session = session(&Device::cpu(), &checkpoint)?;
+    let got = logits(&mut session, &prompts)?;
+    let error = relative_l2(&got, case["logits_act"].f32().expect("logits"));
+    assert!(error <= 1e-5, "{error:.2e}");
+    let as_given = relative_l2(&got, case["logits"].f32().expect("logits"));
+    assert!(as_given > 1e-3, "no row was quantised: {as_given:.2e}");
+    let want = ids(&case["greedy_act"]);
+    assert_eq!(greedy(&mut session, &prompts[0], want.len())?, want);
+    let model = Model::from_checkpoint(&Device::cpu(), &checkpoint, DType::F32, &mut |_| {})?;
+    let FeedForward::Mlp(mlp) = &model.decoder().layers[0].feed_forward else {
+        return Err("a gated MLP".into());
+    };
+    assert!(matches!(mlp.gate_up.weight, ProjectionWeight::Int8 { .. }));
+    assert!(matches!(mlp.down.weight, ProjectionWeight::Int8 { .. }));
+    // Weights of another kind stay what they are, whatever is asked for.
+    let other = Checkpoint::open(&folder().join("gptq_int8"))?.with_activations(Activations::Int8);
+    let model = Model::from_checkpoint(&Device::cpu(), &other, DType::F32, &mut |_| {})?;
+    let FeedForward::Mlp(mlp) = &model.decoder().layers[0].feed_forward else {
+        return Err("a gated MLP".into());
+    };
+    assert!(matches!(mlp.gate_up.weight, ProjectionWeight::Packed(_)));
+    Ok(())
+}
+
+/// Tables that a file has quantised stay so, tied ones too; those of ranks that share out a tied one do not.
+#[test]
+fn tables_stay_quantised() -> Outcome {
+    let is_packed = |weight: &ProjectionWeight| matches!(weight, ProjectionWeight::Packed(_));
+    for name in GOLDEN {
+        let stored = opened(name)?;
+        let load = |quantise| Model::quantised(&Device::cpu(), &stored, DType::F32, quantise, &mut |_| {});
+        let model = load(Quantise::AsStored)?;
+        let decoder = model.decoder();
+        assert_eq!(is_packed(&decoder.embedding), name.starts_with("gguf_"), "{name}");
+        assert!(
+            decoder.head.as_ref().is_none_or(|head| is_packed(head) == name.starts_with("gguf_")),
+            "{name}"
+        );
+        assert!(!is_packed(&load(Quantise::Dense)?.decoder().embedding), "{name}");
     }
     Ok(())
 }
@@ -125,6 +186,7 @@ fn parts_of_ranks() -> Outcome {
         let is_packed = |weight: &ProjectionWeight| match weight {
             ProjectionWeight::Packed(_) => 1,
             ProjectionWeight::Plain(weight) => usize::from(weight.is_empty()),
+            ProjectionWeight::Int8 { .. } => 0,
         };
         let of = |layer: &models::DecoderLayer| match &layer.feed_forward {
             FeedForward::Mlp(mlp) => is_packed(&mlp.gate_up.weight) + is_packed(&mlp.down.weight),
@@ -135,10 +197,9 @@ fn parts_of_ranks() -> Outcome {
     };
     for name in GOLDEN {
         let case = case(name)?;
-        let input = &case["input_ids"];
-        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+        let prompts = prompts(&case);
         let want = case["logits"].f32().expect("logits");
-        let stored = Checkpoint::open(&checkpoint(name))?;
+        let stored = opened(name)?;
         let whole = Model::from_checkpoint(&Device::cpu(), &stored, DType::F32, &mut |_| {})?;
         for (size, experts) in [(2, Tensor), (3, Tensor), (3, Expert)] {
             let group = Group::new(&vec![Device::cpu(); size])?;
@@ -177,9 +238,8 @@ fn parts_of_ranks() -> Outcome {
 fn quantised_by_another_scheme() -> Outcome {
     for name in GOLDEN {
         let case = case(name)?;
-        let input = &case["input_ids"];
-        let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
-        let stored = Checkpoint::open(&checkpoint(name))?;
+        let prompts = prompts(&case);
+        let stored = opened(name)?;
         let of = |quantise: &str| -> Result<Vec<f32>, host::Error> {
             let device = Device::cpu();
             let model = Model::quantised(&device, &stored, DType::F32, quantise.parse()?, &mut |_| {})?;
@@ -203,7 +263,7 @@ fn quantised_by_another_scheme() -> Outcome {
 /// Codes of the parts of a model's experts, gate and up and then down; none of plain ones.
 fn codes_of_experts(model: &Model) -> Vec<Vec<Codes>> {
     let codes = |weight: &ProjectionWeight| match weight {
-        ProjectionWeight::Plain(_) => Vec::new(),
+        ProjectionWeight::Plain(_) | ProjectionWeight::Int8 { .. } => Vec::new(),
         ProjectionWeight::Packed(parts) => parts.iter().map(|part| part.layout().codes).collect(),
     };
     let moes = model.decoder().layers.iter().filter_map(|layer| match &layer.feed_forward {
@@ -234,8 +294,7 @@ fn experts_stay_quantised() -> Outcome {
 fn experts_are_quantised_as_they_load() -> Outcome {
     let folder = golden::folder("qwen3_moe");
     let case = golden::load(&folder.join("case.safetensors"))?;
-    let input = &case["input_ids"];
-    let prompts: Vec<Vec<u32>> = ids(input).chunks(input.shape[1]).map(<[u32]>::to_vec).collect();
+    let prompts = prompts(&case);
     let checkpoint = Checkpoint::open(&folder)?;
     for (name, scheme) in Scheme::NAMED {
         let model =

@@ -332,12 +332,12 @@ fn packed_mistakes() -> Result<(), Error> {
         let message = result.expect_err(expected).to_string();
         assert!(message.starts_with("grouped_matmul: ") && message.contains(expected), "{message}");
     };
-    refused(problem, w.view().into(), "packed weights, as planned");
-    refused(GroupedMatmulProblem { weight: None, ..problem }, (&weight).into(), "matrices, as planned");
+    refused(problem, w.view().into(), "a packed weight, as planned");
+    refused(GroupedMatmulProblem { weight: None, ..problem }, (&weight).into(), "a matrix, as planned");
     let other = WeightLayout { group: 64, ..LAYOUT };
     refused(GroupedMatmulProblem { weight: Some(other), ..problem }, (&weight).into(), "as planned");
     let single = Weight::pack(&stream, &source([32, 64], LAYOUT))?;
-    refused(problem, (&single).into(), "experts and sizes [3, 32, 64], got [1, 32, 64]");
+    refused(problem, (&single).into(), "experts, rows and columns [3, 32, 64], got [1, 32, 64]");
     let bad = WeightLayout { group: 24, ..LAYOUT };
     refused(GroupedMatmulProblem { weight: Some(bad), ..problem }, (&weight).into(), "a group of 16, 32");
     let refused = |experts: usize, source: &dyn Fn(usize) -> Result<Source, Error>, expected: &str| {

@@ -382,8 +382,8 @@ impl Expected {
             let part = |&value: &f64| f64::from(f32::from_bits((value as f32).to_bits() >> lost << lost));
             values.iter().map(part).collect::<Vec<f64>>()
         };
-        // Tensor cores shift a product as if a subnormal f16 had the exponent of the smallest normal number, and cut off
-        // what is then below the last bit (crates/cuda_std/src/sim/tensor_core.rs).
+        // Tensor cores shift a product as if a subnormal f16 had the exponent of the smallest normal number, and cut
+        // off what is then below the last bit (crates/cuda_std/src/sim/tensor_core.rs).
         let least = if problem.dtype == DType::F16 { min_normal(DType::F16) } else { 0.0 };
         let size = |&value: &f64| if value == 0.0 { 0.0 } else { value.abs().max(least) };
         let absolute = |values: &[f64]| values.iter().map(size).collect::<Vec<f64>>();
@@ -429,8 +429,8 @@ impl Expected {
     ) -> Result<(), TestCaseError> {
         // A multiplication, an addition, six operations of an activation and two behind it.
         let steps = if problem.epilogue == Epilogue::NONE { 1 } else { 10 };
-        // Tensor cores cut off where f32 arithmetic rounds, which errs twice as much: four times the roundings, of whose
-        // number the root counts.
+        // Tensor cores cut off where f32 arithmetic rounds, which errs twice as much: four times the roundings, of
+        // whose number the root counts.
         let roundings = 4 * problem.k + steps;
         let tolerance = Tolerance {
             on_the_way: Some(&self.sums),

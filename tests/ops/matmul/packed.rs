@@ -85,6 +85,24 @@ impl Source {
 
     /// What it stands for, by the definition.
     pub(crate) fn values(&self) -> Vec<f64> {
+        self.each(|value, scale, minimum| value * scale - minimum)
+    }
+
+    /// The same with all terms taken absolute.
+    pub(crate) fn sizes(&self) -> Vec<f64> {
+        self.each(|value, scale, minimum| (value * scale).abs() + minimum.abs())
+    }
+
+    /// What kernels make of it that unpack it: in f32, and rounded to this type.
+    fn unpacked(&self, dtype: DType) -> Vec<f64> {
+        self.each(|value, scale, minimum| {
+            let value = value as f32 * scale as f32 - minimum as f32;
+            round_to(dtype, value.into())
+        })
+    }
+
+    /// Of each element its number, the scale and the minimum.
+    fn each(&self, value_of: impl Fn(f64, f64, f64) -> f64) -> Vec<f64> {
         let [n, k] = self.size;
         let number = |bits: u32, factor: f32| -> f64 {
             match self.layout.scale {
@@ -118,7 +136,7 @@ impl Source {
                 };
                 let minimum =
                     if self.layout.minimums { number(self.minimums[index], factor[1]) } else { 0.0 };
-                values.push(value * scale - minimum);
+                values.push(value_of(value, scale, minimum));
             }
         }
         values
@@ -201,12 +219,22 @@ fn packed() -> impl Strategy<Value = PackedCase> {
         (padding, offset).prop_map(|(padding, offset)| Layout { padding, offset })
     };
     let parts = (floats(), m, dims_from(1, &[16, 32], 90), k, epilogue, any::<bool>());
-    (parts, select(layouts()), (place(), place()), any::<u64>()).prop_map(
-        |((dtype, m, n, k, epilogue, bias), layout, (a_layout, out_layout), seed)| {
+    // To f32: all that kernels of few rows do so, and anything.
+    let to_f32 = prop_oneof![3 => Just((false, false)), 1 => Just((true, true)), 1 => Just((true, false))];
+    (parts, select(layouts()), (place(), place()), (to_f32, any::<u64>())).prop_map(
+        |((dtype, m, n, k, epilogue, bias), layout, (a_layout, out_layout), ((to_f32, is_plain), seed))| {
+            let scale = epilogue.scale;
+            let epilogue = if is_plain { Epilogue { scale, ..Epilogue::NONE } } else { epilogue };
             let gated = matches!(epilogue.act, Act::Gated(_));
-            let bias = if bias && !gated { Bias::PerColumn } else { Bias::None };
-            let problem =
-                MatmulProblem { bias, epilogue, weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
+            let bias = if bias && !gated && !is_plain { Bias::PerColumn } else { Bias::None };
+            let out_dtype = if to_f32 { DType::F32 } else { dtype };
+            let problem = MatmulProblem {
+                bias,
+                epilogue,
+                out_dtype,
+                weight: Some(layout),
+                ..MatmulProblem::new(m, n, k, dtype)
+            };
             let place = Layout::default();
             let case = Case { problem, a_layout, b_layout: place, out_layout, kind: Values::Normal, seed };
             PackedCase { case, layout }
@@ -238,12 +266,13 @@ impl PackedCase {
 
     /// The inputs with the weight's values, perhaps rounded to the operands' type.
     fn inputs(&self, [gate, up]: &[Source; 2], rounded: bool) -> Inputs {
-        let mut b = gate.values();
+        let values = |source: &Source| match rounded {
+            true => source.unpacked(self.case.problem.dtype),
+            false => source.values(),
+        };
+        let mut b = values(gate);
         if self.is_gated() {
-            b.extend(up.values());
-        }
-        if rounded {
-            b = b.iter().map(|&value| round_to(self.case.problem.dtype, value)).collect();
+            b.extend(values(up));
         }
         Inputs { b, ..inputs(&self.case) }
     }
@@ -489,7 +518,7 @@ fn packed_mistakes() -> Result<(), Error> {
     refused(MatmulProblem { weight: None, ..problem }, (&weight).into(), "a matrix, as planned");
     let other = WeightLayout { group: 64, ..layout };
     refused(MatmulProblem { weight: Some(other), ..problem }, (&weight).into(), "as planned");
-    refused(MatmulProblem { n: 16, ..problem }, (&weight).into(), "a single weight of [16, 64]");
+    refused(MatmulProblem { n: 16, ..problem }, (&weight).into(), "experts, rows and columns [1, 16, 64]");
     refused(MatmulProblem { batch: 2, ..problem }, (&weight).into(), "batch 1");
     let bad = WeightLayout { group: 24, ..layout };
     refused(MatmulProblem { weight: Some(bad), ..problem }, (&weight).into(), "a group of 16, 32");

@@ -1,7 +1,11 @@
 //! Embedding: parameters and entry points.
 //!
-//! Rows are copied bit by bit, so the kernels know no element types, only the size of a *unit*: 16 bytes, or one
-//! element where rows are not aligned to that.
+//! Rows of a plain table are copied bit by bit, so the kernels know no element types, only the size of a *unit*: 16
+//! bytes, or one element where rows are not aligned to that. Those of a packed table are made from its codes; their
+//! unit is an element.
+
+use crate::DType;
+use crate::weight::Codes;
 
 /// Sizes and strides of one launch, in units.
 #[repr(C)]
@@ -11,13 +15,15 @@ pub struct EmbeddingDims {
     pub cols: u32,
     /// Rows of the table.
     pub vocab: u32,
-    /// From one row of the table to the next.
+    /// From one row of the table to the next; not of a packed one.
     pub table_stride: u32,
     /// The same for out.
     pub out_stride: u32,
+    /// Of a packed table: 1 if address and stride of out are multiples of 4 elements.
+    pub in_quads: u32,
 }
 
-const _: () = assert!(size_of::<EmbeddingDims>() == 16);
+const _: () = assert!(size_of::<EmbeddingDims>() == 20);
 impl crate::Params for EmbeddingDims {}
 
 /// Units that a thread has in flight.
@@ -36,9 +42,11 @@ pub struct EmbeddingVariant {
     pub entry: &'static str,
     /// Bytes of a unit, to which all rows are aligned.
     pub unit_bytes: usize,
+    /// Of a packed table: the type of out, and what the codes are.
+    pub packed: Option<(DType, Codes)>,
 }
 
-/// Hands every row of the table to the macro `$callback`.
+/// Hands every row of the table of plain tables' kernels to the macro `$callback`.
 #[macro_export]
 macro_rules! embedding_table {
     ($callback:path) => {
@@ -50,11 +58,44 @@ macro_rules! embedding_table {
     };
 }
 
+/// The same for the kernels of packed tables.
+#[macro_export]
+macro_rules! embedding_packed_table {
+    ($callback:path) => {
+        $callback! {
+            embedding_f32_int4__packed__sm61 => f32, F32, Int4;
+            embedding_f32_int8__packed__sm61 => f32, F32, Int8;
+            embedding_f32_e2m1__packed__sm61 => f32, F32, E2m1;
+            embedding_f32_e4m3__packed__sm61 => f32, F32, E4m3;
+            embedding_f16_int4__packed__sm61 => f16, F16, Int4;
+            embedding_f16_int8__packed__sm61 => f16, F16, Int8;
+            embedding_f16_e2m1__packed__sm61 => f16, F16, E2m1;
+            embedding_f16_e4m3__packed__sm61 => f16, F16, E4m3;
+            embedding_bf16_int4__packed__sm61 => bf16, BF16, Int4;
+            embedding_bf16_int8__packed__sm61 => bf16, BF16, Int8;
+            embedding_bf16_e2m1__packed__sm61 => bf16, BF16, E2m1;
+            embedding_bf16_e4m3__packed__sm61 => bf16, BF16, E4m3;
+        }
+    };
+}
+
 macro_rules! variants {
     ($($entry:ident => $type:ty, $bytes:literal;)*) => {
-        /// Every kernel of the operator, in order of preference: `select` takes the first that fits.
+        /// The kernels of plain tables, in order of preference: `select` takes the first that fits.
         pub const VARIANTS: &[EmbeddingVariant] =
-            &[$(EmbeddingVariant { entry: stringify!($entry), unit_bytes: $bytes }),*];
+            &[$(EmbeddingVariant { entry: stringify!($entry), unit_bytes: $bytes, packed: None }),*];
     };
 }
 embedding_table!(variants);
+
+macro_rules! packed_variants {
+    ($($entry:ident => $type:ident, $dtype:ident, $codes:ident;)*) => {
+        /// The kernels of packed tables.
+        pub const PACKED_VARIANTS: &[EmbeddingVariant] = &[$(EmbeddingVariant {
+            entry: stringify!($entry),
+            unit_bytes: DType::$dtype.bytes(),
+            packed: Some((DType::$dtype, Codes::$codes)),
+        }),*];
+    };
+}
+embedding_packed_table!(packed_variants);

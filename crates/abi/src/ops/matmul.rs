@@ -69,7 +69,7 @@ pub const B_IS_CONSTANT: u32 = 256;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MatmulEpilogue {
-    /// [`ACTIVATED`] and [`GATED`].
+    /// [`ACTIVATED`], [`GATED`] and [`OUT_IN_F32`].
     pub options: u32,
     /// Factor of the sums.
     pub scale: f32,
@@ -86,6 +86,9 @@ impl crate::Params for MatmulEpilogue {}
 
 /// In [`MatmulEpilogue::options`]: the curve is the activation of the sums, or of the gate.
 pub const ACTIVATED: u32 = 1;
+/// In [`MatmulEpilogue::options`], of kernels that read packed weights: out is f32, and nothing but the scale is asked
+/// for.
+pub const OUT_IN_F32: u32 = 4;
 /// In [`MatmulEpilogue::options`]: even columns of b are those of the gate, odd ones those of up, of half as many
 /// columns of out.
 pub const GATED: u32 = 2;

@@ -23,7 +23,7 @@ macro_rules! for_each_operator {
             ];
             causal_conv1d "causal_conv1d" [VARIANTS];
             copy "copy" [VARIANTS];
-            embedding "embedding" [VARIANTS];
+            embedding "embedding" [VARIANTS PACKED_VARIANTS];
             embedding_bag "embedding_bag" [VARIANTS];
             gated_delta "gated_delta" [VARIANTS];
             glu "glu" [VARIANTS];

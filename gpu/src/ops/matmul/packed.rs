@@ -90,7 +90,7 @@ unsafe fn end<T: Element>(rows: u32, first_row: u32, col_block: u32, end: &Epilo
             }
             let (row, col) = (first_row + row, (col_block * groups + group) * TILE_ROWS + col);
             if row < dims.m && col < dims.n {
-                end.quad(row, col, total, &end.bias(col));
+                end.quad_to_any(row, col, total);
             }
             quad += THREADS;
         }

@@ -26,6 +26,8 @@ fn experts<T: FloatElement>(dims: &GroupedMatmulDims, few: bool, args: &mut Grou
     let (w, packed) = match &args.w {
         MatmulB::Matrix(w) => (w.host_slice::<T>(), None),
         MatmulB::Packed(weight) => (&[][..], Some(Packed::new(weight))),
+        // Refused.
+        MatmulB::Int8 { .. } => return,
     };
     let offsets = args.offsets.host_slice::<u32>();
     let order = args.order.as_ref().map(|order| order.host_slice::<u32>());

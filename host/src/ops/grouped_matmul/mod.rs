@@ -21,7 +21,7 @@ use crate::plan::{Check, planned};
 use crate::stream::Stream;
 use crate::tensor::{TensorView, TensorViewMut};
 use crate::tensor_map::{Axis, Swizzle, TensorMap, Tiled};
-use crate::weight::{Layout, Weight};
+use crate::weight::Layout;
 use packed::PackedKernels;
 
 pub use abi::ops::grouped_matmul::{
@@ -450,15 +450,8 @@ impl Planned {
         };
         let [x_stride] = at.elements("x", *x, dtype, &[x_rows, k].map(Some))?;
         // Packed weights are as matrices of their size to all that follows, which reads none of them.
-        let w = match (args.w, self.problem.weight) {
-            (MatmulB::Matrix(w), None) => w,
-            (MatmulB::Packed(weight), Some(layout)) => {
-                self.check_weight(at, weight, layout)?;
-                weight.outline_of_experts(dtype)?
-            }
-            (MatmulB::Matrix(_), Some(_)) => return at.refuse("w", "packed weights, as planned", "matrices"),
-            (MatmulB::Packed(_), None) => return at.refuse("w", "matrices, as planned", "packed weights"),
-        };
+        let of_w = (Some(experts), [n, k]);
+        let w = args.w.planned(at, "w", (self.problem.weight, dtype), of_w)?;
         let [w_expert_stride, w_stride] = at.elements("w", w, dtype, &[experts, n, k].map(Some))?;
         at.contiguous("offsets", *offsets, DType::U32, &[Some(experts + 1)])?;
         if let Some(order) = at.given("order", from != GroupedRows::Sorted, *order, ["planned"; 2])? {
@@ -492,19 +485,6 @@ impl Planned {
             slots: 0,
         })
     }
-
-    /// Checks that packed weights are the planned ones.
-    fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout) -> Result<(), Error> {
-        let GroupedMatmulProblem { experts, n, k, .. } = self.problem;
-        if weight.layout() != layout {
-            return at.refuse("w", format!("{layout:?}, as planned"), format!("{:?}", weight.layout()));
-        }
-        let got = [weight.experts(), weight.n(), weight.k()];
-        if got != [experts, n, k] {
-            return at.refuse("w", format!("experts and sizes {:?}", [experts, n, k]), format!("{got:?}"));
-        }
-        Ok(())
-    }
 }
 
 fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
@@ -520,6 +500,10 @@ fn check_problem(problem: &GroupedMatmulProblem) -> Result<(), Error> {
     }
     if from == (GroupedRows::Gathered { fan_out: 0 }) {
         return Err(Error::invalid(OP, "problem", "a fan_out of at least 1", "0"));
+    }
+    if problem.activations == Activations::Int8 {
+        let expected = "rows as they are given, or fp8";
+        return Err(Error::invalid(OP, "problem", expected, "int8"));
     }
     if !dtype.is_float() {
         return Err(Error::invalid(OP, "problem", "dtype f32, f16 or bf16", dtype.name()));

@@ -7,11 +7,10 @@ use abi::ops::matmul::{
     MatmulEpilogue, OUT_IN_PIECES, OUT_IN_QUADS, RESIDUAL_IN_QUADS, SILU,
 };
 
-use super::{Act, Bias, MatmulArgs, MatmulB, MatmulProblem, OP, Planned, Residual, RowNorm, packed};
+use super::{Act, Bias, MatmulArgs, MatmulProblem, OP, Planned, Residual, RowNorm, int8, packed};
 use crate::error::Error;
 use crate::plan::{Check, check_size, no_float};
 use crate::tensor::TensorView;
-use crate::weight::{Layout, Weight};
 
 /// Checks what does not depend on the device.
 pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
@@ -30,6 +29,9 @@ pub(super) fn check_problem(problem: &MatmulProblem) -> Result<(), Error> {
     }
     if let Act::Of(Activation::Sigmoid) | Act::Gated(Activation::Sigmoid) = epilogue.act {
         return Err(Error::invalid(OP, "problem", "activation silu, gelu_tanh or gelu_erf", "sigmoid"));
+    }
+    if int8::is_asked_for(problem) {
+        int8::check_problem(problem)?;
     }
     if let Some(layout) = &problem.weight {
         packed::check_problem(problem, layout)?;
@@ -94,17 +96,11 @@ impl Planned {
         let from = usize::from(!stacked);
         let b_sizes = sizes(if self.problem.is_gated() && up.is_none() { 2 * n } else { n }, k);
         // A packed weight is as a matrix of its size to all that follows, which reads none of it.
-        let args_b = match (args.b, self.problem.weight) {
-            (MatmulB::Matrix(b), None) => b,
-            (MatmulB::Packed(weight), Some(layout)) => {
-                self.check_weight(at, weight, layout, up.is_some())?;
-                weight.outline(dtype)?
-            }
-            (MatmulB::Matrix(_), Some(_)) => {
-                return at.refuse("b", "a packed weight, as planned", "a matrix");
-            }
-            (MatmulB::Packed(_), None) => return at.refuse("b", "a matrix, as planned", "a packed weight"),
-        };
+        let (layout, of_b) = (self.problem.weight, (None, [self.problem.b_rows(), k]));
+        let args_b = args.b.planned(at, "b", (layout, dtype), of_b)?;
+        if layout.is_some() && up.is_some() {
+            return at.refuse("up", "none beside a packed weight, which holds it", "a tensor");
+        }
         let b_strides: [u32; 2] = at.elements("b", args_b, dtype, &b_sizes[from..])?;
         // The gate's rows from here on, and up's.
         let (b, up) = match (self.problem.is_gated(), up) {
@@ -225,28 +221,6 @@ impl Planned {
             dims.access |= B_IS_CONSTANT;
         }
         Ok(Some(Launch { batch: batch.unwrap_or(1) as u32, dims, how, b, up }))
-    }
-}
-
-impl Planned {
-    /// Checks that a packed weight is the planned one.
-    fn check_weight(&self, at: &Check<'_>, weight: &Weight, layout: Layout, up: bool) -> Result<(), Error> {
-        let sizes = [self.problem.b_rows(), self.problem.k];
-        if weight.layout() != layout {
-            return at.refuse(
-                "b",
-                format!("a weight of {layout:?}, as planned"),
-                format!("{:?}", weight.layout()),
-            );
-        }
-        if [weight.n(), weight.k()] != sizes || weight.experts() != 1 {
-            let got = format!("{} of {:?}", weight.experts(), [weight.n(), weight.k()]);
-            return at.refuse("b", format!("a single weight of {sizes:?}"), got);
-        }
-        if up {
-            return at.refuse("up", "none beside a packed weight, which holds it", "a tensor");
-        }
-        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@ mod cases;
 mod check;
 pub(crate) mod cpu;
 mod dot;
+mod int8;
 mod packed;
 mod planned;
 pub mod reference;
@@ -130,6 +131,13 @@ pub enum Activations {
     /// of that scale. That is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere, and under
     /// [`Invariance::Batch`], they are multiplied as they are.
     Fp8,
+    /// Rows become int8, each by a scale of its own, `max|x| / 127`
+    /// ([`QuantizeRows`](crate::ops::matmul_i8::QuantizeRows)), and are multiplied with int8 weights
+    /// ([`MatmulB::Int8`]): on every device, whatever their number. That is what checkpoints of int8 weights and
+    /// activations (W8A8) were made for. Sums are exact ([`MatmulI8`](crate::ops::matmul_i8::MatmulI8)), so a row's
+    /// bits depend on that row alone. With a bias or an activation, but no other part of an epilogue; what is
+    /// activated is rounded to its type before. Not of a [`GroupedMatmul`](crate::ops::grouped_matmul::GroupedMatmul).
+    Int8,
 }
 
 /// What is to be multiplied.
@@ -246,6 +254,13 @@ pub enum MatmulB<'a> {
     Matrix(TensorView<'a>),
     /// A packed weight.
     Packed(&'a Weight),
+    /// Of a product with [`Activations::Int8`].
+    Int8 {
+        /// `[n, k]` i8, rows of any stride; if the product is gated, the gate's rows above up's.
+        codes: TensorView<'a>,
+        /// `[n]` f32: what 1 means in each row.
+        scales: TensorView<'a>,
+    },
 }
 
 impl<'a> From<TensorView<'a>> for MatmulB<'a> {
@@ -260,11 +275,52 @@ impl<'a> From<&'a Weight> for MatmulB<'a> {
     }
 }
 
+impl<'a> MatmulB<'a> {
+    /// The matrix, or of a packed weight one of its size, of which nothing may be read: of as many experts if a number
+    /// is given. An error if it is not as planned, but for a matrix's shape and type.
+    pub(crate) fn planned(
+        self,
+        at: &Check<'_>,
+        name: &'static str,
+        (layout, dtype): (Option<Layout>, DType),
+        (experts, [n, k]): (Option<usize>, [usize; 2]),
+    ) -> Result<TensorView<'a>, Error> {
+        match (self, layout) {
+            (MatmulB::Matrix(matrix), None) => Ok(matrix),
+            (MatmulB::Packed(weight), Some(layout)) => {
+                if weight.layout() != layout {
+                    let (expected, got) =
+                        (format!("{layout:?}, as planned"), format!("{:?}", weight.layout()));
+                    return at.refuse(name, expected, got);
+                }
+                let sizes = [experts.unwrap_or(1), n, k];
+                let got = [weight.experts(), weight.n(), weight.k()];
+                if got != sizes {
+                    let expected = format!("experts, rows and columns {sizes:?}");
+                    return at.refuse(name, expected, format!("{got:?}"));
+                }
+                if experts.is_some() { weight.outline_of_experts(dtype) } else { weight.outline(dtype) }
+            }
+            (MatmulB::Matrix(_), Some(_)) => at.refuse(name, "a packed weight, as planned", "a matrix"),
+            (MatmulB::Packed(_), None) => at.refuse(name, "a matrix, as planned", "a packed weight"),
+            (MatmulB::Int8 { .. }, _) => {
+                let expected =
+                    if layout.is_some() { "a packed weight, as planned" } else { "a matrix, as planned" };
+                at.refuse(name, expected, "int8 weights")
+            }
+        }
+    }
+}
+
 impl Views for MatmulB<'_> {
     fn bring(&mut self, name: &'static str, mirror: &mut Mirror<'_>) -> Result<(), Error> {
         match self {
             MatmulB::Matrix(matrix) => matrix.bring(name, mirror),
             MatmulB::Packed(weight) => weight.bring(name, mirror),
+            MatmulB::Int8 { codes, scales } => {
+                codes.bring(name, mirror)?;
+                scales.bring(name, mirror)
+            }
         }
     }
 }

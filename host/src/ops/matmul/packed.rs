@@ -5,12 +5,12 @@ use std::cmp::Reverse;
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant};
 use abi::ops::matmul::{
-    A_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_IN_QUADS, PACKED_MMA_VARIANTS, PACKED_VARIANTS, PackedTile,
-    PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
+    A_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
 };
 use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
 
-use super::{Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
+use super::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::ladder::Rung;
@@ -58,9 +58,8 @@ pub struct PackedChoices {
 
 /// The kernels for a problem with a weight of this layout.
 pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -> PackedChoices {
-    let MatmulProblem { m, k, dtype, out_dtype, .. } = *problem;
-    // The kernels of few rows round to the operands' type.
-    let few = out_dtype == dtype;
+    let MatmulProblem { m, k, dtype, .. } = *problem;
+    let few = few_can(problem);
     let of = |variants: &'static [PackedVariant]| {
         let mut rungs: Vec<PackedChoice> = variants
             .iter()
@@ -105,6 +104,13 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         fp8: if is_invariant { None } else { fp8(limits, problem, layout) },
         split_log2: split_log2(limits, problem.b_rows(), k),
     }
+}
+
+/// Whether the kernels of few rows can do what becomes of the sums: they round to the operands' type, or store the
+/// scaled sums in f32, as an output head wants them.
+fn few_can(problem: &MatmulProblem) -> bool {
+    let MatmulProblem { dtype, out_dtype, bias, epilogue: Epilogue { act, residual, .. }, .. } = *problem;
+    out_dtype == dtype || bias == Bias::None && act == Act::None && !residual
 }
 
 /// The product as one of a single group.
@@ -164,8 +170,7 @@ pub(super) fn forced(
         PackedTile::Mma { group, .. } => takes(group, layout) && problem.k.is_multiple_of(4),
         PackedTile::Simt { .. } => true,
     };
-    let MatmulProblem { dtype, out_dtype, .. } = *problem;
-    let typed = variant.dtype == dtype && out_dtype == dtype && variant.codes == layout.codes;
+    let typed = variant.dtype == problem.dtype && variant.codes == layout.codes && few_can(problem);
     let room = variant.tile.smem_bytes() <= limits.smem_per_block_bytes;
     if !fits || !typed || !room || !limits.floor.runs(variant.floor) {
         let got = format!("{problem:?} on {}", limits.floor);
@@ -297,6 +302,10 @@ impl PackedKernels {
         let Some((choice, entry)) = kernels.iter().find(|(choice, _)| rows <= choice.max_rows) else {
             return Err(Error::invalid(OP, "a", "rows as planned", rows.to_string()));
         };
+        let mut how = *how;
+        if args.out.dtype() != choice.variant.dtype {
+            how.options |= OUT_IN_F32;
+        }
         let tile = choice.variant.tile;
         let cols = TILE_ROWS * (WARPS >> dims.split_log2);
         let blocks = dims.m.div_ceil(tile.rows()) * dims.n.div_ceil(cols);
@@ -314,7 +323,7 @@ impl PackedKernels {
             residual(&args),
             (&args.out).into(),
             (&dims).into(),
-            how.into(),
+            (&how).into(),
             (&of_weight).into(),
         ];
         // SAFETY: `check` found every row of every tensor inside its view, and the weight's layout and size to be the

@@ -1,5 +1,6 @@
 //! A product that has been planned: its kernels, and how they are launched.
 
+use super::int8::Int8;
 use super::packed::PackedKernels;
 use super::*;
 
@@ -25,6 +26,8 @@ pub(super) enum Backend {
     },
     /// With a packed weight.
     Packed(Box<PackedKernels>),
+    /// Of int8 by int8.
+    Int8(Box<Int8>),
 }
 
 impl Rung for Planned {
@@ -36,6 +39,9 @@ impl Rung for Planned {
     fn supports(device: &Device, problem: &MatmulProblem) -> Result<(), Error> {
         check_problem(problem)?;
         refuse_norm(device, problem)?;
+        if int8::is_asked_for(problem) {
+            return int8::supports(device, problem);
+        }
         let Some(limits) = device.limits() else { return Ok(()) };
         if problem.norm.is_some() {
             return normed(&limits, problem).map(|_| ());
@@ -57,6 +63,9 @@ impl Rung for Planned {
     fn plan(device: &Device, problem: MatmulProblem) -> Result<Self, Error> {
         check_problem(&problem)?;
         refuse_norm(device, &problem)?;
+        if int8::is_asked_for(&problem) {
+            return Self::int8(device, problem);
+        }
         let Some(limits) = device.limits() else {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
@@ -90,6 +99,10 @@ impl Rung for Planned {
         variant: &'static MatmulVariant,
     ) -> Result<Self, Error> {
         check_problem(&problem)?;
+        if int8::is_asked_for(&problem) {
+            let got = "of int8 by int8, which matmul_i8 chooses kernels for";
+            return Err(Error::invalid(OP, "problem", "a product of floats", got));
+        }
         let Some(limits) = device.limits() else {
             return Ok(Planned { device: device.clone(), problem, backend: Backend::Cpu });
         };
@@ -122,11 +135,14 @@ impl Rung for Planned {
         let MatmulProblem { m, dtype, out_dtype, .. } = self.problem;
         let at = Check::new(OP, &self.device);
         at.stream(stream)?;
+        if let Backend::Int8(int8) = &self.backend {
+            return int8.run(&at, (stream, &self.problem), args);
+        }
         let Some(Launch { batch, mut dims, how, b, up }) = self.check(&at, args)? else { return Ok(()) };
         let mut args = args.reborrow();
         let weight = match args.b {
             MatmulB::Packed(weight) => Some(weight),
-            MatmulB::Matrix(_) => None,
+            MatmulB::Matrix(_) | MatmulB::Int8 { .. } => None,
         };
         if weight.is_none() {
             args.up = up;
@@ -140,6 +156,7 @@ impl Rung for Planned {
                 };
                 kernels.run(stream, (args, weight), dims, &how)
             }
+            Backend::Int8(_) => Ok(()),
             Backend::Cpu => {
                 let activation = match self.problem.epilogue.act {
                     Act::None => None,
@@ -241,6 +258,7 @@ impl Rung for Planned {
                 let cut = Cut { why: choice.why.clone(), tile: format!("{tile:?}"), threads: tile.threads() };
                 OptimizationReport::new(OP, &self.device, Some(entry), work, cut)
             }
+            Backend::Int8(int8) => int8.report(),
             Backend::Packed(kernels) => {
                 let (entry, tile, why) = kernels.report(m);
                 OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })

@@ -389,7 +389,7 @@ impl Planned {
     }
 }
 
-fn check_problem(problem: &MatmulI8Problem) -> Result<(), Error> {
+pub(crate) fn check_problem(problem: &MatmulI8Problem) -> Result<(), Error> {
     let MatmulI8Problem { m, n, k, out_dtype, .. } = *problem;
     for (name, size) in [("m", m), ("n", n)] {
         check_size(OP, "problem", name, size)?;
