@@ -1,9 +1,9 @@
 //! Vectors on the CPU: the code of an operator's inner loops is written once, for sixteen numbers at a time, and
 //! compiled for each set of instructions. Which one the CPU has is found when the program runs.
 //!
-//! [`Level::Avx512`] and [`Level::Avx2`] give the same bits: sixteen lanes, products added with one rounding, sums of
-//! the lanes in one order. So does [`Level::Portable`] where the target has such an addition (aarch64), else it rounds
-//! twice.
+//! All levels from [`Level::Avx2`] on give the same bits: sixteen lanes, products added with one rounding, sums of the
+//! lanes in one order. So does [`Level::Portable`] where the target has such an addition (aarch64), else it rounds
+//! twice. Products of pairs ([`Lanes::add_pairs`]) are an exception where numbers are subnormal.
 
 #[cfg(test)]
 mod tests;
@@ -28,6 +28,8 @@ pub(crate) enum Level {
     Avx2,
     /// AVX-512 with its doublewords and bytes, and the above.
     Avx512,
+    /// AVX512_BF16, and the above: products of pairs of bfloat16.
+    Avx512Bf16,
 }
 
 impl Level {
@@ -44,6 +46,9 @@ impl Level {
                     levels.push(Level::Avx2);
                     if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
                         levels.push(Level::Avx512);
+                        if has!("avx512bf16") {
+                            levels.push(Level::Avx512Bf16);
+                        }
                     }
                 }
             }
@@ -51,15 +56,16 @@ impl Level {
         })
     }
 
-    /// The best that this CPU has, or a lower one that the environment names: `WARPFORGE_CPU_VECTORS=portable` or
-    /// `avx2`.
+    /// The best that this CPU has, or a lower one that the environment names: `WARPFORGE_CPU_VECTORS=portable`, `avx2`
+    /// or `avx512`.
     pub(crate) fn best() -> Level {
         static BEST: OnceLock<Level> = OnceLock::new();
         *BEST.get_or_init(|| {
             let most = match std::env::var("WARPFORGE_CPU_VECTORS").as_deref() {
                 Ok("portable") => Level::Portable,
                 Ok("avx2") => Level::Avx2,
-                _ => Level::Avx512,
+                Ok("avx512") => Level::Avx512,
+                _ => Level::Avx512Bf16,
             };
             Level::available().iter().copied().filter(|&level| level <= most).max().unwrap_or(Level::Portable)
         })
@@ -70,6 +76,9 @@ impl Level {
 /// compiled without the instructions, and each becomes a call.
 pub(crate) trait Work {
     type Out;
+    /// Whether it multiplies pairs of bfloat16: other work is not compiled for the level that has an instruction for
+    /// these alone.
+    const OF_PAIRS: bool = false;
 
     fn with<V: Lanes>(self) -> Self::Out;
 }
@@ -96,7 +105,10 @@ unsafe fn by_level<W: Work>(level: Level, work: W) -> W::Out {
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the caller's promise.
-        Level::Avx512 => unsafe { by_avx512(work) },
+        Level::Avx512Bf16 if W::OF_PAIRS => unsafe { by_avx512_bf16(work) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's promise, and a level has all instructions of those below it.
+        Level::Avx512Bf16 | Level::Avx512 => unsafe { by_avx512(work) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Level::Avx2 => unsafe { by_avx2(work) },
@@ -105,9 +117,15 @@ unsafe fn by_level<W: Work>(level: Level, work: W) -> W::Out {
 }
 
 #[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+fn by_avx512_bf16<W: Work>(work: W) -> W::Out {
+    work.with::<x86::Avx512<true>>()
+}
+
+#[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn by_avx512<W: Work>(work: W) -> W::Out {
-    work.with::<x86::Avx512>()
+    work.with::<x86::Avx512<false>>()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -141,6 +159,21 @@ pub(crate) trait Lanes: Copy {
     fn div(self, other: Self) -> Self;
     /// `self · by + sum`, with one rounding where the CPU has that.
     fn mul_add(self, by: Self, sum: Self) -> Self;
+
+    /// The upper and the lower half of each lane, which are bfloat16, as numbers.
+    fn halves(self) -> [Self; 2];
+    /// The products of the upper halves are added to `sum`, then those of the lower halves, with one rounding each.
+    #[inline(always)]
+    fn add_products_of_halves(self, by: Self, sum: Self) -> Self {
+        let ([upper, lower], [by_upper, by_lower]) = (self.halves(), by.halves());
+        lower.mul_add(by_lower, upper.mul_add(by_upper, sum))
+    }
+    /// The same by one instruction, where the CPU has that, which takes subnormal numbers for zeros and makes zeros of
+    /// them: halves, sums and results.
+    #[inline(always)]
+    fn add_pairs(self, by: Self, sum: Self) -> Self {
+        self.add_products_of_halves(by, sum)
+    }
 
     /// The larger ones; of a NaN in `self` and a number the number, of one in `other` NaN.
     fn max(self, other: Self) -> Self;
@@ -344,6 +377,14 @@ impl Lanes for Portable {
         Self::each(
             |i| if FUSED { self.0[i].mul_add(by.0[i], sum.0[i]) } else { self.0[i] * by.0[i] + sum.0[i] },
         )
+    }
+
+    #[inline(always)]
+    fn halves(self) -> [Self; 2] {
+        [
+            Self::each(|i| f32::from_bits(self.0[i].to_bits() & 0xffff_0000)),
+            Self::each(|i| f32::from_bits(self.0[i].to_bits() << 16)),
+        ]
     }
 
     #[inline(always)]

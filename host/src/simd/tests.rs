@@ -93,6 +93,47 @@ impl Work for Arithmetic {
     }
 }
 
+/// Products of pairs in the order of their halves, with one rounding each; by one instruction where nothing is
+/// subnormal.
+struct Pairs;
+
+impl Work for Pairs {
+    type Out = ();
+    const OF_PAIRS: bool = true;
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        let mut seed = 1u32;
+        // Of magnitudes from 2^−48 to 2^16, or any bits.
+        let mut half = |any: bool| {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let bits = seed >> 16;
+            if any { bits } else { bits & 0x9fff | 0x2800 }
+        };
+        for round in 0..20_000 {
+            let any = round % 2 == 1;
+            let [a, b, sums]: [[u32; LANES]; 3] =
+                std::array::from_fn(|_| std::array::from_fn(|_| half(any) << 16 | half(any)));
+            let [x, y, z] = [a, b, sums].map(|bits| V::load(&bits.map(f32::from_bits)));
+            let [upper, lower] = x.halves().map(lanes);
+            let [apart, together] = [x.add_products_of_halves(y, z), x.add_pairs(y, z)].map(lanes);
+            for i in 0..LANES {
+                let halves = |bits: u32| [bits >> 16, bits & 0xffff].map(|half| f32::from_bits(half << 16));
+                let ([a, a_lower], [b, b_lower]) = (halves(a[i]), halves(b[i]));
+                assert!(same(upper[i], a) && same(lower[i], a_lower), "{:?}", V::LEVEL);
+                let add = |x: f32, y: f32, sum: f32| {
+                    if V::LEVEL == Level::Portable && !FUSED { x * y + sum } else { x.mul_add(y, sum) }
+                };
+                let want = add(a_lower, b_lower, add(a, b, f32::from_bits(sums[i])));
+                assert!(same(apart[i], want), "{:?} {a} {b}: {} {want}", V::LEVEL, apart[i]);
+                if !any {
+                    assert!(same(together[i], want), "{:?} {a} {b}: {} {want}", V::LEVEL, together[i]);
+                }
+            }
+        }
+    }
+}
+
 /// Numbers of every exponent, with few bits of mantissa and with many.
 fn numbers() -> impl Iterator<Item = f32> {
     (0..=u16::MAX).flat_map(|bits| {
@@ -164,6 +205,7 @@ fn all_instructions_agree() {
         by(level, Fields);
         by(level, Rounded);
         by(level, Powers);
+        by(level, Pairs);
         sums.push(by(level, Arithmetic).to_bits());
     }
     assert!(sums.iter().all(|&sum| sum == sums[0]), "{sums:?}");

@@ -7,8 +7,9 @@ use super::{LANES, Lanes, Level};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256, __m256);
 
+/// With products of pairs of bfloat16 (AVX512_BF16), or without.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512(__m512);
+pub(crate) struct Avx512<const BF16: bool>(__m512);
 
 /// Methods whose bodies are intrinsics.
 macro_rules! methods {
@@ -80,6 +81,14 @@ impl Lanes for Avx2 {
         fn mul_add(self, by: Self, sum: Self) -> Self {
             Avx2(_mm256_fmadd_ps(self.0, by.0, sum.0), _mm256_fmadd_ps(self.1, by.1, sum.1))
         }
+        fn halves(self) -> [Self; 2] {
+            let upper = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000_u32 as i32));
+            let lower = |numbers| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(numbers)));
+            [
+                Avx2(_mm256_and_ps(self.0, upper), _mm256_and_ps(self.1, upper)),
+                Avx2(lower(self.0), lower(self.1)),
+            ]
+        }
         fn max(self, other: Self) -> Self {
             Avx2(_mm256_max_ps(self.0, other.0), _mm256_max_ps(self.1, other.1))
         }
@@ -125,9 +134,9 @@ impl Lanes for Avx2 {
     }
 }
 
-impl Lanes for Avx512 {
+impl<const BF16: bool> Lanes for Avx512<BF16> {
     const SUMS: usize = 16;
-    const LEVEL: Level = Level::Avx512;
+    const LEVEL: Level = if BF16 { Level::Avx512Bf16 } else { Level::Avx512 };
     type Words = __m512i;
 
     methods! {
@@ -167,6 +176,22 @@ impl Lanes for Avx512 {
         }
         fn mul_add(self, by: Self, sum: Self) -> Self {
             Avx512(_mm512_fmadd_ps(self.0, by.0, sum.0))
+        }
+        fn halves(self) -> [Self; 2] {
+            let bits = _mm512_castps_si512(self.0);
+            [
+                Avx512(_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32)))),
+                Avx512(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))),
+            ]
+        }
+        fn add_pairs(self, by: Self, sum: Self) -> Self {
+            if BF16 {
+                // The upper halves come first.
+                let [own, by] = [self.0, by.0].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
+                Avx512(_mm512_dpbf16_ps(sum.0, own, by))
+            } else {
+                self.add_products_of_halves(by, sum)
+            }
         }
         fn max(self, other: Self) -> Self {
             Avx512(_mm512_max_ps(self.0, other.0))

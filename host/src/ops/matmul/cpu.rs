@@ -1,8 +1,8 @@
 //! The matrix product on the CPU.
 //!
 //! Few rows: dot products, parallel over columns, since reading b is what takes the time ([`super::dot`]). More rows:
-//! tiles, parallel over them, whose panels are widened to f32 ([`super::tile`]). All of it needs scratch of each
-//! thread, which grows to what is needed and stays.
+//! tiles, parallel over them, whose panels are widened to f32, or pairs of bf16 ([`super::tile`]). All of it needs
+//! scratch of each thread, which grows to what is needed and stays.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -15,11 +15,11 @@ use abi::range;
 use half::{bf16, f16};
 
 use super::dot::FewRows;
-use super::tile::{self, Panels, Tile};
+use super::tile::{self, PairTile, Panels, Tile};
 use super::{MatmulArgs, Residual, RowNorm};
 use crate::ops::glu::cpu::activate;
 use crate::ops::parallel::{SharedSlice, for_rows};
-use crate::simd::{LANES, Lanes, Work, by_best, load, load_rest, store_rest};
+use crate::simd::{LANES, Lanes, Level, Work, by_best, load, load_rest, store_rest};
 use crate::tensor::{FloatElement, TensorView};
 use crate::weight::Weight;
 use crate::weight::cpu::{FEW_ROWS, Packed, ROWS};
@@ -40,7 +40,7 @@ type Buffer = RefCell<Vec<Line>>;
 
 thread_local! {
     /// Rows of a, as the product wants them.
-    static ROWS_IN_F32: Buffer = const { RefCell::new(Vec::new()) };
+    static PACKED_ROWS: Buffer = const { RefCell::new(Vec::new()) };
     /// A row of a behind its norm, in its own type.
     static NORMED: Buffer = const { RefCell::new(Vec::new()) };
     /// A panel of b, and sums.
@@ -271,7 +271,7 @@ fn packed_dots<'a, T: FloatElement>(
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
     let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
-    with_buffer(&ROWS_IN_F32, packed.ordered_len() * m, |rows| {
+    with_buffer(&PACKED_ROWS, packed.ordered_len() * m, |rows| {
         let (rows, _) = rows.as_chunks_mut();
         // No columns have no tiles.
         let length = (packed.ordered_len() / LANES).max(1);
@@ -325,7 +325,7 @@ pub(crate) fn sums<'a, T: FloatElement>(
             let store = |row: usize, col: usize, sums: &[f32]| store(first + row, col, sums);
             dots(|row| a(first + row), &b, dims, store);
         });
-    } else {
+    } else if !tiles_of_pairs(&a, &b, dims, &store) {
         tiles(a, &OfMatrix(b), (dims.k as usize, None), dims, store);
     }
 }
@@ -396,7 +396,7 @@ fn dots<'a, T: FloatElement>(
 ) {
     let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
     let length = k.div_ceil(LANES);
-    with_buffer(&ROWS_IN_F32, m * length * LANES, |rows| {
+    with_buffer(&PACKED_ROWS, m * length * LANES, |rows| {
         let (rows, _) = rows.as_chunks_mut();
         for (row, widened) in rows.chunks_mut(length.max(1)).enumerate() {
             by_best(Widen(a(row), widened));
@@ -423,20 +423,69 @@ fn tiles<'a, T: FloatElement>(
     dims: &MatmulDims,
     store: impl Fn(usize, usize, &[f32]) + Sync + Send,
 ) {
-    let [m, n] = [dims.m, dims.n].map(|size| size as usize);
+    let pack = |rows: [&[T]; LANES], columns: &mut _, _: &mut _| {
+        by_best(tile::Columns { rows, order, columns });
+    };
+    for_tiles(a, (k, pack), dims, store, |part, panel, sums| {
+        let Part { rows, least, first, cols } = part;
+        by_best(Tile { rows, blocks: least.len(), panels, first, cols, panel, sums });
+    });
+}
+
+/// As [`sums`], of pairs of bf16 where the CPU multiplies those: whether it does.
+fn tiles_of_pairs<'a, T: FloatElement>(
+    a: &(impl Fn(usize) -> &'a [T] + Sync),
+    b: &(impl Fn(usize) -> &'a [T] + Sync),
+    dims: &MatmulDims,
+    store: &(impl Fn(usize, usize, &[f32]) + Sync + Send),
+) -> bool {
+    if T::DTYPE != DType::BF16 || Level::best() < Level::Avx512Bf16 {
+        return false;
+    }
+    let pack = |rows: [&[T]; LANES], columns: &mut _, least: &mut _| {
+        by_best(tile::PairColumns { rows: rows.map(bytemuck::cast_slice), columns, least });
+    };
+    for_tiles(a, (dims.k.div_ceil(2) as usize, pack), dims, store, |part, panel, sums| {
+        let Part { rows, least, first, cols } = part;
+        let column = &|col: usize| bytemuck::cast_slice(b(col));
+        by_best(PairTile { rows, least, column, first, cols, panel, sums });
+    });
+    true
+}
+
+/// What a tile is made of.
+struct Part<'s> {
+    /// Blocks of sixteen rows of a, packed.
+    rows: &'s [[f32; LANES]],
+    /// A line for each block.
+    least: &'s [[f32; LANES]],
+    first: usize,
+    cols: usize,
+}
+
+/// Packs blocks of sixteen rows of a, each into as many lines as there are `steps` and one for itself, and calls
+/// `store` as [`sums`] does for the sums that `multiply` makes of parts with a panel.
+fn for_tiles<'a, T: FloatElement>(
+    a: impl Fn(usize) -> &'a [T] + Sync,
+    (steps, pack): (usize, impl Fn([&[T]; LANES], &mut [[f32; LANES]], &mut [f32; LANES]) + Sync + Send),
+    dims: &MatmulDims,
+    store: impl Fn(usize, usize, &[f32]) + Sync + Send,
+    multiply: impl Fn(Part<'_>, &mut [[f32; tile::STRIDE]], &mut [[f32; LANES]]) + Sync + Send,
+) {
+    let [m, n, k] = [dims.m, dims.n, dims.k].map(|size| size as usize);
     let blocks = m.div_ceil(LANES);
-    with_buffer(&ROWS_IN_F32, blocks * k * LANES, |rows| {
-        let (rows, _) = rows.as_chunks_mut::<LANES>();
-        let packed = SharedSlice::new(rows);
+    with_buffer(&PACKED_ROWS, blocks * (steps + 1) * LANES, |rows| {
+        let (rows, least) = rows.as_chunks_mut::<LANES>().0.split_at_mut(blocks * steps);
+        let (packed, lines) = (SharedSlice::new(rows), SharedSlice::new(least));
         for_rows(blocks, m * k, |block| {
             // SAFETY: each block is one call's.
-            let columns = unsafe { packed.part(block * k, k) };
+            let (columns, line) = unsafe { (packed.part(block * steps, steps), lines.part(block, 1)) };
             let own = LANES.min(m - block * LANES);
             let of_block: [&[T]; LANES] =
                 std::array::from_fn(|row| if row < own { a(block * LANES + row) } else { &[] });
-            by_best(tile::Columns { rows: of_block, order, columns });
+            pack(of_block, columns, &mut line[0]);
         });
-        let rows = &*rows;
+        let (rows, least) = (&*rows, &*least);
         let parts = blocks.div_ceil(TILE_BLOCKS);
         for_rows(parts * n.div_ceil(tile::COLS), m * n * k.max(1), |part| {
             let (first_block, first) = (part % parts * TILE_BLOCKS, part / parts * tile::COLS);
@@ -446,8 +495,9 @@ fn tiles<'a, T: FloatElement>(
             with_buffer(&BLOCK, panel_len + tile::COLS * blocks * LANES, |buffer| {
                 let (panel, sums) = buffer.split_at_mut(panel_len);
                 let ((panel, _), (sums, _)) = (panel.as_chunks_mut(), sums.as_chunks_mut::<LANES>());
-                let rows = &rows[first_block * k..][..blocks * k];
-                by_best(Tile { rows, blocks, panels, first, cols, panel, sums });
+                let rows = &rows[first_block * steps..][..blocks * steps];
+                let least = &least[first_block..][..blocks];
+                multiply(Part { rows, least, first, cols }, panel, sums);
                 for block in 0..blocks {
                     let first_row = (first_block + block) * LANES;
                     let mut of_rows = [[0.0; tile::COLS]; LANES];
