@@ -49,17 +49,6 @@ pub fn epsilon(eps: f32, factor: f32) -> f32 {
     if factor < 1.0 && eps > 0.0 && scaled < f32::MIN_POSITIVE { f32::MIN_POSITIVE } else { scaled }
 }
 
-/// The factor of a row, and the mean of its squares, with epsilon, when it is multiplied by that: as plain loops.
-pub fn mean_of_squares(row: impl Iterator<Item = f32> + Clone, inv_cols: f32, eps: f32) -> (f32, f32) {
-    let mean = |factor: f32| {
-        let square: f32 = row.clone().map(|value| (value * factor) * (value * factor)).sum();
-        square * inv_cols + epsilon(eps, factor)
-    };
-    let first = mean(1.0);
-    let factor = factor(first);
-    (factor, if factor == 1.0 { first } else { mean(factor) })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::fp8::F8E4M3;
 use crate::ops::packed::sequence;
 use crate::ops::parallel::{SharedSlice, for_rows};
-use crate::simd::{LANES, Lanes, Work, by_best, exp, load_rest};
+use crate::simd::{LANES, Lanes, Work, by_best, exp, load_rest, store_rest};
 use crate::tensor::{FloatElement, TensorView};
 
 /// Queries of a tile.
@@ -217,8 +217,10 @@ fn tiles<T: FloatElement, C: FloatElement>(
             // offsets that ascend give each row to one sequence.
             let out = unsafe { out.part(start, head_dim_v) };
             let (inverse, empty) = (1.0 / row.sum, row.sum == 0.0);
-            for (out, value) in std::iter::zip(out, row.out.as_flattened()) {
-                *out = T::from_f32(if empty { 0.0 } else { value * inverse });
+            if empty {
+                out.fill(T::zeroed());
+            } else {
+                by_best(Scaled { values: &row.out, by: inverse, out });
             }
             if let Some(lse) = &lse {
                 let start = place(batch, dims.lse_batch_stride)
@@ -258,6 +260,24 @@ impl<T: FloatElement> Work for Widen<'_, T> {
             } else {
                 load_rest::<V, T>(from).mul(V::splat(self.scale)).store(to);
             }
+        }
+    }
+}
+
+/// Values times a number, as elements.
+struct Scaled<'s, T> {
+    values: &'s [[f32; LANES]],
+    by: f32,
+    out: &'s mut [T],
+}
+
+impl<T: FloatElement> Work for Scaled<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        for (out, values) in std::iter::zip(self.out.chunks_mut(LANES), self.values) {
+            store_rest(V::load(values).mul(V::splat(self.by)), out);
         }
     }
 }

@@ -11,7 +11,6 @@ use std::thread::LocalKey;
 use abi::DType;
 use abi::ops::glu::Activation;
 use abi::ops::matmul::{GATED, MatmulDims, MatmulEpilogue};
-use abi::range;
 use half::{bf16, f16};
 
 use super::dot::FewRows;
@@ -19,6 +18,7 @@ use super::tile::{self, PairTile, Panels, Tile};
 use super::{MatmulArgs, Residual, RowNorm};
 use crate::ops::glu::cpu::activate;
 use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::ops::rmsnorm::cpu::NormedRow;
 use crate::simd::{LANES, Lanes, Level, Work, by_best, load, load_rest, store_rest};
 use crate::tensor::{FloatElement, TensorView};
 use crate::weight::Weight;
@@ -91,21 +91,19 @@ fn products<T: FloatElement, O: FloatElement>(
         let elements = a.len();
         return with_buffer(&NORMED, elements, |buffer| {
             let normed = &mut bytemuck::cast_slice_mut::<f32, T>(buffer)[..elements];
-            norm_row(a, gain.host_slice::<T>(), norm, normed);
+            by_best(NormedRow {
+                from: Some(a),
+                weight: gain.host_slice::<T>(),
+                weight_offset: norm.weight.offset(),
+                inv_cols: 1.0 / elements as f32,
+                eps: norm.eps,
+                gate: None,
+                to: normed,
+            });
             all_products::<T, O>(batch, dims, (how, activation), normed, (b, args));
         });
     }
     all_products::<T, O>(batch, dims, (how, activation), a, (b, args));
-}
-
-/// A row behind its norm.
-fn norm_row<T: FloatElement>(row: &[T], gain: &[T], norm: RowNorm, normed: &mut [T]) {
-    let values = row.iter().map(|value| value.to_f32());
-    let (factor, mean) = range::mean_of_squares(values.clone(), 1.0 / row.len() as f32, norm.eps);
-    let scale = 1.0 / mean.sqrt();
-    for ((to, value), gain) in normed.iter_mut().zip(values).zip(gain) {
-        *to = T::from_f32(value * factor * scale * (gain.to_f32() + norm.weight.offset()));
-    }
 }
 
 fn all_products<T: FloatElement, O: FloatElement>(

@@ -2,12 +2,13 @@
 
 use abi::DType;
 use abi::ops::qk_norm_rope::QkNormRopeDims;
-use abi::range;
 use half::{bf16, f16};
 
 use super::{QkNormRopeArgs, QkNormRopeProblem, RopeInput};
 use crate::fp8::F8E4M3;
 use crate::ops::parallel::{SharedSlice, for_rows};
+use crate::ops::rmsnorm::cpu::NormedRow;
+use crate::simd::{LANES, Lanes, Work, by_best, load_rest, store_rest};
 use crate::tensor::{Element, FloatElement};
 
 pub(super) fn run(problem: &QkNormRopeProblem, dims: &QkNormRopeDims, args: &mut QkNormRopeArgs<'_>) {
@@ -109,23 +110,52 @@ impl Angles<'_> {
         dims: &QkNormRopeDims,
     ) {
         if let Some(weight) = weight {
-            let values = head.iter().map(|value| value.to_f32());
-            let (factor, mean) = range::mean_of_squares(values, dims.inv_head_dim, dims.eps);
-            let scale = 1.0 / mean.sqrt();
-            for (value, weight) in std::iter::zip(head.iter_mut(), weight) {
-                *value =
-                    T::from_f32(value.to_f32() * factor * scale * (weight.to_f32() + dims.weight_offset));
-            }
+            by_best(NormedRow {
+                from: None,
+                weight,
+                weight_offset: dims.weight_offset,
+                inv_cols: dims.inv_head_dim,
+                eps: dims.eps,
+                gate: None,
+                to: head,
+            });
         }
         let pairs = dims.rotary_dim as usize / 2;
         let start = position as usize * pairs;
-        for (i, (cos, sin)) in
-            std::iter::zip(&self.cos[start..][..pairs], &self.sin[start..][..pairs]).enumerate()
-        {
-            let (first, second) = if dims.is_interleaved != 0 { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
-            let (a, b) = (head[first].to_f32(), head[second].to_f32());
-            head[first] = T::from_f32(a * cos - b * sin);
-            head[second] = T::from_f32(b * cos + a * sin);
+        let (cos, sin) = (&self.cos[start..][..pairs], &self.sin[start..][..pairs]);
+        if dims.is_interleaved == 0 {
+            let (firsts, seconds) = head[..2 * pairs].split_at_mut(pairs);
+            by_best(Rotation { firsts, seconds, cos, sin });
+            return;
+        }
+        for (pair, (cos, sin)) in std::iter::zip(head.chunks_exact_mut(2), std::iter::zip(cos, sin)) {
+            let (a, b) = (pair[0].to_f32(), pair[1].to_f32());
+            pair[0] = T::from_f32(a * cos - b * sin);
+            pair[1] = T::from_f32(b * cos + a * sin);
+        }
+    }
+}
+
+/// Pairs of elements and the angles by which each is rotated.
+struct Rotation<'s, T> {
+    firsts: &'s mut [T],
+    seconds: &'s mut [T],
+    cos: &'s [f32],
+    sin: &'s [f32],
+}
+
+impl<T: FloatElement> Work for Rotation<'_, T> {
+    type Out = ();
+
+    #[inline(always)]
+    fn with<V: Lanes>(self) {
+        let chunks = std::iter::zip(self.firsts.chunks_mut(LANES), self.seconds.chunks_mut(LANES));
+        let angles = std::iter::zip(self.cos.chunks(LANES), self.sin.chunks(LANES));
+        for ((firsts, seconds), (cos, sin)) in std::iter::zip(chunks, angles) {
+            let (a, b): (V, V) = (load_rest(firsts), load_rest(seconds));
+            let (cos, sin): (V, V) = (load_rest(cos), load_rest(sin));
+            store_rest(a.mul(cos).sub(b.mul(sin)), firsts);
+            store_rest(b.mul(cos).add(a.mul(sin)), seconds);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Root mean square normalisation of rows, with residual and gate: [`RmsNorm`].
 
 mod cases;
-mod cpu;
+pub(crate) mod cpu;
 pub mod reference;
 mod select;
 
