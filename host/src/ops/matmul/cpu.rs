@@ -191,38 +191,32 @@ impl<T: FloatElement, O: FloatElement> Work for Finish<'_, T, O> {
     fn with<V: Lanes>(self) {
         let Finish { sums, n, scale, activation, bias, added, in_place, out } = self;
         let len = out.len();
+        let scale = V::splat(scale);
         for start in (0..len).step_by(LANES) {
             let own = LANES.min(len - start);
-            let mut values = [[0.0; LANES]; 2];
-            let [gate, up] = &mut values;
-            if let Some(n) = n {
-                let sums = &sums[2 * start..][..2 * own];
-                for i in 0..own {
-                    (gate[i], up[i]) = (sums[2 * i] * scale, sums[2 * i + 1] * scale);
-                }
-                if let Some(bias) = bias {
-                    for i in 0..own {
-                        gate[i] += bias[start + i].to_f32();
-                        up[i] += bias[n + start + i].to_f32();
-                    }
+            // Of the gate, or of all there is, and of up.
+            let mut numbers = [[0.0; LANES]; 2];
+            if n.is_some() {
+                let turns: [f32; 2 * LANES] = padded(&sums[2 * start..][..2 * own]);
+                for (i, turn) in turns.as_chunks::<2>().0.iter().enumerate() {
+                    (numbers[0][i], numbers[1][i]) = (turn[0], turn[1]);
                 }
             } else {
-                let sums = &sums[start..][..own];
-                for i in 0..own {
-                    gate[i] = sums[i] * scale;
-                }
-                if let Some(bias) = bias {
-                    for i in 0..own {
-                        gate[i] += bias[start + i].to_f32();
-                    }
+                numbers[0] = padded(&sums[start..][..own]);
+            }
+            let mut value = V::load(&numbers[0]).mul(scale);
+            let mut up = V::load(&numbers[1]).mul(scale);
+            if let Some(bias) = bias {
+                value = value.add(load_rest(&bias[start..][..own]));
+                if let Some(n) = n {
+                    up = up.add(load_rest(&bias[n + start..][..own]));
                 }
             }
-            let mut value = V::load(gate);
             if let Some(activation) = activation {
                 value = activate(activation, value);
             }
             if n.is_some() {
-                value = value.mul(V::load(up));
+                value = value.mul(up);
             }
             let out = &mut out[start..][..own];
             if let Some(added) = added {
@@ -233,6 +227,17 @@ impl<T: FloatElement, O: FloatElement> Work for Finish<'_, T, O> {
             store_rest(value, out);
         }
     }
+}
+
+/// So many numbers, with zeros behind those that there are.
+#[inline(always)]
+fn padded<const N: usize>(numbers: &[f32]) -> [f32; N] {
+    if let Ok(all) = numbers.try_into() {
+        return all;
+    }
+    let mut padded = [0.0; N];
+    padded[..numbers.len()].copy_from_slice(numbers);
+    padded
 }
 
 /// As [`sums`], of an expert's packed weight.

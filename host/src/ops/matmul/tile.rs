@@ -34,8 +34,9 @@ use crate::simd::Level;
 use crate::simd::{LANES, Lanes, Work, load, load_rest};
 use crate::tensor::FloatElement;
 
-/// Columns of a panel: a multiple of what the registers take at a time, 8 or 4, and of the 16 rows of packed weights.
-pub(crate) const COLS: usize = 48;
+/// Columns of a panel: a multiple of what the registers take at a time, 8 or 4, and of the 16 rows of packed weights;
+/// of twice as many, so that gated columns are whole vectors.
+pub(crate) const COLS: usize = 64;
 /// Elements of k of a panel.
 pub(crate) const DEPTH: usize = 256;
 /// From one row of a panel to the next: rows that are a power of two apart would have one place in the cache.
@@ -466,7 +467,7 @@ mod tests {
     /// and those of fewer rows and columns.
     #[test]
     fn sums_of_any_size() {
-        for (m, n, k) in [(1, 1, 1), (9, 5, 17), (16, 48, 256), (33, 47, 257), (50, 11, 600), (17, 13, 64)] {
+        for (m, n, k) in [(1, 1, 1), (9, 5, 17), (16, 64, 256), (33, 63, 257), (50, 11, 600), (17, 13, 64)] {
             let a: Vec<Vec<f32>> = (0..m).map(|row| (0..k).map(|i| value(i, row)).collect()).collect();
             let b: Vec<Vec<f32>> = (0..n).map(|col| (0..k).map(|i| value(i, 100 + col)).collect()).collect();
             let mut known: Option<Vec<f32>> = None;
@@ -517,7 +518,7 @@ mod tests {
         ];
         for (name, of_a, of_b) in kinds {
             for (m, n, k) in
-                [(1, 1, 1), (9, 5, 17), (16, 48, 512), (33, 47, 513), (50, 11, 1201), (17, 13, 64)]
+                [(1, 1, 1), (9, 5, 17), (16, 64, 512), (33, 63, 513), (50, 11, 1201), (17, 13, 64)]
             {
                 let mut rows = |count: usize, of: Elements<'_>| -> Vec<Vec<bf16>> {
                     (0..count).map(|_| (0..k).map(|_| bf16::from_bits(of(bits()) as u16)).collect()).collect()
