@@ -451,7 +451,7 @@ fn tiles_of_pairs<'a, T: FloatElement>(
     for_tiles(a, (dims.k.div_ceil(2) as usize, pack), dims, store, |part, panel, sums| {
         let Part { rows, least, first, cols } = part;
         let column = &|col: usize| bytemuck::cast_slice(b(col));
-        by_best(PairTile { rows, least, column, first, cols, panel, sums });
+        by_best(PairTile { rows, least, column, first, cols, columns: dims.n as usize, panel, sums });
     });
     true
 }

@@ -94,9 +94,9 @@ impl<P: Panels> Work for Tile<'_, P> {
                         let sums = &mut sums[tile * 8 * blocks + block..];
                         block += if blocks - block > 1 {
                             let rows = [&rows[at(block)], &rows[at(block + 1)]];
-                            add::<V, Numbers, 2, 8>(rows, panel, sums, blocks)
+                            add::<V, Numbers, 2, 8>(rows, panel, sums, blocks, [&[]; 8])
                         } else {
-                            add::<V, Numbers, 1, 8>([&rows[at(block)]], panel, sums, blocks)
+                            add::<V, Numbers, 1, 8>([&rows[at(block)]], panel, sums, blocks, [&[]; 8])
                         };
                     }
                 }
@@ -104,7 +104,7 @@ impl<P: Panels> Work for Tile<'_, P> {
                 for (tile, panel) in panel.as_chunks().0.iter().enumerate().take(cols.div_ceil(4)) {
                     for block in 0..blocks {
                         let sums = &mut sums[tile * 4 * blocks + block..];
-                        add::<V, Numbers, 1, 4>([&rows[at(block)]], panel, sums, blocks);
+                        add::<V, Numbers, 1, 4>([&rows[at(block)]], panel, sums, blocks, [&[]; 8]);
                     }
                 }
             }
@@ -208,6 +208,8 @@ pub(crate) struct PairTile<'s> {
     pub(crate) first: usize,
     /// At most [`COLS`].
     pub(crate) cols: usize,
+    /// How many columns the result has: those behind the tile are likely the next.
+    pub(crate) columns: usize,
     /// [`COLS`] rows.
     pub(crate) panel: &'s mut [[f32; STRIDE]],
     /// `[COLS][rows / 16][16]`, whatever it holds.
@@ -220,7 +222,7 @@ impl Work for PairTile<'_> {
 
     #[inline(always)]
     fn with<V: Lanes>(self) {
-        let PairTile { rows, least, column, first, cols, panel, sums } = self;
+        let PairTile { rows, least, column, first, cols, columns, panel, sums } = self;
         let blocks = least.len();
         let steps = rows.len() / blocks;
         // Columns of the last tile that there are not are computed from whatever the panel holds.
@@ -233,23 +235,34 @@ impl Work for PairTile<'_> {
                 let elements = 2 * start..(2 * (start + depth)).min(column.len());
                 of_panel = of_panel.and(pack_pairs(&column[elements], panel));
             }
+            // Where the next panel comes from.
+            let (next, from) = if start + depth < steps { (first, start + depth) } else { (first + COLS, 0) };
             for (tile, panel) in panel.as_chunks().0.iter().enumerate().take(cols.div_ceil(8)) {
                 let mut block = 0;
                 while block < blocks {
+                    // A share of the next panel's rows for each addition.
+                    let mut ahead: [&[u8]; 8] = [&[]; 8];
+                    let share = 8 * block / blocks..(8 * (block + 2) / blocks).min(8);
+                    for (bytes, row) in std::iter::zip(&mut ahead[share.clone()], share) {
+                        let next = next + tile * 8 + row;
+                        if next < columns {
+                            *bytes = bytemuck::cast_slice(column(next).get(2 * from..).unwrap_or_default());
+                        }
+                    }
                     let sums = &mut sums[tile * 8 * blocks + block..];
                     let at = |block: usize| &rows[block * steps + start..][..depth];
                     let is_normal = |block: usize| Least::from_line(&least[block]).is_normal_with(of_panel);
                     block += if blocks - block > 1 {
                         let rows = [at(block), at(block + 1)];
                         if is_normal(block) && is_normal(block + 1) {
-                            add::<V, NormalPairs, 2, 8>(rows, panel, sums, blocks)
+                            add::<V, NormalPairs, 2, 8>(rows, panel, sums, blocks, ahead)
                         } else {
-                            add::<V, AnyPairs, 2, 8>(rows, panel, sums, blocks)
+                            add::<V, AnyPairs, 2, 8>(rows, panel, sums, blocks, ahead)
                         }
                     } else if is_normal(block) {
-                        add::<V, NormalPairs, 1, 8>([at(block)], panel, sums, blocks)
+                        add::<V, NormalPairs, 1, 8>([at(block)], panel, sums, blocks, ahead)
                     } else {
-                        add::<V, AnyPairs, 1, 8>([at(block)], panel, sums, blocks)
+                        add::<V, AnyPairs, 1, 8>([at(block)], panel, sums, blocks, ahead)
                     };
                 }
             }
@@ -359,13 +372,15 @@ impl Content for AnyPairs {
     }
 }
 
-/// Adds the products of blocks of sixteen rows and so many rows of a panel; how many blocks.
+/// Adds the products of blocks of sixteen rows and so many rows of a panel; how many blocks. Meanwhile it brings as
+/// many bytes of each slice of `ahead` to the cache as a row of the panel has.
 #[inline(always)]
 fn add<V: Lanes, C: Content, const BLOCKS: usize, const N: usize>(
     a: [&[[f32; LANES]]; BLOCKS],
     panel: &[[f32; STRIDE]; N],
     sums: &mut [[f32; LANES]],
     stride: usize,
+    ahead: [&[u8]; 8],
 ) -> usize {
     let depth = a[0].len().min(STRIDE);
     let a = a.map(|a| &a[..depth]);
@@ -375,15 +390,24 @@ fn add<V: Lanes, C: Content, const BLOCKS: usize, const N: usize>(
             own[i][j] = V::load(&sums[i * stride + j]);
         }
     }
-    for step in 0..depth {
-        let mut x = [V::splat(0.0); BLOCKS];
-        for j in 0..BLOCKS {
-            x[j] = V::load(&a[j][step]);
+    for first in (0..depth).step_by(LANES) {
+        // A line at a time: more wait for each other.
+        for bytes in ahead {
+            let line = first * size_of::<f32>();
+            if line < bytes.len() {
+                V::prefetch(&bytes[line..]);
+            }
         }
-        for i in 0..N {
-            let y = V::splat(panel[i][step]);
+        for step in first..depth.min(first + LANES) {
+            let mut x = [V::splat(0.0); BLOCKS];
             for j in 0..BLOCKS {
-                own[i][j] = C::add(x[j], y, own[i][j]);
+                x[j] = V::load(&a[j][step]);
+            }
+            for i in 0..N {
+                let y = V::splat(panel[i][step]);
+                for j in 0..BLOCKS {
+                    own[i][j] = C::add(x[j], y, own[i][j]);
+                }
             }
         }
     }
@@ -431,7 +455,10 @@ mod tests {
         let mut sums = vec![[f32::NAN; LANES]; COLS * blocks];
         let (column, cols) = (&|col: usize| &b[col][..], b.len());
         let (panel, least) = (&mut panel[..], &least[..]);
-        by(level, PairTile { rows: &rows, least, column, first: 0, cols, panel, sums: &mut sums });
+        by(
+            level,
+            PairTile { rows: &rows, least, column, first: 0, cols, columns: cols, panel, sums: &mut sums },
+        );
         row_by_row(&sums, blocks, (a.len(), cols))
     }
 
