@@ -480,7 +480,7 @@ mod tests {
         assert_eq!(message(&launch("no_such", 32, &[])), "no crate of this program has the kernel");
         assert_eq!(
             message(&launch(EMBEDDING.entry, 32, &addresses)),
-            "the kernel's parameters have [8, 8, 8, 16] bytes, not [8, 8, 8]"
+            "the kernel's parameters have [8, 8, 8, 20] bytes, not [8, 8, 8]"
         );
         assert_eq!(
             message(&launch(EMBEDDING.entry, 512, &with_dims)),
