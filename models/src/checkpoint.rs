@@ -243,6 +243,14 @@ impl Checkpoint {
         }
     }
 
+    /// Fields of `config.json` that say what becomes of rows, where that is not done.
+    pub(super) fn undone_keys(&self) -> Vec<String> {
+        match (self.activations, &self.source) {
+            (None, Source::Safetensors { quantised: Some(quantised), .. }) => quantised.undone().to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Whether rows become int8 before they are multiplied with this weight, if it is int8.
     pub(super) fn rows_become_int8(&self, name: &str) -> bool {
         match (self.activations, &self.source) {

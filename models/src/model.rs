@@ -40,7 +40,8 @@ pub struct Model {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadReport {
-    /// [`ModelConfig::unread_keys`].
+    /// [`ModelConfig::unread_keys`]; and what a `quantization_config` says of the rows that weights are multiplied with,
+    /// where they are multiplied as they are.
     pub unread_keys: Vec<String>,
     /// Tensors of the checkpoint that the model has no place for, by name.
     pub unused_tensors: Vec<String>,
@@ -163,7 +164,8 @@ impl Model {
         let parts = Loader::from_checkpoint(checkpoint, (&stream, part), (dtype, quantise), progress, build)?;
         stream.synchronize()?;
         let unused_tensors = checkpoint.unused_tensors();
-        let report = LoadReport { unread_keys: config.unread_keys.clone(), unused_tensors };
+        let unread_keys = [config.unread_keys.clone(), checkpoint.undone_keys()].concat();
+        let report = LoadReport { unread_keys, unused_tensors };
         #[cfg(feature = "tracing")]
         tracing::info!(
             target: "warpforge",

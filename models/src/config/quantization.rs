@@ -25,6 +25,8 @@ struct Modules {
     groups: Vec<Group>,
     /// Modules that are not.
     skipped: Vec<Pattern>,
+    /// Fields that say what is not done.
+    undone: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -150,6 +152,11 @@ impl QuantConfig {
         self.activations
     }
 
+    /// Fields that say what is not done: of rows that are to be quantised in a way that none are here.
+    pub(crate) fn undone(&self) -> &[String] {
+        &self.modules.undone
+    }
+
     /// Whether rows become int8 before they are multiplied with this module's weight.
     pub(crate) fn rows_become_int8(&self, module: &str) -> bool {
         matches!(self.scheme_of(module), Some(Scheme::Bytes { rows_become_int8: true, .. }))
@@ -240,6 +247,7 @@ impl QuantConfig {
             "mxfp4" => Modules {
                 groups: vec![Group { targets: None, scheme: Scheme::Mxfp4Blocks }],
                 skipped: parts(fields, &["modules_to_not_convert"])?,
+                undone: Vec::new(),
             },
             "compressed-tensors" => match compressed(fields)? {
                 Some(modules) => modules,
@@ -306,11 +314,15 @@ fn fp8(fields: &Fields) -> Result<Modules, ModelError> {
             return Err(fields.unsupported(key, format.into(), &["e4m3"]));
         }
     }
+    // With scales of the file's own rows are multiplied as they are.
+    let is_static = fields.nullable("activation_scheme", "a string", Value::as_str)? == Some("static");
+    let undone = is_static.then(|| format!("{}activation_scheme", fields.prefix())).into_iter().collect();
     let converted = fields.nullable("modules_to_convert", "a list of names", strings)?;
     let targets = converted.map(|names| names.into_iter().map(|name| Pattern::Parts(name.into())).collect());
     Ok(Modules {
         groups: vec![Group { targets, scheme: Scheme::Fp8 { block: block(fields, "weight_block_size")? } }],
         skipped: parts(fields, &["modules_to_not_convert", "ignored_layers"])?,
+        undone,
     })
 }
 
@@ -356,7 +368,7 @@ fn gptq(fields: &Fields) -> Result<Modules, ModelError> {
         groups.push(Group { targets: Some(vec![pattern]), scheme });
     }
     groups.push(Group { targets: None, scheme: Scheme::Gptq { bits, group, is_v1 } });
-    Ok(Modules { groups, skipped })
+    Ok(Modules { groups, skipped, undone: Vec::new() })
 }
 
 /// Integers are taken that divide a word into bytes or halves of them.
@@ -390,6 +402,7 @@ fn awq(fields: &Fields) -> Result<Modules, ModelError> {
     Ok(Modules {
         groups: vec![Group { targets: None, scheme: Scheme::Awq { group: group_size(fields, key)? } }],
         skipped: parts(fields, &["modules_to_not_convert"])?,
+        undone: Vec::new(),
     })
 }
 
@@ -410,6 +423,7 @@ fn modelopt(fields: &Fields) -> Result<Modules, ModelError> {
     Ok(Modules {
         groups: vec![Group { targets: None, scheme }],
         skipped: parts(fields, &["ignore", "exclude_modules"])?,
+        undone: Vec::new(),
     })
 }
 
@@ -428,7 +442,7 @@ fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
         return Ok(None);
     }
     let named = fields.required("config_groups", "an object", Value::as_object)?;
-    let mut groups = Vec::new();
+    let (mut groups, mut undone) = (Vec::new(), Vec::new());
     for (name, group) in named {
         let Some(map) = group.as_object() else {
             return Err(fields.error(&format!("config_groups.{name}"), "an object", group.to_string()));
@@ -441,11 +455,20 @@ fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
             let format = group.nullable("format", "a string", Value::as_str)?.or(whole);
             let prefix = format!("{prefix}weights.");
             let weights = fields.inside(prefix.as_str(), weights);
-            groups.push(Group { targets: Some(targets), scheme: scheme(&group, &weights, format)? });
+            let scheme = scheme(&group, &weights, format)?;
+            for key in ["input_activations", "output_activations"] {
+                let is_asked_for = group.nullable(key, "an object", Value::as_object)?.is_some();
+                let is_done = key == "input_activations"
+                    && matches!(scheme, Scheme::Bytes { rows_become_int8: true, .. });
+                if is_asked_for && !is_done {
+                    undone.push(format!("{}{key}", group.prefix()));
+                }
+            }
+            groups.push(Group { targets: Some(targets), scheme });
         }
     }
     let ignored = fields.nullable("ignore", "a list of names", strings)?.unwrap_or_default();
-    Ok(Some(Modules { groups, skipped: patterns(fields, "ignore", ignored)? }))
+    Ok(Some(Modules { groups, skipped: patterns(fields, "ignore", ignored)?, undone }))
 }
 
 fn patterns(fields: &Fields, key: &str, names: Vec<&str>) -> Result<Vec<Pattern>, ModelError> {

@@ -158,6 +158,37 @@ fn rows_become_int8() -> Outcome {
     Ok(())
 }
 
+/// What a configuration says of rows and is not done is in the report, unless it is asked for to be so.
+#[test]
+fn rows_that_stay_as_given_are_reported() -> Outcome {
+    let groups = "quantization_config.config_groups.group_0.input_activations";
+    for (name, from, to, key) in [
+        ("ct_w8a8_int8", "\"dynamic\": true", "\"dynamic\": false", groups),
+        (
+            "fp8_block",
+            "\"activation_scheme\": \"dynamic\"",
+            "\"activation_scheme\": \"static\"",
+            "quantization_config.activation_scheme",
+        ),
+    ] {
+        let (from_folder, to_folder) = (folder().join(name), tempfile::tempdir()?);
+        let config = std::fs::read_to_string(from_folder.join("config.json"))?;
+        assert!(config.contains(from), "{name}");
+        std::fs::write(to_folder.path().join("config.json"), config.replacen(from, to, 1))?;
+        let weights = "model.safetensors";
+        std::fs::copy(from_folder.join(weights), to_folder.path().join(weights))?;
+        let report = |checkpoint: &Checkpoint| -> Result<Vec<String>, host::Error> {
+            let model = Model::from_checkpoint(&Device::cpu(), checkpoint, DType::F32, &mut |_| {})?;
+            Ok(model.report().unread_keys.clone())
+        };
+        assert_eq!(report(&Checkpoint::open(&from_folder)?)?, [""; 0], "{name}");
+        let changed = Checkpoint::open(to_folder.path())?;
+        assert_eq!(report(&changed)?, [key], "{name}");
+        assert_eq!(report(&changed.with_activations(Activations::AsGiven))?, [""; 0], "{name}");
+    }
+    Ok(())
+}
+
 /// Tables that a file has quantised stay so, tied ones too; those of ranks that share out a tied one do not.
 #[test]
 fn tables_stay_quantised() -> Outcome {
