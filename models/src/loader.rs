@@ -298,7 +298,7 @@ impl<'a> Loader<'a> {
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        let Some(sources) = self.packable(parts, cols)? else {
+        let Some(sources) = self.packable(parts, cols, self.quantise)? else {
             return Ok(ProjectionWeight::Plain(self.stacked(parts, cols)?));
         };
         if self.rows_become_int8(parts, &sources) {
@@ -317,13 +317,12 @@ impl<'a> Loader<'a> {
     /// dense: no scheme is for tables.
     pub(super) fn table(&mut self, name: &str, rows: Cut, cols: usize) -> Result<ProjectionWeight, Error> {
         let parts = [(name.to_owned(), rows)];
-        if matches!(self.quantise, Quantise::AsStored | Quantise::By(_)) {
-            let asked_for = std::mem::replace(&mut self.quantise, Quantise::AsStored);
-            let sources = self.packable(&parts, &cols.into());
-            self.quantise = asked_for;
-            if let Some([source]) = sources?.as_deref() {
-                return Ok(ProjectionWeight::Packed(self.pack(&[&**source])?));
-            }
+        let quantise = match self.quantise {
+            Quantise::AsStored | Quantise::By(_) => Quantise::AsStored,
+            Quantise::Dense | Quantise::Requantise(_) => Quantise::Dense,
+        };
+        if let Some([source]) = self.packable(&parts, &cols.into(), quantise)?.as_deref() {
+            return Ok(ProjectionWeight::Packed(self.pack(&[&**source])?));
         }
         Ok(ProjectionWeight::Plain(self.stacked(&parts, &cols.into())?))
     }
@@ -344,7 +343,7 @@ impl<'a> Loader<'a> {
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }
-        let sources = self.packable(parts, cols)?;
+        let sources = self.packable(parts, cols, self.quantise)?;
         if let Some(sources) = &sources
             && self.rows_become_int8(parts, sources)
         {
@@ -382,14 +381,15 @@ impl<'a> Loader<'a> {
         &self,
         parts: &[(String, Cut)],
         cols: &Cut,
+        quantise: Quantise,
     ) -> Result<Option<Vec<Box<dyn WeightSource + 'a>>>, Error> {
         let &Source::Checkpoint(checkpoint) = &self.source else { return Ok(None) };
-        if self.quantise == Quantise::Dense || height(parts) * cols.len() == 0 {
+        if quantise == Quantise::Dense || height(parts) * cols.len() == 0 {
             return Ok(None);
         }
         let unusable = |problem| checkpoint.unusable(1, vec![problem]);
         let stored = |name: &str, rows: &Cut| checkpoint.tensor(name, &[rows.of, cols.of]).map_err(unusable);
-        let global = match self.quantise {
+        let global = match quantise {
             Quantise::By(scheme) | Quantise::Requantise(scheme) if scheme.scale == ScaleType::E4m3 => {
                 let own = |(name, rows): &(String, Cut)| {
                     let Stored { data, .. } = stored(name, rows)?;
@@ -409,7 +409,7 @@ impl<'a> Loader<'a> {
                 let expected = "finite scales".to_owned();
                 unusable(TensorProblem::Unfit { name: name.clone(), expected, got })
             };
-            let source: Box<dyn WeightSource + 'a> = match (self.quantise.scheme(&data), data) {
+            let source: Box<dyn WeightSource + 'a> = match (quantise.scheme(&data), data) {
                 (Some(scheme), data) => {
                     let read = move |row: usize, values: &mut [f32]| data.floats(row, values);
                     Box::new(Quantised::with_global([rows.of, cols.of], scheme, read, global)?)

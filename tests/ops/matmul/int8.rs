@@ -163,6 +163,32 @@ fn int8_rows_are_independent() -> Result<(), Error> {
     Ok(())
 }
 
+/// Sizes of 0: nothing to do, or empty sums.
+#[test]
+fn int8_nothing() -> Result<(), TestCaseError> {
+    for device in &devices() {
+        let stream = device.stream()?;
+        for act in [Act::None, Act::Gated(Activation::Silu)] {
+            for [m, n, k] in [[0, 8, 16], [3, 0, 16], [3, 8, 0], [0, 0, 0]] {
+                let problem = MatmulProblem {
+                    epilogue: Epilogue::of(act),
+                    activations: Activations::Int8,
+                    ..MatmulProblem::new(m, n, k, DType::BF16)
+                };
+                let b_rows = if act == Act::None { n } else { 2 * n };
+                let a = Tensor::zeros(&stream, &[m, k], DType::BF16)?;
+                let codes = Tensor::zeros(&stream, &[b_rows, k], DType::I8)?;
+                let scales = Tensor::zeros(&stream, &[b_rows], DType::F32)?;
+                let mut out = Rows::output(&stream, DType::BF16, m, n, Layout::default())?;
+                let b = MatmulB::Int8 { codes: codes.view(), scales: scales.view() };
+                Matmul::plan(device, problem)?.run(&stream, MatmulArgs::new(a.view(), b, out.view_mut()))?;
+                prop_assert_eq!(out.read(&stream)?, vec![0.0; m * n], "{:?} {m} {n} {k}", device);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// What is not done, and what does not fit, is an error that says so.
 #[test]
 fn int8_mistakes() -> Result<(), Error> {
