@@ -575,8 +575,8 @@ impl<'a> Loader<'a> {
         self.load(dtype, &pieces, &[height(parts)])
     }
 
-    /// What keys or values of these heads are multiplied by when they are fp8, f32: of the first of these names that the
-    /// checkpoint has, one for all heads or one for each; or 1.
+    /// What keys or values of these heads are multiplied by when they are fp8: of the first of these names that the
+    /// checkpoint has, one number for all heads or one for each; or 1. In f32.
     pub(super) fn head_scales(&mut self, names: &[String], heads: &Cut) -> Result<Constant, Error> {
         let name = names.iter().find(|name| self.contains(name));
         let ones = vec![1.0; heads.of];
