@@ -1,5 +1,5 @@
-//! Caches of keys and values in fp8: near what the model's own type gives, in a session and in a batch, with and without
-//! scales of the checkpoint.
+//! Caches of keys and values in fp8: near what the model's own type gives, in a session and in a batch, with and
+//! without scales of the checkpoint.
 
 use std::fs;
 

@@ -451,7 +451,8 @@ mod tests {
         }
     }
 
-    const DIMS: EmbeddingDims = EmbeddingDims { cols: 1, vocab: 2, table_stride: 1, out_stride: 1, in_quads: 0 };
+    const DIMS: EmbeddingDims =
+        EmbeddingDims { cols: 1, vocab: 2, table_stride: 1, out_stride: 1, in_quads: 0 };
 
     fn launch<'a>(entry: &'static str, threads: u32, params: &'a [Param<'a>]) -> Launch<'a> {
         let (grid, block) = ([1, 1, 1], [threads, 1, 1]);
