@@ -40,8 +40,8 @@ pub struct Model {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadReport {
-    /// [`ModelConfig::unread_keys`]; and what a `quantization_config` says of the rows that weights are multiplied with,
-    /// where they are multiplied as they are.
+    /// [`ModelConfig::unread_keys`]; and what a `quantization_config` says of the rows that weights are multiplied
+    /// with, where they are multiplied as they are.
     pub unread_keys: Vec<String>,
     /// Tensors of the checkpoint that the model has no place for, by name.
     pub unused_tensors: Vec<String>,
