@@ -12,7 +12,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use output::{Failure, note};
-use warpforge::models::{Checkpoint, Logits, Model, Quantise, SessionOptions};
+use warpforge::models::{CacheType, Checkpoint, Logits, Model, Quantise, SessionOptions};
+use warpforge::ops::matmul::Activations;
 use warpforge::weight::{ScaleType, Scheme};
 use warpforge::{DType, Device, DeviceChoice};
 
@@ -56,35 +57,67 @@ fn run(options: &Options) -> Result<(), Failure> {
         return Err(format!("{}: expected two tokens at least", options.text.display()).into());
     }
     let device = options.device.open()?;
-    let measure = |dtype, quantise, beside: Option<&[f32]>| {
-        measure(&device, &checkpoint, (dtype, quantise), &windows, beside)
-    };
+    // Of a checkpoint without int8 of its own only what is quantised as it is loaded has rows that become so.
+    let int8 = Checkpoint::open(&options.model)?.with_activations(Activations::Int8);
+    let checkpoint = checkpoint.with_activations(Activations::AsGiven);
 
     let tokens: usize = windows.iter().map(|window| window.len()).sum();
     note(format_args!("{tokens} tokens in windows of {}, on {}", options.window, device.describe()));
-    let dense = measure(DType::F32, Quantise::Dense, None)?;
+    let of = |name: &str, quantise| Tried { name: name.into(), quantise, ..Tried::default() };
+    let dense = of("dense, f32", Quantise::Dense);
+    let dense = measure(&device, &checkpoint, &dense, &windows, None)?;
     let own = dense.perplexity();
     output::write(format_args!(
         "| weights | activations | error of the logits | perplexity | change |\n|---|---|---|---|---|\n\
          | dense, f32 | f32 | | {own:.3} | |\n"
     ))?;
-    let plain = [DType::F16, DType::BF16].map(|dtype| (format!("dense, {dtype}"), dtype, Quantise::Dense));
-    let requantised = schemes().into_iter();
-    let requantised = requantised.map(|(name, scheme)| (name, DType::F32, Quantise::Requantise(scheme)));
-    let stored = [("as stored".to_owned(), DType::F32, Quantise::AsStored)];
-    for (name, dtype, quantise) in plain.into_iter().chain(stored).chain(requantised) {
-        let line = match measure(dtype, quantise, Some(&dense.logits)) {
+    let mut all: Vec<Tried> = [DType::F16, DType::BF16]
+        .map(|dtype| Tried { dtype, ..of(&format!("dense, {dtype}"), Quantise::Dense) })
+        .into();
+    let in_fp8 = of("dense, bf16, keys and values in fp8", Quantise::Dense);
+    all.push(Tried { dtype: DType::BF16, cache_type: CacheType::Fp8, ..in_fp8 });
+    all.push(of("as stored", Quantise::AsStored));
+    let by_int8 = of("int8", Quantise::Requantise(Scheme::INT8));
+    all.push(Tried { rows_become_int8: true, ..by_int8 });
+    all.extend(schemes().into_iter().map(|(name, scheme)| of(&name, Quantise::Requantise(scheme))));
+    for tried in &all {
+        let Tried { name, dtype, rows_become_int8, .. } = tried;
+        let (checkpoint, rows) =
+            if *rows_become_int8 { (&int8, "int8") } else { (&checkpoint, dtype.name()) };
+        let line = match measure(&device, checkpoint, tried, &windows, Some(&dense.logits)) {
             Ok(made) => {
                 let error = 100.0 * made.error();
                 let (perplexity, change) = (made.perplexity(), 100.0 * (made.perplexity() / own - 1.0));
-                format!("| {name} | {dtype} | {error:.2} % | {perplexity:.3} | {change:+.2} % |\n")
+                format!("| {name} | {rows} | {error:.2} % | {perplexity:.3} | {change:+.2} % |\n")
             }
             // Groups that are no whole ones, say.
-            Err(error) => format!("| {name} | {dtype} | {} | | |\n", output::printable(&error.to_string())),
+            Err(error) => format!("| {name} | {rows} | {} | | |\n", output::printable(&error.to_string())),
         };
         output::write(format_args!("{line}"))?;
     }
     Ok(())
+}
+
+/// What a model is made of and computes in.
+#[derive(Clone)]
+struct Tried {
+    name: String,
+    dtype: DType,
+    quantise: Quantise,
+    rows_become_int8: bool,
+    cache_type: CacheType,
+}
+
+impl Default for Tried {
+    fn default() -> Self {
+        Tried {
+            name: String::new(),
+            dtype: DType::F32,
+            quantise: Quantise::AsStored,
+            rows_become_int8: false,
+            cache_type: CacheType::Model,
+        }
+    }
 }
 
 /// The named ones, and others of four bits.
@@ -127,16 +160,18 @@ impl Measured {
 fn measure(
     device: &Device,
     checkpoint: &Checkpoint,
-    (dtype, quantise): (DType, Quantise),
+    tried: &Tried,
     windows: &[&[u32]],
     beside: Option<&[f32]>,
 ) -> Result<Measured, Failure> {
+    let &Tried { dtype, quantise, cache_type, .. } = tried;
     let model = Model::quantised(device, checkpoint, dtype, quantise, &mut |_| {})?;
     let longest = windows.iter().map(|window| window.len()).max().unwrap_or(0);
     let options = SessionOptions {
         capacity: longest,
         chunk: longest,
         logits: Logits::All,
+        cache_type,
         ..SessionOptions::default()
     };
     let mut session = model.session(options)?;
@@ -203,7 +238,7 @@ mod tests {
         let codec = language::codec(&folder, checkpoint.config())?.ok_or("a tokenizer")?;
         let ids = codec.encode("Returns an iterator over the elements of the slice, in order.")?;
         let of = |quantise, beside: Option<&[f32]>| {
-            measure(&Device::cpu(), &checkpoint, (DType::F32, quantise), &[&ids], beside)
+            measure(&Device::cpu(), &checkpoint, &Tried { quantise, ..Tried::default() }, &[&ids], beside)
         };
         let dense = of(Quantise::Dense, None)?;
         assert_eq!(dense.predicted, ids.len() - 1);

@@ -433,11 +433,12 @@ impl<'a> Loader<'a> {
     /// int8 with a scale for each of their rows and without a zero point.
     fn rows_become_int8(&self, parts: &[(String, Cut)], sources: &[Box<dyn WeightSource + 'a>]) -> bool {
         let Source::Checkpoint(checkpoint) = self.source else { return false };
-        let suits = |source: &Box<dyn WeightSource + 'a>| {
+        let suits = |source: &dyn WeightSource| {
             let Layout { codes, group, rows, zeros, minimums, .. } = source.layout();
             (codes, group, rows, zeros, minimums) == (Codes::Int8, 0, 1, false, false)
         };
-        parts.iter().all(|(name, _)| checkpoint.rows_become_int8(name)) && sources.iter().all(suits)
+        parts.iter().all(|(name, _)| checkpoint.rows_become_int8(name))
+            && sources.iter().all(|source| suits(&**source))
     }
 
     /// int8 matrices above each other, for rows that become int8.

@@ -182,7 +182,7 @@ fn int8_nothing() -> Result<(), TestCaseError> {
                 let mut out = Rows::output(&stream, DType::BF16, m, n, Layout::default())?;
                 let b = MatmulB::Int8 { codes: codes.view(), scales: scales.view() };
                 Matmul::plan(device, problem)?.run(&stream, MatmulArgs::new(a.view(), b, out.view_mut()))?;
-                prop_assert_eq!(out.read(&stream)?, vec![0.0; m * n], "{:?} {m} {n} {k}", device);
+                prop_assert_eq!(out.read(&stream)?, vec![0.0; m * n], "{:?} {:?}", device, [m, n, k]);
             }
         }
     }
