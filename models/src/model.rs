@@ -256,8 +256,8 @@ impl Model {
         Model { device: device.clone(), config, decoder, tower, dtype, activations, report, rank: own }
     }
 
-    /// The same model, of whose products with fp8 weights the rows may become fp8 or not. Loaded, a model does what its
-    /// checkpoint says: [`Activations::Fp8`] where `activation_scheme` is `dynamic`.
+    /// The same model, of whose products with packed fp8 weights the rows may become fp8 or not: for one with random
+    /// weights. Loaded, a model does what its checkpoint says, or [`Checkpoint::with_activations`] instead.
     #[must_use]
     pub fn with_activations(self, activations: Activations) -> Self {
         Model { activations, ..self }
