@@ -8,9 +8,10 @@ use warpforge::ops::grouped_matmul::{
 };
 use warpforge::ops::matmul::{Activations, reference};
 use warpforge::weight::{Quantised, Scheme, Weight};
-use warpforge::{DType, F8E4M3, Stream, Tensor};
+use warpforge::{DType, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row};
+use crate::matmul::as_fp8;
 
 const DTYPE: DType = DType::BF16;
 /// Columns of the first row that are checked.
@@ -116,14 +117,6 @@ fn time_packed(
         expect_close(DTYPE, &first_row(&set.out, stream)?[..want.len()], &want)
     };
     bencher.time(&report, &mut sets, run, verify)
-}
-
-/// What 128 elements of a row are when they have become fp8.
-fn as_fp8(block: &[f64]) -> Vec<f64> {
-    let scale = block.iter().fold(0.0, |most: f64, value| most.max(value.abs())) / 448.0;
-    let value =
-        |x: &f64| f64::from(F8E4M3::from_f32((x / scale.max(f64::MIN_POSITIVE)) as f32).to_f32()) * scale;
-    block.iter().map(value).collect()
 }
 
 fn fan_out(from: GroupedRows) -> usize {

@@ -3,10 +3,11 @@
 use abi::ops::matmul::{AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, STREAM_VARIANTS, VARIANTS, WGMMA_VARIANTS};
 use serde_json::json;
 use warpforge::ops::matmul::{
-    Act, Bias, CASES, Epilogue, Matmul, MatmulArgs, MatmulCase, MatmulProblem, Precision, reference,
+    Act, Activations, Bias, CASES, Epilogue, FP8_VARIANTS, Matmul, MatmulArgs, MatmulCase, MatmulProblem,
+    PackedChoices, Precision, reference, select_packed,
 };
 use warpforge::weight::{Codes, Layout, Quantised, ScaleType, Scheme, Weight, WeightSource};
-use warpforge::{Constant, DType, Stream, Tensor};
+use warpforge::{Constant, DType, F8E4M3, Stream, Tensor};
 
 use crate::harness::{Bencher, Failure, Work, expect_close, first_row, floats};
 
@@ -30,10 +31,20 @@ pub fn bench(bencher: &mut Bencher) {
                 let label = format!("packed {name} {m}x{n}x{k}");
                 let source =
                     |seed| Ok(Box::new(Quantised::new([n, k], scheme, rows(seed))?) as Box<dyn Rows>);
-                bencher.case("matmul", &label, |bencher| {
-                    time_packed(bencher, scheme.layout(), [m, n, k], source)
-                });
+                let how = (scheme.layout(), Activations::AsGiven);
+                bencher.case("matmul", &label, |bencher| time_packed(bencher, how, [m, n, k], source));
             }
+        }
+    }
+    let rows_of = [("by fp8", Activations::Fp8), ("as given", Activations::AsGiven)];
+    for ((name, scheme), (what, activations)) in
+        FP8.into_iter().flat_map(|scheme| rows_of.map(|rows| (scheme, rows)))
+    {
+        for [m, n, k] in FP8_SIZES {
+            let label = format!("packed {name} {what} {m}x{n}x{k}");
+            let source = |seed| Ok(Box::new(Quantised::new([n, k], scheme, rows(seed))?) as Box<dyn Rows>);
+            let how = (scheme.layout(), activations);
+            bencher.case("matmul", &label, |bencher| time_packed(bencher, how, [m, n, k], source));
         }
     }
     for (name, layout) in GGUF {
@@ -41,7 +52,8 @@ pub fn bench(bencher: &mut Bencher) {
             for m in PACKED_ROWS {
                 let label = format!("packed {name} {m}x{n}x{k}");
                 let source = |seed| Ok(Box::new(GgufRows { layout, size: [n, k], seed }) as Box<dyn Rows>);
-                bencher.case("matmul", &label, |bencher| time_packed(bencher, layout, [m, n, k], source));
+                let how = (layout, Activations::AsGiven);
+                bencher.case("matmul", &label, |bencher| time_packed(bencher, how, [m, n, k], source));
             }
         }
     }
@@ -50,6 +62,25 @@ pub fn bench(bencher: &mut Bencher) {
 /// Weights of projections: a large one, and those of Qwen3-4B.
 const PACKED_SIZES: [[usize; 2]; 4] = [[28672, 8192], [19456, 2560], [6144, 2560], [2560, 9728]];
 const PACKED_ROWS: [usize; 6] = [1, 8, 16, 32, 64, 4096];
+
+/// fp8 with scales of blocks, and of rows.
+const FP8: [(&str, Scheme); 2] =
+    [("fp8", Scheme::FP8), ("fp8 channel", Scheme { rows: 1, group: 0, ..Scheme::FP8 })];
+/// Rows that become fp8: of a square, and of the projections of Qwen3-4B.
+const FP8_SIZES: [[usize; 3]; 12] = [
+    [8192, 8192, 8192],
+    [4096, 28672, 8192],
+    [4096, 19456, 2560],
+    [4096, 6144, 2560],
+    [4096, 2560, 9728],
+    [1024, 19456, 2560],
+    [1024, 2560, 9728],
+    [256, 19456, 2560],
+    [256, 2560, 9728],
+    [128, 19456, 2560],
+    [128, 6144, 2560],
+    [80, 2560, 9728],
+];
 
 /// GGUF's Q4_K and Q6_K, as they are packed.
 const GGUF: [(&str, Layout); 2] = [
@@ -158,16 +189,34 @@ impl Rows for GgufRows {
     }
 }
 
+/// What 128 elements of a row are when they have become fp8.
+pub fn as_fp8(block: &[f64]) -> Vec<f64> {
+    let scale = block.iter().fold(0.0, |most: f64, value| most.max(value.abs())) / 448.0;
+    let value =
+        |x: &f64| f64::from(F8E4M3::from_f32((x / scale.max(f64::MIN_POSITIVE)) as f32).to_f32()) * scale;
+    block.iter().map(value).collect()
+}
+
 fn time_packed(
     bencher: &mut Bencher,
-    layout: Layout,
+    (layout, activations): (Layout, Activations),
     [m, n, k]: [usize; 3],
     source: impl Fn(u64) -> Result<Box<dyn Rows>, Failure>,
 ) -> Result<(), Failure> {
     let dtype = DType::BF16;
-    let problem = MatmulProblem { weight: Some(layout), ..MatmulProblem::new(m, n, k, dtype) };
-    let plan = Matmul::plan(&bencher.device, problem)?;
+    let problem = MatmulProblem { weight: Some(layout), activations, ..MatmulProblem::new(m, n, k, dtype) };
+    let device = bencher.device.clone();
+    let named = bencher.kernel.as_deref();
+    let variant = FP8_VARIANTS.iter().find(|variant| Some(variant.entry) == named);
+    let plan = match (variant, device.limits()) {
+        (Some(variant), Some(limits)) if activations == Activations::Fp8 => {
+            let choices = select_packed(&limits, &problem, &layout);
+            Matmul::plan_packed(&device, problem, PackedChoices { fp8: (vec![variant], 0), ..choices })?
+        }
+        _ => Matmul::plan(&device, problem)?,
+    };
     let report = plan.report();
+    let is_fp8 = FP8_VARIANTS.iter().any(|variant| variant.entry == report.variant);
     let shape = json!({ "m": m, "n": n, "k": k, "weight": format!("{layout:?}") });
     let work = Work { dtype: dtype.name(), shape, bytes: report.bytes, flops: report.flops };
     if !bencher.starts(work)? {
@@ -183,6 +232,7 @@ fn time_packed(
     };
     let verify = |stream: &Stream, (a, _, out, seed): &(Tensor, Weight, Tensor, u64)| {
         let a = first_row(a, stream)?;
+        let a = if is_fp8 { a.chunks(128).flat_map(as_fp8).collect() } else { a };
         let (source, mut row) = (source(*seed)?, vec![0.0; k]);
         let mut b = Vec::new();
         for index in 0..CHECKED {

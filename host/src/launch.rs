@@ -128,6 +128,11 @@ impl Entry {
         in_even_rounds(tiles, self.clusters_at_a_time)
     }
 
+    /// The rounds in which they do so, each of a tile for every cluster.
+    pub(crate) fn rounds_of(&self, tiles: u64) -> u64 {
+        tiles.div_ceil(self.clusters_at_a_time.max(1).into())
+    }
+
     pub(crate) fn name(&self) -> &'static str {
         self.kernel.name
     }

@@ -336,8 +336,7 @@ impl<'a> Loader<'a> {
         if let Some(layout) = self.random_layout()
             && rows * cols.len() > 0
         {
-            // Neighbouring rows are of different weights.
-            let layout = Layout { rows: 1, ..layout };
+            let layout = GateUp::layout_of(layout);
             let weight = Weight::random(self.stream, layout, 1, [rows, cols.len()], rows as u64)?;
             return Ok(ProjectionWeight::Packed(vec![weight]));
         }

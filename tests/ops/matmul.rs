@@ -1,6 +1,7 @@
 //! The matrix product against its reference.
 
 mod case;
+mod fp8;
 mod int8;
 mod mistakes;
 pub(crate) mod packed;
@@ -26,9 +27,14 @@ use crate::harness::{
 };
 use case::*;
 
+/// The kernels of this file; the other tests have the others.
+fn of_matrices(entry: &str) -> bool {
+    !packed::is_packed(entry) && !fp8::is_fp8(entry)
+}
+
 #[test]
 fn every_kernel_is_simulated() -> Result<(), TestCaseError> {
-    let plain = abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry));
+    let plain = abi::ops::entries("matmul").filter(|entry| of_matrices(entry));
     let cases = prop_oneof![3 => case(), 1 => normed_row()];
     every_kernel_of(plain, cases, |case| 16 * case.work(), run_variants)
 }
@@ -269,14 +275,15 @@ pub fn nothing() -> Result<(), TestCaseError> {
             }
         }
     }
-    expect_loaded(abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry)))?;
+    expect_loaded(abi::ops::entries("matmul").filter(|entry| of_matrices(entry)))?;
+    fp8::nothing()?;
     packed::nothing()
 }
 
 /// Each activation, by itself and as a gate, at the end of each kernel.
 #[test]
 fn every_activation() -> Result<(), TestCaseError> {
-    let of_matrices = abi::ops::entries("matmul").filter(|entry| !packed::is_packed(entry));
+    let of_matrices = abi::ops::entries("matmul").filter(|entry| of_matrices(entry));
     let missing = RefCell::new(of_matrices.collect::<BTreeSet<&str>>());
     let wanted = |entry: &str| {
         missing.borrow_mut().remove(entry);

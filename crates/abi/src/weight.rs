@@ -11,8 +11,9 @@
 //! 8 bits   word j has k's four of step j, in order; those of row l / 4 are in the first 512 bytes, of l / 4 + 8 in the
 //!          others
 //! scales   [n / 16][k / max(64, group)][16 rows][max(1, 64 / group)], rows in the order 0, 8, 1, 9, …, so that a
-//!          lane's two are neighbours, in binary32 for groups of 64 and more; or one, twice, for `2^rows_log2` rows: [n
-//!          / rows][k / group][2]
+//!          lane's two are neighbours, in binary32 for groups of 64 and more; or two for `2^rows_log2` rows, that of the
+//!          even ones and that of the odd ones, each twice: [n / rows][k / group][4]. A gate's and up's rows in turn have
+//!          blocks so, too
 //! minimums, zero points: as the scales
 //! supers   [n / 16][k / 256][16 rows], in the same order, binary16: factors of the scales; those of the minimums
 //!          likewise
@@ -31,6 +32,9 @@ pub const TILE_K: u32 = 64;
 pub const STEP_K: u32 = 16;
 /// Elements of k that share a super scale.
 pub const SUPER_K: u32 = 256;
+
+/// Scales of a block of rows: of the even ones, twice, and of the odd ones, twice.
+pub const BLOCK_SCALES: u32 = 4;
 
 /// Where the element of k is in a row of a tile of 8 bits.
 pub const fn byte_place(k: u32) -> u32 {
@@ -167,7 +171,8 @@ pub struct Layout {
     pub codes: Codes,
     /// Elements of k that share a scale: 16, 32, 64, … or 0 for all of a row.
     pub group: u32,
-    /// Rows that share a scale: 1, or a power of two from 16 on.
+    /// Rows that share their scales: 1, or a power of two from 16 on, of which the even ones share one and the odd ones
+    /// another, which may be the same.
     pub rows: u32,
     /// What scales are; how they are stored says [`Layout::stored_scale`].
     pub scale: ScaleType,

@@ -4,7 +4,7 @@
 //! of k that the other operand follows. Codes become 16-bit floats exactly, so all of a weight's rounding is in its
 //! scales, which multiply sums in f32.
 
-use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
+use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, WeightDims};
 use cuda_std::cvt::{self, Element, f16};
 #[cfg(not(lacks_mma_sync))]
 use cuda_std::cvt::{bf16, bf16x2_fma, f16x2_fma};
@@ -150,7 +150,7 @@ impl Packed {
         let scales = if rows_log2 == 0 {
             blocks * stretches as usize * 16 * self.per_stretch() as usize
         } else {
-            (blocks >> (rows_log2 - 4)) * stretches as usize * 2
+            (blocks >> (rows_log2 - 4)) * stretches as usize * BLOCK_SCALES as usize
         };
         let bytes = scales * bytes_of(scale) as usize;
         let supers = blocks * tiles.div_ceil(SUPER_K / TILE_K) as usize * 16;
@@ -194,10 +194,11 @@ impl Packed {
         let (first, own) = if rows_log2 == 0 {
             (row_block * stretches as usize * 16 * count, lane / 4 * 2 * count)
         } else {
-            ((row_block >> (rows_log2 - 4)) * stretches as usize, 0)
+            let first = (row_block >> (rows_log2 - 4)) * stretches as usize;
+            // Of even rows or of odd ones, which both of the lane's are.
+            (first * BLOCK_SCALES as usize, lane / 4 % 2 * 2)
         };
-        // Those of blocks of rows are there twice, so that a lane reads two in any case.
-        let of_scales = (first * (1 + usize::from(rows_log2 != 0)) + own) * bytes_of(scale) as usize;
+        let of_scales = (first + own) * bytes_of(scale) as usize;
         let supers = row_block * tiles.div_ceil(SUPER_K / TILE_K) as usize * 16 + lane / 4 * 2;
         Row {
             packed: self,
@@ -208,7 +209,7 @@ impl Packed {
             supers: self.supers.wrapping_add(supers),
             super_minimums: self.super_minimums.wrapping_add(supers),
             bytes,
-            of_stretch: if rows_log2 == 0 { 16 * bytes } else { 2 * bytes },
+            of_stretch: if rows_log2 == 0 { 16 * bytes } else { BLOCK_SCALES * bytes },
             tiles_log2: group_log2.max(2) - 2,
         }
     }

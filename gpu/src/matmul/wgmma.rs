@@ -50,7 +50,7 @@
 //!
 //! What was measured and tried: `gpu/NOTES/matmul.md`.
 
-use abi::ops::matmul::{NEXT_MAY_START, OUT_BY_TMA, WGMMA_OUT_ROWS};
+use abi::ops::matmul::{MatmulDims, NEXT_MAY_START, OUT_BY_TMA, WGMMA_OUT_ROWS};
 use cuda_std::cvt::Element;
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
@@ -68,6 +68,154 @@ const BAND: u32 = 16;
 
 /// Bytes of each row of b that a block of one row of tiles brings to L2 at first: see [`early`](super::early).
 const EARLY_BYTES: u32 = 1024;
+
+/// How rows of b come into a stage, and what the consumers make of the stages.
+pub trait Multiplier<T, S, const SUMS: usize>: Copy {
+    /// Whether a tile's results leave before the next tile is begun: where registers have no room for them beside it.
+    const STORES_AT_ONCE: bool = false;
+
+    /// Has the tensor maps come to the caches.
+    ///
+    /// # Safety
+    /// - The maps are there.
+    unsafe fn prefetch_maps(&self);
+
+    /// Loads a step's rows of b to `to`: all `2 · SUMS` of them, or as `shared` says the block's part for all blocks of
+    /// the cluster.
+    ///
+    /// # Safety
+    /// - The stage is empty, its barrier expects the bytes; one thread.
+    unsafe fn load(&self, to: u32, step: u32, row: u32, full: u32, shared: Option<Share>);
+
+    /// Brings the first bytes of the block's first tile, of columns from `col` on, to L2.
+    ///
+    /// # Safety
+    /// - The tile exists; all warps behind the first warpgroup, `warps` of them.
+    unsafe fn to_l2(&self, _dims: &MatmulDims, _col: u32, _warps: u32) {}
+
+    /// A consumer's sums over a tile, with up to `place.len` of them behind each other where the product is gated: first
+    /// those of the gate.
+    ///
+    /// # Safety
+    /// - As for [`multiply_stages`]; the tile exists, and has rows for the consumer.
+    unsafe fn sums<const STAGES: u32>(
+        &self,
+        ring: &mut Ring<STAGES>,
+        steps: u32,
+        place: &Place,
+        stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
+        meanwhile: impl FnMut(),
+    ) -> [S; SUMS];
+}
+
+/// How a consumer comes by the stages: where a stage's operands lie, its barrier, and how it is given back.
+pub struct Stages<A, B, C> {
+    /// Its rows of a, and those of b.
+    pub operands: A,
+    /// The barrier of a stage that is full.
+    pub full: B,
+    /// Gives a stage back.
+    pub release: C,
+}
+
+/// A block's part of the rows of b that the blocks of a cluster share.
+#[derive(Clone, Copy)]
+pub struct Share {
+    /// The block's place in the cluster.
+    pub rank: u32,
+    /// Blocks of the cluster.
+    pub of: u32,
+}
+
+impl Share {
+    /// All blocks of the cluster, a bit each.
+    #[inline(always)]
+    pub fn all(self) -> u16 {
+        ((1u32 << self.of) - 1) as u16
+    }
+}
+
+/// Plain matrices of T.
+#[derive(Clone, Copy)]
+pub struct Plain<T> {
+    /// The tensor maps.
+    pub maps: Maps<T>,
+    /// Whether b has two rows for each column of out.
+    pub gated: bool,
+    /// Whether each step's sum is added by itself.
+    pub promotes: bool,
+}
+
+impl<T: Multiply<[S; SUMS]> + Copy, S: Sum, const SUMS: usize> Multiplier<T, S, SUMS> for Plain<T>
+where
+    [S; SUMS]: Registers,
+{
+    #[inline(always)]
+    unsafe fn prefetch_maps(&self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            tma::prefetch_map(self.maps.b);
+            if self.gated {
+                tma::prefetch_map(self.maps.up);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(&self, to: u32, step: u32, row: u32, full: u32, shared: Option<Share>) {
+        let (maps, k) = (&self.maps, (step * (ROW_BYTES / size_of::<T>() as u32)) as i32);
+        let rows = 2 * SUMS as u32;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if let Some(share) = shared {
+                let part = share.rank * (rows / share.of);
+                let (map, from) = match (self.gated, share.rank) {
+                    (true, 0) => (maps.b, row),
+                    (true, _) => (maps.up, row),
+                    (false, _) => (maps.b, row + part),
+                };
+                tma::load_multicast(to + part * ROW_BYTES, map, [k, from as i32], full, share.all());
+            } else {
+                tma::load(to, maps.b, [k, row as i32], full);
+                if self.gated {
+                    tma::load(to + rows / 2 * ROW_BYTES, maps.up, [k, row as i32], full);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn to_l2(&self, dims: &MatmulDims, col: u32, warps: u32) {
+        // SAFETY: the caller's promise; the tensor map has found whole pieces.
+        unsafe {
+            self.maps.weights.to_l2(dims, self.gated, (col, 2 * SUMS as u32), 0, EARLY_BYTES, warps);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sums<const STAGES: u32>(
+        &self,
+        ring: &mut Ring<STAGES>,
+        steps: u32,
+        _: &Place,
+        stages: Stages<impl Fn(u32) -> (u32, u32), impl Fn(u32) -> u32, impl Fn(u32)>,
+        meanwhile: impl FnMut(),
+    ) -> [S; SUMS] {
+        let Stages { operands, full, release } = stages;
+        // SAFETY: the caller's promise.
+        unsafe {
+            multiply_stages::<T, S, SUMS, STAGES>(
+                ring,
+                steps,
+                self.promotes,
+                operands,
+                full,
+                release,
+                meanwhile,
+            )
+        }
+    }
+}
 
 /// The tensor maps of a launch.
 #[derive(Clone, Copy)]
@@ -119,15 +267,28 @@ impl Walk {
     }
 }
 
-/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`). `promotes`: each step's
-/// sum is added by itself.
+/// [`Multiplier::STORES_AT_ONCE`].
+const fn stores_at_once<T, S, const SUMS: usize, M: Multiplier<T, S, SUMS>>(_: &M) -> bool {
+    M::STORES_AT_ONCE
+}
+
+/// The tensor maps of a and out.
+#[derive(Clone, Copy)]
+pub struct Ends {
+    /// As in [`Maps`].
+    pub a: *const TensorMap,
+    /// As in [`Maps`].
+    pub out: *const TensorMap,
+}
+
+/// The block's part of the product, behind what the kernel ahead leaves (`#[kernel(waits)]`).
 ///
 /// # Safety
 /// - Blocks of `MatmulTile::threads` threads in clusters of `CLUSTER`, shared memory as `MatmulTile::smem_bytes` says.
 /// - k is not 0. The maps are those of `Matmul::run`; out, bias and residual *in-bounds* for `dims`.
 #[inline(always)]
 pub unsafe fn multiply<
-    T: Multiply<[S; SUMS]>,
+    T,
     S: Sum,
     B: Element,
     O: Element,
@@ -138,9 +299,9 @@ pub unsafe fn multiply<
     const CLUSTER: u32,
     const SHARES_A: bool,
 >(
-    maps: Maps<T>,
+    ends: Ends,
+    by: impl Multiplier<T, S, SUMS>,
     end: Epilogue<'_, B, O>,
-    promotes: bool,
     results: impl Results<S, SUMS>,
 ) where
     [S; SUMS]: Registers,
@@ -172,11 +333,8 @@ pub unsafe fn multiply<
                 stage += 1;
             }
             mbarrier::fence_mbarrier_init();
-            tma::prefetch_map(maps.a);
-            tma::prefetch_map(maps.b);
-            if gated {
-                tma::prefetch_map(maps.up);
-            }
+            tma::prefetch_map(ends.a);
+            by.prefetch_maps();
         }
         if box_rows < at_work * 64 {
             let mut at = box_rows * ROW_BYTES + thread * 16;
@@ -199,10 +357,8 @@ pub unsafe fn multiply<
     }
     if CLUSTER == 1 && dims.m <= BM && dims.access & NEXT_MAY_START != 0 {
         let rows = if gated { BN / 2 } else { BN };
-        // SAFETY: of the block's first tile, which exists; the tensor map has found whole pieces — who calls.
-        unsafe {
-            maps.weights.to_l2(dims, gated, (thread::block_idx_x() * rows, BN), 0, EARLY_BYTES, 4 * consumers)
-        };
+        // SAFETY: of the block's first tile, which exists.
+        unsafe { by.to_l2(dims, thread::block_idx_x() * rows, 4 * consumers) };
     }
     grid::wait();
     // Blocks of a cluster, and this one's place among them.
@@ -230,30 +386,18 @@ pub unsafe fn multiply<
         let (stage, k) = (ring.stage, (step * bk) as i32);
         let a_at = base + stage * stage_bytes;
         let b_at = a_at + a_bytes;
-        let part = rank * (if SHARES_A { BM } else { BN } / CLUSTER);
-        let all = ((1u32 << CLUSTER) - 1) as u16;
+        let share = Share { rank, of: CLUSTER };
         // SAFETY: the stage is empty — who calls; its rows are those of the maps' boxes.
         unsafe {
             mbarrier::arrive_expect_tx(full(stage), box_rows * ROW_BYTES + b_bytes);
             if CLUSTER > 1 && SHARES_A {
+                let part = rank * (BM / CLUSTER);
                 let (to, from) = (a_at + part * ROW_BYTES, (a_row + part) as i32);
-                tma::load_multicast(to, maps.a, [k, from], full(stage), all);
+                tma::load_multicast(to, ends.a, [k, from], full(stage), share.all());
             } else {
-                tma::load(a_at, maps.a, [k, a_row as i32], full(stage));
+                tma::load(a_at, ends.a, [k, a_row as i32], full(stage));
             }
-            if CLUSTER > 1 && !SHARES_A {
-                let (map, from) = match (gated, rank) {
-                    (true, 0) => (maps.b, b_row),
-                    (true, _) => (maps.up, b_row),
-                    (false, _) => (maps.b, b_row + part),
-                };
-                tma::load_multicast(b_at + part * ROW_BYTES, map, [k, from as i32], full(stage), all);
-            } else {
-                tma::load(b_at, maps.b, [k, b_row as i32], full(stage));
-                if gated {
-                    tma::load(b_at + b_bytes / 2, maps.up, [k, b_row as i32], full(stage));
-                }
-            }
+            by.load(b_at, step, b_row, full(stage), (CLUSTER > 1 && !SHARES_A).then_some(share));
         }
     };
     // The first loads come before the roles: a jump to the producer's code takes as long as half of a load.
@@ -286,6 +430,8 @@ pub unsafe fn multiply<
         if warpgroup == 0 {
             if consumers == 2 {
                 registers::decrease::<40>();
+            } else if consumers == 3 {
+                registers::decrease::<32>();
             }
             if thread == 0 {
                 while let Some(place) = loads.place() {
@@ -304,6 +450,8 @@ pub unsafe fn multiply<
         } else if warpgroup <= at_work {
             if consumers == 2 {
                 registers::increase::<232>();
+            } else if consumers == 3 {
+                registers::increase::<160>();
             }
             let consumer = warpgroup - 1;
             let member = thread % 128;
@@ -326,15 +474,6 @@ pub unsafe fn multiply<
                     let at = base + stage * stage_bytes;
                     (at + consumer * 64 * ROW_BYTES, at + a_bytes)
                 };
-                let mut sums = multiply_stages::<T, S, SUMS, STAGES>(
-                    &mut ring,
-                    steps,
-                    promotes,
-                    operands,
-                    full,
-                    release,
-                    || out.store_box(maps.out, my_boxes, member),
-                );
                 let place = Place {
                     row: a_row + consumer * 64,
                     col: b_row,
@@ -342,13 +481,23 @@ pub unsafe fn multiply<
                     consumer,
                     member,
                 };
+                let stages = Stages { operands, full, release };
+                let mut sums = by.sums::<STAGES>(&mut ring, steps, &place, stages, || {
+                    out.store_box(ends.out, my_boxes, member);
+                });
                 // Of few steps. Behind it the registers are free.
                 while out.left > 0 {
-                    out.store_box(maps.out, my_boxes, member);
+                    out.store_box(ends.out, my_boxes, member);
                 }
                 results.make(&mut sums, &place);
                 if in_boxes && dims.access & OUT_BY_TMA != 0 {
                     out.take::<S, O>(&sums, &place, end.n());
+                    if stores_at_once(&by) {
+                        while out.left > 0 {
+                            out.store_box(ends.out, my_boxes, member);
+                        }
+                        out.rounded = Rounded::NONE;
+                    }
                 } else {
                     store_pairs(&sums, &end, &place);
                     out.rounded = Rounded::NONE;
@@ -356,7 +505,7 @@ pub unsafe fn multiply<
                 walk.within += stride;
             }
             while out.left > 0 {
-                out.store_box(maps.out, my_boxes, member);
+                out.store_box(ends.out, my_boxes, member);
             }
             if member.is_multiple_of(32) {
                 tma::wait_group_read::<0>();

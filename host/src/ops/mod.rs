@@ -90,6 +90,7 @@ macro_rules! operators {
 }
 abi::for_each_operator!(operators);
 
+pub(crate) mod fp8_rows;
 pub(crate) mod packed;
 pub(crate) mod parallel;
 pub mod reference;

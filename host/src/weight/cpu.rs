@@ -3,10 +3,11 @@
 //! The columns of a tile stay in the order in which a vector of codes has them; what they are multiplied by is put into
 //! that order once.
 
+use std::array;
 use std::ops::Range;
 use std::sync::LazyLock;
 
-use abi::weight::{Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
+use abi::weight::{BLOCK_SCALES, Codes, SUPER_K, ScaleType, TILE_K, TILE_ROWS};
 use half::f16;
 
 use super::{Counts, Weight};
@@ -267,8 +268,11 @@ impl<'a> Packed<'a> {
         let bytes = kind.bytes() as usize;
         let global = self.weight.globals[expert];
         if layout.rows > 1 {
-            let index = (block_of_all / (layout.rows as usize / ROWS) * stretches + stretch) * 2;
-            levels.scales = [[number(kind, &self.scales[index * bytes..], global); STEPS]; ROWS];
+            let index = block_of_all / (layout.rows as usize / ROWS) * stretches + stretch;
+            let of_block = &self.scales[index * BLOCK_SCALES as usize * bytes..];
+            // Of the even rows, and behind those of the odd ones.
+            let scales = [number(kind, of_block, global), number(kind, &of_block[2 * bytes..], global)];
+            levels.scales = array::from_fn(|place| [scales[place / 2 % 2]; STEPS]);
             levels.zeros = [[f32::from(layout.zero()); STEPS]; ROWS];
             return;
         }

@@ -11,7 +11,7 @@ use std::fmt;
 use std::ops::{Deref, Range};
 
 use abi::DType;
-use abi::weight::{SUPER_K, TILE_K, TILE_ROWS, WeightDims};
+use abi::weight::{BLOCK_SCALES, SUPER_K, TILE_K, TILE_ROWS, WeightDims};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -230,6 +230,13 @@ impl<S: WeightSource> WeightSource for Part<S> {
 pub struct GateUp<'a>(pub &'a dyn WeightSource, pub &'a dyn WeightSource);
 
 impl GateUp<'_> {
+    /// The layout of such a weight, of two of this one: blocks are of as many rows of each, the even ones of one and the
+    /// odd ones of the other.
+    pub fn layout_of(each: Layout) -> Layout {
+        let rows = if each.rows == 1 { 1 } else { each.rows.checked_mul(2).unwrap_or(each.rows) };
+        Layout { rows, ..each }
+    }
+
     fn row(&self, row: usize) -> (&dyn WeightSource, usize) {
         (if row.is_multiple_of(2) { self.0 } else { self.1 }, row / 2)
     }
@@ -242,8 +249,7 @@ impl WeightSource for GateUp<'_> {
     }
 
     fn layout(&self) -> Layout {
-        // Neighbouring rows are of different weights: blocks of rows are none here.
-        Layout { rows: 1, ..self.0.layout() }
+        GateUp::layout_of(self.0.layout())
     }
 
     fn codes(&self, row: usize, codes: &mut [u8]) {
@@ -413,7 +419,9 @@ impl Counts {
     /// Scales.
     fn scales(&self, layout: &Layout) -> Option<usize> {
         if layout.rows > 1 {
-            self.row_blocks.div_ceil((layout.rows / TILE_ROWS) as usize).checked_mul(2 * self.stretches)
+            self.row_blocks
+                .div_ceil((layout.rows / TILE_ROWS) as usize)
+                .checked_mul(BLOCK_SCALES as usize * self.stretches)
         } else {
             self.row_blocks.checked_mul(self.stretches)?.checked_mul(self.per_stretch * TILE_ROWS as usize)
         }

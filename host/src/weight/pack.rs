@@ -1,6 +1,6 @@
 //! From a source to the packed form.
 
-use abi::weight::{Codes, ScaleType, TILE_K, TILE_ROWS};
+use abi::weight::{BLOCK_SCALES, Codes, ScaleType, TILE_K, TILE_ROWS};
 use rayon::prelude::*;
 
 use super::cpu::number;
@@ -324,17 +324,20 @@ fn rows_of_scales() -> impl Iterator<Item = usize> {
     (0..TILE_ROWS as usize).map(|place| place % 2 * 8 + place / 2)
 }
 
-/// Scales that several rows share.
+/// Scales that several rows share: the even ones, and the odd ones.
 fn block_scales(source: &impl WeightSource, layout: &Layout, counts: &Counts, [n, k]: [usize; 2]) -> Parts {
     let mut parts = Parts::default();
     let global = source.global();
     let groups = if layout.group == 0 { 1 } else { k.div_ceil(layout.group as usize) };
     for first in (0..n).step_by(layout.rows as usize) {
         for stretch in 0..counts.stretches {
-            let bits =
-                if stretch < groups { stored_bits(layout, source.scale(first, stretch), global) } else { 0 };
-            push(&mut parts.scales, bits, layout.stored_scale().bytes());
-            push(&mut parts.scales, bits, layout.stored_scale().bytes());
+            for row in [first, (first + 1).min(n - 1)] {
+                let exists = stretch < groups;
+                let bits = if exists { stored_bits(layout, source.scale(row, stretch), global) } else { 0 };
+                for _ in 0..BLOCK_SCALES / 2 {
+                    push(&mut parts.scales, bits, layout.stored_scale().bytes());
+                }
+            }
         }
     }
     parts

@@ -240,8 +240,12 @@ impl QuantConfig {
             None if fields.has("config_groups") => ("compressed-tensors", "config_groups"),
             None => (fields.required("quant_method", "a string", Value::as_str)?, "quant_method"),
         };
+        let mut rows = Activations::AsGiven;
         let modules = match method {
-            "fp8" => fp8(fields)?,
+            "fp8" => {
+                rows = activations(fields)?;
+                fp8(fields)?
+            }
             "gptq" => gptq(fields)?,
             "awq" => awq(fields)?,
             "mxfp4" => Modules {
@@ -250,14 +254,16 @@ impl QuantConfig {
                 undone: Vec::new(),
             },
             "compressed-tensors" => match compressed(fields)? {
-                Some(modules) => modules,
+                Some((modules, activations)) => {
+                    rows = activations;
+                    modules
+                }
                 None => return Ok(None),
             },
             "modelopt" => modelopt(fields)?,
             other => return Err(fields.unsupported("quant_method", other.into(), METHODS)),
         };
-        let activations = if method == "fp8" { activations(fields)? } else { Activations::AsGiven };
-        Ok(Some(QuantConfig { activations, ..Self::by(method, key, fields, modules) }))
+        Ok(Some(QuantConfig { activations: rows, ..Self::by(method, key, fields, modules) }))
     }
 }
 
@@ -427,7 +433,7 @@ fn modelopt(fields: &Fields) -> Result<Modules, ModelError> {
     })
 }
 
-fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
+fn compressed(fields: &Fields) -> Result<Option<(Modules, Activations)>, ModelError> {
     for (key, format) in [("sparsity_config", "format"), ("transform_config", "config_groups")] {
         let Some(map) = fields.nullable(key, "an object", Value::as_object)? else { continue };
         match map.get(format) {
@@ -443,6 +449,8 @@ fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
     }
     let named = fields.required("config_groups", "an object", Value::as_object)?;
     let (mut groups, mut undone) = (Vec::new(), Vec::new());
+    // Of each group of fp8 where it says so, if its rows are to become fp8.
+    let mut of_fp8 = Vec::new();
     for (name, group) in named {
         let Some(map) = group.as_object() else {
             return Err(fields.error(&format!("config_groups.{name}"), "an object", group.to_string()));
@@ -456,19 +464,34 @@ fn compressed(fields: &Fields) -> Result<Option<Modules>, ModelError> {
             let prefix = format!("{prefix}weights.");
             let weights = fields.inside(prefix.as_str(), weights);
             let scheme = scheme(&group, &weights, format)?;
+            let is_fp8 = matches!(scheme, Scheme::Bytes { .. })
+                && weights.nullable("type", "a string", Value::as_str)? == Some("float");
             for key in ["input_activations", "output_activations"] {
                 let is_asked_for = group.nullable(key, "an object", Value::as_object)?.is_some();
-                let is_done = key == "input_activations"
-                    && matches!(scheme, Scheme::Bytes { rows_become_int8: true, .. });
+                let (is_input, place) = (key == "input_activations", format!("{}{key}", group.prefix()));
+                let is_int8 = matches!(scheme, Scheme::Bytes { rows_become_int8: true, .. });
+                if is_fp8 && is_input {
+                    of_fp8.push(rows_become(&group, "float")?.then(|| place.clone()));
+                }
+                let is_done =
+                    is_input && (is_int8 || matches!(of_fp8.last(), Some(Some(own)) if *own == place));
                 if is_asked_for && !is_done {
-                    undone.push(format!("{}{key}", group.prefix()));
+                    undone.push(place);
                 }
             }
             groups.push(Group { targets: Some(targets), scheme });
         }
     }
     let ignored = fields.nullable("ignore", "a list of names", strings)?.unwrap_or_default();
-    Ok(Some(Modules { groups, skipped: patterns(fields, "ignore", ignored)?, undone }))
+    // Rows become fp8 for all weights that are, or for none.
+    let activations = match of_fp8.iter().all(Option::is_some) && !of_fp8.is_empty() {
+        true => Activations::Fp8,
+        false => {
+            undone.extend(of_fp8.into_iter().flatten());
+            Activations::AsGiven
+        }
+    };
+    Ok(Some((Modules { groups, skipped: patterns(fields, "ignore", ignored)?, undone }, activations)))
 }
 
 fn patterns(fields: &Fields, key: &str, names: Vec<&str>) -> Result<Vec<Pattern>, ModelError> {
@@ -540,7 +563,7 @@ fn scheme(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Sche
                     return Err(weights.unsupported("strategy", other.into(), supported));
                 }
             };
-            let rows_become_int8 = kind == "int" && block.is_none() && rows_become_int8(group)?;
+            let rows_become_int8 = kind == "int" && block.is_none() && rows_become(group, kind)?;
             Ok(Scheme::Bytes { block, rows_become_int8 })
         }
         "nvfp4-pack-quantized" | "mxfp4-pack-quantized" => {
@@ -561,9 +584,9 @@ fn scheme(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Sche
     }
 }
 
-/// Whether a group's rows become int8, each by a scale that is found when it is there. With scales of the file's own or
-/// in another way they are multiplied as they are.
-fn rows_become_int8(group: &Fields) -> Result<bool, ModelError> {
+/// Whether a group's rows become 8 bits of this kind, `int` or `float`, each by a scale that is found when it is there.
+/// With scales of the file's own or in another way they are multiplied as they are.
+fn rows_become(group: &Fields, kind: &str) -> Result<bool, ModelError> {
     let Some(map) = group.nullable("input_activations", "an object", Value::as_object)? else {
         return Ok(false);
     };
@@ -577,7 +600,7 @@ fn rows_become_int8(group: &Fields) -> Result<bool, ModelError> {
         _ => None,
     })?;
     Ok(bits == Some(8)
-        && matches!(text("type")?, None | Some("int"))
+        && text("type")?.unwrap_or("int") == kind
         && text("strategy")? == Some("token")
         && is_dynamic == Some(true)
         && rows.flag("symmetric")?.unwrap_or(true))
@@ -600,5 +623,44 @@ mod tests {
             "config.json: text_config.quantization_config.quant_method: bitsandbytes is not supported; supported: fp8, gptq, \
              awq, mxfp4, compressed-tensors, modelopt"
         );
+    }
+
+    /// Rows become fp8 where every group of fp8 asks for it, by a scale that is found when a token is there; what is not
+    /// done is named.
+    #[test]
+    fn rows_of_compressed_fp8() {
+        let read = |groups: &[(&str, &str)]| {
+            let group = |(index, (kind, rows)): (usize, &(&str, &str))| {
+                let weights = format!(r#"{{"num_bits": 8, "type": "{kind}", "strategy": "channel"}}"#);
+                format!(
+                    r#""group_{index}": {{"targets": ["re:.*{index}"], "weights": {weights}, "input_activations": {rows}}}"#
+                )
+            };
+            let groups: Vec<String> = groups.iter().enumerate().map(group).collect();
+            let text = format!(
+                r#"{{"quantization_config": {{"quant_method": "compressed-tensors", "format": "naive-quantized",
+                   "config_groups": {{{}}}}}}}"#,
+                groups.join(", ")
+            );
+            let root = serde_json::from_str(&text).unwrap();
+            let config = QuantConfig::read(&root, Path::new("config.json")).unwrap().unwrap();
+            (config.activations(), config.undone().to_vec())
+        };
+        let place =
+            |index: usize| format!("quantization_config.config_groups.group_{index}.input_activations");
+        let of = |kind: &str, strategy: &str, dynamic: bool| {
+            format!(r#"{{"num_bits": 8, "type": "{kind}", "strategy": "{strategy}", "dynamic": {dynamic}}}"#)
+        };
+        let (token, fixed) = (of("float", "token", true), of("float", "tensor", false));
+        let int8 = of("int", "token", true);
+        let given = Activations::AsGiven;
+        assert_eq!(read(&[("float", &token)]), (Activations::Fp8, vec![]));
+        assert_eq!(read(&[("float", &token), ("float", &token)]), (Activations::Fp8, vec![]));
+        assert_eq!(read(&[("float", &token), ("int", &int8)]), (Activations::Fp8, vec![]));
+        assert_eq!(read(&[("float", "null")]), (given, vec![]));
+        assert_eq!(read(&[("float", &fixed)]), (given, vec![place(0)]));
+        assert_eq!(read(&[("float", &token), ("float", &fixed)]), (given, vec![place(1), place(0)]));
+        assert_eq!(read(&[("float", &token), ("float", "null")]), (given, vec![place(0)]));
+        assert_eq!(read(&[("int", &token)]), (given, vec![place(0)]));
     }
 }

@@ -8,14 +8,13 @@ use testkit::round::round_to;
 use testkit::strategies::{Rng, Values, dims_from};
 use warpforge::ops::glu::Activation;
 use warpforge::ops::matmul::{
-    Act, Activations, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, PackedChoices, reference, select_packed,
+    Act, Bias, Epilogue, Matmul, MatmulArgs, MatmulB, MatmulProblem, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
+    PackedChoices, select_packed,
 };
 use warpforge::weight::{GateUp, Weight, WeightSource};
 use warpforge::{DType, Device, Error, F8E4M3, Tensor};
 
 use super::case::*;
-use crate::grouped_matmul::fp8;
 use crate::harness::{
     EVERY, Layout, Rows, Wanted, all_cards, cards_of, devices_for, every_kernel_of, expect_loaded, fail,
     floats, on_executors,
@@ -198,9 +197,9 @@ pub(crate) fn layouts() -> Vec<WeightLayout> {
 }
 
 #[derive(Clone, Debug)]
-struct PackedCase {
-    case: Case,
-    layout: WeightLayout,
+pub(super) struct PackedCase {
+    pub(super) case: Case,
+    pub(super) layout: WeightLayout,
 }
 
 fn packed() -> impl Strategy<Value = PackedCase> {
@@ -242,14 +241,14 @@ fn packed() -> impl Strategy<Value = PackedCase> {
     )
 }
 
-fn work(case: &PackedCase) -> usize {
+pub(super) fn work(case: &PackedCase) -> usize {
     let MatmulProblem { m, k, .. } = case.case.problem;
     let n = b_rows(&case.case.problem);
     n.next_multiple_of(16) * k.next_multiple_of(64) * (8 + m)
 }
 
 impl PackedCase {
-    fn sources(&self) -> [Source; 2] {
+    pub(super) fn sources(&self) -> [Source; 2] {
         let MatmulProblem { n, k, .. } = self.case.problem;
         [0, 1].map(|i| Source::new([n, k], self.layout, self.case.seed ^ i))
     }
@@ -258,14 +257,16 @@ impl PackedCase {
         matches!(self.case.problem.epilogue.act, Act::Gated(_))
     }
 
-    /// The layout that is planned: of gate and up scales belong to a row each.
-    fn problem(&self) -> MatmulProblem {
-        let layout = if self.is_gated() { WeightLayout { rows: 1, ..self.layout } } else { self.layout };
+    /// The layout that is planned: a gate's and up's blocks of rows are one block in turn.
+    pub(super) fn problem(&self) -> MatmulProblem {
+        let rows = self.layout.rows;
+        let rows = if self.is_gated() && rows > 1 { 2 * rows } else { rows };
+        let layout = WeightLayout { rows, ..self.layout };
         MatmulProblem { weight: Some(layout), ..self.case.problem }
     }
 
     /// The inputs with the weight's values, perhaps rounded to the operands' type.
-    fn inputs(&self, [gate, up]: &[Source; 2], rounded: bool) -> Inputs {
+    pub(super) fn inputs(&self, [gate, up]: &[Source; 2], rounded: bool) -> Inputs {
         let values = |source: &Source| match rounded {
             true => source.unpacked(self.case.problem.dtype),
             false => source.values(),
@@ -277,15 +278,23 @@ impl PackedCase {
         Inputs { b, ..inputs(&self.case) }
     }
 
-    fn run(&self, device: &Device, plan: &Matmul, sources: &[Source; 2]) -> Result<(), TestCaseError> {
+    pub(super) fn pack(&self, device: &Device, [gate, up]: &[Source; 2]) -> Result<Weight, TestCaseError> {
         let stream = device.stream().map_err(fail)?;
-        let [gate, up] = sources;
         let weight = if self.is_gated() {
             Weight::pack(&stream, &GateUp(gate, up))
         } else {
             Weight::pack(&stream, gate)
         };
-        let weight = weight.map_err(fail)?;
+        weight.map_err(fail)
+    }
+
+    pub(super) fn run(
+        &self,
+        device: &Device,
+        plan: &Matmul,
+        sources: &[Source; 2],
+    ) -> Result<(), TestCaseError> {
+        let weight = self.pack(device, sources)?;
         let variant = plan.report().variant;
         let inputs = self.inputs(sources, variant.contains("unpack"));
         let got = product_of(device, plan, &self.case, &inputs, Some(&weight))?;
@@ -319,7 +328,7 @@ fn wanted_unpack(case: &PackedCase, wanted: Wanted<'_>) -> bool {
     })
 }
 
-fn case_of_many(device: &Device, case: &PackedCase) -> Result<(), TestCaseError> {
+pub(super) fn case_of_many(device: &Device, case: &PackedCase) -> Result<(), TestCaseError> {
     let plan = Matmul::plan(device, case.problem()).map_err(fail)?;
     case.run(device, &plan, &case.sources())
 }
@@ -407,54 +416,6 @@ fn packed_stripes() -> Result<(), TestCaseError> {
                     let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
                     case.run(&device, &plan, &case.sources())?;
                 }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Of fp8 by fp8, as of a group by itself: several tiles of rows and columns, the last not full, any stride of out.
-/// What adds something is multiplied as always, and so are rows that are no pieces.
-#[test]
-fn packed_fp8_by_fp8() -> Result<(), TestCaseError> {
-    let layout = WeightLayout {
-        codes: Codes::E4m3,
-        group: 128,
-        rows: 128,
-        scale: ScaleType::F32,
-        zeros: false,
-        minimums: false,
-    };
-    for (i, [m, n, k]) in [[70, 256, 136], [300, 40, 256], [129, 130, 8]].into_iter().enumerate() {
-        let dtype = [DType::BF16, DType::F16][i % 2];
-        let problem = MatmulProblem { activations: Activations::Fp8, ..MatmulProblem::new(m, n, k, dtype) };
-        let case = Case { out_layout: Layout { padding: 3 * i, offset: i }, ..contiguous(problem, i as u64) };
-        let case = PackedCase { case, layout };
-        let sources = case.sources();
-        for device in devices_for(work(&case)) {
-            let Some(limits) = device.limits() else { continue };
-            let many = MatmulProblem { m: 1 << 16, ..case.problem() };
-            let Some((variant, _)) = select_packed(&limits, &many, &layout).fp8 else { continue };
-            let choices = select_packed(&limits, &case.problem(), &layout);
-            prop_assert!(choices.fp8.is_none_or(|(_, from)| m >= from), "{m} rows");
-            let choices = PackedChoices { fp8: Some((variant, 0)), ..choices };
-            let plan = Matmul::plan_packed(&device, case.problem(), choices).map_err(fail)?;
-            prop_assert_eq!(plan.report().variant, variant.entry);
-            let weight = Weight::pack(&device.stream()?, &sources[0]).map_err(fail)?;
-            let inputs = case.inputs(&sources, false);
-            let got = product_of(&device, &plan, &case.case, &inputs, Some(&weight))?;
-            let a = fp8::quantised(&inputs.a, k);
-            let product =
-                |a: &[f64], b: &[f64]| reference::matmul::<f64>(a, b, None, [m, n, k], |value| value);
-            let absolute = |values: &[f64]| values.iter().map(|value| value.abs()).collect::<Vec<f64>>();
-            fp8::expect(dtype, &got, &product(&a, &inputs.b), &product(&absolute(&a), &absolute(&inputs.b)))?;
-        }
-        let odd = Case { a_layout: Layout { padding: 1, offset: 1 }, ..case.case.clone() };
-        let added = MatmulProblem { epilogue: Epilogue { residual: true, ..Epilogue::NONE }, ..problem };
-        for case in [odd, Case { problem: added, ..case.case.clone() }] {
-            let case = PackedCase { case, layout };
-            for device in devices_for(work(&case)) {
-                case_of_many(&device, &case)?;
             }
         }
     }

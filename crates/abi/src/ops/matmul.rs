@@ -521,6 +521,23 @@ macro_rules! matmul_wgmma_table {
     };
 }
 
+/// The same for the kernels of fp8 by fp8, whose rows become fp8 before.
+#[macro_export]
+macro_rules! matmul_fp8_table {
+    ($callback:ident) => {
+        $callback! {
+            matmul_bf16_fp8__n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
+            matmul_bf16_fp8__n128__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_bf16_fp8__m192n128c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 512, bm: 192, bn: 128, stages: 4, cluster: 2, shares_a: false };
+            matmul_bf16_fp8__n192c2__sm90a => bf16, bf16, BF16, BF16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16_fp8__n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 2, shares_a: false };
+            matmul_f16_fp8__n128__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 128, stages: 6, cluster: 1, shares_a: false };
+            matmul_f16_fp8__m192n128c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 512, bm: 192, bn: 128, stages: 4, cluster: 2, shares_a: false };
+            matmul_f16_fp8__n192c2__sm90a => f16, f16, F16, F16, Sm90a, Wgmma { threads: 384, bm: 128, bn: 192, stages: 4, cluster: 2, shares_a: false };
+        }
+    };
+}
+
 macro_rules! rows {
     ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
        $tile:ident { $($field:ident: $value:literal),* };)*) => {
@@ -544,6 +561,8 @@ pub const MMA_VARIANTS: &[MatmulVariant] = matmul_mma_table!(rows);
 pub const STREAM_VARIANTS: &[MatmulVariant] = matmul_stream_table!(rows);
 /// The kernels of Hopper's tensor cores, which take tensor maps.
 pub const WGMMA_VARIANTS: &[MatmulVariant] = matmul_wgmma_table!(rows);
+/// The same of fp8 by fp8.
+pub const FP8_VARIANTS: &[MatmulVariant] = matmul_fp8_table!(rows);
 
 const _: () = {
     let mut i = 0;

@@ -32,7 +32,7 @@
 
 use abi::ops::grouped_matmul::{GroupedMatmulDims, WGMMA_X_ROWS};
 use abi::ops::matmul::{A_BY_TMA, MatmulDims, OUT_IN_PIECES};
-use abi::weight::{TILE_K, TILE_ROWS, WeightDims};
+use abi::weight::{BLOCK_SCALES, TILE_K, TILE_ROWS, WeightDims};
 use cuda_std::cvt::{E4m3, Element};
 use cuda_std::tma::TensorMap;
 use cuda_std::wgmma::{Multiply, Registers};
@@ -210,10 +210,10 @@ where
     ) -> [f32; SUMS] {
         let Stages { operands, full, release } = stages;
         let WeightDims { row_blocks, stretches, rows_log2, .. } = *self.weight;
-        // Of blocks of 128 rows or a multiple, so one for all columns; each is there twice.
+        // Of blocks of 128 rows or a multiple, so two for all columns.
         let block = (tile.expert * row_blocks + tile.col / TILE_ROWS) >> (rows_log2 - TILE_ROWS.ilog2());
-        let of_weight = self.scales.wrapping_add((block * stretches * 2) as usize);
-        let by_step = if stretches > 1 { 2 } else { 0 };
+        let of_weight = self.scales.wrapping_add((block * stretches * BLOCK_SCALES) as usize);
+        let by_step = if stretches > 1 { BLOCK_SCALES } else { 0 };
         let x_rows = self.dims.rows as usize;
         // SAFETY: rows of the tile, and where they end the last one; scales of the block and of the rows of x for each
         // step; the caller's promise.
@@ -223,11 +223,12 @@ where
             let of_row = |row: u32| self.x_scales.wrapping_add(row.min(tile.end - 1) as usize);
             let rows = [of_row(row), of_row(row + 8)];
             let scales = |step: u32| {
-                let weight = global::load(of_weight.wrapping_add((step * by_step) as usize));
+                let [even, _, odd, _] = global::load_x4(of_weight.wrapping_add((step * by_step) as usize));
                 let of_row = |row: *const f32| global::load(row.wrapping_add(step as usize * x_rows));
-                [of_row(rows[0]), of_row(rows[1]), weight]
+                let cols = [[f32::from_bits(even), f32::from_bits(odd)]];
+                fp8::Scales { rows: [of_row(rows[0]), of_row(rows[1])], cols }
             };
-            fp8::multiply_blocks::<SUMS, STAGES>(ring, steps, scales, operands, full, release, meanwhile)
+            fp8::multiply_blocks::<SUMS, 1, STAGES>(ring, steps, scales, operands, full, release, meanwhile)
         }
     }
 }

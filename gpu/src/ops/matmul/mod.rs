@@ -21,6 +21,10 @@ mod packed;
 #[cfg(not(lacks_dependent_launch))]
 use abi::ops::matmul::MatmulNorm;
 use abi::ops::matmul::{MatmulDims, MatmulEpilogue, NEXT_MAY_START};
+#[cfg(not(lacks_wgmma))]
+use abi::weight::WeightDims;
+#[cfg(not(lacks_wgmma))]
+use cuda_std::cvt::E4m3;
 use cuda_std::cvt::{Element, bf16, f16};
 use cuda_std::{grid, kernel, thread};
 
@@ -30,7 +34,7 @@ use crate::matmul::few_rows_ahead::{self, Row};
 use crate::matmul::operand::Operand;
 use crate::matmul::{early, few_rows_simt, simt};
 #[cfg(not(lacks_wgmma))]
-use crate::matmul::{early::Weights, split_k_wgmma, swapped_wgmma, wgmma};
+use crate::matmul::{early::Weights, fp8, split_k_wgmma, swapped_wgmma, wgmma};
 #[cfg(not(lacks_mma_sync))]
 use crate::matmul::{few_rows_mma, mma_sync};
 
@@ -305,9 +309,9 @@ const fn promotes<T, O>() -> bool {
 macro_rules! wgmma_body {
     (Wgmma, $type:ident, $out:ident, $maps:ident, $end:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         wgmma::multiply::<$type, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
-            $maps,
+            wgmma::Ends { a: $maps.a, out: $maps.out },
+            wgmma::Plain { maps: $maps, gated: $end.is_gated(), promotes: promotes::<$type, $out>() },
             $end,
-            promotes::<$type, $out>(),
             $end,
         )
     };
@@ -362,3 +366,51 @@ macro_rules! wgmma_entries {
 }
 #[cfg(not(lacks_wgmma))]
 abi::matmul_wgmma_table!(wgmma_entries);
+
+#[cfg(not(lacks_wgmma))]
+macro_rules! fp8_entries {
+    ($($entry:ident => $type:ident, $out:ident, $dtype:ident, $out_dtype:ident, $floor:ident,
+       Wgmma { threads: $threads:literal, bm: $bm:literal, bn: $bn:literal, stages: $stages:literal,
+               cluster: $cluster:literal, shares_a: false };)*) => {$(
+        /// Entry point; see `matmul::fp8` and `abi::ops::matmul`.
+        ///
+        /// # Safety
+        /// - Arguments as `Matmul::run` checks them.
+        #[kernel(max_threads = $threads, min_blocks = 1, waits)]
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        pub unsafe fn $entry(
+            dims: MatmulDims,
+            how: MatmulEpilogue,
+            #[grid_constant] a: cuda_std::tma::TensorMap,
+            #[grid_constant] b: cuda_std::tma::TensorMap,
+            #[grid_constant] out_map: cuda_std::tma::TensorMap,
+            row_scales: *const f32,
+            scales: *const f32,
+            bias: *const $type,
+            residual: *const $out,
+            out: *mut $out,
+            weight: WeightDims,
+        ) {
+            let end = Epilogue::new(bias, residual, out, &dims, &how);
+            let gated = end.is_gated();
+            // Columns of a part are in one block of 128 rows, or more, of the weight.
+            let by = fp8::Fp8::<{ if $bn == 128 { 1 } else { $bn / 64 } }, { $bn > 128 || $bm > 128 }> {
+                map: b,
+                scales,
+                row_scales,
+                weight: &weight,
+                dims: &dims,
+                gated,
+            };
+            let ends = wgmma::Ends { a, out: out_map };
+            // SAFETY: threads, clusters and shared memory of the tile; rows as `quantise` makes them — Matmul::run.
+            unsafe {
+                wgmma::multiply::<E4m3, f32, $type, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, false>(
+                    ends, by, end, end,
+                )
+            }
+        }
+    )*};
+}
+#[cfg(not(lacks_wgmma))]
+abi::matmul_fp8_table!(fp8_entries);

@@ -352,7 +352,10 @@ unsafe fn for_columns<const SUMS: usize>(
 macro_rules! wgmma_body {
     (Wgmma, $out:ident, $maps:ident, $end:ident, $results:ident, $bm:literal, $bn:literal, $stages:literal, $cluster:literal, $shares_a:literal) => {
         wgmma::multiply::<i8, i32, $out, $out, $bm, $bn, { $bn / 2 }, $stages, $cluster, $shares_a>(
-            $maps, $end, false, $results,
+            wgmma::Ends { a: $maps.a, out: $maps.out },
+            wgmma::Plain { maps: $maps, gated: false, promotes: false },
+            $end,
+            $results,
         )
     };
     (Split, $out:ident, $maps:ident, $end:ident, $results:ident, $bn:literal, $stages:literal, $cluster:literal) => {

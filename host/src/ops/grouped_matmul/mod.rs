@@ -29,11 +29,10 @@ pub use abi::ops::grouped_matmul::{
     PACKED_VARIANTS, QUANTISE_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, GroupedMatmulCase, samples};
-pub(crate) use packed::{Fp8, fp8_variant};
 pub use packed::{GroupedPackedChoice, GroupedPackedChoices, select as select_packed};
 pub use select::{GroupedMatmulChoice, select};
 
-const OP: &str = "grouped_matmul";
+pub(crate) const OP: &str = "grouped_matmul";
 
 /// Which row of x a row of out is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

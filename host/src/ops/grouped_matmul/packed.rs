@@ -2,11 +2,11 @@
 //! those for plain matrices, for which the experts that have rows are unpacked.
 
 use abi::DType;
-use abi::matmul_fp8::{self, BLOCK_K, QuantiseDims};
+use abi::matmul_fp8::{self, QuantiseDims};
 use abi::ops::grouped_matmul::{
     FP8_VARIANTS, GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant, PACKED_MMA_VARIANTS,
-    PACKED_VARIANTS, QUANTISE_VARIANTS, SLOTS_ARE_ROWS, SLOTS_ARE_TILES, UNPACK_VARIANTS, UnpackDims,
-    WGMMA_X_ROWS, packed_smem_bytes,
+    PACKED_VARIANTS, SLOTS_ARE_ROWS, SLOTS_ARE_TILES, UNPACK_VARIANTS, UnpackDims, WGMMA_X_ROWS,
+    packed_smem_bytes,
 };
 use abi::ops::matmul::{A_IN_PIECES, PackedTile, PackedVariant, THREADS, WARPS};
 use abi::weight::{Layout, TILE_ROWS};
@@ -19,6 +19,7 @@ use crate::kernel::Cut;
 use crate::ladder::Rung;
 use crate::launch::Entry;
 use crate::ops::check_blocks;
+use crate::ops::fp8_rows::Fp8Rows;
 use crate::ops::matmul::{Activations, INVARIANT_ROWS, matrix_map, packed_split_log2, takes};
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
@@ -161,7 +162,7 @@ fn fp8(
 }
 
 /// The kernel of fp8 by fp8, if it can do the problem with any number of rows.
-pub(crate) fn fp8_variant(
+fn fp8_variant(
     limits: &DeviceLimits,
     problem: &GroupedMatmulProblem,
     layout: &Layout,
@@ -234,15 +235,13 @@ pub(super) struct PackedKernels {
     fp8: Option<Fp8>,
 }
 
-/// The product of fp8 by fp8, also of one weight by itself.
+/// The product of fp8 by fp8.
 #[derive(Debug)]
-pub(crate) struct Fp8 {
+struct Fp8 {
     from: usize,
-    quantise: Entry,
+    rows: Fp8Rows,
     tile: GroupedMatmulTile,
     product: Entry,
-    /// Rows of x as fp8, and their scales.
-    workspace: Workspace<2>,
 }
 
 #[derive(Debug)]
@@ -358,42 +357,18 @@ impl PackedKernels {
 }
 
 impl Fp8 {
-    pub(crate) fn new(
+    fn new(
         device: &Device,
         problem: &GroupedMatmulProblem,
         (variant, from): (&'static GroupedMatmulVariant, usize),
     ) -> Result<Self, Error> {
         let GroupedMatmulProblem { rows, k, dtype, .. } = *problem;
-        let blocks = k.div_ceil(BLOCK_K as usize);
-        let workspace = Workspace::new(device, |stream| {
-            let q = Tensor::empty(stream, &[rows, blocks * BLOCK_K as usize], DType::F8E4M3)?;
-            Ok([q, Tensor::empty(stream, &[blocks, rows], DType::F32)?])
-        })?;
-        let quantise = QUANTISE_VARIANTS.iter().find(|quantise| quantise.dtype == dtype);
-        let quantise = quantise
-            .ok_or_else(|| Error::invalid(OP, "problem", "a type that can be made fp8", dtype.name()))?;
         let product = device.entry(OP, variant.entry, variant.tile.smem_bytes())?;
-        Ok(Fp8 {
-            from,
-            quantise: device.entry(OP, quantise.entry, 0)?,
-            tile: variant.tile,
-            product,
-            workspace,
-        })
-    }
-
-    /// Rows from which on it is taken.
-    pub(crate) fn from(&self) -> usize {
-        self.from
-    }
-
-    /// Its kernel and how that cuts the product up.
-    pub(crate) fn kernel(&self) -> (&Entry, GroupedMatmulTile) {
-        (&self.product, self.tile)
+        Ok(Fp8 { from, rows: Fp8Rows::new(OP, device, [rows, k], dtype)?, tile: variant.tile, product })
     }
 
     /// Runs the product of checked tensors that have elements, of rows of x in pieces.
-    pub(crate) fn run(
+    fn run(
         &self,
         stream: &Stream,
         args: GroupedMatmulArgs<'_>,
@@ -406,25 +381,19 @@ impl Fp8 {
         };
         let device = stream.device();
         let num_sms = device.profile().num_sms.max(1);
-        let [q, x_scales] = &self.workspace.tensors;
-        let _alone = self.workspace.enter(stream)?;
-        let q_stride = dims.k.next_multiple_of(BLOCK_K);
         let GroupedMatmulDims { rows, x_rows, fan_out, k, x_stride, .. } = dims;
-        let rows = QuantiseDims { rows, x_rows, fan_out, k, x_stride, q_stride };
-        let params = [x.into(), order.into(), q.view().into(), x_scales.view().into(), (&rows).into()];
-        // A warp has two blocks of k.
-        let blocks = (rows.rows * (q_stride / BLOCK_K).div_ceil(2)).div_ceil(WARPS).min(8 * num_sms);
-        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such; the workspace has
-        // room for as many rows as were planned, and nobody else has entered it.
-        unsafe { self.quantise.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], &params)? };
+        let of_rows = QuantiseDims { rows, x_rows, fan_out, k, x_stride, q_stride: 0 };
+        // SAFETY: `check` found x's rows inside its view, here in pieces of 16 bytes with k in such, and a number of the
+        // order for each.
+        let rows = unsafe { self.rows.make(stream, (x, order.into()), of_rows)? };
 
         // Sorted as they are fp8.
-        (dims.k, dims.x_stride, dims.x_rows, dims.fan_out) = (q_stride, q_stride, dims.rows, 0);
+        (dims.k, dims.x_stride, dims.x_rows, dims.fan_out) = (rows.stride, rows.stride, dims.rows, 0);
         dims.col_blocks = self.tile.col_blocks(dims.n, 0);
         let (_, slots) = self.tile.slots(dims.rows, dims.experts);
         let grid = check_blocks(OP, "out", slots * u64::from(dims.col_blocks))?.min(num_sms);
         let sizes = [dims.x_rows, dims.k, dims.x_stride];
-        let x_map = matrix_map(OP, device, DType::F8E4M3, q.view().address(), sizes, WGMMA_X_ROWS)?;
+        let x_map = matrix_map(OP, device, DType::F8E4M3, rows.q.address(), sizes, WGMMA_X_ROWS)?;
         let w_map = weight.tiles_map(OP, device, bn)?;
         let of_weight = weight.dims();
         let [_, scales, ..] = weight.params();
@@ -432,8 +401,8 @@ impl Fp8 {
             (&dims).into(),
             (&x_map).into(),
             (&w_map).into(),
-            q.view().into(),
-            x_scales.view().into(),
+            rows.q.into(),
+            rows.scales.into(),
             scales,
             offsets.into(),
             (&out).into(),

@@ -4,6 +4,7 @@ mod cases;
 mod check;
 pub(crate) mod cpu;
 mod dot;
+mod fp8;
 mod int8;
 mod packed;
 mod planned;
@@ -34,8 +35,8 @@ use crate::weight::{Layout, Weight};
 use planned::{Backend, Planned, residual};
 
 pub use abi::ops::matmul::{
-    AHEAD_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
+    AHEAD_VARIANTS, FP8_VARIANTS, MMA_VARIANTS, MatmulTile, MatmulVariant, PACKED_MMA_VARIANTS,
+    PACKED_VARIANTS, PackedTile, PackedVariant, STREAM_VARIANTS, UNPACK_VARIANTS, VARIANTS, WGMMA_VARIANTS,
 };
 pub use cases::{CASES, MatmulCase, samples};
 pub(crate) use cases::{linear, plain};
@@ -125,8 +126,9 @@ pub enum Activations {
     /// They are multiplied as they are.
     #[default]
     AsGiven,
-    /// Where kernels multiply fp8 by fp8 (Hopper, weights with scales of blocks of 128 rows or a multiple and of 128 of
-    /// k or all, rows in pieces of 16 bytes, more of them than the weights' bytes bound), rows may become e4m3 too,
+    /// Where kernels multiply fp8 by fp8 (Hopper; weights with scales of blocks of 128 rows or a multiple and of 128 of k
+    /// or all, or but for experts one scale for each row; rows in pieces of 16 bytes, more of them than the weights'
+    /// bytes bound), rows may become e4m3 too,
     /// each 128 of them by a scale of their own, `max|x| / 448`: an element then errs by up to 2^-4 of itself, or 2^-10
     /// of that scale. That is what checkpoints with `activation_scheme: dynamic` were made for. Elsewhere, and under
     /// [`Invariance::Batch`], they are multiplied as they are.

@@ -3,19 +3,18 @@
 
 use std::cmp::Reverse;
 
-use abi::ops::grouped_matmul::{GroupedMatmulDims, GroupedMatmulTile, GroupedMatmulVariant};
 use abi::ops::matmul::{
-    A_IN_PIECES, MatmulDims, MatmulEpilogue, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS, PACKED_VARIANTS,
-    PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
+    A_IN_PIECES, MatmulDims, MatmulEpilogue, MatmulVariant, OUT_IN_F32, OUT_IN_QUADS, PACKED_MMA_VARIANTS,
+    PACKED_VARIANTS, PackedTile, PackedVariant, THREADS, UNPACK_VARIANTS, WARPS,
 };
 use abi::weight::{Layout, TILE_K, TILE_ROWS, WeightDims};
 
+use super::fp8::{self, Fp8};
 use super::{Act, Bias, Epilogue, MatmulArgs, MatmulProblem, OP, Planned, Residual, residual};
 use crate::device::{Device, DeviceLimits};
 use crate::error::Error;
 use crate::ladder::Rung;
 use crate::launch::Entry;
-use crate::ops::grouped_matmul::{self, Fp8, GroupedMatmulArgs, GroupedMatmulProblem};
 use crate::ops::workspace::Workspace;
 use crate::stream::Stream;
 use crate::tensor::Tensor;
@@ -50,8 +49,8 @@ pub struct PackedChoices {
     pub dense_from: Option<usize>,
     /// Columns of out of a stripe, a multiple of 16 unless it is all of them.
     pub stripe: usize,
-    /// The product of fp8 by fp8, and the rows from which on it is taken; none if a may not become fp8.
-    pub fp8: Option<(&'static GroupedMatmulVariant, usize)>,
+    /// The kernels of fp8 by fp8, none if a may not become fp8, and the rows from which on one is taken.
+    pub fp8: (Vec<&'static MatmulVariant>, usize),
     /// Binary logarithm of the warps that share a column's k.
     pub split_log2: u32,
 }
@@ -101,7 +100,7 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
         mma,
         dense_from,
         stripe: stripe(problem),
-        fp8: if is_invariant { None } else { fp8(limits, problem, layout) },
+        fp8: (fp8::variants(limits, problem, layout), FEW_MAX_ROWS + 1),
         split_log2: split_log2(limits, problem.b_rows(), k),
     }
 }
@@ -111,30 +110,6 @@ pub fn select(limits: &DeviceLimits, problem: &MatmulProblem, layout: &Layout) -
 fn few_can(problem: &MatmulProblem) -> bool {
     let MatmulProblem { dtype, out_dtype, bias, epilogue: Epilogue { act, residual, .. }, .. } = *problem;
     out_dtype == dtype || bias == Bias::None && act == Act::None && !residual
-}
-
-/// The product as one of a single group.
-fn grouped(problem: &MatmulProblem) -> GroupedMatmulProblem {
-    let MatmulProblem { m, n, k, dtype, weight, activations, .. } = *problem;
-    GroupedMatmulProblem { weight, activations, ..GroupedMatmulProblem::new(m, 1, n, k, dtype) }
-}
-
-/// The product of fp8 by fp8, if it can do the problem, of which nothing but the sums is made, and the rows from which
-/// on it is taken, if there are so many.
-fn fp8(
-    limits: &DeviceLimits,
-    problem: &MatmulProblem,
-    layout: &Layout,
-) -> Option<(&'static GroupedMatmulVariant, usize)> {
-    let MatmulProblem { batch, m, n, dtype, out_dtype, bias, epilogue, .. } = *problem;
-    let is_plain = batch == 1 && out_dtype == dtype && bias == Bias::None && epilogue == Epilogue::NONE;
-    let variant = grouped_matmul::fp8_variant(limits, &grouped(problem), layout).filter(|_| is_plain)?;
-    let GroupedMatmulTile::Wgmma { bm, bn, .. } = variant.tile else { return None };
-    // Tiles for most of the multiprocessors.
-    let cols = n.div_ceil(bn as usize).max(1);
-    let rows = (3 * limits.num_sms as usize / 4).div_ceil(cols).saturating_sub(1) * bm as usize;
-    let from = rows.max(FEW_MAX_ROWS) + 1;
-    (m >= from).then_some((variant, from))
 }
 
 /// Leaves the one kernel that takes any number of rows under [`Invariance::Batch`](crate::Invariance::Batch): of as
@@ -177,7 +152,8 @@ pub(super) fn forced(
         return Err(Error::invalid(OP, "variant", format!("what {} can do", variant.entry), got));
     }
     let mut choices = select(limits, problem, layout);
-    (choices.dense_from, choices.fp8) = (None, None);
+    choices.dense_from = None;
+    choices.fp8.0.clear();
     let only = vec![PackedChoice { variant, max_rows: usize::MAX }];
     match variant.tile {
         PackedTile::Mma { .. } => choices.mma = only,
@@ -209,15 +185,7 @@ pub(super) struct PackedKernels {
     mma: Vec<(PackedChoice, Entry)>,
     split_log2: u32,
     dense: Option<Dense>,
-    fp8: Option<OneGroup>,
-}
-
-/// The product of fp8 by fp8, whose rows are those of one group.
-#[derive(Debug)]
-struct OneGroup {
-    product: Fp8,
-    /// All rows: the kernel bounds the end by the number of rows.
-    offsets: Tensor,
+    fp8: Option<Fp8>,
 }
 
 #[derive(Debug)]
@@ -272,7 +240,8 @@ impl PackedKernels {
             problem.weight.ok_or_else(|| Error::invalid(OP, "problem", "a packed weight", "none"))?;
         let dense =
             dense_from.map(|from| Dense::new(device, problem, &layout, (from, stripe))).transpose()?;
-        let fp8 = fp8.map(|choice| OneGroup::new(device, problem, choice)).transpose()?;
+        let has_fp8 = !fp8.0.is_empty() && problem.m >= fp8.1;
+        let fp8 = has_fp8.then(|| Fp8::new(device, problem, fp8)).transpose()?;
         Ok(PackedKernels { simt: load(simt)?, mma: load(mma)?, split_log2, dense, fp8 })
     }
 
@@ -286,10 +255,10 @@ impl PackedKernels {
     ) -> Result<(), Error> {
         let rows = dims.m as usize;
         if let Some(fp8) = &self.fp8
-            && rows >= fp8.product.from()
+            && rows >= fp8.from()
             && dims.access & A_IN_PIECES != 0
         {
-            return fp8.run(stream, args, weight, &dims);
+            return fp8.run(stream, (args, weight), dims, how);
         }
         if let Some(dense) = &self.dense
             && rows >= dense.from
@@ -333,13 +302,13 @@ impl PackedKernels {
     }
 
     /// The kernel for the planned rows, whether its weight is unpacked, and why.
-    pub(super) fn report(&self, m: usize) -> (Option<&Entry>, String, String) {
+    pub(super) fn report(&self, [m, b_rows, k]: [usize; 3]) -> (Option<&Entry>, String, String) {
         if let Some(fp8) = &self.fp8
-            && m >= fp8.product.from()
+            && m >= fp8.from()
+            && let Some((variant, entry)) = fp8.kernel([m as u32, b_rows as u32, k as u32])
         {
-            let (entry, tile) = fp8.product.kernel();
-            let why = format!("from {} rows on they are made fp8, as the weight is", fp8.product.from());
-            return (Some(entry), format!("{tile:?}"), why);
+            let why = format!("from {} rows on they are made fp8, as the weight is", fp8.from());
+            return (Some(entry), format!("{:?}", variant.tile), why);
         }
         if let Some(dense) = &self.dense
             && m >= dense.from
@@ -356,50 +325,6 @@ impl PackedKernels {
             }
             None => (None, String::new(), String::new()),
         }
-    }
-}
-
-impl OneGroup {
-    fn new(
-        device: &Device,
-        problem: &MatmulProblem,
-        choice: (&'static GroupedMatmulVariant, usize),
-    ) -> Result<Self, Error> {
-        let stream = device.stream()?;
-        let offsets = Tensor::from_slice(&stream, &[2], &[0, u32::MAX])?;
-        stream.synchronize()?;
-        Ok(OneGroup { product: Fp8::new(device, &grouped(problem), choice)?, offsets })
-    }
-
-    fn run(
-        &self,
-        stream: &Stream,
-        args: MatmulArgs<'_>,
-        weight: &Weight,
-        dims: &MatmulDims,
-    ) -> Result<(), Error> {
-        let &MatmulDims { m, n, k, a_stride, b_stride, out_stride, access, .. } = dims;
-        let own = GroupedMatmulDims {
-            rows: m,
-            x_rows: m,
-            experts: 1,
-            n,
-            k,
-            fan_out: 0,
-            x_stride: a_stride,
-            w_stride: b_stride,
-            w_expert_stride: 0,
-            out_stride,
-            access,
-            split_log2: 0,
-            col_blocks: 0,
-            slots: 0,
-        };
-        if n == 0 {
-            return Ok(());
-        }
-        let args = GroupedMatmulArgs::new(args.a, args.b, self.offsets.view(), args.out);
-        self.product.run(stream, args, weight, own)
     }
 }
 

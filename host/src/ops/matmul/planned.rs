@@ -260,7 +260,7 @@ impl Rung for Planned {
             }
             Backend::Int8(int8) => int8.report(),
             Backend::Packed(kernels) => {
-                let (entry, tile, why) = kernels.report(m);
+                let (entry, tile, why) = kernels.report([m, b_rows, k]);
                 OptimizationReport::new(OP, &self.device, entry, work, Cut { why, tile, threads: THREADS })
             }
             _ => OptimizationReport::new(OP, &self.device, None, work, Cut::cpu("panels")),
